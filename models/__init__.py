@@ -1,0 +1,53 @@
+"""The models, and which class reads which ``model_type``."""
+
+if __name__ != "nnxmoe.models":
+    raise ImportError(f"import nnxmoe.models, not {__name__}: otherwise every class here would exist twice")
+
+from collections.abc import Mapping
+from typing import Any
+
+from nnxmoe.config import ConfigError, DecoderConfig
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
+from nnxmoe.models.deepseek_v3 import PRESETS as _DEEPSEEK
+from nnxmoe.models.llama import PRESETS as _LLAMA
+from nnxmoe.models.llama import Llama, LlamaConfig, MistralConfig
+from nnxmoe.models.mixtral import PRESETS as _MIXTRAL
+from nnxmoe.models.mixtral import Mixtral, MixtralConfig
+
+MODELS: dict[str, tuple[type[DecoderConfig], type[CausalLM]]] = {
+    "llama": (LlamaConfig, Llama),
+    "mistral": (MistralConfig, Llama),
+    "mixtral": (MixtralConfig, Mixtral),
+    "deepseek_v3": (DeepSeekV3Config, DeepSeekV3),
+}
+PRESETS: dict[str, DecoderConfig] = {**_LLAMA, **_MIXTRAL, **_DEEPSEEK}
+
+__all__ = [
+    "MODELS",
+    "PRESETS",
+    "DeepSeekV3",
+    "DeepSeekV3Config",
+    "Llama",
+    "LlamaConfig",
+    "MistralConfig",
+    "Mixtral",
+    "MixtralConfig",
+    "config_from_hf",
+    "model_class",
+]
+
+
+def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
+    """The config of a parsed config.json. Raises ConfigError for models and values that are not supported."""
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"config.json must hold an object, got {type(fields).__name__}")
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in MODELS:
+        raise ConfigError(f"model_type {kind!r} is not supported; supported: {', '.join(MODELS)}")
+    return MODELS[kind][0].from_hf(fields)
+
+
+def model_class(config: DecoderConfig) -> type[CausalLM]:
+    """The class that computes a config."""
+    return MODELS[config.model_type][1]

@@ -1,0 +1,229 @@
+"""DeepSeek-V3 and R1 (DeepSeek-V3 technical report, 2024).
+
+Latent attention (MLA) with rotary embedding by neighbouring pairs; the first layers dense, then experts chosen by
+sigmoid affinities within the best groups, a correction bias that chooses but does not weigh, and a shared expert.
+The multi-token-prediction layers of a checkpoint are recognised and left out.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.config import ConfigError, DecoderConfig, rope_fields, rope_kind
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.layers.mla import MLA
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.rope import rotate_halves, rotate_pairs, yarn_mscale
+from nnxmoe.layers.stack import Layer, MoELayer
+from nnxmoe.models.llama import HF_DECODER, HF_MLP
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.router import Router, SigmoidGroupTopK
+from nnxmoe.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSeekV3Config(DecoderConfig):
+    """``intermediate_size``: the dense layers' width; ``moe_intermediate_size``: one expert's. ``q_lora_rank`` None:
+    queries are one plain projection. ``head_dim`` is ignored: the rotated width is ``qk_rope_head_dim``."""
+
+    model_type = "deepseek_v3"
+    architecture = "DeepseekV3ForCausalLM"
+    aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+    fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+    counts = (
+        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size",
+        "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group",
+    )  # fmt: skip
+
+    vocab_size: int = 129280
+    hidden_size: int = 7168
+    intermediate_size: int = 18432
+    num_hidden_layers: int = 61
+    num_attention_heads: int = 128
+    num_key_value_heads: int | None = 128
+    max_position_embeddings: int = 4096
+    attention_bias: bool = False
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    rope_interleave: bool = True
+    moe_intermediate_size: int = 2048
+    n_routed_experts: int = 256
+    n_shared_experts: int | None = 1
+    num_experts_per_tok: int = 8
+    n_group: int = 8
+    topk_group: int = 4
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    first_k_dense_replace: int = 3
+    num_nextn_predict_layers: int = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 1
+
+    def _check(self) -> None:
+        super()._check()
+        for name in ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ConfigError(f"{name} must be a non-negative integer, got {value!r}")
+        if self.q_lora_rank is not None:
+            self._positive("q_lora_rank")
+        if self.kv_heads != self.num_attention_heads:
+            raise ConfigError(
+                f"num_key_value_heads {self.kv_heads} must equal num_attention_heads {self.num_attention_heads}: "
+                "latent attention has no grouped heads"
+            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        size, rest = divmod(self.n_routed_experts, self.n_group)
+        if rest or size < 2:
+            raise ConfigError(
+                f"n_group {self.n_group} must divide n_routed_experts {self.n_routed_experts} into groups of at least 2"
+            )
+        if self.topk_group > self.n_group:
+            raise ConfigError(f"topk_group {self.topk_group} is more than n_group {self.n_group}")
+        if self.num_experts_per_tok > self.topk_group * size:
+            raise ConfigError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is more than the {self.topk_group * size} experts "
+                f"of topk_group {self.topk_group} groups"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
+    @property
+    def softmax_scale(self) -> float:
+        """1 / sqrt(query width), times YaRN's temperature squared where ``mscale_all_dim`` is set."""
+        fields, scale = rope_fields(self), (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        if rope_kind(self) != "default" and fields.get("mscale_all_dim"):
+            scale *= yarn_mscale(float(fields.get("factor") or 1.0), float(fields["mscale_all_dim"])) ** 2
+        return scale
+
+
+_DEEPSEEK_V3 = DeepSeekV3Config(
+    max_position_embeddings=163840,
+    rope_scaling={
+        "type": "yarn",
+        "factor": 40.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    dtype="bfloat16",
+)
+
+PRESETS: dict[str, DecoderConfig] = {"deepseek-v3": _DEEPSEEK_V3, "deepseek-r1": _DEEPSEEK_V3}
+
+_ATTENTION = "model.layers.{layer}.self_attn."
+_MLP = "model.layers.{layer}.mlp."
+
+HF_TABLE = (
+    HF_DECODER
+    | HF_MLP
+    | {
+        "layer.moe_norm.scale": ("model.layers.{layer}.post_attention_layernorm.weight",),
+        "layer.attention.q.kernel": (_ATTENTION + "q_proj.weight",),
+        "layer.attention.q.a.kernel": (_ATTENTION + "q_a_proj.weight",),
+        "layer.attention.q.a.bias": (_ATTENTION + "q_a_proj.bias",),
+        "layer.attention.q.norm.scale": (_ATTENTION + "q_a_layernorm.weight",),
+        "layer.attention.q.b.kernel": (_ATTENTION + "q_b_proj.weight",),
+        "layer.attention.kv_a.kernel": (_ATTENTION + "kv_a_proj_with_mqa.weight",),
+        "layer.attention.kv_a.bias": (_ATTENTION + "kv_a_proj_with_mqa.bias",),
+        "layer.attention.kv_norm.scale": (_ATTENTION + "kv_a_layernorm.weight",),
+        "layer.attention.kv_b.kernel": (_ATTENTION + "kv_b_proj.weight",),
+        "layer.attention.o.kernel": (_ATTENTION + "o_proj.weight",),
+        "layer.attention.o.bias": (_ATTENTION + "o_proj.bias",),
+        "layer.moe.router.kernel": (_MLP + "gate.weight",),
+        "layer.moe.router.bias": (_MLP + "gate.e_score_correction_bias",),
+        "layer.moe.experts.gate": (_MLP + "experts.{expert}.gate_proj.weight", _MLP + "experts.gate_up_proj[0/2]"),
+        "layer.moe.experts.up": (_MLP + "experts.{expert}.up_proj.weight", _MLP + "experts.gate_up_proj[1/2]"),
+        "layer.moe.experts.down": (_MLP + "experts.{expert}.down_proj.weight", _MLP + "experts.down_proj"),
+        "layer.moe.shared.gate.kernel": (_MLP + "shared_experts.gate_proj.weight",),
+        "layer.moe.shared.up.kernel": (_MLP + "shared_experts.up_proj.weight",),
+        "layer.moe.shared.down.kernel": (_MLP + "shared_experts.down_proj.weight",),
+    }
+)
+
+
+class DeepSeekV3(CausalLM):
+    """A DeepSeek-V3; ``rngs`` None makes shapes instead of arrays."""
+
+    hf_table = HF_TABLE
+
+    def __init__(
+        self,
+        config: DeepSeekV3Config,
+        strategy: Strategy | None = None,
+        *,
+        rngs: nnx.Rngs | None,
+        dtype: Any = jnp.float32,
+    ):
+        if not isinstance(config, DeepSeekV3Config):
+            raise ConfigError(f"DeepSeekV3 takes a DeepSeekV3Config, got {type(config).__name__}")
+        strategy = strategy or Strategy.auto()
+        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
+
+        def attention(**kw: Any) -> MLA:
+            return MLA(
+                dim,
+                c.num_attention_heads,
+                q_rank=c.q_lora_rank,
+                kv_rank=c.kv_lora_rank,
+                nope=c.qk_nope_head_dim,
+                rope=c.qk_rope_head_dim,
+                v_dim=c.v_head_dim,
+                scale=c.softmax_scale,
+                bias=c.attention_bias,
+                rotate=rotate_pairs if c.rope_interleave else rotate_halves,
+                form=strategy.latent,
+                attend=strategy.attend,
+                **kw,
+            )
+
+        def dense(rngs: nnx.Rngs | None) -> Layer:
+            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+            mlp = MLP(dim, c.intermediate_size, bias=False, **kw)
+            return Layer(RMSNorm(dim, eps, **kw), attention(**kw), RMSNorm(dim, eps, **kw), mlp)
+
+        def sparse(rngs: nnx.Rngs | None) -> MoELayer:
+            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+            select = SigmoidGroupTopK(
+                c.num_experts_per_tok, c.n_group, c.topk_group, c.norm_topk_prob, c.routed_scaling_factor
+            )
+            router = Router(dim, c.n_routed_experts, select, bias=True, **kw)
+            experts = Experts(dim, c.moe_intermediate_size, c.n_routed_experts, matmul=strategy.matmul, **kw)
+            width = c.moe_intermediate_size * (c.n_shared_experts or 0)
+            shared = MLP(dim, width, bias=False, **kw) if width else None
+            moe = MoE(router, experts, strategy.dispatch, shared)
+            return MoELayer(RMSNorm(dim, eps, **kw), attention(**kw), RMSNorm(dim, eps, **kw), moe)
+
+        dense_count = min(c.first_k_dense_replace, c.num_hidden_layers)
+        super().__init__(
+            c.vocab_size,
+            dim,
+            [(dense_count, dense), (c.num_hidden_layers - dense_count, sparse)],
+            eps=eps,
+            tied=c.tie_word_embeddings,
+            rope=c.rope,
+            window=None,
+            stack=strategy.stack,
+            compute_dtype=strategy.compute_dtype,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.config = config
+        self.strategy = strategy

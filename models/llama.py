@@ -1,0 +1,181 @@
+"""Llama 1 to 3.x (Touvron et al. 2023; Llama 3, 2024) and Mistral (Jiang et al. 2023), which is Llama with a window.
+
+Grouped-query attention, rotary embedding by halves, SwiGLU; biases only where the config asks for them.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.config import ConfigError, DecoderConfig
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.stack import Layer
+from nnxmoe.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig(DecoderConfig):
+    """``attention_bias``: on q, k, v and o. ``mlp_bias``: on gate, up and down."""
+
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MistralConfig(DecoderConfig):
+    """``sliding_window``: keys a query sees, its own included; null: all."""
+
+    model_type = "mistral"
+    architecture = "MistralForCausalLM"
+
+    intermediate_size: int = 14336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    sliding_window: int | None = 4096
+
+    attention_bias = False
+    mlp_bias = False
+
+    def _check(self) -> None:
+        super()._check()
+        if self.sliding_window is not None:
+            self._positive("sliding_window")
+
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+_LLAMA_3_1 = LlamaConfig(
+    vocab_size=128256,
+    intermediate_size=14336,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    rope_scaling=_llama3(8.0),
+    bos_token_id=128000,
+    eos_token_id=128001,
+    dtype="bfloat16",
+)
+
+HF_DECODER = {
+    "embed.table": ("model.embed_tokens.weight",),
+    "norm.scale": ("model.norm.weight",),
+    "head.kernel": ("lm_head.weight",),
+    "layer.attention_norm.scale": ("model.layers.{layer}.input_layernorm.weight",),
+}
+HF_GQA = {
+    f"layer.attention.{x}.{ours}": (f"model.layers.{{layer}}.self_attn.{x}_proj.{theirs}",)
+    for x in "qkvo"
+    for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
+}
+HF_MLP = {"layer.mlp_norm.scale": ("model.layers.{layer}.post_attention_layernorm.weight",)} | {
+    f"layer.mlp.{x}.{ours}": (f"model.layers.{{layer}}.mlp.{x}_proj.{theirs}",)
+    for x in ("gate", "up", "down")
+    for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
+}
+
+PRESETS: dict[str, DecoderConfig] = {
+    "llama-3.1-8b": _LLAMA_3_1,
+    "llama-3.1-70b": dataclasses.replace(
+        _LLAMA_3_1,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+    ),
+    "llama-3.1-405b": dataclasses.replace(
+        _LLAMA_3_1,
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+    ),
+    "llama-3.2-1b": dataclasses.replace(
+        _LLAMA_3_1,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        head_dim=64,
+        tie_word_embeddings=True,
+        rope_scaling=_llama3(32.0),
+    ),
+    "mistral-7b-v0.1": MistralConfig(max_position_embeddings=32768, rms_norm_eps=1e-5, dtype="bfloat16"),
+    "mistral-7b-v0.3": MistralConfig(
+        vocab_size=32768,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        sliding_window=None,
+        dtype="bfloat16",
+    ),
+}
+
+
+class Llama(CausalLM):
+    """A Llama or Mistral; ``rngs`` None makes shapes instead of arrays."""
+
+    hf_table = HF_DECODER | HF_GQA | HF_MLP
+
+    def __init__(
+        self,
+        config: LlamaConfig | MistralConfig,
+        strategy: Strategy | None = None,
+        *,
+        rngs: nnx.Rngs | None,
+        dtype: Any = jnp.float32,
+    ):
+        if not isinstance(config, LlamaConfig | MistralConfig):
+            raise ConfigError(f"Llama takes a LlamaConfig or a MistralConfig, got {type(config).__name__}")
+        strategy = strategy or Strategy.auto()
+        dim, eps = config.hidden_size, config.rms_norm_eps
+
+        def layer(rngs: nnx.Rngs | None) -> Layer:
+            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+            attention = GQA(
+                dim,
+                config.num_attention_heads,
+                config.kv_heads,
+                config.head_width,
+                window=config.window,
+                bias=config.attention_bias,
+                attend=strategy.attend,
+                **kw,
+            )
+            mlp = MLP(dim, config.intermediate_size, bias=config.mlp_bias, **kw)
+            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), mlp)
+
+        super().__init__(
+            config.vocab_size,
+            dim,
+            [(config.num_hidden_layers, layer)],
+            eps=eps,
+            tied=config.tie_word_embeddings,
+            rope=config.rope,
+            window=config.window,
+            stack=strategy.stack,
+            compute_dtype=strategy.compute_dtype,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.config = config
+        self.strategy = strategy

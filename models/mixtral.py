@@ -1,0 +1,151 @@
+"""Mixtral (Jiang et al. 2024): Llama's attention, and in every layer eight experts of which each token uses two.
+
+The router is a softmax over all experts, cut to the best and rescaled; there is no shared expert and no bias.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.config import ConfigError, DecoderConfig
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.stack import MoELayer
+from nnxmoe.models.llama import HF_DECODER, HF_GQA
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.router import Router, SoftmaxTopK
+from nnxmoe.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixtralConfig(DecoderConfig):
+    """``intermediate_size`` is the width of one expert."""
+
+    model_type = "mixtral"
+    architecture = "MixtralForCausalLM"
+    aliases = {"num_experts": "num_local_experts"}
+    counts = ("num_local_experts", "num_experts_per_tok")
+
+    intermediate_size: int = 14336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    sliding_window: int | None = None
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+
+    def _check(self) -> None:
+        super()._check()
+        if self.sliding_window is not None:
+            self._positive("sliding_window")
+        if self.num_experts_per_tok > self.num_local_experts:
+            raise ConfigError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is more than num_local_experts {self.num_local_experts}"
+            )
+
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
+
+_MIXTRAL_8X7B = MixtralConfig(max_position_embeddings=32768, dtype="bfloat16")
+
+PRESETS: dict[str, DecoderConfig] = {
+    "mixtral-8x7b": _MIXTRAL_8X7B,
+    "mixtral-8x22b": dataclasses.replace(
+        _MIXTRAL_8X7B,
+        hidden_size=6144,
+        intermediate_size=16384,
+        num_hidden_layers=56,
+        num_attention_heads=48,
+        max_position_embeddings=65536,
+    ),
+}
+
+_BLOCK = "model.layers.{layer}.block_sparse_moe."  # the hub's names
+_MLP = "model.layers.{layer}.mlp."  # transformers 5 in memory, and on disk where somebody saved it so
+
+HF_TABLE = (
+    HF_DECODER
+    | HF_GQA
+    | {
+        "layer.moe_norm.scale": ("model.layers.{layer}.post_attention_layernorm.weight",),
+        "layer.moe.router.kernel": (_BLOCK + "gate.weight", _MLP + "gate.weight"),
+        "layer.moe.experts.gate": (
+            _BLOCK + "experts.{expert}.w1.weight",
+            _MLP + "experts.{expert}.w1.weight",
+            _MLP + "experts.gate_up_proj[0/2]",
+        ),
+        "layer.moe.experts.up": (
+            _BLOCK + "experts.{expert}.w3.weight",
+            _MLP + "experts.{expert}.w3.weight",
+            _MLP + "experts.gate_up_proj[1/2]",
+        ),
+        "layer.moe.experts.down": (
+            _BLOCK + "experts.{expert}.w2.weight",
+            _MLP + "experts.{expert}.w2.weight",
+            _MLP + "experts.down_proj",
+        ),
+    }
+)
+
+
+class Mixtral(CausalLM):
+    """A Mixtral; ``rngs`` None makes shapes instead of arrays."""
+
+    hf_table = HF_TABLE
+
+    def __init__(
+        self,
+        config: MixtralConfig,
+        strategy: Strategy | None = None,
+        *,
+        rngs: nnx.Rngs | None,
+        dtype: Any = jnp.float32,
+    ):
+        if not isinstance(config, MixtralConfig):
+            raise ConfigError(f"Mixtral takes a MixtralConfig, got {type(config).__name__}")
+        strategy = strategy or Strategy.auto()
+        dim, eps, count = config.hidden_size, config.rms_norm_eps, config.num_local_experts
+
+        def layer(rngs: nnx.Rngs | None) -> MoELayer:
+            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+            attention = GQA(
+                dim,
+                config.num_attention_heads,
+                config.kv_heads,
+                config.head_width,
+                window=config.window,
+                bias=False,
+                attend=strategy.attend,
+                **kw,
+            )
+            router = Router(dim, count, SoftmaxTopK(config.num_experts_per_tok), bias=False, **kw)
+            experts = Experts(dim, config.intermediate_size, count, matmul=strategy.matmul, **kw)
+            moe = MoE(router, experts, strategy.dispatch, shared=None)
+            return MoELayer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
+
+        super().__init__(
+            config.vocab_size,
+            dim,
+            [(config.num_hidden_layers, layer)],
+            eps=eps,
+            tied=config.tie_word_embeddings,
+            rope=config.rope,
+            window=config.window,
+            stack=strategy.stack,
+            compute_dtype=strategy.compute_dtype,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.config = config
+        self.strategy = strategy

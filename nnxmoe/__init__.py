@@ -1,0 +1,1 @@
+"""nnxmoe: Mixtral, DeepSeek-V3 and Llama as flax.nnx modules."""

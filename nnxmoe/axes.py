@@ -1,0 +1,104 @@
+"""Names of dimensions, logical axes and mesh axes, and the one table between the last two.
+
+Dimension letters, the same in every signature and einsum:
+
+    B batch          T query tokens    S key positions    D model width    V vocabulary
+    N query heads    K key/value heads G = N / K          H head width     F feed-forward width
+    E experts        X experts a token C slots an expert  R routed rows    L layers
+
+MLA's widths are words: ``q_rank kv_rank nope rope``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
+
+Rules = Mapping[str, str | None]
+
+# Logical axis of a parameter -> mesh axis that splits it (None: kept whole).
+RULES: Rules = {
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head": None,
+    "mlp": "tensor",
+    "expert": "expert",
+    "q_rank": None,
+    "kv_rank": None,
+    "norm": None,
+    "router": None,
+    "layers": None,
+}
+
+
+def parameter(
+    shape: Sequence[int],
+    axes: Sequence[str],
+    init: nnx.Initializer,
+    *,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs | None,
+    kind: type[nnx.Variable] = nnx.Param,
+    inputs: int | None = None,
+) -> nnx.Variable:
+    """A parameter labelled with its logical axes; without ``rngs`` only its shape: 671B parameters cost nothing.
+
+    ``inputs``: of a linear map, how many dimensions (after those of experts and layers) it contracts; None otherwise.
+    """
+    shape, axes = tuple(shape), tuple(axes)
+    assert len(shape) == len(axes), (shape, axes)
+    value = jax.ShapeDtypeStruct(shape, dtype) if rngs is None else init(rngs.params(), shape, dtype)
+    return kind(value, axes=axes, inputs=inputs, eager_sharding=False)
+
+
+def make_mesh(
+    data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A device mesh with the axes ``data, fsdp, expert, tensor``; one size may be -1: all the devices that are left.
+
+    Raises ValueError where the sizes do not multiply to the number of devices.
+    """
+    sizes = {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
+    found = np.asarray(jax.devices() if devices is None else devices, dtype=object)
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+        raise ValueError(f"mesh sizes {sizes}: every size is at least 1, and at most one is -1 (what is left)")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if open_axes:
+        sizes[open_axes[0]] = found.size // fixed
+    if math.prod(sizes.values()) != found.size:
+        raise ValueError(f"mesh sizes {sizes} need {math.prod(sizes.values()) or fixed} devices; there are {found.size}")
+    return Mesh(found.reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def partition_spec(axes: Sequence[str], shape: Sequence[int], mesh: Mesh, rules: Rules = RULES) -> PartitionSpec:
+    """Which mesh axis splits each dimension. Mesh axes of size 1 are dropped; impossible splits raise ValueError."""
+    entries: list[str | None] = []
+    for name, size in zip(axes, shape, strict=True):
+        if name not in rules:
+            raise ValueError(f"no rule for the logical axis {name!r} of a parameter with axes {tuple(axes)}")
+        axis = rules[name]
+        if axis is not None and axis not in mesh.shape:
+            raise ValueError(f"the rule {name!r} -> {axis!r} names no axis of the mesh {dict(mesh.shape)}")
+        entries.append(axis if axis is not None and mesh.shape[axis] > 1 else None)
+        if entries[-1] is not None and size % mesh.shape[entries[-1]]:
+            raise ValueError(
+                f"{name!r} of size {size} does not divide over the mesh axis {axis!r} of size {mesh.shape[axis]}"
+            )
+    used = [entry for entry in entries if entry is not None]
+    if len(set(used)) != len(used):
+        raise ValueError(f"a mesh axis is used twice: axes {tuple(axes)} -> {tuple(entries)}")
+    return PartitionSpec(*entries) if used else PartitionSpec()
+
+
+def sharding_of(variable: nnx.Variable, mesh: Mesh, rules: Rules = RULES) -> NamedSharding:
+    """Where one parameter lies on the mesh."""
+    return NamedSharding(mesh, partition_spec(variable.get_metadata()["axes"], variable.shape, mesh, rules))

@@ -1,0 +1,252 @@
+"""What a model is: frozen dataclasses with Hugging Face's own field names and defaults.
+
+A config decides the numbers. It is checked when it is made, whether typed by hand or read from a config.json.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope, yarn_mscale
+
+logger = logging.getLogger(__name__)
+
+
+class ConfigError(ValueError):
+    """A field of a model's configuration that cannot be right, or that asks for what is not computed here."""
+
+
+class FrozenDict(Mapping[str, Any]):
+    """A dict that does not change and can be hashed, so that configs can be static arguments of compiled programs."""
+
+    def __init__(self, items: Mapping[str, Any]):
+        self._items = {k: tuple(v) if isinstance(v, list) else v for k, v in items.items()}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted((k, repr(v)) for k, v in self._items.items())))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+# Fields of config.json that change no number of a forward pass.
+HARMLESS = frozenset(
+    """architectures model_type transformers_version torch_dtype _name_or_path use_cache pretraining_tp
+    initializer_range attention_dropout output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size
+    auto_map attn_implementation _attn_implementation_autoset output_attentions output_hidden_states return_dict
+    use_return_dict task_specific_params is_encoder_decoder is_decoder tie_encoder_decoder chunk_size_feed_forward
+    qk_head_dim router_jitter_noise num_mtp_layers unsloth_version quantization_config original_max_position_embeddings
+    add_cross_attention cross_attention_hidden_size id2label label2id problem_type torchscript pruned_heads
+    finetuning_task prefix sep_token_id decoder_start_token_id tokenizer_class rope_interleave head_dim
+    partial_rotary_factor max_window_layers""".split()
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The fields that all decoders here share. Widths and counts are positive integers; ``null`` fields may be None."""
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    aliases: ClassVar[Mapping[str, str]] = {}
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    counts: ClassVar[tuple[str, ...]] = ()
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    original_max_position_embeddings: int | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    rope_parameters: Mapping[str, Any] | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | tuple[int, ...] | None = 2
+    pad_token_id: int | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rope_scaling", "rope_parameters"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise ConfigError(f"{name} must be an object or null, got {value!r}")
+            object.__setattr__(self, name, None if value is None else FrozenDict(value))
+        if isinstance(self.eos_token_id, list):
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        self._check()
+
+    def _check(self) -> None:
+        counts = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        given = [name for name in ("num_key_value_heads", "head_dim") if getattr(self, name) is not None]
+        for name in (*counts, *given, "max_position_embeddings", *self.counts):
+            self._positive(name)
+        if self.num_attention_heads % self.kv_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.kv_heads}"
+            )
+        if self.hidden_act not in ("silu", "swish"):
+            raise ConfigError(f"hidden_act {self.hidden_act!r} is not supported; supported: 'silu'")
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a positive number, got {value!r}")
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise ConfigError(f"tie_word_embeddings must be true or false, got {self.tie_word_embeddings!r}")
+        _ = self.rope
+
+    def _positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+
+    @classmethod
+    def from_hf(cls, fields: Mapping[str, Any]) -> Self:
+        """From a parsed config.json (4.x or v5 style); absent fields take the family's defaults.
+
+        Raises ConfigError for values that are not computed here. Fields nobody knows are logged as a warning.
+        """
+        fields = {cls.aliases.get(k, k): v for k, v in fields.items()}
+        for name, allowed in cls.fixed.items():
+            if name in fields and fields[name] not in allowed:
+                raise ConfigError(f"{name} {fields[name]!r} is not supported; supported: {', '.join(map(repr, allowed))}")
+        known = {f.name for f in dataclasses.fields(cls)}
+        fields.setdefault("dtype", fields.get("torch_dtype"))
+        strange = [k for k in fields if k not in known | HARMLESS | set(cls.fixed)]
+        if strange:
+            logger.warning("config.json: unknown fields, ignored: %s", ", ".join(sorted(strange)))
+        return cls(**{k: v for k, v in fields.items() if k in known})
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that ``from_hf`` reads back to the same config."""
+        fields: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("rope_scaling", "rope_parameters", "original_max_position_embeddings") and value is None:
+                continue
+            fields[field.name] = (
+                dict(value) if isinstance(value, FrozenDict) else list(value) if isinstance(value, tuple) else value
+            )
+        return fields
+
+    @property
+    def kv_heads(self) -> int:
+        """K; null means as many as query heads."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_width(self) -> int:
+        """H; null means hidden_size / num_attention_heads."""
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}: "
+                "give head_dim"
+            )
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window in tokens, or None."""
+        return None
+
+    @property
+    def experts_per_token(self) -> int:
+        """X; 0 for dense models."""
+        return 0
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids as a tuple, none included."""
+        eos = self.eos_token_id
+        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+    @property
+    def rope_dim(self) -> int:
+        """Width that is rotated."""
+        return self.head_width
+
+    @property
+    def rope(self) -> Rope:
+        """The rotary embedding these fields ask for."""
+        return rope_from_fields(self)
+
+
+def rope_fields(config: DecoderConfig) -> Mapping[str, Any]:
+    """The rope object in force: ``rope_scaling`` (4.x) wins over ``rope_parameters`` (v5) where both are there."""
+    return config.rope_scaling or config.rope_parameters or {}
+
+
+def rope_kind(config: DecoderConfig) -> str:
+    """Its type; ``rope_type`` wins over the older ``type``."""
+    fields = rope_fields(config)
+    return fields.get("rope_type", fields.get("type", "default"))
+
+
+def rope_from_fields(config: DecoderConfig) -> Rope:
+    """The Rope of a config. A theta inside the rope object wins over the top-level one."""
+    fields, kind, dim = rope_fields(config), rope_kind(config), config.rope_dim
+    if dim % 2:
+        raise ConfigError(f"rotary embedding needs an even width, got {dim}")
+    theta = _number(fields, "rope_theta", config.rope_theta)
+    if kind == "default":
+        return Rope(dim, theta)
+    if kind == "linear":
+        return LinearRope(dim, theta, _number(fields, "factor"))
+    if kind == "dynamic":
+        return DynamicRope(dim, theta, _number(fields, "factor"), config.max_position_embeddings)
+    original = config.original_max_position_embeddings or fields.get("original_max_position_embeddings")
+    original = config.max_position_embeddings if original is None else original
+    if isinstance(original, bool) or not isinstance(original, int) or original < 1:
+        raise ConfigError(f"original_max_position_embeddings must be a positive integer, got {original!r}")
+    if kind == "llama3":
+        low, high = _number(fields, "low_freq_factor"), _number(fields, "high_freq_factor")
+        if not low < high:
+            raise ConfigError(f"rope: low_freq_factor {low} must be below high_freq_factor {high}")
+        return Llama3Rope(dim, theta, _number(fields, "factor"), low, high, original)
+    if kind == "yarn":
+        scale = _number(fields, "factor", config.max_position_embeddings / original)
+        return YarnRope(
+            dim,
+            theta,
+            scale,
+            original,
+            _number(fields, "beta_fast", 32.0),
+            _number(fields, "beta_slow", 1.0),
+            bool(fields.get("truncate", True)),
+            _yarn_attention(fields, scale),
+        )
+    raise ConfigError(f"rope type {kind!r} is not supported; supported: default, linear, dynamic, llama3, yarn")
+
+
+def _yarn_attention(fields: Mapping[str, Any], scale: float) -> float:
+    if fields.get("attention_factor") is not None:
+        return _number(fields, "attention_factor")
+    mscale, all_dim = fields.get("mscale"), fields.get("mscale_all_dim")
+    if mscale and all_dim:
+        return yarn_mscale(scale, mscale) / yarn_mscale(scale, all_dim)
+    return yarn_mscale(scale, 1.0)
+
+
+def _number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = fields.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"rope: {name} must be a positive number, got {value!r}")
+    return float(value)

@@ -1,0 +1,1 @@
+"""The parts of a decoder, in the order a token meets them."""

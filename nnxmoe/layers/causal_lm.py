@@ -1,0 +1,190 @@
+"""The decoder-only language model: embedding, stacks of layers, norm, head."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from nnxmoe.layers.attend import Mask
+from nnxmoe.layers.cache import Cache, RingCache, Slots
+from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.gqa import Context
+from nnxmoe.layers.linear import Linear, matmul_f32
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.rope import Rope
+from nnxmoe.layers.stack import MakeLayer, Scanned, Unrolled
+from nnxmoe.moe.block import MoEInfo
+from nnxmoe.moe.router import Routing
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a model returns; what was not asked for is None.
+
+    ``routing`` and ``dispatch`` by layer index, MoE layers only. ``hidden``: the embedding, every layer's output, and
+    last the normed output that the head sees.
+    """
+
+    logits: Float[Array, "B T V"]
+    cache: Cache | None = None
+    routing: dict[int, Routing] | None = None
+    hidden: tuple[Float[Array, "B T D"], ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """A forward pass without the head: the normed hidden state of every token and what was met on the way."""
+
+    x: Float[Array, "B T D"]
+    cache: Cache | None
+    infos: dict[int, MoEInfo]
+    hidden: tuple[Float[Array, "B T D"], ...]
+
+
+class CausalLM(nnx.Module):
+    """A decoder-only language model made of parts; the models only say which.
+
+    ``layers``: runs of equal layers, (how many, how to make one). ``tied``: the logits come from the embedding table.
+    Parameters have ``dtype``; activations too unless ``compute_dtype`` says otherwise.
+    """
+
+    config: Any
+    strategy: Any
+    load_report: Any = None
+    hf_table: ClassVar[Mapping[str, tuple[str, ...]]]
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        layers: Sequence[tuple[int, MakeLayer]],
+        *,
+        eps: float,
+        tied: bool,
+        rope: Rope,
+        window: int | None,
+        stack: type[Unrolled] | type[Scanned],
+        compute_dtype: jnp.dtype | None,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.embed = Embed(vocab, dim, **kw)
+        self.stacks = nnx.List([stack(count, make, rngs) for count, make in layers if count])
+        self.norm = RMSNorm(dim, eps, **kw)
+        self.head = None if tied else Linear((dim,), (vocab,), ("embed", "vocab"), **kw)
+        self.rope = rope
+        self.window = window
+        self.dtype = jnp.dtype(compute_dtype or dtype)
+
+    @classmethod
+    def from_pretrained(cls, path_or_hub_id: str, **options: Any) -> Self:
+        """``nnxmoe.from_pretrained`` for this class only: ValueError where the checkpoint is of another."""
+        from nnxmoe.convert.hf import from_pretrained  # the one door upwards: a convenience of the public API
+
+        return from_pretrained(path_or_hub_id, expect=cls, **options)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        attention_mask: Int[Array, "B T"] | Bool[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: Cache | None = None,
+        return_routing: bool = False,
+        return_hidden: bool = False,
+    ) -> Output:
+        """Logits ``[B, T, V]`` in float32 for token ids ``[B, T]``.
+
+        ``attention_mask``: nonzero where a token is real, for these T tokens (a cache remembers the earlier ones).
+        ``positions``: rotary positions; default 0 … T-1, and with a cache the count of real tokens before.
+        ``segment_ids``: tokens see their own segment only (packed documents). ``cache``: from ``empty_cache``.
+        Raises ValueError for ids outside the vocabulary, wrong shapes, or a full cache.
+        """
+        body = self.body(tokens, attention_mask, positions, segment_ids, cache)
+        routing = {i: info.routing for i, info in body.infos.items()} if return_routing else None
+        return Output(self.logits(body.x), body.cache, routing, body.hidden if return_hidden else None)
+
+    def body(
+        self,
+        tokens: Int[Array, "B T"],
+        attention_mask: Int[Array, "B T"] | Bool[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: Cache | None = None,
+    ) -> Body:
+        """Everything but the head, for callers that want the logits of some tokens only."""
+        self._check(tokens, attention_mask, positions, segment_ids, cache)
+        tokens = jnp.asarray(tokens)
+        valid = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask) != 0
+        segment = jnp.zeros(tokens.shape, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
+        context, moved = self._context(tokens.shape[1], valid, positions, segment, cache)
+        x = self.embed(tokens).astype(self.dtype)
+        infos, hidden, caches, first = {}, [x], [], 0
+        for i, stack in enumerate(self.stacks):
+            out = stack(x, context, None if cache is None else cache.layers[i])
+            x = out.x
+            infos |= {first + j: info for j, info in enumerate(out.infos) if info is not None}
+            hidden += out.hidden
+            caches.append(out.cache)
+            first += stack.depth
+        if moved is not None:
+            moved = dataclasses.replace(moved, layers=tuple(caches))
+        x = self.norm(x)
+        return Body(x, moved, infos, (*hidden, x))
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The head, in float32."""
+        if self.head is None:
+            return self.embed.attend(x)
+        return matmul_f32(x, self.head.kernel[...].astype(x.dtype))
+
+    def empty_cache(self, batch: int, capacity: int) -> Cache:
+        """A cache for ``capacity`` tokens a row, padding included, in the activations' dtype."""
+        layers = tuple(stack.empty_cache(batch, capacity, self.dtype) for stack in self.stacks)
+        ring = any(isinstance(c, RingCache) for c in jax.tree.leaves(layers, is_leaf=lambda c: isinstance(c, RingCache)))
+        slots = min(self.window, capacity) if ring and self.window is not None else capacity
+        return Cache.empty(layers, batch, slots, capacity, ring)
+
+    def _context(
+        self, count: int, valid: Array, positions: Array | None, segment: Array, cache: Cache | None
+    ) -> tuple[Context, Cache | None]:
+        index = jnp.arange(count, dtype=jnp.int32)
+        if cache is None:
+            start, moved, keys = jnp.int32(0), None, Slots(index, valid, segment)
+            if positions is None:
+                positions = jnp.broadcast_to(index, valid.shape)
+        else:
+            start = cache.length
+            moved, keys = cache.advance(valid, segment)
+            if positions is None:
+                before = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+                positions = jnp.maximum(cache.next_position[:, None] + before, 0)
+        mask = Mask(start + index, segment, keys, self.window)
+        return Context(self.rope(jnp.asarray(positions)), mask, start, valid), moved
+
+    def _check(self, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any, cache: Cache | None) -> None:
+        shape = np.shape(tokens)
+        if len(shape) != 2 or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
+            raise ValueError(f"tokens must be integers [B, T], got {jnp.result_type(tokens)} {list(shape)}")
+        given = {"attention_mask": attention_mask, "positions": positions, "segment_ids": segment_ids}
+        for name, array in given.items():
+            if array is not None and np.shape(array) != shape:
+                raise ValueError(f"{name} must have the tokens' shape {list(shape)}, got {list(np.shape(array))}")
+        if not isinstance(tokens, jax.core.Tracer) and np.size(tokens):
+            vocab = self.embed.table.shape[0]
+            low, high = int(np.min(tokens)), int(np.max(tokens))
+            if low < 0 or high >= vocab:
+                raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {low if low < 0 else high}")
+        if cache is not None and not isinstance(cache.length, jax.core.Tracer):
+            if int(cache.length) + shape[1] > cache.capacity:
+                raise ValueError(
+                    f"the cache holds {cache.capacity} tokens; {int(cache.length)} are in and {shape[1]} more do not "
+                    "fit: make it larger with empty_cache(batch, capacity)"
+                )

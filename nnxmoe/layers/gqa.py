@@ -1,0 +1,78 @@
+"""Grouped-query attention (Ainslie et al. 2023), with an optional sliding window (Mistral)."""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from nnxmoe.layers.attend import Attend, Mask
+from nnxmoe.layers.cache import KVCache, LayerCache, RingCache
+from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.rope import Rotation, rotate_halves
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What every layer of one forward pass shares: rotations, mask, first slot to write, and which tokens are real."""
+
+    rotation: Rotation
+    mask: Mask
+    start: Int[Array, ""]
+    valid: Bool[Array, "B T"]
+
+
+class Attention(Protocol):
+    """``(x, context, cache) -> y, cache``: mixes tokens."""
+
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> tuple[Float[Array, "B T D"], Any]: ...
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> LayerCache:
+        """A memory for ``capacity`` tokens."""
+        ...
+
+
+class GQA(nnx.Module):
+    """N query heads over K key/value heads of width H; kernels ``q [D N H]``, ``k v [D K H]``, ``o [N H D]``."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        window: int | None,
+        bias: bool,
+        attend: Attend,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        self.window = window
+        self.attend = attend
+        kw: dict[str, Any] = {"bias": bias, "dtype": dtype, "rngs": rngs}
+        self.q = Linear((dim,), (heads, head_dim), ("embed", "heads", "head"), **kw)
+        self.k = Linear((dim,), (kv_heads, head_dim), ("embed", "kv_heads", "head"), **kw)
+        self.v = Linear((dim,), (kv_heads, head_dim), ("embed", "kv_heads", "head"), **kw)
+        self.o = Linear((heads, head_dim), (dim,), ("heads", "head", "embed"), **kw)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
+    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+        q = jnp.swapaxes(rotate_halves(self.q(x), context.rotation), 1, 2)
+        k = jnp.swapaxes(rotate_halves(self.k(x), context.rotation), 1, 2)
+        v = jnp.swapaxes(self.v(x), 1, 2)
+        if cache is not None:
+            cache, (k, v) = cache.append((k, v), context.start)
+        y = self.attend(q, k, v, context.mask, q.shape[-1] ** -0.5)
+        return self.o(jnp.swapaxes(y, 1, 2)), cache
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
+        """A ring of the window's size where there is a window, else a slot for every token."""
+        _, kv_heads, head_dim = self.k.kernel.shape
+        slots = capacity if self.window is None else min(self.window, capacity)
+        kind = KVCache if self.window is None else RingCache
+        return kind(*(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(2)))

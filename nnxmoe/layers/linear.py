@@ -1,0 +1,68 @@
+"""Matrix products: the one home of every dot, and the projection built on it."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from nnxmoe.axes import parameter
+
+
+def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
+    """``x @ kernel`` accumulated in float32 and returned in ``x``'s dtype; the kernel is cast to ``x``'s dtype."""
+    return matmul_f32(x, kernel.astype(x.dtype)).astype(x.dtype)
+
+
+def matmul_f32(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
+    """``x @ kernel`` in the operands' own precision, returned as the float32 it was accumulated in."""
+    rows = x.reshape(-1, x.shape[-1])  # rank 2: XLA:CPU has no kernel for some batched bfloat16 -> float32 dots
+    out = jax.lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return out.reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A batched contraction accumulated and returned in float32.
+
+    XLA:CPU compiles some batched bfloat16 -> float32 dots and fails when it runs them, so there the operands are cast.
+    """
+    if jax.default_backend() == "cpu":
+        operands = tuple(operand.astype(jnp.float32) for operand in operands)
+    return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
+
+
+def fan_in(inputs: Sequence[int]) -> nnx.Initializer:
+    """Normal with variance 1 / inputs, so that a projection keeps the scale of what it is given."""
+    return nnx.initializers.normal(math.prod(inputs) ** -0.5)
+
+
+class Linear(nnx.Module):
+    """``x[… *ins] -> [… *outs]``; kernel ``[*ins, *outs]``, bias ``[*outs]``. Heads are dimensions, not reshapes."""
+
+    def __init__(
+        self,
+        ins: Sequence[int],
+        outs: Sequence[int],
+        axes: Sequence[str],
+        *,
+        bias: bool = False,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        self.rank = len(ins)
+        self.kernel = parameter((*ins, *outs), axes, fan_in(ins), dtype=dtype, rngs=rngs, inputs=len(ins))
+        if bias:
+            out_axes = tuple(axes)[len(ins) :]
+            self.bias = parameter(outs, out_axes, nnx.initializers.zeros, dtype=dtype, rngs=rngs)
+        else:
+            self.bias = None
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        kernel = self.kernel[...]
+        ins, outs = kernel.shape[: self.rank], kernel.shape[self.rank :]
+        lead = x.shape[: x.ndim - self.rank]
+        y = matmul(x.reshape(*lead, math.prod(ins)), kernel.reshape(math.prod(ins), math.prod(outs)))
+        y = y.reshape(*lead, *outs)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)

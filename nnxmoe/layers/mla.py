@@ -1,0 +1,147 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024; DeepSeek-V3 technical report, 2024).
+
+Keys and values are expanded from one small latent a token. ``Naive`` expands them and attends as usual (fewer FLOPs
+for many queries); ``Absorbed`` moves the expansion to the queries and outputs, and attends in latent space (reads
+only the cache: decoding). Both compute the same function and share the latent cache.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from nnxmoe.layers.attend import Attend, Mask
+from nnxmoe.layers.cache import LatentCache
+from nnxmoe.layers.gqa import Context
+from nnxmoe.layers.linear import Linear, einsum, matmul
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.rope import Rotate
+
+LATENT_NORM_EPS = 1e-6  # whatever the config's rms_norm_eps says, as in the published implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Latents:
+    """Queries in two parts, all latents (each with its rotated key behind it), and the kernel that expands them."""
+
+    q_nope: Float[Array, "B T N nope"]
+    q_rope: Float[Array, "B T N rope"]
+    seen: Float[Array, "B S latent_and_rope"]
+    kv_b: Float[Array, "kv_rank N nope_and_v"]
+
+
+class LatentAttend(Protocol):
+    """How queries meet latents."""
+
+    def __call__(self, x: Latents, mask: Mask, scale: float, attend: Attend) -> Float[Array, "B T N v"]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Naive:
+    """Expand every latent to the keys and values of all heads."""
+
+    def __call__(self, x: Latents, mask: Mask, scale: float, attend: Attend) -> Float[Array, "B T N v"]:
+        kv_rank, heads, width = x.kv_b.shape
+        dtype = x.q_nope.dtype
+        latent, k_rope = x.seen[..., :kv_rank].astype(dtype), x.seen[..., kv_rank:].astype(dtype)
+        kv = matmul(latent, x.kv_b.reshape(kv_rank, heads * width)).reshape(*latent.shape[:2], heads, width)
+        k_nope, v = jnp.split(jnp.swapaxes(kv, 1, 2), [x.q_nope.shape[-1]], axis=-1)
+        k_rope = jnp.broadcast_to(k_rope[:, None], (k_rope.shape[0], heads, *k_rope.shape[1:]))
+        q = jnp.swapaxes(jnp.concatenate([x.q_nope, x.q_rope], axis=-1), 1, 2)
+        out = attend(q, jnp.concatenate([k_nope, k_rope], axis=-1), v, mask, scale)
+        return jnp.swapaxes(out, 1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Absorbed:
+    """Project queries into the latent space and outputs out of it: all heads share one key and value, the latent."""
+
+    def __call__(self, x: Latents, mask: Mask, scale: float, attend: Attend) -> Float[Array, "B T N v"]:
+        kv_rank, dtype = x.kv_b.shape[0], x.q_nope.dtype
+        k_up, v_up = jnp.split(x.kv_b.astype(dtype), [x.q_nope.shape[-1]], axis=-1)
+        q_latent = einsum("BTNH,RNH->BNTR", x.q_nope, k_up).astype(dtype)
+        q = jnp.concatenate([q_latent, jnp.swapaxes(x.q_rope, 1, 2)], axis=-1)
+        shared = x.seen[:, None].astype(dtype)
+        out = attend(q, shared, shared, mask, scale)[..., :kv_rank]  # values carry the rope part along, unread
+        return einsum("BNTR,RNH->BTNH", out, v_up).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByLength:
+    """Absorbed for up to ``queries`` tokens at a time (decoding), naive for more (prefill, training)."""
+
+    queries: int = 8
+
+    def __call__(self, x: Latents, mask: Mask, scale: float, attend: Attend) -> Float[Array, "B T N v"]:
+        form = Absorbed() if x.q_nope.shape[1] <= self.queries else Naive()
+        return form(x, mask, scale, attend)
+
+
+class Query(nnx.Module):
+    """Queries through a low-rank bottleneck: ``b(norm(a(x)))``."""
+
+    def __init__(
+        self, dim: int, rank: int, heads: int, head_dim: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs | None
+    ):
+        self.a = Linear((dim,), (rank,), ("embed", "q_rank"), bias=bias, dtype=dtype, rngs=rngs)
+        self.norm = RMSNorm(rank, LATENT_NORM_EPS, dtype=dtype, rngs=rngs)
+        self.b = Linear((rank,), (heads, head_dim), ("q_rank", "heads", "head"), dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        return self.b(self.norm(self.a(x)))
+
+
+class MLA(nnx.Module):
+    """Latent attention; kernels ``kv_a [D, kv_rank + rope]``, ``kv_b [kv_rank, N, nope + v]``, ``o [N, v, D]``.
+
+    ``q_rank`` None: queries are one plain projection. ``bias`` is on the down-projections and the output only.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        q_rank: int | None,
+        kv_rank: int,
+        nope: int,
+        rope: int,
+        v_dim: int,
+        scale: float,
+        bias: bool,
+        rotate: Rotate,
+        form: LatentAttend,
+        attend: Attend,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        self.nope, self.kv_rank, self.scale = nope, kv_rank, scale
+        self.rotate, self.form, self.attend = rotate, form, attend
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        if q_rank is None:
+            self.q = Linear((dim,), (heads, nope + rope), ("embed", "heads", "head"), **kw)
+        else:
+            self.q = Query(dim, q_rank, heads, nope + rope, bias=bias, **kw)
+        self.kv_a = Linear((dim,), (kv_rank + rope,), ("embed", "kv_rank"), bias=bias, **kw)
+        self.kv_norm = RMSNorm(kv_rank, LATENT_NORM_EPS, **kw)
+        self.kv_b = Linear((kv_rank,), (heads, nope + v_dim), ("kv_rank", "heads", "head"), **kw)
+        self.o = Linear((heads, v_dim), (dim,), ("heads", "head", "embed"), bias=bias, **kw)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None
+    ) -> tuple[Float[Array, "B T D"], LatentCache | None]:
+        q_nope, q_rope = jnp.split(self.q(x), [self.nope], axis=-1)
+        latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
+        k_rope = self.rotate(k_rope[:, :, None, :], context.rotation)[:, :, 0, :]
+        seen = jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
+        if cache is not None:
+            cache, seen = cache.append(seen, context.start)
+        q_rope = self.rotate(q_rope, context.rotation)
+        y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.kernel[...]), context.mask, self.scale, self.attend)
+        return self.o(y), cache
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> LatentCache:
+        """One latent and one rotated key a token."""
+        return LatentCache(jnp.zeros((batch, capacity, self.kv_a.kernel.shape[-1]), dtype))

@@ -1,0 +1,135 @@
+"""Decoder layers and stacks of them.
+
+``Unrolled`` keeps a module a layer: fastest to decode, and each layer's weights are arrays of their own. ``Scanned``
+keeps one module whose parameters have a leading layer axis: one layer to trace and compile, whatever the depth.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from nnxmoe.layers.gqa import Attention, Context
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.moe.block import MoE, MoEInfo
+
+
+class Layer(nnx.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+
+    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP):
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, cache: Any
+    ) -> tuple[Float[Array, "B T D"], Any, None]:
+        mixed, cache = self.attention(self.attention_norm(x), context, cache)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), cache, None
+
+
+class MoELayer(nnx.Module):
+    """``x + attention(norm(x))``, then ``x + moe(norm(x))``; also returns what the experts did."""
+
+    def __init__(self, attention_norm: RMSNorm, attention: Attention, moe_norm: RMSNorm, moe: MoE):
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.moe_norm = moe_norm
+        self.moe = moe
+
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, cache: Any
+    ) -> tuple[Float[Array, "B T D"], Any, MoEInfo]:
+        mixed, cache = self.attention(self.attention_norm(x), context, cache)
+        x = x + mixed
+        y, routing, info = self.moe(self.moe_norm(x), context.valid)
+        return x + y, cache, MoEInfo(routing, info)
+
+
+MakeLayer = Callable[[nnx.Rngs | None], Layer | MoELayer]
+
+
+@dataclasses.dataclass(frozen=True)
+class StackOutput:
+    """``infos`` and ``hidden`` hold one entry a layer (None where the layer has no experts)."""
+
+    x: Float[Array, "B T D"]
+    cache: Any
+    infos: list[MoEInfo | None]
+    hidden: list[Float[Array, "B T D"]]
+
+
+class Unrolled(nnx.Module):
+    """L layers one after the other; cache: a tuple of the layers' caches."""
+
+    def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None):
+        self.layers = nnx.List([make(rngs) for _ in range(count)])
+
+    @property
+    def depth(self) -> int:
+        """L."""
+        return len(self.layers)
+
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> StackOutput:
+        caches, infos, hidden = [], [], []
+        for layer, layer_cache in zip(self.layers, cache or [None] * self.depth, strict=True):
+            x, layer_cache, info = layer(x, context, layer_cache)
+            caches.append(layer_cache)
+            infos.append(info)
+            hidden.append(x)
+        return StackOutput(x, None if cache is None else tuple(caches), infos, hidden)
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
+        """One empty cache a layer."""
+        return tuple(layer.attention.empty_cache(batch, capacity, dtype) for layer in self.layers)
+
+
+class Scanned(nnx.Module):
+    """L layers as one, with a leading axis ``layers`` on every parameter; cache: one pytree with the same axis."""
+
+    def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None):
+        self.depth = count
+        self.layer = make(None)
+        state = nnx.state(self.layer)
+        if rngs is not None:
+            state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(jax.random.split(rngs.params(), count))
+        else:
+            state = jax.tree.map(lambda a: jax.ShapeDtypeStruct((count, *a.shape), a.dtype), state)
+        nnx.update(self.layer, state)
+        for _, variable in nnx.iter_graph(self.layer):
+            if isinstance(variable, nnx.Variable):
+                variable.set_metadata(axes=("layers", *variable.get_metadata()["axes"]))
+
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> StackOutput:
+        graph, state = nnx.split(self.layer)
+
+        def step(carry: tuple[Array, Any], inputs: tuple[Any, Array]) -> tuple[tuple[Array, Any], Any]:
+            x, caches = carry
+            layer_state, i = inputs
+            one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
+            x, one, info = nnx.merge(graph, layer_state)(x, context, one)
+            # The cache rides in the carry: as scanned inputs and outputs it would be copied whole.
+            caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
+            return (x, caches), (info, x)
+
+        (x, cache), (infos, hidden) = jax.lax.scan(step, (x, cache), (state, jnp.arange(self.depth)))
+        each = [jax.tree.map(lambda a, i=i: a[i], infos) for i in range(self.depth)]
+        return StackOutput(x, cache, each, [hidden[i] for i in range(self.depth)])
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
+        """The layers' empty caches, stacked."""
+        graph, state = nnx.split(self.layer)
+        first = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state))
+        cache = jax.eval_shape(lambda: first.attention.empty_cache(batch, capacity, dtype))
+        return jax.tree.map(lambda a: jnp.zeros((self.depth, *a.shape), a.dtype), cache)
+
+
+Stack = Unrolled | Scanned

@@ -1,0 +1,40 @@
+"""The feed-forward block of a mixture-of-experts layer."""
+
+import dataclasses
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.moe.dispatch import Dispatch, DispatchInfo
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.router import Router, Routing
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEInfo:
+    """What a MoE layer did: its routing, and what the dispatch reported."""
+
+    routing: Routing
+    dispatch: DispatchInfo
+
+
+class MoE(nnx.Module):
+    """``x[B T D] -> y``: routed experts, plus a shared expert that sees every token where there is one."""
+
+    def __init__(self, router: Router, experts: Experts, dispatch: Dispatch, shared: MLP | None):
+        self.router = router
+        self.experts = experts
+        self.dispatch = dispatch
+        self.shared = shared
+
+    def __call__(
+        self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T D"], Routing, DispatchInfo]:
+        routing = self.router(x, valid)
+        y, info = self.dispatch(x, routing, self.experts)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y, routing, info

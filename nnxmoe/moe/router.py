@@ -1,0 +1,96 @@
+"""Which experts each token goes to, and with what weight. All of it in float32."""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from nnxmoe.axes import parameter
+from nnxmoe.layers.linear import fan_in, matmul_f32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Chosen experts with their weights, and what the choice was made from.
+
+    ``scores`` are the router's probabilities (softmax) or affinities (sigmoid), without any correction bias.
+    ``valid`` is False for padding, which takes no capacity and belongs in no statistics; None: all are real.
+    """
+
+    experts: Int[Array, "*rows X"]
+    weights: Float[Array, "*rows X"]
+    scores: Float[Array, "*rows E"]
+    logits: Float[Array, "*rows E"]
+    valid: Bool[Array, "*rows"] | None = None
+
+
+class Select(Protocol):
+    """``(logits, bias | None) -> Routing``. Among equal scores the lower expert index wins."""
+
+    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing: ...
+
+
+class RouterBias(nnx.Variable):
+    """The correction bias of DeepSeek's routing: balances the load, is set by its own rule, and gets no gradient."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxTopK:
+    """Softmax over all experts, the best ``k``, weights rescaled to sum to 1 (Mixtral; Jiang et al. 2024)."""
+
+    k: int
+
+    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
+        scores = jax.nn.softmax(logits, axis=-1)
+        weights, experts = jax.lax.top_k(scores, self.k)
+        return Routing(experts, weights / jnp.sum(weights, axis=-1, keepdims=True), scores, logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class SigmoidGroupTopK:
+    """Sigmoid affinities; the best ``top_groups`` of ``groups`` by the sum of their two best biased affinities; in
+    those the best ``k``. The bias chooses but does not weigh (DeepSeek-V3, 2024; auxiliary-loss-free balancing).
+
+    Experts outside the chosen groups are masked with -inf: with 0, a negative bias would let them win.
+    """
+
+    k: int
+    groups: int
+    top_groups: int
+    normalise: bool
+    scale: float
+
+    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
+        scores = jax.nn.sigmoid(logits)
+        choice = scores if bias is None else scores + jax.lax.stop_gradient(bias)
+        grouped = choice.reshape(*choice.shape[:-1], self.groups, -1)
+        group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        _, best = jax.lax.top_k(group_scores, self.top_groups)
+        kept = jnp.any(best[..., None] == jnp.arange(self.groups), axis=-2)
+        choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+        _, experts = jax.lax.top_k(choice, self.k)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if self.normalise:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return Routing(experts, weights * self.scale, scores, logits)
+
+
+class Router(nnx.Module):
+    """``x[B T D] -> Routing`` by a linear map to one logit an expert; kernel ``[D, E]``, optional correction bias."""
+
+    def __init__(
+        self, dim: int, experts: int, select: Select, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs | None
+    ):
+        self.select = select
+        self.kernel = parameter((dim, experts), ("embed", "router"), fan_in((dim,)), dtype=dtype, rngs=rngs, inputs=1)
+        zeros, f32 = nnx.initializers.zeros, jnp.float32
+        self.bias = parameter((experts,), ("router",), zeros, dtype=f32, rngs=rngs, kind=RouterBias) if bias else None
+
+    def __call__(self, x: Float[Array, "*rows D"], valid: Bool[Array, "*rows"] | None = None) -> Routing:
+        logits = matmul_f32(x.astype(jnp.float32), self.kernel[...].astype(jnp.float32))
+        routing = self.select(logits, None if self.bias is None else self.bias[...])
+        return dataclasses.replace(routing, valid=valid)
