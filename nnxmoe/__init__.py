@@ -1,1 +1,40 @@
-"""nnxmoe: Mixtral, DeepSeek-V3 and Llama as flax.nnx modules."""
+"""nnxmoe: Mixtral, DeepSeek-V3 and Llama as flax.nnx modules.
+
+    model = nnxmoe.from_pretrained("mistralai/Mixtral-8x7B-v0.1")
+    logits = model(tokens).logits
+
+The public names live here; see the README for the map of the package.
+"""
+
+from nnxmoe.axes import RULES as RULES
+from nnxmoe.axes import make_mesh as make_mesh
+from nnxmoe.config import ConfigError as ConfigError
+from nnxmoe.convert.hf import from_pretrained as from_pretrained
+from nnxmoe.convert.hf import save_pretrained as save_pretrained
+from nnxmoe.convert.report import LoadError as LoadError
+from nnxmoe.convert.report import LoadReport as LoadReport
+from nnxmoe.convert.source import CheckpointError as CheckpointError
+from nnxmoe.generation.decode import generate as generate
+from nnxmoe.generation.decode import stream as stream
+from nnxmoe.generation.sampling import Sampling as Sampling
+from nnxmoe.generation.text import Tokenizer as Tokenizer
+from nnxmoe.layers.attend import Fused as Fused
+from nnxmoe.layers.attend import Reference as Reference
+from nnxmoe.layers.causal_lm import CausalLM as CausalLM
+from nnxmoe.layers.causal_lm import Output as Output
+from nnxmoe.layers.mla import Absorbed as Absorbed
+from nnxmoe.layers.mla import ByLength as ByLength
+from nnxmoe.layers.mla import Naive as Naive
+from nnxmoe.models import config_from_hf as config_from_hf
+from nnxmoe.moe.dispatch import Capacity as Capacity
+from nnxmoe.moe.dispatch import Dense as Dense
+from nnxmoe.moe.dispatch import Sorted as Sorted
+from nnxmoe.moe.grouped_matmul import Blocked as Blocked
+from nnxmoe.moe.grouped_matmul import Masked as Masked
+from nnxmoe.moe.grouped_matmul import RaggedDot as RaggedDot
+from nnxmoe.progress import setup_logging as _setup_logging
+from nnxmoe.strategy import Strategy as Strategy
+
+__version__ = "0.1.0"
+
+_setup_logging()

@@ -1,6 +1,7 @@
 """The decoder-only language model: embedding, stacks of layers, norm, head."""
 
 import dataclasses
+from types import MappingProxyType
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -57,6 +58,7 @@ class CausalLM(nnx.Module):
     config: Any
     strategy: Any
     load_report: Any = None
+    generation_config: Mapping[str, Any] = MappingProxyType({})
     hf_table: ClassVar[Mapping[str, tuple[str, ...]]]
 
     def __init__(

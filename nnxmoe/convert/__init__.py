@@ -1,0 +1,1 @@
+"""Checkpoints: from files to modules and back."""

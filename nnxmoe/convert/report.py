@@ -1,0 +1,62 @@
+"""What a load did, tensor by tensor."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from nnxmoe.convert.source import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadReport:
+    """Every tensor of a checkpoint and every parameter of a model, accounted for.
+
+    ``skipped``: rule -> names left out on purpose. ``unexpected``: names nobody asked for. ``missing``: parameters
+    without a tensor (never in a model that was returned). ``casts``: "stored -> loaded dtype" -> names.
+    """
+
+    source: str
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    skipped: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    casts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    bytes_read: int = 0
+    seconds: float = 0.0
+
+    # Where a model came from is no part of its structure: two loads of one model share their compiled programs.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LoadReport)
+
+    def __hash__(self) -> int:
+        return hash(LoadReport)
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Speed of reading, casting and placing."""
+        return self.bytes_read / max(self.seconds, 1e-9) / 1e9
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source}: {len(self.loaded)} tensors, {self.bytes_read / 1e6:.1f} MB "
+            f"in {self.seconds:.2f} s ({self.gigabytes_per_second:.2f} GB/s)"
+        ]
+        lines += [f"  missing     {_names(self.missing)}"] if self.missing else []
+        lines += [f"  unexpected  {_names(self.unexpected)}"] if self.unexpected else []
+        lines += [f"  skipped     {rule}: {_names(names)}" for rule, names in self.skipped.items()]
+        lines += [f"  cast        {cast}: {_names(names)}" for cast, names in self.casts.items()]
+        lines += [f"  note        {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+class LoadError(CheckpointError):
+    """Weights and model do not fit; ``report`` says all of it."""
+
+    def __init__(self, message: str, report: LoadReport):
+        super().__init__(message)
+        self.report = report
+
+
+def _names(names: tuple[str, ...], limit: int = 8) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown}, … ({len(names)} in all)"

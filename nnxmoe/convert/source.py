@@ -1,0 +1,317 @@
+"""Where a checkpoint's files are: a local folder or a hub id, its JSON files, and which weight files to open.
+
+Nothing here opens a weight file. Everything a checkpoint says about paths is checked before a path is touched.
+"""
+
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_MAX_JSON_BYTES = 100_000_000  # DeepSeek-V3's index has 9 MB
+_LFS_MAGIC = b"version https://git-lfs"
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
+_SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
+_OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
+_DOWNLOAD = [
+    *("config.json", "generation_config.json", "*.safetensors", INDEX_FILE),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    "chat_template.json",
+]
+_SKIP = ["consolidated*", "*/*"]  # the original layout, and sub-folders such as original/
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message names the file, the tensor or field, its value and the remedy."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint's folder, its parsed JSON files and the weight files to open; `weight_map` only with an index."""
+
+    folder: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    files: tuple[Path, ...]
+    weight_map: dict[str, str]
+
+
+def find(path_or_hub_id: str | os.PathLike[str], revision: str | None, local_files_only: bool) -> Source:
+    """Finds a checkpoint's files in a local folder or through the hub, downloading what is missing."""
+    folder = _local_folder(path_or_hub_id)
+    if folder is not None:
+        return find_in_folder(folder)
+    repo_id = os.fspath(path_or_hub_id)
+    folder = download(repo_id, revision, local_files_only)
+    try:
+        return find_in_folder(folder)
+    except CheckpointError as error:
+        hint = f"this is the cached copy of {repo_id!r}: if it is incomplete, load it again while online"
+        raise CheckpointError(f"{error} ({hint})") from error
+
+
+def find_in_folder(folder: Path) -> Source:
+    """Reads the JSON files of a local folder and decides which weight files make up the checkpoint."""
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"no such folder: {folder}; give the folder that holds config.json and the weights")
+    config = _read_object(folder / "config.json", "a checkpoint needs a readable config.json: fetch it again")
+    generation = folder / "generation_config.json"
+    has_generation = os.path.lexists(generation)
+    generation_config = _read_object(generation, "fetch it again or remove it") if has_generation else {}
+    files, weight_map = _weight_files(folder)
+    return Source(folder, config, generation_config, tuple(files), weight_map)
+
+
+def _local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
+    """Returns the local folder that is meant, or None for a hub id; refuses what can be neither."""
+    text = os.fspath(path_or_hub_id)
+    if not text or "\0" in text:
+        raise CheckpointError(f"{text!r} is neither a folder nor a hub id such as 'org/name'")
+    path = Path(os.path.expanduser(text))
+    if os.path.isdir(path):
+        return path
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} is not a folder; give the folder that holds config.json and the weights")
+    looks_like_path = text[0] in "./~" or path.is_absolute() or text.count(os.sep) >= 2
+    if looks_like_path or not isinstance(path_or_hub_id, str):
+        raise CheckpointError(f"no such folder: {text}")
+    if not _HUB_ID.fullmatch(text) or ".." in text or "--" in text:
+        raise CheckpointError(f"{text!r} is neither an existing folder nor a hub id such as 'org/name'")
+    return None
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """Chooses the weight files: the single file, else what the index lists, else the only safetensors file there."""
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if os.path.lexists(single):
+        return [single], {}
+    if os.path.lexists(index):
+        weight_map = _read_weight_map(index)
+        return [folder / name for name in sorted(set(weight_map.values()))], weight_map
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror or error}; make the folder readable") from error
+    found = [name for name in names if name.endswith(".safetensors")]
+    usable = [name for name in found if not name.startswith("consolidated")]
+    parts = [name for name in usable if (match := _SHARD_NAME.search(name)) and int(match[2]) != 1]
+    if parts or len(usable) > 1:
+        raise CheckpointError(
+            f"{folder}: {_some(parts or usable)} without {INDEX_FILE}; fetch the index, it says which file holds what"
+        )
+    if usable:
+        logger.warning("%s has no %s: reading %s, its only weight file", folder, SINGLE_FILE, usable[0])
+        return [folder / usable[0]], {}
+    raise CheckpointError(_no_weights(folder, found, names))
+
+
+def _no_weights(folder: Path, consolidated: list[str], names: list[str]) -> str:
+    message = f"no weights in {folder}: neither {SINGLE_FILE} nor {INDEX_FILE}"
+    other = [name for name in names if Path(name).suffix in _OTHER_FORMATS]
+    if consolidated:
+        return f"{message}; {_some(consolidated)} is the original layout: get the Hugging Face layout of the model"
+    if other:
+        return f"{message}; {_some(other)} is never opened (such files can run code): convert it to safetensors first"
+    return f"{message}; fetch the model's safetensors files into this folder"
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Reads the index's weight_map; its values must be plain names of safetensors files in the same folder."""
+    weight_map = _read_object(index, "fetch it again").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{index}: 'weight_map' must map tensors to files, got {short(weight_map)}; fetch it again"
+        )
+    for name, value in weight_map.items():
+        if not isinstance(value, str) or not _is_plain_name(value):
+            raise CheckpointError(
+                f"{index}: weight_map[{short(name)}] is {short(value)}, not the name of a file in the same folder; "
+                "do not trust this checkpoint, or correct the index"
+            )
+        if not value.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index}: weight_map[{short(name)}] is {short(value)}: only .safetensors files are read; "
+                "convert the checkpoint to safetensors"
+            )
+    folder = index.parent
+    missing = [value for value in sorted(set(weight_map.values())) if not os.path.lexists(folder / value)]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {_some(missing)} is listed in {INDEX_FILE} and missing; download the model again"
+        )
+    return weight_map
+
+
+def _is_plain_name(value: str) -> bool:
+    plain = value not in ("", ".", "..") and len(value) <= 255 and value.isprintable() and Path(value).name == value
+    return plain and "\\" not in value and ":" not in value
+
+
+def regular_file(path: Path, remedy: str) -> os.stat_result:
+    """Returns the status of a file; a missing file, a dangling link, a folder or a device is refused."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        if path.is_symlink():
+            raise CheckpointError(
+                f"{path} is a link to {os.readlink(path)}, which cannot be opened; {remedy}"
+            ) from error
+        raise CheckpointError(f"{path}: {error.strerror or error}; {remedy}") from error
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+        raise CheckpointError(f"{path} is {kind}; {remedy}")
+    return status
+
+
+def refuse_lfs_pointer(path: Path, head: bytes) -> None:
+    """Recognises the text file that git leaves in place of a large file that was not fetched."""
+    if head.startswith(_LFS_MAGIC):
+        raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
+
+
+def parse_json(data: bytes, where: str | Path, remedy: str) -> object:
+    """Parses JSON whose every name is unique in its object: which of two equal names counts is nobody's to guess."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+            raise CheckpointError(f"{where}: the name {short(twice)} stands twice in one object; {remedy}")
+        return result
+
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not valid JSON: {error}; {remedy}") from error
+
+
+def _read_object(path: Path, remedy: str) -> dict[str, Any]:
+    size = regular_file(path, remedy).st_size
+    if size > _MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} has {size} bytes, more than {_MAX_JSON_BYTES} for a JSON file; {remedy}")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}; {remedy}") from error
+    refuse_lfs_pointer(path, data)
+    value = parse_json(data.removeprefix(b"\xef\xbb\xbf"), path, remedy)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {short(value)}; {remedy}")
+    return value
+
+
+def short(value: object, limit: int = 160) -> str:
+    """Shows a value from a file in an error message: escaped, and cut where it would fill the screen."""
+    if isinstance(value, str | list | dict) and len(value) > 10 * limit:
+        return f"a {type(value).__name__} of {len(value)} items"
+    text = ascii(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(short(name).strip("'") for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def download(repo_id: str, revision: str | None, local_files_only: bool) -> Path:
+    """Returns the snapshot folder of a hub repository, fetching config, tokenizer and safetensors files only."""
+    import huggingface_hub
+
+    def fetch() -> str:
+        return huggingface_hub.snapshot_download(
+            repo_id,
+            revision=revision,
+            local_files_only=local_files_only,
+            allow_patterns=_DOWNLOAD,
+            ignore_patterns=_SKIP,
+        )
+
+    return Path(hub_call(repo_id, revision, fetch))
+
+
+def remote_headers(repo_id: str, revision: str | None) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
+    """Fetches a hub repository's config.json and the headers of its safetensors files, no weights."""
+    import huggingface_hub
+
+    _check_hub_id(repo_id)
+    config = hub_call(
+        repo_id, revision, lambda: huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision)
+    )
+    tensors = hub_call(repo_id, revision, lambda: _fetch_headers(repo_id, revision))
+    return _read_object(Path(config), "fetch it again"), tensors
+
+
+def _fetch_headers(repo_id: str, revision: str | None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    import huggingface_hub
+
+    try:
+        metadata = huggingface_hub.get_safetensors_metadata(repo_id, revision=revision)
+    except (AttributeError, KeyError, TypeError) as error:  # the library trusts the shape of the index and the headers
+        raise CheckpointError(f"{repo_id}: the index or a header is malformed ({error}); do not use it") from error
+    places = list(metadata.weight_map.items())
+    places += [(name, file) for file, held in sorted(metadata.files_metadata.items()) for name in held.tensors]
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, file in places:
+        info = metadata.files_metadata[file].tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{repo_id}: the index promises {short(name)} in {short(file)}, which lacks it")
+        if not isinstance(info.dtype, str) or not isinstance(info.shape, list) or not all(map(is_size, info.shape)):
+            raise CheckpointError(f"{repo_id}: {short(file)}: tensor {short(name)} is malformed: {short(info)}")
+        tensors.setdefault(name, (info.dtype, tuple(info.shape)))
+    return tensors
+
+
+def is_size(value: object) -> bool:
+    """Whether a value from JSON is a non-negative integer; true, 1.0 and "1" are not."""
+    return type(value) is int and value >= 0
+
+
+def _check_hub_id(repo_id: str) -> None:
+    if not _HUB_ID.fullmatch(repo_id):
+        raise CheckpointError(f"{short(repo_id)} is not a hub id such as 'org/name'")
+
+
+_REMEDIES: tuple[tuple[str, str], ...] = (
+    ("GatedRepoError", "access is gated: accept its terms at https://huggingface.co/{id} and run `hf auth login`"),
+    ("RevisionNotFoundError", "it has no revision {revision!r}: give a branch, tag or commit that it has"),
+    ("RepositoryNotFoundError", "no such folder here and no such hub repository, or it is private: check the spelling "
+     "or run `hf auth login`"),
+    ("IncompleteSnapshotError", "the cached copy is incomplete and the hub cannot be reached: load it again online"),
+    ("LocalEntryNotFoundError", "no such folder here, not in the local cache, and the hub was not reached: go online "
+     "(HF_HUB_OFFLINE=0, local_files_only=False) or give a local folder"),
+    ("OfflineModeIsEnabled", "offline mode is on: unset HF_HUB_OFFLINE or give a local folder"),
+    ("EntryNotFoundError", "a file is missing in the repository: is it a Hugging Face checkpoint?"),
+    ("NotASafetensorsRepoError", "it has no model.safetensors and no index: convert its weights to safetensors"),
+    ("SafetensorsParsingError", "the header of a safetensors file is damaged: report it to the model's authors"),
+    ("HFValidationError", "this is not a valid hub id: use 'org/name' or an existing folder"),
+    ("HfHubHTTPError", "the hub answered with an error: try again later"),
+    ("OSError", "the files could not be fetched or stored: check the network, the disk and the cache folder"),
+)  # fmt: skip
+
+
+def hub_call(repo_id: str, revision: str | None, call: Callable[[], T]) -> T:
+    """Runs a hub call; its failures become a CheckpointError that says what to do."""
+    try:
+        return call()
+    except Exception as error:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        network = type(error).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3")
+        remedy = next((text for kind, text in _REMEDIES if kind in kinds), None)
+        if remedy is None and not network:
+            raise
+        remedy = (remedy or "the hub cannot be reached: check the network").format(id=repo_id, revision=revision)
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise CheckpointError(f"{repo_id}: {remedy} ({type(error).__name__}: {reason[:300]})") from error

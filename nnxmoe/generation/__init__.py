@@ -1,0 +1,1 @@
+"""From token ids to more token ids, and text on both ends."""

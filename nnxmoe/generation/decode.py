@@ -1,0 +1,220 @@
+"""Prefill and decode: ``generate`` for batches of ids, ``stream`` for text as it is made.
+
+Shapes are rounded up to a few sizes and the cache is written in place, so that a new prompt length or a new token
+compiles nothing. Each step is one call of a jitted function over a flat list of arrays.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Int, Key
+
+from nnxmoe.generation.sampling import Knobs, Sampling, Steps, pick, prepare
+from nnxmoe.generation.text import TextStream, Tokenizer
+from nnxmoe.layers.cache import Cache
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.progress import logger, say
+
+Eos = int | Sequence[int] | None | EllipsisType
+
+
+def generate(
+    model: CausalLM,
+    tokens: Int[Any, "B T"] | Sequence[Sequence[int]],
+    attention_mask: Any = None,
+    max_new_tokens: int = 64,
+    sampling: Sampling | None = None,
+    eos_token_id: Eos = ...,
+    seed: int = 0,
+) -> Int[np.ndarray, "B T_plus_new"]:
+    """Prompts ``[B, T]`` followed by up to ``max_new_tokens`` new ids; ends early once every row has ended.
+
+    ``attention_mask`` is 0 at padding, on either side. ``sampling`` None: greedy. ``eos_token_id`` default: the
+    checkpoint's; None: never stop. Ended rows are filled with the checkpoint's pad id (else its eos). The same seed
+    gives the same ids. Raises ValueError for ids outside the vocabulary, empty prompts and masks of another shape.
+    """
+    tokens = _ids(tokens)
+    eos = eos_ids(model, eos_token_id)
+    pad = _pad_id(model, eos)
+    columns, finished = [], np.zeros(len(tokens), bool)
+    for new in generate_tokens(model, tokens, attention_mask, max_new_tokens, sampling, seed):
+        columns.append(np.where(finished, pad, new))
+        finished |= np.isin(new, eos)
+        if eos and finished.all():
+            break
+    return np.concatenate([tokens, *(c[:, None].astype(tokens.dtype) for c in columns)], axis=1)
+
+
+def stream(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    max_new_tokens: int = 64,
+    sampling: Sampling | None = None,
+    eos_token_id: Eos = ...,
+    seed: int = 0,
+) -> Iterator[str]:
+    """The continuation of one prompt (text, or ids already encoded), piece by piece, without its end token."""
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    eos, text = eos_ids(model, eos_token_id), TextStream(tokenizer)
+    for new in generate_tokens(model, _ids([ids]), None, max_new_tokens, sampling, seed):
+        if int(new[0]) in eos:
+            break
+        if piece := text.put(int(new[0])):
+            yield piece
+    if piece := text.end():
+        yield piece
+
+
+def generate_tokens(
+    model: CausalLM,
+    tokens: Int[np.ndarray, "B T"],
+    attention_mask: Any,
+    max_new_tokens: int,
+    sampling: Sampling | None,
+    seed: int,
+) -> Iterator[Int[np.ndarray, "B"]]:
+    """The next id of every row, again and again; knows nothing of ends of sequences."""
+    if isinstance(max_new_tokens, bool) or int(max_new_tokens) != max_new_tokens or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
+    vocab = model.embed.table.shape[0]
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        bad = tokens.min() if tokens.min() < 0 else tokens.max()
+        raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {bad}: is this the model's tokenizer?")
+    if max_new_tokens == 0:
+        return
+    ids, valid = left_padded(tokens, attention_mask)
+    limit = model.config.max_position_embeddings
+    if int(valid.sum(axis=1).max()) + max_new_tokens > limit:
+        logger.warning("prompt and new tokens exceed the %d positions this model was made for", limit)
+    steps, knobs = prepare(sampling, vocab)
+    graph, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(state)
+    programs = _programs(graph, tree)
+    capacity = bucket(ids.shape[1] + max_new_tokens, smallest=64)
+    programs.announce(ids.shape, capacity, steps)
+    key = jax.random.key(seed)
+    token, memory = programs.prefill(leaves, ids, valid, capacity, steps, knobs, key)
+    yield np.asarray(token)
+    for i in range(1, max_new_tokens):
+        token, memory = programs.decode(leaves, token, memory, steps, knobs, key, np.int32(i))
+        yield np.asarray(token)
+
+
+class Memory(NamedTuple):
+    """What a step hands to the next: the model's cache and, where a penalty asks for it, the ids seen so far."""
+
+    cache: Cache
+    seen: Bool[Array, "B V"] | None
+
+
+class _Programs:
+    """The compiled prefill and decode step of one model structure; its weights are passed in at every call."""
+
+    def __init__(self, graph: Any, tree: Any):
+        self._known: set[Any] = set()
+
+        def merge(leaves: list[Array]) -> CausalLM:
+            return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+        def prefill(
+            leaves: list[Array],
+            ids: Int[Array, "B T"],
+            valid: Bool[Array, "B T"],
+            capacity: int,
+            steps: Steps,
+            knobs: Knobs,
+            key: Key[Array, ""],
+        ) -> tuple[Int[Array, "B"], Memory]:
+            model = merge(leaves)
+            body = model.body(ids, valid, cache=model.empty_cache(ids.shape[0], capacity))
+            logits = model.logits(body.x[:, -1:])[:, 0]
+            rows = jnp.arange(ids.shape[0])[:, None]
+            seen = jnp.zeros(logits.shape, bool).at[rows, ids].max(valid) if steps.penalty else None
+            token = pick(logits, seen, steps, knobs, jax.random.fold_in(key, 0))
+            assert body.cache is not None
+            return token, Memory(body.cache, _see(seen, token))
+
+        def decode(
+            leaves: list[Array],
+            token: Int[Array, "B"],
+            memory: Memory,
+            steps: Steps,
+            knobs: Knobs,
+            key: Key[Array, ""],
+            step: Int[Array, ""],
+        ) -> tuple[Int[Array, "B"], Memory]:
+            model = merge(leaves)
+            body = model.body(token[:, None], cache=memory.cache)
+            logits = model.logits(body.x)[:, 0]
+            token = pick(logits, memory.seen, steps, knobs, jax.random.fold_in(key, step))
+            assert body.cache is not None
+            return token, Memory(body.cache, _see(memory.seen, token))
+
+        self.prefill = jax.jit(prefill, static_argnums=(3, 4))
+        self.decode = jax.jit(decode, static_argnums=(3,), donate_argnums=(2,))
+
+    def announce(self, shape: tuple[int, ...], capacity: int, steps: Steps) -> None:
+        """Say so when the next call has to compile."""
+        if (shape, capacity, steps) not in self._known:
+            self._known.add((shape, capacity, steps))
+            say("compiling for batch %d, prompts up to %d tokens, %d in all (once for each such size)", *shape, capacity)
+
+
+_programs = functools.lru_cache(maxsize=16)(_Programs)
+
+
+def _see(seen: Bool[Array, "B V"] | None, token: Int[Array, "B"]) -> Bool[Array, "B V"] | None:
+    return None if seen is None else seen.at[jnp.arange(token.shape[0]), token].set(True)
+
+
+def bucket(length: int, smallest: int = 16) -> int:
+    """The next of 16, 24, 32, 48, 64, 96, …: at most half as much again as what is needed."""
+    size = smallest
+    while size < length:
+        if size * 3 // 2 >= length:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def left_padded(tokens: Int[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Real tokens moved to the right end, wherever the padding was, and the length rounded up: ids and validity."""
+    valid = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask) != 0
+    if valid.shape != tokens.shape:
+        raise ValueError(f"attention_mask must have the tokens' shape {list(tokens.shape)}, got {list(valid.shape)}")
+    if not valid.any(axis=1).all():
+        raise ValueError(f"row {int(np.argmin(valid.any(axis=1)))} of the prompts has no tokens")
+    order = np.argsort(valid, axis=1, kind="stable")
+    ids, valid = np.take_along_axis(tokens, order, axis=1), np.take_along_axis(valid, order, axis=1)
+    keep = int(valid.sum(axis=1).max())
+    ids, valid = ids[:, -keep:], valid[:, -keep:]
+    room = ((0, 0), (bucket(keep) - keep, 0))
+    return np.pad(np.where(valid, ids, 0), room).astype(np.int32), np.pad(valid, room)
+
+
+def eos_ids(model: CausalLM, eos_token_id: Eos) -> tuple[int, ...]:
+    """The ids that end a sequence; ``...`` asks generation_config.json, then config.json."""
+    if eos_token_id is ...:
+        eos_token_id = model.generation_config.get("eos_token_id", model.config.eos_token_id)
+    if eos_token_id is None:
+        return ()
+    return (int(eos_token_id),) if isinstance(eos_token_id, int | np.integer) else tuple(int(i) for i in eos_token_id)  # pyright: ignore
+
+
+def _pad_id(model: CausalLM, eos: tuple[int, ...]) -> int:
+    pad = model.generation_config.get("pad_token_id", model.config.pad_token_id)
+    return int(pad) if pad is not None else (eos[0] if eos else 0)
+
+
+def _ids(tokens: Any) -> np.ndarray:
+    ids = np.asarray(tokens)
+    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or 0 in ids.shape:
+        raise ValueError(f"tokens must be integers [B, T] with at least one of each, got {ids.dtype} {list(ids.shape)}")
+    return ids

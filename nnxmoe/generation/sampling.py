@@ -1,0 +1,95 @@
+"""Choosing the next token from logits, in the order that transformers applies the same knobs."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Knobs of random sampling; each is off at its default. ``temperature`` 0 is greedy (after the penalty).
+
+    ``top_k``: the k likeliest (0 or None: all). ``top_p``: the likeliest that together reach p. ``min_p``: those at
+    least p times as likely as the best. ``repetition_penalty``: above 1 makes tokens seen before less likely.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": (self.temperature, 0 <= self.temperature < math.inf, "a number >= 0 (0: greedy)"),
+            "top_k": (self.top_k, self.top_k is None or self.top_k >= 0, "an integer >= 0 (0 or None: off)"),
+            "top_p": (self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
+            "repetition_penalty": (self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "positive"),
+        }
+        for name, (value, good, wanted) in checks.items():
+            if not good:
+                raise ValueError(f"Sampling({name}={value}): {name} must be {wanted}")
+        if self.top_k is not None and int(self.top_k) != self.top_k:
+            raise ValueError(f"Sampling(top_k={self.top_k}): top_k must be an integer >= 0 (0 or None: off)")
+
+
+class Steps(NamedTuple):
+    """Which knobs are in use: the part of a Sampling that a compiled program depends on."""
+
+    random: bool
+    penalty: bool
+    cut: bool
+
+
+class Knobs(NamedTuple):
+    """The knobs' values: the part that may change without compiling anew."""
+
+    temperature: Float[Array, ""]
+    top_k: Int[Array, ""]
+    top_p: Float[Array, ""]
+    min_p: Float[Array, ""]
+    penalty: Float[Array, ""]
+
+
+def prepare(sampling: Sampling | None, vocab: int) -> tuple[Steps, Knobs]:
+    """Split a Sampling (None: greedy) into what is compiled in and what is passed in."""
+    s = sampling or Sampling(temperature=0.0)
+    top_k = min(s.top_k or vocab, vocab)
+    random = s.temperature > 0
+    cut = random and (top_k < vocab or s.top_p < 1 or s.min_p > 0)
+    floats = (jnp.float32(max(s.temperature, 1e-20)), jnp.int32(top_k), jnp.float32(s.top_p), jnp.float32(s.min_p))
+    return Steps(random, s.repetition_penalty != 1, cut), Knobs(*floats, jnp.float32(s.repetition_penalty))
+
+
+def pick(
+    logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, steps: Steps, knobs: Knobs, key: Key[Array, ""]
+) -> Int[Array, "B"]:
+    """The next token of each row. A row's randomness does not depend on the rows beside it."""
+    if steps.penalty:
+        assert seen is not None
+        punished = jnp.where(logits < 0, logits * knobs.penalty, logits / knobs.penalty)
+        logits = jnp.where(seen, punished, logits)
+    if not steps.random:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / knobs.temperature
+    if steps.cut:
+        logits = jnp.where(logits < _threshold(logits, knobs)[:, None], -jnp.inf, logits)
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def _threshold(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B"]:
+    """The smallest logit that may be chosen: top-k, then top-p among those, then min-p."""
+    ordered = -jnp.sort(-logits, axis=-1)
+    rank = jnp.arange(logits.shape[-1])
+    ordered = jnp.where(rank < knobs.top_k, ordered, -jnp.inf)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept = ((before < knobs.top_p) | (rank == 0)) & (rank < knobs.top_k)
+    kept &= (probabilities >= knobs.min_p * probabilities[:, :1]) | (rank == 0)
+    return jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1)
