@@ -8,8 +8,8 @@ from typing import Any
 
 from nnxmoe.config import ConfigError, DecoderConfig
 from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.deepseek_v3 import PRESETS as _DEEPSEEK
+from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.llama import PRESETS as _LLAMA
 from nnxmoe.models.llama import Llama, LlamaConfig, MistralConfig
 from nnxmoe.models.mixtral import PRESETS as _MIXTRAL

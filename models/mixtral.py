@@ -45,7 +45,8 @@ class MixtralConfig(DecoderConfig):
             self._positive("sliding_window")
         if self.num_experts_per_tok > self.num_local_experts:
             raise ConfigError(
-                f"num_experts_per_tok {self.num_experts_per_tok} is more than num_local_experts {self.num_local_experts}"
+                f"num_experts_per_tok {self.num_experts_per_tok} is more than "
+                f"num_local_experts {self.num_local_experts}"
             )
 
     @property

@@ -11,6 +11,7 @@ MLA's widths are words: ``q_rank kv_rank nope rope``.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ def parameter(
 
 
 def make_mesh(
-    data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None
+    data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, *, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A device mesh with the axes ``data, fsdp, expert, tensor``; one size may be -1: all the devices that are left.
 
@@ -75,7 +76,9 @@ def make_mesh(
     if open_axes:
         sizes[open_axes[0]] = found.size // fixed
     if math.prod(sizes.values()) != found.size:
-        raise ValueError(f"mesh sizes {sizes} need {math.prod(sizes.values()) or fixed} devices; there are {found.size}")
+        raise ValueError(
+            f"mesh sizes {sizes} need {math.prod(sizes.values()) or fixed} devices; there are {found.size}"
+        )
     return Mesh(found.reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 

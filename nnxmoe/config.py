@@ -100,7 +100,8 @@ class DecoderConfig:
             self._positive(name)
         if self.num_attention_heads % self.kv_heads:
             raise ConfigError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.kv_heads}"
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.kv_heads}"
             )
         if self.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act {self.hidden_act!r} is not supported; supported: 'silu'")
@@ -126,7 +127,9 @@ class DecoderConfig:
         fields = {cls.aliases.get(k, k): v for k, v in fields.items()}
         for name, allowed in cls.fixed.items():
             if name in fields and fields[name] not in allowed:
-                raise ConfigError(f"{name} {fields[name]!r} is not supported; supported: {', '.join(map(repr, allowed))}")
+                raise ConfigError(
+                    f"{name} {fields[name]!r} is not supported; supported: {', '.join(map(repr, allowed))}"
+                )
         known = {f.name for f in dataclasses.fields(cls)}
         fields.setdefault("dtype", fields.get("torch_dtype"))
         strange = [k for k in fields if k not in known | HARMLESS | set(cls.fixed)]

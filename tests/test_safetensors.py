@@ -18,17 +18,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from nnxmoe.convert.safetensors import (
-    DTYPES,
-    Checkpoint,
-    CheckpointError,
-    check_scale_grid,
-    dequantize_blocks,
-    dtype_code,
-    hub_headers,
-    read_header,
-    write_safetensors,
-)
+from nnxmoe.convert.checkpoint import Checkpoint, hub_headers
+from nnxmoe.convert.fp8 import check_scale_grid, dequantize_blocks
+from nnxmoe.convert.safetensors import DTYPES, dtype_code, read_header
+from nnxmoe.convert.source import CheckpointError
+from nnxmoe.convert.write import write_safetensors
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}
 FP8 = ml_dtypes.float8_e4m3fn

@@ -20,11 +20,13 @@ from jax.sharding import Mesh
 
 from nnxmoe.axes import RULES, Rules, sharding_of
 from nnxmoe.config import DecoderConfig, FrozenDict
+from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.convert.place import Reader
 from nnxmoe.convert.report import LoadError, LoadReport
-from nnxmoe.convert.safetensors import Checkpoint, dtype_code, write_safetensors
+from nnxmoe.convert.safetensors import dtype_code
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Piece, entries
+from nnxmoe.convert.write import write_safetensors
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.router import RouterBias

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,15 +10,15 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
-from nnxmoe.convert.safetensors import Checkpoint, TensorInfo, check_scale_grid, dequantize_blocks
+from nnxmoe.convert.checkpoint import Checkpoint
+from nnxmoe.convert.fp8 import check_scale_grid, dequantize_blocks
+from nnxmoe.convert.safetensors import TensorInfo
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Piece
 
 PIECE_BYTES = 16 << 20
 FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3"}
-Index = tuple[slice, ...]
-
-
+Index = Sequence[slice]
 
 
 class Reader:
@@ -74,7 +75,8 @@ class Reader:
             return jax.device_put(self.read(entry, dtype, tuple(slice(0, n) for n in entry.shape), bar))
         shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
-        def part(index: Index) -> np.ndarray:
+        def part(index: Index | None) -> np.ndarray:
+            assert index is not None
             full = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, entry.shape, strict=True))
             key = tuple((s.start, s.stop) for s in full)
             if key not in shards:  # devices that hold the same part share one read
@@ -178,7 +180,9 @@ def _fp8_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
     where = f"{checkpoint.folder / 'config.json'}: quantization_config"
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(f"{where}: method {method!r} is not supported; supported: 'fp8' in blocks, as DeepSeek-V3")
+        raise CheckpointError(
+            f"{where}: method {method!r} is not supported; supported: 'fp8' in blocks, as DeepSeek-V3"
+        )
     if quantization.get("fmt", "e4m3") != "e4m3":
         raise CheckpointError(f"{where}: fmt {quantization['fmt']!r} is not supported; supported: 'e4m3'")
     block = quantization.get("weight_block_size")

@@ -164,7 +164,9 @@ class _Programs:
         """Say so when the next call has to compile."""
         if (shape, capacity, steps) not in self._known:
             self._known.add((shape, capacity, steps))
-            say("compiling for batch %d, prompts up to %d tokens, %d in all (once for each such size)", *shape, capacity)
+            say(
+                "compiling for batch %d, prompts up to %d tokens, %d in all (once for each such size)", *shape, capacity
+            )
 
 
 _programs = functools.lru_cache(maxsize=16)(_Programs)

@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ class Reference:
 class Fused:
     """``jax.nn.dot_product_attention``: cuDNN or XLA's own fusion on accelerators; slower than Reference on CPU."""
 
-    implementation: str | None = None
+    implementation: Literal["xla", "cudnn"] | None = None
 
     def __call__(
         self,
@@ -93,7 +93,9 @@ class Fused:
     ) -> Float[Array, "B N T Hv"]:
         width = v.shape[3]
         if width > k.shape[3]:
-            raise ValueError(f"Fused attention needs values no wider than keys, got {width} > {k.shape[3]}: use Reference")
+            raise ValueError(
+                f"Fused attention needs values no wider than keys, got {width} > {k.shape[3]}: use Reference"
+            )
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[3] - width)))  # the library wants one head width
         q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k.astype(q.dtype), v.astype(q.dtype)))
         allowed = mask.allowed()[:, None]

@@ -1,18 +1,19 @@
 """The decoder-only language model: embedding, stacks of layers, norm, head."""
 
 import dataclasses
-from types import MappingProxyType
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.layers.attend import Mask
-from nnxmoe.layers.cache import Cache, RingCache, Slots
+from nnxmoe.layers.cache import Cache, Slots
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.gqa import Context
 from nnxmoe.layers.linear import Linear, matmul_f32
@@ -90,7 +91,7 @@ class CausalLM(nnx.Module):
         """``nnxmoe.from_pretrained`` for this class only: ValueError where the checkpoint is of another."""
         from nnxmoe.convert.hf import from_pretrained  # the one door upwards: a convenience of the public API
 
-        return from_pretrained(path_or_hub_id, expect=cls, **options)
+        return cast(Self, from_pretrained(path_or_hub_id, expect=cls, **options))
 
     def __call__(
         self,
@@ -150,8 +151,8 @@ class CausalLM(nnx.Module):
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A cache for ``capacity`` tokens a row, padding included, in the activations' dtype."""
         layers = tuple(stack.empty_cache(batch, capacity, self.dtype) for stack in self.stacks)
-        ring = any(isinstance(c, RingCache) for c in jax.tree.leaves(layers, is_leaf=lambda c: isinstance(c, RingCache)))
-        slots = min(self.window, capacity) if ring and self.window is not None else capacity
+        ring = self.window is not None
+        slots = capacity if self.window is None else min(self.window, capacity)
         return Cache.empty(layers, batch, slots, capacity, ring)
 
     def _context(
@@ -179,12 +180,12 @@ class CausalLM(nnx.Module):
         for name, array in given.items():
             if array is not None and np.shape(array) != shape:
                 raise ValueError(f"{name} must have the tokens' shape {list(shape)}, got {list(np.shape(array))}")
-        if not isinstance(tokens, jax.core.Tracer) and np.size(tokens):
+        if not isinstance(tokens, Tracer) and np.size(tokens):
             vocab = self.embed.table.shape[0]
             low, high = int(np.min(tokens)), int(np.max(tokens))
             if low < 0 or high >= vocab:
                 raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {low if low < 0 else high}")
-        if cache is not None and not isinstance(cache.length, jax.core.Tracer):
+        if cache is not None and not isinstance(cache.length, Tracer):
             if int(cache.length) + shape[1] > cache.capacity:
                 raise ValueError(
                     f"the cache holds {cache.capacity} tokens; {int(cache.length)} are in and {shape[1]} more do not "

@@ -103,7 +103,7 @@ class Llama3Rope(Rope):
 
 @dataclasses.dataclass(frozen=True)
 class YarnRope(Rope):
-    """YaRN: frequencies below ``beta_slow`` turns are divided by ``scale``, above ``beta_fast`` kept, a ramp between."""
+    """YaRN: frequencies below ``beta_slow`` turns divided by ``scale``, above ``beta_fast`` kept, a ramp between."""
 
     scale: float
     original_positions: int

@@ -82,9 +82,7 @@ class SigmoidGroupTopK:
 class Router(nnx.Module):
     """``x[B T D] -> Routing`` by a linear map to one logit an expert; kernel ``[D, E]``, optional correction bias."""
 
-    def __init__(
-        self, dim: int, experts: int, select: Select, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs | None
-    ):
+    def __init__(self, dim: int, experts: int, select: Select, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         self.select = select
         self.kernel = parameter((dim, experts), ("embed", "router"), fan_in((dim,)), dtype=dtype, rngs=rngs, inputs=1)
         zeros, f32 = nnx.initializers.zeros, jnp.float32

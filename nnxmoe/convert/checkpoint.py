@@ -1,0 +1,257 @@
+"""An opened checkpoint in Hugging Face's layout: config, headers, and exact reads of rows and columns.
+
+This layer knows files and numpy arrays, no models. Data is read with pread, never mapped, so that a file cut short
+under us is an error and not a signal.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from nnxmoe.convert import source
+from nnxmoe.convert.safetensors import TensorInfo, read_header
+from nnxmoe.convert.source import INDEX_FILE, CheckpointError, Source, short
+
+_PIECE = 64 << 20  # bytes per system call and per piece of iter_rows
+_PAGE = 4096  # rows up to a page are read whole: the kernel fetches the page anyway
+
+
+class Checkpoint:
+    """An opened checkpoint: config, headers of all its weight files, and exact reads of rows and columns.
+
+    Reads are thread-safe. Files stay open until `close`, which no read may overlap.
+    """
+
+    def __init__(self, found: Source) -> None:
+        """Reads and checks the headers of the files that were found; use `Checkpoint.open`."""
+        self.folder = found.folder
+        self.config = found.config
+        self.generation_config = found.generation_config
+        self.files: list[Path] = list(found.files)
+        self.tensors: dict[str, TensorInfo] = {}
+        self._bytes_read = 0
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._sizes: dict[Path, int] = {}
+        try:
+            self._collect(found.weight_map)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def open(
+        cls, path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None, local_files_only: bool = False
+    ) -> Self:
+        """Opens a local folder, or a hub id such as 'org/name' after downloading what the cache lacks."""
+        return cls(source.find(path_or_hub_id, revision, local_files_only))
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensor data handed out so far; of column ranges only the columns."""
+        return self._bytes_read
+
+    def _collect(self, weight_map: dict[str, str]) -> None:
+        """Merges the files' headers and holds them against the index."""
+        for file in self.files:
+            header = read_header(file)
+            self._sizes[file] = file.stat().st_size
+            for name, info in header.items():
+                known = self.tensors.setdefault(name, info)
+                if known is not info and not self._equal(known, info):
+                    raise CheckpointError(
+                        f"tensor {short(name)} is in {known.file} ({known.dtype} {list(known.shape)}) and in {file} "
+                        f"({info.dtype} {list(info.shape)}) with different contents; download the model again"
+                    )
+                if weight_map.get(name) == file.name:
+                    self.tensors[name] = info
+        for name, promised in weight_map.items():
+            info = self.tensors.get(name)
+            if info is None or info.file.name != promised:
+                place = "no listed file has it" if info is None else f"it is in {info.file}"
+                raise CheckpointError(
+                    f"{self.folder / INDEX_FILE} promises tensor {short(name)} in {self.folder / promised}, "
+                    f"and {place}; download the model again"
+                )
+
+    def _equal(self, one: TensorInfo, other: TensorInfo) -> bool:
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        step = 4 << 20
+        left, right = bytearray(step), bytearray(step)
+        for offset in range(0, one.nbytes, step):
+            count = min(step, one.nbytes - offset)
+            self._fill(one, one.begin + offset, memoryview(left)[:count])
+            self._fill(other, other.begin + offset, memoryview(right)[:count])
+            if left[:count] != right[:count]:
+                return False
+        return True
+
+    def info(self, name: str) -> TensorInfo:
+        """Returns where a tensor lies; a name the checkpoint lacks is refused."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.folder} has no tensor {short(name)} (it has {len(self.tensors)} others)")
+        return self.tensors[name]
+
+    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> np.ndarray:
+        """Reads a tensor, or a range `rows` of its first and `cols` of its last dimension, in its stored dtype."""
+        info = self.info(name)
+        out = np.empty(_window(info, rows, cols)[0], info.numpy_dtype)
+        self.read_into(name, out, rows, cols)
+        return out
+
+    def read_into(self, name: str, out: np.ndarray, rows: slice | None = None, cols: slice | None = None) -> None:
+        """Like `read`, into a C-contiguous array of the stored dtype and the range's shape."""
+        info = self.info(name)
+        shape, (first, last), (left, right) = _window(info, rows, cols)
+        if out.dtype != info.numpy_dtype or out.shape != shape or not out.flags.c_contiguous:
+            raise ValueError(f"out must be a C-contiguous {info.numpy_dtype} array of shape {list(shape)}")
+        if out.size == 0:
+            return
+        item, inner = info.numpy_dtype.itemsize, prod(info.shape[1:-1])
+        width = info.shape[-1] if len(info.shape) > 1 else 1
+        target = out.reshape(-1).view(np.uint8).reshape((last - first) * inner, (right - left) * item)
+        start = info.begin + first * inner * width * item
+        if right - left == width:
+            self._fill(info, start, target.reshape(-1).data)
+        else:
+            self._fill_columns(info, start, width * item, left * item, target)
+        with self._lock:
+            self._bytes_read += out.nbytes
+
+    def iter_rows(
+        self, name: str, rows: slice | None = None, max_bytes: int = _PIECE
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yields (slice of the first dimension, its rows) in pieces of at most `max_bytes`, or one row if larger."""
+        info = self.info(name)
+        if not info.shape:
+            raise CheckpointError(f"{info.file}: tensor {short(name)} is a scalar and has no rows; use read")
+        _, (first, last), _ = _window(info, rows, None)
+        step = max(1, max_bytes // max(1, prod(info.shape[1:]) * info.numpy_dtype.itemsize))
+        for begin in range(first, last, step):
+            piece = slice(begin, min(begin + step, last))
+            yield piece, self.read(name, piece)
+
+    def _fill_columns(self, info: TensorInfo, start: int, row_bytes: int, left: int, target: np.ndarray) -> None:
+        """Reads the same byte range of consecutive rows: one by one, or whole rows in blocks where they are short."""
+        count, segment = target.shape
+        if row_bytes > _PAGE:
+            for row in range(count):
+                self._fill(info, start + row * row_bytes + left, target[row].data)
+            return
+        step = (1 << 20) // row_bytes
+        scratch = np.empty((min(step, count), row_bytes), np.uint8)
+        for row in range(0, count, step):
+            block = scratch[: min(step, count - row)]
+            self._fill(info, start + row * row_bytes, block.reshape(-1).data)
+            target[row : row + len(block)] = block[:, left : left + segment]
+
+    def _fill(self, info: TensorInfo, offset: int, buffer: memoryview) -> None:
+        descriptor = self._descriptor(info.file)
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(descriptor, [buffer[done : done + _PIECE]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{info.file}: reading tensor {short(info.name)}: {error}") from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{info.file} ends at byte {offset + done}, within tensor {short(info.name)}: it was cut "
+                    "short after it was opened; do not write to a checkpoint while it is read"
+                )
+            done += count
+
+    def _descriptor(self, file: Path) -> int:
+        """Opens a file at its first read and keeps it open; it must still be the one whose header was checked."""
+        descriptor = self._descriptors.get(file)
+        if descriptor is not None:
+            return descriptor
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"the checkpoint {self.folder} is closed")
+            if file not in self._descriptors:
+                try:
+                    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CheckpointError(f"{file}: {error.strerror or error}; was it moved while in use?") from error
+                self._descriptors[file] = descriptor
+                if os.fstat(descriptor).st_size != self._sizes[file]:
+                    raise CheckpointError(f"{file} changed its size after its header was read; open it again")
+            return self._descriptors[file]
+
+    def close(self) -> None:
+        """Closes the files; later reads are refused."""
+        with self._lock:
+            self._closed = True
+            descriptors, self._descriptors = self._descriptors, {}
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+
+_Range = tuple[int, int]
+
+
+def _window(info: TensorInfo, rows: slice | None, cols: slice | None) -> tuple[tuple[int, ...], _Range, _Range]:
+    """Resolves slices to (result shape, range of rows, range of columns); clips nothing.
+
+    A vector has one element per row and one column, whichever slice was given; a scalar is one such row.
+    """
+    shape = info.shape
+    if len(shape) < 2:
+        if not shape and (rows or cols):
+            raise CheckpointError(f"{info.file}: tensor {short(info.name)} is a scalar and cannot be sliced")
+        if rows and cols:
+            raise CheckpointError(f"{info.file}: tensor {short(info.name)} has one dimension: give rows or cols")
+        first_last = _range(info, rows or cols, shape[0] if shape else 1)
+        return ((first_last[1] - first_last[0],) if shape else ()), first_last, (0, 1)
+    (first, last), (left, right) = _range(info, rows, shape[0]), _range(info, cols, shape[-1])
+    return (last - first, *shape[1:-1], right - left), (first, last), (left, right)
+
+
+def _range(info: TensorInfo, part: slice | None, size: int) -> _Range:
+    if part is None:
+        return 0, size
+    begin, end = 0 if part.start is None else part.start, size if part.stop is None else part.stop
+    if part.step not in (None, 1) or not 0 <= begin <= end <= size:
+        raise CheckpointError(
+            f"{info.file}: tensor {short(info.name)} {list(info.shape)} has no range {part} of {size}"
+        )
+    return begin, end
+
+
+def hub_headers(
+    repo_id: str, *, revision: str | None = None, local_files_only: bool = False
+) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
+    """Returns (config, {tensor: (dtype code, shape)}) of a hub repository without downloading its weights.
+
+    Without the hub, the headers of a snapshot in the local cache are used.
+    """
+    failure: CheckpointError | None = None
+    if not local_files_only:
+        try:
+            return source.remote_headers(repo_id, revision)
+        except CheckpointError as error:
+            failure = error
+    try:
+        folder = source.download(repo_id, revision, local_files_only=True)
+        with Checkpoint(source.find_in_folder(folder)) as checkpoint:
+            tensors = {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
+            return checkpoint.config, tensors
+    except CheckpointError as error:
+        raise failure or error from error

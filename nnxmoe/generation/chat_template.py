@@ -1,0 +1,221 @@
+"""Renders a checkpoint's chat template safely: the parent's side of ``template_worker.py``, and the words for failures.
+
+One worker process serves all templates; it starts with the first render, is replaced after a kill and ends with us.
+"""
+
+import atexit
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+TEMPLATE_CHARACTERS = 256 * 1024
+TEXT_CHARACTERS = 4 * 1024 * 1024  # of a conversation as JSON, and of the rendered text
+SECONDS = 1.0  # per render, by the worker's own alarm
+GRACE = 0.5  # later than that alarm the parent kills
+START_SECONDS = 60.0
+MEMORY = 64 * 1024 * 1024
+
+_WHY = {
+    "raised": "refuses this conversation: {detail}. Change the messages to what it accepts",
+    "include": "asks for another template ({detail}). Chat templates must be one piece: paste that one in",
+    "output": "writes {detail}. Correct the template or shorten the messages",
+    "security": "does what templates may not do: {detail}. It may only read its variables",
+    "undefined": "uses something undefined: {detail}. Pass it in the messages or as a variable",
+    "syntax": "has a syntax error: {detail}. Correct the template",
+    "memory": f"needs more than {MEMORY >> 20} MB. Correct the template or shorten the messages",
+    "recursion": "calls itself, or is nested, too deeply. Correct the template",
+    "failed": "failed with {detail}. Correct the template, or the messages it does not expect",
+    "time": f"took longer than the {SECONDS:g} s a template may take. Correct the template or shorten the messages",
+    "died": "ended its process ({detail}). Correct the template",
+}
+
+
+class ChatTemplateError(ValueError):
+    """A chat template, or what it was given, is at fault; the message says what and what to do."""
+
+
+class _WorkerEnded(Exception):
+    """The worker is gone. Holds the reply in its place."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reply = {"error": kind, "detail": detail}
+
+
+class _Worker:
+    """One live worker process: a line in, a line out, killed when the line out is late."""
+
+    def __init__(self) -> None:
+        found = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
+        if not all(found):
+            raise ChatTemplateError("chat templates need jinja2. Install it with: pip install jinja2")
+        settings = {
+            "path": [str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin],
+            "seconds": SECONDS,
+            "memory": MEMORY,
+            "output": TEXT_CHARACTERS,
+        }
+        keep = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ", "LANG", "LC_ALL", "LC_TIME")
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_worker.py")), json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in keep if name in os.environ},  # no tokens, no keys
+                start_new_session=True,  # Ctrl-C is for the parent
+            )
+        except OSError as error:
+            raise ChatTemplateError(f"no process for chat templates: {sys.executable!r} fails with {error}") from error
+        try:
+            self.ask(b"", START_SECONDS)  # waits for the worker's "ready": a busy machine starts Python slowly
+        except BaseException as error:
+            self.close()
+            if isinstance(error, _WorkerEnded):
+                why = f"no process for chat templates: {sys.executable!r} ended at its start ({error})"
+                raise ChatTemplateError(why) from None
+            raise
+
+    def ask(self, request: bytes, seconds: float) -> bytes:
+        """Send a line, read a line. Raises _WorkerEnded when the worker dies or is killed for being late."""
+        requests, replies = self._process.stdin, self._process.stdout
+        assert requests and replies
+        late = threading.Event()
+
+        def kill() -> None:
+            late.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds, kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            requests.write(request)
+            requests.flush()
+            line = replies.readline(8 * TEXT_CHARACTERS)
+        except OSError:
+            line = b""
+        finally:
+            timer.cancel()
+            timer.join()
+        if late.is_set():
+            raise _WorkerEnded("time", f"silent for {seconds:g} s")
+        if not line.endswith(b"\n"):
+            raise self._how_it_ended()
+        return line
+
+    def _how_it_ended(self) -> _WorkerEnded:
+        """What the exit code tells: the alarm's signal means the time limit."""
+        try:
+            code = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            return _WorkerEnded("died", "broken answer")
+        if os.name == "posix" and -code in (signal.SIGALRM, signal.SIGXCPU):
+            return _WorkerEnded("time", "alarm")
+        return _WorkerEnded("died", f"signal {-code}" if code < 0 else f"exit code {code}")
+
+    def close(self) -> None:
+        """Kill the process and leave nothing behind: no zombie, no open pipe."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe:
+                    pipe.close()
+
+    def disown(self) -> None:
+        """Drop our ends of the pipes in a forked child, unflushed; the process is the parent's."""
+        self._process.returncode = 0
+        for pipe in (self._process.stdin, self._process.stdout):
+            cast(io.BufferedReader | io.BufferedWriter, pipe).raw.close()
+
+
+class _Renderer:
+    """The process-wide worker, started when needed; one render at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+
+    def render(self, request: bytes) -> dict[str, Any]:
+        """The worker's reply. Whatever goes wrong, the next call gets a sound worker."""
+        with self._lock:
+            sound = False
+            try:
+                self._worker = self._worker or _Worker()
+                line = self._worker.ask(request, SECONDS + GRACE)
+                reply = cast(dict[str, Any], json.loads(line.decode("utf-8", "surrogatepass")))
+                sound = reply.get("error") not in ("memory", "recursion", "security")
+                return reply
+            except _WorkerEnded as ended:
+                return ended.reply
+            except ChatTemplateError:
+                raise
+            except (ValueError, AttributeError, RecursionError):
+                return {"error": "died", "detail": "broken answer"}
+            finally:
+                if not sound:
+                    self._stop()
+
+    def close(self) -> None:
+        """End the worker, if one runs."""
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker:
+            worker.close()
+
+    def forget(self) -> None:
+        """After a fork: the worker belongs to the parent, and the lock may have been held."""
+        self._lock = threading.Lock()
+        worker, self._worker = self._worker, None
+        if worker:
+            worker.disown()
+
+
+_renderer = _Renderer()
+atexit.register(_renderer.close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renderer.forget)
+
+
+def render_chat_template(template: str, variables: dict[str, Any]) -> str:
+    """Render a template written by a stranger: within about a second and 64 MB, without files or code.
+
+    ``variables`` must be plain data, as JSON holds it. Raises ChatTemplateError.
+    """
+    if len(template) > TEMPLATE_CHARACTERS:
+        raise _fault(f"is {len(template)} characters long, {TEMPLATE_CHARACTERS} are allowed. Shorten it")
+    try:
+        asked = json.dumps({"template": template, "variables": variables}, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        why = f"cannot be given these messages or variables: {error}. Use strings, numbers, lists and dicts only"
+        raise _fault(why) from None
+    if len(asked) - len(template) > TEXT_CHARACTERS:
+        raise _fault(f"is given {len(asked)} characters of messages, {TEXT_CHARACTERS} are allowed. Shorten them")
+    reply = _renderer.render(asked.encode("utf-8", "surrogatepass") + b"\n")
+    text = reply.get("text")
+    if isinstance(text, str):
+        return text
+    why = _WHY.get(str(reply.get("error")), _WHY["failed"])
+    detail = _printable(str(reply.get("detail", ""))).rstrip(". ")
+    raise _fault(why.format(detail=detail), reply.get("line"))
+
+
+def _fault(why: str, line: int | None = None) -> ChatTemplateError:
+    return ChatTemplateError(f"the chat template{f', line {line},' if line else ''} {why}")
+
+
+def _printable(text: str) -> str:
+    """Text from a stranger for a terminal: control characters become spaces."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -1,0 +1,225 @@
+"""Text to token ids and back: a checkpoint's tokenizer, its chat template, and decoding as tokens arrive.
+
+The ids are those of the ``tokenizers`` library and ``tokenizer.json``; nothing is added by ``tokenizer_config.json``'s
+``add_bos_token``, which transformers 5 does not heed either for such files.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import tokenizers
+
+from nnxmoe.generation.chat_template import ChatTemplateError, render_chat_template
+from nnxmoe.generation.tokenizer_files import (
+    CONFIG,
+    SPECIAL,
+    TEMPLATE,
+    TOKENIZER,
+    TokenizerError,
+    backend_failure,
+    find_folder,
+    read_backend,
+    read_chat_templates,
+    read_json,
+    read_special_tokens,
+)
+
+__all__ = ["TextStream", "Tokenizer", "TokenizerError"]
+
+REASONING = ("reasoning_content", "thinking", "reasoning")  # the names of one field in templates of different makers
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chats for one checkpoint. Made by :meth:`from_pretrained`.
+
+    ``special_tokens`` maps names like ``bos_token`` to their text; they are variables of the chat template too.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        chat_templates: Mapping[str, str],
+        source: str,
+        template_file: str | None = None,
+    ) -> None:
+        backend.no_truncation()  # what tokenizer.json asks for here concerns batches for training
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.chat_templates = dict(chat_templates)
+        self.source = source
+        self._template_file = template_file or source
+        self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.bos_token = special_tokens.get("bos_token")
+        self.eos_token = special_tokens.get("eos_token")
+        self.pad_token = special_tokens.get("pad_token")
+        self.unk_token = special_tokens.get("unk_token")
+        self.bos_token_id = self._id_of(self.bos_token)
+        self.eos_token_id = self._id_of(self.eos_token)
+        self.pad_token_id = self._id_of(self.pad_token)
+
+    @classmethod
+    def from_pretrained(
+        cls, path_or_hub_id: str | Path, revision: str | None = None, local_files_only: bool = False
+    ) -> Self:
+        """Read the tokenizer files of a local folder or a Hugging Face repository. Raises TokenizerError."""
+        folder = find_folder(path_or_hub_id, revision, local_files_only)
+        backend = read_backend(folder)
+        config = read_json(folder / CONFIG)
+        legacy = read_json(folder / SPECIAL)
+        # Since added_tokens_decoder exists the config knows best; before, the map did.
+        named = {**legacy, **config} if "added_tokens_decoder" in config else {**config, **legacy}
+        special_tokens = read_special_tokens(named, folder / CONFIG)
+        templates, template_file = read_chat_templates(folder, config)
+        return cls(backend, special_tokens, templates, str(folder), str(template_file))
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.source!r}, vocab_size={self.vocab_size})"
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template used when none is named."""
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Special tokens written out in it become those tokens."""
+        if not isinstance(text, str):
+            raise TypeError(f"encode takes a str, not {type(text).__name__}")
+        try:
+            text.encode()
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except UnicodeEncodeError as error:
+            raise TokenizerError(f"the text is not valid Unicode: {error}. Remove lone surrogates") from None
+        except BaseException as error:
+            raise backend_failure(error, f"{self.source}: {TOKENIZER} cannot encode a text") from None
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        """Text of one row of ids, a list or an integer array of numpy or jax. Ids past the vocabulary give no text."""
+        row = np.asarray(ids)
+        if row.ndim > 1:
+            raise TokenizerError(f"decode takes one row of ids, not an array of shape {row.shape}: go row by row")
+        if row.size and not (np.issubdtype(row.dtype, np.integer) and 0 <= row.min() and row.max() < 2**32):
+            raise TokenizerError(f"token ids must be integers from 0, not {row.tolist()!r:.60} ({row.dtype})")
+        return self.decode_list([int(i) for i in row.reshape(-1)], skip_special_tokens)
+
+    def decode_list(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """:meth:`decode` without the checks, for loops."""
+        try:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise backend_failure(error, f"{self.source}: {TOKENIZER} cannot decode") from None
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        tokenize: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> Any:
+        """Render a conversation as the prompt the model was trained on: a str, or its ids with ``tokenize=True``.
+
+        ``tools`` are JSON schemas; ``chat_template`` names one of several templates; ``variables`` go to the template.
+        Raises TokenizerError, also when the template misbehaves (it runs apart, within a second and 64 MB).
+        """
+        given = {
+            **self.special_tokens,
+            **variables,
+            "messages": _plain_messages(messages),
+            "tools": tools if tools is None else list(tools),
+            "documents": documents if documents is None else list(documents),
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
+        try:
+            text = render_chat_template(self._template(chat_template, tools is not None), given)
+        except ChatTemplateError as error:
+            raise TokenizerError(f"{self._template_file}: {error}") from None
+        # The template writes the special tokens itself.
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _template(self, name: str | None, with_tools: bool) -> str:
+        """The template of that name; without a name "default", or "tool_use" when there are tools and such a one."""
+        if name is None:
+            name = "tool_use" if with_tools and "tool_use" in self.chat_templates else "default"
+        if name in self.chat_templates:
+            return self.chat_templates[name]
+        if self.chat_templates:
+            named = f"{self._template_file}: no chat template is named {name!r:.60}"
+            raise TokenizerError(f"{named}. Pass chat_template= one of {sorted(self.chat_templates)!r:.300}")
+        raise TokenizerError(
+            f"{self.source}: no chat template, neither {TEMPLATE} nor 'chat_template' in {CONFIG}. This may be a base "
+            "model: encode plain text instead, or add the template of its chat variant"
+        )
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self.backend.token_to_id(token)
+
+
+class TextStream:
+    """Decodes tokens one by one: ``put`` returns the text a token completes, ``end`` what is left over.
+
+    Characters cut in two between tokens are held back until they are whole. Each step decodes a short window only,
+    which begins with tokens already told, because decoders treat the start of a text differently (leading spaces).
+    ``context``: the prompt's ids, for a stream that continues it.
+    """
+
+    LONGEST_WAIT = 64  # tokens; only broken UTF-8 takes longer than a few
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Iterable[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window = [int(i) for i in context][-8:]
+        self._told = len(self._decode())  # characters of the window's text
+        self._settled = len(self._window)  # tokens of the window
+
+    def put(self, token_id: Any) -> str:
+        """The text that this token completes, often empty."""
+        token = int(token_id)
+        if self._skip and token in self._tokenizer.special_ids:
+            return ""
+        self._window.append(token)
+        text = self._decode()
+        if text.endswith("\ufffd") and len(self._window) - self._settled < self.LONGEST_WAIT:
+            return self._tell(text.rstrip("\ufffd"))
+        piece = self._tell(text)
+        if piece:
+            self._window = self._window[self._settled :]
+            self._told, self._settled = len(self._decode()), len(self._window)
+        return piece
+
+    def end(self) -> str:
+        """The rest, with U+FFFD for a character that was never finished. The stream may then be used anew."""
+        piece = self._tell(self._decode())
+        self._window, self._told, self._settled = [], 0, 0
+        return piece
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode_list(self._window, self._skip)
+
+    def _tell(self, text: str) -> str:
+        piece = text[self._told :]
+        self._told = max(self._told, len(text))
+        return piece
+
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: no fields that are None, reasoning under every name in use."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not is_list or not all(isinstance(message, Mapping) for message in messages):
+        raise TokenizerError('messages must be a list of dicts like {"role": "user", "content": "Hello"}')
+    if not messages:
+        raise TokenizerError("messages is empty: give at least one message")
+    plain = []
+    for message in messages:
+        fields = {name: value for name, value in message.items() if value is not None}
+        reasoning = next((fields[name] for name in REASONING if name in fields), None)
+        if reasoning is not None:
+            fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+        plain.append(fields)
+    return plain

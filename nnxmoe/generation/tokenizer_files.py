@@ -1,0 +1,125 @@
+"""Reads the tokenizer's files of a checkpoint, a local folder or a repository of Hugging Face's hub."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from nnxmoe.generation.chat_template import TEMPLATE_CHARACTERS
+
+TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
+
+
+class TokenizerError(ValueError):
+    """A tokenizer file, a chat template or what they were given is at fault; names the file and the remedy."""
+
+
+def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_only: bool) -> Path:
+    """The local folder, or the hub's cache folder after fetching the tokenizer's files only."""
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise TokenizerError(f"{folder} is a file. Give the folder that holds {TOKENIZER}")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path_or_hub_id), re.ASCII):
+        raise TokenizerError(f"{path_or_hub_id} is no folder, and no 'owner/name' of a Hugging Face repository either")
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                str(path_or_hub_id),
+                revision=revision,
+                local_files_only=local_files_only,
+                allow_patterns=[TOKENIZER, CONFIG, TEMPLATE, SPECIAL],
+            )
+        )
+    except (OSError, ValueError) as error:
+        raise TokenizerError(
+            f"{path_or_hub_id}: no such folder, nor did Hugging Face's hub give it ({type(error).__name__}: {error}). "
+            "Check the name, the connection and your access, or give a local folder"
+        ) from error
+
+
+def read_backend(folder: Path) -> tokenizers.Tokenizer:
+    """Load tokenizer.json, and say what is wrong where the library's message does not."""
+    path = folder / TOKENIZER
+    if not path.is_file():
+        hint = " (its tokenizer.model is SentencePiece)" if (folder / "tokenizer.model").exists() else ""
+        raise TokenizerError(
+            f"{path} is missing{hint}. Repositories with SentencePiece's tokenizer.model only must be converted: load "
+            "and save them once with transformers.AutoTokenizer, which writes tokenizer.json"
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except BaseException as error:
+        model = read_json(path).get("model")
+        kind = model.get("type") if isinstance(model, dict) else None
+        if kind not in (None, "BPE", "Unigram", "WordPiece", "WordLevel"):
+            raise TokenizerError(f"{path}: unknown tokenizer model {kind!r:.60}. Try a newer 'tokenizers'") from None
+        raise backend_failure(
+            error, f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads"
+        ) from None
+
+
+def backend_failure(error: BaseException, what: str) -> BaseException:
+    """Rust panics derive from BaseException: make them errors too, but let interrupts pass."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        return error
+    return TokenizerError(f"{what}: {error}. Get the file anew, or save it with a current 'tokenizers'")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where the file is missing."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not valid JSON ({error}). Download the file again") from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} holds a JSON {type(content).__name__}, not an object. Download the file again")
+    return content
+
+
+def read_special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Every ``*_token`` that is a text, or an object with its text as "content"."""
+    tokens: dict[str, str] = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str) and name.endswith("_token"):
+            tokens[name] = text
+        elif name in ("bos_token", "eos_token", "pad_token", "unk_token") and value is not None:
+            raise TokenizerError(f'{path}: {name} is {value!r:.60}. It must be a string or {{"content": string}}')
+    return tokens
+
+
+def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
+    """Templates by name, and their file: the one of its own, else tokenizer_config.json, else chat_template.json."""
+    path = folder / TEMPLATE
+    if path.is_file():
+        try:
+            with path.open(encoding="utf-8") as file:
+                return {
+                    "default": file.read(TEMPLATE_CHARACTERS + 1)
+                }, path  # one too many: refused when it is rendered
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{path} is not UTF-8 text ({error}). Download the file again") from None
+    where, found = folder / CONFIG, config.get("chat_template")
+    if found is None:
+        where = folder / OLD_TEMPLATE
+        found = read_json(where).get("chat_template")
+    if found is None:
+        return {}, where
+    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    templates: dict[str, str] = {}
+    for entry in entries:
+        name, template = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise TokenizerError(f"{where}: 'chat_template' must be a string or a list of {{name, template}}")
+        templates[name] = template
+    return templates, where
