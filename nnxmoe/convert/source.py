@@ -64,12 +64,17 @@ def find_in_folder(folder: Path) -> Source:
     """Reads the JSON files of a local folder and decides which weight files make up the checkpoint."""
     if not os.path.isdir(folder):
         raise CheckpointError(f"no such folder: {folder}; give the folder that holds config.json and the weights")
-    config = _read_object(folder / "config.json", "a checkpoint needs a readable config.json: fetch it again")
+    config = find_config(folder)
     generation = folder / "generation_config.json"
     has_generation = os.path.lexists(generation)
     generation_config = _read_object(generation, "fetch it again or remove it") if has_generation else {}
     files, weight_map = _weight_files(folder)
     return Source(folder, config, generation_config, tuple(files), weight_map)
+
+
+def find_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a folder."""
+    return _read_object(folder / "config.json", "a checkpoint needs a readable config.json: fetch it again")
 
 
 def _local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path | None:

@@ -39,7 +39,7 @@ def fan_in(inputs: Sequence[int]) -> nnx.Initializer:
 
 
 class Linear(nnx.Module):
-    """``x[… *ins] -> [… *outs]``; kernel ``[*ins, *outs]``, bias ``[*outs]``. Heads are dimensions, not reshapes."""
+    """``x[… *ins] -> [… *outs]``; kernel ``[*ins, *outs]``, bias flat, as checkpoints store it. Heads are dimensions."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Linear(nnx.Module):
         self.rank = len(ins)
         self.kernel = parameter((*ins, *outs), axes, fan_in(ins), dtype=dtype, rngs=rngs, inputs=len(ins))
         if bias:
-            out_axes = tuple(axes)[len(ins) :]
-            self.bias = parameter(outs, out_axes, nnx.initializers.zeros, dtype=dtype, rngs=rngs)
+            zeros = nnx.initializers.zeros
+            self.bias = parameter((math.prod(outs),), (axes[len(ins)],), zeros, dtype=dtype, rngs=rngs)
         else:
             self.bias = None
 
@@ -64,5 +64,5 @@ class Linear(nnx.Module):
         ins, outs = kernel.shape[: self.rank], kernel.shape[self.rank :]
         lead = x.shape[: x.ndim - self.rank]
         y = matmul(x.reshape(*lead, math.prod(ins)), kernel.reshape(math.prod(ins), math.prod(outs)))
-        y = y.reshape(*lead, *outs)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        y = y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        return y.reshape(*lead, *outs)

@@ -1,0 +1,177 @@
+"""What a model is and what it will cost, from its config and its files' headers alone."""
+
+import dataclasses
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.config import DecoderConfig
+from nnxmoe.convert.checkpoint import Checkpoint, hub_headers
+from nnxmoe.convert.safetensors import DTYPES
+from nnxmoe.convert.source import CheckpointError, find_config
+from nnxmoe.convert.table import Entry, entries
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.models import PRESETS, config_from_hf, model_class
+
+Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor -> dtype code, shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Sizes of a model. ``parts``: parameters by kind. ``stored``: bytes in the files by dtype, empty without files.
+
+    ``cache_token``: cache bytes a token and row adds; ``cache_slots``: how many tokens the cache holds at most (None:
+    all). ``missing`` and ``unexpected``: tensors by name, where there are files.
+    """
+
+    source: str
+    config: DecoderConfig
+    parts: dict[str, int]
+    active: int
+    weight_dtype: str
+    weight_bytes: int
+    stored: dict[str, int]
+    cache_token: int
+    cache_slots: int | None
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return sum(self.parts.values())
+
+    def cache_bytes(self, batch: int, context: int) -> int:
+        """Bytes of the cache of ``batch`` rows of ``context`` tokens."""
+        slots = context if self.cache_slots is None else min(context, self.cache_slots)
+        return batch * slots * self.cache_token
+
+    def needed(self, batch: int, context: int) -> int:
+        """Bytes of weights and cache together; activations come on top."""
+        return self.weight_bytes + self.cache_bytes(batch, context)
+
+
+def summarise(
+    name: str | os.PathLike[str],
+    dtype: str | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> Summary:
+    """Of a folder (weights optional), a hub id or a preset's name. No weights are read, nothing is built but shapes."""
+    fields, headers = _find(name, revision, local_files_only)
+    config = fields if isinstance(fields, DecoderConfig) else config_from_hf(fields)
+    model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
+    plan = entries(model, model.hf_table, headers or None)
+    kept = dtype or _common_dtype(headers, config)
+    sizes = {entry.path: math.prod(entry.shape) for entry in plan}
+    parts = Counter[str]()
+    active = 0.0
+    for entry in plan:
+        parts[_part(entry)] += sizes[entry.path]
+        share = config.experts_per_token / _experts(entry) if "expert" in entry.axes else 1.0
+        active += sizes[entry.path] * share
+    needed = {piece.name for entry in plan for piece in entry.pieces}
+    model.dtype = jnp.dtype(kept)
+    token, slots = _cache(model, config)
+    return Summary(
+        str(name),
+        config,
+        dict(parts),
+        round(active),
+        kept,
+        sum(sizes.values()) * jnp.dtype(kept).itemsize,
+        _stored(headers),
+        token,
+        slots,
+        tuple(sorted(needed - headers.keys())) if headers else (),
+        tuple(sorted(n for n in headers.keys() - needed if not n.endswith("_scale_inv"))),
+    )
+
+
+def _find(
+    name: str | os.PathLike[str], revision: str | None, local_files_only: bool
+) -> tuple[DecoderConfig | dict[str, Any], Headers]:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not any(folder.glob("*.safetensors*")):
+            return find_config(folder), {}
+        with Checkpoint.open(folder) as checkpoint:
+            return checkpoint.config, {n: (t.dtype, t.shape) for n, t in checkpoint.tensors.items()}
+    if str(name).lower() in PRESETS:
+        return PRESETS[str(name).lower()], {}
+    try:
+        return hub_headers(str(name), revision=revision, local_files_only=local_files_only)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} (presets, which need no files: {', '.join(PRESETS)})") from None
+
+
+def _part(entry: Entry) -> str:
+    names = entry.key.split(".")
+    if names[0] != "layer":
+        return {"embed": "embedding", "head": "head", "norm": "norms"}[names[0]]
+    if "norm" in entry.key:
+        return "norms"
+    if names[1] == "moe":
+        return {"router": "router", "experts": "routed experts", "shared": "shared experts"}[names[2]]
+    return {"attention": "attention", "mlp": "dense mlp"}[names[1]]
+
+
+def _experts(entry: Entry) -> int:
+    return entry.shape[entry.axes.index("expert")]
+
+
+def _common_dtype(headers: Headers, config: DecoderConfig) -> str:
+    """The dtype that a load would give most weights: the stored one, FP8 as bfloat16; the config's without files."""
+    size = Counter[str]()
+    for dtype, shape in headers.values():
+        size["BF16" if dtype.startswith("F8") else dtype] += math.prod(shape)
+    if size:
+        return str(DTYPES[size.most_common(1)[0][0]])
+    return config.dtype or "float32"
+
+
+def _stored(headers: Headers) -> dict[str, int]:
+    size = Counter[str]()
+    for dtype, shape in headers.values():
+        size[dtype] += math.prod(shape) * DTYPES[dtype].itemsize
+    return dict(size.most_common())
+
+
+def _cache(model: CausalLM, config: DecoderConfig) -> tuple[int, int | None]:
+    """Bytes a token, and the number of tokens after which the cache grows no more."""
+
+    def size(capacity: int) -> int:
+        layers = jax.eval_shape(lambda: model.empty_cache(1, capacity).layers)
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
+
+    return size(1), config.window
+
+
+def memory_bytes() -> tuple[int, str]:
+    """Memory for weights and caches: of the first accelerator, else what this machine has free; and its name."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    if device.platform != "cpu" and "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) * jax.device_count(), f"{jax.device_count()} x {device.device_kind}"
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024, "this machine's free memory"
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine's memory"
+
+
+def dtypes_of(model: CausalLM) -> dict[str, int]:
+    """Parameters by dtype of a loaded model."""
+    count = Counter[str]()
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        count[str(leaf.dtype)] += leaf.size
+    return dict(count)

@@ -1,0 +1,1 @@
+"""Measurements anyone can rerun: ``python -m tests.benchmarks.NAME``."""
