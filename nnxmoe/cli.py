@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 failed (one line says why), 2 the command line is wrong.
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ DEMO = Path(__file__).resolve().parent / "models" / "demo"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     options = _parser().parse_args(arguments)
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     try:
         options.run(options)
         sys.stdout.flush()
@@ -209,9 +213,12 @@ def _bytes(size: float) -> str:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from nnxmoe.generation.demo import run
+    from nnxmoe.generation import demo
 
-    run(DEMO, options.max_new_tokens)
+    tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)
+    say("%s", model.load_report)
+    demo.announce(model, DEMO)
+    demo.run(model, tokenizer, options.max_new_tokens)
 
 
 if __name__ == "__main__":

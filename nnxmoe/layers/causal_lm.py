@@ -29,8 +29,8 @@ from nnxmoe.moe.router import Routing
 class Output:
     """What a model returns; what was not asked for is None.
 
-    ``routing`` and ``dispatch`` by layer index, MoE layers only. ``hidden``: the embedding, every layer's output, and
-    last the normed output that the head sees.
+    ``routing`` by layer index, MoE layers only. ``hidden``: the embedding, every layer's output, and last the normed
+    output that the head sees.
     """
 
     logits: Float[Array, "B T V"]

@@ -39,7 +39,7 @@ def fan_in(inputs: Sequence[int]) -> nnx.Initializer:
 
 
 class Linear(nnx.Module):
-    """``x[… *ins] -> [… *outs]``; kernel ``[*ins, *outs]``, bias flat, as checkpoints store it. Heads are dimensions."""
+    """``x[… *ins] -> [… *outs]``; kernel ``[*ins, *outs]``: heads are dimensions; bias flat, as it is stored."""
 
     def __init__(
         self,

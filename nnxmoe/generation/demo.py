@@ -1,0 +1,76 @@
+"""``nnxmoe demo``: load the embedded checkpoint, write a few texts, and show which experts wrote them."""
+
+import os
+from collections import Counter
+
+import numpy as np
+
+from nnxmoe.generation.decode import stream
+from nnxmoe.generation.text import Tokenizer
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.progress import say
+
+QUESTION, TEXT = "question", "text"
+PROMPTS = (
+    (QUESTION, "What is the capital of France?"),
+    (QUESTION, "What is 7 + 8?"),
+    (TEXT, "Once upon a time"),
+    (TEXT, "def add(a, b):"),
+)
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+def run(model: CausalLM, tokenizer: Tokenizer, max_new_tokens: int) -> None:
+    """Stream a completion of every prompt to stdout, each followed by its experts."""
+    for kind, prompt in PROMPTS:
+        text = prompt
+        if kind == QUESTION:
+            message = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(message, add_generation_prompt=True)
+        print(f"\n{kind}: {prompt}")
+        print("answer: " if kind == QUESTION else prompt, end="", flush=True)
+        written = ""
+        ids = tokenizer.encode(text, add_special_tokens=kind == TEXT)
+        for piece in stream(model, tokenizer, ids, max_new_tokens=max_new_tokens):
+            print(piece, end="", flush=True)
+            written += piece
+        print()
+        show_experts(model, tokenizer, ids + tokenizer.encode(written, add_special_tokens=False))
+
+
+def show_experts(model: CausalLM, tokenizer: Tokenizer, ids: list[int]) -> None:
+    """One line a layer: how the tokens spread over its experts; then the last layer's first choice token by token."""
+    routing = model(np.asarray([ids]), return_routing=True).routing or {}
+    first = np.zeros(0, int)
+    for layer, choice in routing.items():
+        experts, weights = np.asarray(choice.experts[0]), np.asarray(choice.weights[0])
+        count = choice.scores.shape[-1]
+        share = np.bincount(experts.reshape(-1), weights.reshape(-1), minlength=count) / len(ids)
+        bars = "".join(BARS[min(8, round(float(s) * 16))] for s in share)
+        busiest = int(share.argmax())
+        print(f"  layer {layer}: experts 0-{count - 1} [{bars}]  most used: {busiest} ({share[busiest]:.0%})")
+        first = experts[np.arange(len(ids)), weights.argmax(axis=1)]
+    if routing:
+        taken = {
+            e: _words(tokenizer, [i for i, f in zip(ids, first, strict=True) if f == e]) for e in sorted(set(first))
+        }
+        print(f"  tokens by first expert of layer {max(routing)}:")
+        for expert, words in taken.items():
+            print(f"    {expert}: {words}")
+
+
+def _words(tokenizer: Tokenizer, ids: list[int], limit: int = 12) -> str:
+    most = [tokenizer.decode([i]) for i, _ in Counter(ids).most_common(limit)]
+    return " ".join(repr(word) for word in most)
+
+
+def announce(model: CausalLM, folder: str | os.PathLike[str]) -> None:
+    """What is being run, on stderr."""
+    c = model.config
+    say(
+        "an embedded %s: %d layers, width %d, trained on the repository's own text (%s)",
+        type(model).__name__,
+        c.num_hidden_layers,
+        c.hidden_size,
+        os.fspath(folder),
+    )
