@@ -8,19 +8,18 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+from nnxmoe.hub import check_hub_id, hub_call, local_folder, snapshot
+
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100_000_000  # DeepSeek-V3's index has 9 MB
 _LFS_MAGIC = b"version https://git-lfs"
-_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
 _DOWNLOAD = [
@@ -48,7 +47,7 @@ class Source:
 
 def find(path_or_hub_id: str | os.PathLike[str], revision: str | None, local_files_only: bool) -> Source:
     """Finds a checkpoint's files in a local folder or through the hub, downloading what is missing."""
-    folder = _local_folder(path_or_hub_id)
+    folder = local_folder(path_or_hub_id, CheckpointError)
     if folder is not None:
         return find_in_folder(folder)
     repo_id = os.fspath(path_or_hub_id)
@@ -75,24 +74,6 @@ def find_in_folder(folder: Path) -> Source:
 def find_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder."""
     return _read_object(folder / "config.json", "a checkpoint needs a readable config.json: fetch it again")
-
-
-def _local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
-    """Returns the local folder that is meant, or None for a hub id; refuses what can be neither."""
-    text = os.fspath(path_or_hub_id)
-    if not text or "\0" in text:
-        raise CheckpointError(f"{text!r} is neither a folder nor a hub id such as 'org/name'")
-    path = Path(os.path.expanduser(text))
-    if os.path.isdir(path):
-        return path
-    if os.path.lexists(path):
-        raise CheckpointError(f"{path} is not a folder; give the folder that holds config.json and the weights")
-    looks_like_path = text[0] in "./~" or path.is_absolute() or text.count(os.sep) >= 2
-    if looks_like_path or not isinstance(path_or_hub_id, str):
-        raise CheckpointError(f"no such folder: {text}")
-    if not _HUB_ID.fullmatch(text) or ".." in text or "--" in text:
-        raise CheckpointError(f"{text!r} is neither an existing folder nor a hub id such as 'org/name'")
-    return None
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
@@ -233,29 +214,21 @@ def _some(names: list[str]) -> str:
 
 def download(repo_id: str, revision: str | None, local_files_only: bool) -> Path:
     """Returns the snapshot folder of a hub repository, fetching config, tokenizer and safetensors files only."""
-    import huggingface_hub
-
-    def fetch() -> str:
-        return huggingface_hub.snapshot_download(
-            repo_id,
-            revision=revision,
-            local_files_only=local_files_only,
-            allow_patterns=_DOWNLOAD,
-            ignore_patterns=_SKIP,
-        )
-
-    return Path(hub_call(repo_id, revision, fetch))
+    return snapshot(repo_id, revision, local_files_only, _DOWNLOAD, _SKIP, CheckpointError)
 
 
 def remote_headers(repo_id: str, revision: str | None) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
     """Fetches a hub repository's config.json and the headers of its safetensors files, no weights."""
     import huggingface_hub
 
-    _check_hub_id(repo_id)
+    check_hub_id(repo_id, CheckpointError)
     config = hub_call(
-        repo_id, revision, lambda: huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision)
+        repo_id,
+        revision,
+        lambda: huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision),
+        CheckpointError,
     )
-    tensors = hub_call(repo_id, revision, lambda: _fetch_headers(repo_id, revision))
+    tensors = hub_call(repo_id, revision, lambda: _fetch_headers(repo_id, revision), CheckpointError)
     return _read_object(Path(config), "fetch it again"), tensors
 
 
@@ -282,41 +255,3 @@ def _fetch_headers(repo_id: str, revision: str | None) -> dict[str, tuple[str, t
 def is_size(value: object) -> bool:
     """Whether a value from JSON is a non-negative integer; true, 1.0 and "1" are not."""
     return type(value) is int and value >= 0
-
-
-def _check_hub_id(repo_id: str) -> None:
-    if not _HUB_ID.fullmatch(repo_id):
-        raise CheckpointError(f"{short(repo_id)} is not a hub id such as 'org/name'")
-
-
-_REMEDIES: tuple[tuple[str, str], ...] = (
-    ("GatedRepoError", "access is gated: accept its terms at https://huggingface.co/{id} and run `hf auth login`"),
-    ("RevisionNotFoundError", "it has no revision {revision!r}: give a branch, tag or commit that it has"),
-    ("RepositoryNotFoundError", "no such folder here and no such hub repository, or it is private: check the spelling "
-     "or run `hf auth login`"),
-    ("IncompleteSnapshotError", "the cached copy is incomplete and the hub cannot be reached: load it again online"),
-    ("LocalEntryNotFoundError", "no such folder here, not in the local cache, and the hub was not reached: go online "
-     "(HF_HUB_OFFLINE=0, local_files_only=False) or give a local folder"),
-    ("OfflineModeIsEnabled", "offline mode is on: unset HF_HUB_OFFLINE or give a local folder"),
-    ("EntryNotFoundError", "a file is missing in the repository: is it a Hugging Face checkpoint?"),
-    ("NotASafetensorsRepoError", "it has no model.safetensors and no index: convert its weights to safetensors"),
-    ("SafetensorsParsingError", "the header of a safetensors file is damaged: report it to the model's authors"),
-    ("HFValidationError", "this is not a valid hub id: use 'org/name' or an existing folder"),
-    ("HfHubHTTPError", "the hub answered with an error: try again later"),
-    ("OSError", "the files could not be fetched or stored: check the network, the disk and the cache folder"),
-)  # fmt: skip
-
-
-def hub_call(repo_id: str, revision: str | None, call: Callable[[], T]) -> T:
-    """Runs a hub call; its failures become a CheckpointError that says what to do."""
-    try:
-        return call()
-    except Exception as error:
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        network = type(error).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3")
-        remedy = next((text for kind, text in _REMEDIES if kind in kinds), None)
-        if remedy is None and not network:
-            raise
-        remedy = (remedy or "the hub cannot be reached: check the network").format(id=repo_id, revision=revision)
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        raise CheckpointError(f"{repo_id}: {remedy} ({type(error).__name__}: {reason[:300]})") from error

@@ -1,7 +1,6 @@
 """Reads the tokenizer's files of a checkpoint, a local folder or a repository of Hugging Face's hub."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import tokenizers
 
 from nnxmoe.generation.chat_template import TEMPLATE_CHARACTERS
+from nnxmoe.hub import local_folder, snapshot
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
@@ -20,29 +20,11 @@ class TokenizerError(ValueError):
 
 def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_only: bool) -> Path:
     """The local folder, or the hub's cache folder after fetching the tokenizer's files only."""
-    folder = Path(path_or_hub_id).expanduser()
-    if folder.is_dir():
+    folder = local_folder(path_or_hub_id, TokenizerError)
+    if folder is not None:
         return folder
-    if folder.exists():
-        raise TokenizerError(f"{folder} is a file. Give the folder that holds {TOKENIZER}")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path_or_hub_id), re.ASCII):
-        raise TokenizerError(f"{path_or_hub_id} is no folder, and no 'owner/name' of a Hugging Face repository either")
-    import huggingface_hub
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                str(path_or_hub_id),
-                revision=revision,
-                local_files_only=local_files_only,
-                allow_patterns=[TOKENIZER, CONFIG, TEMPLATE, SPECIAL],
-            )
-        )
-    except (OSError, ValueError) as error:
-        raise TokenizerError(
-            f"{path_or_hub_id}: no such folder, nor did Hugging Face's hub give it ({type(error).__name__}: {error}). "
-            "Check the name, the connection and your access, or give a local folder"
-        ) from error
+    files = [TOKENIZER, CONFIG, TEMPLATE, OLD_TEMPLATE, SPECIAL]
+    return snapshot(str(path_or_hub_id), revision, local_files_only, files, [], TokenizerError)
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:

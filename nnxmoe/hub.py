@@ -1,0 +1,92 @@
+"""A local folder or the Hugging Face hub: which of the two is meant, and downloads whose failures say what to do.
+
+Callers name the class of error (a ValueError) that suits what they look for.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
+_REMEDIES: tuple[tuple[str, str], ...] = (
+    ("GatedRepoError", "access is gated: accept its terms at https://huggingface.co/{id} and run `hf auth login`"),
+    ("RevisionNotFoundError", "it has no revision {revision!r}: give a branch, tag or commit that it has"),
+    ("RepositoryNotFoundError", "no such folder here and no such hub repository, or it is private: check the spelling "
+     "or run `hf auth login`"),
+    ("IncompleteSnapshotError", "the cached copy is incomplete and the hub cannot be reached: load it again online"),
+    ("LocalEntryNotFoundError", "no such folder here, not in the local cache, and the hub was not reached: go online "
+     "(HF_HUB_OFFLINE=0, local_files_only=False) or give a local folder"),
+    ("OfflineModeIsEnabled", "offline mode is on: unset HF_HUB_OFFLINE or give a local folder"),
+    ("EntryNotFoundError", "a file is missing in the repository: is it a Hugging Face checkpoint?"),
+    ("NotASafetensorsRepoError", "it has no model.safetensors and no index: convert its weights to safetensors"),
+    ("SafetensorsParsingError", "the header of a safetensors file is damaged: report it to the model's authors"),
+    ("HFValidationError", "this is not a valid hub id: use 'org/name' or an existing folder"),
+    ("HfHubHTTPError", "the hub answered with an error: try again later"),
+    ("OSError", "the files could not be fetched or stored: check the network, the disk and the cache folder"),
+)  # fmt: skip
+
+
+def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]) -> Path | None:
+    """Returns the local folder that is meant, or None for a hub id; refuses what can be neither."""
+    text = os.fspath(path_or_hub_id)
+    if not text or "\0" in text:
+        raise error(f"{text!r} is neither a folder nor a hub id such as 'org/name'")
+    path = Path(os.path.expanduser(text))
+    if os.path.isdir(path):
+        return path
+    if os.path.lexists(path):
+        raise error(f"{path} is not a folder; give the folder that holds the checkpoint")
+    looks_like_path = text[0] in "./~" or path.is_absolute() or text.count(os.sep) >= 2
+    if looks_like_path or not isinstance(path_or_hub_id, str):
+        raise error(f"no such folder: {text}")
+    if not _HUB_ID.fullmatch(text) or ".." in text or "--" in text:
+        raise error(f"{text!r} is neither an existing folder nor a hub id such as 'org/name'")
+    return None
+
+
+def check_hub_id(repo_id: str, error: type[ValueError]) -> None:
+    """Refuses what cannot be the name of a repository."""
+    if not _HUB_ID.fullmatch(repo_id):
+        raise error(f"{repo_id!a:.160} is not a hub id such as 'org/name'")
+
+
+def snapshot(
+    repo_id: str,
+    revision: str | None,
+    local_files_only: bool,
+    patterns: Sequence[str],
+    skip: Sequence[str],
+    error: type[ValueError],
+) -> Path:
+    """Returns the hub cache's folder of a repository, after fetching the files that match and are not there yet."""
+    import huggingface_hub
+
+    def fetch() -> str:
+        return huggingface_hub.snapshot_download(
+            repo_id,
+            revision=revision,
+            local_files_only=local_files_only,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(skip),
+        )
+
+    return Path(hub_call(repo_id, revision, fetch, error))
+
+
+def hub_call(repo_id: str, revision: str | None, call: Callable[[], T], error: type[ValueError]) -> T:
+    """Runs a hub call; its failures become ``error`` with what to do about them."""
+    try:
+        return call()
+    except Exception as failure:
+        kinds = {kind.__name__ for kind in type(failure).__mro__}
+        network = type(failure).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3")
+        remedy = next((text for kind, text in _REMEDIES if kind in kinds), None)
+        if isinstance(failure, error) or (remedy is None and not network):
+            raise
+        remedy = (remedy or "the hub cannot be reached: check the network").format(id=repo_id, revision=revision)
+        reason = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
+        raise error(f"{repo_id}: {remedy} ({type(failure).__name__}: {reason[:300]})") from failure
