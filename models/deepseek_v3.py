@@ -70,7 +70,8 @@ class DeepSeekV3Config(DecoderConfig):
         super()._check()
         for name in ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            value = 0 if value is None and name == "n_shared_experts" else value
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} must be a non-negative integer, got {value!r}")
         if self.q_lora_rank is not None:
             self._positive("q_lora_rank")
@@ -213,17 +214,9 @@ class DeepSeekV3(CausalLM):
 
         dense_count = min(c.first_k_dense_replace, c.num_hidden_layers)
         super().__init__(
-            c.vocab_size,
-            dim,
+            config,
+            strategy,
             [(dense_count, dense), (c.num_hidden_layers - dense_count, sparse)],
-            eps=eps,
-            tied=c.tie_word_embeddings,
-            rope=c.rope,
-            window=None,
-            stack=strategy.stack,
-            compute_dtype=strategy.compute_dtype,
             dtype=dtype,
             rngs=rngs,
         )
-        self.config = config
-        self.strategy = strategy

@@ -164,18 +164,4 @@ class Llama(CausalLM):
             mlp = MLP(dim, config.intermediate_size, bias=config.mlp_bias, **kw)
             return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), mlp)
 
-        super().__init__(
-            config.vocab_size,
-            dim,
-            [(config.num_hidden_layers, layer)],
-            eps=eps,
-            tied=config.tie_word_embeddings,
-            rope=config.rope,
-            window=config.window,
-            stack=strategy.stack,
-            compute_dtype=strategy.compute_dtype,
-            dtype=dtype,
-            rngs=rngs,
-        )
-        self.config = config
-        self.strategy = strategy
+        super().__init__(config, strategy, [(config.num_hidden_layers, layer)], dtype=dtype, rngs=rngs)

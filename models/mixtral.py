@@ -135,18 +135,4 @@ class Mixtral(CausalLM):
             moe = MoE(router, experts, strategy.dispatch, shared=None)
             return MoELayer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
 
-        super().__init__(
-            config.vocab_size,
-            dim,
-            [(config.num_hidden_layers, layer)],
-            eps=eps,
-            tied=config.tie_word_embeddings,
-            rope=config.rope,
-            window=config.window,
-            stack=strategy.stack,
-            compute_dtype=strategy.compute_dtype,
-            dtype=dtype,
-            rngs=rngs,
-        )
-        self.config = config
-        self.strategy = strategy
+        super().__init__(config, strategy, [(config.num_hidden_layers, layer)], dtype=dtype, rngs=rngs)

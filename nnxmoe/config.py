@@ -52,6 +52,9 @@ HARMLESS = frozenset(
     partial_rotary_factor max_window_layers""".split()
 )
 
+# Fields that are left out of config.json rather than null, which transformers would take for a value.
+ABSENT = frozenset({"head_dim", "rope_scaling", "rope_parameters", "original_max_position_embeddings"})
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -142,8 +145,13 @@ class DecoderConfig:
         fields: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("rope_scaling", "rope_parameters", "original_max_position_embeddings") and value is None:
-                continue
+            if value is None and field.name in (
+                "head_dim",
+                "rope_scaling",
+                "rope_parameters",
+                "original_max_position_embeddings",
+            ):
+                continue  # transformers takes a null for a value, at least in some families
             fields[field.name] = (
                 dict(value) if isinstance(value, FrozenDict) else list(value) if isinstance(value, tuple) else value
             )

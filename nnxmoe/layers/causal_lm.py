@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,21 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from nnxmoe.config import DecoderConfig
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Cache, Slots
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.gqa import Context
 from nnxmoe.layers.linear import Linear, matmul_f32
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.rope import Rope
-from nnxmoe.layers.stack import MakeLayer, Scanned, Unrolled
+from nnxmoe.layers.stack import MakeLayer
 from nnxmoe.moe.block import MoEInfo
 from nnxmoe.moe.router import Routing
+
+if TYPE_CHECKING:
+    from nnxmoe.strategy import Strategy
+
+Ids = Int[Array | np.ndarray, "B T"]
 
 
 @jax.tree_util.register_dataclass
@@ -52,39 +57,34 @@ class Body:
 class CausalLM(nnx.Module):
     """A decoder-only language model made of parts; the models only say which.
 
-    ``layers``: runs of equal layers, (how many, how to make one). ``tied``: the logits come from the embedding table.
-    Parameters have ``dtype``; activations too unless ``compute_dtype`` says otherwise.
+    ``layers``: runs of equal layers, (how many, how to make one). Parameters have ``dtype``; activations too, unless
+    the strategy says otherwise. Without ``rngs`` the parameters are shapes.
     """
 
-    config: Any
-    strategy: Any
+    hf_table: ClassVar[Mapping[str, tuple[str, ...]]]
     load_report: Any = None
     generation_config: Mapping[str, Any] = MappingProxyType({})
-    hf_table: ClassVar[Mapping[str, tuple[str, ...]]]
 
     def __init__(
         self,
-        vocab: int,
-        dim: int,
+        config: DecoderConfig,
+        strategy: "Strategy",
         layers: Sequence[tuple[int, MakeLayer]],
         *,
-        eps: float,
-        tied: bool,
-        rope: Rope,
-        window: int | None,
-        stack: type[Unrolled] | type[Scanned],
-        compute_dtype: jnp.dtype | None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        vocab, dim = config.vocab_size, config.hidden_size
+        self.config = config
+        self.strategy = strategy
         self.embed = Embed(vocab, dim, **kw)
-        self.stacks = nnx.List([stack(count, make, rngs) for count, make in layers if count])
-        self.norm = RMSNorm(dim, eps, **kw)
-        self.head = None if tied else Linear((dim,), (vocab,), ("embed", "vocab"), **kw)
-        self.rope = rope
-        self.window = window
-        self.dtype = jnp.dtype(compute_dtype or dtype)
+        self.stacks = nnx.List([strategy.stack(count, make, rngs) for count, make in layers if count])
+        self.norm = RMSNorm(dim, config.rms_norm_eps, **kw)
+        self.head = None if config.tie_word_embeddings else Linear((dim,), (vocab,), ("embed", "vocab"), **kw)
+        self.rope = config.rope
+        self.window = config.window
+        self.dtype = jnp.dtype(strategy.compute_dtype or dtype)
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: str, **options: Any) -> Self:
@@ -95,10 +95,10 @@ class CausalLM(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B T"],
-        attention_mask: Int[Array, "B T"] | Bool[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
+        tokens: Ids,
+        attention_mask: Ids | Bool[Array | np.ndarray, "B T"] | None = None,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
         cache: Cache | None = None,
         return_routing: bool = False,
         return_hidden: bool = False,
@@ -116,10 +116,10 @@ class CausalLM(nnx.Module):
 
     def body(
         self,
-        tokens: Int[Array, "B T"],
-        attention_mask: Int[Array, "B T"] | Bool[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
+        tokens: Ids,
+        attention_mask: Ids | Bool[Array | np.ndarray, "B T"] | None = None,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
         cache: Cache | None = None,
     ) -> Body:
         """Everything but the head, for callers that want the logits of some tokens only."""
