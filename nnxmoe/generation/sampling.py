@@ -87,9 +87,10 @@ def _threshold(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B"]:
     """The smallest logit that may be chosen: top-k, then top-p among those, then min-p."""
     ordered = -jnp.sort(-logits, axis=-1)
     rank = jnp.arange(logits.shape[-1])
-    ordered = jnp.where(rank < knobs.top_k, ordered, -jnp.inf)
+    least = jnp.take(ordered, knobs.top_k - 1, axis=-1)[:, None]
+    ordered = jnp.where(ordered < least, -jnp.inf, ordered)  # equals of the k-th stay, as in transformers
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept = ((before < knobs.top_p) | (rank == 0)) & (rank < knobs.top_k)
+    kept = ((before < knobs.top_p) | (knobs.top_p == 1) | (rank == 0)) & (ordered >= least)
     kept &= (probabilities >= knobs.min_p * probabilities[:, :1]) | (rank == 0)
     return jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1)

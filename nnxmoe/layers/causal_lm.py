@@ -26,7 +26,7 @@ from nnxmoe.moe.router import Routing
 if TYPE_CHECKING:
     from nnxmoe.strategy import Strategy
 
-Ids = Int[Array | np.ndarray, "B T"]
+Ids = Int[Array, "B T"] | Int[np.ndarray, "B T"]
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +96,7 @@ class CausalLM(nnx.Module):
     def __call__(
         self,
         tokens: Ids,
-        attention_mask: Ids | Bool[Array | np.ndarray, "B T"] | None = None,
+        attention_mask: Ids | Bool[Array, "B T"] | Bool[np.ndarray, "B T"] | None = None,
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
         cache: Cache | None = None,
@@ -117,7 +117,7 @@ class CausalLM(nnx.Module):
     def body(
         self,
         tokens: Ids,
-        attention_mask: Ids | Bool[Array | np.ndarray, "B T"] | None = None,
+        attention_mask: Ids | Bool[Array, "B T"] | Bool[np.ndarray, "B T"] | None = None,
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
         cache: Cache | None = None,
@@ -156,7 +156,7 @@ class CausalLM(nnx.Module):
         return Cache.empty(layers, batch, slots, capacity, ring)
 
     def _context(
-        self, count: int, valid: Array, positions: Array | None, segment: Array, cache: Cache | None
+        self, count: int, valid: Array, positions: Ids | None, segment: Array, cache: Cache | None
     ) -> tuple[Context, Cache | None]:
         index = jnp.arange(count, dtype=jnp.int32)
         if cache is None:

@@ -12,23 +12,24 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
+from tests.benchmarks.checkpoints import write_random
 
 CHILD = """
 import json, sys, time
 def peak():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
 import jax, nnxmoe
+from flax import nnx
 jax.device_put(1.0).block_until_ready()
 before = peak()
 started = time.perf_counter()
 model = nnxmoe.from_pretrained(sys.argv[1])
-for leaf in jax.tree.leaves(nnxmoe.state(model)):
+for leaf in jax.tree.leaves(nnx.state(model)):
     leaf.block_until_ready()
 seconds = time.perf_counter() - started
-size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnxmoe.state(model)))
+size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
 print(json.dumps({"bytes": size, "import_bytes": before, "peak_bytes": peak(), "seconds": seconds}))
-""".replace("nnxmoe.state(", "__import__('flax.nnx').nnx.state(")
+"""
 
 
 def config(megabytes: int, dtype: str) -> dict[str, object]:
@@ -45,28 +46,8 @@ def config(megabytes: int, dtype: str) -> dict[str, object]:
 
 
 def make(folder: Path, megabytes: int, dtype: str) -> None:
-    """Write the checkpoint in shards of a fifth of its size, tensor by tensor."""
-    import ml_dtypes
-
-    from nnxmoe.convert.safetensors import dtype_code
-    from nnxmoe.convert.table import entries
-    from nnxmoe.convert.write import write_safetensors
-    from nnxmoe.models import Mixtral, MixtralConfig
-
-    fields = config(megabytes, dtype)
-    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    rng = np.random.default_rng(0)
-    model = Mixtral(MixtralConfig.from_hf(fields), rngs=None)
-
-    def tensors():
-        for entry in entries(model, model.hf_table):
-            for piece in entry.pieces:
-                shape = entry.flat()
-                yield piece.name, dtype_code(kind), shape, lambda s=shape: rng.random(s, np.float32).astype(kind)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(fields))
-    write_safetensors(folder, tensors(), megabytes * 1_000_000 // 5)
+    """Write the checkpoint in shards of a fifth of its size."""
+    write_random(folder, config(megabytes, dtype), megabytes * 1_000_000 // 5)
 
 
 def measure(folder: Path) -> dict[str, float]:

@@ -1,0 +1,37 @@
+"""Checkpoints of random weights in Hugging Face's format, written tensor by tensor."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from nnxmoe.convert.safetensors import dtype_code
+from nnxmoe.convert.table import entries
+from nnxmoe.convert.write import write_safetensors
+from nnxmoe.models import config_from_hf, model_class
+
+
+def write_random(folder: Path, fields: Mapping[str, Any], shard_bytes: int = 10**10) -> None:
+    """config.json and weights of ``fields['torch_dtype']``: norms 1, everything else normal with deviation 0.02."""
+    kind = np.dtype(ml_dtypes.bfloat16 if fields["torch_dtype"] == "bfloat16" else fields["torch_dtype"])
+    rng = np.random.default_rng(0)
+    config = config_from_hf(fields)
+    model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
+
+    def tensors() -> Iterator[tuple[str, str, tuple[int, ...], Any]]:
+        for entry in entries(model, model.hf_table):
+            for piece in entry.pieces:
+                shape = entry.flat()
+
+                def make(shape: tuple[int, ...] = shape, norm: bool = "norm" in entry.key) -> np.ndarray:
+                    value = np.ones(shape) if norm else rng.standard_normal(shape, np.float32) * np.float32(0.02)
+                    return value.astype(kind)
+
+                yield piece.name, dtype_code(kind), shape, make
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(fields)))
+    write_safetensors(folder, tensors(), shard_bytes)
