@@ -1,6 +1,7 @@
 """The decoder-only language model: embedding, stacks of layers, norm, head."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -108,11 +109,23 @@ class CausalLM(nnx.Module):
         ``attention_mask``: nonzero where a token is real, for these T tokens (a cache remembers the earlier ones).
         ``positions``: rotary positions; default 0 … T-1, and with a cache the count of real tokens before.
         ``segment_ids``: tokens see their own segment only (packed documents). ``cache``: from ``empty_cache``.
+        Called with arrays it compiles once for each shape; within a transformation it is traced like any function.
         Raises ValueError for ids outside the vocabulary, wrong shapes, or a full cache.
         """
-        body = self.body(tokens, attention_mask, positions, segment_ids, cache)
-        routing = {i: info.routing for i, info in body.infos.items()} if return_routing else None
-        return Output(self.logits(body.x), body.cache, routing, body.hidden if return_hidden else None)
+        arrays = (attention_mask, positions, segment_ids, cache)
+        self._check(tokens, *arrays)
+        asked = (return_routing, return_hidden)
+        graph, state = nnx.split(self)
+        leaves, tree = jax.tree.flatten(state)
+        given = jax.tree.leaves((leaves, tokens, arrays))
+        if all(isinstance(a, jax.Array | np.ndarray) and not isinstance(a, Tracer) for a in given):
+            return _compiled(graph, tree)(leaves, tokens, arrays, asked)
+        return self._forward(tokens, arrays, asked)
+
+    def _forward(self, tokens: Any, arrays: tuple[Any, ...], asked: tuple[bool, bool]) -> Output:
+        body = self.body(tokens, *arrays)
+        routing = {i: info.routing for i, info in body.infos.items()} if asked[0] else None
+        return Output(self.logits(body.x), body.cache, routing, body.hidden if asked[1] else None)
 
     def body(
         self,
@@ -123,7 +136,6 @@ class CausalLM(nnx.Module):
         cache: Cache | None = None,
     ) -> Body:
         """Everything but the head, for callers that want the logits of some tokens only."""
-        self._check(tokens, attention_mask, positions, segment_ids, cache)
         tokens = jnp.asarray(tokens)
         valid = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask) != 0
         segment = jnp.zeros(tokens.shape, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
@@ -191,3 +203,14 @@ class CausalLM(nnx.Module):
                     f"the cache holds {cache.capacity} tokens; {int(cache.length)} are in and {shape[1]} more do not "
                     "fit: make it larger with empty_cache(batch, capacity)"
                 )
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(graph: Any, tree: Any) -> Any:
+    """The forward pass of one model structure as a compiled function of its flat list of weights."""
+
+    def run(leaves: list[Array], tokens: Array, arrays: tuple[Any, ...], asked: tuple[bool, bool]) -> Output:
+        model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        return model._forward(tokens, arrays, asked)
+
+    return jax.jit(run, static_argnums=3)

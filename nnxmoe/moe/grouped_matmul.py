@@ -90,6 +90,7 @@ def _pad(rows, block):
     return jnp.pad(rows, ((0, block), (0, 0)))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 4))  # called eagerly, a loop would compile at every call
 def _apply(block, rows, kernel, sizes, transpose):
     """The grouped product, or with ``transpose`` the product with each kernel's transpose."""
     padded = _pad(rows, block)
@@ -107,13 +108,14 @@ def _apply(block, rows, kernel, sizes, transpose):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked(block, rows, kernel, sizes):
-    return _apply(block, rows, kernel, sizes, transpose=False)
+    return _apply(block, rows, kernel, sizes, False)
 
 
 def _blocked_forward(block, rows, kernel, sizes):
-    return _apply(block, rows, kernel, sizes, transpose=False), (rows, kernel, sizes)
+    return _apply(block, rows, kernel, sizes, False), (rows, kernel, sizes)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _blocked_backward(block, kept, d_out):
     rows, kernel, sizes = kept
     x, dy = _pad(rows, block), _pad(d_out, block)
@@ -126,7 +128,7 @@ def _blocked_backward(block, kept, d_out):
         return jax.lax.dynamic_update_index_in_dim(d_kernel, old + matmul_f32(tile.T, d_tile), group, 0)
 
     d_kernel = _for_each_block(block, sizes, body, jnp.zeros(kernel.shape, jnp.float32)).astype(kernel.dtype)
-    return _apply(block, d_out, kernel, sizes, transpose=True), d_kernel, None
+    return _apply(block, d_out, kernel, sizes, True), d_kernel, None
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
