@@ -34,7 +34,7 @@ class FrozenDict(Mapping[str, Any]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(tuple(sorted((k, repr(v)) for k, v in self._items.items())))
+        return hash(frozenset(self._items))  # names only: values that are equal, 8 and 8.0, may look different
 
     def __repr__(self) -> str:
         return repr(self._items)
@@ -108,12 +108,12 @@ class DecoderConfig:
             )
         if self.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act {self.hidden_act!r} is not supported; supported: 'silu'")
-        for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        for name, kind, value in ((f.name, f.type, getattr(self, f.name)) for f in dataclasses.fields(self)):
+            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            if kind is float and not number:
                 raise ConfigError(f"{name} must be a positive number, got {value!r}")
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise ConfigError(f"tie_word_embeddings must be true or false, got {self.tie_word_embeddings!r}")
+            if kind is bool and not isinstance(value, bool):
+                raise ConfigError(f"{name} must be true or false, got {value!r}")
         _ = self.rope
 
     def _positive(self, name: str) -> None:
@@ -220,6 +220,8 @@ def rope_from_fields(config: DecoderConfig) -> Rope:
         return Rope(dim, theta)
     if kind == "linear":
         return LinearRope(dim, theta, _number(fields, "factor"))
+    if kind == "dynamic" and dim < 4:
+        raise ConfigError(f"dynamic rope needs a rotated width of at least 4, got {dim}")
     if kind == "dynamic":
         return DynamicRope(dim, theta, _number(fields, "factor"), config.max_position_embeddings)
     original = config.original_max_position_embeddings or fields.get("original_max_position_embeddings")
@@ -249,9 +251,8 @@ def rope_from_fields(config: DecoderConfig) -> Rope:
 def _yarn_attention(fields: Mapping[str, Any], scale: float) -> float:
     if fields.get("attention_factor") is not None:
         return _number(fields, "attention_factor")
-    mscale, all_dim = fields.get("mscale"), fields.get("mscale_all_dim")
-    if mscale and all_dim:
-        return yarn_mscale(scale, mscale) / yarn_mscale(scale, all_dim)
+    if fields.get("mscale") and fields.get("mscale_all_dim"):
+        return yarn_mscale(scale, _number(fields, "mscale")) / yarn_mscale(scale, _number(fields, "mscale_all_dim"))
     return yarn_mscale(scale, 1.0)
 
 

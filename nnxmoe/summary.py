@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.checkpoint import Checkpoint, hub_headers
 from nnxmoe.convert.safetensors import DTYPES
 from nnxmoe.convert.source import CheckpointError, find_config
 from nnxmoe.convert.table import Entry, entries
+from nnxmoe.hub import local_folder
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 
@@ -98,14 +98,14 @@ def summarise(
 def _find(
     name: str | os.PathLike[str], revision: str | None, local_files_only: bool
 ) -> tuple[DecoderConfig | dict[str, Any], Headers]:
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    if str(name).lower() in PRESETS and not Path(name).is_dir():
+        return PRESETS[str(name).lower()], {}
+    folder = local_folder(name, CheckpointError)
+    if folder is not None:
         if not any(folder.glob("*.safetensors*")):
             return find_config(folder), {}
         with Checkpoint.open(folder) as checkpoint:
             return checkpoint.config, {n: (t.dtype, t.shape) for n, t in checkpoint.tensors.items()}
-    if str(name).lower() in PRESETS:
-        return PRESETS[str(name).lower()], {}
     try:
         return hub_headers(str(name), revision=revision, local_files_only=local_files_only)
     except CheckpointError as error:
@@ -167,11 +167,3 @@ def memory_bytes() -> tuple[int, str]:
     except OSError:
         pass
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine's memory"
-
-
-def dtypes_of(model: CausalLM) -> dict[str, int]:
-    """Parameters by dtype of a loaded model."""
-    count = Counter[str]()
-    for leaf in jax.tree.leaves(nnx.state(model)):
-        count[str(leaf.dtype)] += leaf.size
-    return dict(count)

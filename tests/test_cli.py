@@ -1,0 +1,182 @@
+"""The command line as a person meets it: results on stdout, the rest on stderr, exit codes 0, 1 and 2."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nnxmoe import cli
+from nnxmoe.convert.checkpoint import Checkpoint
+from nnxmoe.models import PRESETS
+from nnxmoe.summary import summarise
+
+CASES = Path(__file__).parent / "data" / "hf"
+MIXTRAL = str(CASES / "mixtral_basic" / "model")
+
+
+@pytest.mark.parametrize("command", ["demo", "generate", "chat", "inspect"])
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"example:\n  nnxmoe {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [],
+        ["nonsense"],
+        ["generate", "demo"],
+        ["generate", "demo", "--prompt", "x", "--max-new-tokens", "0"],
+        ["generate", "demo", "--prompt", "x", "--max-new-tokens", "many"],
+        ["generate", "demo", "--prompt", "x", "--dtype", "int4"],
+        ["inspect", "demo", "--context", "-1"],
+    ],
+)
+def test_wrong_command_lines_exit_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(line)
+    assert stop.value.code == 2 and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["generate", "./nowhere", "--prompt", "x"], "no such folder"),
+        (["generate", MIXTRAL, "--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["generate", MIXTRAL, "--prompt", "x", "--temperature", "1", "--top-p", "0"], "top_p"),
+        (["generate", MIXTRAL, "--prompt", ""], "at least one"),
+        (["inspect", "./nowhere"], "nowhere"),
+        (["inspect", str(CASES / "mixtral_basic")], "config.json"),
+    ],
+)
+def test_failures_are_one_line_and_exit_1(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line) == 1
+    printed = capsys.readouterr()
+    errors = [text for text in printed.err.splitlines() if text.startswith("nnxmoe: error: ")]
+    assert len(errors) == 1 and message in errors[0] and "Traceback" not in printed.err
+    assert printed.out == ""
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        cli.main(["inspect", "./nowhere", "--debug"])
+
+
+def test_generate_streams_the_same_text_for_the_same_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["generate", MIXTRAL, "--prompt", "The quick", "--max-new-tokens", "8", "--temperature", "1", "--seed", "5"]
+    texts = []
+    for _ in range(2):
+        assert cli.main(line) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].endswith("\n")
+    assert cli.main([*line[:-1], "6"]) == 0
+    assert capsys.readouterr().out != texts[0]
+
+
+def test_generate_reads_a_prompt_from_stdin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", MIXTRAL, "--prompt", "The quick", "--max-new-tokens", "4"]) == 0
+    direct = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("The quick"))
+    assert cli.main(["generate", MIXTRAL, "--prompt", "-", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out == direct
+
+
+def test_chat_keeps_and_forgets_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    seen: list[list[dict[str, str]]] = []
+
+    def answer(model: object, tokenizer: object, messages: list[dict[str, str]], *_: object) -> str:
+        seen.append([dict(m) for m in messages])
+        return f"answer {len(seen)}"
+
+    monkeypatch.setattr(cli, "_answer", answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n/clear\nthree\n/what\n/exit\nnever\n"))
+    assert cli.main(["chat", MIXTRAL, "--system", "Be brief."]) == 0
+    assert [[m["content"] for m in messages] for messages in seen] == [
+        ["Be brief.", "one"],
+        ["Be brief.", "one", "answer 1", "two"],
+        ["Be brief.", "three"],
+    ]
+    assert "/what is no command" in caplog.text and "forgotten" in caplog.text
+
+
+def test_chat_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))  # ends without /exit
+    assert cli.main(["chat", MIXTRAL, "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_inspect_reads_no_weights(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(Checkpoint, "_fill", refuse)
+    assert cli.main(["inspect", MIXTRAL]) == 0
+    out = capsys.readouterr().out
+    for part in ("routed experts", "147,456", "214,336", "active", "F32", "0 missing", "cache", "fits"):
+        assert part in out, out
+
+
+def test_inspect_of_a_config_alone_and_of_misfits(tmp_path: Path) -> None:
+    fields = json.loads((CASES / "deepseek_basic" / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    alone = summarise(tmp_path)
+    assert alone.stored == {} and alone.missing == () and alone.weight_dtype == "float32"
+    whole = summarise(CASES / "deepseek_basic" / "model")
+    assert whole.parts == alone.parts and whole.missing == whole.unexpected == ()
+    more = tmp_path / "more"
+    more.mkdir()
+    (more / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 4, "attention_bias": True}))
+    (more / "model.safetensors").symlink_to(CASES / "deepseek_basic" / "model" / "model.safetensors")
+    misfit = summarise(more)
+    assert any("layers.3." in name for name in misfit.missing) and any(n.endswith("bias") for n in misfit.missing)
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active", "cache"),
+    [
+        ("llama-3.1-8b", 8.03, 8.03, 131072),
+        ("mixtral-8x7b", 46.70, 12.88, 131072),
+        ("mixtral-8x22b", 140.62, 39.15, 229376),
+        ("deepseek-v3", 671.03, 37.55, 61 * (512 + 64) * 2),
+    ],
+)
+def test_sizes_of_the_presets(preset: str, total: float, active: float, cache: int) -> None:
+    found = summarise(preset)
+    assert found.parameters / 1e9 == pytest.approx(total, abs=0.01)
+    assert found.active / 1e9 == pytest.approx(active, abs=0.01)
+    assert found.cache_token == cache
+    assert found.weight_bytes == 2 * found.parameters
+
+
+def test_a_window_bounds_the_cache() -> None:
+    found = summarise("mistral-7b-v0.1")
+    assert found.cache_slots == 4096 and found.cache_bytes(1, 32768) == 4096 * found.cache_token
+    assert all(summarise(name).parameters > 1e9 for name in PRESETS)
+
+
+INSPECT = """
+import resource, sys, time
+from nnxmoe import cli
+code = cli.main(["inspect", "deepseek-v3"])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, time.process_time(), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def test_inspect_of_671_billion_parameters_is_quick_and_small() -> None:
+    command = [sys.executable, "-c", INSPECT]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=CASES.parents[2])
+    assert run.returncode == 0 and "671,026,419,200" in run.stdout, run.stderr
+    peak, seconds = map(float, run.stderr.split()[-2:])
+    assert seconds < 5, f"{seconds:.1f} s of processor time"
+    assert peak < 1e9, f"{peak / 1e6:.0f} MB"
