@@ -109,7 +109,8 @@ class DeepSeekV3Config(DecoderConfig):
         """1 / sqrt(query width), times YaRN's temperature squared where ``mscale_all_dim`` is set."""
         fields, scale = rope_fields(self), (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         if rope_kind(self) != "default" and fields.get("mscale_all_dim"):
-            scale *= yarn_mscale(float(fields.get("factor") or 1.0), float(fields["mscale_all_dim"])) ** 2
+            stretch = float(fields.get("factor") or getattr(self.rope, "scale", 1.0))
+            scale *= yarn_mscale(stretch, float(fields["mscale_all_dim"])) ** 2
         return scale
 
 

@@ -133,6 +133,9 @@ class DecoderConfig:
                 raise ConfigError(
                     f"{name} {fields[name]!r} is not supported; supported: {', '.join(map(repr, allowed))}"
                 )
+        partial, rope = fields.get("partial_rotary_factor"), fields.get("rope_scaling") or fields.get("rope_parameters")
+        if partial not in (None, 1) and isinstance(rope, Mapping) and _kind(rope) != "default":
+            raise ConfigError(f"partial_rotary_factor {partial!r} with rope type {_kind(rope)!r} is not supported")
         known = {f.name for f in dataclasses.fields(cls)}
         fields.setdefault("dtype", fields.get("torch_dtype"))
         strange = [k for k in fields if k not in known | HARMLESS | set(cls.fixed)]
@@ -206,7 +209,10 @@ def rope_fields(config: DecoderConfig) -> Mapping[str, Any]:
 
 def rope_kind(config: DecoderConfig) -> str:
     """Its type; ``rope_type`` wins over the older ``type``."""
-    fields = rope_fields(config)
+    return _kind(rope_fields(config))
+
+
+def _kind(fields: Mapping[str, Any]) -> str:
     return fields.get("rope_type", fields.get("type", "default"))
 
 

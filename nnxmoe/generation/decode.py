@@ -83,6 +83,7 @@ def generate_tokens(
     """The next id of every row, again and again; knows nothing of ends of sequences."""
     if isinstance(max_new_tokens, bool) or int(max_new_tokens) != max_new_tokens or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
+    max_new_tokens = int(max_new_tokens)
     vocab = model.embed.table.shape[0]
     if tokens.min() < 0 or tokens.max() >= vocab:
         bad = tokens.min() if tokens.min() < 0 else tokens.max()
