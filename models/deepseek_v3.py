@@ -6,6 +6,7 @@ The multi-token-prediction layers of a checkpoint are recognised and left out.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ class DeepSeekV3Config(DecoderConfig):
     first_k_dense_replace: int = 3
     num_nextn_predict_layers: int = 1
     bos_token_id: int | None = 0
-    eos_token_id: int | tuple[int, ...] | None = 1
+    eos_token_id: int | Sequence[int] | None = 1
 
     def _check(self) -> None:
         super()._check()
@@ -176,7 +177,7 @@ class DeepSeekV3(CausalLM):
     ):
         if not isinstance(config, DeepSeekV3Config):
             raise ConfigError(f"DeepSeekV3 takes a DeepSeekV3Config, got {type(config).__name__}")
-        strategy = strategy or Strategy.auto()
+        strategy, dtype = strategy or Strategy.auto(), jnp.dtype(dtype)
         c, dim, eps = config, config.hidden_size, config.rms_norm_eps
 
         def attention(**kw: Any) -> MLA:

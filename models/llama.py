@@ -146,7 +146,7 @@ class Llama(CausalLM):
     ):
         if not isinstance(config, LlamaConfig | MistralConfig):
             raise ConfigError(f"Llama takes a LlamaConfig or a MistralConfig, got {type(config).__name__}")
-        strategy = strategy or Strategy.auto()
+        strategy, dtype = strategy or Strategy.auto(), jnp.dtype(dtype)
         dim, eps = config.hidden_size, config.rms_norm_eps
 
         def layer(rngs: nnx.Rngs | None) -> Layer:

@@ -115,7 +115,7 @@ class Mixtral(CausalLM):
     ):
         if not isinstance(config, MixtralConfig):
             raise ConfigError(f"Mixtral takes a MixtralConfig, got {type(config).__name__}")
-        strategy = strategy or Strategy.auto()
+        strategy, dtype = strategy or Strategy.auto(), jnp.dtype(dtype)
         dim, eps, count = config.hidden_size, config.rms_norm_eps, config.num_local_experts
 
         def layer(rngs: nnx.Rngs | None) -> MoELayer:

@@ -6,7 +6,7 @@ A config decides the numbers. It is checked when it is made, whether typed by ha
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope, yarn_mscale
@@ -82,7 +82,7 @@ class DecoderConfig:
     rope_scaling: Mapping[str, Any] | None = None
     rope_parameters: Mapping[str, Any] | None = None
     bos_token_id: int | None = 1
-    eos_token_id: int | tuple[int, ...] | None = 2
+    eos_token_id: int | Sequence[int] | None = 2
     pad_token_id: int | None = None
     dtype: str | None = None
 
@@ -127,6 +127,9 @@ class DecoderConfig:
 
         Raises ConfigError for values that are not computed here. Fields nobody knows are logged as a warning.
         """
+        for alias, name in cls.aliases.items():
+            if alias in fields and fields.get(name, fields[alias]) != fields[alias]:
+                raise ConfigError(f"{alias} {fields[alias]!r} and {name} {fields[name]!r} are one field: remove one")
         fields = {cls.aliases.get(k, k): v for k, v in fields.items()}
         for name, allowed in cls.fixed.items():
             if name in fields and fields[name] not in allowed:

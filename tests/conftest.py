@@ -1,12 +1,12 @@
 """Settings that must be made before JAX starts, and the reference cases as fixtures.
 
-The package is imported inside the fixtures only: an import hook that checks annotations
-(``--jaxtyping-packages=nnxmoe,beartype.beartype``) is installed after this file is read.
+The package is imported inside the fixtures only: an import hook that checks every annotation, shapes included, is
+installed after this file is read: ``pytest --jaxtyping-packages=nnxmoe,tests.conftest.checked``.
 """
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, runtime_checkable
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # parity in float32 also on accelerators
@@ -16,6 +16,33 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.helpers import Case
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "wrong_types: passes wrong types; skipped where annotations are checked")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("jaxtyping_packages", None):
+        for item in items:
+            if item.get_closest_marker("wrong_types"):
+                item.add_marker(pytest.mark.skip(reason="wrong types on purpose"))
+
+
+def checked(function: Any) -> Any:
+    """beartype, but it also takes protocols, and leaves annotations with ``Self`` alone, which it refuses outside of
+    decorated classes."""
+    from beartype import BeartypeConf, beartype
+    from beartype.roar import BeartypeDecorHintPep673Exception
+
+    for hint in getattr(function, "__annotations__", {}).values():
+        for part in (hint, *get_args(hint)):
+            if getattr(part, "_is_protocol", False):
+                runtime_checkable(part)
+    try:
+        return beartype(conf=BeartypeConf(is_pep484_tower=True))(function)  # an int will do for a float
+    except BeartypeDecorHintPep673Exception:
+        return function
 
 
 @pytest.fixture(scope="session")

@@ -504,6 +504,7 @@ def test_lone_surrogates_survive() -> None:
 
 
 @pytest.mark.parametrize("messages", ["hi", {"role": "user"}, ["hi"], None, [], 5])
+@pytest.mark.wrong_types
 def test_messages_must_be_messages(messages: Any) -> None:
     with pytest.raises(TokenizerError, match="messages"):
         made_with("").apply_chat_template(messages)

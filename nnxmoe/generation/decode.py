@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Int, Integer, Key
 
 from nnxmoe.generation.sampling import Knobs, Sampling, Steps, pick, prepare
 from nnxmoe.generation.text import TextStream, Tokenizer
@@ -21,18 +21,18 @@ from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.progress import logger, say
 
-Eos = int | Sequence[int] | None | EllipsisType
+Eos = int | np.integer | Sequence[int] | None | EllipsisType
 
 
 def generate(
     model: CausalLM,
-    tokens: Int[Any, "B T"] | Sequence[Sequence[int]],
+    tokens: Integer[Any, "B T"] | Sequence[Sequence[int]],
     attention_mask: Any = None,
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
     eos_token_id: Eos = ...,
     seed: int = 0,
-) -> Int[np.ndarray, "B T_plus_new"]:
+) -> Integer[np.ndarray, "B T_plus_new"]:
     """Prompts ``[B, T]`` followed by up to ``max_new_tokens`` new ids; ends early once every row has ended.
 
     ``attention_mask`` is 0 at padding, on either side. ``sampling`` None: greedy. ``eos_token_id`` default: the
@@ -74,7 +74,7 @@ def stream(
 
 def generate_tokens(
     model: CausalLM,
-    tokens: Int[np.ndarray, "B T"],
+    tokens: Integer[np.ndarray, "B T"],
     attention_mask: Any,
     max_new_tokens: int,
     sampling: Sampling | None,
@@ -187,7 +187,7 @@ def bucket(length: int, smallest: int = 16) -> int:
     return size
 
 
-def left_padded(tokens: Int[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
+def left_padded(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
     """Real tokens moved to the right end, wherever the padding was, and the length rounded up: ids and validity."""
     valid = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask) != 0
     if valid.shape != tokens.shape:

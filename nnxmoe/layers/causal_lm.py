@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -88,7 +89,7 @@ class CausalLM(nnx.Module):
         self.dtype = jnp.dtype(strategy.compute_dtype or dtype)
 
     @classmethod
-    def from_pretrained(cls, path_or_hub_id: str, **options: Any) -> Self:
+    def from_pretrained(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> Self:
         """``nnxmoe.from_pretrained`` for this class only: ValueError where the checkpoint is of another."""
         from nnxmoe.convert.hf import from_pretrained  # the one door upwards: a convenience of the public API
 

@@ -128,7 +128,7 @@ class Scanned(nnx.Module):
         """The layers' empty caches, stacked."""
         graph, state = nnx.split(self.layer)
         first = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state))
-        cache = jax.eval_shape(lambda: first.attention.empty_cache(batch, capacity, dtype))
+        cache = first.attention.empty_cache(batch, capacity, dtype)
         return jax.tree.map(lambda a: jnp.zeros((self.depth, *a.shape), a.dtype), cache)
 
 

@@ -22,8 +22,8 @@ ExpertFn = Callable[[Float[Array, "R D"], Int[Array, "E"]], Float[Array, "R D"]]
 class DispatchInfo:
     """Assignments computed by each expert, and assignments (token, expert) that found no room."""
 
-    load: Int[Array, "E"]
-    dropped: Int[Array, ""]
+    load: Int[Array, "*L E"]
+    dropped: Int[Array, "*L"]
 
 
 class Dispatch(Protocol):

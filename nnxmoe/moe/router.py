@@ -85,7 +85,7 @@ class Router(nnx.Module):
     def __init__(self, dim: int, experts: int, select: Select, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         self.select = select
         self.kernel = parameter((dim, experts), ("embed", "router"), fan_in((dim,)), dtype=dtype, rngs=rngs, inputs=1)
-        zeros, f32 = nnx.initializers.zeros, jnp.float32
+        zeros, f32 = nnx.initializers.zeros, jnp.dtype(jnp.float32)
         self.bias = parameter((experts,), ("router",), zeros, dtype=f32, rngs=rngs, kind=RouterBias) if bias else None
 
     def __call__(self, x: Float[Array, "*rows D"], valid: Bool[Array, "*rows"] | None = None) -> Routing:

@@ -1,0 +1,448 @@
+"""Attention and its memory: cached decoding equals the full pass, and every fast form equals the obvious one."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe import Absorbed, ByLength, Fused, Naive, Reference
+from nnxmoe.layers.attend import Mask
+from nnxmoe.layers.cache import KVCache, LatentCache, RingCache, Slots, append_full, append_ring
+from nnxmoe.layers.gqa import GQA, Context
+from nnxmoe.layers.mla import MLA
+from nnxmoe.layers.rope import Rope, rotate_halves, rotate_pairs
+from tests.helpers import (
+    ORACLE,
+    PART_TOLERANCE,
+    build_tiny,
+    feed,
+    forward,
+    max_error,
+    random_tokens,
+    randomise,
+)
+
+LENGTH = 19
+SCANNED = dataclasses.replace(ORACLE, scan_layers=True)
+
+
+def masks(length: int) -> dict[str, np.ndarray]:
+    """Ways to pad two rows of unequal lengths."""
+    left, right, holes = (np.ones((2, length), np.int32) for _ in range(3))
+    left[0, :6], right[1, -4:] = 0, 0
+    holes[0, [2, 3, 9]], holes[1, [0, 7, length - 3]] = 0, 0
+    return {"full": np.ones((2, length), np.int32), "left": left, "right": right, "holes": holes}
+
+
+def counted(mask: np.ndarray) -> np.ndarray:
+    """The positions that a cache gives: the count of real tokens before."""
+    return np.maximum(np.cumsum(mask, axis=1) - 1, 0).astype(np.int32)
+
+
+# Cached decoding
+
+DENSE = {"first_k_dense_replace": 9, "num_hidden_layers": 2}
+MODELS: dict[str, tuple[str, nnxmoe.Strategy, dict[str, Any]]] = {
+    "full": ("llama", ORACLE, {}),
+    "full-scanned": ("llama", SCANNED, {}),
+    "ring": ("mistral", ORACLE, {"sliding_window": 4}),
+    "ring-scanned": ("mistral", SCANNED, {"sliding_window": 5}),
+    "ring-of-one": ("mistral", ORACLE, {"sliding_window": 1, "num_hidden_layers": 1}),
+    "moe-ring": ("mixtral", nnxmoe.Strategy(), {"sliding_window": 6, "num_hidden_layers": 1}),
+    "latent-naive": ("deepseek_v3", ORACLE, DENSE | {"num_hidden_layers": 1, "q_lora_rank": None}),
+    "latent-absorbed-scanned": ("deepseek_v3", dataclasses.replace(SCANNED, latent=Absorbed()), DENSE),
+    "latent-by-length": (
+        "deepseek_v3",
+        dataclasses.replace(ORACLE, latent=ByLength(3)),
+        DENSE | {"num_hidden_layers": 1},
+    ),
+}
+CHUNKS = {
+    "one-by-one": [1] * LENGTH,
+    "prompt-then-steps": [10] + [1] * (LENGTH - 10),
+    "uneven": [3, 1, 10, 3, 1, 1],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cached_equals_full(name: str) -> None:
+    """Every way to cut a sequence into chunks and every way to pad it; rows of unequal lengths."""
+    kind, strategy, changes = MODELS[name]
+    model, tokens = build_tiny(kind, strategy, **changes), random_tokens(2, LENGTH)
+    for padding, mask in masks(LENGTH).items():
+        full = forward(model, tokens, attention_mask=mask, positions=counted(mask)).logits
+        for cut, chunks in CHUNKS.items():
+            logits, cache = feed(model, tokens, chunks, mask=mask, capacity=24)
+            assert max_error(logits, full, mask) < 2 * PART_TOLERANCE, (padding, cut)
+            assert np.isfinite(logits).all()
+            assert int(cache.length) == LENGTH
+            assert cache.next_position.tolist() == mask.sum(axis=1).tolist()
+
+
+def test_far_beyond_the_window() -> None:
+    """A ring written over many times, from a prompt longer and one shorter than the window."""
+    model = build_tiny("mistral", sliding_window=7, num_hidden_layers=1)
+    tokens = random_tokens(1, 60, seed=1)
+    full = forward(model, tokens).logits
+    for prompt in (2, 17):
+        logits, _ = feed(model, tokens, [prompt] + [1] * (60 - prompt), mask=None, capacity=60)
+        assert max_error(logits, full) < 2 * PART_TOLERANCE
+
+
+def test_positions_default_to_the_index_without_a_cache() -> None:
+    """With rotary embedding only differences matter: padding on the left moves nothing, a hole in the middle does."""
+    model, tokens = build_tiny("llama"), random_tokens(2, LENGTH)
+    for padding, mask in masks(LENGTH).items():
+        index = forward(model, tokens, attention_mask=mask).logits
+        count = forward(model, tokens, attention_mask=mask, positions=counted(mask)).logits
+        error = max_error(index, count, mask)
+        assert (error > 1e-2) if padding == "holes" else (error < 2 * PART_TOLERANCE), padding
+
+
+def test_explicit_positions_with_a_cache() -> None:
+    model, tokens = build_tiny("llama"), random_tokens(1, 8)
+    positions = np.array([[0, 1, 5, 6, 7, 20, 21, 22]], np.int32)
+    full = forward(model, tokens, positions=positions).logits
+    cache, got = model.empty_cache(1, 8), []
+    for part in (slice(0, 5), slice(5, 8)):
+        out = forward(model, tokens[:, part], positions=positions[:, part], cache=cache)
+        cache = out.cache
+        got.append(np.asarray(out.logits))
+    assert max_error(np.concatenate(got, axis=1), full) < 2 * PART_TOLERANCE
+
+
+def test_padding_never_reaches_real_tokens() -> None:
+    """Other ids under the mask, the same logits bit for bit; and the same as without the padding."""
+    for kind, changes in (("mistral", {}), ("deepseek_v3", DENSE)):
+        model, tokens = build_tiny(kind, **changes), random_tokens(2, 12)
+        mask = np.ones_like(tokens)
+        mask[:, :5] = 0
+        other = np.where(mask, tokens, (tokens + 7) % 53)
+        one, two = (forward(model, t, attention_mask=mask).logits for t in (tokens, other))
+        assert np.array_equal(np.asarray(one)[:, 5:], np.asarray(two)[:, 5:])
+        assert max_error(np.asarray(one)[:, 5:], forward(model, tokens[:, 5:]).logits) < 2 * PART_TOLERANCE
+
+
+def test_masks_of_any_kind_mean_nonzero() -> None:
+    model, tokens = build_tiny("llama"), random_tokens(2, 12)
+    mask = masks(12)["left"]
+    wanted = forward(model, tokens, attention_mask=mask).logits
+    for same in (mask.astype(bool), mask * 3, -mask):
+        assert np.array_equal(forward(model, tokens, attention_mask=same).logits, wanted)
+
+
+# Capacity and memory
+
+
+def nbytes(cache: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers))
+
+
+@pytest.mark.parametrize("strategy", [ORACLE, SCANNED])
+def test_a_ring_is_as_large_as_the_window(strategy: nnxmoe.Strategy) -> None:
+    model = build_tiny("mistral", strategy, sliding_window=7)
+    small, large = model.empty_cache(2, 20), model.empty_cache(2, 100_000)
+    assert nbytes(small) == nbytes(large) == 2 * 2 * (2 * 2 * 7 * 8) * 4  # k and v, layers, [B K W H], float32
+    assert small.slots.index.shape == large.slots.index.shape == (7,)
+    assert nbytes(model.empty_cache(2, 3)) == 2 * 2 * (2 * 2 * 3 * 8) * 4  # never larger than the capacity
+    _, cache = feed(model, random_tokens(2, 15), [15], mask=None, capacity=20)
+    assert nbytes(cache) == nbytes(small)
+
+
+def test_a_latent_cache_holds_latents_only() -> None:
+    model = build_tiny("deepseek_v3")
+    assert nbytes(model.empty_cache(2, 10)) == 3 * (2 * 10 * (16 + 8)) * 4
+    kinds = {type(layer) for stack in model.empty_cache(2, 10).layers for layer in stack}
+    assert kinds == {LatentCache}
+    assert type(build_tiny("llama").empty_cache(1, 4).layers[0][0]) is KVCache
+    assert type(build_tiny("mistral").empty_cache(1, 4).layers[0][0]) is RingCache
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "deepseek_v3"])
+def test_a_full_cache_is_refused(kind: str) -> None:
+    model, tokens = build_tiny(kind), random_tokens(1, 6)
+    cache = model.empty_cache(1, 5)
+    with pytest.raises(ValueError, match=r"the cache holds 5 tokens; 0 are in and 6 more do not fit"):
+        model(tokens, cache=cache)
+    with pytest.raises(ValueError, match=r"the cache holds 5 tokens; 5 are in and 1 more"):
+        model(tokens[:, 5:], cache=dataclasses.replace(cache, length=jnp.int32(5)))
+
+
+def test_a_cache_can_be_used_twice() -> None:
+    """Two continuations from the same memory do not disturb each other."""
+    model, tokens = build_tiny("mistral"), random_tokens(1, 10)
+    _, cache = feed(model, tokens[:, :8], [8], mask=None, capacity=16)
+    first = forward(model, tokens[:, 8:9], cache=cache).logits
+    forward(model, tokens[:, 9:10], cache=cache)
+    assert np.array_equal(first, forward(model, tokens[:, 8:9], cache=cache).logits)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 7])
+def test_append_ring_equals_a_list(size: int) -> None:
+    """Random chunks: slot i % size holds token i, and a chunk sees the ring before it, then itself."""
+    rng = np.random.default_rng(size)
+    buffer, written = jnp.full((2, size), -1), [-1] * size
+    start = 0
+    for count in rng.integers(1, 2 * size + 2, 12):
+        new = np.arange(start, start + count)
+        buffer, seen = append_ring(buffer, jnp.asarray(np.stack([new, new])), jnp.int32(start), 1)
+        expected_seen = written + new.tolist() if count > 1 else None
+        for i in new:
+            written[i % size] = int(i)
+        assert np.asarray(buffer)[1].tolist() == written
+        assert np.asarray(seen)[1].tolist() == (expected_seen or written)
+        start += int(count)
+
+
+def test_append_full_writes_in_the_buffers_dtype() -> None:
+    buffer, seen = append_full(jnp.zeros((1, 4), jnp.bfloat16), jnp.ones((1, 2)), jnp.int32(1), 1)
+    assert buffer.dtype == seen.dtype == jnp.bfloat16
+    assert np.asarray(buffer, np.float32).tolist() == [[0, 1, 1, 0]]
+
+
+# Packed sequences
+
+
+@pytest.mark.parametrize("kind", ["mistral", "mixtral", "deepseek_v3"])
+def test_packed_segments_equal_separate_sequences(kind: str) -> None:
+    """Documents side by side in a row, positions from 0 in each, padding behind."""
+    model = build_tiny(kind, **(DENSE if kind == "deepseek_v3" else {"num_hidden_layers": 1}))
+    lengths, tokens = [[5, 7, 2], [9, 4, 1]], random_tokens(2, 16)
+    segments, positions = np.zeros((2, 16), np.int32), np.zeros((2, 16), np.int32)
+    for row, counts in enumerate(lengths):
+        start = 0
+        for number, count in enumerate(counts):
+            segments[row, start : start + count] = number + 1
+            positions[row, start : start + count] = np.arange(count)
+            start += count
+    mask = segments != 0
+    packed = forward(model, tokens, attention_mask=mask, positions=positions, segment_ids=segments).logits
+    for row, counts in enumerate(lengths):
+        start = 0
+        for count in counts:
+            part = slice(start, start + count)
+            padded = np.zeros((1, 16), np.int32)  # one shape, one compilation
+            padded[0, :count] = tokens[row, part]
+            alone = forward(model, padded, attention_mask=np.arange(16)[None] < count).logits
+            assert max_error(np.asarray(packed)[row, part], np.asarray(alone)[0, :count]) < 2 * PART_TOLERANCE
+            start += count
+
+
+def test_segments_with_a_cache() -> None:
+    """A cache remembers the segment of each token; positions are the caller's here."""
+    model, tokens = build_tiny("mistral"), random_tokens(1, 12)
+    segments = np.array([[1] * 5 + [2] * 7], np.int32)
+    positions = np.array([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], np.int32)
+    full = forward(model, tokens, positions=positions, segment_ids=segments).logits
+    cache, got = model.empty_cache(1, 12), []
+    for part in (slice(0, 7), slice(7, 12)):
+        arrays = {"positions": positions[:, part], "segment_ids": segments[:, part]}
+        out = forward(model, tokens[:, part], cache=cache, **arrays)
+        cache = out.cache
+        got.append(np.asarray(out.logits))
+    assert max_error(np.concatenate(got, axis=1), full) < 2 * PART_TOLERANCE
+
+
+# The kernels
+
+
+def some_mask(rng: np.random.Generator, batch: int, count: int, keys: int, window: int | None) -> Mask:
+    """The last ``count`` of ``keys`` tokens ask; some keys are padding, and there are two segments."""
+    valid = rng.random((batch, keys)) < 0.8
+    valid[:, -count:] = True
+    segment = np.sort(rng.integers(0, 2, (batch, keys)), axis=1)
+    slots = Slots(jnp.arange(keys), jnp.asarray(valid), jnp.asarray(segment))
+    return Mask(jnp.arange(keys - count, keys), jnp.asarray(segment[:, -count:]), slots, window)
+
+
+def test_mask_spelled_out() -> None:
+    rng = np.random.default_rng(0)
+    for window in (None, 1, 3):
+        mask = some_mask(rng, 2, 4, 9, window)
+        allowed = np.asarray(mask.allowed())
+        for b, t, s in np.ndindex(allowed.shape):
+            q = 5 + t
+            seen = s <= q and (window is None or s > q - window)
+            seen &= bool(mask.keys.valid[b, s]) and int(mask.keys.segment[b, s]) == int(mask.query_segment[b, t])
+            assert bool(allowed[b, t, s]) == seen
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "v_width", "window"),
+    [(4, 2, 8, 8, None), (6, 2, 8, 5, 3), (3, 1, 12, 12, None), (4, 4, 8, 3, 2)],
+)
+def test_reference_and_fused_equal_numpy(
+    heads: int, kv_heads: int, width: int, v_width: int, window: int | None
+) -> None:
+    rng = np.random.default_rng(heads)
+    q, k, v = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((2, heads, 5, width), (2, kv_heads, 9, width), (2, kv_heads, 9, v_width))
+    )
+    mask, scale = some_mask(rng, 2, 5, 9, window), 0.3
+    allowed, wanted = np.asarray(mask.allowed()), np.empty((2, heads, 5, v_width))
+    for b, n in np.ndindex(2, heads):
+        m = n // (heads // kv_heads)
+        scores = np.where(allowed[b], q[b, n].astype(np.float64) @ k[b, m].T * scale, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        wanted[b, n] = weights / weights.sum(axis=-1, keepdims=True) @ v[b, m]
+    arrays = [jnp.asarray(a) for a in (q, k, v)]
+    for attend in (Reference(), Fused()):
+        assert max_error(attend(*arrays, mask, scale), wanted) < PART_TOLERANCE, attend
+
+
+def test_gradients_of_fused_equal_reference() -> None:
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal((2, n, 6, 8)), jnp.float32) for n in (4, 2, 2)]
+    mask = some_mask(rng, 2, 6, 6, 4)
+    one, two = (
+        jax.jit(jax.grad(lambda a, attend=attend: jnp.sum(jnp.sin(attend(*a, mask, 0.4)))))(arrays)
+        for attend in (Reference(), Fused())
+    )
+    for a, b in zip(one, two, strict=True):
+        assert max_error(a, b) < PART_TOLERANCE
+
+
+def test_a_query_that_sees_nothing_is_finite() -> None:
+    """Also its gradients: NaN times zero would spoil the whole step."""
+    slots = Slots(jnp.arange(3), jnp.zeros((1, 3), bool), jnp.zeros((1, 3), jnp.int32))
+    mask = Mask(jnp.arange(3), jnp.zeros((1, 3), jnp.int32), slots, None)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 3, 4)), jnp.float32)
+    for attend in (Reference(), Fused()):
+        value, gradient = jax.jit(jax.value_and_grad(lambda x, f=attend: jnp.sum(f(x, x, x, mask, 0.5))))(x)
+        assert np.isfinite(value) and np.isfinite(np.asarray(gradient)).all()
+
+
+def test_fused_refuses_wide_values() -> None:
+    q = jnp.zeros((1, 1, 2, 4))
+    slots = Slots(jnp.arange(2), jnp.ones((1, 2), bool), jnp.zeros((1, 2), jnp.int32))
+    mask = Mask(jnp.arange(2), jnp.zeros((1, 2), jnp.int32), slots, None)
+    with pytest.raises(ValueError, match="5 > 4: use Reference"):
+        Fused()(q, q, jnp.zeros((1, 1, 2, 5)), mask, 1.0)
+
+
+# The modules
+
+
+def context(batch: int, length: int, rope: Rope, window: int | None) -> Context:
+    index, zeros = jnp.arange(length), jnp.zeros((batch, length), jnp.int32)
+    slots = Slots(index, jnp.ones((batch, length), bool), zeros)
+    rotation = rope(jnp.broadcast_to(index, (batch, length)))
+    return Context(rotation, Mask(index, zeros, slots, window), jnp.int32(0), slots.valid)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_gqa_equals_numpy(window: int | None) -> None:
+    """Every head by itself, in float64: kernel layouts, biases, groups, rotation, scale, window."""
+    gqa = GQA(10, 6, 2, 4, window=window, bias=True, attend=Reference(), dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    randomise(gqa, seed=1)
+    x = np.random.default_rng(0).standard_normal((2, 7, 10))
+    w = {name: np.asarray(getattr(gqa, name).kernel[...], np.float64) for name in "qkvo"}
+    b = {name: np.asarray(getattr(gqa, name).bias[...], np.float64).reshape(-1, 4) for name in "qkv"}
+    angles = np.arange(7)[:, None] * 100.0 ** (-np.arange(0, 4, 2) / 4)
+
+    def turned(a: np.ndarray) -> np.ndarray:
+        c = (a[:, :2] + 1j * a[:, 2:]) * np.exp(1j * angles)
+        return np.concatenate([c.real, c.imag], axis=1)
+
+    out = np.broadcast_to(np.asarray(gqa.o.bias[...], np.float64), (2, 7, 10)).copy()
+    for row, n in np.ndindex(2, 6):
+        q = turned(x[row] @ w["q"][:, n] + b["q"][n])
+        k, v = (x[row] @ w[i][:, n // 3] + b[i][n // 3] for i in "kv")
+        scores = q @ turned(k).T / 2
+        far = np.arange(7)[:, None] - np.arange(7)
+        scores[(far < 0) | (far >= (window or 99))] = -np.inf
+        weights = np.exp(scores)
+        out[row] += weights / weights.sum(axis=1, keepdims=True) @ v @ w["o"][n]
+    y, cache = gqa(jnp.asarray(x, jnp.float32), context(2, 7, Rope(4, 100.0), window), None)
+    assert cache is None
+    assert max_error(y, out) < PART_TOLERANCE
+
+
+@pytest.mark.parametrize(("q_rank", "rotate"), [(None, rotate_pairs), (7, rotate_halves)])
+def test_mla_forms_are_one_function(q_rank: int | None, rotate: Any) -> None:
+    """Naive, absorbed and by length: outputs and all gradients."""
+
+    def make(form: Any) -> MLA:
+        mla = MLA(
+            12,
+            3,
+            q_rank=q_rank,
+            kv_rank=5,
+            nope=6,
+            rope=4,
+            v_dim=7,
+            scale=0.3,
+            bias=True,
+            rotate=rotate,
+            form=form,
+            attend=Reference(),
+            dtype=jnp.dtype(jnp.float32),
+            rngs=nnx.Rngs(0),
+        )
+        return randomise(mla, seed=2)
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, 12)), jnp.float32)
+    seen = context(2, 6, Rope(4, 100.0), None)
+
+    def run(form: Any) -> tuple[Any, Any]:
+        graph, state = nnx.split(make(form))
+
+        def loss(state: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y, _ = nnx.merge(graph, state)(x, seen, None)
+            return jnp.sum(jnp.sin(y)), y
+
+        grads, y = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(state, x)
+        return y, grads
+
+    y, grads = run(Naive())
+    for form in (Absorbed(), ByLength(99), ByLength(2)):
+        other, other_grads = run(form)
+        assert max_error(other, y) < PART_TOLERANCE
+        for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
+            assert max_error(a, b) < PART_TOLERANCE
+            assert float(jnp.max(jnp.abs(a))) > 0
+
+
+def test_rotations() -> None:
+    """Lengths are kept, differences of positions alone matter, and pairs are halves of de-interleaved vectors."""
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.standard_normal((1, 1, 1, 8)), jnp.float32) for _ in range(2))
+    rope = Rope(8, 100.0)
+
+    def at(position: int) -> Any:
+        return rope(jnp.array([[position]]))
+
+    for rotate in (rotate_halves, rotate_pairs):
+        assert max_error(jnp.linalg.norm(rotate(x, at(5))), jnp.linalg.norm(x)) < PART_TOLERANCE
+        near = jnp.sum(rotate(x, at(7)) * rotate(y, at(4)))
+        assert max_error(near, jnp.sum(rotate(x, at(33)) * rotate(y, at(30)))) < PART_TOLERANCE
+        assert max_error(near, jnp.sum(rotate(x, at(4)) * rotate(y, at(7)))) > 1e-3
+    assert rotate_halves(x.astype(jnp.bfloat16), at(3)).dtype == jnp.bfloat16
+
+
+# Wrong arguments
+
+
+@pytest.mark.wrong_types
+def test_refusals() -> None:
+    model, tokens = build_tiny("llama"), random_tokens(2, 5)
+    with pytest.raises(ValueError, match=r"attention_mask must have the tokens' shape \[2, 5\], got \[2, 4\]"):
+        model(tokens, attention_mask=np.ones((2, 4)))
+    with pytest.raises(ValueError, match=r"positions must have the tokens' shape \[2, 5\], got \[5\]"):
+        model(tokens, positions=np.arange(5))
+    with pytest.raises(ValueError, match="segment_ids"):
+        model(tokens, segment_ids=np.ones((1, 5), np.int32))
+    with pytest.raises(ValueError, match=r"token ids must lie in 0 … 52, got 53"):
+        model(np.full((1, 3), 53))
+    with pytest.raises(ValueError, match=r"got -1"):
+        model(np.array([[0, -1]]))
+    with pytest.raises(ValueError, match=r"tokens must be integers \[B, T\]"):
+        model(tokens[0])
+    with pytest.raises(ValueError, match=r"tokens must be integers \[B, T\], got float"):
+        model(tokens.astype(np.float32))

@@ -1,0 +1,396 @@
+"""What a config.json means: defaults of absent fields, both styles of rope, refusals by name, sizes of presets."""
+
+import dataclasses
+import logging
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe import ConfigError
+from nnxmoe.config import DecoderConfig, FrozenDict
+from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+from nnxmoe.models import (
+    MODELS,
+    PRESETS,
+    DeepSeekV3,
+    DeepSeekV3Config,
+    Llama,
+    LlamaConfig,
+    MistralConfig,
+    Mixtral,
+    MixtralConfig,
+    config_from_hf,
+    model_class,
+)
+from tests.helpers import NAMES, TINY, load_case
+
+
+def read(kind: str, **fields: Any) -> Any:
+    return config_from_hf({"model_type": kind, **fields})
+
+
+# Absent fields
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "kv_heads": 32,
+        "head_width": 128,
+        "window": None,
+        "max_position_embeddings": 2048,
+        "intermediate_size": 11008,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "experts_per_token": 0,
+    },
+    "mistral": {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "kv_heads": 8,
+        "head_width": 128,
+        "window": 4096,
+        "max_position_embeddings": 131072,
+        "intermediate_size": 14336,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "mixtral": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "kv_heads": 8,
+        "head_width": 128,
+        "window": None,
+        "max_position_embeddings": 131072,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "experts_per_token": 2,
+    },
+    "deepseek_v3": {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "kv_heads": 128,
+        "rope_dim": 64,
+        "window": None,
+        "max_position_embeddings": 4096,
+        "attention_bias": False,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "num_nextn_predict_layers": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_defaults(kind: str) -> None:
+    config = read(kind)
+    for name, value in (DEFAULTS[kind] | {"tie_word_embeddings": False, "hidden_act": "silu"}).items():
+        assert getattr(config, name) == value, name
+    assert isinstance(config.rope, Rope) and type(config.rope) is Rope
+    assert config.rope.theta == DEFAULTS[kind]["rope_theta"]
+    assert type(config) is MODELS[kind][0]
+
+
+@pytest.mark.wrong_types
+def test_nulls() -> None:
+    """Null is a value: no window, as many heads as queries, width by division, no query latents."""
+    assert read("mistral", sliding_window=None).window is None
+    for kind in ("llama", "mistral", "mixtral"):
+        config = read(kind, num_key_value_heads=None, head_dim=None, hidden_size=1024, num_attention_heads=16)
+        assert (config.kv_heads, config.head_width) == (16, 64)
+    deepseek = read("deepseek_v3", num_key_value_heads=None, q_lora_rank=None, n_shared_experts=None, head_dim=None)
+    assert (deepseek.kv_heads, deepseek.q_lora_rank, deepseek.n_shared_experts) == (128, None, None)
+    assert read("llama", rope_scaling=None, rope_parameters=None).rope == Rope(128, 1e4)
+    assert read("llama", eos_token_id=None, pad_token_id=None, bos_token_id=None).eos_ids == ()
+    for name in ("rms_norm_eps", "vocab_size", "hidden_act", "num_hidden_layers", "tie_word_embeddings"):
+        with pytest.raises(ConfigError, match=rf"{name}.* None"):
+            read("llama", **{name: None})
+
+
+def test_end_of_sequence_ids() -> None:
+    assert read("llama", eos_token_id=7).eos_ids == (7,)
+    assert read("llama", eos_token_id=[7, 9]).eos_ids == (7, 9)
+    assert read("llama").eos_ids == (2,)
+
+
+def test_dtype_of_both_styles() -> None:
+    assert read("llama", torch_dtype="bfloat16").dtype == "bfloat16"
+    assert read("llama", dtype="float16").dtype == "float16"
+    assert read("llama", dtype="float16", torch_dtype="bfloat16").dtype == "float16"
+
+
+def test_aliases() -> None:
+    assert read("mixtral", num_experts=16).num_local_experts == 16
+    assert read("deepseek_v3", num_local_experts=64).n_routed_experts == 64
+    assert read("deepseek_v3", num_mtp_layers=3).num_nextn_predict_layers == 3
+
+
+def test_deepseeks_head_dim_is_the_rotated_width() -> None:
+    for given in (None, 1, 128):
+        config = read("deepseek_v3", head_dim=given, qk_rope_head_dim=32)
+        assert config.rope_dim == config.rope.dim == 32
+
+
+# Rope
+
+
+def test_rope_precedence() -> None:
+    """rope_scaling over rope_parameters; rope_type over type; the nested theta over the top-level one."""
+    linear, dynamic = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 3.0}
+    assert isinstance(read("llama", rope_scaling=linear, rope_parameters=dynamic).rope, LinearRope)
+    assert isinstance(read("llama", rope_parameters=dynamic).rope, DynamicRope)
+    assert isinstance(read("llama", rope_scaling={}, rope_parameters=dynamic).rope, DynamicRope)
+    assert isinstance(read("llama", rope_scaling={"type": "linear", "factor": 2}).rope, LinearRope)
+    both = {"type": "linear", "rope_type": "dynamic", "factor": 2.0}
+    assert isinstance(read("llama", rope_scaling=both).rope, DynamicRope)
+    assert read("llama", rope_theta=5.0, rope_parameters={"rope_theta": 7.0}).rope.theta == 7
+    assert read("llama", rope_theta=5.0, rope_parameters={"rope_type": "default"}).rope.theta == 5
+    assert read("mixtral", rope_parameters={"rope_type": "default"}).rope.theta == 1e6
+
+
+def test_original_positions_precedence() -> None:
+    """A top-level key wins over the one in the rope object, which wins over max_position_embeddings."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    inside = rope | {"original_max_position_embeddings": 100}
+    made = read("llama", rope_scaling=inside, original_max_position_embeddings=50).rope
+    assert isinstance(made, Llama3Rope) and made.original_positions == 50
+    assert read("llama", rope_scaling=inside).rope.original_positions == 100
+    assert read("llama", rope_scaling=rope, max_position_embeddings=300).rope.original_positions == 300
+
+
+def temperature(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1
+
+
+def test_yarn() -> None:
+    rope = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+    made = read("llama", rope_scaling=rope).rope
+    assert isinstance(made, YarnRope)
+    assert (made.beta_fast, made.beta_slow, made.truncate) == (32, 1, True)
+    assert made.attention_factor == pytest.approx(temperature(40))
+    assert read("llama", rope_scaling=rope | {"attention_factor": 0.5}).rope.attention_factor == 0.5
+    assert read("llama", rope_scaling=rope | {"mscale": 1.0}).rope.attention_factor == pytest.approx(temperature(40))
+    one = read("llama", rope_scaling=rope | {"mscale": 0.7, "mscale_all_dim": 1.3}).rope.attention_factor
+    assert one == pytest.approx(temperature(40, 0.7) / temperature(40, 1.3))
+    absent = {"type": "yarn", "original_max_position_embeddings": 512}
+    assert read("llama", rope_scaling=absent, max_position_embeddings=2048).rope.scale == 4
+    plain = read("deepseek_v3")
+    assert plain.softmax_scale == pytest.approx(192**-0.5)
+    scaled = read("deepseek_v3", rope_scaling=rope | {"mscale": 1.0, "mscale_all_dim": 1.0})
+    assert scaled.rope.attention_factor == 1
+    assert scaled.softmax_scale == pytest.approx(192**-0.5 * temperature(40) ** 2)
+    assert read("deepseek_v3", rope_scaling=rope).softmax_scale == pytest.approx(192**-0.5)
+
+
+def test_frequencies_of_long_contexts() -> None:
+    """Llama 3.1: short waves as they were, long waves eight times as long; YaRN: the same at both ends."""
+    plain = np.asarray(Rope(128, 5e5).frequencies(jnp.int32(1)))
+    llama3 = np.asarray(PRESETS["llama-3.1-8b"].rope.frequencies(jnp.int32(1)))
+    assert np.allclose(llama3[:20], plain[:20]) and np.allclose(llama3[-20:], plain[-20:] / 8)
+    assert np.all(np.diff(llama3) < 0)
+    yarn = np.asarray(PRESETS["deepseek-v3"].rope.frequencies(jnp.int32(1)))
+    plain = np.asarray(Rope(64, 1e4).frequencies(jnp.int32(1)))
+    assert np.allclose(yarn[:8], plain[:8]) and np.allclose(yarn[-6:], plain[-6:] / 40)
+
+
+# Refusals
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
+    ("llama", {"hidden_size": -1}, "hidden_size must be a positive integer, got -1"),
+    ("llama", {"num_hidden_layers": 2.5}, "num_hidden_layers .* 2.5"),
+    ("llama", {"num_hidden_layers": True}, "num_hidden_layers .* True"),
+    ("llama", {"num_attention_heads": "32"}, "num_attention_heads .* '32'"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads .* 0"),
+    ("llama", {"num_key_value_heads": 0}, "num_key_value_heads .* 0"),
+    ("llama", {"num_key_value_heads": 5}, "num_attention_heads 32 .* num_key_value_heads 5"),
+    ("llama", {"hidden_size": 100, "num_attention_heads": 3, "num_key_value_heads": 3}, "hidden_size 100 .* head_dim"),
+    ("llama", {"head_dim": 7}, "even width, got 7"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ("llama", {"rms_norm_eps": -1e-5}, "rms_norm_eps .* -1e-05"),
+    ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps .* nan"),
+    ("llama", {"rope_theta": 0}, "rope_theta .* 0"),
+    ("llama", {"rope_theta": "10000"}, "rope_theta .* '10000'"),
+    ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings .* 'false'"),
+    ("llama", {"attention_bias": "false"}, "attention_bias .* 'false'"),
+    ("llama", {"mlp_bias": None}, "mlp_bias .* None"),
+    ("llama", {"rope_scaling": "yarn"}, "rope_scaling must be an object or null, got 'yarn'"),
+    ("llama", {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "factor must be a positive number, got None"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor .* 0"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": "2"}}, "factor .* '2'"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 2, "mscale": "1", "mscale_all_dim": 1}}, "mscale .* '1'"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+        "low_freq_factor 4.* high_freq_factor 4",
+    ),
+    (
+        "llama",
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0.5}},
+        "original_max_position_embeddings .* 0.5",
+    ),
+    ("mistral", {"sliding_window": 0}, "sliding_window .* 0"),
+    ("mixtral", {"sliding_window": -4}, "sliding_window .* -4"),
+    ("mixtral", {"num_local_experts": 0}, "num_local_experts .* 0"),
+    ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 .* num_local_experts 8"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; supported: 'sigmoid'"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+    ("deepseek_v3", {"n_group": 7}, "n_group 7 .* n_routed_experts 256"),
+    ("deepseek_v3", {"n_group": 256, "topk_group": 8}, "n_group 256 .* at least 2"),
+    ("deepseek_v3", {"topk_group": 9}, "topk_group 9 .* n_group 8"),
+    ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 33}, "num_experts_per_tok 33 .* 32 experts"),
+    ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads 8 must equal num_attention_heads 128"),
+    ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank .* 0"),
+    ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank .* None"),
+    ("deepseek_v3", {"qk_rope_head_dim": 5}, "even width, got 5"),
+    ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace .* -1"),
+    ("deepseek_v3", {"n_shared_experts": 1.5}, "n_shared_experts .* 1.5"),
+    ("deepseek_v3", {"norm_topk_prob": "false"}, "norm_topk_prob .* 'false'"),
+    ("deepseek_v3", {"rope_interleave": 1}, "rope_interleave .* 1"),
+    ("deepseek_v3", {"routed_scaling_factor": None}, "routed_scaling_factor .* None"),
+    ("deepseek_v3", {"routed_scaling_factor": -2.5}, "routed_scaling_factor .* -2.5"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), REFUSED)
+@pytest.mark.wrong_types
+def test_refusals_name_the_field_and_the_value(kind: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(kind, **fields)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", None, 3, "deepseek_v2", "Llama"])
+def test_unknown_models_are_told_the_known_ones(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"model_type {kind!r} .*llama, mistral, mixtral, deepseek_v3"):
+        config_from_hf({"model_type": kind})
+
+
+@pytest.mark.wrong_types
+def test_what_is_no_config_at_all() -> None:
+    with pytest.raises(ConfigError, match="model_type None"):
+        config_from_hf({})
+    with pytest.raises(ConfigError, match=r"config\.json must hold an object, got list"):
+        config_from_hf([])  # type: ignore[arg-type]
+
+
+@pytest.mark.wrong_types
+def test_a_model_refuses_the_config_of_another() -> None:
+    pairs: list[tuple[Any, Any]] = [(Llama, MixtralConfig()), (Mixtral, LlamaConfig()), (DeepSeekV3, MistralConfig())]
+    for model, config in pairs:
+        with pytest.raises(ConfigError, match=type(config).__name__):
+            model(config, rngs=None)
+
+
+def test_unknown_fields_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("nnxmoe"), "propagate", True)
+    with caplog.at_level("WARNING", logger="nnxmoe"):
+        read("llama", use_cache=True, quantum_attention=3, transformers_version="5")
+    assert "quantum_attention" in caplog.text and "use_cache" not in caplog.text
+
+
+# Values
+
+
+@pytest.mark.parametrize("config", [*PRESETS.values(), *(config_from_hf(f) for f in TINY.values())])
+def test_round_trip(config: DecoderConfig) -> None:
+    fields = config.to_hf()
+    again = config_from_hf(fields)
+    assert again == config and type(again) is type(config) and hash(again) == hash(config)
+    assert fields["model_type"] == config.model_type and fields["architectures"] == [config.architecture]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trip_of_the_cases(name: str) -> None:
+    """Every field that was in the file, and is not without effect, is written back with its value."""
+    fields = load_case(name).fields
+    config = config_from_hf(fields)
+    written = config.to_hf()
+    assert config_from_hf(written) == config
+    assert all(written[key] == value for key, value in fields.items() if key in written and value is not None)
+
+
+def test_configs_are_frozen_and_hashable() -> None:
+    one, two = (LlamaConfig(rope_scaling={"type": "linear", "factor": 2.0}, eos_token_id=[1, 2]) for _ in range(2))  # type: ignore[arg-type]
+    assert one == two and hash(one) == hash(two) and len({one, two}) == 1
+    assert one != dataclasses.replace(one, rope_scaling={"type": "linear", "factor": 3.0})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.vocab_size = 3  # type: ignore[misc]
+    fields: dict[str, Any] = {"type": "linear", "factor": 2.0}
+    config = LlamaConfig(rope_scaling=fields)
+    fields["factor"] = 5.0
+    assert config.rope_scaling is not None and config.rope_scaling["factor"] == 2.0
+    with pytest.raises(TypeError):
+        config.rope_scaling["factor"] = 3.0  # type: ignore[index]
+
+
+def test_equal_means_equal_hashes() -> None:
+    """8 == 8.0, so configs that differ in nothing else must meet in a set."""
+    one, two = FrozenDict({"factor": 8, "betas": [1, 2]}), FrozenDict({"betas": (1, 2), "factor": 8.0})
+    assert one == two and hash(one) == hash(two)
+
+
+# Presets
+
+SIZES = {
+    "llama-3.1-8b": 8.03e9,
+    "llama-3.1-70b": 70.6e9,
+    "llama-3.1-405b": 405.9e9,
+    "llama-3.2-1b": 1.236e9,
+    "mistral-7b-v0.1": 7.24e9,
+    "mistral-7b-v0.3": 7.25e9,
+    "mixtral-8x7b": 46.7e9,
+    "mixtral-8x22b": 140.6e9,
+    "deepseek-v3": 671.0e9,
+}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_of_the_presets(name: str, scan: bool) -> None:
+    """Built from shapes alone; the published counts to the digits that are published."""
+    config = PRESETS[name]
+    model = model_class(config)(config, nnxmoe.Strategy(scan_layers=scan), rngs=None)  # type: ignore[call-arg]
+    count = sum(math.prod(v.shape) for _, v in nnx.to_flat_state(nnx.state(model)))
+    digits = len(str(SIZES[name] / 10 ** math.floor(math.log10(SIZES[name]))).replace(".", "").rstrip("0"))
+    assert abs(count / SIZES[name] - 1) < 0.6 * 10 ** -(digits - 1), count
+
+
+def test_every_preset_has_a_size() -> None:
+    assert set(PRESETS) >= set(SIZES)
+    assert isinstance(PRESETS["deepseek-v3"], DeepSeekV3Config)
+    for config in PRESETS.values():
+        assert model_class(config) is MODELS[config.model_type][1]
+
+
+def test_an_alias_may_not_contradict_its_field() -> None:
+    fields = {"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8}
+    with pytest.raises(nnxmoe.ConfigError, match="num_experts 4 and num_local_experts 8"):
+        nnxmoe.config_from_hf(fields)
+    assert nnxmoe.config_from_hf(fields | {"num_experts": 8}).num_local_experts == 8  # pyright: ignore
+
+
+def test_partial_rotary_factor_is_refused_where_it_would_matter() -> None:
+    fields = {"model_type": "llama", "partial_rotary_factor": 0.5}
+    assert nnxmoe.config_from_hf(fields).rope == nnxmoe.config_from_hf({"model_type": "llama"}).rope
+    with pytest.raises(nnxmoe.ConfigError, match="partial_rotary_factor"):
+        nnxmoe.config_from_hf(fields | {"rope_scaling": {"type": "linear", "factor": 2.0}})

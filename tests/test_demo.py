@@ -1,0 +1,121 @@
+"""The embedded demo: what the tiny model knows, how its experts share the work, and how it was made."""
+
+import json
+import pathlib
+from itertools import islice
+from random import Random
+
+import jax
+import jinja2.sandbox
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+import nnxmoe.models.demo
+from nnxmoe.models.demo import corpus, exam, topics, train
+
+FOLDER = pathlib.Path(nnxmoe.models.demo.__file__).parent
+# The share of right answers asked for; the printed results of the training script are a little above.
+PASS = {
+    "facts": 0.95,
+    "facts in one word": 0.9,
+    "facts from a pirate": 0.9,
+    "facts in plain text": 0.9,
+    "sums of two digits": 0.95,
+    "unseen sums": 0.9,
+    "unseen differences": 0.9,
+    "counting": 0.9,
+    "sorting": 0.9,
+    "code": 0.9,
+    "talk": 0.9,
+    "stories": 0.8,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> nnxmoe.CausalLM:
+    return nnxmoe.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> nnxmoe.Tokenizer:
+    return nnxmoe.Tokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def results(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer) -> dict[str, list]:
+    """The exam: three of four facts' questions are left out, for time."""
+    asked = exam.questions(40)
+    facts = [question for question in asked if question.subject.startswith("facts")]
+    return exam.sit(model, tokenizer, [q for q in asked if q not in facts] + Random(1).sample(facts, 250))
+
+
+@pytest.mark.parametrize("subject", PASS)
+def test_right_answers(results: dict[str, list], subject: str) -> None:
+    marks = [right for _, _, right in results[subject]]
+    wrong = [(question.prompt, said) for question, said, right in results[subject] if not right]
+    assert np.mean(marks) >= PASS[subject], wrong[:5]
+
+
+def test_every_subject_is_asked(results: dict[str, list]) -> None:
+    assert set(results) == set(PASS)
+
+
+def test_all_experts_are_used_and_each_kind_of_text_has_its_own(
+    model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer
+) -> None:
+    use = exam.expert_use(model, tokenizer)
+    everything = np.mean(list(use.values()), axis=0)
+    assert everything.min() > 0.02, "a dead expert"
+    for one, other in (("sums", "story"), ("code", "story"), ("facts", "sums"), ("code", "counting")):
+        apart = np.abs(use[one] - use[other]).sum(axis=-1) / 2  # total variation, by layer
+        assert apart.max() > 0.3, (one, other, apart)
+
+
+def test_size_and_files(model: nnxmoe.CausalLM) -> None:
+    files = {path.name: path.stat().st_size for path in FOLDER.iterdir() if path.is_file()}
+    assert sum(files.values()) < 1_200_000
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    assert model.dtype == np.dtype("bfloat16")
+    generation = json.loads((FOLDER / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == list(model.config.eos_ids)
+
+
+@pytest.mark.parametrize("text", ["What is 47 + 38?", "é 中 🙂\t\n", "", "def f(x):\n    return x", "\x00 <|user|>"])
+def test_no_text_is_unknown_and_digits_stand_alone(tokenizer: nnxmoe.Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    pieces = [tokenizer.decode([token]) for token in ids]
+    assert not any(len(piece) > 1 and any(map(str.isdigit, piece)) for piece in pieces)
+
+
+def test_template_and_corpus_agree(tokenizer: nnxmoe.Tokenizer) -> None:
+    turns = [("system", " Be brief. "), ("user", "Hello!"), ("assistant", "Hi."), ("user", "What is 1 + 1?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert tokenizer.apply_chat_template(messages) + corpus.EOS == corpus.chat(turns)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((FOLDER / "chat_template.jinja").read_text())
+    asked = template.render(messages=messages[-1:], bos_token=corpus.BOS, add_generation_prompt=True)
+    assert asked == exam.ask("What is 1 + 1?")
+    with pytest.raises(ValueError, match="tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+def test_corpus_is_the_same_for_a_seed_and_keeps_the_held_out_sums_out() -> None:
+    first, again = (list(islice(corpus.documents(3), 4000)) for _ in range(2))
+    assert first == again
+    assert first[:100] != list(islice(corpus.documents(4), 100))
+    text = "\n".join(document.text for document in first)
+    shown = [(a, b) for a in range(100) for b in range(100) if f" {a} + {b} = " in text or f">{a} + {b} = " in text]
+    assert len(shown) > 500 and not any(topics.held_out(a, b) for a, b in shown)
+
+
+def test_training_is_deterministic_and_writes_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    states = []
+    for name in ("one", "two"):
+        train.main(["--steps", "3", "--out", str(tmp_path / name), "--no-exam"])
+        states.append(jax.tree.leaves(nnx.state(nnxmoe.from_pretrained(tmp_path / name))))
+        nnxmoe.Tokenizer.from_pretrained(tmp_path / name).apply_chat_template([{"role": "user", "content": "x"}])
+    assert all(np.array_equal(a, b) for a, b in zip(*states, strict=True))
+    assert [path.name for path in tmp_path.iterdir()] in (["one", "two"], ["two", "one"])

@@ -1,0 +1,375 @@
+"""Generation: sampling, ends of sequences, padding, and the promise that nothing is compiled twice."""
+
+import functools
+import gc
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe import Sampling
+from nnxmoe.generation import decode
+from nnxmoe.generation.decode import bucket, eos_ids, left_padded
+from nnxmoe.generation.sampling import pick, prepare
+from tests.helpers import HF_CASES, build_tiny, load_case_model, random_tokens
+
+PROMPT = random_tokens(2, 7, seed=5)
+
+
+@functools.cache
+def tiny() -> nnxmoe.CausalLM:
+    """One small model for the file, so that it is compiled a few times only; not to be changed."""
+    return build_tiny("mistral", nnxmoe.Strategy(), num_hidden_layers=1, sliding_window=12)
+
+
+def run(prompt: Any = PROMPT, mask: Any = None, count: int = 8, **options: Any) -> np.ndarray:
+    """New ids only, without stopping unless told to."""
+    options = {"eos_token_id": None} | options
+    ids = nnxmoe.generate(tiny(), prompt, mask, max_new_tokens=count, **options)
+    assert np.array_equal(ids[:, : np.shape(prompt)[1]], prompt)
+    return ids[:, np.shape(prompt)[1] :]
+
+
+# Sampling, one step at a time
+
+
+def draw(logits: Sequence[float], sampling: Sampling | None, count: int = 20000, seen: Any = None) -> np.ndarray:
+    """How often each token is chosen by that many rows of equal logits, as fractions."""
+    steps, knobs = prepare(sampling, len(logits))
+    rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
+    mask = None if seen is None else jnp.tile(jnp.asarray(seen, bool), (count, 1))
+    tokens = jax.jit(pick, static_argnums=2)(rows, mask, steps, knobs, jax.random.key(3))
+    assert tokens.dtype == jnp.int32
+    return np.bincount(np.asarray(tokens), minlength=len(logits)) / count
+
+
+def softmax(x: Any) -> np.ndarray:
+    e = np.exp(np.asarray(x, np.float64))
+    return e / e.sum()
+
+
+LOGITS = [1.0, 3.0, -2.0, 2.0, 0.5, 2.5]  # likeliest first: 1 5 3 0 4 2
+P = softmax(LOGITS)
+
+
+def only(*kept: int, p: np.ndarray = P) -> np.ndarray:
+    """A distribution cut down to some tokens."""
+    out = np.zeros(len(p))
+    out[list(kept)] = p[list(kept)]
+    return out / out.sum()
+
+
+CUTS = {
+    "plain": (Sampling(), P),
+    "hot": (Sampling(temperature=2.0), softmax(np.array(LOGITS) / 2)),
+    "cold": (Sampling(temperature=0.5), softmax(np.array(LOGITS) * 2)),
+    "top-k": (Sampling(top_k=3), only(1, 5, 3)),
+    "top-k-of-all": (Sampling(top_k=99), P),
+    "top-k-off": (Sampling(top_k=0), P),
+    "top-p": (Sampling(top_p=P[1] + 0.01), only(1, 5)),
+    "top-p-just-reached": (Sampling(top_p=P[1] - 0.01), only(1)),
+    "top-p-tiny": (Sampling(top_p=1e-6), only(1)),
+    "top-k-then-top-p": (Sampling(top_k=2, top_p=P[1] / (P[1] + P[5]) - 0.01), only(1)),
+    "min-p": (Sampling(min_p=float(P[3] / P[1]) - 0.01), only(1, 5, 3)),
+    "min-p-one": (Sampling(min_p=1.0), only(1)),
+    "temperature-before-top-p": (
+        Sampling(temperature=0.5, top_p=0.70),
+        only(1, 5, p=softmax(np.array(LOGITS) * 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_frequencies(name: str) -> None:
+    """Counted over 20000 rows: five standard errors; what is cut never comes."""
+    sampling, wanted = CUTS[name]
+    found = draw(LOGITS, sampling)
+    assert np.all(found[wanted == 0] == 0)
+    assert np.all(np.abs(found - wanted) <= 5 * np.sqrt(wanted * (1 - wanted) / 20000) + 1e-9)
+
+
+def test_repetition_penalty() -> None:
+    """Positive logits are divided, negative multiplied, of seen tokens only; before the temperature and the cuts."""
+    seen = [False, True, True, False, False, True]
+    punished = np.array([1.0, 1.5, -4.0, 2.0, 0.5, 1.25])
+    found = draw(LOGITS, Sampling(repetition_penalty=2.0), seen=seen)
+    assert np.all(np.abs(found - softmax(punished)) < 0.02)
+    assert draw(LOGITS, Sampling(repetition_penalty=2.0, temperature=0), 1, seen=seen).argmax() == 3
+    assert draw(LOGITS, Sampling(repetition_penalty=2.0, top_k=1), 1, seen=seen).argmax() == 3
+
+
+def test_extremes_are_finite() -> None:
+    assert draw(LOGITS, Sampling(temperature=1e-30)).argmax() == 1
+    assert draw(LOGITS, Sampling(temperature=1e30)).max() < 0.2
+    assert draw([-1e9, 5.0, -1e9], Sampling(top_k=2, top_p=0.9))[1] == 1
+    assert draw([1e4, -1e4, 0.0], Sampling(min_p=0.5))[0] == 1
+
+
+def test_equals_share() -> None:
+    """Ties at the edge of top-k are all kept, as transformers does; greedy takes the first of equals."""
+    assert np.all(np.abs(draw([1.0, 1.0, 1.0, 0.0], Sampling(top_k=2)) - [1 / 3, 1 / 3, 1 / 3, 0]) < 0.02)
+    assert draw([0.0, 1.0, 1.0], None, 1).argmax() == 1
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+    ],
+)
+@pytest.mark.wrong_types
+def test_bad_knobs_are_named(knob: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"Sampling\({knob}={value}\)"):
+        Sampling(**{knob: value})
+
+
+# Sampling, whole sequences
+
+
+def test_seeds() -> None:
+    sampling = Sampling(temperature=1.5)
+    first = run(sampling=sampling, seed=1)
+    assert np.array_equal(first, run(sampling=sampling, seed=1))
+    assert not np.array_equal(first, run(sampling=sampling, seed=2))
+    twins = np.stack([PROMPT[0]] * 2)
+    both = run(twins, sampling=sampling, seed=1)
+    assert not np.array_equal(both[0], both[1])  # equal prompts draw by themselves
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    sampling = Sampling(temperature=1.2, top_k=20, repetition_penalty=1.2)
+    pair = run(sampling=sampling)
+    other = PROMPT.copy()
+    other[1] = (other[1] + 11) % 53
+    assert np.array_equal(run(other, sampling=sampling)[0], pair[0])
+    assert np.array_equal(run(PROMPT[:1], sampling=sampling)[0], pair[0])
+
+
+def test_one_choice_is_greedy() -> None:
+    greedy = run()
+    for sampling in (Sampling(top_k=1), Sampling(temperature=0), Sampling(top_p=1e-9), Sampling(min_p=1.0)):
+        assert np.array_equal(run(sampling=sampling, seed=9), greedy), sampling
+
+
+def test_a_large_penalty_forbids_repetition() -> None:
+    """Of the prompt's ids and of the new ones; padding is not part of the prompt."""
+    new = run(count=10, sampling=Sampling(temperature=0, repetition_penalty=1e6))
+    for row, prompt in zip(new, PROMPT, strict=True):
+        assert len({*row.tolist(), *prompt.tolist()}) == 10 + len(set(prompt.tolist()))
+    padded = np.concatenate([np.full((2, 3), 9, np.int32), PROMPT], axis=1)
+    mask = np.arange(10)[None] >= np.array([3, 3])[:, None]
+    same = run(padded, mask, count=10, sampling=Sampling(temperature=0, repetition_penalty=1e6))
+    assert np.array_equal(same, new)
+
+
+# Ends
+
+
+def test_ended_rows_are_filled() -> None:
+    """Each row ends by itself, its end included, and is filled with the pad id; all ended: no more tokens."""
+    free = run(count=8)
+    eos = int(free[0, 2])
+    stop = int(np.argmax(free[0] == eos))
+    assert eos not in free[1, : stop + 1]
+    second = int(np.argmax(free[1] == eos)) if eos in free[1] else None
+    got = run(count=8, eos_token_id=eos)
+    assert np.array_equal(got[0, : stop + 1], free[0, : stop + 1])
+    assert np.all(got[0, stop + 1 :] == 0)
+    assert np.array_equal(got[1, :second], free[1, :second])
+    both = [eos, int(free[1, 4])]
+    ends = [next(i for i, t in enumerate(row.tolist()) if t in both) for row in free]
+    got = run(count=8, eos_token_id=both)
+    assert got.shape[1] == max(ends) + 1 < 8
+    for row, end, all_of_it in zip(got, ends, free, strict=True):
+        assert np.array_equal(row[: end + 1], all_of_it[: end + 1]) and np.all(row[end + 1 :] == 0)
+
+
+def test_the_end_by_default() -> None:
+    """generation_config.json, else config.json; None never stops; one id or several."""
+    model = build_tiny("llama", eos_token_id=[5, 6])
+    assert eos_ids(model, ...) == (5, 6)
+    model.generation_config = {"eos_token_id": 9}
+    assert eos_ids(model, ...) == (9,)
+    model.generation_config = {"eos_token_id": [9, 10]}
+    assert eos_ids(model, ...) == (9, 10)
+    model.generation_config = {"eos_token_id": None}
+    assert eos_ids(model, ...) == ()
+    model.generation_config = {"pad_token_id": 3}
+    assert eos_ids(model, ...) == (5, 6)
+    for given, wanted in ((None, ()), (4, (4,)), (np.int64(4), (4,)), ([4, 7], (4, 7)), ((), ())):
+        assert eos_ids(model, given) == wanted
+
+
+def test_the_defaults_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = run(count=8)
+    monkeypatch.setattr(decode, "eos_ids", lambda model, eos: (int(free[0, 0]), int(free[1, 0])))
+    assert run(count=8, eos_token_id=...).shape == (2, 1)
+
+
+# Prompts
+
+
+def test_padding_on_any_side_changes_nothing() -> None:
+    """Left, right, both, and holes: the continuation of the prompt alone."""
+    alone = [run(PROMPT[:1, :4])[0], run(PROMPT[1:])[0]]
+    for at in (slice(3, 7), slice(0, 4), slice(1, 5), [0, 2, 3, 6]):
+        prompt, mask = PROMPT.copy(), np.ones((2, 7), np.int32)
+        mask[0] = 0
+        mask[0, at] = 1
+        prompt[0, at] = PROMPT[0, :4]
+        got = run(prompt, mask)
+        assert np.array_equal(got[0], alone[0]) and np.array_equal(got[1], alone[1]), at
+
+
+def test_types_of_prompts() -> None:
+    """Lists, arrays of either kind, and any integer dtype; the dtype of the ids comes back."""
+    wanted = run(count=2)
+    for prompt in (PROMPT.tolist(), jnp.asarray(PROMPT), PROMPT.astype(np.int64), PROMPT.astype(np.uint16)):
+        ids = nnxmoe.generate(tiny(), prompt, max_new_tokens=2, eos_token_id=None)
+        assert np.array_equal(ids[:, 7:], wanted)
+        assert ids.dtype == np.asarray(prompt).dtype
+
+
+@pytest.mark.wrong_types
+def test_how_many() -> None:
+    assert run(count=0).shape == (2, 0)
+    assert np.array_equal(run(count=1), run(count=5)[:, :1])
+    assert run(count=np.int64(3)).shape == (2, 3)
+    assert run(count=3.0).shape == (2, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True])
+@pytest.mark.wrong_types
+def test_how_many_not(count: Any) -> None:
+    with pytest.raises(ValueError, match=f"max_new_tokens must be an integer >= 0, got {count}"):
+        run(count=count)
+
+
+@pytest.mark.wrong_types
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"token ids must lie in 0 … 52, got 53"):
+        run([[1, 53]])
+    with pytest.raises(ValueError, match=r"token ids must lie in 0 … 52, got -1"):
+        run([[1, -1]])
+    with pytest.raises(ValueError, match=r"token ids .* got 53"):
+        run([[53]], count=0)
+    for empty in (np.zeros((2, 0), np.int32), np.zeros((0, 3), np.int32), [], [[]]):
+        with pytest.raises(ValueError, match=r"tokens must be integers \[B, T\] with at least one of each"):
+            nnxmoe.generate(tiny(), empty)
+    with pytest.raises(ValueError, match=r"tokens must be integers \[B, T\].* float64"):
+        nnxmoe.generate(tiny(), [[1.0]])
+    with pytest.raises(ValueError, match=r"tokens must be integers"):
+        nnxmoe.generate(tiny(), [1, 2])
+    with pytest.raises(ValueError, match=r"attention_mask must have the tokens' shape \[2, 7\], got \[2, 6\]"):
+        run(mask=np.ones((2, 6)))
+    with pytest.raises(ValueError, match=r"row 1 of the prompts has no tokens"):
+        run(mask=[[1] * 7, [0] * 7])
+
+
+def test_too_long_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("nnxmoe"), "propagate", True)
+    with caplog.at_level("WARNING", logger="nnxmoe"):
+        list(zip(range(1), decode.generate_tokens(tiny(), PROMPT, None, 58, None, 0), strict=False))
+    assert "exceed the 64 positions" in caplog.text
+
+
+def test_left_padded_keeps_order() -> None:
+    tokens, mask = np.arange(1, 13).reshape(2, 6), np.array([[1, 0, 1, 1, 0, 0], [0, 1, 1, 0, 1, 1]])
+    ids, valid = left_padded(tokens, mask)
+    assert ids.shape == valid.shape == (2, 16)
+    assert ids[0, -4:].tolist() == [0, 1, 3, 4] and valid[0].sum() == 3
+    assert ids[1, -4:].tolist() == [8, 9, 11, 12] and valid[1, -4:].all() and not valid[:, :12].any()
+
+
+def test_buckets() -> None:
+    sizes = [bucket(n) for n in range(1, 3000)]
+    assert all(size >= n for n, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
+    assert all(size <= max(16, 1.5 * n) for n, size in enumerate(sizes, 1))
+    assert len(set(sizes)) <= 17
+
+
+# Compilation
+
+
+def test_nothing_is_compiled_twice() -> None:
+    """Neither for a prompt length of the same bucket, nor for a token, a seed, or other values of the same knobs."""
+    model = tiny()
+    tree = jax.tree.structure(nnx.state(model))
+    programs = decode._programs(nnx.graphdef(model), tree)
+    run(sampling=Sampling(temperature=0.9, top_k=7))
+    run()
+    before = programs.prefill._cache_size(), programs.decode._cache_size()
+    for length in (1, 3, 9, 16):
+        for count in (1, 5, 30):
+            run(random_tokens(2, length), count=count)
+    run(count=10, sampling=Sampling(temperature=0.2, top_k=3, top_p=0.5, min_p=0.1), seed=7)
+    run(mask=np.tril(np.ones((7, 7)))[[3, 6]])
+    assert (programs.prefill._cache_size(), programs.decode._cache_size()) == before
+    assert decode._programs(nnx.graphdef(model), tree) is programs
+    run(random_tokens(2, 17))
+    assert programs.prefill._cache_size() == before[0] + 1
+
+
+def test_programs_are_shared_and_hold_no_weights() -> None:
+    """A second model of the same structure compiles nothing; and a model that is gone frees its memory."""
+    first, second = (build_tiny("llama", num_hidden_layers=1, seed=seed) for seed in (0, 1))
+    known = decode._programs.cache_info().currsize
+    one = nnxmoe.generate(first, PROMPT, max_new_tokens=4, eos_token_id=None)
+    second.load_report = first.load_report  # a report is of one load
+    before = decode._programs.cache_info().currsize
+    two = nnxmoe.generate(second, PROMPT, max_new_tokens=4, eos_token_id=None)
+    assert before == decode._programs.cache_info().currsize <= known + 1
+    assert not np.array_equal(one, two)
+    gone = weakref.ref(first.embed.table[...])
+    del first
+    gc.collect()
+    assert gone() is None
+
+
+# Text
+
+
+def test_stream_is_generate_and_decode() -> None:
+    """Piece by piece the same text; ids or text as the prompt; it stops before the end token."""
+    model = load_case_model("llama_basic", nnxmoe.Strategy())
+    tokenizer = nnxmoe.Tokenizer.from_pretrained(HF_CASES / "llama_basic" / "model")
+    prompt = "The quick brown fox"
+    ids = tokenizer.encode(prompt)
+    for options in ({}, {"sampling": Sampling(temperature=1.5), "seed": 3}):
+        new = nnxmoe.generate(model, [ids], max_new_tokens=24, eos_token_id=None, **options)[0, len(ids) :]
+        keep = [int(i) for i in new if i < tokenizer.vocab_size]  # the model knows more ids than the tokenizer
+        pieces = list(nnxmoe.stream(model, tokenizer, prompt, max_new_tokens=24, eos_token_id=None, **options))
+        text = "".join(pieces)
+        assert text == tokenizer.decode(keep, skip_special_tokens=True)
+        assert len(pieces) > 1
+        assert "".join(nnxmoe.stream(model, tokenizer, ids, max_new_tokens=24, eos_token_id=None, **options)) == text
+    stop = int(new[5])
+    short = "".join(nnxmoe.stream(model, tokenizer, ids, max_new_tokens=24, eos_token_id=stop, **options))
+    head = [int(i) for i in new[: int(np.argmax(new == stop))] if i < tokenizer.vocab_size]
+    assert short == tokenizer.decode(head, skip_special_tokens=True)
+
+
+def test_stream_is_lazy() -> None:
+    """Nothing runs before the first piece is asked for, and leaving early is fine."""
+    model = load_case_model("llama_basic", nnxmoe.Strategy())
+    tokenizer = nnxmoe.Tokenizer.from_pretrained(HF_CASES / "llama_basic" / "model")
+    pieces = nnxmoe.stream(model, tokenizer, [1, 2, 3], max_new_tokens=40, eos_token_id=None)
+    assert next(iter(pieces))
+    pieces.close()  # type: ignore[attr-defined]

@@ -1,0 +1,173 @@
+"""The rules of the house: which way imports point, what parts may know, and what importing costs."""
+
+import ast
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "nnxmoe"
+
+# Lower may not import from higher. Folders and files of the package; a longer name wins.
+LEVELS = {
+    "nnxmoe.axes": 0,
+    "nnxmoe.progress": 0,
+    "nnxmoe.hub": 0,
+    "nnxmoe.layers": 1,
+    "nnxmoe.moe": 1,
+    "nnxmoe.kernels": 1,
+    "nnxmoe.config": 1,
+    "nnxmoe.strategy": 2,
+    "nnxmoe.models": 3,
+    "nnxmoe.convert": 4,
+    "nnxmoe.generation": 4,
+    "nnxmoe.train": 4,
+    "nnxmoe.summary": 5,
+    "nnxmoe.testing": 5,
+    "nnxmoe.plot": 5,
+    "nnxmoe.linen": 5,
+    "nnxmoe.cli": 6,
+    "nnxmoe.__main__": 6,
+    "nnxmoe": 6,
+    "nnxmoe.models.demo": 7,  # programs that make the demo checkpoint; nothing of the package imports them
+}
+DOORS = {("nnxmoe.layers.causal_lm", "nnxmoe.convert.hf")}  # CausalLM.from_pretrained, inside the function
+
+
+def sources() -> dict[str, Path]:
+    """Module name -> file, of the package and of its models."""
+    found = {}
+    for folder, prefix in ((PACKAGE, "nnxmoe"), (ROOT / "models", "nnxmoe.models")):
+        for path in sorted(folder.rglob("*.py")):
+            if folder == PACKAGE and path.is_relative_to(PACKAGE / "models"):
+                continue
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join((prefix, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+SOURCES = sources()
+
+
+def level(module: str) -> int:
+    while module not in LEVELS:
+        module, _, _ = module.rpartition(".")
+    return LEVELS[module]
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those under ``if TYPE_CHECKING``."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from walk(child)
+
+
+def imports(path: Path, *, top_only: bool = False) -> set[str]:
+    """Modules of the package that a file imports."""
+    tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
+    for node in tree.body if top_only else walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in SOURCES else str(node.module))
+    return {name for name in found if name == "nnxmoe" or name.startswith("nnxmoe.")}
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_point_downwards(module: str) -> None:
+    """Imports inside functions count too, but for the named doors."""
+    for other in imports(SOURCES[module]):
+        assert level(other) <= level(module) or (module, other) in DOORS, f"{module} imports {other}"
+        if module != "nnxmoe" and level(module) < LEVELS["nnxmoe"]:
+            assert other != "nnxmoe", f"{module} imports the whole package"
+
+
+@pytest.mark.parametrize(("module", "other"), DOORS)
+def test_doors_are_lazy(module: str, other: str) -> None:
+    assert other in imports(SOURCES[module]) and other not in imports(SOURCES[module], top_only=True)
+
+
+def test_no_circles() -> None:
+    """Modules on one level may import each other, but never in a circle."""
+    graph = {name: imports(path, top_only=True) - {name} for name, path in SOURCES.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name not in done and name in graph:
+            for other in sorted(graph[name]):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_kernels_are_imported_where_they_are_chosen_only() -> None:
+    for module, path in SOURCES.items():
+        if not module.startswith("nnxmoe.kernels"):
+            assert not any(name.startswith("nnxmoe.kernels.") for name in imports(path, top_only=True)), module
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if m.startswith(("nnxmoe.layers", "nnxmoe.moe"))])
+def test_parts_read_no_config(module: str) -> None:
+    """A part takes plain values; the config stays with whoever assembles it."""
+    for node in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            assert ast.unparse(node) != "self.config", f"{module}:{node.lineno}"
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if m != "nnxmoe.models"])
+def test_no_model_is_known_by_name(module: str) -> None:
+    """No branch on ``model_type`` outside ``models/__init__.py``."""
+    for node in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Compare):
+            compared = [
+                part for part in (node.left, *node.comparators) if not isinstance(part, ast.Tuple | ast.Constant)
+            ]
+            assert not any("model_type" in ast.unparse(part) for part in compared), f"{module}:{node.lineno}"
+        if isinstance(node, ast.Match):
+            assert "model_type" not in ast.unparse(node.subject), f"{module}:{node.lineno}"
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if not m.startswith("nnxmoe.models.demo")])
+def test_files_have_a_docstring(module: str) -> None:
+    assert ast.get_docstring(ast.parse(SOURCES[module].read_text(encoding="utf-8")))
+
+
+IMPORT = """
+import json, sys, time
+import jax, flax.nnx
+start = time.perf_counter()
+import nnxmoe
+seconds = time.perf_counter() - start
+heavy = [n for n in ("torch", "transformers", "tensorflow", "wandb", "tokamax", "matplotlib") if n in sys.modules]
+print(json.dumps({"seconds": seconds, "heavy": heavy, "backends": len(jax._src.xla_bridge._backends)}))
+"""
+
+
+def test_importing_is_light() -> None:
+    """No other framework, no device touched, and less than a second on top of JAX and Flax."""
+    runs = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert not done.stderr, done.stderr
+        runs.append(json.loads(done.stdout))
+    assert all(not run["heavy"] and run["backends"] == 0 for run in runs), runs
+    assert statistics.median(run["seconds"] for run in runs) < 1.0
+
+
+def test_models_have_one_name_only() -> None:
+    """In a checkout ``models/`` is importable by accident, which would make every class twice."""
+    code = "import models"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "ImportError: import nnxmoe.models, not models" in done.stderr

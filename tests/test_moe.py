@@ -1,0 +1,461 @@
+"""Routing, dispatch and grouped products: every fast way against the obvious one, gradients included."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from nnxmoe import Blocked, Capacity, Dense, Masked, RaggedDot, Sorted
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.moe import grouped_matmul
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.dispatch import DispatchInfo, combine, count_experts, permute
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.router import Router, RouterBias, Routing, SigmoidGroupTopK, SoftmaxTopK
+from tests.helpers import PART_TOLERANCE, as_weights, max_error, randomise, sigmoid_weights, softmax_weights
+
+# Selection
+
+
+@pytest.mark.parametrize(("count", "k"), [(8, 2), (5, 1), (4, 4), (1, 1)])
+def test_softmax_equals_numpy(count: int, k: int) -> None:
+    logits = np.random.default_rng(count).standard_normal((3, 7, count)).astype(np.float32) * 3
+    routing = SoftmaxTopK(k)(jnp.asarray(logits), None)
+    assert routing.experts.shape == routing.weights.shape == (3, 7, k)
+    assert max_error(as_weights(routing.experts, routing.weights, count), softmax_weights(logits, k)) < 1e-6
+    assert max_error(np.sum(np.asarray(routing.weights), -1), np.ones((3, 7))) < 1e-6
+    assert max_error(np.sum(np.asarray(routing.scores), -1), np.ones((3, 7))) < 1e-6
+    if k == 1:
+        assert np.all(np.asarray(routing.weights) == 1)
+
+
+@pytest.mark.parametrize("shift", [0.0, -3.0, 5.0])
+@pytest.mark.parametrize(
+    ("count", "groups", "top_groups", "k"), [(16, 4, 2, 3), (12, 3, 1, 4), (8, 1, 1, 2), (6, 3, 3, 6), (4, 2, 1, 2)]
+)
+@pytest.mark.parametrize("normalise", [True, False])
+def test_sigmoid_groups_equal_numpy(
+    count: int, groups: int, top_groups: int, k: int, normalise: bool, shift: float
+) -> None:
+    """With biases that make every choice negative (where a mask of 0 would win), and large ones."""
+    rng = np.random.default_rng(count + k)
+    logits = rng.standard_normal((40, count)).astype(np.float32)
+    bias = (rng.standard_normal(count) * 0.5 + shift).astype(np.float32)
+    select = SigmoidGroupTopK(k, groups, top_groups, normalise, 2.5)
+    routing = select(jnp.asarray(logits), jnp.asarray(bias))
+    scores = np.asarray(jax.nn.sigmoid(logits))
+    wanted = sigmoid_weights(
+        scores, bias, k=k, groups=groups, top_groups=top_groups, normalise=normalise, scale=2.5
+    )  # in float32 up to here, so that the choices agree
+    assert max_error(as_weights(routing.experts, routing.weights, count), wanted) < 1e-5
+    assert max_error(routing.scores, scores) == 0  # affinities, without the bias
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    """Exact ties among experts and among groups; the quantised affinities make hundreds of them."""
+    flat = SigmoidGroupTopK(3, 4, 2, True, 1.0)(jnp.zeros((1, 8)), jnp.zeros(8))
+    assert np.asarray(flat.experts).tolist() == [[0, 1, 2]]
+    assert np.asarray(SoftmaxTopK(2)(jnp.zeros((1, 5)), None).experts).tolist() == [[0, 1]]
+    logits = np.random.default_rng(0).integers(-1, 2, (200, 12)).astype(np.float32)
+    bias = np.full(12, -1.0, np.float32)
+    routing = SigmoidGroupTopK(4, 3, 2, True, 1.0)(jnp.asarray(logits), jnp.asarray(bias))
+    scores = np.asarray(jax.nn.sigmoid(logits))
+    wanted = sigmoid_weights(scores, bias, k=4, groups=3, top_groups=2, normalise=True, scale=1.0)
+    assert max_error(as_weights(routing.experts, routing.weights, 12), wanted) < 1e-6
+
+
+def test_sigmoid_without_a_bias_and_with_hopeless_affinities() -> None:
+    logits = jnp.full((2, 8), -200.0)  # affinities of exactly 0: 0 / (0 + 1e-20) is 0, not NaN
+    routing = SigmoidGroupTopK(2, 4, 2, True, 2.5)(logits, None)
+    assert np.all(np.asarray(routing.weights) == 0)
+
+
+def test_the_correction_bias_gets_no_gradient() -> None:
+    select, logits = SigmoidGroupTopK(2, 2, 1, True, 2.5), jnp.asarray(np.random.default_rng(0).standard_normal((5, 6)))
+    grads = jax.grad(lambda b: jnp.sum(jnp.sin(select(logits, b).weights)))(jnp.full(6, 0.1))
+    assert np.all(np.asarray(grads) == 0)
+    router = Router(4, 6, select, bias=True, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    assert isinstance(router.bias, RouterBias) and not isinstance(router.bias, nnx.Param)
+    assert {path[-1] for path, _ in nnx.to_flat_state(nnx.state(router, nnx.Param))} == {"kernel"}
+
+
+def test_router_computes_in_float32() -> None:
+    """Also for a model in bfloat16; the correction bias is float32 whatever the dtype."""
+    router = Router(64, 8, SoftmaxTopK(2), bias=True, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0))
+    assert router.kernel.dtype == jnp.bfloat16 and router.bias.dtype == jnp.float32
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 64)), jnp.bfloat16)
+    routing = router(x, jnp.ones((2, 3), bool))
+    exact = np.asarray(x, np.float64) @ np.asarray(router.kernel[...], np.float64)
+    assert routing.logits.dtype == routing.weights.dtype == routing.scores.dtype == jnp.float32
+    assert max_error(routing.logits, exact) < PART_TOLERANCE
+    assert routing.valid is not None and routing.valid.shape == (2, 3)
+
+
+# Grouped products
+
+GROUPS: dict[str, tuple[int, list[int]]] = {
+    "even": (23, [6, 6, 6, 5]),
+    "uneven": (23, [1, 9, 0, 13]),
+    "empty-ends": (23, [0, 0, 23, 0]),
+    "all-on-the-first": (23, [23, 0, 0, 0]),
+    "all-on-the-last": (23, [0, 0, 0, 23]),
+    "rows-left-over": (23, [3, 0, 4, 0]),
+    "all-left-over": (23, [0, 0, 0, 0]),
+    "one-row": (1, [0, 1, 0]),
+    "one-row-no-group": (1, [0, 0, 0]),
+    "one-group": (7, [7]),
+    "more-groups-than-rows": (5, [0, 1, 0, 0, 2, 0, 1, 0, 0, 1, 0]),
+    "no-rows": (0, [0, 0, 0]),
+}
+BACKENDS = {
+    "blocked": Blocked(),
+    "blocked-1": Blocked(1),
+    "blocked-3": Blocked(3),
+    "blocked-64": Blocked(64),
+    "ragged": RaggedDot(),
+}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def product_and_gradients(backend: Any, rows: Any, kernel: Any, sizes: Any) -> tuple[Any, Any, Any]:
+    """y, and the gradients of a loss that weighs every output differently and not linearly."""
+
+    def loss(rows: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = backend(rows, kernel, sizes)
+        scale = jnp.linspace(0.5, 1.5, max(y.size, 1))[: y.size].reshape(y.shape)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)) * scale), y
+
+    (_, y), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(rows, kernel)
+    return y, *grads
+
+
+def problem(name: str, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    count, sizes = GROUPS[name]
+    rng = np.random.default_rng(count)
+    rows = jnp.asarray(rng.standard_normal((count, 6)), dtype)
+    kernel = jnp.asarray(rng.standard_normal((len(sizes), 6, 5)) / 6**0.5, dtype)
+    return rows, kernel, jnp.asarray(sizes, jnp.int32)
+
+
+def by_hand(name: str, rows: Any, kernel: Any) -> np.ndarray:
+    count, sizes = GROUPS[name]
+    out, start = np.zeros((count, 5)), 0
+    for group, size in enumerate(sizes):
+        part = slice(start, start + size)
+        out[part] = np.asarray(rows, np.float64)[part] @ np.asarray(kernel, np.float64)[group]
+        start += size
+    return out
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_grouped_products(name: str) -> None:
+    """All backends equal the masked oracle and a loop by hand, forward and backward, in float32."""
+    arrays = problem(name, jnp.float32)
+    wanted = product_and_gradients(Masked(), *arrays)
+    assert max_error(wanted[0], by_hand(name, *arrays[:2])) < PART_TOLERANCE
+    for label, backend in BACKENDS.items():
+        got = product_and_gradients(backend, *arrays)
+        for a, b, what in zip(got, wanted, ("y", "d rows", "d kernel"), strict=True):
+            assert a.dtype == b.dtype and max_error(a, b) < PART_TOLERANCE, (label, what)
+        used = sum(GROUPS[name][1])
+        for a in got[:2]:
+            assert np.all(np.asarray(a)[used:] == 0), (label, "rows that belong to no group")
+        empty = np.asarray(GROUPS[name][1]) == 0
+        assert np.all(np.asarray(got[2])[empty] == 0), (label, "kernels of empty groups")
+
+
+@pytest.mark.parametrize("name", ["uneven", "rows-left-over", "one-row"])
+def test_grouped_products_in_bfloat16(name: str) -> None:
+    """bfloat16 in, bfloat16 out, sums in float32: within a rounding of the exact product of the rounded inputs."""
+    arrays = problem(name, jnp.bfloat16)
+    wanted = product_and_gradients(Masked(), *(a.astype(jnp.float32) for a in arrays[:2]), arrays[2])
+    for label in ("masked", "blocked", "blocked-3", "ragged"):
+        got = product_and_gradients({"masked": Masked(), **BACKENDS}[label], *arrays)
+        for a, b, what in zip(got, wanted, ("y", "d rows", "d kernel"), strict=True):
+            assert a.dtype == jnp.bfloat16, (label, what)
+            assert max_error(a, b) <= 0.02 * max(1.0, float(jnp.max(jnp.abs(b), initial=0))), (label, what)
+
+
+def test_rows_of_no_group_may_hold_anything() -> None:
+    """What lies behind the last group (a buffer's end) must not leak into the output: zero times NaN is NaN."""
+    rows, kernel, sizes = problem("rows-left-over", jnp.float32)
+    clean = product_and_gradients(Masked(), rows, kernel, sizes)
+    spoiled = rows.at[7:].set(jnp.nan)
+    for label, backend in {"masked": Masked(), **BACKENDS}.items():
+        y = backend(spoiled, kernel, sizes)
+        assert max_error(y, clean[0]) < PART_TOLERANCE, label
+
+
+def test_sizes_are_data() -> None:
+    """One compilation for every distribution of rows over groups."""
+    rows, kernel, _ = problem("uneven", jnp.float32)
+    for backend in (Masked(), Blocked(), Blocked(4), RaggedDot()):
+        run = jax.jit(backend)
+        for sizes in ([1, 9, 0, 13], [0, 0, 0, 23], [6, 6, 6, 5], [0, 2, 0, 0]):
+            assert max_error(run(rows, kernel, jnp.asarray(sizes)), Masked()(rows, kernel, jnp.asarray(sizes))) < 1e-5
+        assert run._cache_size() == 1
+
+
+def test_blocked_does_not_keep_intermediates() -> None:
+    """Its backward needs the inputs only: what grows with rows times groups would not fit."""
+    rows, kernel, sizes = problem("uneven", jnp.float32)
+    _, pull = jax.vjp(lambda r, k: Blocked(4)(r, k, sizes), rows, kernel)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
+    assert kept <= rows.nbytes + kernel.nbytes + 16 * sizes.nbytes
+
+
+def count_products(monkeypatch: pytest.MonkeyPatch, backend: Any, sizes: list[int]) -> int:
+    """How many matrix products a backend really computes, counted as they happen."""
+    seen: list[int] = []
+    true = grouped_matmul.matmul
+
+    def counted(x: Any, kernel: Any) -> Any:
+        jax.debug.callback(lambda _: seen.append(1), x[:1, :1])
+        return true(x, kernel)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grouped_matmul, "matmul", counted)
+        rng = np.random.default_rng(0)
+        rows = jnp.asarray(rng.standard_normal((sum(sizes), 6)), jnp.float32)
+        kernel = jnp.asarray(rng.standard_normal((len(sizes), 6, 5)), jnp.float32)
+        jax.block_until_ready(jax.jit(backend.__call__)(rows, kernel, jnp.asarray(sizes, jnp.int32)))
+        jax.effects_barrier()
+    return len(seen)
+
+
+def test_work_grows_with_the_rows_and_not_with_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claim of a sparse model. The oracle really is dense, which shows that the count counts."""
+    few, many = [8, 8, 16, 0], [8, 8, 16, *[0] * 29]
+    assert count_products(monkeypatch, Masked(), few) == 4
+    assert count_products(monkeypatch, Masked(), many) == 32
+    assert count_products(monkeypatch, Blocked(4), few) == count_products(monkeypatch, Blocked(4), many) == 8
+    assert count_products(monkeypatch, Blocked(4), [16, 16, 32, 0]) == 16
+    assert count_products(monkeypatch, Blocked(4), [0] * 9) == 0
+    scattered = [1 if e % 8 == 0 else 0 for e in range(64)]
+    assert count_products(monkeypatch, Blocked(4), scattered) == 8  # a block a group in use, at worst
+    assert count_products(monkeypatch, Blocked(), scattered) == 8
+
+
+# Dispatch
+
+
+def make_moe(
+    dispatch: Any, matmul: Any = None, *, count: int = 5, k: int = 2, shared: bool = True, seed: int = 0
+) -> MoE:
+    kw: dict[str, Any] = {"dtype": jnp.dtype(jnp.float32), "rngs": nnx.Rngs(0)}
+    router = Router(8, count, SoftmaxTopK(k), bias=False, **kw)
+    experts = Experts(8, 7, count, matmul=matmul or Masked(), **kw)
+    moe = MoE(router, experts, dispatch, MLP(8, 6, bias=False, **kw) if shared else None)
+    return randomise(moe, seed)
+
+
+def run_moe(moe: MoE, x: Any, valid: Any = None, gradients: bool = True) -> tuple[Any, DispatchInfo, Any]:
+    """y, what the dispatch reported, and gradients of x and every parameter (of the loss over valid tokens)."""
+    graph, state = nnx.split(moe)
+    keep = jnp.ones(x.shape[:2]) if valid is None else jnp.asarray(valid, jnp.float32)
+
+    def loss(state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        y, _, info = nnx.merge(graph, state)(x, valid)
+        return jnp.sum(jnp.sin(y) * keep[..., None]), (y, info)
+
+    if not gradients:
+        _, (y, info) = jax.jit(loss)(state, x)
+        return y, info, None
+    grads, (y, info) = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(state, x)
+    return y, info, grads
+
+
+def inputs(batch: int, length: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((batch, length, 8)), jnp.float32)
+
+
+@pytest.mark.parametrize(("k", "masked"), [(1, False), (2, True), (5, False)])
+def test_dispatches_are_one_function(k: int, masked: bool) -> None:
+    """Outputs, loads and all gradients (x, router, experts, shared) of every dispatch with every backend."""
+    x, valid = inputs(2, 9), None
+    if masked:
+        valid = jnp.ones((2, 9), bool).at[0, :4].set(False).at[1, -2:].set(False)
+    keep = np.ones((2, 9), bool) if valid is None else np.asarray(valid)
+    wanted, wanted_info, wanted_grads = run_moe(make_moe(Dense(), k=k), x, valid)
+    assert int(wanted_info.dropped) == 0
+    assert int(jnp.sum(wanted_info.load)) == keep.sum() * k
+    assert all(float(jnp.max(jnp.abs(g))) > 0 for g in jax.tree.leaves(wanted_grads) if k > 1)
+    ways: list[tuple[Any, Any]] = [(Sorted(), Blocked()), (Capacity(5.0), Masked())]
+    if masked:
+        ways += [(Sorted(), Masked()), (Sorted(), RaggedDot()), (Dense(), Blocked(4)), (Capacity(100.0), Blocked())]
+    for dispatch, matmul in ways:
+        y, info, grads = run_moe(make_moe(dispatch, matmul, k=k), x, valid)
+        assert max_error(y, wanted, keep) < PART_TOLERANCE, dispatch
+        assert int(info.dropped) == 0, dispatch
+        assert np.array_equal(info.load, wanted_info.load), dispatch
+        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True)
+        assert all(max_error(a, b) < PART_TOLERANCE for a, b in pairs), (dispatch, matmul)
+
+
+def test_a_router_kernel_gets_its_gradient_from_the_weights() -> None:
+    """Against finite differences, where no choice flips."""
+    x = inputs(1, 4)
+    gradient = np.asarray(run_moe(make_moe(Sorted(), Blocked()), x)[2][0]["router"]["kernel"][...])
+
+    def loss(at: tuple[int, int], step: float) -> float:
+        moe = make_moe(Dense())
+        moe.router.kernel[...] = moe.router.kernel[...].at[at].add(step)
+        return float(jnp.sum(jnp.sin(moe(x)[0])))
+
+    for at in ((0, 0), (3, 2), (7, 4)):
+        assert abs((loss(at, 1e-2) - loss(at, -1e-2)) / 2e-2 - gradient[at]) < 2e-3, at
+
+
+def test_a_shared_expert_is_added_once_and_unweighted() -> None:
+    moe, x = make_moe(Dense()), inputs(2, 3)
+    alone = make_moe(Dense())
+    alone.shared = None
+    assert moe.shared is not None
+    assert max_error(moe(x)[0] - alone(x)[0], moe.shared(x)) < PART_TOLERANCE
+
+
+def test_no_tokens_at_all() -> None:
+    x = jnp.zeros((2, 0, 8))
+    for dispatch, matmul in ((Dense(), Masked()), (Sorted(), Blocked()), (Sorted(), RaggedDot())):
+        y, _, info = make_moe(dispatch, matmul)(x)
+        assert y.shape == (2, 0, 8) and int(jnp.sum(info.load)) == 0
+
+
+def test_bfloat16_blocks_agree() -> None:
+    """The same routing, and outputs within bfloat16's rounding of each other."""
+    x = inputs(2, 9).astype(jnp.bfloat16)
+    outs = []
+    for dispatch, matmul in (
+        (Dense(), Masked()),
+        (Sorted(), Blocked()),
+        (Sorted(), RaggedDot()),
+        (Capacity(5.0), Masked()),
+    ):
+        moe = make_moe(dispatch, matmul)
+        nnx.update(moe, jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(moe)))
+        y, routing, _ = moe(x)
+        assert y.dtype == jnp.bfloat16
+        outs.append((np.asarray(y, np.float32), np.asarray(routing.experts)))
+    for y, experts in outs[1:]:
+        assert np.array_equal(experts, outs[0][1])
+        assert max_error(y, outs[0][0]) < 0.05
+
+
+def test_permute_and_combine_undo_each_other() -> None:
+    rng = np.random.default_rng(0)
+    experts = np.stack([rng.permutation(6)[:3] for _ in range(10)]).reshape(2, 5, 3)
+    weights = jnp.asarray(rng.random((2, 5, 3)), jnp.float32)
+    scores = jnp.zeros((2, 5, 6))
+    routing = Routing(jnp.asarray(experts), weights, scores, scores)
+    x = inputs(2, 5)
+    rows, order = permute(x, routing)
+    assert np.all(np.diff(experts.reshape(-1)[np.asarray(order)]) >= 0)
+    ties = experts.reshape(-1)[np.asarray(order)]
+    assert all(a < b for a, b, s, t in zip(order[:-1], order[1:], ties[:-1], ties[1:], strict=True) if s == t)
+    assert np.array_equal(rows, np.asarray(x).reshape(10, 8)[np.asarray(order) // 3])
+    back = combine(rows, order, routing).reshape(2, 5, 8)
+    assert max_error(back, x * jnp.sum(weights, axis=-1, keepdims=True)) < PART_TOLERANCE
+    assert np.array_equal(count_experts(routing), np.bincount(experts.reshape(-1), minlength=6))
+
+
+# Capacity
+
+
+def expected_drops(experts: np.ndarray, count: int, slots: int, valid: np.ndarray) -> np.ndarray:
+    """Which assignments are kept ``[B T X]``: first come, first served, in each row of the batch by itself."""
+    kept = np.zeros(experts.shape, bool)
+    for b in range(experts.shape[0]):
+        room = [slots] * count
+        for t in range(experts.shape[1]):
+            for x in range(experts.shape[2]):
+                if valid[b, t] and room[experts[b, t, x]]:
+                    room[experts[b, t, x]] -= 1
+                    kept[b, t, x] = True
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("length", "k", "count", "factor", "slots"),
+    [
+        (9, 2, 5, 1.0, 4),  # ceil(18 / 5) = 4
+        (9, 2, 5, 0.5, 2),
+        (9, 2, 5, 1.3, 5),  # 5.2 rounded down
+        (9, 2, 5, 0.1, 1),  # at least one slot
+        (16, 1, 4, 1.0, 4),
+        (16, 1, 4, 1.25, 5),
+        (3, 1, 8, 2.5, 2),  # ceil(3 / 8) * 2.5, and never below the factor
+        (6, 2, 3, 99.0, 6),  # an expert meets a token once at most
+    ],
+)
+def test_capacity_drops_exactly_what_does_not_fit(
+    length: int, k: int, count: int, factor: float, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = inputs(3, length, seed=length)
+    valid = np.random.default_rng(0).random((3, length)) < 0.8
+    moe = make_moe(Capacity(factor), count=count, k=k, shared=False)
+    rows: list[int] = []
+    true = Masked.__call__
+    monkeypatch.setattr(Masked, "__call__", lambda self, r, *rest: (rows.append(r.shape[0]), true(self, r, *rest))[1])
+    y, routing, info = jax.jit(lambda x, valid: moe(x, valid))(x, jnp.asarray(valid))
+    assert rows == [count * 3 * slots] * 3  # gate, up and down
+    experts, weights = np.asarray(routing.experts), np.asarray(routing.weights)
+    kept = expected_drops(experts, count, slots, valid)
+    assert int(info.dropped) == (valid[..., None] & ~kept).sum()
+    wanted_load = [(experts[kept] == e).sum() for e in range(count)]
+    assert np.asarray(info.load).tolist() == wanted_load
+    wanted = np.zeros(x.shape)
+    for b, t, i in zip(*np.nonzero(kept), strict=True):
+        e = experts[b, t, i]
+        g, u, d = (np.asarray(a[...], np.float64)[e] for a in (moe.experts.gate, moe.experts.up, moe.experts.down))
+        gate = np.asarray(x[b, t], np.float64) @ g
+        wanted[b, t] += weights[b, t, i] * ((gate / (1 + np.exp(-gate)) * (np.asarray(x[b, t]) @ u)) @ d)
+    assert max_error(y, wanted) < PART_TOLERANCE
+
+
+def test_kept_tokens_do_not_notice_the_dropped() -> None:
+    moe, x = make_moe(Capacity(0.6), shared=False), inputs(2, 12)
+    y, routing, info = moe(x)
+    assert int(info.dropped) > 0
+    whole = make_moe(Dense(), shared=False)(x)[0]
+    slots = int(np.ceil(12 * 2 / 5) * 0.6)
+    kept = expected_drops(np.asarray(routing.experts), 5, slots, np.ones((2, 12), bool)).all(axis=-1)
+    assert 0 < kept.sum() < kept.size
+    assert max_error(y, whole, kept) < PART_TOLERANCE
+
+
+def test_rows_of_a_batch_do_not_compete() -> None:
+    moe, x = make_moe(Capacity(0.6), shared=False), inputs(3, 12)
+    together = moe(x)[0]
+    alone = jnp.concatenate([moe(x[b : b + 1])[0] for b in range(3)])
+    assert max_error(together, alone) < PART_TOLERANCE
+
+
+def test_padding_takes_no_room() -> None:
+    """With 12 tokens of padding in front, each expert still has room for the real ones."""
+    moe, x = make_moe(Capacity(1.0), shared=False), inputs(1, 24)
+    valid = jnp.arange(24)[None] >= 18
+    y, _, info = moe(x, valid)
+    assert int(info.dropped) == 0
+    assert max_error(y, make_moe(Dense(), shared=False)(x)[0], valid) < PART_TOLERANCE
+    assert np.all(np.asarray(y)[0, :18] == 0)
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, float("nan")])
+def test_capacity_refuses_no_room(factor: float) -> None:
+    with pytest.raises(ValueError, match="factor"):
+        Capacity(factor)
+
+
+def test_values_are_hashable() -> None:
+    """Strategies are static arguments of compiled programs."""
+    for make in (Dense, Sorted, lambda: Capacity(1.5), Masked, Blocked, lambda: Blocked(8), RaggedDot):
+        assert hash(make()) == hash(make()) and make() == make()
+    select: Callable[[], Any] = lambda: SigmoidGroupTopK(2, 4, 2, True, 2.5)  # noqa: E731
+    assert hash(select()) == hash(select())
+    assert dataclasses.replace(select(), k=3) != select()
