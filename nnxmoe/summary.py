@@ -148,8 +148,8 @@ def _cache(model: CausalLM, config: DecoderConfig) -> tuple[int, int | None]:
     """Bytes a token, and the number of tokens after which the cache grows no more."""
 
     def size(capacity: int) -> int:
-        layers = jax.eval_shape(lambda: model.empty_cache(1, capacity).layers)
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
+        buffers = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(1, capacity).layers))
+        return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
 
     return size(1), config.window
 
