@@ -29,6 +29,7 @@ PASS = {
     "sorting": 0.9,
     "code": 0.9,
     "talk": 0.9,
+    "word problems": 0.9,
     "stories": 0.8,
 }
 

@@ -1,0 +1,1 @@
+"""The embedded demo: a tiny Mixtral in Hugging Face format, and the text and script that made it."""
