@@ -118,6 +118,8 @@ def _load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
 
 
 def _sampling(options: argparse.Namespace) -> nnxmoe.Sampling:
+    if options.temperature == 0 and (options.top_k, options.top_p, options.min_p) != (0, 1.0, 0.0):
+        say("temperature is 0, always the likeliest token: --top-k, --top-p and --min-p change nothing")
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return nnxmoe.Sampling(**{name: getattr(options, name) for name in names})
 
@@ -176,7 +178,8 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from nnxmoe.summary import memory_bytes, summarise
+    from nnxmoe.memory import memory_bytes
+    from nnxmoe.summary import summarise
 
     s = summarise(_path(options.model), options.dtype, options.revision, options.local_files_only)
     context = options.context or min(s.config.max_position_embeddings, 4096)
@@ -194,6 +197,8 @@ def _inspect(options: argparse.Namespace) -> None:
         for kind, names in (("missing", s.missing), ("not used", s.unexpected)):
             for name in names[:5]:
                 print(f"  {kind:9} {name}")
+        for line in s.misshapen[:5]:
+            print(f"  wrong     {line}")
     limit = "" if s.cache_slots is None else f", {s.cache_slots} tokens at most (sliding window)"
     print(f"weights     {_bytes(s.weight_bytes)} in {s.weight_dtype}")
     print(f"cache       {_bytes(s.cache_token)} a token{limit}")

@@ -56,6 +56,9 @@ HARMLESS = frozenset(
 ABSENT = frozenset({"head_dim", "rope_scaling", "rope_parameters", "original_max_position_embeddings"})
 
 
+LARGEST = {"num_hidden_layers": 4096}  # a layer costs time before any file is read
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The fields that all decoders here share. Widths and counts are positive integers; ``null`` fields may be None."""
@@ -120,6 +123,8 @@ class DecoderConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        if value > LARGEST.get(name, 2**31 - 1):
+            raise ConfigError(f"{name} {value} is beyond what is supported: at most {LARGEST.get(name, 2**31 - 1)}")
 
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> Self:

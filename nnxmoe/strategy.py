@@ -17,6 +17,9 @@ def _default_matmul() -> GroupedMatmul:
     return RaggedDot() if jax.default_backend() == "tpu" else Blocked()
 
 
+_DEFAULTS = {"dispatch": Sorted(), "matmul": Blocked(), "attend": Reference(), "latent": ByLength()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Strategy:
     """The execution choices of a model, each an object that does the work.
@@ -32,6 +35,14 @@ class Strategy:
     latent: LatentAttend = ByLength()
     scan_layers: bool = False
     compute_dtype: jnp.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dispatch", "matmul", "attend", "latent"):
+            value = getattr(self, name)
+            if isinstance(value, type) or not callable(value):
+                raise ValueError(
+                    f"Strategy({name}={value!r}): give an object such as {type(_DEFAULTS[name]).__name__}()"
+                )
 
     @classmethod
     def auto(cls) -> Self:

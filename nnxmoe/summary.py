@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class Summary:
     """Sizes of a model. ``parts``: parameters by kind. ``stored``: bytes in the files by dtype, empty without files.
 
     ``cache_token``: cache bytes a token and row adds; ``cache_slots``: how many tokens the cache holds at most (None:
-    all). ``missing`` and ``unexpected``: tensors by name, where there are files.
+    all). ``missing`` and ``unexpected``: tensors by name, ``misshapen``: what is wrong, where there are files.
     """
 
     source: str
@@ -42,6 +42,7 @@ class Summary:
     cache_slots: int | None
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    misshapen: tuple[str, ...]
 
     @property
     def parameters(self) -> int:
@@ -92,6 +93,7 @@ def summarise(
         slots,
         tuple(sorted(needed - headers.keys())) if headers else (),
         tuple(sorted(n for n in headers.keys() - needed if not n.endswith("_scale_inv"))),
+        tuple(_misshapen(plan, headers)),
     )
 
 
@@ -110,6 +112,14 @@ def _find(
         return hub_headers(str(name), revision=revision, local_files_only=local_files_only)
     except CheckpointError as error:
         raise CheckpointError(f"{error} (presets, which need no files: {', '.join(PRESETS)})") from None
+
+
+def _misshapen(plan: list[Entry], headers: Headers) -> Iterator[str]:
+    for entry in plan:
+        for piece in entry.pieces:
+            if piece.name in headers and headers[piece.name][1] != entry.stored(piece):
+                shapes = f"{list(headers[piece.name][1])}, config.json asks for {list(entry.stored(piece))}"
+                yield f"{piece.name} has shape {shapes}"
 
 
 def _part(entry: Entry) -> str:
@@ -152,18 +162,3 @@ def _cache(model: CausalLM, config: DecoderConfig) -> tuple[int, int | None]:
         return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
 
     return size(1), config.window
-
-
-def memory_bytes() -> tuple[int, str]:
-    """Memory for weights and caches: of the first accelerator, else what this machine has free; and its name."""
-    device = jax.devices()[0]
-    stats = device.memory_stats() or {}
-    if device.platform != "cpu" and "bytes_limit" in stats:
-        return int(stats["bytes_limit"]) * jax.device_count(), f"{jax.device_count()} x {device.device_kind}"
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024, "this machine's free memory"
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine's memory"

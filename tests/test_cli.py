@@ -49,7 +49,9 @@ def test_wrong_command_lines_exit_2(line: list[str], capsys: pytest.CaptureFixtu
         (["generate", "./nowhere", "--prompt", "x"], "no such folder"),
         (["generate", MIXTRAL, "--prompt", "x", "--temperature", "-1"], "temperature"),
         (["generate", MIXTRAL, "--prompt", "x", "--temperature", "1", "--top-p", "0"], "top_p"),
-        (["generate", MIXTRAL, "--prompt", ""], "at least one"),
+        (["generate", MIXTRAL, "--prompt", ""], "prompt is empty"),
+        (["generate", MIXTRAL, "--prompt", "x", "--seed", str(2**70)], "seed"),
+        (["generate", MIXTRAL, "--prompt", "x", "--max-new-tokens", str(10**11)], "GB"),
         (["inspect", "./nowhere"], "nowhere"),
         (["inspect", str(CASES / "mixtral_basic")], "config.json"),
     ],
@@ -138,6 +140,9 @@ def test_inspect_of_a_config_alone_and_of_misfits(tmp_path: Path) -> None:
     (more / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 4, "attention_bias": True}))
     (more / "model.safetensors").symlink_to(CASES / "deepseek_basic" / "model" / "model.safetensors")
     misfit = summarise(more)
+    assert misfit.misshapen == ()
+    (more / "config.json").write_text(json.dumps(fields | {"moe_intermediate_size": 16}))
+    assert any("gate_proj" in line and "[32, 64]" in line for line in summarise(more).misshapen)
     assert any("layers.3." in name for name in misfit.missing) and any(n.endswith("bias") for n in misfit.missing)
 
 

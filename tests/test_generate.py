@@ -271,7 +271,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"token ids .* got 53"):
         run([[53]], count=0)
     for empty in (np.zeros((2, 0), np.int32), np.zeros((0, 3), np.int32), [], [[]]):
-        with pytest.raises(ValueError, match=r"tokens must be integers \[B, T\] with at least one of each"):
+        with pytest.raises(ValueError, match="the prompt is empty"):
             nnxmoe.generate(tiny(), empty)
     with pytest.raises(ValueError, match=r"tokens must be integers \[B, T\].* float64"):
         nnxmoe.generate(tiny(), [[1.0]])
@@ -373,3 +373,22 @@ def test_stream_is_lazy() -> None:
     pieces = nnxmoe.stream(model, tokenizer, [1, 2, 3], max_new_tokens=40, eos_token_id=None)
     assert next(iter(pieces))
     pieces.close()  # type: ignore[attr-defined]
+
+
+def test_models_are_functions_under_every_transformation(case_model: Any) -> None:
+    """Tokens closed over, passed in, or given as lists; the model's arrays closed over or differentiated."""
+    model, tokens = case_model("mixtral_basic"), jnp.array([[0, 5, 9]])
+    expected = np.asarray(model(tokens).logits)
+    np.testing.assert_allclose(model([[0, 5, 9]]).logits, expected, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(lambda: model(tokens).logits)(), expected, atol=1e-5)
+    np.testing.assert_allclose(nnx.jit(lambda m, t: m(t).logits)(model, tokens), expected, atol=1e-5)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    loss = jax.checkpoint(lambda p: nnx.merge(graph, p, rest)(tokens).logits.sum())
+    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(jax.grad(loss)(params)))
+
+
+@pytest.mark.wrong_types
+def test_a_strategy_takes_objects() -> None:
+    for wrong in ("dense", nnxmoe.Dense):
+        with pytest.raises(ValueError, match=r"dispatch=.*Sorted\(\)"):
+            nnxmoe.Strategy(dispatch=wrong)  # pyright: ignore

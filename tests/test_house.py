@@ -18,6 +18,7 @@ LEVELS = {
     "nnxmoe.axes": 0,
     "nnxmoe.progress": 0,
     "nnxmoe.hub": 0,
+    "nnxmoe.memory": 0,
     "nnxmoe.layers": 1,
     "nnxmoe.moe": 1,
     "nnxmoe.kernels": 1,

@@ -71,7 +71,10 @@ def from_pretrained(
 
 
 def _float_dtype(dtype: Dtype) -> np.dtype:
-    named = jnp.dtype(dtype)
+    try:
+        named = jnp.dtype(dtype)
+    except TypeError:
+        named = dtype
     if named not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"dtype {named} is not supported for weights; supported: float32, bfloat16, float16")
     return named

@@ -5,6 +5,7 @@ compiles nothing. Each step is one call of a jitted function over a flat list of
 """
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from nnxmoe.generation.sampling import Knobs, Sampling, Steps, pick, prepare
 from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.memory import memory_bytes
 from nnxmoe.progress import logger, say
 
 Eos = int | np.integer | Sequence[int] | None | EllipsisType
@@ -84,6 +86,8 @@ def generate_tokens(
     if isinstance(max_new_tokens, bool) or int(max_new_tokens) != max_new_tokens or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
     max_new_tokens = int(max_new_tokens)
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit in 64 bits, got {seed}")
     vocab = model.embed.table.shape[0]
     if tokens.min() < 0 or tokens.max() >= vocab:
         bad = tokens.min() if tokens.min() < 0 else tokens.max()
@@ -99,6 +103,7 @@ def generate_tokens(
     leaves, tree = jax.tree.flatten(state)
     programs = _programs(graph, tree)
     capacity = bucket(ids.shape[1] + max_new_tokens, smallest=64)
+    _check_room(model, ids.shape[0], capacity)
     programs.announce(ids.shape, capacity, steps)
     key = jax.random.key(seed)
     token, memory = programs.prefill(leaves, ids, valid, capacity, steps, knobs, key)
@@ -106,6 +111,16 @@ def generate_tokens(
     for i in range(1, max_new_tokens):
         token, memory = programs.decode(leaves, token, memory, steps, knobs, key, np.int32(i))
         yield np.asarray(token)
+
+
+def _check_room(model: CausalLM, batch: int, capacity: int) -> None:
+    buffers = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(batch, capacity).layers))
+    need, (have, where) = sum(math.prod(b.shape) * b.dtype.itemsize for b in buffers), memory_bytes()
+    if need > have:
+        raise ValueError(
+            f"a cache of {capacity} tokens for batch {batch} needs {need / 1e9:.1f} GB and {where} is {have / 1e9:.1f} GB: "
+            "ask for fewer max_new_tokens or a smaller batch"
+        )
 
 
 class Memory(NamedTuple):
@@ -218,6 +233,8 @@ def _pad_id(model: CausalLM, eos: tuple[int, ...]) -> int:
 
 def _ids(tokens: Any) -> np.ndarray:
     ids = np.asarray(tokens)
-    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or 0 in ids.shape:
-        raise ValueError(f"tokens must be integers [B, T] with at least one of each, got {ids.dtype} {list(ids.shape)}")
+    if ids.size == 0:
+        raise ValueError(f"the prompt is empty: tokens {list(ids.shape)} need at least one row and one token")
+    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"tokens must be integers [B, T], got {ids.dtype} {list(ids.shape)}")
     return ids

@@ -114,6 +114,7 @@ class CausalLM(nnx.Module):
         Raises ValueError for ids outside the vocabulary, wrong shapes, or a full cache.
         """
         arrays = (attention_mask, positions, segment_ids, cache)
+        tokens = np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
         self._check(tokens, *arrays)
         asked = (return_routing, return_hidden)
         graph, state = nnx.split(self)
@@ -187,7 +188,7 @@ class CausalLM(nnx.Module):
 
     def _check(self, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any, cache: Cache | None) -> None:
         shape = np.shape(tokens)
-        if len(shape) != 2 or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
+        if len(shape) != 2 or 0 in shape or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
             raise ValueError(f"tokens must be integers [B, T], got {jnp.result_type(tokens)} {list(shape)}")
         given = {"attention_mask": attention_mask, "positions": positions, "segment_ids": segment_ids}
         for name, array in given.items():
@@ -195,7 +196,8 @@ class CausalLM(nnx.Module):
                 raise ValueError(f"{name} must have the tokens' shape {list(shape)}, got {list(np.shape(array))}")
         if not isinstance(tokens, Tracer) and np.size(tokens):
             vocab = self.embed.table.shape[0]
-            low, high = int(np.min(tokens)), int(np.max(tokens))
+            ids = np.asarray(tokens)  # under a trace, reducing a JAX array would be traced too
+            low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= vocab:
                 raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {low if low < 0 else high}")
         if cache is not None and not isinstance(cache.length, Tracer):
