@@ -118,7 +118,8 @@ def _check_room(model: CausalLM, batch: int, capacity: int) -> None:
     need, (have, where) = sum(math.prod(b.shape) * b.dtype.itemsize for b in buffers), memory_bytes()
     if need > have:
         raise ValueError(
-            f"a cache of {capacity} tokens for batch {batch} needs {need / 1e9:.1f} GB and {where} is {have / 1e9:.1f} GB: "
+            f"a cache of {capacity} tokens for batch {batch} needs {need / 1e9:.1f} GB, "
+            f"{where} is {have / 1e9:.1f} GB: "
             "ask for fewer max_new_tokens or a smaller batch"
         )
 
