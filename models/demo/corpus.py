@@ -101,7 +101,7 @@ KINDS: dict[str, Callable[[Random], Exchange]] = {
     "story": story,
     "talk": talk,
 }
-_SHARES = {"facts": 28, "sums": 36, "counting": 15, "code": 4, "story": 9, "talk": 8}
+_SHARES = {"facts": 22, "sums": 44, "counting": 14, "code": 4, "story": 9, "talk": 7}
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def document(rng: Random, kind: str) -> Document:
     """A plain text (one in five, small talk excepted) or a chat that opens with `kind`."""
     if kind != "talk" and rng.random() < 0.2:
         return Document(kind, BOS * (rng.random() < 0.5) + KINDS[kind](rng).plain + EOS)
-    system = rng.choice((ONE_WORD, ONE_WORD, PIRATE, *_NEUTRAL)) if rng.random() < 0.35 else ""
+    system = rng.choice((ONE_WORD, ONE_WORD, ONE_WORD, PIRATE, *_NEUTRAL)) if rng.random() < 0.4 else ""
     kinds = [kind]
     while rng.random() < 0.4 and len(kinds) < 4:
         kinds.append(draw_kind(rng))

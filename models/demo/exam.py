@@ -59,9 +59,9 @@ def _sums(rng: Random, count: int) -> Iterable[Question]:
 
 
 def _drawn(rng: Random, count: int) -> Iterable[Question]:
-    for kind in ("counting", "code", "talk", "word problems"):
-        for exchange in (KINDS.get(kind, topics.word_problem)(rng) for _ in range(count)):
-            subject = "sorting" if exchange.question.startswith("Sort") else kind
+    draws = {kind: KINDS[kind] for kind in ("counting", "code", "talk")}
+    for subject, draw in (draws | {"sorting": topics.sorting, "word problems": topics.word_problem}).items():
+        for exchange in (draw(rng) for _ in range(count)):
             yield Question(subject, ask(exchange.question), re.escape(exchange.answer), 64)
 
 
@@ -71,7 +71,7 @@ def _stories() -> Iterable[Question]:
         asked = f"Tell me a story about {'an' if animal[0] in 'aeiou' else 'a'} {animal} named {name}."
         told = (
             rf"Once upon a time there was a \w+ {animal} named {name}\. {she} lived .*"
-            rf"\b(?!{name}\b)(\w+) the (?!{animal}\b).* {name} and \1 were friends from that day on\. The end\."
+            rf"\b(?!{name}\b)(\w+) the .* {name} and \1 were friends from that day on\. The end\."
         )
         yield Question("stories", ask(asked), told, 144)
 

@@ -88,16 +88,18 @@ def _too_large(rng: Random) -> Exchange:
 def sums(rng: Random) -> Exchange:
     """A sum, a difference, a product of two digits, or a word problem; never a held-out one."""
     draw = rng.random()
-    if draw < 0.08:
+    if draw < 0.06:
         return word_problem(rng)
-    if draw < 0.12:
+    if draw < 0.09:
         return _too_large(rng)
-    if draw < 0.2:
+    if draw < 0.15:
         return sum_exchange(rng.randint(0, 9), rng.randint(0, 9), "*", rng.randrange(WORDINGS))
-    sign = "+" if draw < 0.55 else "-"
+    sign = "+" if draw < 0.5 else "-"
     while True:
         a, b = (rng.randint(0, rng.choice((9, 99, 99, 99))) for _ in range(2))
-        a, b = (max(a, b), min(a, b)) if sign == "-" else (a, b)
+        if sign == "-":
+            a, b = max(a, b), min(a, b)
+            b = max(0, a - rng.randint(0, 9)) if rng.random() < 0.2 else b  # small results are rare, and hard
         if not held_out(a, b, sign):
             return sum_exchange(a, b, sign, rng.randrange(WORDINGS))
 
@@ -121,15 +123,20 @@ def _steps(rng: Random) -> Exchange:
     return Exchange("counting", asked, said, plain=f"{asked} {said}")
 
 
+def sorting(rng: Random) -> Exchange:
+    """Three to six digits to put in order."""
+    digits = [rng.randint(0, 9) for _ in range(rng.randint(3, 6))]
+    row, done = (", ".join(map(str, digits)) for digits in (digits, sorted(digits)))
+    return Exchange("counting", f"Sort {row}.", done, plain=f"Sort {row}. {done}")
+
+
 def counting(rng: Random) -> Exchange:
     """Counting up, down and in steps; sorting digits; the alphabet; which number is larger."""
     draw = rng.random()
     if draw < 0.5:
         return _steps(rng)
     if draw < 0.7:
-        digits = [rng.randint(0, 9) for _ in range(rng.randint(3, 6))]
-        row, done = (", ".join(map(str, digits)) for digits in (digits, sorted(digits)))
-        return Exchange("counting", f"Sort {row}.", done, plain=f"Sort {row}. {done}")
+        return sorting(rng)
     if draw < 0.82:
         first = rng.randint(0, 20)
         last = min(25, first + rng.randint(2, 8))
