@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     demo = command("demo", _demo, "Run the embedded tiny Mixtral: text, and the experts it used.", "nnxmoe demo")
-    demo.add_argument("--max-new-tokens", type=_count, default=48, metavar="N", help="at most N tokens a prompt")
+    demo.add_argument("--max-new-tokens", type=_count, default=80, metavar="N", help="at most N tokens a prompt")
 
     example = "nnxmoe generate mistralai/Mixtral-8x7B-v0.1 --prompt 'The three laws are' --dtype bfloat16"
     generate = command("generate", _generate, "Continue a prompt, streaming the text.", example)

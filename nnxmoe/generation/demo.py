@@ -13,9 +13,9 @@ from nnxmoe.progress import say
 QUESTION, TEXT = "question", "text"
 PROMPTS = (
     (QUESTION, "What is the capital of France?"),
-    (QUESTION, "What is 7 + 8?"),
-    (TEXT, "Once upon a time"),
-    (TEXT, "def add(a, b):"),
+    (QUESTION, "What is 47 + 38?"),
+    (QUESTION, "Write a function that squares a number."),
+    (TEXT, "Once upon a time there was a clever fox named Mia."),
 )
 BARS = " ▁▂▃▄▅▆▇█"
 
