@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nnxmoe.config import ConfigError, DecoderConfig
+from nnxmoe.files import short
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models.deepseek_v3 import PRESETS as _DEEPSEEK
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
@@ -44,7 +45,7 @@ def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
         raise ConfigError(f"config.json must hold an object, got {type(fields).__name__}")
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in MODELS:
-        raise ConfigError(f"model_type {kind!r} is not supported; supported: {', '.join(MODELS)}")
+        raise ConfigError(f"model_type {short(kind)} is not supported; supported: {', '.join(MODELS)}")
     return MODELS[kind][0].from_hf(fields)
 
 

@@ -69,13 +69,12 @@ class DeepSeekV3Config(DecoderConfig):
 
     def _check(self) -> None:
         super()._check()
-        for name in ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers"):
-            value = getattr(self, name)
-            value = 0 if value is None and name == "n_shared_experts" else value
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name} must be a non-negative integer, got {value!r}")
+        for name in ("first_k_dense_replace", "num_nextn_predict_layers"):
+            self._count(name, least=0)
+        if self.n_shared_experts is not None:
+            self._count("n_shared_experts", least=0)
         if self.q_lora_rank is not None:
-            self._positive("q_lora_rank")
+            self._count("q_lora_rank")
         if self.kv_heads != self.num_attention_heads:
             raise ConfigError(
                 f"num_key_value_heads {self.kv_heads} must equal num_attention_heads {self.num_attention_heads}: "
@@ -100,6 +99,10 @@ class DeepSeekV3Config(DecoderConfig):
     @property
     def head_width(self) -> int:
         return self.qk_rope_head_dim
+
+    @property
+    def experts(self) -> int:
+        return self.n_routed_experts
 
     @property
     def experts_per_token(self) -> int:

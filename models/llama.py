@@ -47,7 +47,7 @@ class MistralConfig(DecoderConfig):
     def _check(self) -> None:
         super()._check()
         if self.sliding_window is not None:
-            self._positive("sliding_window")
+            self._count("sliding_window")
 
     @property
     def window(self) -> int | None:

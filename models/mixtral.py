@@ -42,7 +42,7 @@ class MixtralConfig(DecoderConfig):
     def _check(self) -> None:
         super()._check()
         if self.sliding_window is not None:
-            self._positive("sliding_window")
+            self._count("sliding_window")
         if self.num_experts_per_tok > self.num_local_experts:
             raise ConfigError(
                 f"num_experts_per_tok {self.num_experts_per_tok} is more than "
@@ -52,6 +52,10 @@ class MixtralConfig(DecoderConfig):
     @property
     def window(self) -> int | None:
         return self.sliding_window
+
+    @property
+    def experts(self) -> int:
+        return self.num_local_experts
 
     @property
     def experts_per_token(self) -> int:

@@ -109,10 +109,20 @@ def _path(model: str) -> str:
     return str(DEMO) if model == "demo" else model
 
 
+def _weights(model: str) -> str:
+    """The folder or hub id of a model to run; presets have no weights."""
+    from nnxmoe.models import PRESETS
+
+    if model.lower() in PRESETS and not Path(model).is_dir():
+        raise ValueError(f"{model} is a preset, sizes without weights: give a folder or a hub id such as 'org/name'")
+    return _path(model)
+
+
 def _load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
     hub = {"revision": options.revision, "local_files_only": options.local_files_only}
-    tokenizer = nnxmoe.Tokenizer.from_pretrained(_path(options.model), **hub)
-    model = nnxmoe.from_pretrained(_path(options.model), dtype=options.dtype, **hub)
+    path = _weights(options.model)
+    tokenizer = nnxmoe.Tokenizer.from_pretrained(path, **hub)
+    model = nnxmoe.from_pretrained(path, dtype=options.dtype, **hub)
     say("%s", model.load_report)
     return model, tokenizer
 
@@ -207,6 +217,11 @@ def _inspect(options: argparse.Namespace) -> None:
     print(
         f"memory      {_bytes(need)} for batch {options.batch}, {context} tokens: {verdict} in {_bytes(have)} ({where})"
     )
+    if s.missing or s.misshapen:
+        raise ValueError(
+            f"{s.source} cannot be loaded: {len(s.missing)} tensors are missing and {len(s.misshapen)} do not fit "
+            f"config.json, {[*s.missing, *s.misshapen][0]} among them"
+        )
 
 
 def _bytes(size: float) -> str:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+from nnxmoe.files import short, some
 from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope, yarn_mscale
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,36 @@ HARMLESS = frozenset(
 ABSENT = frozenset({"head_dim", "rope_scaling", "rope_parameters", "original_max_position_embeddings"})
 
 
-LARGEST = {"num_hidden_layers": 4096}  # a layer costs time before any file is read
+# The largest counts; a count that is not listed may reach 2**31 - 1. No known model comes near these, and beyond them a
+# config could make us loop and allocate before a byte of weights is read.
+LARGEST = {
+    "num_hidden_layers": 1024,
+    "num_local_experts": 4096,
+    "n_routed_experts": 4096,
+    "n_shared_experts": 4096,
+    "num_nextn_predict_layers": 1024,
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "moe_intermediate_size": 2**24,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**16,
+    "q_lora_rank": 2**20,
+    "kv_lora_rank": 2**20,
+    "qk_nope_head_dim": 2**16,
+    "qk_rope_head_dim": 2**16,
+    "v_head_dim": 2**16,
+}
+MOST_EXPERTS = 2**18  # in all layers together
+
+# Numbers lie above the first and reach at most the second.
+RANGES = {"rms_norm_eps": (0.0, 1.0), "rope_theta": (1.0, 1e15), "routed_scaling_factor": (0.0, 1e6)}
+_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+                 "attention_factor", "mscale", "mscale_all_dim")  # fmt: skip
+_ROPE_FIELDS = frozenset({*_ROPE_NUMBERS, "rope_type", "type", "truncate", "original_max_position_embeddings"})
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +123,7 @@ class DecoderConfig:
         for name in ("rope_scaling", "rope_parameters"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
-                raise ConfigError(f"{name} must be an object or null, got {value!r}")
+                raise ConfigError(f"{name} must be an object or null, got {short(value)}")
             object.__setattr__(self, name, None if value is None else FrozenDict(value))
         if isinstance(self.eos_token_id, list):
             object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
@@ -101,30 +131,39 @@ class DecoderConfig:
 
     def _check(self) -> None:
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        given = [name for name in ("num_key_value_heads", "head_dim") if getattr(self, name) is not None]
+        optional = ("num_key_value_heads", "head_dim", "original_max_position_embeddings")
+        given = [name for name in optional if getattr(self, name) is not None]
         for name in (*counts, *given, "max_position_embeddings", *self.counts):
-            self._positive(name)
+            self._count(name)
         if self.num_attention_heads % self.kv_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.kv_heads}"
             )
+        if self.experts * self.num_hidden_layers > MOST_EXPERTS:
+            raise ConfigError(
+                f"num_hidden_layers {self.num_hidden_layers} with {self.experts} experts each is beyond what is "
+                f"supported: at most {MOST_EXPERTS} experts in all"
+            )
         if self.hidden_act not in ("silu", "swish"):
-            raise ConfigError(f"hidden_act {self.hidden_act!r} is not supported; supported: 'silu'")
+            raise ConfigError(f"hidden_act {short(self.hidden_act)} is not supported; supported: 'silu'")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {short(self.dtype)} is not supported; supported: {', '.join(DTYPES)}")
         for name, kind, value in ((f.name, f.type, getattr(self, f.name)) for f in dataclasses.fields(self)):
-            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-            if kind is float and not number:
-                raise ConfigError(f"{name} must be a positive number, got {value!r}")
+            if kind is float:
+                check_number(name, value)
             if kind is bool and not isinstance(value, bool):
-                raise ConfigError(f"{name} must be true or false, got {value!r}")
+                raise ConfigError(f"{name} must be true or false, got {short(value)}")
+        check_token_ids({name: getattr(self, name) for name in TOKEN_IDS}, self.vocab_size)
         _ = self.rope
 
-    def _positive(self, name: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be a positive integer, got {value!r}")
-        if value > LARGEST.get(name, 2**31 - 1):
-            raise ConfigError(f"{name} {value} is beyond what is supported: at most {LARGEST.get(name, 2**31 - 1)}")
+    def _count(self, name: str, least: int = 1) -> None:
+        value, largest = getattr(self, name), LARGEST.get(name, 2**31 - 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "positive" if least else "non-negative"
+            raise ConfigError(f"{name} must be a {kind} integer, got {short(value)}")
+        if value > largest:
+            raise ConfigError(f"{name} {short(value)} is beyond what is supported: at most {largest}")
 
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> Self:
@@ -134,21 +173,28 @@ class DecoderConfig:
         """
         for alias, name in cls.aliases.items():
             if alias in fields and fields.get(name, fields[alias]) != fields[alias]:
-                raise ConfigError(f"{alias} {fields[alias]!r} and {name} {fields[name]!r} are one field: remove one")
+                raise ConfigError(
+                    f"{alias} {short(fields[alias])} and {name} {short(fields[name])} are one field: remove one"
+                )
         fields = {cls.aliases.get(k, k): v for k, v in fields.items()}
         for name, allowed in cls.fixed.items():
             if name in fields and fields[name] not in allowed:
                 raise ConfigError(
-                    f"{name} {fields[name]!r} is not supported; supported: {', '.join(map(repr, allowed))}"
+                    f"{name} {short(fields[name])} is not supported; supported: {', '.join(map(repr, allowed))}"
                 )
         partial, rope = fields.get("partial_rotary_factor"), fields.get("rope_scaling") or fields.get("rope_parameters")
         if partial not in (None, 1) and isinstance(rope, Mapping) and _kind(rope) != "default":
-            raise ConfigError(f"partial_rotary_factor {partial!r} with rope type {_kind(rope)!r} is not supported")
+            raise ConfigError(
+                f"partial_rotary_factor {short(partial)} with rope type {short(_kind(rope))} is not supported"
+            )
         known = {f.name for f in dataclasses.fields(cls)}
         fields.setdefault("dtype", fields.get("torch_dtype"))
         strange = [k for k in fields if k not in known | HARMLESS | set(cls.fixed)]
+        for name in ("rope_scaling", "rope_parameters"):
+            inner = fields.get(name)
+            strange += [f"{name}.{k}" for k in inner if k not in _ROPE_FIELDS] if isinstance(inner, Mapping) else []
         if strange:
-            logger.warning("config.json: unknown fields, ignored: %s", ", ".join(sorted(strange)))
+            logger.warning("config.json: unknown fields, ignored: %s", some(sorted(strange), 20))
         return cls(**{k: v for k, v in fields.items() if k in known})
 
     def to_hf(self) -> dict[str, Any]:
@@ -189,6 +235,11 @@ class DecoderConfig:
         return None
 
     @property
+    def experts(self) -> int:
+        """E of each MoE layer; 0 for dense models."""
+        return 0
+
+    @property
     def experts_per_token(self) -> int:
         """X; 0 for dense models."""
         return 0
@@ -227,6 +278,7 @@ def _kind(fields: Mapping[str, Any]) -> str:
 def rope_from_fields(config: DecoderConfig) -> Rope:
     """The Rope of a config. A theta inside the rope object wins over the top-level one."""
     fields, kind, dim = rope_fields(config), rope_kind(config), config.rope_dim
+    _check_rope_fields(fields)
     if dim % 2:
         raise ConfigError(f"rotary embedding needs an even width, got {dim}")
     theta = _number(fields, "rope_theta", config.rope_theta)
@@ -240,8 +292,6 @@ def rope_from_fields(config: DecoderConfig) -> Rope:
         return DynamicRope(dim, theta, _number(fields, "factor"), config.max_position_embeddings)
     original = config.original_max_position_embeddings or fields.get("original_max_position_embeddings")
     original = config.max_position_embeddings if original is None else original
-    if isinstance(original, bool) or not isinstance(original, int) or original < 1:
-        raise ConfigError(f"original_max_position_embeddings must be a positive integer, got {original!r}")
     if kind == "llama3":
         low, high = _number(fields, "low_freq_factor"), _number(fields, "high_freq_factor")
         if not low < high:
@@ -249,17 +299,23 @@ def rope_from_fields(config: DecoderConfig) -> Rope:
         return Llama3Rope(dim, theta, _number(fields, "factor"), low, high, original)
     if kind == "yarn":
         scale = _number(fields, "factor", config.max_position_embeddings / original)
-        return YarnRope(
-            dim,
-            theta,
-            scale,
-            original,
-            _number(fields, "beta_fast", 32.0),
-            _number(fields, "beta_slow", 1.0),
-            bool(fields.get("truncate", True)),
-            _yarn_attention(fields, scale),
-        )
-    raise ConfigError(f"rope type {kind!r} is not supported; supported: default, linear, dynamic, llama3, yarn")
+        betas = _number(fields, "beta_fast", 32.0), _number(fields, "beta_slow", 1.0)
+        truncate = fields.get("truncate", True)
+        return YarnRope(dim, theta, scale, original, *betas, truncate, _yarn_attention(fields, scale))
+    raise ConfigError(f"rope type {short(kind)} is not supported; supported: default, linear, dynamic, llama3, yarn")
+
+
+def _check_rope_fields(fields: Mapping[str, Any]) -> None:
+    """Types and ranges of what a rope object says, also of what its type does not use."""
+    for name in _ROPE_NUMBERS:
+        value = fields.get(name)
+        if value is not None and not (name.startswith("mscale") and type(value) in (int, float) and value == 0):
+            check_number(name, value, "rope: ")
+    original = fields.get("original_max_position_embeddings")
+    if original is not None and (type(original) is not int or not 0 < original < 2**31):
+        raise ConfigError(f"rope: original_max_position_embeddings must be a positive integer, got {short(original)}")
+    if not isinstance(fields.get("truncate", True), bool):
+        raise ConfigError(f"rope: truncate must be true or false, got {short(fields['truncate'])}")
 
 
 def _yarn_attention(fields: Mapping[str, Any], scale: float) -> float:
@@ -272,7 +328,32 @@ def _yarn_attention(fields: Mapping[str, Any], scale: float) -> float:
 
 def _number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = fields.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"rope: {name} must be a positive number, got {value!r}")
+    return check_number(name, default if value is None else value, "rope: ")
+
+
+def check_number(name: str, value: object, where: str = "") -> float:
+    """A number within its range, as a float; ConfigError otherwise."""
+    above, most = RANGES.get(name, (0.0, 1e6))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or value == math.inf:
+        raise ConfigError(f"{where}{name} must be a positive number, got {short(value)}")
+    if not above < value <= most:
+        raise ConfigError(f"{where}{name} {short(value)} is out of range: above {above:g}, at most {most:g}")
     return float(value)
+
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def check_token_ids(fields: Mapping[str, Any], vocab: int) -> None:
+    """The ids of special tokens in config.json or generation_config.json lie in the vocabulary.
+
+    null: there is none; so, in older files, is a pad id of -1. Several eos ids may be given.
+    """
+    for name in TOKEN_IDS:
+        value = fields.get(name)
+        if value is None or (name == "pad_token_id" and type(value) is int and value == -1):
+            continue
+        several = isinstance(value, list | tuple) and name == "eos_token_id" and len(value) > 0
+        for one in value if several else (value,):  # pyright: ignore[reportGeneralTypeIssues]
+            if type(one) is not int or not 0 <= one < vocab:
+                raise ConfigError(f"{name} {short(value)} must lie in the vocabulary, 0 to {vocab - 1}, or be null")

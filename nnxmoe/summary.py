@@ -12,13 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from nnxmoe.config import DecoderConfig
+from nnxmoe.convert.account import refuse_unjustified
 from nnxmoe.convert.checkpoint import Checkpoint, hub_headers
+from nnxmoe.convert.hf import parse_config
+from nnxmoe.convert.place import FLOATS
 from nnxmoe.convert.safetensors import DTYPES
-from nnxmoe.convert.source import CheckpointError, find_config
+from nnxmoe.convert.source import CheckpointError, find_config, has_weights
 from nnxmoe.convert.table import Entry, entries
 from nnxmoe.hub import local_folder
 from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.models import PRESETS, config_from_hf, model_class
+from nnxmoe.models import PRESETS, model_class
 
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor -> dtype code, shape
 
@@ -67,7 +70,9 @@ def summarise(
 ) -> Summary:
     """Of a folder (weights optional), a hub id or a preset's name. No weights are read, nothing is built but shapes."""
     fields, headers = _find(name, revision, local_files_only)
-    config = fields if isinstance(fields, DecoderConfig) else config_from_hf(fields)
+    config = fields if isinstance(fields, DecoderConfig) else parse_config(fields, f"{name}/config.json")
+    if headers:
+        refuse_unjustified(config, {tensor: shape for tensor, (_, shape) in headers.items()}, f"{name}/config.json")
     model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
     plan = entries(model, model.hf_table, headers or None)
     kept = dtype or _common_dtype(headers, config)
@@ -104,7 +109,7 @@ def _find(
         return PRESETS[str(name).lower()], {}
     folder = local_folder(name, CheckpointError)
     if folder is not None:
-        if not any(folder.glob("*.safetensors*")):
+        if not has_weights(folder):
             return find_config(folder), {}
         with Checkpoint.open(folder) as checkpoint:
             return checkpoint.config, {n: (t.dtype, t.shape) for n, t in checkpoint.tensors.items()}
@@ -117,9 +122,11 @@ def _find(
 def _misshapen(plan: list[Entry], headers: Headers) -> Iterator[str]:
     for entry in plan:
         for piece in entry.pieces:
-            if piece.name in headers and headers[piece.name][1] != entry.stored(piece):
-                shapes = f"{list(headers[piece.name][1])}, config.json asks for {list(entry.stored(piece))}"
-                yield f"{piece.name} has shape {shapes}"
+            dtype, shape = headers.get(piece.name, (FLOATS[0], entry.stored(piece)))
+            if shape != entry.stored(piece):
+                yield f"{piece.name} has shape {list(shape)}, config.json asks for {list(entry.stored(piece))}"
+            if dtype not in FLOATS:
+                yield f"{piece.name} is {dtype}: weights must be one of {', '.join(FLOATS)}"
 
 
 def _part(entry: Entry) -> str:

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "nnxmoe"
 LEVELS = {
     "nnxmoe.axes": 0,
     "nnxmoe.progress": 0,
+    "nnxmoe.files": 0,
     "nnxmoe.hub": 0,
     "nnxmoe.memory": 0,
     "nnxmoe.layers": 1,

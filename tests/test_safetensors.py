@@ -20,9 +20,10 @@ import safetensors.numpy
 
 from nnxmoe.convert.checkpoint import Checkpoint, hub_headers
 from nnxmoe.convert.fp8 import check_scale_grid, dequantize_blocks
+from nnxmoe.convert.new_folder import new_folder
 from nnxmoe.convert.safetensors import DTYPES, dtype_code, read_header
 from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.write import write_safetensors
+from nnxmoe.convert.write import write_json, write_safetensors
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}
 FP8 = ml_dtypes.float8_e4m3fn
@@ -477,6 +478,9 @@ def hub_server(files: dict[str, bytes]) -> Callable[[str, str], tuple[int, dict[
 
     def handler(method: str, path: str) -> tuple[int, dict[str, str], bytes]:
         name = path.removeprefix("/org/tiny/resolve/main/")
+        if path.startswith("/api/models/org/tiny"):
+            found = {"id": "org/tiny", "sha": "c0ffee00" * 5, "siblings": [{"rfilename": file} for file in files]}
+            return 200, {"Content-Type": "application/json"}, json.dumps(found).encode()
         if not path.startswith("/org/tiny/"):
             return 404, {"X-Error-Code": "RepoNotFound"}, b""
         if name not in files:
@@ -634,9 +638,10 @@ def specs(arrays: dict[str, np.ndarray]) -> list[tuple[str, str, tuple[int, ...]
 
 
 def write(folder: Path, arrays: dict[str, np.ndarray], limit: int = 1 << 30) -> list[str]:
-    files = write_safetensors(folder, specs(arrays), limit)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    assert not list(folder.glob(".*"))
+    with new_folder(folder, overwrite=True) as stage:
+        files = write_safetensors(stage, specs(arrays), limit)
+        write_json(stage / "config.json", CONFIG)
+    assert not list(folder.parent.glob(".*")) and not list(folder.glob(".*"))
     return [file.name for file in files]
 
 
@@ -686,41 +691,48 @@ def test_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
 
 
 def test_writing_over_another_layout_leaves_one_meaning(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
     arrays = {"a": A, "b": B}
-    write(tmp_path, arrays)
-    write(tmp_path, {name: array + 1 for name, array in arrays.items()}, limit=30)
-    assert not (tmp_path / "model.safetensors").exists()
-    assert same(Checkpoint.open(tmp_path).read("a"), A + 1)
-    with Checkpoint.open(tmp_path) as checkpoint:  # a checkpoint rewritten from itself
+    write(folder, arrays)
+    write(folder, {name: array + 1 for name, array in arrays.items()}, limit=30)
+    assert not (folder / "model.safetensors").exists()
+    with Checkpoint.open(folder) as checkpoint:  # a checkpoint rewritten from itself
+        assert same(checkpoint.read("a"), A + 1)
         same_files = [(n, i.dtype, i.shape, lambda n=n: checkpoint.read(n)) for n, i in checkpoint.tensors.items()]
-        write_safetensors(tmp_path, same_files, 1 << 30)
-    assert not (tmp_path / "model.safetensors.index.json").exists()
-    assert same(Checkpoint.open(tmp_path).read("b"), B + 1)
+        with new_folder(folder, overwrite=True) as stage:
+            write_safetensors(stage, same_files, 1 << 30)
+            write_json(stage / "config.json", CONFIG)
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert same(Checkpoint.open(folder).read("b"), B + 1)
 
 
 def test_failures_leave_the_old_checkpoint_and_no_rubbish(tmp_path: Path) -> None:
-    write(tmp_path, {"a": A, "b": B}, limit=30)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    folder = tmp_path / "m"
+    write(folder, {"a": A, "b": B}, limit=30)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def attempt(items: Any, limit: int = 30) -> None:
+        with new_folder(folder, overwrite=True) as stage:
+            write_safetensors(stage, items, limit)
 
     def fail() -> np.ndarray:
         raise RuntimeError("lost")
 
-    def unchanged() -> bool:
-        return before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-
     with pytest.raises(RuntimeError, match="lost"):
-        write_safetensors(tmp_path, [*specs({"a": A + 1}), ("b", "I64", (4,), fail)], 30)
-    assert unchanged()
+        attempt([*specs({"a": A + 1}), ("b", "I64", (4,), fail)])
     for wrong in (A.astype(np.float64), A.T, A.astype(">f4")):
         with pytest.raises(ValueError, match="was planned as F32"):
-            write_safetensors(tmp_path, [("a", "F32", (2, 3), lambda wrong=wrong: wrong)], 30)
+            attempt([("a", "F32", (2, 3), lambda wrong=wrong: wrong)])
     for item in (("a", "F33", (1,), fail), ("a", "F32", (-1,), fail), ("__metadata__", "F32", (1,), fail)):
         with pytest.raises(ValueError, match=r"cannot be written|reserved"):
-            write_safetensors(tmp_path, [item], 30)
+            attempt([item])
     with pytest.raises(ValueError, match="twice"):
-        write_safetensors(tmp_path, specs({"a": A}) * 2, 30)
+        attempt(specs({"a": A}) * 2)
     with pytest.raises(ValueError, match="max_shard_size"):
-        write_safetensors(tmp_path, specs({"a": A}), 0)
-    assert unchanged()
-    refused(lambda: write_safetensors(tmp_path / "config.json", specs({"a": A}), 30), "cannot write", "config.json")
+        attempt(specs({"a": A}), 0)
+    assert before == {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert os.listdir(tmp_path) == ["m"]
+    with pytest.raises(CheckpointError, match=r"config\.json.*not a folder"), new_folder(folder / "config.json"):
+        pass
+    refused(lambda: write_safetensors(folder, specs({"a": A, "b": B}), 30), "cannot write", "model-00001", "exists")
     refused(lambda: dtype_code(np.dtype("datetime64[s]")), "datetime64")

@@ -14,8 +14,9 @@ from typing import Any, Self
 import numpy as np
 
 from nnxmoe.convert import source
-from nnxmoe.convert.safetensors import TensorInfo, read_header
-from nnxmoe.convert.source import INDEX_FILE, CheckpointError, Source, short
+from nnxmoe.convert.safetensors import DTYPES, TensorInfo, read_header
+from nnxmoe.convert.source import INDEX_FILE, CheckpointError, Source
+from nnxmoe.files import short
 
 _PIECE = 64 << 20  # bytes per system call and per piece of iter_rows
 _PAGE = 4096  # rows up to a page are read whole: the kernel fetches the page anyway
@@ -245,7 +246,11 @@ def hub_headers(
     failure: CheckpointError | None = None
     if not local_files_only:
         try:
-            return source.remote_headers(repo_id, revision)
+            config, tensors = source.remote_headers(repo_id, revision)
+            for name, (dtype, _) in tensors.items():
+                if dtype not in DTYPES:
+                    raise CheckpointError(f"{repo_id}: tensor {short(name)}: dtype {short(dtype)} is not read")
+            return config, tensors
         except CheckpointError as error:
             failure = error
     try:

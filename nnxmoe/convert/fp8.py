@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from nnxmoe.convert.safetensors import DTYPES
-from nnxmoe.convert.source import CheckpointError, short
+from nnxmoe.convert.source import CheckpointError
+from nnxmoe.files import short
 
 _FP8 = [dtype for code, dtype in DTYPES.items() if code.startswith("F8_")]
 

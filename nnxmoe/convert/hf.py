@@ -5,28 +5,29 @@ table -> the bytes that this process's devices need -> one array on its devices.
 """
 
 import dataclasses
-import json
 import os
 import re
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.axes import RULES, Rules, sharding_of
-from nnxmoe.config import DecoderConfig, FrozenDict
+from nnxmoe.config import ConfigError, DecoderConfig, FrozenDict, check_token_ids
+from nnxmoe.convert.account import HEAD, account, refuse_unjustified
 from nnxmoe.convert.checkpoint import Checkpoint
+from nnxmoe.convert.new_folder import new_folder
 from nnxmoe.convert.place import Reader
-from nnxmoe.convert.report import LoadError, LoadReport
 from nnxmoe.convert.safetensors import dtype_code
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Piece, entries
-from nnxmoe.convert.write import write_safetensors
+from nnxmoe.convert.write import write_json, write_safetensors
+from nnxmoe.files import some
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.router import RouterBias
@@ -34,7 +35,7 @@ from nnxmoe.progress import bytes_bar, logger
 from nnxmoe.strategy import Strategy
 
 Dtype = Any
-HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+EMBED = "model.embed_tokens.weight"
 
 
 def from_pretrained(
@@ -64,6 +65,8 @@ def from_pretrained(
                 f"{checkpoint.folder} holds a {config.model_type} model: use {kind.__name__}.from_pretrained "
                 f"or nnxmoe.from_pretrained, not {expect.__name__}.from_pretrained"
             )
+        shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+        refuse_unjustified(config, shapes, str(checkpoint.folder / "config.json"))
         model = kind(config, strategy, rngs=None)  # pyright: ignore[reportCallIssue]
         _fill(model, checkpoint, dtype, mesh, rules, notes)
         model.generation_config = FrozenDict(checkpoint.generation_config)
@@ -80,12 +83,21 @@ def _float_dtype(dtype: Dtype) -> np.dtype:
     return named
 
 
+def parse_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
+    """The config of a parsed config.json; a ConfigError says which file it was."""
+    try:
+        return config_from_hf(fields)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
 def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, list[str]]:
     """The config, untied where the file holds a head of its own in spite of ``tie_word_embeddings``."""
+    config = parse_config(checkpoint.config, str(checkpoint.folder / "config.json"))
     try:
-        config = config_from_hf(checkpoint.config)
-    except ValueError as error:
-        raise type(error)(f"{checkpoint.folder / 'config.json'}: {error}") from None
+        check_token_ids(checkpoint.generation_config, config.vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint.folder / 'generation_config.json'}: {error}") from None
     if config.tie_word_embeddings and {HEAD, EMBED} <= checkpoint.tensors.keys() and not _same(checkpoint):
         note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are used, untied"
         logger.warning("%s: %s", checkpoint.folder, note)
@@ -117,7 +129,7 @@ def _fill(
     started = time.perf_counter()
     plan = _rename(entries(model, model.hf_table, checkpoint.tensors), checkpoint)
     reader = Reader(checkpoint, plan)
-    report = _account(model, checkpoint, plan, reader, notes)
+    report = account(model, checkpoint, plan, reader, notes)
     state, casts, matrices = {}, {}, []
     variables = dict(nnx.to_flat_state(nnx.state(model)))
     total = sum(checkpoint.tensors[name].nbytes for name in report.loaded)
@@ -134,87 +146,45 @@ def _fill(
             if isinstance(variable, nnx.Param) and len(entry.inner) > 1 and "router" not in entry.axes:
                 matrices.append(target)
     nnx.update(model, nnx.from_flat_state(state))
+    if reader.nonfinite:
+        logger.warning(
+            "%s: %d values of %d tensors are NaN or infinite: %s",
+            checkpoint.folder,
+            sum(reader.nonfinite.values()),
+            len(reader.nonfinite),
+            some(sorted(reader.nonfinite), 5),
+        )
     model.dtype = jnp.dtype(model.strategy.compute_dtype or jnp.result_type(*matrices))
     model.load_report = dataclasses.replace(
         report,
         casts={cast: tuple(sorted(names)) for cast, names in sorted(casts.items())},
+        nonfinite=dict(sorted(reader.nonfinite.items())),
         bytes_read=checkpoint.bytes_read,
         seconds=time.perf_counter() - started,
     )
 
 
-def _account(
-    model: CausalLM, checkpoint: Checkpoint, plan: list[Entry], reader: Reader, notes: list[str]
-) -> LoadReport:
-    """Compare what the model needs with what is stored, before any of it is read. Raises LoadError for misfits."""
-    needed = {piece.name for entry in plan for piece in entry.pieces}
-    missing = sorted(needed - checkpoint.tensors.keys())
-    scales = {name for name in (f"{n}_scale_inv" for n in needed) if name in checkpoint.tensors}
-    left = checkpoint.tensors.keys() - needed - scales
-    skipped: dict[str, tuple[str, ...]] = {}
-    for rule, test in _skip_rules(model.config).items():
-        names = tuple(sorted(name for name in left if test(name)))
-        left -= set(names)
-        if names:
-            skipped[rule] = names
-    report = LoadReport(
-        str(checkpoint.folder),
-        loaded=tuple(sorted((needed & checkpoint.tensors.keys()) | scales)),
-        missing=tuple(missing),
-        unexpected=tuple(sorted(left)),
-        skipped=skipped,
-        notes=tuple(notes),
-    )
-    faults = [f"{name} is missing" for name in missing] + reader.faults()
-    if faults:
-        shown = "\n  ".join(faults[:20] + ([f"… and {len(faults) - 20} more"] if len(faults) > 20 else []))
-        raise LoadError(
-            f"{checkpoint.folder}: the tensors do not fit config.json ({model.config.model_type}):\n  {shown}\n"
-            "Check that config.json belongs to these files and that the download is complete.",
-            report,
-        )
-    if report.unexpected:
-        logger.warning(
-            "%s: %d tensors belong to no parameter of the model and were not read: %s%s",
-            checkpoint.folder,
-            len(report.unexpected),
-            ", ".join(report.unexpected[:5]),
-            ", …" if len(report.unexpected) > 5 else "",
-        )
-    return report
-
-
-def _skip_rules(config: DecoderConfig) -> dict[str, Any]:
-    """Rules for tensors that are left out on purpose: name -> test of a tensor's name."""
-    first = config.num_hidden_layers
-    extra = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
-
-    def prediction(name: str) -> bool:
-        match = re.match(r"model\.layers\.(\d+)\.", name)
-        return match is not None and int(match[1]) in extra
-
-    return {
-        "multi-token prediction layers (not part of the model)": prediction,
-        "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
-        "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,
-    }
-
-
-def save_pretrained(model: CausalLM, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
+def save_pretrained(
+    model: CausalLM,
+    folder: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    *,
+    overwrite: bool = False,
+) -> None:
     """Write config.json, generation_config.json and safetensors under Hugging Face's names, in the model's dtypes.
 
-    One tensor at a time is held in memory. The folder must be new or empty: ValueError otherwise.
+    One tensor at a time is held in memory. The folder must be new or empty, unless ``overwrite`` asks for its
+    checkpoint to be replaced, which happens in one step once all is written; other files in it stay. Whatever goes
+    wrong, also a kill, leaves what was there. Raises CheckpointError (a ValueError).
     """
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists and is not an empty folder: save to a new one")
-    target.mkdir(parents=True, exist_ok=True)
     config = model.config.to_hf()
     config["dtype"] = str(jnp.dtype(model.dtype))
-    _write_json(target / "config.json", config)
-    if model.generation_config:
-        _write_json(target / "generation_config.json", dict(model.generation_config))
-    write_safetensors(target, _tensors(model), _size(max_shard_size))
+    size, tensors = _size(max_shard_size), list(_tensors(model))
+    with new_folder(folder, overwrite) as stage:
+        write_json(stage / "config.json", config)
+        if model.generation_config:
+            write_json(stage / "generation_config.json", model.generation_config)
+        write_safetensors(stage, tensors, size)
 
 
 def _tensors(model: CausalLM):
@@ -222,6 +192,8 @@ def _tensors(model: CausalLM):
     values = dict(nnx.to_flat_state(nnx.state(model)))
     for entry in entries(model, model.hf_table):
         value = values[entry.path][...]
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise ValueError(f"the parameter {entry.key} has a shape but no values: this model cannot be saved")
         for piece in entry.pieces:
 
             def make(entry: Entry = entry, piece: Piece = piece, value: Any = value) -> np.ndarray:
@@ -232,12 +204,6 @@ def _tensors(model: CausalLM):
                 return np.ascontiguousarray(one.reshape(ins, outs).T)
 
             yield piece.name, dtype_code(value.dtype), entry.flat(), make
-
-
-def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(fields, indent=2, sort_keys=True, default=list) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _size(size: int | str) -> int:

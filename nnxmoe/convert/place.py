@@ -17,7 +17,7 @@ from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Piece
 
 PIECE_BYTES = 16 << 20
-FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3"}
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
 Index = Sequence[slice]
 
 
@@ -28,6 +28,7 @@ class Reader:
         self.checkpoint = checkpoint
         self.plan = plan
         self.block = _fp8_block(checkpoint)
+        self.nonfinite: dict[str, int] = {}
         self._scales: dict[str, np.ndarray] = {}
 
     def faults(self) -> list[str]:
@@ -43,7 +44,9 @@ class Reader:
                     f"config.json asks for {list(entry.stored(piece))}"
                 )
             if info.dtype not in FLOATS:
-                found.append(f"{piece.name} in {info.file.name} is {info.dtype}: weights must be floating point")
+                found.append(
+                    f"{piece.name} in {info.file.name} is {info.dtype}: weights must be one of {', '.join(FLOATS)}"
+                )
             if info.dtype == "F8_E4M3":
                 found += self._scale_faults(info)
         return list(dict.fromkeys(found))
@@ -144,7 +147,25 @@ class Reader:
             if name not in self._scales:
                 self._scales = {name: self.checkpoint.read(name + "_scale_inv")}
             raw = dequantize_blocks(raw, self._scales[name], self.block, rows.start, cols.start)
-        return raw.astype(dtype, copy=False)
+        values = raw.astype(dtype, copy=False)
+        if bad := count_nonfinite(values):
+            self.nonfinite[name] = self.nonfinite.get(name, 0) + bad
+        return values
+
+
+def count_nonfinite(values: np.ndarray) -> int:
+    """How many of an array's floats are NaN or infinite.
+
+    Two maxima over the bits, which take no memory and little time, find out whether there are any: with the sign bit
+    away, these are the floats that as integers reach infinity.
+    """
+    if values.size == 0:
+        return 0
+    bits = values.view(np.dtype(f"u{values.dtype.itemsize}"))
+    infinity, sign = (int(np.asarray(x, values.dtype).view(bits.dtype)) for x in (np.inf, -0.0))
+    if bits.max() < sign + infinity and bits.view(np.dtype(f"i{values.dtype.itemsize}")).max() < infinity:
+        return 0
+    return int(np.count_nonzero((bits & (sign - 1)) >= infinity))
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:

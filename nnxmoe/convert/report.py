@@ -12,6 +12,7 @@ class LoadReport:
 
     ``skipped``: rule -> names left out on purpose. ``unexpected``: names nobody asked for. ``missing``: parameters
     without a tensor (never in a model that was returned). ``casts``: "stored -> loaded dtype" -> names.
+    ``nonfinite``: tensor -> how many of its values are NaN or infinite once loaded (on this process's devices).
     """
 
     source: str
@@ -20,6 +21,7 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     skipped: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     casts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    nonfinite: Mapping[str, int] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     bytes_read: int = 0
     seconds: float = 0.0
@@ -45,6 +47,7 @@ class LoadReport:
         lines += [f"  unexpected  {_names(self.unexpected)}"] if self.unexpected else []
         lines += [f"  skipped     {rule}: {_names(names)}" for rule, names in self.skipped.items()]
         lines += [f"  cast        {cast}: {_names(names)}" for cast, names in self.casts.items()]
+        lines += [f"  NaN or Inf  {name}: {count} values" for name, count in self.nonfinite.items()]
         lines += [f"  note        {note}" for note in self.notes]
         return "\n".join(lines)
 

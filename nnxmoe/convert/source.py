@@ -3,23 +3,20 @@
 Nothing here opens a weight file. Everything a checkpoint says about paths is checked before a path is touched.
 """
 
-import json
 import logging
 import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nnxmoe.files import read_object, short, some
 from nnxmoe.hub import check_hub_id, hub_call, local_folder, snapshot
 
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_MAX_JSON_BYTES = 100_000_000  # DeepSeek-V3's index has 9 MB
-_LFS_MAGIC = b"version https://git-lfs"
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
 _DOWNLOAD = [
@@ -66,14 +63,31 @@ def find_in_folder(folder: Path) -> Source:
     config = find_config(folder)
     generation = folder / "generation_config.json"
     has_generation = os.path.lexists(generation)
-    generation_config = _read_object(generation, "fetch it again or remove it") if has_generation else {}
+    generation_config = (
+        read_object(generation, "fetch it again or remove it", CheckpointError) if has_generation else {}
+    )
     files, weight_map = _weight_files(folder)
     return Source(folder, config, generation_config, tuple(files), weight_map)
 
 
 def find_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder."""
-    return _read_object(folder / "config.json", "a checkpoint needs a readable config.json: fetch it again")
+    return read_object(
+        folder / "config.json", "a checkpoint needs a readable config.json: fetch it again", CheckpointError
+    )
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has more than a config: weight files of whatever format."""
+    names = _names(folder)
+    return any(".safetensors" in name or Path(name).suffix in _OTHER_FORMATS for name in names)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror or error}; make the folder readable") from error
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
@@ -84,16 +98,13 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     if os.path.lexists(index):
         weight_map = _read_weight_map(index)
         return [folder / name for name in sorted(set(weight_map.values()))], weight_map
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {error.strerror or error}; make the folder readable") from error
+    names = _names(folder)
     found = [name for name in names if name.endswith(".safetensors")]
     usable = [name for name in found if not name.startswith("consolidated")]
     parts = [name for name in usable if (match := _SHARD_NAME.search(name)) and int(match[2]) != 1]
     if parts or len(usable) > 1:
         raise CheckpointError(
-            f"{folder}: {_some(parts or usable)} without {INDEX_FILE}; fetch the index, it says which file holds what"
+            f"{folder}: {some(parts or usable)} without {INDEX_FILE}; fetch the index, it says which file holds what"
         )
     if usable:
         logger.warning("%s has no %s: reading %s, its only weight file", folder, SINGLE_FILE, usable[0])
@@ -105,15 +116,15 @@ def _no_weights(folder: Path, consolidated: list[str], names: list[str]) -> str:
     message = f"no weights in {folder}: neither {SINGLE_FILE} nor {INDEX_FILE}"
     other = [name for name in names if Path(name).suffix in _OTHER_FORMATS]
     if consolidated:
-        return f"{message}; {_some(consolidated)} is the original layout: get the Hugging Face layout of the model"
+        return f"{message}; {some(consolidated)} is the original layout: get the Hugging Face layout of the model"
     if other:
-        return f"{message}; {_some(other)} is never opened (such files can run code): convert it to safetensors first"
+        return f"{message}; {some(other)} is never opened (such files can run code): convert it to safetensors first"
     return f"{message}; fetch the model's safetensors files into this folder"
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     """Reads the index's weight_map; its values must be plain names of safetensors files in the same folder."""
-    weight_map = _read_object(index, "fetch it again").get("weight_map")
+    weight_map = read_object(index, "fetch it again", CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{index}: 'weight_map' must map tensors to files, got {short(weight_map)}; fetch it again"
@@ -133,7 +144,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     missing = [value for value in sorted(set(weight_map.values())) if not os.path.lexists(folder / value)]
     if missing:
         raise CheckpointError(
-            f"{folder}: {_some(missing)} is listed in {INDEX_FILE} and missing; download the model again"
+            f"{folder}: {some(missing)} is listed in {INDEX_FILE} and missing; download the model again"
         )
     return weight_map
 
@@ -141,75 +152,6 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 def _is_plain_name(value: str) -> bool:
     plain = value not in ("", ".", "..") and len(value) <= 255 and value.isprintable() and Path(value).name == value
     return plain and "\\" not in value and ":" not in value
-
-
-def regular_file(path: Path, remedy: str) -> os.stat_result:
-    """Returns the status of a file; a missing file, a dangling link, a folder or a device is refused."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        if path.is_symlink():
-            raise CheckpointError(
-                f"{path} is a link to {os.readlink(path)}, which cannot be opened; {remedy}"
-            ) from error
-        raise CheckpointError(f"{path}: {error.strerror or error}; {remedy}") from error
-    if not stat.S_ISREG(status.st_mode):
-        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-        raise CheckpointError(f"{path} is {kind}; {remedy}")
-    return status
-
-
-def refuse_lfs_pointer(path: Path, head: bytes) -> None:
-    """Recognises the text file that git leaves in place of a large file that was not fetched."""
-    if head.startswith(_LFS_MAGIC):
-        raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
-
-
-def parse_json(data: bytes, where: str | Path, remedy: str) -> object:
-    """Parses JSON whose every name is unique in its object: which of two equal names counts is nobody's to guess."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise CheckpointError(f"{where}: the name {short(twice)} stands twice in one object; {remedy}")
-        return result
-
-    try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique)
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not valid JSON: {error}; {remedy}") from error
-
-
-def _read_object(path: Path, remedy: str) -> dict[str, Any]:
-    size = regular_file(path, remedy).st_size
-    if size > _MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} has {size} bytes, more than {_MAX_JSON_BYTES} for a JSON file; {remedy}")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}; {remedy}") from error
-    refuse_lfs_pointer(path, data)
-    value = parse_json(data.removeprefix(b"\xef\xbb\xbf"), path, remedy)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {short(value)}; {remedy}")
-    return value
-
-
-def short(value: object, limit: int = 160) -> str:
-    """Shows a value from a file in an error message: escaped, and cut where it would fill the screen."""
-    if isinstance(value, str | list | dict) and len(value) > 10 * limit:
-        return f"a {type(value).__name__} of {len(value)} items"
-    text = ascii(value)
-    return text if len(text) <= limit else text[:limit] + "..."
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(short(name).strip("'") for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def download(repo_id: str, revision: str | None, local_files_only: bool) -> Path:
@@ -222,14 +164,14 @@ def remote_headers(repo_id: str, revision: str | None) -> tuple[dict[str, Any], 
     import huggingface_hub
 
     check_hub_id(repo_id, CheckpointError)
-    config = hub_call(
-        repo_id,
-        revision,
-        lambda: huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision),
-        CheckpointError,
-    )
+
+    def config_file() -> str:
+        huggingface_hub.HfApi().model_info(repo_id, revision=revision)  # fails at once where the download would retry
+        return huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision)
+
+    config = hub_call(repo_id, revision, config_file, CheckpointError)
     tensors = hub_call(repo_id, revision, lambda: _fetch_headers(repo_id, revision), CheckpointError)
-    return _read_object(Path(config), "fetch it again"), tensors
+    return read_object(Path(config), "fetch it again", CheckpointError), tensors
 
 
 def _fetch_headers(repo_id: str, revision: str | None) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -1,8 +1,7 @@
-"""Writing safetensors: streamed, and nothing under a final name before every byte is on the disk."""
+"""Writing safetensors: streamed, one tensor in memory at a time."""
 
 import json
 import os
-import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from nnxmoe.convert import source
 from nnxmoe.convert.safetensors import DTYPES
-from nnxmoe.convert.source import INDEX_FILE, SINGLE_FILE, CheckpointError
+from nnxmoe.convert.source import INDEX_FILE, SINGLE_FILE, CheckpointError, is_size
 
 _PIECE = 64 << 20  # bytes copied at a time from an array that is not contiguous
 
@@ -39,38 +37,30 @@ def write_safetensors(
 ) -> list[Path]:
     """Writes (name, dtype code, shape, function that makes the array) as one file or as shards with an index.
 
-    One tensor at a time is in memory. Nothing under a final name changes before every byte is on the disk; a single
-    file or index that would contradict the new one is then removed. Returns the weight files.
+    One tensor at a time is in memory. Nothing that exists is written over: to replace a checkpoint, write into a
+    `new_folder`. Returns the weight files.
     """
     folder = Path(folder)
     shards = _plan(tensors, max_shard_size)
     count = len(shards)
     names = [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    pending: list[tuple[Path, Path]] = []
-
-    def temporary(name: str) -> Path:
-        pending.append((folder / f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp", folder / name))
-        return pending[-1][0]
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, shard in zip(names, shards, strict=True):
-            _write_file(temporary(name), _file_parts(shard, {"format": "pt"} if metadata is None else metadata))
-        if count > 1:
-            weight_map = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
-            total = sum(item.nbytes for shard in shards for item in shard)
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            _write_file(temporary(INDEX_FILE), [json.dumps(index, indent=2).encode() + b"\n"])
-        for path, final in pending:
-            os.replace(path, final)
-        (folder / (INDEX_FILE if count == 1 else SINGLE_FILE)).unlink(missing_ok=True)
-        _sync_folder(folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot write the checkpoint to {folder}: {error}") from error
-    finally:
-        for path, _ in pending:
-            path.unlink(missing_ok=True)
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(folder / name, _file_parts(shard, {"format": "pt"} if metadata is None else metadata))
+    if count > 1:
+        weight_map = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
+        total = sum(item.nbytes for shard in shards for item in shard)
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return [folder / name for name in names]
+
+
+def write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    """A new file with a JSON object, on the disk when this returns."""
+    text = json.dumps(dict(fields), indent=2, sort_keys=True, default=_plain, allow_nan=False)
+    _write_file(path, [text.encode() + b"\n"])
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 def _plan(
@@ -85,7 +75,7 @@ def _plan(
     for name, dtype, shape, make in tensors:
         if name in names or name == "__metadata__":
             raise ValueError(f"the tensor name {name!r} is used twice or reserved")
-        if dtype not in DTYPES or not all(map(source.is_size, shape)):
+        if dtype not in DTYPES or not all(map(is_size, shape)):
             raise ValueError(f"tensor {name!r}: dtype {dtype!r} or shape {list(shape)} cannot be written")
         item = _Item(name, dtype, tuple(shape), make)
         if shards[-1] and size + item.nbytes > max_shard_size:
@@ -133,17 +123,14 @@ def _array_parts(array: np.ndarray) -> Iterator[memoryview]:
 
 
 def _write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    with open(path, "xb") as file:
-        for part in parts:
-            file.write(part)
-            del part  # it holds the tensor while the next one is made
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with open(path, "xb") as file:
+            for part in parts:
+                file.write(part)
+                del part  # it holds the tensor while the next one is made
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}; make room, or choose another folder"
+        ) from error

@@ -229,7 +229,7 @@ def eos_ids(model: CausalLM, eos_token_id: Eos) -> tuple[int, ...]:
 
 def _pad_id(model: CausalLM, eos: tuple[int, ...]) -> int:
     pad = model.generation_config.get("pad_token_id", model.config.pad_token_id)
-    return int(pad) if pad is not None else (eos[0] if eos else 0)
+    return int(pad) if pad is not None and pad >= 0 else (eos[0] if eos else 0)  # -1: an older way to say none
 
 
 def _ids(tokens: Any) -> np.ndarray:

@@ -1,17 +1,20 @@
 """Reads the tokenizer's files of a checkpoint, a local folder or a repository of Hugging Face's hub."""
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from nnxmoe.files import MAX_JSON_BYTES, read_object, refuse_lfs_pointer, regular_file
 from nnxmoe.generation.chat_template import TEMPLATE_CHARACTERS
 from nnxmoe.hub import local_folder, snapshot
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
+REMEDY = "Download the file again"
+EXPLAINED_BYTES = 16_000_000  # a larger tokenizer.json that the library refuses is not parsed again
 
 
 class TokenizerError(ValueError):
@@ -30,22 +33,31 @@ def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_on
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
     """Load tokenizer.json, and say what is wrong where the library's message does not."""
     path = folder / TOKENIZER
-    if not path.is_file():
+    if not os.path.lexists(path):
         hint = " (its tokenizer.model is SentencePiece)" if (folder / "tokenizer.model").exists() else ""
         raise TokenizerError(
             f"{path} is missing{hint}. Repositories with SentencePiece's tokenizer.model only must be converted: load "
             "and save them once with transformers.AutoTokenizer, which writes tokenizer.json"
         )
+    size = regular_file(path, REMEDY, TokenizerError).st_size
+    if size > MAX_JSON_BYTES:
+        raise TokenizerError(f"{path} has {size} bytes, more than {MAX_JSON_BYTES} for a tokenizer. {REMEDY}")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except BaseException as error:
-        model = read_json(path).get("model")
-        kind = model.get("type") if isinstance(model, dict) else None
-        if kind not in (None, "BPE", "Unigram", "WordPiece", "WordLevel"):
-            raise TokenizerError(f"{path}: unknown tokenizer model {kind!r:.60}. Try a newer 'tokenizers'") from None
+        if size < EXPLAINED_BYTES:
+            _explain(path)
         raise backend_failure(
             error, f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads"
         ) from None
+
+
+def _explain(path: Path) -> None:
+    """Raises a better error than the library's for what is no JSON, and for models it does not know."""
+    model = read_json(path).get("model")
+    kind = model.get("type") if isinstance(model, dict) else None
+    if kind not in (None, "BPE", "Unigram", "WordPiece", "WordLevel"):
+        raise TokenizerError(f"{path}: unknown tokenizer model {kind!r:.60}. Try a newer 'tokenizers'") from None
 
 
 def backend_failure(error: BaseException, what: str) -> BaseException:
@@ -57,15 +69,7 @@ def backend_failure(error: BaseException, what: str) -> BaseException:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; an empty one where the file is missing."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not valid JSON ({error}). Download the file again") from None
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} holds a JSON {type(content).__name__}, not an object. Download the file again")
-    return content
+    return read_object(path, REMEDY, TokenizerError) if os.path.lexists(path) else {}
 
 
 def read_special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
@@ -83,14 +87,9 @@ def read_special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]
 def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
     """Templates by name, and their file: the one of its own, else tokenizer_config.json, else chat_template.json."""
     path = folder / TEMPLATE
-    if path.is_file():
-        try:
-            with path.open(encoding="utf-8") as file:
-                return {
-                    "default": file.read(TEMPLATE_CHARACTERS + 1)
-                }, path  # one too many: refused when it is rendered
-        except UnicodeDecodeError as error:
-            raise TokenizerError(f"{path} is not UTF-8 text ({error}). Download the file again") from None
+    if os.path.lexists(path):
+        regular_file(path, REMEDY, TokenizerError)
+        return {"default": _read_template(path)}, path
     where, found = folder / CONFIG, config.get("chat_template")
     if found is None:
         where = folder / OLD_TEMPLATE
@@ -105,3 +104,15 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[s
             raise TokenizerError(f"{where}: 'chat_template' must be a string or a list of {{name, template}}")
         templates[name] = template
     return templates, where
+
+
+def _read_template(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(TEMPLATE_CHARACTERS + 1)  # one too many: refused when it is rendered
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8 text ({error}). {REMEDY}") from None
+    except OSError as error:
+        raise TokenizerError(f"{path}: {error.strerror or error}. {REMEDY}") from None
+    refuse_lfs_pointer(path, text[:200].encode(), TokenizerError)
+    return text

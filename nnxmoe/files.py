@@ -1,0 +1,95 @@
+"""Files written by strangers: opened only where they are what they should be, and parsed within bounds.
+
+Callers name the class of error (a ValueError) that suits what they look for; its message names the file, what is
+wrong with it and the remedy.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+MAX_JSON_BYTES = 100_000_000  # DeepSeek-V3's index has 9 MB
+MAX_JSON_VALUES = 2_000_000  # a value of one byte in a file takes some 60 bytes once parsed
+_LFS_MAGIC = b"version https://git-lfs"
+
+
+def regular_file(path: Path, remedy: str, error: type[ValueError]) -> os.stat_result:
+    """The status of a file; a missing file, a dangling link, a loop of links, a folder or a device is refused."""
+    try:
+        status = path.stat()
+    except OSError as failure:
+        if path.is_symlink():
+            raise error(f"{path} is a link to {os.readlink(path)}, which cannot be opened; {remedy}") from failure
+        raise error(f"{path}: {failure.strerror or failure}; {remedy}") from failure
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+        raise error(f"{path} is {kind}; {remedy}")
+    return status
+
+
+def refuse_lfs_pointer(path: Path, head: bytes, error: type[ValueError]) -> None:
+    """Recognises the text file that git leaves in place of a large file that was not fetched."""
+    if head.startswith(_LFS_MAGIC):
+        raise error(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
+
+
+def read_object(path: Path, remedy: str, error: type[ValueError]) -> dict[str, Any]:
+    """The JSON object that a file holds."""
+    size = regular_file(path, remedy, error).st_size
+    if size > MAX_JSON_BYTES:
+        raise error(f"{path} has {size} bytes, more than {MAX_JSON_BYTES} for a JSON file; {remedy}")
+    try:
+        data = path.read_bytes()
+    except OSError as failure:
+        raise error(f"{path}: {failure.strerror or failure}; {remedy}") from failure
+    refuse_lfs_pointer(path, data, error)
+    value = parse_json(data.removeprefix(b"\xef\xbb\xbf"), path, remedy, error)
+    if not isinstance(value, dict):
+        raise error(f"{path} must hold a JSON object, got {short(value)}; {remedy}")
+    return value
+
+
+def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueError]) -> object:
+    """Parses JSON to the letter of the standard: names unique in their object, no NaN or Infinity.
+
+    Which of two equal names counts is nobody's to guess. Too many values are refused before they take memory.
+    """
+    count = sum(data.count(mark) for mark in b",[{")
+    if count > MAX_JSON_VALUES:
+        raise error(f"{where} holds some {count} values, more than {MAX_JSON_VALUES}; {remedy}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+            raise error(f"{where}: the name {short(twice)} stands twice in one object; {remedy}")
+        return result
+
+    def refuse(constant: str) -> NoReturn:
+        raise error(f"{where} is not valid JSON: {constant} is no number of JSON; {remedy}")
+
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except error:
+        raise
+    except (ValueError, RecursionError) as failure:
+        raise error(f"{where} is not valid JSON: {failure}; {remedy}") from failure
+
+
+def short(value: object, limit: int = 160) -> str:
+    """Shows a value from a file in an error message: escaped, and cut where it would fill the screen."""
+    if isinstance(value, str | list | tuple | dict) and len(value) > 10 * limit:
+        return f"a {type(value).__name__} of {len(value)} items"
+    if isinstance(value, int) and value.bit_length() > 512:
+        return f"a number of {value.bit_length()} bits"
+    text = ascii(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def some(names: list[str], limit: int = 3) -> str:
+    """The first few of many names."""
+    shown = ", ".join(short(name).strip("'") for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
