@@ -33,6 +33,7 @@ class DeepSeekV3Config(DecoderConfig):
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
+    rope_field = "qk_rope_head_dim"
     aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
     counts = (

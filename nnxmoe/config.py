@@ -98,6 +98,7 @@ class DecoderConfig:
     aliases: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     counts: ClassVar[tuple[str, ...]] = ()
+    rope_field: ClassVar[str] = "head_dim"  # the width that is rotated
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -280,14 +281,14 @@ def rope_from_fields(config: DecoderConfig) -> Rope:
     fields, kind, dim = rope_fields(config), rope_kind(config), config.rope_dim
     _check_rope_fields(fields)
     if dim % 2:
-        raise ConfigError(f"rotary embedding needs an even width, got {dim}")
+        raise ConfigError(f"{config.rope_field}: rotary embedding needs an even width, got {dim}")
     theta = _number(fields, "rope_theta", config.rope_theta)
     if kind == "default":
         return Rope(dim, theta)
     if kind == "linear":
         return LinearRope(dim, theta, _number(fields, "factor"))
     if kind == "dynamic" and dim < 4:
-        raise ConfigError(f"dynamic rope needs a rotated width of at least 4, got {dim}")
+        raise ConfigError(f"{config.rope_field}: dynamic rope needs a width of at least 4, got {dim}")
     if kind == "dynamic":
         return DynamicRope(dim, theta, _number(fields, "factor"), config.max_position_embeddings)
     original = config.original_max_position_embeddings or fields.get("original_max_position_embeddings")

@@ -92,7 +92,7 @@ def _beyond(config: DecoderConfig, left: Set[str]) -> list[str]:
         if numbers:
             more = some([str(number) for number in sorted(numbers)])
             found.append(f"config.json asks for {asked} {what}, and the files have more: {more}")
-    if any(name.endswith(".bias") for name in left):
+    if any(name.endswith(".bias") and (_number(name, _LAYER) or 0) < config.num_hidden_layers for name in left):
         found.append("the files have biases that config.json does not ask for")
     return found
 

@@ -68,9 +68,8 @@ class Reader:
     def natural(self, entry: Entry) -> np.dtype:
         """The dtype a parameter has when none is asked for: as stored; FP8 -> bfloat16, float64 -> float32."""
         kinds = {self.checkpoint.info(piece.name).numpy_dtype for piece in entry.pieces}
-        kinds = {np.dtype(ml_dtypes.bfloat16) if k.itemsize == 1 else k for k in kinds}
-        widest = jax.numpy.result_type(*kinds)
-        return np.dtype(np.float32) if widest == np.float64 else np.dtype(widest)
+        narrowed = {1: np.dtype(ml_dtypes.bfloat16), 8: np.dtype(np.float32)}
+        return np.dtype(jax.numpy.result_type(*(narrowed.get(kind.itemsize, kind) for kind in kinds)))
 
     def place(self, entry: Entry, dtype: np.dtype, sharding: Sharding | None, bar: Any) -> jax.Array:
         """The parameter as one array; with a sharding, each device's part read for itself."""
@@ -146,6 +145,8 @@ class Reader:
             assert self.block is not None and cols is not None
             if name not in self._scales:
                 self._scales = {name: self.checkpoint.read(name + "_scale_inv")}
+                if bar is not None:
+                    bar.update(self._scales[name].nbytes)
             raw = dequantize_blocks(raw, self._scales[name], self.block, rows.start, cols.start)
         values = raw.astype(dtype, copy=False)
         if bad := count_nonfinite(values):

@@ -1,0 +1,155 @@
+"""Runs cases, each in a process of its own with limits of time and memory, and judges what came of them."""
+
+import dataclasses
+import logging
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import jax
+import numpy as np
+from flax import nnx
+
+import nnxmoe
+from nnxmoe.config import DecoderConfig
+from nnxmoe.models import model_class
+from tests.corpus import configs, files, tensors, texts
+from tests.corpus.case import Case, Draft
+from tests.helpers import MODEL_TOLERANCE, ORACLE, max_error, random_tokens, reference_logits
+
+SECONDS, WALL = 2.0, 60.0  # of processor time for an answer; of the clock, on a busy machine, until the kill
+MEGABYTES = 200  # more than before
+ADDRESS_SPACE = 8 << 30
+
+CASES: dict[str, Case] = {}
+for _case in (case for part in (files, configs, tensors, texts) for case in part.cases()):
+    assert _case.name not in CASES, f"two cases are called {_case.name}"
+    CASES[_case.name] = _case
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a process did with a checkpoint. ``kinds``: the error's class and its bases; empty when it was taken."""
+
+    kinds: tuple[str, ...] = ()
+    text: str = ""
+    seconds: float = 0.0
+    megabytes: float = 0.0
+    loaded: tuple[DecoderConfig, str, list[np.ndarray]] | None = None  # what makes the model anew
+
+
+def fault(case: Case, outcome: Outcome, draft: Draft) -> str | None:
+    """What is wrong with an outcome, or None."""
+    folder = draft.folder
+    refused = bool(outcome.kinds)
+    if refused != (case.verdict == "refuse"):
+        return f"was {'refused' if refused else 'taken'}, should be {case.verdict}: {outcome.text}"
+    lost = [name for name in case.names if name not in outcome.text]
+    if lost:
+        return f"does not name {lost}: {outcome.text}"
+    if not refused:
+        error = logits_error(outcome, draft)
+        return None if error <= MODEL_TOLERANCE else f"logits are off by {error}"
+    if "ValueError" not in outcome.kinds or (outcome.kinds[0] == "ValueError" and case.action != "generate"):
+        return f"{outcome.kinds[0]} reached the user: {outcome.text}"
+    if case.action == "generate":  # of a sound checkpoint with tokens that do not fit: no file is at fault
+        return None
+    if str(folder) not in outcome.text or len(outcome.text) > 3000:
+        return f"message without the folder, or of {len(outcome.text)} characters: {outcome.text[:3000]}"
+    if outcome.seconds > SECONDS or outcome.megabytes > MEGABYTES:
+        return f"took {outcome.seconds:.1f} s and {outcome.megabytes:.0f} MB"
+    return None
+
+
+def logits_error(outcome: Outcome, draft: Draft) -> float:
+    """Largest difference between the logits of what was loaded and those of what the draft expects."""
+    fields, weights = draft.expected
+    if outcome.loaded is None or not all(np.isfinite(tensor).all() for tensor in weights.values()):
+        return 0.0
+    config, dtype, leaves = outcome.loaded
+    model = model_class(config)(config, ORACLE, rngs=None)  # type: ignore[call-arg]
+    nnx.update(model, jax.tree.unflatten(jax.tree.structure(nnx.state(model)), leaves))
+    model.dtype = np.dtype(dtype)
+    tokens = random_tokens(1, 7)
+    return max_error(model(tokens).logits, reference_logits(fields, weights, tokens))
+
+
+def run(case: Case, folder: Path) -> Outcome:
+    """Lets another process meet a folder."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.corpus.runner"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(case.name, str(folder), theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(WALL):
+            process.kill()
+            return Outcome(("Hang",), f"no answer within {WALL:g} s")
+        return ours.recv()
+    except EOFError:
+        process.join(10)
+        return Outcome(("Crash",), f"the process ended with code {process.exitcode}")
+    finally:
+        process.join(5)
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def judge(case: Case) -> tuple[Outcome, str | None]:
+    """Runs a case in a new temporary folder: its outcome, and what is wrong with that."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "model"
+        folder.mkdir()
+        draft = Draft(folder, case.family)
+        case.make(draft)
+        outcome = run(case, folder)
+        return outcome, fault(case, outcome, draft)
+
+
+def _child(name: str, folder: str, pipe: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nnxmoe").addHandler(handler)
+    before, started, loaded, kinds = _peak(), time.process_time(), None, ()
+    try:
+        model = ACTIONS[CASES[name].action](folder)
+        if model is not None:
+            told.append(str(model.load_report))
+            loaded = (model.config, str(model.dtype), [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model))])
+    except BaseException as failure:
+        kinds = tuple(kind.__name__ for kind in type(failure).__mro__)
+        told.append(str(failure))
+    pipe.send(Outcome(kinds, "\n".join(told), time.process_time() - started, _peak() - before, loaded))
+    pipe.close()
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _chat(folder: str) -> None:
+    tokenizer = nnxmoe.Tokenizer.from_pretrained(folder)
+    tokenizer.encode("hello there")
+    tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True)
+
+
+def _generate(folder: str) -> None:
+    tokenizer, model = nnxmoe.Tokenizer.from_pretrained(folder), nnxmoe.from_pretrained(folder)
+    list(nnxmoe.stream(model, tokenizer, "hello you", max_new_tokens=2))
+
+
+ACTIONS: dict[str, Any] = {"load": nnxmoe.from_pretrained, "chat": _chat, "generate": _generate}
