@@ -86,7 +86,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     entries = parse_json(header, f"{path}: the header", _DAMAGED, CheckpointError)
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: the header must be a JSON object, got {short(entries)}; {_DAMAGED}")
-    _check_metadata(path, entries.pop("__metadata__", None))
+    _check_metadata(path, entries.pop("__metadata__", {}))
     start = 8 + length
     tensors = {name: _parse_entry(path, name, entry, start, size) for name, entry in entries.items()}
     _check_coverage(path, tensors.values(), start, size)
@@ -116,8 +116,7 @@ def _check_by_the_library(path: Path) -> None:
 
 
 def _check_metadata(path: Path, metadata: object) -> None:
-    valid = metadata is None or (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()))
-    if not valid:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path}: __metadata__ must map strings to strings, got {short(metadata)}; {_DAMAGED}")
 
 

@@ -42,19 +42,22 @@ def cases() -> Iterator[Case]:
         )
 
 
-def _files(
-    tokenizer: Any = SOUND, settings: Any = None, template: str | bytes | None = "{{ messages[0].content }}"
-) -> Callable[[Draft], None]:
+def write(
+    draft: Draft,
+    tokenizer: Any = SOUND,
+    settings: Any = None,
+    template: str | bytes | None = "{{ messages[0].content }}",
+) -> None:
     """A sound checkpoint with these tokenizer files; None: the file is not there."""
+    draft.write()
+    for name, content in ((TOKENIZER, tokenizer), (SETTINGS, settings), (TEMPLATE, template)):
+        if content is not None:
+            text = content if isinstance(content, str | bytes) else json.dumps(content)
+            (draft.folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
-    def make(draft: Draft) -> None:
-        draft.write()
-        for name, content in ((TOKENIZER, tokenizer), (SETTINGS, settings), (TEMPLATE, template)):
-            if content is not None:
-                text = content if isinstance(content, str | bytes) else json.dumps(content)
-                (draft.folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
-    return make
+def _files(**files: Any) -> Callable[[Draft], None]:
+    return lambda draft: write(draft, **files)
 
 
 def _instead(name: str, put: Callable[[Any], Any]) -> Callable[[Draft], None]:
