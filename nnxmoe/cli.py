@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import nnxmoe
 from nnxmoe.progress import say
@@ -41,9 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
     kw: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="nnxmoe",
         description="Mixture-of-experts language models in JAX: Mixtral, DeepSeek-V3, Llama.",
         epilog="example:\n  nnxmoe demo\n  nnxmoe generate demo --prompt 'Once upon a time'",

@@ -2,8 +2,10 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,7 +42,8 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
 def test_wrong_command_lines_exit_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(line)
-    assert stop.value.code == 2 and capsys.readouterr().out == ""
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1 and "--help" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -186,3 +189,72 @@ def test_inspect_of_671_billion_parameters_is_quick_and_small() -> None:
     peak, seconds = map(float, run.stderr.split()[-2:])
     assert seconds < 5, f"{seconds:.1f} s of processor time"
     assert peak < 1e9, f"{peak / 1e6:.0f} MB"
+
+
+def _cut(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def _pickles_only(folder: Path) -> None:
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def _config(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        fields = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(fields | changes))
+
+    return change
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\n"
+FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "a shard is missing": (lambda folder: sorted(folder.glob("*.safetensors"))[0].unlink(), ("missing", "safetensors")),
+    "a shard is cut": (_cut, ("data_offsets", "safetensors")),
+    "pickles only": (_pickles_only, ("pytorch_model.bin", "convert it to safetensors")),
+    "the index is a Git LFS pointer": (lambda f: next(f.glob("*index*")).write_text(LFS), ("git lfs pull",)),
+    "config.json is missing": (lambda folder: (folder / "config.json").unlink(), ("config.json", "No such file")),
+    "config.json is cut": (
+        lambda folder: (folder / "config.json").write_text('{"model_type":'),
+        ("config.json", "JSON"),
+    ),
+    "an unknown model": (_config(model_type="gpt9"), ("config.json", "gpt9", "mixtral")),
+    "a layer more than the files": (_config(num_hidden_layers=3), ("layers.2.", "missing")),
+    "another width": (_config(intermediate_size=40), ("w1.weight", "config.json")),
+    "10**8 layers": (_config(num_hidden_layers=10**8), ("config.json", "num_hidden_layers")),
+    "GPTQ weights": (_config(quantization_config={"quant_method": "gptq"}), ("quantization_config", "gptq")),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ("tokenizer.json", "missing")),
+    "a broken tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), ("tokenizer.json", "JSON")),
+    "a broken template": (
+        lambda folder: (folder / "chat_template.jinja").write_text("{% for"),
+        ("chat_template.jinja",),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_typical_faults_are_one_line(fault: str, tmp_path: Path) -> None:
+    """As a person sees them: another process, its real stderr."""
+    spoil, parts = FAULTS[fault]
+    folder = tmp_path / "model"
+    shutil.copytree(MIXTRAL, folder, copy_function=shutil.copyfile)
+    spoil(folder)
+    line = ["chat" if "template" in fault else "generate", str(folder)]
+    line += [] if "template" in fault else ["--prompt", "The quick"]
+    if fault not in ("GPTQ weights", "no tokenizer", "a broken tokenizer", "a broken template"):
+        assert cli.main(["inspect", str(folder)]) == 1
+    run = subprocess.run(
+        [sys.executable, "-m", "nnxmoe.cli", *line], capture_output=True, text=True, cwd=CASES.parents[2], input="hi\n"
+    )
+    errors = [text for text in run.stderr.splitlines() if "loading" not in text and "nnxmoe: error: " in text]
+    assert run.returncode == 1 and run.stdout == "" and "Traceback" not in run.stderr
+    assert len(errors) == 1 and all(part in errors[0] for part in (*parts, str(folder))), run.stderr
+    assert "template" in fault or len(run.stderr.splitlines()) == 1, run.stderr
+
+
+def test_presets_have_no_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "mixtral-8x7b", "--prompt", "x"]) == 1
+    assert "is a preset" in capsys.readouterr().err

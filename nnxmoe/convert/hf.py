@@ -191,7 +191,7 @@ def _tensors(model: CausalLM):
     """(name, dtype, shape, function that makes the array) for every stored tensor, in the model's order."""
     values = dict(nnx.to_flat_state(nnx.state(model)))
     for entry in entries(model, model.hf_table):
-        value = values[entry.path][...]
+        value = values[entry.path].get_value()
         if isinstance(value, jax.ShapeDtypeStruct):
             raise ValueError(f"the parameter {entry.key} has a shape but no values: this model cannot be saved")
         for piece in entry.pieces:

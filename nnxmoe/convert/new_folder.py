@@ -36,7 +36,7 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Itera
         target.parent.mkdir(parents=True, exist_ok=True)
         _warn_of_leftovers(target)
         # A mounted folder cannot be renamed, nor one whose parent may not be written.
-        inside = target.is_dir() and (os.path.ismount(target) or not os.access(target.parent, os.W_OK))
+        inside = os.path.isdir(target) and (os.path.ismount(target) or not os.access(target.parent, os.W_OK))
         if inside and present:
             raise CheckpointError(f"{target} cannot be replaced in one step where it is: save to a new folder")
         name = f".{target.name[:50]}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
@@ -46,7 +46,7 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Itera
         raise CheckpointError(f"cannot write to {target}: {error}; nothing was changed") from error
     try:
         yield stage
-        _carry_over(target, present, stage)
+        _carry_over(target, stage)
         _sync_folder(stage)
         if inside:
             _move_in(stage, target)
@@ -67,9 +67,9 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Itera
 
 def _present(target: Path, overwrite: bool) -> list[str]:
     """The names in a folder that may be written to; refuses what may not be."""
-    if not target.exists():
+    if not os.path.lexists(target):
         return []
-    if not target.is_dir():
+    if not os.path.isdir(target):
         raise CheckpointError(f"{target} is not a folder: save to a new one")
     try:
         names = sorted(os.listdir(target))
@@ -94,11 +94,11 @@ def _warn_of_leftovers(target: Path) -> None:
         logger.warning("%s has folders of saves that are running or were killed: %s", target.parent, some(left))
 
 
-def _carry_over(target: Path, names: list[str], stage: Path) -> None:
+def _carry_over(target: Path, stage: Path) -> None:
     """What is in the old folder and no part of its checkpoint, into the new one."""
-    for name in names:
+    for name in os.listdir(target) if os.path.isdir(target) else []:
         old, new = target / name, stage / name
-        if _CHECKPOINT_FILE.fullmatch(name) or os.path.lexists(new):
+        if _CHECKPOINT_FILE.fullmatch(name) or os.path.lexists(new) or old == stage:
             continue
         if old.is_dir() and not old.is_symlink():
             shutil.copytree(old, new, symlinks=True, copy_function=_link)

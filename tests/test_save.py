@@ -1,0 +1,318 @@
+"""Saving never harms: whatever goes wrong, and whenever, a folder holds all of the old checkpoint or all of the new."""
+
+import errno
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe.convert import new_folder as new_folder_module
+from nnxmoe.convert.checkpoint import Checkpoint
+from nnxmoe.convert.new_folder import new_folder
+from nnxmoe.models import Llama, LlamaConfig
+
+SMALL: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "max_position_embeddings": 32}
+
+
+def model_of(version: int) -> nnxmoe.CausalLM:
+    """A model all of whose weights, and a field of whose config, are its version."""
+    model = Llama(LlamaConfig(**SMALL, rope_theta=1000.0 + version), rngs=None)
+    state = nnx.to_flat_state(nnx.state(model))
+    values = [(path, variable.replace(np.full(variable.shape, version, np.float32))) for path, variable in state]
+    nnx.update(model, nnx.from_flat_state(values))
+    return model
+
+
+def version_in(folder: Path) -> int:
+    """The version that a folder holds, if it holds one only."""
+    with Checkpoint.open(folder) as checkpoint:
+        values = [np.unique(checkpoint.read(name)) for name in checkpoint.tensors]
+        versions = set(np.concatenate(values).tolist()) | {checkpoint.config["rope_theta"] - 1000.0}
+    assert len(versions) == 1, f"half new, half old: {versions}"
+    assert nnxmoe.from_pretrained(folder).load_report.unexpected == ()
+    return int(versions.pop())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def apart(function: Callable[..., None], *arguments: Any, kill_after: float | None = None) -> int:
+    """Runs a function in another process, killed this long after it says that it starts; the exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_save"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=function, args=(*arguments, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(60), "the process never began"
+        ours.recv()
+        if kill_after is not None:
+            time.sleep(kill_after)
+            assert process.pid
+            os.kill(process.pid, signal.SIGKILL)
+        process.join(60)
+        assert process.exitcode is not None
+        return process.exitcode
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _save_for_ever(folder: Path, version: int, pipe: Connection) -> None:
+    models = [model_of(version), model_of(version + 1)]
+    pipe.send("go")
+    while True:
+        for model in models:
+            nnxmoe.save_pretrained(model, folder, "2KB", overwrite=True)
+
+
+def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
+    """The folder always holds one whole version; files that are no part of it survive every exchange."""
+    folder, moments = tmp_path / "model", random.Random(0)
+    nnxmoe.save_pretrained(model_of(0), folder, "2KB")
+    (folder / "README.md").write_text("mine")
+    (folder / "logs").mkdir()
+    (folder / "logs" / "a.txt").write_text("mine too")
+    seen, midway = set(), 0
+    for trial in range(30):
+        before = version_in(folder)
+        code = apart(_save_for_ever, folder, 2 * trial + 1, kill_after=moments.uniform(0, 0.15))
+        assert code == -signal.SIGKILL
+        now = version_in(folder)
+        assert now in (before, 2 * trial + 1, 2 * trial + 2)
+        assert (folder / "README.md").read_text() == "mine" and (folder / "logs" / "a.txt").read_text() == "mine too"
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+        seen.add(now)
+        midway += len([path for path in tmp_path.iterdir() if path.name.startswith(".model.")])
+    assert len(seen) > 5 and midway > 30, "hardly a kill came in the middle of a save"
+
+
+def test_a_first_save_that_is_killed_leaves_nothing_or_all(tmp_path: Path) -> None:
+    moments, whole = random.Random(1), 0
+    for trial in range(6):
+        folder = tmp_path / str(trial)
+        apart(_save_many, folder, kill_after=moments.uniform(0, 0.3))
+        made = sorted(folder.iterdir()) if folder.exists() else []
+        versions = [version_in(path) for path in made if not path.name.startswith(".")]
+        assert all(version == 7 for version in versions)
+        whole += len(versions)
+    assert whole > 0
+
+
+def _save_many(folder: Path, pipe: Connection) -> None:
+    model = model_of(7)
+    pipe.send("go")
+    for number in range(1000):
+        nnxmoe.save_pretrained(model, folder / str(number), "2KB")
+
+
+# Refusals
+
+
+def test_a_folder_that_is_not_empty_is_refused_unless_told(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    nnxmoe.save_pretrained(model_of(1), folder)  # empty is fine
+    with pytest.raises(nnxmoe.CheckpointError, match=r"model is not an empty folder.*config\.json.*overwrite=True"):
+        nnxmoe.save_pretrained(model_of(2), folder)
+    assert version_in(folder) == 1
+    nnxmoe.save_pretrained(model_of(2), folder, "2KB", overwrite=True)
+    assert version_in(folder) == 2 and not (folder / "model.safetensors").exists()
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for target in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(nnxmoe.CheckpointError, match="file"):
+            nnxmoe.save_pretrained(model_of(1), target, overwrite=True)
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
+def test_links(tmp_path: Path) -> None:
+    """A link to a folder is followed; a folder of links, as the hub's cache, is not written over."""
+    nnxmoe.save_pretrained(model_of(1), tmp_path / "real")
+    (tmp_path / "link").symlink_to("real")
+    nnxmoe.save_pretrained(model_of(2), tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink() and version_in(tmp_path / "real") == 2
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for file in (tmp_path / "real").iterdir():
+        (snapshot / file.name).symlink_to(file)
+    with pytest.raises(nnxmoe.CheckpointError, match=r"snapshot.*config\.json.*is a link.*hub"):
+        nnxmoe.save_pretrained(model_of(3), snapshot, overwrite=True)
+    assert version_in(snapshot) == version_in(tmp_path / "real") == 2
+
+
+def test_a_model_may_replace_the_checkpoint_it_came_from(tmp_path: Path) -> None:
+    """Loading reads everything, so nothing is lost."""
+    nnxmoe.save_pretrained(model_of(5), tmp_path / "model", "2KB")
+    before = contents(tmp_path / "model")
+    nnxmoe.save_pretrained(nnxmoe.from_pretrained(tmp_path / "model"), tmp_path / "model", "2KB", overwrite=True)
+    after = contents(tmp_path / "model")
+    assert before.keys() == after.keys()
+    assert all(before[name] == data for name, data in after.items() if name != "config.json")
+    assert json.loads(after["config.json"])["dtype"] == "float32"
+
+
+def test_two_saves_at_once(tmp_path: Path) -> None:
+    with (
+        pytest.raises(nnxmoe.CheckpointError, match="what was there is as before"),
+        new_folder(tmp_path / "model") as stage,
+    ):
+        (stage / "config.json").write_text("{}")
+        nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
+    assert version_in(tmp_path / "model") == 1 and os.listdir(tmp_path) == ["model"]
+
+
+def test_models_without_values_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"embed\.table has a shape but no values"):
+        nnxmoe.save_pretrained(Llama(LlamaConfig(**SMALL), rngs=None), tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+
+
+# Disks that fail
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("failing", range(0, 12, 2))
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, overwrite: bool) -> None:
+    folder = tmp_path / "model"
+    if overwrite:
+        nnxmoe.save_pretrained(model_of(1), folder, "2KB")
+    calls = [0]
+
+    def fsync(descriptor: int) -> None:
+        calls[0] += 1
+        if calls[0] > failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(nnxmoe.CheckpointError, match=r"cannot write .*No space left on device"):
+        nnxmoe.save_pretrained(model_of(2), folder, "2KB", overwrite=overwrite)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == (["model"] if overwrite else [])
+    assert not overwrite or version_in(folder) == 1
+
+
+def _save_small_files_only(folder: Path, pipe: Connection) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    model = model_of(2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+    pipe.send("go")
+    try:
+        nnxmoe.save_pretrained(model, folder, overwrite=True)
+    except nnxmoe.CheckpointError as error:
+        os._exit(3 if "cannot write" in str(error) and "File too large" in str(error) else 4)
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
+    assert apart(_save_small_files_only, tmp_path / "model") == 3
+    assert version_in(tmp_path / "model") == 1 and os.listdir(tmp_path) == ["model"]
+
+
+def _save_as_nobody(folder: Path, pipe: Connection) -> None:
+    models = model_of(2)
+    if os.getuid() == 0:
+        os.setuid(65534)
+    pipe.send("go")
+    try:
+        nnxmoe.save_pretrained(models, folder, overwrite=True)
+    except nnxmoe.CheckpointError as error:
+        os._exit(3 if "Permission denied" in str(error) and "nothing was changed" in str(error) else 4)
+
+
+def test_a_place_that_may_only_be_read(tmp_path: Path) -> None:
+    nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
+    modes = [(path, path.stat().st_mode) for path in (tmp_path, tmp_path / "model")]
+    for path, _ in modes:
+        path.chmod(0o555)
+    try:
+        for target in (tmp_path / "new", tmp_path / "model" / "below"):
+            assert apart(_save_as_nobody, target) == 3
+    finally:
+        for path, mode in modes:
+            path.chmod(mode)
+    assert version_in(tmp_path / "model") == 1 and os.listdir(tmp_path) == ["model"]
+
+
+def test_a_mounted_folder_is_filled_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be renamed: empty, it gets its files one by one, config.json last; in use, it is left alone."""
+    folder = tmp_path / "mount"
+    folder.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder)
+    order: list[str] = []
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda old, new: (order.append(Path(new).name), rename(old, new)))
+    nnxmoe.save_pretrained(model_of(1), folder, "2KB")
+    assert order[-1] == "config.json" and len(order) > 5 and version_in(folder) == 1
+    with pytest.raises(nnxmoe.CheckpointError, match="save to a new folder"):
+        nnxmoe.save_pretrained(model_of(2), folder, overwrite=True)
+    assert version_in(folder) == 1
+
+    empty = tmp_path / "other"
+    empty.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == empty)
+
+    def fail(old: Any, new: Any) -> None:
+        if "00003" in str(new):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(nnxmoe.CheckpointError, match="Input/output error"):
+        nnxmoe.save_pretrained(model_of(1), empty, "2KB")
+    assert os.listdir(empty) == []
+
+
+def test_file_systems_that_cannot_exchange_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    nnxmoe.save_pretrained(model_of(1), folder)
+
+    class Libc:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: -1
+
+    monkeypatch.setattr(new_folder_module.ctypes, "CDLL", lambda *a, **k: Libc())
+    with pytest.raises(nnxmoe.CheckpointError, match=r"cannot change places here .*save to a new folder"):
+        nnxmoe.save_pretrained(model_of(2), folder, overwrite=True)
+    assert version_in(folder) == 1 and os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="hard links and exchanges as on Linux")
+def test_other_files_are_carried_over_as_links(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    nnxmoe.save_pretrained(model_of(1), folder)
+    (folder / "sub" / "deeper").mkdir(parents=True)
+    (folder / "sub" / "deeper" / "big.bin").write_bytes(b"x" * 100)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "dangling").symlink_to("nowhere")
+    inodes = {name: (folder / name).stat().st_ino for name in ("tokenizer.json", "sub/deeper/big.bin")}
+    nnxmoe.save_pretrained(model_of(2), folder, overwrite=True)
+    assert {name: (folder / name).stat().st_ino for name in inodes} == inodes
+    assert os.readlink(folder / "dangling") == "nowhere" and version_in(folder) == 2
+
+
+def test_leftovers_of_killed_saves_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / ".model.123-abcd.tmp").mkdir()
+    nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
+    assert ".model.123-abcd.tmp" in caplog.text
+    assert (tmp_path / ".model.123-abcd.tmp").exists(), "not ours to delete: another process may be at work"
