@@ -6,7 +6,8 @@ if __name__ != "nnxmoe.models":
 from collections.abc import Mapping
 from typing import Any
 
-from nnxmoe.config import ConfigError, DecoderConfig
+from nnxmoe.bounds import ConfigError
+from nnxmoe.config import DecoderConfig
 from nnxmoe.files import short
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models.deepseek_v3 import PRESETS as _DEEPSEEK

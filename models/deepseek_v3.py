@@ -12,7 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from nnxmoe.config import ConfigError, DecoderConfig, rope_fields, rope_kind
+from nnxmoe.bounds import ConfigError
+from nnxmoe.config import DecoderConfig
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import MLP
@@ -23,6 +24,7 @@ from nnxmoe.models.llama import HF_DECODER, HF_MLP
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SigmoidGroupTopK
+from nnxmoe.rope_fields import kind_of
 from nnxmoe.strategy import Strategy
 
 
@@ -112,8 +114,8 @@ class DeepSeekV3Config(DecoderConfig):
     @property
     def softmax_scale(self) -> float:
         """1 / sqrt(query width), times YaRN's temperature squared where ``mscale_all_dim`` is set."""
-        fields, scale = rope_fields(self), (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
-        if rope_kind(self) != "default" and fields.get("mscale_all_dim"):
+        fields, scale = self.rope_fields, (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        if kind_of(fields) != "default" and fields.get("mscale_all_dim"):
             stretch = float(fields.get("factor") or getattr(self.rope, "scale", 1.0))
             scale *= yarn_mscale(stretch, float(fields["mscale_all_dim"])) ** 2
         return scale

@@ -8,7 +8,7 @@ The public names live here; see the README for the map of the package.
 
 from nnxmoe.axes import RULES as RULES
 from nnxmoe.axes import make_mesh as make_mesh
-from nnxmoe.config import ConfigError as ConfigError
+from nnxmoe.bounds import ConfigError as ConfigError
 from nnxmoe.convert.hf import from_pretrained as from_pretrained
 from nnxmoe.convert.hf import save_pretrained as save_pretrained
 from nnxmoe.convert.report import LoadError as LoadError

@@ -5,18 +5,16 @@ A config decides the numbers. It is checked when it is made, whether typed by ha
 
 import dataclasses
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+from nnxmoe.bounds import DTYPES, MOST_EXPERTS, TOKEN_IDS, ConfigError, check_count, check_number, check_token_ids
 from nnxmoe.files import short, some
-from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope, yarn_mscale
+from nnxmoe.layers.rope import Rope
+from nnxmoe.rope_fields import FIELDS as ROPE_FIELDS
+from nnxmoe.rope_fields import kind_of, rope_from_fields
 
 logger = logging.getLogger(__name__)
-
-
-class ConfigError(ValueError):
-    """A field of a model's configuration that cannot be right, or that asks for what is not computed here."""
 
 
 class FrozenDict(Mapping[str, Any]):
@@ -55,38 +53,6 @@ HARMLESS = frozenset(
 
 # Fields that are left out of config.json rather than null, which transformers would take for a value.
 ABSENT = frozenset({"head_dim", "rope_scaling", "rope_parameters", "original_max_position_embeddings"})
-
-
-# The largest counts; a count that is not listed may reach 2**31 - 1. No known model comes near these, and beyond them a
-# config could make us loop and allocate before a byte of weights is read.
-LARGEST = {
-    "num_hidden_layers": 1024,
-    "num_local_experts": 4096,
-    "n_routed_experts": 4096,
-    "n_shared_experts": 4096,
-    "num_nextn_predict_layers": 1024,
-    "vocab_size": 2**24,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-    "moe_intermediate_size": 2**24,
-    "num_attention_heads": 2**14,
-    "num_key_value_heads": 2**14,
-    "head_dim": 2**16,
-    "q_lora_rank": 2**20,
-    "kv_lora_rank": 2**20,
-    "qk_nope_head_dim": 2**16,
-    "qk_rope_head_dim": 2**16,
-    "v_head_dim": 2**16,
-}
-MOST_EXPERTS = 2**18  # in all layers together
-
-# Numbers lie above the first and reach at most the second.
-RANGES = {"rms_norm_eps": (0.0, 1.0), "rope_theta": (1.0, 1e15), "routed_scaling_factor": (0.0, 1e6)}
-_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
-                 "attention_factor", "mscale", "mscale_all_dim")  # fmt: skip
-_ROPE_FIELDS = frozenset({*_ROPE_NUMBERS, "rope_type", "type", "truncate", "original_max_position_embeddings"})
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,12 +125,7 @@ class DecoderConfig:
         _ = self.rope
 
     def _count(self, name: str, least: int = 1) -> None:
-        value, largest = getattr(self, name), LARGEST.get(name, 2**31 - 1)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            kind = "positive" if least else "non-negative"
-            raise ConfigError(f"{name} must be a {kind} integer, got {short(value)}")
-        if value > largest:
-            raise ConfigError(f"{name} {short(value)} is beyond what is supported: at most {largest}")
+        check_count(name, getattr(self, name), least)
 
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> Self:
@@ -184,16 +145,16 @@ class DecoderConfig:
                     f"{name} {short(fields[name])} is not supported; supported: {', '.join(map(repr, allowed))}"
                 )
         partial, rope = fields.get("partial_rotary_factor"), fields.get("rope_scaling") or fields.get("rope_parameters")
-        if partial not in (None, 1) and isinstance(rope, Mapping) and _kind(rope) != "default":
+        if partial not in (None, 1) and isinstance(rope, Mapping) and kind_of(rope) != "default":
             raise ConfigError(
-                f"partial_rotary_factor {short(partial)} with rope type {short(_kind(rope))} is not supported"
+                f"partial_rotary_factor {short(partial)} with rope type {short(kind_of(rope))} is not supported"
             )
         known = {f.name for f in dataclasses.fields(cls)}
         fields.setdefault("dtype", fields.get("torch_dtype"))
         strange = [k for k in fields if k not in known | HARMLESS | set(cls.fixed)]
         for name in ("rope_scaling", "rope_parameters"):
             inner = fields.get(name)
-            strange += [f"{name}.{k}" for k in inner if k not in _ROPE_FIELDS] if isinstance(inner, Mapping) else []
+            strange += [f"{name}.{k}" for k in inner if k not in ROPE_FIELDS] if isinstance(inner, Mapping) else []
         if strange:
             logger.warning("config.json: unknown fields, ignored: %s", some(sorted(strange), 20))
         return cls(**{k: v for k, v in fields.items() if k in known})
@@ -257,104 +218,18 @@ class DecoderConfig:
         return self.head_width
 
     @property
+    def rope_fields(self) -> Mapping[str, Any]:
+        """The rope object in force: ``rope_scaling`` (4.x) wins over ``rope_parameters`` (v5) where both are there."""
+        return self.rope_scaling or self.rope_parameters or {}
+
+    @property
     def rope(self) -> Rope:
         """The rotary embedding these fields ask for."""
-        return rope_from_fields(self)
-
-
-def rope_fields(config: DecoderConfig) -> Mapping[str, Any]:
-    """The rope object in force: ``rope_scaling`` (4.x) wins over ``rope_parameters`` (v5) where both are there."""
-    return config.rope_scaling or config.rope_parameters or {}
-
-
-def rope_kind(config: DecoderConfig) -> str:
-    """Its type; ``rope_type`` wins over the older ``type``."""
-    return _kind(rope_fields(config))
-
-
-def _kind(fields: Mapping[str, Any]) -> str:
-    return fields.get("rope_type", fields.get("type", "default"))
-
-
-def rope_from_fields(config: DecoderConfig) -> Rope:
-    """The Rope of a config. A theta inside the rope object wins over the top-level one."""
-    fields, kind, dim = rope_fields(config), rope_kind(config), config.rope_dim
-    _check_rope_fields(fields)
-    if dim % 2:
-        raise ConfigError(f"{config.rope_field}: rotary embedding needs an even width, got {dim}")
-    theta = _number(fields, "rope_theta", config.rope_theta)
-    if kind == "default":
-        return Rope(dim, theta)
-    if kind == "linear":
-        return LinearRope(dim, theta, _number(fields, "factor"))
-    if kind == "dynamic" and dim < 4:
-        raise ConfigError(f"{config.rope_field}: dynamic rope needs a width of at least 4, got {dim}")
-    if kind == "dynamic":
-        return DynamicRope(dim, theta, _number(fields, "factor"), config.max_position_embeddings)
-    original = config.original_max_position_embeddings or fields.get("original_max_position_embeddings")
-    original = config.max_position_embeddings if original is None else original
-    if kind == "llama3":
-        low, high = _number(fields, "low_freq_factor"), _number(fields, "high_freq_factor")
-        if not low < high:
-            raise ConfigError(f"rope: low_freq_factor {low} must be below high_freq_factor {high}")
-        return Llama3Rope(dim, theta, _number(fields, "factor"), low, high, original)
-    if kind == "yarn":
-        scale = _number(fields, "factor", config.max_position_embeddings / original)
-        betas = _number(fields, "beta_fast", 32.0), _number(fields, "beta_slow", 1.0)
-        truncate = fields.get("truncate", True)
-        return YarnRope(dim, theta, scale, original, *betas, truncate, _yarn_attention(fields, scale))
-    raise ConfigError(f"rope type {short(kind)} is not supported; supported: default, linear, dynamic, llama3, yarn")
-
-
-def _check_rope_fields(fields: Mapping[str, Any]) -> None:
-    """Types and ranges of what a rope object says, also of what its type does not use."""
-    for name in _ROPE_NUMBERS:
-        value = fields.get(name)
-        if value is not None and not (name.startswith("mscale") and type(value) in (int, float) and value == 0):
-            check_number(name, value, "rope: ")
-    original = fields.get("original_max_position_embeddings")
-    if original is not None and (type(original) is not int or not 0 < original < 2**31):
-        raise ConfigError(f"rope: original_max_position_embeddings must be a positive integer, got {short(original)}")
-    if not isinstance(fields.get("truncate", True), bool):
-        raise ConfigError(f"rope: truncate must be true or false, got {short(fields['truncate'])}")
-
-
-def _yarn_attention(fields: Mapping[str, Any], scale: float) -> float:
-    if fields.get("attention_factor") is not None:
-        return _number(fields, "attention_factor")
-    if fields.get("mscale") and fields.get("mscale_all_dim"):
-        return yarn_mscale(scale, _number(fields, "mscale")) / yarn_mscale(scale, _number(fields, "mscale_all_dim"))
-    return yarn_mscale(scale, 1.0)
-
-
-def _number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = fields.get(name)
-    return check_number(name, default if value is None else value, "rope: ")
-
-
-def check_number(name: str, value: object, where: str = "") -> float:
-    """A number within its range, as a float; ConfigError otherwise."""
-    above, most = RANGES.get(name, (0.0, 1e6))
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or value == math.inf:
-        raise ConfigError(f"{where}{name} must be a positive number, got {short(value)}")
-    if not above < value <= most:
-        raise ConfigError(f"{where}{name} {short(value)} is out of range: above {above:g}, at most {most:g}")
-    return float(value)
-
-
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def check_token_ids(fields: Mapping[str, Any], vocab: int) -> None:
-    """The ids of special tokens in config.json or generation_config.json lie in the vocabulary.
-
-    null: there is none; so, in older files, is a pad id of -1. Several eos ids may be given.
-    """
-    for name in TOKEN_IDS:
-        value = fields.get(name)
-        if value is None or (name == "pad_token_id" and type(value) is int and value == -1):
-            continue
-        several = isinstance(value, list | tuple) and name == "eos_token_id" and len(value) > 0
-        for one in value if several else (value,):  # pyright: ignore[reportGeneralTypeIssues]
-            if type(one) is not int or not 0 <= one < vocab:
-                raise ConfigError(f"{name} {short(value)} must lie in the vocabulary, 0 to {vocab - 1}, or be null")
+        return rope_from_fields(
+            self.rope_fields,
+            self.rope_dim,
+            self.rope_theta,
+            self.max_position_embeddings,
+            self.original_max_position_embeddings,
+            self.rope_field,
+        )

@@ -23,6 +23,8 @@ LEVELS = {
     "nnxmoe.layers": 1,
     "nnxmoe.moe": 1,
     "nnxmoe.kernels": 1,
+    "nnxmoe.bounds": 1,
+    "nnxmoe.rope_fields": 1,
     "nnxmoe.config": 1,
     "nnxmoe.strategy": 2,
     "nnxmoe.models": 3,

@@ -18,7 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.axes import RULES, Rules, sharding_of
-from nnxmoe.config import ConfigError, DecoderConfig, FrozenDict, check_token_ids
+from nnxmoe.bounds import ConfigError, check_token_ids
+from nnxmoe.config import DecoderConfig, FrozenDict
 from nnxmoe.convert.account import HEAD, account, refuse_unjustified
 from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.convert.new_folder import new_folder

@@ -54,7 +54,6 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Itera
             _exchange(stage, target)
         else:
             os.rename(stage, target)
-        _sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(
             f"cannot write the checkpoint to {target}: {error}; what was there is as before"
