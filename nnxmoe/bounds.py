@@ -34,7 +34,8 @@ LARGEST = {
 MOST_EXPERTS = 2**18  # in all layers together
 
 # Numbers lie above the first and reach at most the second.
-RANGES = {"rms_norm_eps": (0.0, 1.0), "rope_theta": (1.0, 1e15), "routed_scaling_factor": (0.0, 1e6)}
+RANGES = {"rms_norm_eps": (1e-20, 1.0), "rope_theta": (1.0, 1e15), "factor": (1e-3, 1e6)}
+_RANGE = (1e-6, 1e6)  # of other numbers
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -51,7 +52,7 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 
 def check_number(name: str, value: object, where: str = "") -> float:
     """A number within its range, as a float; ConfigError otherwise."""
-    above, most = RANGES.get(name, (0.0, 1e6))
+    above, most = RANGES.get(name, _RANGE)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or value == math.inf:
         raise ConfigError(f"{where}{name} must be a positive number, got {short(value)}")
     if not above < value <= most:

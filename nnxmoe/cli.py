@@ -6,12 +6,14 @@ Exit codes: 0 done, 1 failed (one line says why), 2 the command line is wrong.
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import nnxmoe
+from nnxmoe.files import plain
 from nnxmoe.progress import say
 
 DEMO = Path(__file__).resolve().parent / "models" / "demo"
@@ -107,7 +109,7 @@ def _sampling_options(parser: argparse.ArgumentParser, tokens: int) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not re.fullmatch("[0-9]{1,15}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
@@ -213,9 +215,9 @@ def _inspect(options: argparse.Namespace) -> None:
         print(f"tensors     {len(s.missing)} missing, {len(s.unexpected)} belong to no parameter")
         for kind, names in (("missing", s.missing), ("not used", s.unexpected)):
             for name in names[:5]:
-                print(f"  {kind:9} {name}")
+                print(f"  {kind:9} {plain(name)}")
         for line in s.misshapen[:5]:
-            print(f"  wrong     {line}")
+            print(f"  wrong     {plain(line)}")
     limit = "" if s.cache_slots is None else f", {s.cache_slots} tokens at most (sliding window)"
     print(f"weights     {_bytes(s.weight_bytes)} in {s.weight_dtype}")
     print(f"cache       {_bytes(s.cache_token)} a token{limit}")
@@ -227,7 +229,7 @@ def _inspect(options: argparse.Namespace) -> None:
     if s.missing or s.misshapen:
         raise ValueError(
             f"{s.source} cannot be loaded: {len(s.missing)} tensors are missing and {len(s.misshapen)} do not fit "
-            f"config.json, {[*s.missing, *s.misshapen][0]} among them"
+            f"config.json, {plain([*s.missing, *s.misshapen][0])} among them"
         )
 
 

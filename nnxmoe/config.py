@@ -92,6 +92,8 @@ class DecoderConfig:
             if value is not None and not isinstance(value, Mapping):
                 raise ConfigError(f"{name} must be an object or null, got {short(value)}")
             object.__setattr__(self, name, None if value is None else FrozenDict(value))
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", self.dtype.removeprefix("torch."))
         if isinstance(self.eos_token_id, list):
             object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
         self._check()

@@ -5,13 +5,15 @@ wrong with it and the remedy.
 """
 
 import json
+import math
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-MAX_JSON_BYTES = 100_000_000  # DeepSeek-V3's index has 9 MB
-MAX_JSON_VALUES = 2_000_000  # a value of one byte in a file takes some 60 bytes once parsed
+MAX_JSON_BYTES = 16_000_000
+MAX_JSON_VALUES = 1_000_000  # a value of one byte in a file takes some 60 bytes once parsed
 _LFS_MAGIC = b"version https://git-lfs"
 
 
@@ -35,30 +37,39 @@ def refuse_lfs_pointer(path: Path, head: bytes, error: type[ValueError]) -> None
         raise error(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
 
 
-def read_object(path: Path, remedy: str, error: type[ValueError]) -> dict[str, Any]:
-    """The JSON object that a file holds."""
-    size = regular_file(path, remedy, error).st_size
-    if size > MAX_JSON_BYTES:
-        raise error(f"{path} has {size} bytes, more than {MAX_JSON_BYTES} for a JSON file; {remedy}")
+def read_bounded(path: Path, limit: int, remedy: str, error: type[ValueError]) -> bytes:
+    """All of a regular file of at most ``limit`` bytes; more is refused, also where the file says it has less."""
+    regular_file(path, remedy, error)
     try:
-        data = path.read_bytes()
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
     except OSError as failure:
         raise error(f"{path}: {failure.strerror or failure}; {remedy}") from failure
+    if len(data) > limit:
+        raise error(f"{path} has more than the {limit} bytes that such a file may have; {remedy}")
     refuse_lfs_pointer(path, data, error)
+    return data
+
+
+def read_object(path: Path, remedy: str, error: type[ValueError], limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object that a file holds."""
+    data = read_bounded(path, limit, remedy, error)
     value = parse_json(data.removeprefix(b"\xef\xbb\xbf"), path, remedy, error)
     if not isinstance(value, dict):
         raise error(f"{path} must hold a JSON object, got {short(value)}; {remedy}")
     return value
 
 
-def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueError]) -> object:
+def parse_json(
+    data: bytes, where: str | Path, remedy: str, error: type[ValueError], values: int = MAX_JSON_VALUES
+) -> object:
     """Parses JSON to the letter of the standard: names unique in their object, no NaN or Infinity.
 
     Which of two equal names counts is nobody's to guess. Too many values are refused before they take memory.
     """
     count = sum(data.count(mark) for mark in b",[{")
-    if count > MAX_JSON_VALUES:
-        raise error(f"{where} holds some {count} values, more than {MAX_JSON_VALUES}; {remedy}")
+    if count > values:
+        raise error(f"{where} holds some {count} values, more than {values}; {remedy}")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -71,8 +82,11 @@ def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueErr
     def refuse(constant: str) -> NoReturn:
         raise error(f"{where} is not valid JSON: {constant} is no number of JSON; {remedy}")
 
+    def finite(text: str) -> float:
+        return float(text) if math.isfinite(float(text)) else refuse(short(text))
+
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
     except error:
         raise
     except (ValueError, RecursionError) as failure:
@@ -89,7 +103,12 @@ def short(value: object, limit: int = 160) -> str:
     return text if len(text) <= limit else text[:limit] + "..."
 
 
-def some(names: list[str], limit: int = 3) -> str:
+def plain(name: str) -> str:
+    """A name from a file for a terminal: nothing in it that is not printable."""
+    return short(name)[1:-1]
+
+
+def some(names: Sequence[str], limit: int = 3) -> str:
     """The first few of many names."""
-    shown = ", ".join(short(name).strip("'") for name in names[:limit])
+    shown = ", ".join(plain(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

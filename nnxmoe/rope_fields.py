@@ -9,12 +9,15 @@ from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRo
 
 NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
            "attention_factor", "mscale", "mscale_all_dim")  # fmt: skip
-FIELDS = frozenset({*NUMBERS, "rope_type", "type", "truncate", "original_max_position_embeddings"})
+FIELDS = frozenset(
+    {*NUMBERS, "rope_type", "type", "truncate", "original_max_position_embeddings", "partial_rotary_factor"}
+)
 
 
 def kind_of(fields: Mapping[str, Any]) -> Any:
     """The type of a rope object; ``rope_type`` wins over the older ``type``."""
-    return fields.get("rope_type", fields.get("type", "default"))
+    given = [fields[name] for name in ("rope_type", "type") if fields.get(name) is not None]
+    return given[0] if given else "default"
 
 
 def rope_from_fields(
@@ -58,6 +61,14 @@ def _check_rope_fields(fields: Mapping[str, Any]) -> None:
         value = fields.get(name)
         if value is not None and not (name.startswith("mscale") and type(value) in (int, float) and value == 0):
             check_number(name, value, "rope: ")
+    if nested := [name for name, value in fields.items() if isinstance(value, Mapping)]:
+        raise ConfigError(f"rope: {short(nested[0])}: rotary embeddings that differ between layers are not supported")
+    if kind_of(fields) == "default" and fields.get("factor", 1) not in (None, 1):
+        raise ConfigError(
+            f"rope: factor {short(fields['factor'])} without a rope_type that uses it: give the rope_type"
+        )
+    if kind_of(fields) != "default" and fields.get("partial_rotary_factor", 1) not in (None, 1):
+        raise ConfigError(f"rope: partial_rotary_factor {short(fields['partial_rotary_factor'])} is not supported")
     original = fields.get("original_max_position_embeddings")
     if original is not None and (type(original) is not int or not 0 < original < 2**31):
         raise ConfigError(f"rope: original_max_position_embeddings must be a positive integer, got {short(original)}")

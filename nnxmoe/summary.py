@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from nnxmoe.config import DecoderConfig
-from nnxmoe.convert.account import refuse_unjustified
+from nnxmoe.convert.account import head_for_embedding, refuse_unjustified
 from nnxmoe.convert.checkpoint import Checkpoint, hub_headers
-from nnxmoe.convert.hf import parse_config
-from nnxmoe.convert.place import FLOATS
+from nnxmoe.convert.hf import check_generation, parse_config
+from nnxmoe.convert.place import FLOATS, fp8_block
 from nnxmoe.convert.safetensors import DTYPES
 from nnxmoe.convert.source import CheckpointError, find_config, has_weights
 from nnxmoe.convert.table import Entry, entries
@@ -71,10 +71,12 @@ def summarise(
     """Of a folder (weights optional), a hub id or a preset's name. No weights are read, nothing is built but shapes."""
     fields, headers = _find(name, revision, local_files_only)
     config = fields if isinstance(fields, DecoderConfig) else parse_config(fields, f"{name}/config.json")
+    if not isinstance(fields, DecoderConfig):
+        fp8_block(fields, f"{name}/config.json")
     if headers:
         refuse_unjustified(config, {tensor: shape for tensor, (_, shape) in headers.items()}, f"{name}/config.json")
     model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
-    plan = entries(model, model.hf_table, headers or None)
+    plan = head_for_embedding(entries(model, model.hf_table, headers or None), headers)
     kept = dtype or _common_dtype(headers, config)
     sizes = {entry.path: math.prod(entry.shape) for entry in plan}
     parts = Counter[str]()
@@ -112,6 +114,7 @@ def _find(
         if not has_weights(folder):
             return find_config(folder), {}
         with Checkpoint.open(folder) as checkpoint:
+            check_generation(checkpoint, parse_config(checkpoint.config, str(folder / "config.json")))
             return checkpoint.config, {n: (t.dtype, t.shape) for n, t in checkpoint.tensors.items()}
     try:
         return hub_headers(str(name), revision=revision, local_files_only=local_files_only)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import nnxmoe
 from nnxmoe import cli
 from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.models import PRESETS
 from nnxmoe.summary import summarise
+from tests.corpus.case import Draft
 
 CASES = Path(__file__).parent / "data" / "hf"
 MIXTRAL = str(CASES / "mixtral_basic" / "model")
@@ -174,6 +176,7 @@ def test_a_window_bounds_the_cache() -> None:
 
 INSPECT = """
 import sys, time
+import nnxmoe
 from nnxmoe import cli
 code = cli.main(["inspect", "deepseek-v3"])
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -258,3 +261,19 @@ def test_typical_faults_are_one_line(fault: str, tmp_path: Path) -> None:
 def test_presets_have_no_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "mixtral-8x7b", "--prompt", "x"]) == 1
     assert "is a preset" in capsys.readouterr().err
+
+
+def test_inspect_agrees_with_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What loads is inspected with exit 0, what does not with exit 1; names from files cannot write on the terminal."""
+    draft = Draft(tmp_path, "llama")
+    draft.fields["tie_word_embeddings"] = True
+    draft.weights["lm_head.weight"] = draft.weights.pop("model.embed_tokens.weight")
+    draft.weights["z\n\x1b[2Jnnxmoe: error: fake"] = draft.weights["model.norm.weight"]
+    draft.write()
+    assert "\x1b" not in str(nnxmoe.from_pretrained(tmp_path).load_report)
+    assert cli.main(["inspect", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err and "0 missing, 1 belong to no parameter" in printed.out
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    assert cli.main(["inspect", str(tmp_path)]) == 1
+    assert "generation_config.json: eos_token_id" in capsys.readouterr().err

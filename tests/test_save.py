@@ -316,3 +316,61 @@ def test_leftovers_of_killed_saves_are_told(tmp_path: Path, caplog: pytest.LogCa
     nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
     assert ".model.123-abcd.tmp" in caplog.text
     assert (tmp_path / ".model.123-abcd.tmp").exists(), "not ours to delete: another process may be at work"
+
+
+def test_files_that_come_during_a_save_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    nnxmoe.save_pretrained(model_of(1), folder)
+    with new_folder(folder, overwrite=True) as stage:
+        (stage / "config.json").write_text("{}")
+        (folder / "new_log.txt").write_text("mine")
+    assert (folder / "new_log.txt").read_text() == "mine" and os.listdir(tmp_path) == ["model"]
+
+
+def test_names_like_ours_that_are_not(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    nnxmoe.save_pretrained(model_of(1), folder)
+    (folder / "model-٣-of-٣.safetensors").write_text("mine")
+    nnxmoe.save_pretrained(model_of(2), folder, overwrite=True)
+    assert (folder / "model-٣-of-٣.safetensors").read_text() == "mine" and version_in(folder) == 2
+    (folder / "model-00001-of-00009.safetensors").mkdir()
+    with pytest.raises(nnxmoe.CheckpointError, match=r"model-00001-of-00009\.safetensors is a folder"):
+        nnxmoe.save_pretrained(model_of(3), folder, overwrite=True)
+    with pytest.raises(nnxmoe.CheckpointError, match="holds a NUL"):
+        nnxmoe.save_pretrained(model_of(3), "a\0b")
+
+
+def test_mounts_within_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    nnxmoe.save_pretrained(model_of(1), folder)
+    (folder / "a" / "disk").mkdir(parents=True)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
+    with pytest.raises(nnxmoe.CheckpointError, match="other disks mounted"):
+        nnxmoe.save_pretrained(model_of(2), folder, overwrite=True)
+    assert version_in(folder) == 1
+
+
+def test_mode_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    nnxmoe.save_pretrained(model_of(1), folder)
+    folder.chmod(0o700)
+    nnxmoe.save_pretrained(model_of(2), folder, overwrite=True)
+    assert folder.stat().st_mode & 0o777 == 0o700 and version_in(folder) == 2
+
+
+def test_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays the current folder: empty, it is filled from within; in use, it is not replaced."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    nnxmoe.save_pretrained(model_of(1), ".")
+    assert version_in(Path(os.getcwd())) == 1
+    with pytest.raises(nnxmoe.CheckpointError, match="current folder"):
+        nnxmoe.save_pretrained(model_of(2), ".", overwrite=True)
+    assert version_in(folder) == 1
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "9" * 400, "\u0665GB", "1e9", "5XB", ""])
+def test_sizes_that_are_none(tmp_path: Path, size: str) -> None:
+    with pytest.raises(ValueError, match="max_shard_size"):
+        nnxmoe.save_pretrained(model_of(1), tmp_path / "model", size)

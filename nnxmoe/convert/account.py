@@ -1,32 +1,45 @@
 """What a model needs held against what a checkpoint stores, before any of it is read."""
 
+import dataclasses
+import math
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Set
 
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.convert.place import Reader
 from nnxmoe.convert.report import LoadError, LoadReport
 from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.table import Entry
+from nnxmoe.convert.table import Entry, Piece
 from nnxmoe.files import some
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.progress import logger
 
-HEAD = "lm_head.weight"
-_LAYER, _EXPERT = re.compile(r"model\.layers\.(\d{1,9})\."), re.compile(r".*\.experts\.(\d{1,9})\.")
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+_LAYER, _EXPERT = re.compile(r"model\.layers\.([0-9]{1,9})\."), re.compile(r".*\.experts\.([0-9]{1,9})\.")
+_PREDICTION = re.compile(_LAYER.pattern + r"(enorm|hnorm|eh_proj|shared_head|embed_tokens)\.")
 
 
 def refuse_unjustified(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Refuses a config that asks for more layers or experts than the files can hold, before any are laid out."""
-    fused = max((shape[0] for shape in shapes.values() if len(shape) == 3), default=0)  # experts in one tensor
-    fields = (("num_hidden_layers", config.num_hidden_layers, 0), ("the number of experts", config.experts, fused))
-    for field, asked, more in fields:
-        if asked > max(len(shapes), more):
-            raise CheckpointError(
-                f"{where}: {field} is {asked}, and the files hold {len(shapes)} tensors in all: check that config.json "
-                "belongs to these files and that all of them are here"
-            )
+    stored = [shape for shape in shapes.values() if math.prod(shape)]
+    fused = [shape[0] for shape in stored if len(shape) == 3]  # experts in one tensor
+    layers, experts = config.num_hidden_layers, config.experts
+    # 16: where nearly all layers are dense, all of them together have that many more experts than are stored.
+    if layers > len(stored) or layers * experts > 16 * (len(stored) + sum(fused)):
+        count = f" of {experts} experts each" if experts else ""
+        raise CheckpointError(
+            f"{where}: num_hidden_layers is {layers}{count}, and the files hold {len(stored)} tensors in all: check "
+            "that config.json belongs to these files and that all of them are here"
+        )
+
+
+def head_for_embedding(plan: list[Entry], names: Container[str]) -> list[Entry]:
+    """A tied model whose file holds only the head: the embedding takes it."""
+    if EMBED in names or HEAD not in names or any(entry.key == "head.kernel" for entry in plan):
+        return plan
+    swap = (Piece((), HEAD),)
+    return [dataclasses.replace(entry, pieces=swap) if entry.key == "embed.table" else entry for entry in plan]
 
 
 def account(model: CausalLM, checkpoint: Checkpoint, plan: list[Entry], reader: Reader, notes: list[str]) -> LoadReport:
@@ -76,9 +89,9 @@ def _skip_rules(config: DecoderConfig, left: Set[str]) -> dict[str, Callable[[st
     first = config.num_hidden_layers
     numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
     # What sets a prediction layer apart from one layer too many: it joins the hidden state with an embedding.
-    extra = {number for number in numbers if f"model.layers.{number}.eh_proj.weight" in left}
+    marked = {number for name in left if (number := _number(name, _PREDICTION)) in numbers}
     return {
-        "multi-token prediction layers (not part of the model)": lambda name: _number(name, _LAYER) in extra,
+        "multi-token prediction layers (not part of the model)": lambda name: _number(name, _LAYER) in marked,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
         "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,
     }

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from nnxmoe.convert import source
-from nnxmoe.convert.safetensors import DTYPES, TensorInfo, read_header
+from nnxmoe.convert.safetensors import DTYPES, MAX_HEADER, TensorInfo, header_length, read_header
 from nnxmoe.convert.source import INDEX_FILE, CheckpointError, Source
 from nnxmoe.files import short
 
@@ -60,6 +60,11 @@ class Checkpoint:
 
     def _collect(self, weight_map: dict[str, str]) -> None:
         """Merges the files' headers and holds them against the index."""
+        lengths = 0
+        for file in self.files:
+            lengths += header_length(file)
+            if lengths > MAX_HEADER:
+                raise CheckpointError(f"{file}: the headers up to this one have more than {MAX_HEADER} bytes in all")
         for file in self.files:
             header = read_header(file)
             self._sizes[file] = file.stat().st_size
@@ -84,15 +89,19 @@ class Checkpoint:
     def _equal(self, one: TensorInfo, other: TensorInfo) -> bool:
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             return False
-        step = 4 << 20
+        step = min(4 << 20, one.nbytes)
         left, right = bytearray(step), bytearray(step)
-        for offset in range(0, one.nbytes, step):
+        for offset in range(0, one.nbytes, max(1, step)):
             count = min(step, one.nbytes - offset)
             self._fill(one, one.begin + offset, memoryview(left)[:count])
             self._fill(other, other.begin + offset, memoryview(right)[:count])
             if left[:count] != right[:count]:
                 return False
         return True
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors are equal in dtype, shape and every byte."""
+        return self._equal(self.info(name), self.info(other))
 
     def info(self, name: str) -> TensorInfo:
         """Returns where a tensor lies; a name the checkpoint lacks is refused."""

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from nnxmoe.axes import RULES, Rules, sharding_of
 from nnxmoe.bounds import ConfigError, check_token_ids
 from nnxmoe.config import DecoderConfig, FrozenDict
-from nnxmoe.convert.account import HEAD, account, refuse_unjustified
+from nnxmoe.convert.account import EMBED, HEAD, account, head_for_embedding, refuse_unjustified
 from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.convert.new_folder import new_folder
 from nnxmoe.convert.place import Reader
@@ -28,7 +28,7 @@ from nnxmoe.convert.safetensors import dtype_code
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Piece, entries
 from nnxmoe.convert.write import write_json, write_safetensors
-from nnxmoe.files import some
+from nnxmoe.files import short, some
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.router import RouterBias
@@ -36,7 +36,6 @@ from nnxmoe.progress import bytes_bar, logger
 from nnxmoe.strategy import Strategy
 
 Dtype = Any
-EMBED = "model.embed_tokens.weight"
 
 
 def from_pretrained(
@@ -92,35 +91,25 @@ def parse_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, list[str]]:
-    """The config, untied where the file holds a head of its own in spite of ``tie_word_embeddings``."""
-    config = parse_config(checkpoint.config, str(checkpoint.folder / "config.json"))
+def check_generation(checkpoint: Checkpoint, config: DecoderConfig) -> None:
+    """Checks what generation needs of generation_config.json; a ConfigError says which file it was."""
     try:
         check_token_ids(checkpoint.generation_config, config.vocab_size)
     except ConfigError as error:
         raise ConfigError(f"{checkpoint.folder / 'generation_config.json'}: {error}") from None
-    if config.tie_word_embeddings and {HEAD, EMBED} <= checkpoint.tensors.keys() and not _same(checkpoint):
-        note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are used, untied"
-        logger.warning("%s: %s", checkpoint.folder, note)
-        return dataclasses.replace(config, tie_word_embeddings=False), [note]
+
+
+def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, list[str]]:
+    """The config, untied where the file holds a head of its own in spite of ``tie_word_embeddings``."""
+    config = parse_config(checkpoint.config, str(checkpoint.folder / "config.json"))
+    check_generation(checkpoint, config)
+    if config.tie_word_embeddings and {HEAD, EMBED} <= checkpoint.tensors.keys():
+        shapes = {checkpoint.info(HEAD).shape, checkpoint.info(EMBED).shape}
+        if shapes != {(config.vocab_size, config.hidden_size)} or not checkpoint.same(HEAD, EMBED):
+            note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are used, untied"
+            logger.warning("%s: %s", checkpoint.folder, note)
+            return dataclasses.replace(config, tie_word_embeddings=False), [note]
     return config, []
-
-
-def _same(checkpoint: Checkpoint) -> bool:
-    one, other = checkpoint.info(HEAD), checkpoint.info(EMBED)
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    pairs = zip(checkpoint.iter_rows(HEAD), checkpoint.iter_rows(EMBED), strict=True)
-    return all(a.tobytes() == b.tobytes() for (_, a), (_, b) in pairs)
-
-
-def _rename(plan: list[Entry], checkpoint: Checkpoint) -> list[Entry]:
-    """A tied model whose file holds only the head: the embedding takes it."""
-    if EMBED in checkpoint.tensors or HEAD not in checkpoint.tensors:
-        return plan
-    tied = not any(entry.key == "head.kernel" for entry in plan)
-    swap = (Piece((), HEAD),)
-    return [dataclasses.replace(e, pieces=swap) if tied and e.key == "embed.table" else e for e in plan]
 
 
 def _fill(
@@ -128,7 +117,7 @@ def _fill(
 ) -> None:
     """Read every parameter of an abstract model and set its values, dtype and report."""
     started = time.perf_counter()
-    plan = _rename(entries(model, model.hf_table, checkpoint.tensors), checkpoint)
+    plan = head_for_embedding(entries(model, model.hf_table, checkpoint.tensors), checkpoint.tensors)
     reader = Reader(checkpoint, plan)
     report = account(model, checkpoint, plan, reader, notes)
     state, casts, matrices = {}, {}, []
@@ -209,7 +198,7 @@ def _tensors(model: CausalLM):
 
 def _size(size: int | str) -> int:
     """Bytes of ``5GB``, ``500MB``, ``20KB`` or a plain number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", str(size).strip().upper())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([KMGT]?)B?", str(size).strip().upper())
     if not match or float(match[1]) <= 0:
-        raise ValueError(f"max_shard_size {size!r} is not a size such as '5GB' or '500MB'")
-    return int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " "))
+        raise ValueError(f"max_shard_size {short(size)} is not a size such as '5GB' or '500MB'")
+    return max(1, int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")))

@@ -8,16 +8,17 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from nnxmoe.convert.source import CheckpointError
-from nnxmoe.files import some
+from nnxmoe.files import short, some
 from nnxmoe.progress import logger
 
 _CHECKPOINT_FILE = re.compile(
-    r"(generation_)?config\.json|model\.safetensors(\.index\.json)?|model-\d+-of-\d+\.safetensors"
+    r"(generation_)?config\.json|model\.safetensors(\.index\.json)?|model-[0-9]+-of-[0-9]+\.safetensors"
 )
 
 
@@ -30,34 +31,42 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Itera
     it was, whatever happens; a killed process leaves the hidden folder behind, which may be deleted.
     Raises CheckpointError.
     """
+    if "\0" in os.fspath(folder):
+        raise CheckpointError(f"{short(os.fspath(folder))} is no name of a folder: it holds a NUL")
     target = Path(os.path.realpath(folder))
     present = _present(target, overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _warn_of_leftovers(target)
-        # A mounted folder cannot be renamed, nor one whose parent may not be written.
-        inside = os.path.isdir(target) and (os.path.ismount(target) or not os.access(target.parent, os.W_OK))
+        inside = os.path.isdir(target) and _must_stay(target)
         if inside and present:
-            raise CheckpointError(f"{target} cannot be replaced in one step where it is: save to a new folder")
+            raise CheckpointError(
+                f"{target} cannot be replaced in one step where it is: {inside}; save to a new folder"
+            )
         name = f".{target.name[:50]}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         stage = (target if inside else target.parent) / name
         stage.mkdir()
     except OSError as error:
         raise CheckpointError(f"cannot write to {target}: {error}; nothing was changed") from error
+    replaced = False
     try:
         yield stage
-        _carry_over(target, stage)
+        if os.path.isdir(target) and not inside:
+            _look_alike(target, stage)
+            _carry_over(target, stage)
         _sync_folder(stage)
         if inside:
             _move_in(stage, target)
         elif present:
             _exchange(stage, target)
+            replaced = True
         else:
             os.rename(stage, target)
+        if replaced:
+            _carry_over(stage, target)  # what came into the old folder in the meantime
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write the checkpoint to {target}: {error}; what was there is as before"
-        ) from error
+        state = "it was replaced" if replaced else "what was there is as before"
+        raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)  # what is left of it, or the checkpoint that was replaced
     with contextlib.suppress(OSError):  # not every file system does this for folders
@@ -80,11 +89,37 @@ def _present(target: Path, overwrite: bool) -> list[str]:
             "replace the checkpoint in it"
         )
     links = [name for name in names if _CHECKPOINT_FILE.fullmatch(name) and (target / name).is_symlink()]
+    folders = [name for name in names if _CHECKPOINT_FILE.fullmatch(name) and (target / name).is_dir()]
+    if folders and not links:
+        raise CheckpointError(f"{target}: {some(folders)} is a folder where a file of a checkpoint goes: move it away")
     if links:
         raise CheckpointError(
             f"{target}: {some(links)} is a link, as in the hub's cache: save to a new folder, not over it"
         )
+    if any(os.path.ismount(path) for path, _, _ in os.walk(target) if names and path != str(target)):
+        raise CheckpointError(f"{target} has other disks mounted in it: save to a new folder")
     return names
+
+
+def _must_stay(target: Path) -> str | None:
+    """Why a folder cannot be renamed, if so."""
+    if os.path.ismount(target):
+        return "something is mounted there"
+    if not os.access(target.parent, os.W_OK):
+        return f"{target.parent} may not be written"
+    with contextlib.suppress(OSError):
+        if Path(os.getcwd()).is_relative_to(target):
+            return "it is the current folder of this process"
+    return None
+
+
+def _look_alike(target: Path, stage: Path) -> None:
+    """The new folder gets the old one's mode and, where that is allowed, its owner."""
+    status = target.stat()
+    os.chmod(stage, stat.S_IMODE(status.st_mode))
+    if (status.st_uid, status.st_gid) != (stage.stat().st_uid, stage.stat().st_gid):
+        with contextlib.suppress(PermissionError):
+            os.chown(stage, status.st_uid, status.st_gid)
 
 
 def _warn_of_leftovers(target: Path) -> None:
@@ -93,16 +128,16 @@ def _warn_of_leftovers(target: Path) -> None:
         logger.warning("%s has folders of saves that are running or were killed: %s", target.parent, some(left))
 
 
-def _carry_over(target: Path, stage: Path) -> None:
-    """What is in the old folder and no part of its checkpoint, into the new one."""
-    for name in os.listdir(target) if os.path.isdir(target) else []:
-        old, new = target / name, stage / name
-        if _CHECKPOINT_FILE.fullmatch(name) or os.path.lexists(new) or old == stage:
+def _carry_over(old: Path, new: Path) -> None:
+    """What is in the old folder and no part of its checkpoint, and not yet in the new one."""
+    for name in os.listdir(old):
+        one, other = old / name, new / name
+        if _CHECKPOINT_FILE.fullmatch(name) or os.path.lexists(other):
             continue
-        if old.is_dir() and not old.is_symlink():
-            shutil.copytree(old, new, symlinks=True, copy_function=_link)
+        if one.is_dir() and not one.is_symlink():
+            shutil.copytree(one, other, symlinks=True, copy_function=_link)
         else:
-            _link(old, new)
+            _link(one, other)
 
 
 def _link(old: str | Path, new: str | Path) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from nnxmoe.convert.fp8 import check_scale_grid, dequantize_blocks
 from nnxmoe.convert.safetensors import TensorInfo
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Piece
+from nnxmoe.files import short
 
 PIECE_BYTES = 16 << 20
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
@@ -27,7 +28,7 @@ class Reader:
     def __init__(self, checkpoint: Checkpoint, plan: list[Entry]):
         self.checkpoint = checkpoint
         self.plan = plan
-        self.block = _fp8_block(checkpoint)
+        self.block = fp8_block(checkpoint.config, str(checkpoint.folder / "config.json"))
         self.nonfinite: dict[str, int] = {}
         self._scales: dict[str, np.ndarray] = {}
 
@@ -194,20 +195,20 @@ def _flatten(index: Index, shape: tuple[int, ...]) -> slice:
     return slice(index[0].start * rest, index[0].stop * rest)
 
 
-def _fp8_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
-    """The declared FP8 block size; None without quantization. Other quantizations are refused by name."""
-    quantization = checkpoint.config.get("quantization_config")
+def fp8_block(fields: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """The FP8 block size that a config.json declares; None without quantization. Others are refused by name."""
+    quantization = fields.get("quantization_config")
     if quantization is None:
         return None
-    where = f"{checkpoint.folder / 'config.json'}: quantization_config"
+    where = f"{where}: quantization_config"
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise CheckpointError(
-            f"{where}: method {method!r} is not supported; supported: 'fp8' in blocks, as DeepSeek-V3"
+            f"{where}: method {short(method)} is not supported; supported: 'fp8' in blocks, as DeepSeek-V3"
         )
     if quantization.get("fmt", "e4m3") != "e4m3":
-        raise CheckpointError(f"{where}: fmt {quantization['fmt']!r} is not supported; supported: 'e4m3'")
+        raise CheckpointError(f"{where}: fmt {short(quantization['fmt'])} is not supported; supported: 'e4m3'")
     block = quantization.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        raise CheckpointError(f"{where}: weight_block_size must be two positive integers, got {block!r}")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in block):
+        raise CheckpointError(f"{where}: weight_block_size must be two positive integers, got {short(block)}")
     return block[0], block[1]

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from nnxmoe.convert.source import CheckpointError
+from nnxmoe.files import plain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ class LoadReport:
         lines += [f"  unexpected  {_names(self.unexpected)}"] if self.unexpected else []
         lines += [f"  skipped     {rule}: {_names(names)}" for rule, names in self.skipped.items()]
         lines += [f"  cast        {cast}: {_names(names)}" for cast, names in self.casts.items()]
-        lines += [f"  NaN or Inf  {name}: {count} values" for name, count in self.nonfinite.items()]
+        lines += [f"  NaN or Inf  {plain(name)}: {count} values" for name, count in self.nonfinite.items()]
         lines += [f"  note        {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -61,5 +62,5 @@ class LoadError(CheckpointError):
 
 
 def _names(names: tuple[str, ...], limit: int = 8) -> str:
-    shown = ", ".join(names[:limit])
+    shown = ", ".join(map(plain, names[:limit]))
     return shown if len(names) <= limit else f"{shown}, … ({len(names)} in all)"

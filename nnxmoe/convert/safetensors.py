@@ -29,7 +29,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-_MAX_HEADER = 32_000_000  # twice what all 90,000 tensors of DeepSeek-V3 would take in one file
+MAX_HEADER = 32_000_000  # twice what all 90,000 tensors of DeepSeek-V3 would take in one file
 _MAX_RANK = 32
 _DAMAGED = "the file is damaged or incomplete: download or write it again"
 
@@ -68,21 +68,30 @@ def dtype_code(dtype: Any) -> str:
 # Headers
 
 
+def header_length(path: Path) -> int:
+    """Bytes of a safetensors file's header, which the file is long enough to hold."""
+    size = regular_file(path, "download it again", CheckpointError).st_size
+    head = _read(path, 0, 128)
+    refuse_lfs_pointer(path, head, CheckpointError)
+    return _header_length(path, head, size)
+
+
+def _read(path: Path, offset: int, count: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(count)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}; make the file readable") from error
+
+
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Validates a safetensors file and returns its tensors; reads no tensor data and nothing the file does not hold.
 
     Format: https://huggingface.co/docs/safetensors/index#format
     """
-    size = regular_file(path, "download it again", CheckpointError).st_size
-    try:
-        with open(path, "rb") as file:
-            head = file.read(128)
-            refuse_lfs_pointer(path, head, CheckpointError)
-            length = _header_length(path, head, size)
-            file.seek(8)
-            header = file.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}; make the file readable") from error
+    length, size = header_length(path), path.stat().st_size
+    header = _read(path, 8, length)
     entries = parse_json(header, f"{path}: the header", _DAMAGED, CheckpointError)
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: the header must be a JSON object, got {short(entries)}; {_DAMAGED}")
@@ -98,8 +107,8 @@ def _header_length(path: Path, head: bytes, size: int) -> int:
     if len(head) < 8:
         raise CheckpointError(f"{path} has only {size} bytes, not even a header's length; {_DAMAGED}")
     (length,) = struct.unpack("<Q", head[:8])
-    if not 2 <= length <= min(_MAX_HEADER, size - 8):
-        limit = f"the file has {size} bytes" if length > size - 8 else f"allowed are 2 to {_MAX_HEADER}"
+    if not 2 <= length <= min(MAX_HEADER, size - 8):
+        limit = f"the file has {size} bytes" if length > size - 8 else f"allowed are 2 to {MAX_HEADER}"
         raise CheckpointError(
             f"{path}: the header's length is {length}, and {limit}; not a safetensors file, or {_DAMAGED}"
         )
@@ -113,6 +122,8 @@ def _check_by_the_library(path: Path) -> None:
             pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {error}; {_DAMAGED}") from error
+    except MemoryError as error:  # it maps the file, which a limit of the address space may forbid
+        raise CheckpointError(f"{path}: no room to check it: {error}; raise the limit of this process") from error
 
 
 def _check_metadata(path: Path, metadata: object) -> None:

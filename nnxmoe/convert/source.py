@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_TENSORS = 250_000  # in all files together; DeepSeek-V3 has 92,000
+_MAX_INDEX_BYTES = 32_000_000  # DeepSeek-V3's has 9 MB
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
 _DOWNLOAD = [
@@ -124,11 +126,13 @@ def _no_weights(folder: Path, consolidated: list[str], names: list[str]) -> str:
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     """Reads the index's weight_map; its values must be plain names of safetensors files in the same folder."""
-    weight_map = read_object(index, "fetch it again", CheckpointError).get("weight_map")
+    weight_map = read_object(index, "fetch it again", CheckpointError, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{index}: 'weight_map' must map tensors to files, got {short(weight_map)}; fetch it again"
         )
+    if len(weight_map) > MAX_TENSORS:
+        raise CheckpointError(f"{index}: 'weight_map' has {len(weight_map)} tensors, more than {MAX_TENSORS}")
     for name, value in weight_map.items():
         if not isinstance(value, str) or not _is_plain_name(value):
             raise CheckpointError(

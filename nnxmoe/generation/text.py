@@ -71,9 +71,9 @@ class Tokenizer:
         backend = read_backend(folder)
         config = read_json(folder / CONFIG)
         legacy = read_json(folder / SPECIAL)
+        ours, old = read_special_tokens(config, folder / CONFIG), read_special_tokens(legacy, folder / SPECIAL)
         # Since added_tokens_decoder exists the config knows best; before, the map did.
-        named = {**legacy, **config} if "added_tokens_decoder" in config else {**config, **legacy}
-        special_tokens = read_special_tokens(named, folder / CONFIG)
+        special_tokens = {**old, **ours} if "added_tokens_decoder" in config else {**ours, **old}
         templates, template_file = read_chat_templates(folder, config)
         return cls(backend, special_tokens, templates, str(folder), str(template_file))
 

@@ -1,19 +1,26 @@
 """Reads the tokenizer's files of a checkpoint, a local folder or a repository of Hugging Face's hub."""
 
+import base64
+import binascii
+import contextlib
+import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from nnxmoe.files import MAX_JSON_BYTES, read_object, refuse_lfs_pointer, regular_file
+from nnxmoe.files import MAX_JSON_VALUES, parse_json, read_bounded, read_object, refuse_lfs_pointer, regular_file, short
 from nnxmoe.generation.chat_template import TEMPLATE_CHARACTERS
 from nnxmoe.hub import local_folder, snapshot
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
 REMEDY = "Download the file again"
+MAX_BYTES = 100_000_000  # Gemma's has 33 MB
+MAX_GROWTH = 1000
 EXPLAINED_BYTES = 16_000_000  # a larger tokenizer.json that the library refuses is not parsed again
 
 
@@ -39,17 +46,72 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
             f"{path} is missing{hint}. Repositories with SentencePiece's tokenizer.model only must be converted: load "
             "and save them once with transformers.AutoTokenizer, which writes tokenizer.json"
         )
-    size = regular_file(path, REMEDY, TokenizerError).st_size
-    if size > MAX_JSON_BYTES:
-        raise TokenizerError(f"{path} has {size} bytes, more than {MAX_JSON_BYTES} for a tokenizer. {REMEDY}")
+    data = read_bounded(path, MAX_BYTES, REMEDY, TokenizerError)
+    _check_precompiled(path, data)
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(data)
     except BaseException as error:
-        if size < EXPLAINED_BYTES:
+        if len(data) < EXPLAINED_BYTES:
             _explain(path)
         raise backend_failure(
             error, f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads"
         ) from None
+    _check_growth(path, backend)
+    _check_added_tokens(path, data, backend)
+    return backend
+
+
+def _check_precompiled(path: Path, data: bytes) -> None:
+    """Refuses a map of characters that says it is longer than it is: the library would end the process over it."""
+    if b"recompiled" not in data and not re.search(rb"\\u00[4-7]", data):  # the name, or letters in disguise
+        return
+    found: Any = parse_json(data, path, REMEDY, TokenizerError, values=20 * MAX_JSON_VALUES)
+    for step in _steps(found.get("normalizer") if isinstance(found, dict) else None):
+        text = step.get("precompiled_charsmap")
+        with contextlib.suppress(binascii.Error):
+            raw = base64.b64decode(text) if isinstance(text, str) else b""
+            if len(raw) >= 4 and int.from_bytes(raw[:4], "little") > len(raw) - 4:
+                raise TokenizerError(f"{path}: normalizer: precompiled_charsmap is cut short. {REMEDY}")
+
+
+def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
+    """Refuses Replace steps that together multiply a text without bound: out of memory, the library ends all."""
+    for name in ("normalizer", "decoder"):
+        part, growth = getattr(backend, name), 1.0
+        for step in _steps(json.loads(part.__getstate__()) if part is not None else None):
+            pattern, content = step.get("pattern"), step.get("content")
+            if isinstance(pattern, dict) and isinstance(content, str):
+                growth *= max(1.0, len(content) / max(1, len(pattern.get("String") or "")))
+        if growth > MAX_GROWTH:
+            raise TokenizerError(
+                f"{path}: {name}: its Replace steps make a text up to {growth:.0f} times as long. {REMEDY}"
+            )
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer or decoder, sequences resolved."""
+    if isinstance(part, dict):
+        yield part
+        for name in ("normalizers", "decoders"):
+            for step in part.get(name) or ():
+                yield from _steps(step)
+
+
+def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) -> None:
+    """The library gives added tokens other ids than the file where those are taken or leave a gap: refuse that."""
+    match = re.search(rb'"added_tokens"\s*:\s*', data)
+    try:
+        tokens = json.JSONDecoder().raw_decode(data[match.end() :].decode(errors="replace"))[0] if match else []
+    except (ValueError, RecursionError):
+        return
+    for token in tokens if isinstance(tokens, list) else []:
+        if isinstance(token, dict) and isinstance(content := token.get("content"), str):
+            known = backend.token_to_id(content)
+            if known is not None and known != token.get("id"):
+                raise TokenizerError(
+                    f"{path}: added_tokens: {short(content)} has the id {short(token.get('id'))}, but the vocabulary "
+                    f"leaves it {known}. {REMEDY}"
+                )
 
 
 def _explain(path: Path) -> None:
@@ -78,6 +140,8 @@ def read_special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str) and name.endswith("_token"):
+            if any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise TokenizerError(f"{path}: {short(name)} {short(text)} is no valid Unicode. {REMEDY}")
             tokens[name] = text
         elif name in ("bos_token", "eos_token", "pad_token", "unk_token") and value is not None:
             raise TokenizerError(f'{path}: {name} is {value!r:.60}. It must be a string or {{"content": string}}')

@@ -156,6 +156,10 @@ ROPES: list[tuple[str, Any, tuple[str, ...]]] = [
     ("a beta of 0", _YARN | {"beta_fast": 0}, ("beta_fast",)),
     ("an mscale that is a text", _YARN | {"mscale_all_dim": "1"}, ("mscale_all_dim",)),
     ("truncate that is a text", _YARN | {"truncate": "false"}, ("truncate",)),
+    ("a factor of 1e-300", {"type": "linear", "factor": 1e-300}, ("factor",)),
+    ("a factor but no type", {"factor": 8.0}, ("rope_type",)),
+    ("a rope for each kind of layer", {"full_attention": {"rope_type": "linear", "factor": 2.0}}, ("full_attention",)),
+    ("a part of the width only", _YARN | {"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
     ("a negative attention_factor", _YARN | {"attention_factor": -1.0}, ("attention_factor",)),
 ]
 
@@ -174,6 +178,9 @@ WHOLE: list[tuple[str, Verdict, dict[str, Any], tuple[str, ...]]] = [
     ("FP8 with blocks of 0", "refuse", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}}, (CONFIG, "weight_block_size")),
     ("FP8 with blocks that are texts", "refuse", {"quantization_config": {"quant_method": "fp8", "weight_block_size": ["1", "1"]}}, (CONFIG, "weight_block_size")),
     ("FP8 of another format", "refuse", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [8, 8]}}, (CONFIG, "fmt")),
+    ("a quantization method of a million letters", "refuse", {"quantization_config": {"quant_method": "x" * 10**6}}, (CONFIG, "quant")),
+    ("a null rope_type beside a type", "accept", {"rope_scaling": {"rope_type": None, "type": "default"}}, ()),
+    ("dtype with torch's name", "accept", {"torch_dtype": "torch.float32"}, ()),
     ("null quantization", "accept", {"quantization_config": None}, ()),
     ("partial rotation", "refuse", {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}, (CONFIG, "partial_rotary_factor")),
     ("two aliases at odds", "refuse", {"model_type": "mixtral", "num_local_experts": 6, "num_experts": 8}, (CONFIG, "num_experts")),
@@ -183,6 +190,7 @@ GENERATIONS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("no JSON", "{", ("JSON",)),
     ("a list", "[]", ("object",)),
     ("an eos id beyond the vocabulary", {"eos_token_id": 53}, ("eos_token_id",)),
+    ("a number that is infinite", '{"temperature": 1e400}', ("1e400",)),
     ("an eos id that is a text", {"eos_token_id": "</s>"}, ("eos_token_id",)),
     ("eos ids of which one is negative", {"eos_token_id": [1, -1]}, ("eos_token_id",)),
     ("a pad id beyond the vocabulary", {"pad_token_id": 10**9}, ("pad_token_id",)),

@@ -102,6 +102,7 @@ HEADERS: list[tuple[str, Callable[[Header, bytes], tuple[Any, bytes]], tuple[str
     ("a tensor named twice", _twice, (NORM, "twice")),
     ("metadata that is no text", _add("__metadata__", {"format": 7}), ("__metadata__",)),
     ("metadata that is a list", _add("__metadata__", ["pt"]), ("__metadata__",)),
+    ("300,000 entries", lambda h, d: ({f"x{i}": entry("U8", [0], 0, 0) for i in range(300_000)}, b""), ("values",)),
     ("an entry that is a number", _add("x", 7), ("'x'",)),
     ("an entry that is null", _add("x", None), ("'x'",)),
     ("no dtype", _set(NORM, dtype=...), (NORM, "dtype")),
@@ -305,6 +306,16 @@ def _beside(**files: bytes) -> Callable[[Draft], None]:
     return make
 
 
+def _hard_links(draft: Draft) -> None:
+    draft.write_config()
+    names = [f"{i}.safetensors" for i in range(20)]
+    header = {f"x{i}": entry("U8", [1], i, i + 1) for i in range(30_000)}
+    (draft.folder / names[0]).write_bytes(container(header, bytes(30_000)))
+    for name in names[1:]:
+        os.link(draft.folder / names[0], draft.folder / name)
+    (draft.folder / INDEX).write_text(json.dumps({"weight_map": {f"x{i}": name for i, name in enumerate(names)}}))
+
+
 def _stale_index(draft: Draft) -> None:
     draft.write()
     (draft.folder / INDEX).write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
@@ -327,6 +338,10 @@ FOLDERS: list[tuple[str, Verdict, Callable[[Draft], None], tuple[str, ...]]] = [
     ("index, empty", "refuse", _raw_index(b""), (INDEX, "JSON")),
     ("index, nested deeply", "refuse", _raw_index(b'{"weight_map":' * 100_000), (INDEX, "JSON")),
     ("index, a name twice", "refuse", _raw_index(b'{"weight_map":{"a":"%b","a":"%b"}}' % (ONE.encode(), TWO.encode())), (INDEX, "twice")),
+    ("index, 400,000 files", "refuse", _raw_index(json.dumps({"weight_map": {f"t{i}": f"{i}.safetensors" for i in range(400_000)}}).encode()), (INDEX, "250000")),
+    ("index, 50 MB", "refuse", _raw_index(b'{"x": "' + b"x" * 50_000_000 + b'"}'), (INDEX, "bytes")),
+    ("shards, one under 20 names, 30,000 tensors", "refuse", _hard_links, ("32000000",)),
+    ("config, a text of 30 MB", "refuse", lambda d: (d.folder / CONFIG).write_bytes(b'{"x": "' + b"x" * 30_000_000 + b'"}'), (CONFIG, "bytes")),
     ("index, no weight_map", "refuse", _raw_index(b'{"metadata":{}}'), (INDEX, "weight_map")),
     ("index, weight_map empty", "refuse", _index(weight_map={}), (INDEX, "weight_map")),
     ("index, weight_map a list", "refuse", _index(weight_map=[ONE]), (INDEX, "weight_map")),

@@ -1,12 +1,13 @@
 """Faults of the tensors: missing, misshapen, of a wrong kind, too many, not numbers."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from tests.corpus.case import FAMILIES, SINGLE, Case, Draft
+from tests.corpus.case import CONFIG, FAMILIES, SINGLE, Case, Draft, container, entry
 from tests.helpers import Weights
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -33,7 +34,12 @@ MISSING: dict[str, list[str]] = {
         "model.layers.0.self_attn.kv_a_proj_with_mqa.bias",
     ],
 }
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 4]}
+FP8: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [16, 4],
+}
 
 
 def cases() -> Iterator[Case]:
@@ -172,12 +178,24 @@ def _tied(kind: str) -> Iterator[Case]:
     )
 
 
+def _sparse_tied(draft: Draft) -> None:
+    draft.fields["tie_word_embeddings"] = True
+    draft.write_config()
+    size = 2**31
+    header = {HEAD: entry("F32", [1, 2**29], 0, size), EMBED: entry("F32", [1, 2**29], size, 2 * size)}
+    data = container(header)
+    (draft.folder / SINGLE).write_bytes(data)
+    os.truncate(draft.folder / SINGLE, len(data) + 2 * size)
+
+
 def _fp8(kind: str) -> Iterator[Case]:
     """One matrix in FP8 with a scale for each 16 x 4 block."""
     name = DOWN[kind]
     scale = name + "_scale_inv"
 
-    def make(edit: Callable[[Draft], None], declared: bool = True) -> Callable[[Draft], None]:
+    def make(
+        edit: Callable[[Draft], None], declared: bool = True, block: list[int] = FP8["weight_block_size"]
+    ) -> Callable[[Draft], None]:
         def run(draft: Draft) -> None:
             weight = draft.weights[name]
             grid = (-(-weight.shape[0] // 16), -(-weight.shape[1] // 4))
@@ -188,7 +206,7 @@ def _fp8(kind: str) -> Iterator[Case]:
             # Alone in its parameter it becomes bfloat16; beside float32 experts the parameter is float32.
             loaded = exact.astype(ml_dtypes.bfloat16).astype(np.float32) if kind == "llama" else exact
             if declared:
-                draft.fields["quantization_config"] = FP8
+                draft.fields["quantization_config"] = FP8 | {"weight_block_size": block}
             draft.expected = (dict(draft.fields), draft.weights | {name: loaded})
             draft.weights |= {name: stored, scale: scales}
             edit(draft)
@@ -218,6 +236,13 @@ def _fp8(kind: str) -> Iterator[Case]:
     yield Case(kind, "FP8, scales transposed", "refuse", make(change(lambda s: s.T)), (name, "scales"))
     yield Case(kind, "FP8, scales in bfloat16", "refuse", make(change(_cast(ml_dtypes.bfloat16))), (name, "BF16"))
     yield Case(kind, "FP8, scales of a weight that is not", "report", make(orphan), (scale,))
+    yield Case(
+        kind,
+        "FP8, blocks beyond 64 bits",
+        "refuse",
+        make(lambda draft: None, block=[16, 2**63]),
+        (CONFIG, "weight_block_size"),
+    )
     yield Case(kind, "FP8, a NaN among the codes", "report", make(nan), (name, "1 values"))
 
 
@@ -251,6 +276,7 @@ def _experts() -> Iterator[Case]:
             kind, "experts, one with a row less", "refuse", _edit(_change(short, lambda t: t[1:])), (short, SINGLE)
         )
         yield Case(kind, "experts, one too many", "report", _edit(extra), (f"{start}{count}.", "experts"))
+        yield Case(kind, "experts, many without bytes", "refuse", _hollow, (CONFIG, "num_hidden_layers"))
         yield Case(kind, "experts, fused", "accept", _edit(fused), ())
         less = _edit(lambda weights, fused=fused: fused(weights, less=1))
         yield Case(kind, "experts, fused, one missing", "refuse", less, ("gate_up_proj", SINGLE))
@@ -262,6 +288,13 @@ def _experts() -> Iterator[Case]:
         _no_prediction,
         ("model.layers.3.", "layers"),
     )
+
+
+def _hollow(draft: Draft) -> None:
+    """Tensors without bytes do not justify what the config asks for."""
+    draft.fields |= {"num_hidden_layers": 64, "num_local_experts": 4096, "n_routed_experts": 4096, "n_group": 2}
+    draft.weights |= {f"x{i}": np.zeros((4096, 0, 0), np.float32) for i in range(64)}
+    draft.write()
 
 
 def _prediction(draft: Draft) -> None:

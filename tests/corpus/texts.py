@@ -63,10 +63,16 @@ def _files(**files: Any) -> Callable[[Draft], None]:
 def _instead(name: str, put: Callable[[Any], Any]) -> Callable[[Draft], None]:
     def make(draft: Draft) -> None:
         _files(settings={})(draft)
-        (draft.folder / name).unlink()
+        (draft.folder / name).unlink(missing_ok=True)
         put(draft.folder / name)
 
     return make
+
+
+def _added(content: str, number: int) -> dict[str, Any]:
+    return {"id": number, "content": content, "special": True} | dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False
+    )
 
 
 def _model(**changes: Any) -> dict[str, Any]:
@@ -93,6 +99,15 @@ FILES: list[tuple[str, Callable[[Draft], None], tuple[str, ...]]] = [
     ("a link to itself", _instead(TOKENIZER, lambda path: path.symlink_to(TOKENIZER)), (TOKENIZER, "link")),
     ("a pipe", _instead(TOKENIZER, os.mkfifo), (TOKENIZER, "regular")),
     ("a device without end", _instead(TOKENIZER, lambda path: path.symlink_to("/dev/zero")), (TOKENIZER, "regular")),
+    ("a map of characters that is cut", _files(tokenizer=SOUND | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAAAAAAA"}}), (TOKENIZER, "precompiled_charsmap")),
+    ("a map in disguise", _files(tokenizer=json.dumps(SOUND | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAAAAAAA"}}).replace("Precompiled", "\\u0050recompiled").replace("precompiled_", "\\u0070recompiled_")), (TOKENIZER, "precompiled_charsmap")),
+    ("a text that doubles 30 times", _files(tokenizer=SOUND | {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "h"}, "content": "hh"}] * 30}}), (TOKENIZER, "normalizer", "Replace")),
+    ("a decoder that doubles 30 times", _files(tokenizer=SOUND | {"decoder": {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "h"}, "content": "hh"}] * 30}}), (TOKENIZER, "decoder", "Replace")),
+    ("an added token with an id of its own", _files(tokenizer=SOUND | {"added_tokens": [_added("<x>", 999)]}), (TOKENIZER, "added_tokens", "<x>", "999")),
+    ("an added token with another's id", _files(tokenizer=SOUND | {"added_tokens": [_added("hello", 0)]}), (TOKENIZER, "added_tokens", "hello")),
+    ("a table of the kernel", _instead(TOKENIZER, lambda path: path.symlink_to("/proc/self/pagemap")), (TOKENIZER, "bytes")),
+    ("an eos token that is no Unicode", _files(settings={"eos_token": "\ud800"}), (SETTINGS, "eos_token")),
+    ("an old map with a number for a token", _instead("special_tokens_map.json", lambda path: path.write_text('{"eos_token": 2}')), ("special_tokens_map.json", "eos_token")),
     ("settings that are no JSON", _files(settings="no"), (SETTINGS, "JSON")),
     ("settings that are a number", _files(settings="3"), (SETTINGS, "object")),
     ("settings nested deeply", _files(settings='{"a":' * 100_000), (SETTINGS, "JSON")),
