@@ -217,7 +217,7 @@ class DeepSeekV3(CausalLM):
             experts = Experts(dim, c.moe_intermediate_size, c.n_routed_experts, matmul=strategy.matmul, **kw)
             width = c.moe_intermediate_size * (c.n_shared_experts or 0)
             shared = MLP(dim, width, bias=False, **kw) if width else None
-            moe = MoE(router, experts, strategy.dispatch, shared)
+            moe = MoE(router, experts, strategy.dispatch, shared, strategy.mesh)
             return MoELayer(RMSNorm(dim, eps, **kw), attention(**kw), RMSNorm(dim, eps, **kw), moe)
 
         dense_count = min(c.first_k_dense_replace, c.num_hidden_layers)

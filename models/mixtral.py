@@ -137,7 +137,7 @@ class Mixtral(CausalLM):
             )
             router = Router(dim, count, SoftmaxTopK(config.num_experts_per_tok), bias=False, **kw)
             experts = Experts(dim, config.intermediate_size, count, matmul=strategy.matmul, **kw)
-            moe = MoE(router, experts, strategy.dispatch, shared=None)
+            moe = MoE(router, experts, strategy.dispatch, shared=None, mesh=strategy.mesh)
             return MoELayer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
 
         super().__init__(config, strategy, [(config.num_hidden_layers, layer)], dtype=dtype, rngs=rngs)

@@ -28,8 +28,12 @@ from nnxmoe.layers.mla import ByLength as ByLength
 from nnxmoe.layers.mla import Naive as Naive
 from nnxmoe.models import config_from_hf as config_from_hf
 from nnxmoe.moe.dispatch import Capacity as Capacity
+from nnxmoe.moe.dispatch import Chunked as Chunked
 from nnxmoe.moe.dispatch import Dense as Dense
 from nnxmoe.moe.dispatch import Sorted as Sorted
+from nnxmoe.moe.expert_parallel import ExpertParallel as ExpertParallel
+from nnxmoe.moe.expert_parallel import RaggedAllToAll as RaggedAllToAll
+from nnxmoe.moe.expert_parallel import RingOfExperts as RingOfExperts
 from nnxmoe.moe.grouped_matmul import Blocked as Blocked
 from nnxmoe.moe.grouped_matmul import Masked as Masked
 from nnxmoe.moe.grouped_matmul import RaggedDot as RaggedDot

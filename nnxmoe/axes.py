@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")  # the batch is split over all of them; attention then needs no communication
+AnyMesh = Mesh | AbstractMesh
 
 Rules = Mapping[str, str | None]
 
@@ -82,7 +84,17 @@ def make_mesh(
     return Mesh(found.reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def partition_spec(axes: Sequence[str], shape: Sequence[int], mesh: Mesh, rules: Rules = RULES) -> PartitionSpec:
+def batch_axes(mesh: AnyMesh | None) -> tuple[str, ...]:
+    """The axes of a mesh over which the batch is split, those of size 1 left out."""
+    return () if mesh is None else tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
+
+
+def shards(mesh: AnyMesh | None, axes: Sequence[str]) -> int:
+    """How many parts these axes make."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
+
+
+def partition_spec(axes: Sequence[str], shape: Sequence[int], mesh: AnyMesh, rules: Rules = RULES) -> PartitionSpec:
     """Which mesh axis splits each dimension. Mesh axes of size 1 are dropped; impossible splits raise ValueError."""
     entries: list[str | None] = []
     for name, size in zip(axes, shape, strict=True):

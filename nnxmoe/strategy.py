@@ -5,11 +5,13 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from nnxmoe.layers.attend import Attend, Reference
 from nnxmoe.layers.mla import ByLength, LatentAttend
 from nnxmoe.layers.stack import Scanned, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
+from nnxmoe.moe.expert_parallel import has_ragged_all_to_all
 from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, RaggedDot
 
 
@@ -26,7 +28,7 @@ class Strategy:
 
     ``compute_dtype`` None: activations have the dtype of the loaded matrices. ``scan_layers`` stacks each run of equal
     layers into one module with a leading layer axis (training, large meshes); without it every layer has its own
-    arrays (fastest decoding).
+    arrays (fastest decoding). ``mesh``: where parameters and tokens lie; ``from_pretrained(mesh=…)`` sets it.
     """
 
     dispatch: Dispatch = Sorted()
@@ -35,6 +37,7 @@ class Strategy:
     latent: LatentAttend = ByLength()
     scan_layers: bool = False
     compute_dtype: jnp.dtype | None = None
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         for name in ("dispatch", "matmul", "attend", "latent"):
@@ -62,9 +65,12 @@ class Strategy:
             "cpu": "a loop over the blocks in use: lax.ragged_dot computes every expert on every row here",
             "gpu": "a loop over the blocks in use: lax.ragged_dot computes every expert on every row here",
         }.get(backend, "not measured on this backend")
+        exchange = "jax.lax.ragged_all_to_all" if has_ragged_all_to_all(self.mesh) else "a padded all-to-all"
+        where = f"{dict(self.mesh.shape)}; rows between experts by {exchange}" if self.mesh else "none, one device"
         return "\n".join(
             [
                 f"backend   {backend}",
+                f"mesh      {where}",
                 f"dispatch  {self.dispatch}",
                 f"matmul    {self.matmul}: {matmul}",
                 f"attend    {self.attend}",

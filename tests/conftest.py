@@ -5,7 +5,7 @@ installed after this file is read: ``pytest --jaxtyping-packages=nnxmoe,tests.co
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, get_args, runtime_checkable
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -43,6 +43,21 @@ def checked(function: Any) -> Any:
         return beartype(conf=BeartypeConf(is_pep484_tower=True))(function)  # an int will do for a float
     except BeartypeDecorHintPep673Exception:
         return function
+
+
+@pytest.fixture(scope="session")
+def eight() -> "Iterator[Callable[..., Any]]":
+    """``eight(function, *arguments)``: its result in a process that has eight devices; a hang fails after a while."""
+    import concurrent.futures
+    import multiprocessing
+
+    usual = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{usual or ''} --xla_force_host_platform_device_count=8"
+    pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    pool.submit(int).result(timeout=120)  # the process has read its environment
+    os.environ.pop("XLA_FLAGS") if usual is None else os.environ.update(XLA_FLAGS=usual)
+    yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=300)
+    pool.shutdown(wait=False, cancel_futures=True)
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,12 @@ from flax import nnx
 
 from nnxmoe import Blocked, Capacity, Dense, Masked, RaggedDot, Sorted
 from nnxmoe.layers.mlp import MLP
+from nnxmoe.moe import experts as experts_module
 from nnxmoe.moe import grouped_matmul
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.dispatch import DispatchInfo, combine, count_experts, permute
+from nnxmoe.moe.dispatch import DispatchInfo, combine, fitting, gather_rows, sort_by_expert
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.router import Router, RouterBias, Routing, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.moe.router import Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
 from tests.helpers import PART_TOLERANCE, as_weights, max_error, randomise, sigmoid_weights, softmax_weights
 
 # Selection
@@ -347,21 +348,35 @@ def test_bfloat16_blocks_agree() -> None:
         assert max_error(y, outs[0][0]) < 0.05
 
 
-def test_permute_and_combine_undo_each_other() -> None:
+def test_sorting_and_combining_undo_each_other() -> None:
     rng = np.random.default_rng(0)
-    experts = np.stack([rng.permutation(6)[:3] for _ in range(10)]).reshape(2, 5, 3)
-    weights = jnp.asarray(rng.random((2, 5, 3)), jnp.float32)
-    scores = jnp.zeros((2, 5, 6))
-    routing = Routing(jnp.asarray(experts), weights, scores, scores)
-    x = inputs(2, 5)
-    rows, order = permute(x, routing)
-    assert np.all(np.diff(experts.reshape(-1)[np.asarray(order)]) >= 0)
-    ties = experts.reshape(-1)[np.asarray(order)]
-    assert all(a < b for a, b, s, t in zip(order[:-1], order[1:], ties[:-1], ties[1:], strict=True) if s == t)
-    assert np.array_equal(rows, np.asarray(x).reshape(10, 8)[np.asarray(order) // 3])
-    back = combine(rows, order, routing).reshape(2, 5, 8)
-    assert max_error(back, x * jnp.sum(weights, axis=-1, keepdims=True)) < PART_TOLERANCE
-    assert np.array_equal(count_experts(routing), np.bincount(experts.reshape(-1), minlength=6))
+    experts = np.stack([rng.permutation(6)[:3] for _ in range(10)])
+    weights, x = jnp.asarray(rng.random((10, 3)), jnp.float32), inputs(2, 5).reshape(10, 8)
+    order = sort_by_expert(jnp.asarray(experts.reshape(-1)), 30)
+    rows = gather_rows(x, order.assignment // 3, order.row.reshape(10, 3))
+    ids = experts.reshape(-1)[np.asarray(order.assignment)]
+    assert np.all(np.diff(ids) >= 0) and np.array_equal(np.asarray(order.assignment)[order.row], np.arange(30))
+    ties = np.diff(np.asarray(order.assignment))[np.diff(ids) == 0]
+    assert np.all(ties > 0), "the sort is stable"
+    assert np.array_equal(rows, np.asarray(x)[np.asarray(order.assignment) // 3])
+    assert max_error(combine(rows, order, weights), x * jnp.sum(weights, axis=-1, keepdims=True)) < PART_TOLERANCE
+
+
+def test_gathers_have_gathers_for_a_backward() -> None:
+    """The gradient equals that of plain indexing, rows cut off and all, and is compiled without a scatter."""
+    ids, x = jnp.asarray([2, 0, 1, 2, 0, 0, 3, 1, 3, 2]), inputs(1, 5)[0]
+    order, weights = sort_by_expert(ids, 7), jnp.arange(1.0, 57).reshape(7, 8)
+
+    def ours(x: Any) -> Any:
+        return jnp.sum(weights * gather_rows(x, order.assignment // 2, order.row.reshape(5, 2)) ** 2)
+
+    def plain(x: Any) -> Any:
+        return jnp.sum(weights * x[order.assignment // 2] ** 2)
+
+    assert max_error(jax.grad(ours)(x), jax.grad(plain)(x)) < 1e-5
+    assert "scatter" not in jax.jit(jax.grad(ours)).lower(x).compile().as_text()
+    assert "scatter" in jax.jit(jax.grad(plain)).lower(x).compile().as_text()
+    assert np.array_equal(fitting(jnp.asarray([3, 0, 4, 2]), 5), [3, 0, 2, 0])
 
 
 # Capacity
@@ -399,15 +414,17 @@ def test_capacity_drops_exactly_what_does_not_fit(
     x = inputs(3, length, seed=length)
     valid = np.random.default_rng(0).random((3, length)) < 0.8
     moe = make_moe(Capacity(factor), count=count, k=k, shared=False)
-    rows: list[int] = []
-    true = Masked.__call__
-    monkeypatch.setattr(Masked, "__call__", lambda self, r, *rest: (rows.append(r.shape[0]), true(self, r, *rest))[1])
+    rows: list[tuple[int, ...]] = []
+    true = experts_module.equal_groups
+    monkeypatch.setattr(
+        experts_module, "equal_groups", lambda r, kernel: (rows.append(r.shape[:2]), true(r, kernel))[1]
+    )
     y, routing, info = jax.jit(lambda x, valid: moe(x, valid))(x, jnp.asarray(valid))
-    assert rows == [count * 3 * slots] * 3  # gate, up and down
+    assert rows == [(count, 3 * slots)] * 3  # gate, up and down
     experts, weights = np.asarray(routing.experts), np.asarray(routing.weights)
     kept = expected_drops(experts, count, slots, valid)
     assert int(info.dropped) == (valid[..., None] & ~kept).sum()
-    wanted_load = [(experts[kept] == e).sum() for e in range(count)]
+    wanted_load = [(experts[valid] == e).sum() for e in range(count)]  # also of what found no room
     assert np.asarray(info.load).tolist() == wanted_load
     wanted = np.zeros(x.shape)
     for b, t, i in zip(*np.nonzero(kept), strict=True):

@@ -67,6 +67,9 @@ def from_pretrained(
             )
         shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
         refuse_unjustified(config, shapes, str(checkpoint.folder / "config.json"))
+        strategy = strategy or Strategy.auto()
+        mesh = strategy.mesh if mesh is None else mesh
+        strategy = dataclasses.replace(strategy, mesh=mesh)
         model = kind(config, strategy, rngs=None)  # pyright: ignore[reportCallIssue]
         _fill(model, checkpoint, dtype, mesh, rules, notes)
         model.generation_config = FrozenDict(checkpoint.generation_config)

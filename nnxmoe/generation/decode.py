@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int, Integer, Key
 
+from nnxmoe.axes import batch_axes, shards
 from nnxmoe.generation.sampling import Knobs, Sampling, Steps, pick, prepare
 from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.layers.cache import Cache
@@ -98,6 +99,9 @@ def generate_tokens(
     limit = model.config.max_position_embeddings
     if int(valid.sum(axis=1).max()) + max_new_tokens > limit:
         logger.warning("prompt and new tokens exceed the %d positions this model was made for", limit)
+    rows, mesh = len(ids), model.strategy.mesh
+    more = [0] * (-rows % shards(mesh, batch_axes(mesh)))  # copies of the first row, until the batch divides
+    ids, valid = np.concatenate([ids, ids[more]]), np.concatenate([valid, valid[more]])
     steps, knobs = prepare(sampling, vocab)
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
@@ -107,10 +111,10 @@ def generate_tokens(
     programs.announce(ids.shape, capacity, steps)
     key = jax.random.key(seed)
     token, memory = programs.prefill(leaves, ids, valid, capacity, steps, knobs, key)
-    yield np.asarray(token)
+    yield np.asarray(token)[:rows]
     for i in range(1, max_new_tokens):
         token, memory = programs.decode(leaves, token, memory, steps, knobs, key, np.int32(i))
-        yield np.asarray(token)
+        yield np.asarray(token)[:rows]
 
 
 def _check_room(model: CausalLM, batch: int, capacity: int) -> None:

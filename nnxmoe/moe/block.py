@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from nnxmoe.axes import AnyMesh
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo
 from nnxmoe.moe.experts import Experts
@@ -24,17 +25,20 @@ class MoEInfo:
 class MoE(nnx.Module):
     """``x[B T D] -> y``: routed experts, plus a shared expert that sees every token where there is one."""
 
-    def __init__(self, router: Router, experts: Experts, dispatch: Dispatch, shared: MLP | None):
+    def __init__(
+        self, router: Router, experts: Experts, dispatch: Dispatch, shared: MLP | None, mesh: AnyMesh | None = None
+    ):
         self.router = router
         self.experts = experts
         self.dispatch = dispatch
         self.shared = shared
+        self.mesh = mesh
 
     def __call__(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
     ) -> tuple[Float[Array, "B T D"], Routing, DispatchInfo]:
-        routing = self.router(x, valid)
-        y, info = self.dispatch(x, routing, self.experts)
+        routing = self.router(x, valid, self.mesh)
+        y, info = self.dispatch(x, routing, self.experts, self.mesh)
         if self.shared is not None:
             y = y + self.shared(x)
         return y, routing, info

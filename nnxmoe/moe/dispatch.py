@@ -1,36 +1,42 @@
-"""How tokens reach their experts and come back: ``(x, routing, experts) -> y, DispatchInfo``.
+"""How tokens reach their experts and come back: ``(x, routing, experts, mesh) -> y, DispatchInfo``.
 
-Experts only ever see rows grouped by expert and the sizes of the groups; a dispatch wraps the experts it is given.
+Experts only ever see rows grouped by expert and the sizes of the groups; a dispatch wraps the experts it is given. All
+give the same y, but for the assignments they say they dropped. Padding reaches no expert and its y is 0.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
 
+from nnxmoe.axes import AnyMesh, batch_axes, shards
+from nnxmoe.moe.experts import ExpertFn
+from nnxmoe.moe.on_shards import on_shards
 from nnxmoe.moe.router import Routing
-
-ExpertFn = Callable[[Float[Array, "R D"], Int[Array, "E"]], Float[Array, "R D"]]
+from nnxmoe.progress import logger
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DispatchInfo:
-    """Assignments computed by each expert, and assignments (token, expert) that found no room."""
+    """Assignments (token, expert) to each expert, padding left out; those of them that found no room and were dropped,
+    in all and on each shard of the tokens."""
 
     load: Int[Array, "*L E"]
     dropped: Int[Array, "*L"]
+    dropped_by_shard: Int[Array, "*L S"]
 
 
 class Dispatch(Protocol):
-    """One way to bring tokens to experts. All give the same y, but for the assignments they say they dropped."""
+    """One way to bring tokens to experts, on one device or on a mesh."""
 
     def __call__(
-        self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn
+        self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]: ...
 
 
@@ -39,36 +45,68 @@ class Dense:
     """Every expert on every token, then the weighted sum. Slow and obvious: the oracle of the others."""
 
     def __call__(
-        self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn
+        self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         count = routing.scores.shape[-1]
-        flat = x.reshape(-1, x.shape[-1])
-        sizes = jnp.full((count,), flat.shape[0], jnp.int32)
-        outs = experts(jnp.tile(flat, (count, 1)), sizes).reshape(count, *flat.shape)
-        chosen = routing.experts[..., None] == jnp.arange(count)
-        weights = jnp.sum(chosen * routing.weights[..., None], axis=-2).reshape(-1, count)
-        y = jnp.einsum("RE,ERD->RD", weights, outs.astype(jnp.float32))
-        return y.reshape(x.shape).astype(x.dtype), DispatchInfo(count_experts(routing, routing.valid), jnp.int32(0))
+        tokens = x.shape[0] * x.shape[1]
+        flat = x.reshape(tokens, x.shape[-1])
+        outs = experts(jnp.broadcast_to(flat, (count, *flat.shape)), None)
+        ids, scales = assignments(routing)
+        weights = jnp.sum((ids[..., None] == jnp.arange(count)) * scales[..., None], axis=-2)
+        y = jnp.einsum("NE,END->ND", weights.reshape(tokens, count), outs.astype(jnp.float32))
+        return y.reshape(x.shape).astype(x.dtype), information(routing)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sorted:
-    """Sort the assignments by expert, compute exactly those, put them back. Nothing is dropped, nothing padded."""
+    """Sort the assignments by expert, compute exactly those, put them back. Nothing is dropped, nothing padded.
+
+    On a mesh every shard of the batch sorts its own tokens and gathers the experts' weights.
+    """
 
     def __call__(
-        self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn
+        self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
-        rows, order = permute(x, routing)
-        y = combine(experts(rows, count_experts(routing)), order, routing)
-        load = count_experts(routing, routing.valid)
-        return y.reshape(x.shape).astype(x.dtype), DispatchInfo(load, jnp.int32(0))
+        ids, weights = assignments(routing)
+        axes = batch_axes(mesh)
+        if mesh is not None and x.shape[0] % shards(mesh, axes):
+            logger.warning("a batch of %d does not divide over %s: every device computes all of it", x.shape[0], axes)
+            axes = ()
+        if mesh is None or not axes:
+            y, _ = sorted_rows(x, ids, weights, experts, limit=None)
+            return y.astype(x.dtype), information(routing)
+        body = functools.partial(sorted_rows, limit=None)
+        y, _ = on_shards(body, x, ids, weights, experts, mesh, axes, keep=("tensor",))
+        return y.astype(x.dtype), information(routing)
+
+
+def sorted_rows(
+    x: Float[Array, "B T D"],
+    ids: Int[Array, "B T X"],
+    weights: Float[Array, "B T X"],
+    experts: ExpertFn,
+    limit: int | None,
+) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
+    """``y`` in float32, and the number of assignments beyond the ``limit`` rows, which are dropped.
+
+    Ids that are no expert's are not computed. Rows are sorted by expert, so the last experts lose rows first.
+    """
+    tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
+    total = ids.size if limit is None else min(limit, ids.size)
+    order = sort_by_expert(ids.reshape(-1), total)
+    rows = gather_rows(x.reshape(tokens, x.shape[-1]), order.assignment // chosen, order.row.reshape(tokens, chosen))
+    sizes = jnp.bincount(ids.reshape(-1), length=experts.count).astype(jnp.int32)
+    kept = fitting(sizes, total)
+    y = combine(experts(rows, kept), order, weights.reshape(tokens, chosen))
+    return y.reshape(x.shape), jnp.sum(sizes) - jnp.sum(kept)
 
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
     """A fixed number of slots an expert and batch row; what comes later in the sequence is dropped (GShard, 2020).
 
-    Slots: ``max(ceil(T * X / E) * factor, factor)`` rounded down, as in MaxText.
+    Slots: ``max(ceil(T * X / E) * factor, factor)`` rounded down, as in MaxText. On a mesh the dispatched tokens lie by
+    expert: their expert dimension takes the ``expert`` axis, which their batch dimension gives up.
     """
 
     factor: float
@@ -77,46 +115,149 @@ class Capacity:
         if not self.factor > 0:
             raise ValueError(f"Capacity(factor={self.factor}): the factor is a positive multiple of the balanced load")
 
+    def slots(self, length: int, chosen: int, count: int) -> int:
+        """C, for rows of ``length`` tokens with ``chosen`` of ``count`` experts each."""
+        slots = int(max(math.ceil(length * chosen / count) * self.factor, self.factor))
+        return min(max(slots, 1), length)  # an expert gets a token at most once
+
     def __call__(
-        self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn
+        self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         batch, length, chosen = routing.experts.shape
         count = routing.scores.shape[-1]
-        slots = int(max(math.ceil(length * chosen / count) * self.factor, self.factor))
-        slots = min(max(slots, 1), length)  # an expert gets a token at most once
-        wanted = jax.nn.one_hot(routing.experts, count, dtype=jnp.int32)
-        if routing.valid is not None:
-            wanted = wanted * routing.valid[:, :, None, None]
+        slots = self.slots(length, chosen, count)
+        ids, scales = assignments(routing)
+        wanted = jax.nn.one_hot(ids, count, dtype=jnp.int32)  # padding is no expert's
         flat = wanted.reshape(batch, length * chosen, count)  # sequence order, choices of a token side by side
         place = (jnp.cumsum(flat, axis=1) - flat).reshape(wanted.shape)
         kept = wanted * (place < slots)
-        slot = jax.nn.one_hot(place, slots, dtype=jnp.float32) * kept[..., None]
-        weights = jnp.einsum("BTX,BTXEC->BTEC", routing.weights, slot)
-        mask = jnp.einsum("BTXEC->BTEC", slot).astype(x.dtype)
-        sent = jnp.einsum("BTEC,BTD->EBCD", mask, x)
-        sizes = jnp.full((count,), batch * slots, jnp.int32)
-        back = experts(sent.reshape(count * batch * slots, -1), sizes).reshape(sent.shape)
+        # A token goes to an expert once, so the choices can be added up before the slots are laid out.
+        slot = jax.nn.one_hot(jnp.sum(place * kept, axis=2), slots, dtype=x.dtype)
+        mask = slot * jnp.sum(kept, axis=2)[..., None].astype(x.dtype)
+        weights = jnp.sum(kept * scales[..., None], axis=2)[..., None] * mask
+        sent = self._to_experts(jnp.einsum("BTEC,BTD->EBCD", mask, x), mesh)
+        rows = sent.reshape(count, batch * slots, x.shape[-1])
+        back = self._from_experts(experts(rows, None).reshape(sent.shape), mesh)
         y = jnp.einsum("BTEC,EBCD->BTD", weights, back.astype(jnp.float32))
-        info = DispatchInfo(jnp.sum(kept, axis=(0, 1, 2)), jnp.sum(wanted) - jnp.sum(kept))
-        return y.astype(x.dtype), info
+        return y.astype(x.dtype), information(routing, jnp.sum(wanted) - jnp.sum(kept))
+
+    def _to_experts(self, rows: Float[Array, "E B C D"], mesh: AnyMesh | None) -> Float[Array, "E B C D"]:
+        return constrain(constrain(rows, mesh, None, batch_axes(mesh)), mesh, *self._by_expert(mesh))
+
+    def _from_experts(self, rows: Float[Array, "E B C D"], mesh: AnyMesh | None) -> Float[Array, "E B C D"]:
+        return constrain(constrain(rows, mesh, *self._by_expert(mesh)), mesh, None, batch_axes(mesh))
+
+    def _by_expert(self, mesh: AnyMesh | None) -> tuple[str | None, tuple[str, ...]]:
+        """What splits the experts, and what is then left for the batch."""
+        axes = batch_axes(mesh)
+        return "expert" if "expert" in axes else None, tuple(axis for axis in axes if axis != "expert")
 
 
-def permute(x: Float[Array, "B T D"], routing: Routing) -> tuple[Float[Array, "R D"], Int[Array, "R"]]:
-    """One row for each assignment, sorted by expert (stable); also which assignment each row is. R = B T X."""
-    order = jnp.argsort(routing.experts.reshape(-1), stable=True)
-    return x.reshape(-1, x.shape[-1])[order // routing.experts.shape[-1]], order
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """Another dispatch on one slice of the sequence after the other, recomputed in the backward: activations of one
+    slice at a time. (``Capacity`` counts its slots a slice.)"""
+
+    inner: Dispatch
+    chunks: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
+            raise ValueError(f"Chunked(chunks={self.chunks!r}): the number of chunks is a positive integer")
+        if isinstance(self.inner, type) or not callable(self.inner):
+            raise ValueError(f"Chunked(inner={self.inner!r}): give a dispatch such as Sorted()")
+
+    def __call__(
+        self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
+    ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
+        length = x.shape[1]
+        chunks = min(self.chunks, length)
+        size = -(-length // chunks)
+
+        def cut(value: Array) -> Array:
+            padded = jnp.pad(value, ((0, 0), (0, size * chunks - length), *((0, 0),) * (value.ndim - 2)))
+            return jnp.moveaxis(padded.reshape(value.shape[0], chunks, size, *value.shape[2:]), 1, 0)
+
+        valid = jnp.ones(x.shape[:2], bool) if routing.valid is None else routing.valid
+        pieces = jax.tree.map(cut, (x, dataclasses.replace(routing, valid=valid)))
+        y, infos = jax.lax.map(jax.checkpoint(lambda piece: self.inner(piece[0], piece[1], experts, mesh)), pieces)
+        y = jnp.moveaxis(y, 0, 1).reshape(x.shape[0], size * chunks, -1)[:, :length]
+        return y, jax.tree.map(lambda value: jnp.sum(value, axis=0, dtype=value.dtype), infos)
 
 
-def combine(rows: Float[Array, "R D"], order: Int[Array, "R"], routing: Routing) -> Float[Array, "tokens D"]:
-    """Undo ``permute`` and add up each token's rows by weight, in float32."""
-    chosen = routing.experts.shape[-1]
-    back = rows[jnp.argsort(order)].reshape(-1, chosen, rows.shape[-1])
-    return jnp.einsum("RX,RXD->RD", routing.weights.reshape(-1, chosen), back.astype(jnp.float32))
+# Stages
 
 
-def count_experts(routing: Routing, valid: Bool[Array, "*rows"] | None = None) -> Int[Array, "E"]:
-    """Assignments to each expert, of all tokens or of the ``valid`` ones."""
-    hits = routing.experts[..., None] == jnp.arange(routing.scores.shape[-1])
-    if valid is not None:
-        hits &= valid[..., None, None]
+def constrain(x: Float[Array, "..."], mesh: AnyMesh | None, *axes: Any) -> Float[Array, "..."]:
+    """``x`` with its first dimensions split over these mesh axes; untouched where none splits anything."""
+    spec = PartitionSpec(*(axis or None for axis in axes))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if mesh is not None and any(spec) else x
+
+
+def assignments(routing: Routing) -> tuple[Int[Array, "*rows X"], Float[Array, "*rows X"]]:
+    """Expert ids and weights; padding goes to expert E, which there is not, with weight 0."""
+    if routing.valid is None:
+        return routing.experts, routing.weights
+    valid = routing.valid[..., None]
+    return jnp.where(valid, routing.experts, routing.scores.shape[-1]), jnp.where(valid, routing.weights, 0)
+
+
+def information(routing: Routing, dropped: Any = 0, by_shard: Any = None) -> DispatchInfo:
+    """What a dispatch reports of all its shards."""
+    dropped = jnp.asarray(dropped, jnp.int32)
+    by_shard = dropped[None] if by_shard is None else by_shard
+    return DispatchInfo(count_experts(routing), dropped, by_shard)
+
+
+class Order(NamedTuple):
+    """Rows sorted by expert and the assignments they are: ``assignment[row]``, and back ``row[assignment]``, which is
+    the number of rows for an assignment without one."""
+
+    assignment: Int[Array, "rows"]
+    row: Int[Array, "R"]
+
+
+def sort_by_expert(ids: Int[Array, "R"], rows: int) -> Order:
+    """The first ``rows`` assignments in stable order of their experts."""
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+    return Order(order[:rows], jnp.minimum(back, rows))
+
+
+@jax.custom_vjp
+def gather_rows(rows: Float[Array, "N D"], index: Int[Array, "M"], back: Int[Array, "N K"]) -> Float[Array, "M D"]:
+    """``rows[index]``, zeros where the index is N. ``back``: the places where each row went (M: nowhere).
+
+    With both directions known, the backward is a gather and a sum too; the transpose would be a scatter-add.
+    """
+    return rows.at[index].get(mode="fill", fill_value=0)
+
+
+def _gather_forward(rows: Any, index: Any, back: Any) -> Any:
+    return gather_rows(rows, index, back), back
+
+
+def _gather_backward(back: Any, d_out: Any) -> Any:
+    d_rows = d_out.at[back].get(mode="fill", fill_value=0)
+    return jnp.sum(d_rows, axis=1, dtype=jnp.float32).astype(d_out.dtype), None, None
+
+
+gather_rows.defvjp(_gather_forward, _gather_backward)
+
+
+def combine(rows: Float[Array, "rows D"], order: Order, weights: Float[Array, "N X"]) -> Float[Array, "N D"]:
+    """Bring rows back into the order of the assignments and add up each token's by weight, in float32."""
+    back = gather_rows(rows, order.row, order.assignment[:, None]).reshape(*weights.shape, rows.shape[-1])
+    return jnp.einsum("NX,NXD->ND", weights, back.astype(jnp.float32))
+
+
+def fitting(sizes: Int[Array, "E"], rows: int) -> Int[Array, "E"]:
+    """How much of each group lies within the first ``rows`` rows."""
+    start = jnp.cumsum(sizes) - sizes
+    return jnp.clip(rows - start, 0, sizes)
+
+
+def count_experts(routing: Routing) -> Int[Array, "E"]:
+    """Assignments to each expert, padding left out."""
+    hits = assignments(routing)[0][..., None] == jnp.arange(routing.scores.shape[-1])
     return jnp.sum(hits, axis=tuple(range(hits.ndim - 1)), dtype=jnp.int32)

@@ -1,5 +1,7 @@
 """The experts: gated feed-forward networks, one a group of rows."""
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,11 +9,25 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import parameter
 from nnxmoe.layers.linear import fan_in
-from nnxmoe.moe.grouped_matmul import GroupedMatmul
+from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
+
+
+class ExpertFn(Protocol):
+    """``rows[R D]`` sorted by expert with ``sizes[E]``, or ``rows[E R D]`` and None: equally many for each.
+
+    Rows beyond ``sum(sizes)`` belong to nobody and come out as zeros.
+    """
+
+    @property
+    def count(self) -> int:
+        """E."""
+        ...
+
+    def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]: ...
 
 
 class Experts(nnx.Module):
-    """``rows[R D]`` sorted by expert, ``sizes[E]`` rows for each; kernels ``gate up [E D F]``, ``down [E F D]``."""
+    """An `ExpertFn` of gated networks; kernels ``gate up [E D F]``, ``down [E F D]``."""
 
     def __init__(
         self, dim: int, width: int, experts: int, *, matmul: GroupedMatmul, dtype: jnp.dtype, rngs: nnx.Rngs | None
@@ -27,7 +43,8 @@ class Experts(nnx.Module):
         """E."""
         return self.gate.shape[0]
 
-    def __call__(self, rows: Float[Array, "R D"], sizes: Int[Array, "E"]) -> Float[Array, "R D"]:
-        gate = self.matmul(rows, self.gate[...], sizes)
-        up = self.matmul(rows, self.up[...], sizes)
-        return self.matmul(jax.nn.silu(gate) * up, self.down[...], sizes)
+    def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
+        def product(rows: Float[Array, "..."], kernel: nnx.Variable) -> Float[Array, "..."]:
+            return equal_groups(rows, kernel[...]) if sizes is None else self.matmul(rows, kernel[...], sizes)
+
+        return product(jax.nn.silu(product(rows, self.gate)) * product(rows, self.up), self.down)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.layers.linear import matmul, matmul_f32
+from nnxmoe.layers.linear import einsum, matmul, matmul_f32
 
 
 class GroupedMatmul(Protocol):
@@ -20,6 +20,11 @@ class GroupedMatmul(Protocol):
     def __call__(
         self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
     ) -> Float[Array, "R O"]: ...
+
+
+def equal_groups(rows: Float[Array, "E R I"], kernel: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
+    """As many rows for each kernel: one batched product, which also compilers split over devices."""
+    return einsum("ERI,EIO->ERO", rows, kernel.astype(rows.dtype)).astype(rows.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,10 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import AnyMesh, batch_axes, parameter, shards
 from nnxmoe.layers.linear import fan_in, matmul_f32
 
 
@@ -88,7 +89,18 @@ class Router(nnx.Module):
         zeros, f32 = nnx.initializers.zeros, jnp.dtype(jnp.float32)
         self.bias = parameter((experts,), ("router",), zeros, dtype=f32, rngs=rngs, kind=RouterBias) if bias else None
 
-    def __call__(self, x: Float[Array, "*rows D"], valid: Bool[Array, "*rows"] | None = None) -> Routing:
+    def __call__(
+        self, x: Float[Array, "*rows D"], valid: Bool[Array, "*rows"] | None = None, mesh: AnyMesh | None = None
+    ) -> Routing:
         logits = matmul_f32(x.astype(jnp.float32), self.kernel[...].astype(jnp.float32))
-        routing = self.select(logits, None if self.bias is None else self.bias[...])
+        bias = None if self.bias is None else self.bias[...]
+        axes = batch_axes(mesh)
+        if axes and x.shape[0] % shards(mesh, axes) == 0:  # XLA:CPU gathers all tokens for a top-k: keep it local
+            rows = PartitionSpec(axes)
+            select = jax.shard_map(
+                self.select, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False
+            )
+            routing = select(logits, bias)
+        else:
+            routing = self.select(logits, bias)
         return dataclasses.replace(routing, valid=valid)

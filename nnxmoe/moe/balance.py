@@ -1,0 +1,109 @@
+"""How evenly the experts are used: losses that push towards it, DeepSeek's rule without a loss, and statistics.
+
+Pure functions of a `Routing`; padding counts nowhere. All losses are without their weight.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.moe.dispatch import assignments
+from nnxmoe.moe.router import Routing
+
+
+def switch_loss(routing: Routing) -> Float[Array, ""]:
+    """``E * sum_e f_e P_e`` over all tokens together: f_e assignments a token to e, P_e its mean probability.
+
+    X (experts a token) at perfect balance. Switch Transformer (Fedus et al. 2021, eq. 4), summed over the X choices as
+    transformers does for Mixtral; give it all layers' routings stacked to pool them as transformers does.
+    """
+    chosen, real = _chosen(routing), _real(routing)
+    total = jnp.maximum(jnp.sum(real), 1.0)
+    rows = tuple(range(real.ndim))
+    share = jnp.sum(chosen, axis=rows) / total
+    probability = jnp.sum(routing.scores * real[..., None], axis=rows) / total
+    return share.size * jnp.sum(share * probability)
+
+
+def sequence_loss(routing: Routing) -> Float[Array, ""]:
+    """DeepSeek-V3's balance within each sequence (2024, eq. 17 to 20), averaged over the sequences.
+
+    ``sum_e f_e P_e`` with ``f_e = E / X * share of e``, and P_e the mean of the affinities divided by their sum: 1 at
+    perfect balance. Rows are ``[..., T]``.
+    """
+    affinities = routing.scores / jnp.sum(routing.scores, axis=-1, keepdims=True)
+    share, probability, weight = _by_sequence(routing, affinities)
+    scale = share.shape[-1] / routing.experts.shape[-1]
+    return jnp.sum(scale * jnp.sum(share * probability, axis=-1) * weight)
+
+
+def maxtext_loss(routing: Routing, logits: Float[Array, "*rows E"] | None = None) -> Float[Array, ""]:
+    """MaxText's load balance loss: ``mean over b, e of (density * density_prob) * E**2``, each within its sequence.
+
+    ``density_prob`` is the softmax of ``logits``: the router's; for DeepSeek MaxText puts affinities plus bias there.
+    """
+    logits = routing.logits if logits is None else logits
+    share, probability, weight = _by_sequence(routing, jax.nn.softmax(logits, axis=-1))
+    return share.shape[-1] * jnp.sum(jnp.sum(share * probability, axis=-1) * weight)
+
+
+def z_loss(routing: Routing) -> Float[Array, ""]:
+    """Mean over tokens of ``logsumexp(logits) ** 2``: keeps the router's logits small (ST-MoE, Zoph et al. 2022)."""
+    real = _real(routing)
+    return jnp.sum(jax.nn.logsumexp(routing.logits, axis=-1) ** 2 * real) / jnp.maximum(jnp.sum(real), 1.0)
+
+
+def updated_bias(bias: Float[Array, "*L E"], load: Int[Array, "*L E"], rate: float) -> Float[Array, "*L E"]:
+    """DeepSeek-V3's balancing without a loss: ``rate`` up for experts below the mean load, ``rate`` down above it.
+
+    Wang et al. 2024 (arXiv 2408.15664), algorithm 1. To be applied after the optimizer's step, to nothing else.
+    """
+    load = load.astype(jnp.float32)
+    return bias + rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Utilisation:
+    """Of each layer: shares of the assignments, their entropy over log(E) (1: even, 0: one expert has all), the busiest
+    expert's load over the mean, experts without any assignment, and the share of assignments dropped."""
+
+    share: Float[Array, "*L E"]
+    entropy: Float[Array, "*L"]
+    busiest: Float[Array, "*L"]
+    idle: Int[Array, "*L"]
+    dropped: Float[Array, "*L"]
+
+
+def utilisation(load: Int[Array, "*L E"], dropped: Int[Array, "*L"]) -> Utilisation:
+    """From what a dispatch reports of a layer, or of layers stacked."""
+    count, loads = load.shape[-1], load.astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(loads, axis=-1), 1.0)
+    share = loads / total[..., None]
+    entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1) / jnp.log(max(count, 2))
+    idle = jnp.sum(load == 0, axis=-1, dtype=jnp.int32)
+    return Utilisation(share, entropy, jnp.max(share, axis=-1) * count, idle, dropped / total)
+
+
+def _real(routing: Routing) -> Float[Array, "*rows"]:
+    rows = routing.scores.shape[:-1]
+    return jnp.ones(rows) if routing.valid is None else routing.valid.astype(jnp.float32)
+
+
+def _chosen(routing: Routing) -> Float[Array, "*rows E"]:
+    """1 where a token goes to an expert."""
+    return jnp.sum(jax.nn.one_hot(assignments(routing)[0], routing.scores.shape[-1]), axis=-2)
+
+
+def _by_sequence(
+    routing: Routing, probabilities: Float[Array, "*B T E"]
+) -> tuple[Float[Array, "*B E"], Float[Array, "*B E"], Float[Array, "*B"]]:
+    """Assignments a token, mean probability, and the weight of each sequence in the mean over those with tokens."""
+    real = _real(routing)
+    length = jnp.sum(real, axis=-1)
+    total = jnp.maximum(length, 1.0)[..., None]
+    share = jnp.sum(_chosen(routing), axis=-2) / total
+    probability = jnp.sum(probabilities * real[..., None], axis=-2) / total
+    return share, probability, (length > 0) / jnp.maximum(jnp.sum(length > 0), 1)

@@ -1,0 +1,232 @@
+"""Experts spread over a mesh axis: tokens travel to them, or are shown to all (GShard, 2020; MaxText's sparse modes).
+
+``ExpertParallel(Sorted(), RaggedAllToAll())`` sends each row to the device of its expert and back.
+``ExpertParallel(Sorted(), RingOfExperts())`` shows every token of the axis to every device and adds up their parts.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.axes import AnyMesh, shards
+from nnxmoe.moe.dispatch import (
+    DispatchInfo,
+    Sorted,
+    assignments,
+    combine,
+    fitting,
+    gather_rows,
+    information,
+    sort_by_expert,
+    sorted_rows,
+)
+from nnxmoe.moe.experts import ExpertFn
+from nnxmoe.moe.on_shards import on_shards
+from nnxmoe.moe.ragged import Side, ragged_all_to_all
+from nnxmoe.moe.router import Routing
+
+
+class Exchange(Protocol):
+    """How the tokens of a shard meet the experts of all shards of an axis: ``-> y in float32, dropped assignments``."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        ids: Int[Array, "B T X"],
+        weights: Float[Array, "B T X"],
+        experts: ExpertFn,
+        axis: str,
+        native: bool,
+    ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertParallel:
+    """Each shard of ``axis`` holds its part of the experts; the batch is split over ``data_axes`` and ``axis``.
+
+    ``inner`` computes the local experts' rows: ``Sorted()``. Raises ValueError where numbers do not divide, and for
+    axes that the mesh lacks or that are named twice. Without a mesh it is ``inner``.
+    """
+
+    inner: Sorted
+    exchange: Exchange
+    axis: str = "expert"
+    data_axes: tuple[str, ...] = ("data", "fsdp")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Sorted):
+            raise ValueError(f"ExpertParallel(inner={self.inner!r}): local experts are computed by Sorted()")
+        if isinstance(self.exchange, type) or not callable(self.exchange):
+            raise ValueError(
+                f"ExpertParallel(exchange={self.exchange!r}): give RaggedAllToAll() or RingOfExperts(), an object"
+            )
+        named = (*self.data_axes, self.axis)
+        if self.axis in self.data_axes:
+            raise ValueError(f"ExpertParallel: the expert axis {self.axis!r} is also among data_axes {self.data_axes}")
+        if len(set(named)) != len(named):
+            raise ValueError(f"ExpertParallel: a mesh axis is named twice in data_axes {self.data_axes}")
+
+    def __call__(
+        self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
+    ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
+        if mesh is None:
+            return self.inner(x, routing, experts)
+        named = (*self.data_axes, self.axis)
+        if missing := [axis for axis in named if axis not in mesh.shape]:
+            raise ValueError(f"ExpertParallel: the mesh {dict(mesh.shape)} has no axis {missing[0]!r}")
+        size = mesh.shape[self.axis]
+        if experts.count % size:
+            raise ValueError(f"{experts.count} experts do not divide over the mesh axis {self.axis!r} of size {size}")
+        axes = tuple(axis for axis in named if mesh.shape[axis] > 1)
+        if x.shape[0] % shards(mesh, axes):
+            raise ValueError(
+                f"a batch of {x.shape[0]} does not divide over {shards(mesh, axes)} devices, "
+                f"{ {axis: mesh.shape[axis] for axis in axes} }: pad it with rows of padding, or use Sorted()"
+            )
+        ids, weights = assignments(routing)
+        body: Any = functools.partial(sorted_rows, limit=None)
+        if size > 1:
+            body = functools.partial(self.exchange, axis=self.axis, native=has_ragged_all_to_all(mesh))
+        y, dropped = on_shards(body, x, ids, weights, experts, mesh, axes, keep=(self.axis, "tensor"))
+        return y.astype(x.dtype), information(routing, jnp.sum(dropped), dropped)
+
+
+def has_ragged_all_to_all(mesh: AnyMesh | None) -> bool:
+    """Whether the backend of a mesh compiles ``jax.lax.ragged_all_to_all``; XLA:CPU does not."""
+    devices = getattr(mesh, "devices", None)
+    platform = jax.default_backend() if devices is None else devices.flat[0].platform
+    return platform in ("tpu", "gpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedAllToAll:
+    """Rows go to their expert's device and come back: permute, exchange, local permute, experts, and all of it back.
+
+    ``buffer_factor`` None: room for the worst case, every row of the axis on one device; nothing is dropped. A number:
+    room for so many times the balanced load; rows that find none are dropped and counted.
+    """
+
+    buffer_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_factor(self)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        ids: Int[Array, "B T X"],
+        weights: Float[Array, "B T X"],
+        experts: ExpertFn,
+        axis: str,
+        native: bool,
+    ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
+        size, me, mine = jax.lax.axis_size(axis), jax.lax.axis_index(axis), experts.count
+        tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
+        room = buffer_rows(self.buffer_factor, tokens, chosen, size, mine)
+        # Permute: this shard's rows in order of the experts of all shards, and how many go to each.
+        order = sort_by_expert(ids.reshape(-1), ids.size)
+        rows = gather_rows(
+            x.reshape(tokens, x.shape[-1]), order.assignment // chosen, order.row.reshape(tokens, chosen)
+        )
+        counts = jnp.bincount(ids.reshape(-1), length=size * mine).astype(jnp.int32)
+        plan = Plan.of(jax.lax.all_gather(counts, axis).reshape(size, size, mine), me, room)
+        # Exchange.
+        most = min(tokens * min(chosen, mine), room)  # rows that one shard sends to another
+        move = functools.partial(ragged_all_to_all, axis=axis, most=most, native=native)
+        received = move(rows, room, plan.send, plan.receive)
+        # Local permute, this shard's experts, local unpermute.
+        local = sort_by_expert(plan.expert, room)
+        grouped = gather_rows(received, local.assignment, local.row[:, None])
+        out = experts(grouped, plan.sizes)
+        back = gather_rows(out, local.row, local.assignment[:, None])
+        # Exchange back; what was dropped stays zero.
+        returned = move(back, ids.size, plan.receive, plan.send)
+        return combine(returned, order, weights.reshape(tokens, chosen)).reshape(x.shape), plan.dropped
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Who sends how many rows to whom, seen from one shard of the axis (of size S, with L experts each).
+
+    ``expert``: the local expert of each row of the buffer, L for none; ``sizes``: rows of each local expert.
+    """
+
+    send: Side
+    receive: Side
+    expert: Int[Array, "room"]
+    sizes: Int[Array, "L"]
+    dropped: Int[Array, ""]
+
+    @classmethod
+    def of(cls, counts: Int[Array, "S S L"], me: Int[Array, ""], room: int) -> "Plan":
+        """From all shards' counts: rows of shard s for the experts of shard r. Buffers fill in the order of the
+        senders; what comes after the buffer is full does not fit."""
+        wanted = jnp.sum(counts, axis=-1)
+        begins = jnp.cumsum(wanted, axis=1) - wanted  # in the sender's rows
+        arrives = jnp.cumsum(wanted, axis=0) - wanted  # in the receiver's buffer
+        sent = jnp.clip(room - arrives, 0, wanted)
+        arrives = jnp.minimum(arrives, room)
+        mine = counts[:, me].reshape(-1)  # by sender, then by expert: the order in which the buffer is filled
+        fits = fitting(mine, room)
+        ends = jnp.cumsum(fits)
+        expert = jnp.searchsorted(ends, jnp.arange(room), side="right").astype(jnp.int32) % counts.shape[-1]
+        expert = jnp.where(jnp.arange(room) < ends[-1], expert, counts.shape[-1])
+        return cls(
+            send=Side(begins[me], sent[me], arrives[me]),
+            receive=Side(arrives[:, me], sent[:, me], begins[:, me]),
+            expert=expert,
+            sizes=jnp.sum(fits.reshape(counts.shape[0], -1), axis=0, dtype=jnp.int32),
+            dropped=jnp.sum(mine) - jnp.sum(fits),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RingOfExperts:
+    """All tokens of the axis are gathered on each of its devices, which computes its experts' part of all of them; the
+    parts are summed and scattered back. ``buffer_factor`` as in `RaggedAllToAll`."""
+
+    buffer_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_factor(self)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        ids: Int[Array, "B T X"],
+        weights: Float[Array, "B T X"],
+        experts: ExpertFn,
+        axis: str,
+        native: bool,
+    ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
+        size, mine = jax.lax.axis_size(axis), experts.count
+        tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
+        everyone = jax.lax.all_gather(x, axis, axis=0, tiled=True)
+        routing = jnp.concatenate([ids.astype(jnp.float32), weights.astype(jnp.float32)], axis=-1)
+        routing = jax.lax.all_gather(routing, axis, axis=0, tiled=True)
+        local = routing[..., :chosen].astype(jnp.int32) - jax.lax.axis_index(axis) * mine
+        local = jnp.where((local >= 0) & (local < mine), local, mine)
+        room = buffer_rows(self.buffer_factor, tokens, chosen, size, mine)
+        part, dropped = sorted_rows(everyone, local, routing[..., chosen:], experts, limit=room)
+        y = jax.lax.psum_scatter(part.astype(x.dtype), axis, scatter_dimension=0, tiled=True)
+        return y.astype(jnp.float32), dropped
+
+
+def buffer_rows(factor: float | None, tokens: int, chosen: int, size: int, mine: int) -> int:
+    """Rows that a shard makes room for, of ``tokens`` on each of ``size`` shards with ``mine`` experts each."""
+    worst = size * tokens * min(chosen, mine)
+    return worst if factor is None else min(worst, max(1, math.ceil(factor * tokens * chosen)))
+
+
+def _check_factor(exchange: RaggedAllToAll | RingOfExperts) -> None:
+    factor = exchange.buffer_factor
+    if factor is not None and not 0 < factor < math.inf:
+        raise ValueError(
+            f"{type(exchange).__name__}(buffer_factor={factor!r}): a positive multiple of the balanced load"
+        )

@@ -1,0 +1,57 @@
+"""Rows from every shard of an axis to every other, as many as there are for each."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class Side(NamedTuple):
+    """One side of an exchange with each shard of the axis: where the rows begin ``here``, how many there are, and
+    where they begin ``there``, in the other shard's rows."""
+
+    here: Int[Array, "S"]
+    count: Int[Array, "S"]
+    there: Int[Array, "S"]
+
+
+def ragged_all_to_all(
+    rows: Float[Array, "R D"], room: int, send: Side, receive: Side, *, axis: str, most: int, native: bool
+) -> Float[Array, "room D"]:
+    """The ``room`` rows that this shard receives, zeros where nothing arrives; at most ``most`` go from one to another.
+
+    ``native``: `jax.lax.ragged_all_to_all`; else an all-to-all of pieces padded to ``most`` rows, the same to the bit.
+    The backward is the exchange with its sides changed.
+    """
+    return _move(rows, send, receive, room, rows.shape[0], axis, most, native)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
+def _move(rows: Any, send: Side, receive: Side, room: int, have: int, axis: str, most: int, native: bool) -> Any:
+    if native:
+        out = jnp.zeros((room, rows.shape[1]), rows.dtype)
+        sizes = (send.here, send.count, send.there, receive.count)
+        return jax.lax.ragged_all_to_all(rows, out, *sizes, axis_name=axis)
+    shards, within, place = send.count.shape[0], jnp.arange(most), jnp.arange(room)
+    index = jnp.where(within < send.count[:, None], send.here[:, None] + within, have)
+    pieces = rows.at[index].get(mode="fill", fill_value=0)
+    pieces = jax.lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0).reshape(shards * most, -1)
+    begins = receive.here
+    sender = jnp.clip(jnp.searchsorted(begins, place, side="right") - 1, 0, shards - 1)
+    offset = place - begins[sender]
+    index = jnp.where(offset < receive.count[sender], sender * most + offset, shards * most)
+    return pieces.at[index].get(mode="fill", fill_value=0)
+
+
+def _forward(rows: Any, send: Side, receive: Side, *static: Any) -> Any:
+    return _move(rows, send, receive, *static), (send, receive)
+
+
+def _backward(room: int, have: int, axis: str, most: int, native: bool, kept: Any, d_out: Any) -> Any:
+    send, receive = kept
+    return _move(d_out, receive, send, have, room, axis, most, native), None, None
+
+
+_move.defvjp(_forward, _backward)

@@ -1,0 +1,349 @@
+"""One layer, every execution mode, on one device and on meshes of eight: the same numbers, the expected collectives."""
+
+import collections
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nnxmoe
+from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
+from nnxmoe.axes import BATCH_AXES, sharding_of
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.expert_parallel import Plan, buffer_rows
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.grouped_matmul import Blocked
+from nnxmoe.moe.ragged import ragged_all_to_all
+from nnxmoe.moe.router import Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
+from tests.helpers import HF_CASES, load_case, max_error
+
+B, T, D, F, E = 8, 5, 16, 24, 8
+RAGGED, RING = ExpertParallel(Sorted(), RaggedAllToAll()), ExpertParallel(Sorted(), RingOfExperts())
+WAYS = {
+    "dense": Dense(),
+    "sorted": Sorted(),
+    "capacity": Capacity(8.0),
+    "ragged": RAGGED,
+    "ring": RING,
+    "chunked sorted": Chunked(Sorted(), 2),
+    "chunked ragged": Chunked(RAGGED, 3),
+    "chunked ring": Chunked(RING, 5),
+}
+MESHES: dict[str, dict[str, int] | None] = {
+    "one device": None,
+    "fsdp8": {"fsdp": 8},
+    "expert8": {"expert": 8},
+    "expert4 fsdp2": {"expert": 4, "fsdp": 2},
+    "data2 fsdp2 expert2": {"data": 2, "fsdp": 2, "expert": 2},
+    "expert4 tensor2": {"expert": 4, "tensor": 2},
+}
+SELECTS = {"softmax": SoftmaxTopK(2), "sigmoid groups": SigmoidGroupTopK(3, 4, 2, True, 2.5)}
+
+
+def make(way: Any, select: str, mesh: Any, dtype: str = "float32") -> MoE:
+    """A layer whose router listens to the first feature of a token, by which a test chooses experts."""
+    kw: dict[str, Any] = {"dtype": jnp.dtype(dtype), "rngs": nnx.Rngs(0)}
+    router = Router(D, E, SELECTS[select], bias=select != "softmax", **kw)
+    if router.bias is not None:
+        router.bias.set_value(jax.random.normal(jax.random.key(5), (E,)) * 0.1)
+    return MoE(router, Experts(D, F, E, matmul=Blocked(), **kw), way, None, mesh)
+
+
+def scenarios(dtype: str = "float32") -> dict[str, tuple[Any, Any, Any]]:
+    """Name -> tokens, which of them are real, and what is added to the router's kernel."""
+    x = jax.random.normal(jax.random.key(1), (B, T, D)).at[..., 0].set(1.0).astype(dtype)
+    everything = jnp.ones((B, T), bool)
+    nothing = jnp.zeros((D, E))
+    padding = jax.random.bernoulli(jax.random.key(2), 0.6, (B, T)).at[3].set(False)  # one row has no token at all
+    return {
+        "random": (x, everything, nothing),
+        "all on one expert": (x, everything, nothing.at[0, 5].set(30.0)),
+        "empty experts": (x, everything, nothing.at[0, ::2].set(-30.0)),
+        "padding": (x, padding, nothing),
+    }
+
+
+@functools.cache
+def program(way: str, select: str, mesh_name: str, dtype: str = "float32") -> tuple[Any, Any, Any]:
+    """Compiled loss and gradients of a layer, its parameters where they lie, and its mesh."""
+    sizes = MESHES[mesh_name]
+    mesh = None if sizes is None else nnxmoe.make_mesh(**sizes)
+    graph, params, rest = nnx.split(make(WAYS[way], select, mesh, dtype), nnx.Param, ...)
+    if mesh is not None:
+        flat = nnx.to_flat_state(params)
+        flat = [(p, v.replace(jax.device_put(v.get_value(), sharding_of(v, mesh)))) for p, v in flat]
+        params = nnx.from_flat_state(flat)
+
+    def loss(params: Any, x: Any, valid: Any) -> Any:
+        y, _, info = nnx.merge(graph, params, rest)(x, valid)
+        weights = jnp.arange(1.0, 1 + y.size).reshape(y.shape) / y.size
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)) * weights), (y, info)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)), params, mesh
+
+
+def outcome(way: str, select: str, mesh_name: str, scenario: str, dtype: str = "float32") -> tuple[list[Any], int, int]:
+    """y and every gradient, as NumPy; dropped assignments; and the load in all."""
+    run, params, mesh = program(way, select, mesh_name, dtype)
+    x, valid, more = scenarios(dtype)[scenario]
+    flat = [
+        (p, v.replace(v.get_value() + more.astype(dtype)) if p[0] == "router" else v)
+        for p, v in nnx.to_flat_state(params)
+    ]
+    if mesh is not None:
+        x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+    (_, (y, info)), grads = run(nnx.from_flat_state(flat), x, valid)
+    leaves = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves((y, grads))]
+    return leaves, int(info.dropped), int(info.load.sum())
+
+
+def compare(way: str, select: str, mesh_name: str, dtype: str = "float32") -> dict[str, tuple[float, int, int]]:
+    """Scenario -> largest error against `Dense` on one device (over the size of each array), dropped, load."""
+    found = {}
+    for scenario in scenarios():
+        ours, dropped, load = outcome(way, select, mesh_name, scenario, dtype)
+        wanted, _, wanted_load = outcome("dense", select, "one device", scenario, dtype)
+        scale = [max(1.0, float(np.abs(b).max())) for b in wanted]
+        errors = [max_error(a, b) / s for a, b, s in zip(ours, wanted, scale, strict=True)]
+        found[scenario] = (max(errors), dropped, load - wanted_load)
+    return found
+
+
+CASES = [(w, s, m) for w in WAYS if "chunked" not in w for s in SELECTS for m in MESHES]
+CASES += [(w, "softmax", m) for w in WAYS if "chunked" in w for m in ("one device", "expert4 fsdp2")]
+
+
+@pytest.mark.parametrize(("way", "select", "mesh"), CASES)
+def test_every_mode_gives_the_same_numbers(eight: Callable[..., Any], way: str, select: str, mesh: str) -> None:
+    """Outputs and every gradient: tokens, router, experts."""
+    for scenario, (error, dropped, more) in eight(compare, way, select, mesh).items():
+        assert error < 1e-5 and dropped == 0 and more == 0, (scenario, error, dropped, more)
+
+
+@pytest.mark.parametrize("mesh", ["expert8", "expert4 fsdp2"])
+@pytest.mark.parametrize("way", ["sorted", "capacity", "ragged", "ring"])
+def test_bfloat16_within_its_rounding(eight: Callable[..., Any], way: str, mesh: str) -> None:
+    for scenario, (error, _, _) in eight(compare, way, "softmax", mesh, "bfloat16").items():
+        assert error < 0.03, (scenario, error)
+
+
+# Collectives
+
+
+def collectives(way: str, mesh_name: str, backward: bool) -> dict[str, list[int]]:
+    """Kind -> elements of each collective in the compiled program of one layer."""
+    run, params, mesh = program(way, "softmax", mesh_name)
+    x, valid, _ = scenarios()["random"]
+    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+    if not backward:
+        graph, _, rest = nnx.split(make(WAYS[way], "softmax", mesh), nnx.Param, ...)
+        run = jax.jit(lambda params, x, valid: nnx.merge(graph, params, rest)(x, valid)[0])
+    text = run.lower(params, x, valid).compile().as_text()
+    kinds = "all-gather|reduce-scatter|all-reduce|ragged-all-to-all|all-to-all|collective-permute"
+    found: dict[str, list[int]] = collections.defaultdict(list)
+    for line in text.splitlines():
+        if match := re.search(rf" = (.*?) ({kinds})(?:-start)?\(", line):
+            shapes = re.findall(r"\[([\d,]*)\]", match[1])
+            found[match[2]].append(sum(math.prod(int(d) for d in shape.split(",") if d) for shape in shapes))
+    return dict(found)
+
+
+def count(found: dict[str, list[int]]) -> tuple[int, int, int]:
+    """All-to-alls, all-gathers, reduce-scatters."""
+    return tuple(len(found.get(kind, [])) for kind in ("all-to-all", "all-gather", "reduce-scatter"))  # type: ignore[return-value]
+
+
+def test_collectives_of_each_mode(eight: Callable[..., Any]) -> None:
+    """(all-to-alls, all-gathers, reduce-scatters) forward, and forward with backward."""
+    # Tokens to the experts and back; and the same of the gradients.
+    assert count(eight(collectives, "capacity", "expert8", False)) == (2, 0, 0)
+    assert count(eight(collectives, "capacity", "expert8", True)) == (4, 0, 0)
+    # Two exchanges, with a gather of how many rows go where.
+    assert count(eight(collectives, "ragged", "expert8", False)) == (2, 1, 0)
+    found = eight(collectives, "ragged", "expert8", True)
+    assert count(found) == (4, 1, 0) and found["all-gather"] == [8 * E]
+    # Tokens and their routing are gathered, the parts of y scattered; backward each is the other.
+    assert count(eight(collectives, "ring", "expert8", False)) == (0, 2, 1)
+    assert count(eight(collectives, "ring", "expert8", True)) == (0, 3, 3)
+    # Three kernels and the router's gathered; the gradients of the three scattered.
+    assert count(eight(collectives, "sorted", "fsdp8", False)) == (0, 4, 0)
+    assert count(eight(collectives, "sorted", "fsdp8", True)) == (0, 4, 3)
+
+
+# Buffers that are too small
+
+
+def overflow(exchange: Any) -> tuple[np.ndarray, np.ndarray, int, list[int]]:
+    """y with a small buffer and with a large one, of a layer whose tokens nearly all go to one shard; drops."""
+    mesh = nnxmoe.make_mesh(expert=8)
+    x, valid, more = scenarios()["all on one expert"]
+    outs = []
+    for way in (exchange, type(exchange)()):
+        moe = make(ExpertParallel(Sorted(), way), "softmax", mesh)
+        moe.router.kernel.set_value(moe.router.kernel.get_value() + more)
+        y, routing, info = jax.jit(lambda m, x, v: m(x, v))(moe, x, valid)
+        outs.append((np.asarray(y), np.asarray(routing.experts), int(info.dropped), np.asarray(info.dropped_by_shard)))
+    (small, experts, dropped, by_shard), (large, _, none, _) = outs
+    assert none == 0 and by_shard.sum() == dropped
+    return np.stack([small, large]), experts, dropped, by_shard.tolist()
+
+
+@pytest.mark.parametrize("exchange", [RaggedAllToAll(2.0), RingOfExperts(2.0)])
+def test_overflow_is_counted_and_leaves_the_rest_alone(eight: Callable[..., Any], exchange: Any) -> None:
+    """Shard 5 is wanted by all B * T tokens and has room for 2 * (B / 8) * T * X rows."""
+    (small, large), experts, dropped, by_shard = eight(overflow, exchange)
+    room, wanted = 2 * (B // 8) * T * 2, int((experts == 5).sum())
+    others = [int((experts == e).sum()) for e in range(E)]
+    expected = [max(0, n - room) for n in others]
+    assert wanted == B * T and by_shard == expected and dropped == sum(expected) > 0
+    changed = np.abs(small - large).max(axis=-1) > 1e-6
+    assert changed.sum() == dropped, "each drop changes one token, and no other token notices"
+
+
+def test_buffer_sizes() -> None:
+    assert buffer_rows(None, tokens=10, chosen=3, size=4, mine=2) == 4 * 10 * 2
+    assert buffer_rows(None, tokens=10, chosen=3, size=4, mine=8) == 4 * 10 * 3
+    assert buffer_rows(1.5, tokens=10, chosen=3, size=4, mine=8) == 45
+    assert buffer_rows(99.0, tokens=10, chosen=3, size=4, mine=2) == 80
+
+
+# Stages
+
+
+def exchanged(seed: int, room: int) -> tuple[Any, ...]:
+    """What an exchange of random sizes gives, forward and backward, and what a loop in NumPy gives."""
+    rng, shards, each = np.random.default_rng(seed), 4, 3
+    counts = rng.integers(0, 4, (shards, shards, each)).astype(np.int32)
+    counts[rng.integers(shards)] = 0
+    have = int(counts.sum(axis=(1, 2)).max()) + 1
+    rows = rng.standard_normal((shards, have, 2)).astype(np.float32)
+    weight = rng.standard_normal((shards, room, 2)).astype(np.float32)
+    mesh = nnxmoe.make_mesh(expert=shards, devices=jax.devices()[:shards])
+
+    def local(rows: Any, weight: Any) -> Any:
+        plan = Plan.of(jnp.asarray(counts), jax.lax.axis_index("expert"), room)
+
+        def move(rows: Any) -> Any:
+            return ragged_all_to_all(
+                rows, room, plan.send, plan.receive, axis="expert", most=min(have, room), native=False
+            )
+
+        out, pull = jax.vjp(move, rows[0])
+        return out[None], pull(weight[0])[0][None], plan.expert[None], plan.sizes[None], plan.dropped[None]
+
+    spec = PartitionSpec("expert")
+    run = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=(spec,) * 5, check_vma=False)
+    got = [np.asarray(value) for value in jax.jit(run)(rows, weight)]
+    out, back = np.zeros((shards, room, 2), np.float32), np.zeros_like(rows)
+    experts, dropped = np.full((shards, room), each), np.zeros(shards, int)
+    filled, begin = [0] * shards, [0] * shards
+    for sender in range(shards):
+        for receiver in range(shards):
+            for expert in range(each):
+                for _ in range(counts[sender, receiver, expert]):
+                    if filled[receiver] < room:
+                        out[receiver, filled[receiver]] = rows[sender, begin[sender]]
+                        back[sender, begin[sender]] = weight[receiver, filled[receiver]]
+                        experts[receiver, filled[receiver]] = expert
+                        filled[receiver] += 1
+                    else:
+                        dropped[receiver] += 1
+                    begin[sender] += 1
+    sizes = np.stack([[(experts[r] == e).sum() for e in range(each)] for r in range(shards)])
+    return got, [out, back, experts, sizes, dropped]
+
+
+@pytest.mark.parametrize("room", [1, 7, 15, 40])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_exchange_moves_every_row_where_it_belongs(eight: Callable[..., Any], seed: int, room: int) -> None:
+    got, wanted = eight(exchanged, seed, room)
+    for ours, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+# Models
+
+
+def model_error(case: str, way: str, devices: int) -> float:
+    """A reference case on a mesh over its experts."""
+    mesh = nnxmoe.make_mesh(expert=devices, devices=jax.devices()[:devices])
+    strategy = nnxmoe.Strategy(dispatch=WAYS[way])
+    model = nnxmoe.from_pretrained(HF_CASES / case / "model", mesh=mesh, strategy=strategy)
+    arrays = load_case(case).arrays
+    error = max_error(model(arrays["input_ids"]).logits, arrays["logits"])
+    one = nnxmoe.generate(model, arrays["generate.prompt"][:1], max_new_tokens=2, eos_token_id=None)
+    assert np.array_equal(one[:, -2:], arrays["generate.ids"][:1, :2]), "a batch of one is filled up with copies"
+    return error
+
+
+@pytest.mark.parametrize("way", ["sorted", "ragged", "ring", "capacity"])
+@pytest.mark.parametrize("case", ["mixtral_basic", "deepseek_yarn"])
+def test_reference_cases_on_a_mesh(eight: Callable[..., Any], case: str, way: str) -> None:
+    assert eight(model_error, case, way, 2) < 2e-4
+
+
+# Refusals
+
+
+def refusal(kind: str) -> str:
+    """The message of a ValueError."""
+    try:
+        if kind == "experts":
+            mesh = nnxmoe.make_mesh(expert=3, devices=jax.devices()[:3])
+            make(RAGGED, "softmax", mesh)(scenarios()["random"][0][:6])
+        if kind == "batch":
+            make(RING, "softmax", nnxmoe.make_mesh(expert=8))(scenarios()["random"][0][:6])
+        if kind == "missing":
+            mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("devices",))
+            make(RAGGED, "softmax", mesh)(scenarios()["random"][0])
+        if kind == "missing data":
+            way = ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "rows"))
+            make(way, "softmax", nnxmoe.make_mesh(expert=8))(scenarios()["random"][0])
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("experts", "8 experts do not divide over the mesh axis 'expert' of size 3"),
+        ("batch", "a batch of 6 does not divide over 8 devices"),
+        ("missing", "has no axis 'data'"),
+        ("missing data", "has no axis 'rows'"),
+    ],
+)
+def test_numbers_that_do_not_divide(eight: Callable[..., Any], kind: str, message: str) -> None:
+    assert message in eight(refusal, kind)
+
+
+@pytest.mark.wrong_types
+def test_what_no_mode_can_be() -> None:
+    for make_one, message in (
+        (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "expert")), "also among data_axes"),
+        (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "data")), "named twice"),
+        (lambda: ExpertParallel(Dense(), RaggedAllToAll()), r"Sorted\(\)"),
+        (lambda: ExpertParallel(Sorted(), RaggedAllToAll), "an object"),
+        (lambda: RaggedAllToAll(0.0), "buffer_factor=0.0"),
+        (lambda: RingOfExperts(float("nan")), "buffer_factor=nan"),
+        (lambda: Chunked(Sorted(), 0), "chunks=0"),
+        (lambda: Chunked(Sorted, 2), "an? dispatch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_one()
+
+
+def test_without_a_mesh_expert_parallel_is_what_is_in_it() -> None:
+    x, valid, _ = scenarios()["padding"]
+    ours, theirs = (make(way, "softmax", None)(x, valid)[0] for way in (RAGGED, Sorted()))
+    assert np.array_equal(ours, theirs)
+    assert not np.asarray(ours)[~np.asarray(valid)].any(), "padding reaches no expert"
+    assert make(RAGGED, "sigmoid groups", None).router.bias.__class__ is RouterBias
