@@ -114,6 +114,12 @@ def partition_spec(axes: Sequence[str], shape: Sequence[int], mesh: AnyMesh, rul
     return PartitionSpec(*entries) if used else PartitionSpec()
 
 
+def axes_of(variable: nnx.Variable) -> tuple[str, ...]:
+    """The logical axes of a parameter's dimensions; within a scan over layers, that axis is gone from its value."""
+    axes = tuple(variable.get_metadata()["axes"])
+    return axes[len(axes) - len(variable.shape) :]
+
+
 def sharding_of(variable: nnx.Variable, mesh: Mesh, rules: Rules = RULES) -> NamedSharding:
     """Where one parameter lies on the mesh."""
-    return NamedSharding(mesh, partition_spec(variable.get_metadata()["axes"], variable.shape, mesh, rules))
+    return NamedSharding(mesh, partition_spec(axes_of(variable), variable.shape, mesh, rules))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from nnxmoe.moe import grouped_matmul
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.dispatch import DispatchInfo, combine, fitting, gather_rows, sort_by_expert
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.router import Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.moe.router import RandomTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
 from tests.helpers import PART_TOLERANCE, as_weights, max_error, randomise, sigmoid_weights, softmax_weights
 
 # Selection
@@ -56,6 +57,51 @@ def test_sigmoid_groups_equal_numpy(
     )  # in float32 up to here, so that the choices agree
     assert max_error(as_weights(routing.experts, routing.weights, count), wanted) < 1e-5
     assert max_error(routing.scores, scores) == 0  # affinities, without the bias
+
+
+def test_softmax_without_rescaling_and_with_a_scale() -> None:
+    logits = jax.random.normal(jax.random.key(0), (5, 8))
+    plain, usual = SoftmaxTopK(3, normalise=False)(logits, None), SoftmaxTopK(3)(logits, None)
+    assert max_error(plain.weights, jnp.take_along_axis(plain.scores, plain.experts, -1)) == 0
+    assert max_error(SoftmaxTopK(3, scale=2.5)(logits, None).weights, 2.5 * usual.weights) < 1e-6
+    after = jax.nn.softmax(jnp.take_along_axis(logits, usual.experts, -1), axis=-1)
+    assert max_error(usual.weights, after) < 1e-6, "softmax before or after the choice is one"
+
+
+@pytest.mark.parametrize(("rows", "count", "k"), [((4, 10), 8, 2), ((3, 7), 5, 3), ((1, 1), 4, 4)])
+def test_random_routing_is_balanced(rows: tuple[int, ...], count: int, k: int) -> None:
+    logits = jax.random.normal(jax.random.key(0), (*rows, count))
+    routing = RandomTopK(k, seed=3)(logits, None)
+    load = np.bincount(np.asarray(routing.experts).reshape(-1), minlength=count)
+    assert load.max() - load.min() <= 1 and max_error(jnp.sum(routing.weights, -1), np.ones(rows)) < 1e-6
+    assert all(len(set(row)) == k for row in np.asarray(routing.experts).reshape(-1, k).tolist())
+    again, other = RandomTopK(k, seed=3)(logits * 2, None), RandomTopK(k, seed=4)(logits, None)
+    assert np.array_equal(routing.experts, again.experts)
+    assert math.prod(rows) == 1 or not np.array_equal(routing.experts, other.experts)
+
+
+def test_nan_is_not_hidden() -> None:
+    """Experts stay in range, weights are NaN, and no other token notices."""
+    logits = jax.random.normal(jax.random.key(0), (6, 8))
+    for select in (SoftmaxTopK(2), SigmoidGroupTopK(2, 4, 2, True, 2.5)):
+        routing, sound = select(logits.at[2, 3].set(jnp.nan), None), select(logits, None)
+        assert np.isnan(routing.weights[2]).any()
+        assert 0 <= int(routing.experts.min()) and int(routing.experts.max()) < 8
+        rest = np.asarray([0, 1, 3, 4, 5])
+        assert np.array_equal(routing.weights[rest], sound.weights[rest])
+
+
+def test_underflowing_affinities_have_a_gradient() -> None:
+    def of(logits: Any) -> Any:
+        routing = SigmoidGroupTopK(2, 4, 2, True, 2.5)(logits, None)
+        return jnp.sum(routing.weights * jnp.arange(1.0, 3.0))
+
+    logits = jnp.full((1, 8), -120.0)
+    assert np.isfinite(jax.grad(of)(logits)).all() and float(of(logits)) == 0
+    usual = jax.random.normal(jax.random.key(0), (4, 8))
+    step = jnp.zeros_like(usual).at[1, 2].set(1e-2)
+    slope = (of(usual + step) - of(usual - step)) / 2e-2
+    assert abs(float(jax.grad(of)(usual)[1, 2] - slope)) < 1e-3
 
 
 def test_ties_go_to_the_lower_index() -> None:

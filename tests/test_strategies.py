@@ -272,10 +272,10 @@ def test_the_exchange_moves_every_row_where_it_belongs(eight: Callable[..., Any]
 # Models
 
 
-def model_error(case: str, way: str, devices: int) -> float:
+def model_error(case: str, way: str, devices: int, scan: bool) -> float:
     """A reference case on a mesh over its experts."""
     mesh = nnxmoe.make_mesh(expert=devices, devices=jax.devices()[:devices])
-    strategy = nnxmoe.Strategy(dispatch=WAYS[way])
+    strategy = nnxmoe.Strategy(dispatch=WAYS[way], scan_layers=scan)
     model = nnxmoe.from_pretrained(HF_CASES / case / "model", mesh=mesh, strategy=strategy)
     arrays = load_case(case).arrays
     error = max_error(model(arrays["input_ids"]).logits, arrays["logits"])
@@ -284,10 +284,20 @@ def model_error(case: str, way: str, devices: int) -> float:
     return error
 
 
-@pytest.mark.parametrize("way", ["sorted", "ragged", "ring", "capacity"])
-@pytest.mark.parametrize("case", ["mixtral_basic", "deepseek_yarn"])
-def test_reference_cases_on_a_mesh(eight: Callable[..., Any], case: str, way: str) -> None:
-    assert eight(model_error, case, way, 2) < 2e-4
+@pytest.mark.parametrize(
+    ("case", "way", "scan"),
+    [
+        ("mixtral_basic", "sorted", True),
+        ("mixtral_basic", "ragged", False),
+        ("mixtral_basic", "ring", True),
+        ("deepseek_yarn", "sorted", False),
+        ("deepseek_yarn", "ragged", True),
+        ("deepseek_yarn", "ring", False),
+        ("deepseek_yarn", "capacity", True),
+    ],
+)
+def test_reference_cases_on_a_mesh(eight: Callable[..., Any], case: str, way: str, scan: bool) -> None:
+    assert eight(model_error, case, way, 2, scan) < 2e-4
 
 
 # Refusals

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, partition_spec
+from nnxmoe.axes import AnyMesh, axes_of, partition_spec
 
 Body = Callable[..., tuple[Float[Array, "B T D"], Int[Array, ""]]]
 
@@ -30,7 +30,7 @@ def on_shards(
     """
     graph, state = nnx.split(experts)
     flat = nnx.to_flat_state(state)
-    specs = [partition_spec(v.get_metadata()["axes"], v.shape, mesh) for _, v in flat]
+    specs = [partition_spec(axes_of(v), v.shape, mesh) for _, v in flat]
     split = {axis for spec in specs for axis in spec} & set(keep) & {"tensor"}
 
     def local(x: Any, ids: Any, weights: Any, kernels: Any) -> Any:

@@ -1,6 +1,10 @@
-"""Which experts each token goes to, and with what weight. All of it in float32."""
+"""Which experts each token goes to, and with what weight. All of it in float32.
+
+A token whose logits are NaN goes to some experts with weights that are NaN: it shows in the output, it is not hidden.
+"""
 
 import dataclasses
+import math
 from typing import Protocol
 
 import jax
@@ -41,14 +45,35 @@ class RouterBias(nnx.Variable):
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxTopK:
-    """Softmax over all experts, the best ``k``, weights rescaled to sum to 1 (Mixtral; Jiang et al. 2024)."""
+    """Softmax over all experts, then the best ``k``, rescaled to sum to 1 (Mixtral; Jiang et al. 2024) or, without
+    ``normalise``, as they are; times ``scale``. Rescaled, this is the softmax over the ``k`` best logits as well."""
 
     k: int
+    normalise: bool = True
+    scale: float = 1.0
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
         scores = jax.nn.softmax(logits, axis=-1)
         weights, experts = jax.lax.top_k(scores, self.k)
-        return Routing(experts, weights / jnp.sum(weights, axis=-1, keepdims=True), scores, logits)
+        if self.normalise:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return Routing(experts, weights * self.scale, scores, logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomTopK:
+    """Not a router but a load test: every expert gets as many tokens as the next (one more or less), whatever the
+    logits; weights are equal. The same ``seed`` chooses the same experts."""
+
+    k: int
+    seed: int = 0
+
+    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
+        rows, count = logits.shape[:-1], logits.shape[-1]
+        place = jax.random.permutation(jax.random.key(self.seed), math.prod(rows)).astype(jnp.int32)
+        experts = (place[:, None] * self.k + jnp.arange(self.k, dtype=jnp.int32)) % count
+        even = jnp.full((*rows, self.k), 1 / self.k, jnp.float32)
+        return Routing(experts.reshape(*rows, self.k), even, jax.nn.softmax(logits, axis=-1), logits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +101,17 @@ class SigmoidGroupTopK:
         _, experts = jax.lax.top_k(choice, self.k)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.normalise:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        return Routing(experts, weights * self.scale, scores, logits)
+            weights = _normalised(weights)
+        lost = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # its group may not have been chosen
+        return Routing(experts, jnp.where(lost, jnp.nan, weights * self.scale), scores, logits)
+
+
+def _normalised(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
+    """``weights / (sum + 1e-20)``; without a gradient where all of them underflow, which would be 0 / 0."""
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    tiny = total < 1e-15
+    usual = weights / (jnp.where(tiny, 1.0, total) + 1e-20)
+    return jnp.where(tiny, jax.lax.stop_gradient(weights / (total + 1e-20)), usual)
 
 
 class Router(nnx.Module):
