@@ -3,6 +3,7 @@
 if __name__ != "nnxmoe.models":
     raise ImportError(f"import nnxmoe.models, not {__name__}: otherwise every class here would exist twice")
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ __all__ = [
     "MixtralConfig",
     "config_from_hf",
     "model_class",
+    "preset",
 ]
 
 
@@ -48,6 +50,11 @@ def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
     if not isinstance(kind, str) or kind not in MODELS:
         raise ConfigError(f"model_type {short(kind)} is not supported; supported: {', '.join(MODELS)}")
     return MODELS[kind][0].from_hf(fields)
+
+
+def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
+    """The preset of that name, unless a folder is called so."""
+    return None if os.path.isdir(name) else PRESETS.get(str(name).lower())
 
 
 def model_class(config: DecoderConfig) -> type[CausalLM]:

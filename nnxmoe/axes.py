@@ -114,6 +114,12 @@ def partition_spec(axes: Sequence[str], shape: Sequence[int], mesh: AnyMesh, rul
     return PartitionSpec(*entries) if used else PartitionSpec()
 
 
+def constrain(x: jax.Array, mesh: AnyMesh | None, *axes: str | Sequence[str] | None) -> jax.Array:
+    """``x`` with its first dimensions split over these mesh axes; untouched where none splits anything."""
+    spec = PartitionSpec(*(axis or None for axis in axes))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if mesh is not None and any(spec) else x
+
+
 def axes_of(variable: nnx.Variable) -> tuple[str, ...]:
     """The logical axes of a parameter's dimensions; within a scan over layers, that axis is gone from its value."""
     axes = tuple(variable.get_metadata()["axes"])

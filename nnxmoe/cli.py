@@ -120,9 +120,9 @@ def _path(model: str) -> str:
 
 def _weights(model: str) -> str:
     """The folder or hub id of a model to run; presets have no weights."""
-    from nnxmoe.models import PRESETS
+    from nnxmoe.models import preset
 
-    if model.lower() in PRESETS and not Path(model).is_dir():
+    if preset(model) is not None:
         raise ValueError(f"{model} is a preset, sizes without weights: give a folder or a hub id such as 'org/name'")
     return _path(model)
 

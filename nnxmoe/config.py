@@ -166,13 +166,8 @@ class DecoderConfig:
         fields: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is None and field.name in (
-                "head_dim",
-                "rope_scaling",
-                "rope_parameters",
-                "original_max_position_embeddings",
-            ):
-                continue  # transformers takes a null for a value, at least in some families
+            if value is None and field.name in ABSENT:
+                continue
             fields[field.name] = (
                 dict(value) if isinstance(value, FrozenDict) else list(value) if isinstance(value, tuple) else value
             )

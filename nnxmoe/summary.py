@@ -5,7 +5,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from nnxmoe.convert.source import CheckpointError, find_config, has_weights
 from nnxmoe.convert.table import Entry, entries
 from nnxmoe.hub import local_folder
 from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.models import PRESETS, model_class
+from nnxmoe.models import PRESETS, model_class, preset
 
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor -> dtype code, shape
 
@@ -69,10 +68,7 @@ def summarise(
     local_files_only: bool = False,
 ) -> Summary:
     """Of a folder (weights optional), a hub id or a preset's name. No weights are read, nothing is built but shapes."""
-    fields, headers = _find(name, revision, local_files_only)
-    config = fields if isinstance(fields, DecoderConfig) else parse_config(fields, f"{name}/config.json")
-    if not isinstance(fields, DecoderConfig):
-        fp8_block(fields, f"{name}/config.json")
+    config, headers = _find(name, revision, local_files_only)
     if headers:
         refuse_unjustified(config, {tensor: shape for tensor, (_, shape) in headers.items()}, f"{name}/config.json")
     model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
@@ -104,22 +100,29 @@ def summarise(
     )
 
 
-def _find(
-    name: str | os.PathLike[str], revision: str | None, local_files_only: bool
-) -> tuple[DecoderConfig | dict[str, Any], Headers]:
-    if str(name).lower() in PRESETS and not Path(name).is_dir():
-        return PRESETS[str(name).lower()], {}
-    folder = local_folder(name, CheckpointError)
+def _find(name: str | os.PathLike[str], revision: str | None, local_files_only: bool) -> tuple[DecoderConfig, Headers]:
+    if found := preset(name):
+        return found, {}
+    where, folder = f"{name}/config.json", local_folder(name, CheckpointError)
     if folder is not None:
         if not has_weights(folder):
-            return find_config(folder), {}
+            return _checked(find_config(folder), where), {}
         with Checkpoint.open(folder) as checkpoint:
-            check_generation(checkpoint, parse_config(checkpoint.config, str(folder / "config.json")))
-            return checkpoint.config, {n: (t.dtype, t.shape) for n, t in checkpoint.tensors.items()}
+            config = _checked(checkpoint.config, where)
+            check_generation(checkpoint, config)
+            return config, {n: (t.dtype, t.shape) for n, t in checkpoint.tensors.items()}
     try:
-        return hub_headers(str(name), revision=revision, local_files_only=local_files_only)
+        fields, headers = hub_headers(str(name), revision=revision, local_files_only=local_files_only)
     except CheckpointError as error:
         raise CheckpointError(f"{error} (presets, which need no files: {', '.join(PRESETS)})") from None
+    return _checked(fields, where), headers
+
+
+def _checked(fields: Mapping[str, Any], where: str) -> DecoderConfig:
+    """The config, if its quantization is one that a load would take."""
+    config = parse_config(fields, where)
+    fp8_block(fields, where)
+    return config
 
 
 def _misshapen(plan: list[Entry], headers: Headers) -> Iterator[str]:

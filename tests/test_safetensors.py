@@ -24,28 +24,10 @@ from nnxmoe.convert.new_folder import new_folder
 from nnxmoe.convert.safetensors import DTYPES, dtype_code, read_header
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.write import write_json, write_safetensors
+from tests.corpus.case import container, entry, pack
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}
 FP8 = ml_dtypes.float8_e4m3fn
-
-
-def entry(dtype: Any, shape: list[Any], begin: int, end: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-
-
-def container(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file from a header (a dict, or raw bytes) and data, right or wrong."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
-
-
-def pack(arrays: dict[str, np.ndarray]) -> bytes:
-    header, data = {}, b""
-    for name, array in arrays.items():
-        raw = np.ascontiguousarray(array).tobytes()
-        header[name] = entry(dtype_code(array.dtype), list(array.shape), len(data), len(data) + len(raw))
-        data += raw
-    return container(header, data)
 
 
 def make_folder(folder: Path, files: dict[str, bytes], config: Any = CONFIG, weight_map: Any = None) -> Path:

@@ -60,10 +60,9 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Itera
         elif present:
             _exchange(stage, target)
             replaced = True
+            _carry_over(stage, target)  # what came into the old folder in the meantime
         else:
             os.rename(stage, target)
-        if replaced:
-            _carry_over(stage, target)  # what came into the old folder in the meantime
     except OSError as error:
         state = "it was replaced" if replaced else "what was there is as before"
         raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
@@ -88,15 +87,14 @@ def _present(target: Path, overwrite: bool) -> list[str]:
             f"{target} is not an empty folder, it holds {some(names)}: save to a new one, or pass overwrite=True to "
             "replace the checkpoint in it"
         )
-    links = [name for name in names if _CHECKPOINT_FILE.fullmatch(name) and (target / name).is_symlink()]
-    folders = [name for name in names if _CHECKPOINT_FILE.fullmatch(name) and (target / name).is_dir()]
-    if folders and not links:
-        raise CheckpointError(f"{target}: {some(folders)} is a folder where a file of a checkpoint goes: move it away")
-    if links:
+    ours = [name for name in names if _CHECKPOINT_FILE.fullmatch(name)]
+    if links := [name for name in ours if (target / name).is_symlink()]:
         raise CheckpointError(
             f"{target}: {some(links)} is a link, as in the hub's cache: save to a new folder, not over it"
         )
-    if any(os.path.ismount(path) for path, _, _ in os.walk(target) if names and path != str(target)):
+    if folders := [name for name in ours if (target / name).is_dir()]:
+        raise CheckpointError(f"{target}: {some(folders)} is a folder where a file of a checkpoint goes: move it away")
+    if any(os.path.ismount(path) for path, _, _ in os.walk(target) if path != str(target)):
         raise CheckpointError(f"{target} has other disks mounted in it: save to a new folder")
     return names
 

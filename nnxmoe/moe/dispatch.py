@@ -11,10 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, batch_axes, shards
+from nnxmoe.axes import AnyMesh, batch_axes, constrain, shards
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
 from nnxmoe.moe.router import Routing
@@ -93,8 +92,7 @@ def sorted_rows(
     """
     tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
     total = ids.size if limit is None else min(limit, ids.size)
-    order = sort_by_expert(ids.reshape(-1), total)
-    rows = gather_rows(x.reshape(tokens, x.shape[-1]), order.assignment // chosen, order.row.reshape(tokens, chosen))
+    rows, order = permute(x.reshape(tokens, x.shape[-1]), ids.reshape(tokens, chosen), total)
     sizes = jnp.bincount(ids.reshape(-1), length=experts.count).astype(jnp.int32)
     kept = fitting(sizes, total)
     y = combine(experts(rows, kept), order, weights.reshape(tokens, chosen))
@@ -188,12 +186,6 @@ class Chunked:
 # Stages
 
 
-def constrain(x: Float[Array, "..."], mesh: AnyMesh | None, *axes: Any) -> Float[Array, "..."]:
-    """``x`` with its first dimensions split over these mesh axes; untouched where none splits anything."""
-    spec = PartitionSpec(*(axis or None for axis in axes))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if mesh is not None and any(spec) else x
-
-
 def assignments(routing: Routing) -> tuple[Int[Array, "*rows X"], Float[Array, "*rows X"]]:
     """Expert ids and weights; padding goes to expert E, which there is not, with weight 0."""
     if routing.valid is None:
@@ -245,9 +237,20 @@ def _gather_backward(back: Any, d_out: Any) -> Any:
 gather_rows.defvjp(_gather_forward, _gather_backward)
 
 
+def permute(x: Float[Array, "N D"], ids: Int[Array, "N X"], rows: int) -> tuple[Float[Array, "rows D"], Order]:
+    """One row for each assignment, sorted by expert: the first ``rows`` of them."""
+    order = sort_by_expert(ids.reshape(-1), rows)
+    return gather_rows(x, order.assignment // ids.shape[1], order.row.reshape(ids.shape)), order
+
+
+def unpermute(rows: Float[Array, "rows D"], order: Order) -> Float[Array, "R D"]:
+    """Rows back in the order of the assignments; zeros for those that had none."""
+    return gather_rows(rows, order.row, order.assignment[:, None])
+
+
 def combine(rows: Float[Array, "rows D"], order: Order, weights: Float[Array, "N X"]) -> Float[Array, "N D"]:
-    """Bring rows back into the order of the assignments and add up each token's by weight, in float32."""
-    back = gather_rows(rows, order.row, order.assignment[:, None]).reshape(*weights.shape, rows.shape[-1])
+    """Undo `permute` and add up each token's rows by weight, in float32."""
+    back = unpermute(rows, order).reshape(*weights.shape, rows.shape[-1])
     return jnp.einsum("NX,NXD->ND", weights, back.astype(jnp.float32))
 
 

@@ -20,10 +20,10 @@ from nnxmoe.moe.dispatch import (
     assignments,
     combine,
     fitting,
-    gather_rows,
     information,
-    sort_by_expert,
+    permute,
     sorted_rows,
+    unpermute,
 )
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
@@ -129,10 +129,7 @@ class RaggedAllToAll:
         tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
         room = buffer_rows(self.buffer_factor, tokens, chosen, size, mine)
         # Permute: this shard's rows in order of the experts of all shards, and how many go to each.
-        order = sort_by_expert(ids.reshape(-1), ids.size)
-        rows = gather_rows(
-            x.reshape(tokens, x.shape[-1]), order.assignment // chosen, order.row.reshape(tokens, chosen)
-        )
+        rows, order = permute(x.reshape(tokens, x.shape[-1]), ids.reshape(tokens, chosen), ids.size)
         counts = jnp.bincount(ids.reshape(-1), length=size * mine).astype(jnp.int32)
         plan = Plan.of(jax.lax.all_gather(counts, axis).reshape(size, size, mine), me, room)
         # Exchange.
@@ -140,10 +137,8 @@ class RaggedAllToAll:
         move = functools.partial(ragged_all_to_all, axis=axis, most=most, native=native)
         received = move(rows, room, plan.send, plan.receive)
         # Local permute, this shard's experts, local unpermute.
-        local = sort_by_expert(plan.expert, room)
-        grouped = gather_rows(received, local.assignment, local.row[:, None])
-        out = experts(grouped, plan.sizes)
-        back = gather_rows(out, local.row, local.assignment[:, None])
+        grouped, local = permute(received, plan.expert[:, None], room)
+        back = unpermute(experts(grouped, plan.sizes), local)
         # Exchange back; what was dropped stays zero.
         returned = move(back, ids.size, plan.receive, plan.send)
         return combine(returned, order, weights.reshape(tokens, chosen)).reshape(x.shape), plan.dropped
