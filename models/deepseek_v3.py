@@ -214,7 +214,9 @@ class DeepSeekV3(CausalLM):
                 c.num_experts_per_tok, c.n_group, c.topk_group, c.norm_topk_prob, c.routed_scaling_factor
             )
             router = Router(dim, c.n_routed_experts, select, bias=True, **kw)
-            experts = Experts(dim, c.moe_intermediate_size, c.n_routed_experts, matmul=strategy.matmul, **kw)
+            experts = Experts(
+                dim, c.moe_intermediate_size, c.n_routed_experts, matmul=strategy.matmul, rules=strategy.rules, **kw
+            )
             width = c.moe_intermediate_size * (c.n_shared_experts or 0)
             shared = MLP(dim, width, bias=False, **kw) if width else None
             moe = MoE(router, experts, strategy.dispatch, shared, strategy.mesh)

@@ -136,7 +136,7 @@ class Mixtral(CausalLM):
                 **kw,
             )
             router = Router(dim, count, SoftmaxTopK(config.num_experts_per_tok), bias=False, **kw)
-            experts = Experts(dim, config.intermediate_size, count, matmul=strategy.matmul, **kw)
+            experts = Experts(dim, config.intermediate_size, count, matmul=strategy.matmul, rules=strategy.rules, **kw)
             moe = MoE(router, experts, strategy.dispatch, shared=None, mesh=strategy.mesh)
             return MoELayer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
 

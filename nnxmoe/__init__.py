@@ -26,6 +26,7 @@ from nnxmoe.layers.causal_lm import Output as Output
 from nnxmoe.layers.mla import Absorbed as Absorbed
 from nnxmoe.layers.mla import ByLength as ByLength
 from nnxmoe.layers.mla import Naive as Naive
+from nnxmoe.layers.stack import Remat as Remat
 from nnxmoe.models import config_from_hf as config_from_hf
 from nnxmoe.moe.dispatch import Capacity as Capacity
 from nnxmoe.moe.dispatch import Chunked as Chunked

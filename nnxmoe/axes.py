@@ -19,6 +19,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from nnxmoe.frozen import FrozenDict
+
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")  # the batch is split over all of them; attention then needs no communication
 AnyMesh = Mesh | AbstractMesh
@@ -26,20 +28,22 @@ AnyMesh = Mesh | AbstractMesh
 Rules = Mapping[str, str | None]
 
 # Logical axis of a parameter -> mesh axis that splits it (None: kept whole).
-RULES: Rules = {
-    "vocab": "tensor",
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "head": None,
-    "mlp": "tensor",
-    "expert": "expert",
-    "q_rank": None,
-    "kv_rank": None,
-    "norm": None,
-    "router": None,
-    "layers": None,
-}
+RULES: Rules = FrozenDict(
+    {
+        "vocab": "tensor",
+        "embed": "fsdp",
+        "heads": "tensor",
+        "kv_heads": "tensor",
+        "head": None,
+        "mlp": "tensor",
+        "expert": "expert",
+        "q_rank": None,
+        "kv_rank": None,
+        "norm": None,
+        "router": None,
+        "layers": None,
+    }
+)
 
 
 def parameter(
@@ -118,6 +122,12 @@ def constrain(x: jax.Array, mesh: AnyMesh | None, *axes: str | Sequence[str] | N
     """``x`` with its first dimensions split over these mesh axes; untouched where none splits anything."""
     spec = PartitionSpec(*(axis or None for axis in axes))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if mesh is not None and any(spec) else x
+
+
+def split_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
+    """``x`` with its rows split over the batch axes; untouched where they do not divide."""
+    axes = batch_axes(mesh)
+    return x if x.shape[0] % shards(mesh, axes) else constrain(x, mesh, axes)
 
 
 def axes_of(variable: nnx.Variable) -> tuple[str, ...]:

@@ -5,38 +5,17 @@ A config decides the numbers. It is checked when it is made, whether typed by ha
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from nnxmoe.bounds import DTYPES, MOST_EXPERTS, TOKEN_IDS, ConfigError, check_count, check_number, check_token_ids
 from nnxmoe.files import short, some
+from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.rope import Rope
 from nnxmoe.rope_fields import FIELDS as ROPE_FIELDS
 from nnxmoe.rope_fields import kind_of, rope_from_fields
 
 logger = logging.getLogger(__name__)
-
-
-class FrozenDict(Mapping[str, Any]):
-    """A dict that does not change and can be hashed, so that configs can be static arguments of compiled programs."""
-
-    def __init__(self, items: Mapping[str, Any]):
-        self._items = {k: tuple(v) if isinstance(v, list) else v for k, v in items.items()}
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._items))  # names only: values that are equal, 8 and 8.0, may look different
-
-    def __repr__(self) -> str:
-        return repr(self._items)
 
 
 # Fields of config.json that change no number of a forward pass.

@@ -5,11 +5,14 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
+from nnxmoe.axes import RULES, Rules, sharding_of
+from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.attend import Attend, Reference
 from nnxmoe.layers.mla import ByLength, LatentAttend
-from nnxmoe.layers.stack import Scanned, Unrolled
+from nnxmoe.layers.stack import MakeLayer, Remat, Scanned, Stack, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
 from nnxmoe.moe.expert_parallel import has_ragged_all_to_all
 from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, RaggedDot
@@ -28,7 +31,8 @@ class Strategy:
 
     ``compute_dtype`` None: activations have the dtype of the loaded matrices. ``scan_layers`` stacks each run of equal
     layers into one module with a leading layer axis (training, large meshes); without it every layer has its own
-    arrays (fastest decoding). ``mesh``: where parameters and tokens lie; ``from_pretrained(mesh=…)`` sets it.
+    arrays (fastest decoding). ``mesh``: where parameters and tokens lie, split by ``rules``;
+    ``from_pretrained(mesh=…, rules=…)`` sets them. ``remat``: what the backward pass computes again.
     """
 
     dispatch: Dispatch = Sorted()
@@ -36,10 +40,13 @@ class Strategy:
     attend: Attend = Reference()
     latent: LatentAttend = ByLength()
     scan_layers: bool = False
+    remat: Remat | None = None
     compute_dtype: jnp.dtype | None = None
     mesh: Mesh | None = None
+    rules: Rules = RULES
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", FrozenDict(self.rules))
         for name in ("dispatch", "matmul", "attend", "latent"):
             value = getattr(self, name)
             if isinstance(value, type) or not callable(value):
@@ -52,10 +59,13 @@ class Strategy:
         """What suits the backend that JAX runs on."""
         return cls()
 
-    @property
-    def stack(self) -> type[Unrolled] | type[Scanned]:
-        """The kind of stack that ``scan_layers`` asks for."""
-        return Scanned if self.scan_layers else Unrolled
+    def stack(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None) -> Stack:
+        """``count`` layers in the kind of stack that ``scan_layers`` asks for."""
+        return (Scanned if self.scan_layers else Unrolled)(count, make, rngs, self.remat)
+
+    def sharding_of(self, variable: nnx.Variable) -> NamedSharding | None:
+        """Where a parameter lies on the mesh; None without one."""
+        return None if self.mesh is None else sharding_of(variable, self.mesh, self.rules)
 
     def explain(self) -> str:
         """One line a choice: what was picked on this backend, and why."""
@@ -75,6 +85,6 @@ class Strategy:
                 f"matmul    {self.matmul}: {matmul}",
                 f"attend    {self.attend}",
                 f"latent    {self.latent}",
-                f"layers    {'scanned' if self.scan_layers else 'unrolled'}",
+                f"layers    {'scanned' if self.scan_layers else 'unrolled'}, {self.remat or 'activations kept'}",
             ]
         )

@@ -12,7 +12,8 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import ConfigError
-from nnxmoe.config import DecoderConfig, FrozenDict
+from nnxmoe.config import DecoderConfig
+from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from nnxmoe.models import (
     MODELS,

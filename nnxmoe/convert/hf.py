@@ -17,9 +17,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from nnxmoe.axes import RULES, Rules, sharding_of
+from nnxmoe.axes import Rules
 from nnxmoe.bounds import ConfigError, check_token_ids
-from nnxmoe.config import DecoderConfig, FrozenDict
+from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.account import EMBED, HEAD, account, head_for_embedding, refuse_unjustified
 from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.convert.new_folder import new_folder
@@ -29,6 +29,7 @@ from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Piece, entries
 from nnxmoe.convert.write import write_json, write_safetensors
 from nnxmoe.files import short, some
+from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.router import RouterBias
@@ -46,13 +47,14 @@ def from_pretrained(
     revision: str | None = None,
     local_files_only: bool = False,
     *,
-    rules: Rules = RULES,
+    rules: Rules | None = None,
     expect: type[CausalLM] | None = None,
 ) -> CausalLM:
     """A model with the weights of a folder or hub id, and a ``load_report`` of every tensor.
 
     ``dtype`` None: as stored, FP8 blocks as bfloat16; DeepSeek's correction bias stays float32 whatever is asked.
-    ``mesh``: parameters are placed by ``rules``, and each process reads only what its devices hold.
+    ``mesh`` and ``rules`` (None: the strategy's): parameters are split over the mesh by the rules, and each process
+    reads only what its devices hold.
     Raises CheckpointError or ConfigError (ValueErrors) naming the file, tensor or field, and LoadError, which lists
     every missing tensor and wrong shape at once.
     """
@@ -68,10 +70,10 @@ def from_pretrained(
         shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
         refuse_unjustified(config, shapes, str(checkpoint.folder / "config.json"))
         strategy = strategy or Strategy.auto()
-        mesh = strategy.mesh if mesh is None else mesh
-        strategy = dataclasses.replace(strategy, mesh=mesh)
+        mesh, rules = strategy.mesh if mesh is None else mesh, strategy.rules if rules is None else rules
+        strategy = dataclasses.replace(strategy, mesh=mesh, rules=rules)
         model = kind(config, strategy, rngs=None)  # pyright: ignore[reportCallIssue]
-        _fill(model, checkpoint, dtype, mesh, rules, notes)
+        _fill(model, checkpoint, dtype, notes)
         model.generation_config = FrozenDict(checkpoint.generation_config)
         return model
 
@@ -115,9 +117,7 @@ def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, list[str]]:
     return config, []
 
 
-def _fill(
-    model: CausalLM, checkpoint: Checkpoint, dtype: np.dtype | None, mesh: Mesh | None, rules: Rules, notes: list[str]
-) -> None:
+def _fill(model: CausalLM, checkpoint: Checkpoint, dtype: np.dtype | None, notes: list[str]) -> None:
     """Read every parameter of an abstract model and set its values, dtype and report."""
     started = time.perf_counter()
     plan = head_for_embedding(entries(model, model.hf_table, checkpoint.tensors), checkpoint.tensors)
@@ -134,7 +134,7 @@ def _fill(
                 stored = checkpoint.tensors[name].numpy_dtype
                 if stored != target:
                     casts.setdefault(f"{stored} -> {target}", []).append(name)
-            value = reader.place(entry, target, None if mesh is None else sharding_of(variable, mesh, rules), bar)
+            value = reader.place(entry, target, model.strategy.sharding_of(variable), bar)
             state[entry.path] = variable.replace(value)
             if isinstance(variable, nnx.Param) and len(entry.inner) > 1 and "router" not in entry.axes:
                 matrices.append(target)

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from nnxmoe.axes import split_batch
 from nnxmoe.config import DecoderConfig
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Cache, Slots
@@ -60,7 +61,7 @@ class CausalLM(nnx.Module):
     """A decoder-only language model made of parts; the models only say which.
 
     ``layers``: runs of equal layers, (how many, how to make one). Parameters have ``dtype``; activations too, unless
-    the strategy says otherwise. Without ``rngs`` the parameters are shapes.
+    the strategy says otherwise. Without ``rngs`` the parameters are shapes; with a mesh they are made on it.
     """
 
     hf_table: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -80,13 +81,33 @@ class CausalLM(nnx.Module):
         vocab, dim = config.vocab_size, config.hidden_size
         self.config = config
         self.strategy = strategy
+        spread = strategy.mesh is not None and rngs is not None
+        kw["rngs"] = None if spread else rngs
         self.embed = Embed(vocab, dim, **kw)
-        self.stacks = nnx.List([strategy.stack(count, make, rngs) for count, make in layers if count])
+        self.stacks = nnx.List([strategy.stack(count, make, kw["rngs"]) for count, make in layers if count])
         self.norm = RMSNorm(dim, config.rms_norm_eps, **kw)
         self.head = None if config.tie_word_embeddings else Linear((dim,), (vocab,), ("embed", "vocab"), **kw)
         self.rope = config.rope
         self.window = config.window
         self.dtype = jnp.dtype(strategy.compute_dtype or dtype)
+        if spread:
+            self._initialise_on_mesh(config, layers, dtype, rngs)
+
+    def _initialise_on_mesh(
+        self, config: DecoderConfig, layers: Sequence[tuple[int, MakeLayer]], dtype: jnp.dtype, rngs: nnx.Rngs | None
+    ) -> None:
+        """The values that one device would have been given, each made where it lies: none is ever whole elsewhere."""
+        shapes = nnx.to_flat_state(nnx.state(self))
+        places = [self.strategy.sharding_of(variable) for _, variable in shapes]
+        alone = dataclasses.replace(self.strategy, mesh=None)
+        seeds, keys = nnx.split(rngs)
+
+        def values(keys: Any) -> list[Array]:
+            made = CausalLM(config, alone, layers, dtype=dtype, rngs=nnx.merge(seeds, keys))
+            return [variable.get_value() for _, variable in nnx.to_flat_state(nnx.state(made))]
+
+        made = jax.jit(values, out_shardings=places)(keys)
+        nnx.update(self, nnx.from_flat_state([(p, v.replace(a)) for (p, v), a in zip(shapes, made, strict=True)]))
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> Self:
@@ -142,7 +163,7 @@ class CausalLM(nnx.Module):
         valid = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask) != 0
         segment = jnp.zeros(tokens.shape, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
         context, moved = self._context(tokens.shape[1], valid, positions, segment, cache)
-        x = self.embed(tokens).astype(self.dtype)
+        x = split_batch(self.embed(tokens).astype(self.dtype), self.strategy.mesh)
         infos, hidden, caches, first = {}, [x], [], 0
         for i, stack in enumerate(self.stacks):
             out = stack(x, context, None if cache is None else cache.layers[i])

@@ -58,6 +58,17 @@ MakeLayer = Callable[[nnx.Rngs | None], Layer | MoELayer]
 
 
 @dataclasses.dataclass(frozen=True)
+class Remat:
+    """Compute a layer's activations again in the backward pass instead of keeping them, but for what ``policy`` (of
+    ``jax.checkpoint_policies``; None: nothing) lets it keep."""
+
+    policy: Callable[..., bool] | None = None
+
+    def __call__(self, run: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
+        return jax.checkpoint(run, policy=self.policy, prevent_cse=not scanned)
+
+
+@dataclasses.dataclass(frozen=True)
 class StackOutput:
     """``infos`` and ``hidden`` hold one entry a layer (None where the layer has no experts)."""
 
@@ -70,8 +81,9 @@ class StackOutput:
 class Unrolled(nnx.Module):
     """L layers one after the other; cache: a tuple of the layers' caches."""
 
-    def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None):
+    def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None):
         self.layers = nnx.List([make(rngs) for _ in range(count)])
+        self.remat = remat
 
     @property
     def depth(self) -> int:
@@ -81,7 +93,8 @@ class Unrolled(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> StackOutput:
         caches, infos, hidden = [], [], []
         for layer, layer_cache in zip(self.layers, cache or [None] * self.depth, strict=True):
-            x, layer_cache, info = layer(x, context, layer_cache)
+            run = layer if self.remat is None else self.remat(layer, scanned=False)
+            x, layer_cache, info = run(x, context, layer_cache)
             caches.append(layer_cache)
             infos.append(info)
             hidden.append(x)
@@ -95,8 +108,9 @@ class Unrolled(nnx.Module):
 class Scanned(nnx.Module):
     """L layers as one, with a leading axis ``layers`` on every parameter; cache: one pytree with the same axis."""
 
-    def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None):
+    def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None):
         self.depth = count
+        self.remat = remat
         self.layer = make(None)
         state = nnx.state(self.layer)
         if rngs is not None:
@@ -111,11 +125,16 @@ class Scanned(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> StackOutput:
         graph, state = nnx.split(self.layer)
 
+        def run(layer_state: Any, x: Array, context: Context, cache: Any) -> Any:
+            return nnx.merge(graph, layer_state)(x, context, cache)
+
+        run = run if self.remat is None else self.remat(run, scanned=True)
+
         def step(carry: tuple[Array, Any], inputs: tuple[Any, Array]) -> tuple[tuple[Array, Any], Any]:
             x, caches = carry
             layer_state, i = inputs
             one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
-            x, one, info = nnx.merge(graph, layer_state)(x, context, one)
+            x, one, info = run(layer_state, x, context, one)
             # The cache rides in the carry: as scanned inputs and outputs it would be copied whole.
             caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
             return (x, caches), (info, x)

@@ -7,6 +7,7 @@ give the same y, but for the assignments they say they dropped. Padding reaches 
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -49,7 +50,10 @@ class Dense:
         count = routing.scores.shape[-1]
         tokens = x.shape[0] * x.shape[1]
         flat = x.reshape(tokens, x.shape[-1])
-        outs = experts(jnp.broadcast_to(flat, (count, *flat.shape)), None)
+        even = mesh is None or (x.shape[0] % shards(mesh, batch_axes(mesh)) == 0)
+        axes = by_expert(mesh if even else None)
+        rows = constrain(jnp.broadcast_to(flat, (count, *flat.shape)), mesh, *axes)
+        outs = constrain(experts(rows, None), mesh, *axes)
         ids, scales = assignments(routing)
         weights = jnp.sum((ids[..., None] == jnp.arange(count)) * scales[..., None], axis=-2)
         y = jnp.einsum("NE,END->ND", weights.reshape(tokens, count), outs.astype(jnp.float32))
@@ -75,7 +79,7 @@ class Sorted:
             y, _ = sorted_rows(x, ids, weights, experts, limit=None)
             return y.astype(x.dtype), information(routing)
         body = functools.partial(sorted_rows, limit=None)
-        y, _ = on_shards(body, x, ids, weights, experts, mesh, axes, keep=("tensor",))
+        y, _ = on_shards(body, x, ids, weights, experts, mesh, axes, expert_axis=None)
         return y.astype(x.dtype), information(routing)
 
 
@@ -123,6 +127,7 @@ class Capacity:
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         batch, length, chosen = routing.experts.shape
         count = routing.scores.shape[-1]
+        check_batch("Capacity", batch, mesh, batch_axes(mesh))
         slots = self.slots(length, chosen, count)
         ids, scales = assignments(routing)
         wanted = jax.nn.one_hot(ids, count, dtype=jnp.int32)  # padding is no expert's
@@ -140,15 +145,10 @@ class Capacity:
         return y.astype(x.dtype), information(routing, jnp.sum(wanted) - jnp.sum(kept))
 
     def _to_experts(self, rows: Float[Array, "E B C D"], mesh: AnyMesh | None) -> Float[Array, "E B C D"]:
-        return constrain(constrain(rows, mesh, None, batch_axes(mesh)), mesh, *self._by_expert(mesh))
+        return constrain(constrain(rows, mesh, None, batch_axes(mesh)), mesh, *by_expert(mesh))
 
     def _from_experts(self, rows: Float[Array, "E B C D"], mesh: AnyMesh | None) -> Float[Array, "E B C D"]:
-        return constrain(constrain(rows, mesh, *self._by_expert(mesh)), mesh, None, batch_axes(mesh))
-
-    def _by_expert(self, mesh: AnyMesh | None) -> tuple[str | None, tuple[str, ...]]:
-        """What splits the experts, and what is then left for the batch."""
-        axes = batch_axes(mesh)
-        return "expert" if "expert" in axes else None, tuple(axis for axis in axes if axis != "expert")
+        return constrain(constrain(rows, mesh, *by_expert(mesh)), mesh, None, batch_axes(mesh))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +192,21 @@ def assignments(routing: Routing) -> tuple[Int[Array, "*rows X"], Float[Array, "
         return routing.experts, routing.weights
     valid = routing.valid[..., None]
     return jnp.where(valid, routing.experts, routing.scores.shape[-1]), jnp.where(valid, routing.weights, 0)
+
+
+def by_expert(mesh: AnyMesh | None) -> tuple[str | None, tuple[str, ...]]:
+    """The axes of rows ``[E, B, ...]``: what splits the experts, and what is then left for the batch."""
+    axes = batch_axes(mesh)
+    return "expert" if "expert" in axes else None, tuple(axis for axis in axes if axis != "expert")
+
+
+def check_batch(who: str, batch: int, mesh: AnyMesh | None, axes: Sequence[str]) -> None:
+    """ValueError where a batch does not divide over these axes of a mesh."""
+    if mesh is not None and batch % shards(mesh, axes):
+        raise ValueError(
+            f"{who}: a batch of {batch} does not divide over {shards(mesh, axes)} devices, "
+            f"{ {axis: mesh.shape[axis] for axis in axes} }: pad it with rows of padding, or use Sorted()"
+        )
 
 
 def information(routing: Routing, dropped: Any = 0, by_shard: Any = None) -> DispatchInfo:

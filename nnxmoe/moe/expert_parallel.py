@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, shards
+from nnxmoe.axes import AnyMesh
 from nnxmoe.moe.dispatch import (
     DispatchInfo,
     Sorted,
     assignments,
+    check_batch,
     combine,
     fitting,
     information,
@@ -82,17 +83,17 @@ class ExpertParallel:
         size = mesh.shape[self.axis]
         if experts.count % size:
             raise ValueError(f"{experts.count} experts do not divide over the mesh axis {self.axis!r} of size {size}")
-        axes = tuple(axis for axis in named if mesh.shape[axis] > 1)
-        if x.shape[0] % shards(mesh, axes):
+        if size > 1 and experts.rules["expert"] != self.axis:
             raise ValueError(
-                f"a batch of {x.shape[0]} does not divide over {shards(mesh, axes)} devices, "
-                f"{ {axis: mesh.shape[axis] for axis in axes} }: pad it with rows of padding, or use Sorted()"
+                f"ExpertParallel: the rules split experts over {experts.rules['expert']!r}, not over {self.axis!r}"
             )
+        axes = tuple(axis for axis in named if mesh.shape[axis] > 1)
+        check_batch("ExpertParallel", x.shape[0], mesh, axes)
         ids, weights = assignments(routing)
         body: Any = functools.partial(sorted_rows, limit=None)
         if size > 1:
             body = functools.partial(self.exchange, axis=self.axis, native=has_ragged_all_to_all(mesh))
-        y, dropped = on_shards(body, x, ids, weights, experts, mesh, axes, keep=(self.axis, "tensor"))
+        y, dropped = on_shards(body, x, ids, weights, experts, mesh, axes, self.axis)
         return y.astype(x.dtype), information(routing, jnp.sum(dropped), dropped)
 
 

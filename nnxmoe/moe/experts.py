@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import RULES, Rules, parameter
 from nnxmoe.layers.linear import fan_in
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
 
@@ -15,8 +15,10 @@ from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
 class ExpertFn(Protocol):
     """``rows[R D]`` sorted by expert with ``sizes[E]``, or ``rows[E R D]`` and None: equally many for each.
 
-    Rows beyond ``sum(sizes)`` belong to nobody and come out as zeros.
+    Rows beyond ``sum(sizes)`` belong to nobody and come out as zeros. ``rules`` split its parameters over a mesh.
     """
+
+    rules: Rules
 
     @property
     def count(self) -> int:
@@ -30,9 +32,18 @@ class Experts(nnx.Module):
     """An `ExpertFn` of gated networks; kernels ``gate up [E D F]``, ``down [E F D]``."""
 
     def __init__(
-        self, dim: int, width: int, experts: int, *, matmul: GroupedMatmul, dtype: jnp.dtype, rngs: nnx.Rngs | None
+        self,
+        dim: int,
+        width: int,
+        experts: int,
+        *,
+        matmul: GroupedMatmul,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+        rules: Rules = RULES,
     ):
         self.matmul = matmul
+        self.rules = rules
         into, out = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
         self.gate = parameter((experts, dim, width), into, fan_in((dim,)), inputs=1, dtype=dtype, rngs=rngs)
         self.up = parameter((experts, dim, width), into, fan_in((dim,)), inputs=1, dtype=dtype, rngs=rngs)

@@ -21,23 +21,32 @@ def on_shards(
     experts: Any,
     mesh: AnyMesh,
     axes: Sequence[str],
-    keep: Sequence[str],
+    expert_axis: str | None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "S"]]:
     """``body(x, ids, weights, experts) -> y, dropped`` on every device, the batch split over ``axes``.
 
-    Kernels arrive as they lie on the mesh and are gathered over the axes that are not to ``keep``, whose gradient is
-    then a reduce-scatter. Where their feed-forward width stays split over ``tensor``, the parts of y are added up.
+    Kernels arrive as they lie on the mesh. Experts stay split over ``expert_axis``; a feed-forward width stays split
+    over an axis that splits no tokens, and the parts of y are added up; all else is gathered, and its gradient is then
+    a reduce-scatter.
     """
     graph, state = nnx.split(experts)
     flat = nnx.to_flat_state(state)
-    specs = [partition_spec(axes_of(v), v.shape, mesh) for _, v in flat]
-    split = {axis for spec in specs for axis in spec} & set(keep) & {"tensor"}
+    specs = [partition_spec(axes_of(v), v.shape, mesh, experts.rules) for _, v in flat]
+    keep = {"expert": {expert_axis}, "mlp": set(mesh.shape) - {*axes, expert_axis}}
+    dims = [_split_dims(axes_of(v), spec) for (_, v), spec in zip(flat, specs, strict=True)]
+    summed = tuple({axis for split in dims for name, _, axis in split if name == "mlp" and axis in keep[name]})
+
+    def whole(kernel: Array, split: list[tuple[str, int, str]]) -> Array:
+        for name, dim, axis in split:
+            if axis not in keep.get(name, ()):
+                kernel = jax.lax.all_gather(kernel, axis, axis=dim, tiled=True)
+        return kernel
 
     def local(x: Any, ids: Any, weights: Any, kernels: Any) -> Any:
-        whole = [gathered(kernel, spec, keep) for kernel, spec in zip(kernels, specs, strict=True)]
-        mine = nnx.merge(graph, nnx.from_flat_state([(p, v.replace(k)) for (p, v), k in zip(flat, whole, strict=True)]))
+        kernels = [v.replace(whole(k, split)) for (_, v), k, split in zip(flat, kernels, dims, strict=True)]
+        mine = nnx.merge(graph, nnx.from_flat_state(zip([path for path, _ in flat], kernels, strict=True)))
         y, dropped = body(x, ids, weights, mine)
-        return (jax.lax.psum(y, tuple(split)) if split else y), dropped[None]
+        return (jax.lax.psum(y, summed) if summed else y), dropped[None]
 
     rows = PartitionSpec(tuple(axes))
     kernels = [v.get_value() for _, v in flat]
@@ -45,9 +54,6 @@ def on_shards(
     return run(x, ids, weights, kernels)
 
 
-def gathered(kernel: Array, spec: PartitionSpec, keep: Sequence[str]) -> Array:
-    """A kernel without its splits over axes that are not kept."""
-    for dim, axis in enumerate(spec):
-        if axis is not None and axis not in keep:
-            kernel = jax.lax.all_gather(kernel, axis, axis=dim, tiled=True)
-    return kernel
+def _split_dims(names: Sequence[str], spec: PartitionSpec) -> list[tuple[str, int, str]]:
+    """(logical name, dimension, mesh axis) of the dimensions that are split."""
+    return [(name, dim, axis) for dim, (name, axis) in enumerate(zip(names, spec, strict=False)) if axis is not None]
