@@ -1,9 +1,6 @@
-"""One layer, every execution mode, on one device and on meshes of eight: the same numbers, the expected collectives."""
+"""One layer, every execution mode, on one device and on meshes of eight: the same numbers."""
 
-import collections
 import functools
-import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -133,49 +130,6 @@ def test_every_mode_gives_the_same_numbers(eight: Callable[..., Any], way: str, 
 def test_bfloat16_within_its_rounding(eight: Callable[..., Any], way: str, mesh: str) -> None:
     for scenario, (error, _, _) in eight(compare, way, "softmax", mesh, "bfloat16").items():
         assert error < 0.03, (scenario, error)
-
-
-# Collectives
-
-
-def collectives(way: str, mesh_name: str, backward: bool) -> dict[str, list[int]]:
-    """Kind -> elements of each collective in the compiled program of one layer."""
-    run, params, mesh = program(way, "softmax", mesh_name)
-    x, valid, _ = scenarios()["random"]
-    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
-    if not backward:
-        graph, _, rest = nnx.split(make(WAYS[way], "softmax", mesh), nnx.Param, ...)
-        run = jax.jit(lambda params, x, valid: nnx.merge(graph, params, rest)(x, valid)[0])
-    text = run.lower(params, x, valid).compile().as_text()
-    kinds = "all-gather|reduce-scatter|all-reduce|ragged-all-to-all|all-to-all|collective-permute"
-    found: dict[str, list[int]] = collections.defaultdict(list)
-    for line in text.splitlines():
-        if match := re.search(rf" = (.*?) ({kinds})(?:-start)?\(", line):
-            shapes = re.findall(r"\[([\d,]*)\]", match[1])
-            found[match[2]].append(sum(math.prod(int(d) for d in shape.split(",") if d) for shape in shapes))
-    return dict(found)
-
-
-def count(found: dict[str, list[int]]) -> tuple[int, int, int]:
-    """All-to-alls, all-gathers, reduce-scatters."""
-    return tuple(len(found.get(kind, [])) for kind in ("all-to-all", "all-gather", "reduce-scatter"))  # type: ignore[return-value]
-
-
-def test_collectives_of_each_mode(eight: Callable[..., Any]) -> None:
-    """(all-to-alls, all-gathers, reduce-scatters) forward, and forward with backward."""
-    # Tokens to the experts and back; and the same of the gradients.
-    assert count(eight(collectives, "capacity", "expert8", False)) == (2, 0, 0)
-    assert count(eight(collectives, "capacity", "expert8", True)) == (4, 0, 0)
-    # Two exchanges, with a gather of how many rows go where.
-    assert count(eight(collectives, "ragged", "expert8", False)) == (2, 1, 0)
-    found = eight(collectives, "ragged", "expert8", True)
-    assert count(found) == (4, 1, 0) and found["all-gather"] == [8 * E]
-    # Tokens and their routing are gathered, the parts of y scattered; backward each is the other.
-    assert count(eight(collectives, "ring", "expert8", False)) == (0, 2, 1)
-    assert count(eight(collectives, "ring", "expert8", True)) == (0, 3, 3)
-    # Three kernels and the router's gathered; the gradients of the three scattered.
-    assert count(eight(collectives, "sorted", "fsdp8", False)) == (0, 4, 0)
-    assert count(eight(collectives, "sorted", "fsdp8", True)) == (0, 4, 3)
 
 
 # Buffers that are too small

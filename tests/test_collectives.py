@@ -1,0 +1,164 @@
+"""What devices tell each other in one MoE layer, read from compiled programs: tiny, and in the shapes of large models.
+
+Programs are compiled for abstract arrays; nothing of that size is ever allocated.
+"""
+
+import collections
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nnxmoe
+from nnxmoe import Capacity, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
+from nnxmoe.axes import BATCH_AXES, sharding_of
+from nnxmoe.moe import dispatch
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.grouped_matmul import Blocked
+from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
+from tests.helpers import HF_CASES
+
+B, T = 8, 32
+WAYS = {
+    "dense": Dense(),
+    "sorted": Sorted(),
+    "capacity": Capacity(2.0),
+    "ragged": ExpertParallel(Sorted(), RaggedAllToAll()),
+    "ring": ExpertParallel(Sorted(), RingOfExperts()),
+}
+# Width, an expert's width, experts, routing.
+SHAPES: dict[str, tuple[int, int, int, Any]] = {
+    "tiny": (16, 24, 8, SoftmaxTopK(2)),
+    "mixtral-8x7b": (4096, 14336, 8, SoftmaxTopK(2)),
+    "mixtral-8x22b": (6144, 16384, 8, SoftmaxTopK(2)),
+    "deepseek-v3": (7168, 2048, 256, SigmoidGroupTopK(8, 8, 4, True, 2.5)),
+}
+KINDS = "all-gather|reduce-scatter|all-reduce|ragged-all-to-all|all-to-all|collective-permute"
+Found = dict[str, list[int]]
+
+
+def compiled(way: str, shape: str, backward: bool, **axes: int) -> Found:
+    """Kind -> elements of each collective in the program of one layer: forward, or its gradients as well."""
+    dim, width, experts, select = SHAPES[shape]
+    mesh, kw = nnxmoe.make_mesh(**axes), {"dtype": jnp.dtype(jnp.bfloat16), "rngs": None}
+    router = Router(dim, experts, select, bias=shape == "deepseek-v3", **kw)
+    moe = MoE(router, Experts(dim, width, experts, matmul=Blocked(), **kw), WAYS[way], None, mesh)
+    graph, params, rest = nnx.split(moe, nnx.Param, ...)
+
+    def placed(state: Any) -> Any:
+        flat = [(p, v, v.get_value()) for p, v in nnx.to_flat_state(state)]
+        arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding_of(v, mesh)) for _, v, a in flat]
+        return nnx.from_flat_state([(p, v.replace(a)) for (p, v, _), a in zip(flat, arrays, strict=True)])
+
+    def loss(params: Any, x: Any, rest: Any) -> Any:
+        return jnp.sum(jnp.sin(nnx.merge(graph, params, rest)(x)[0].astype(jnp.float32)))
+
+    def forward(params: Any, x: Any, rest: Any) -> Any:
+        return nnx.merge(graph, params, rest)(x)[0]
+
+    x = jax.ShapeDtypeStruct((B, T, dim), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+    run = jax.jit(jax.grad(loss, argnums=(0, 1)) if backward else forward)
+    text = run.lower(placed(params), x, placed(rest)).compile().as_text()
+    found: Found = collections.defaultdict(list)
+    for line in text.splitlines():
+        if match := re.search(rf" = (.*?) ({KINDS})(?:-start)?\(", line):
+            shapes = re.findall(r"\[([\d,]*)\]", match[1])
+            found[match[2]].append(sum(math.prod(int(d) for d in shape.split(",") if d) for shape in shapes))
+    return dict(found)
+
+
+def count(found: Found) -> tuple[int, int, int]:
+    """All-to-alls, all-gathers, reduce-scatters."""
+    exchanged, gathered, scattered = (
+        len(found.get(kind, [])) for kind in ("all-to-all", "all-gather", "reduce-scatter")
+    )
+    return exchanged, gathered, scattered
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_expert_parallel_modes_have_their_collectives_and_no_other(eight: Callable[..., Any], shape: str) -> None:
+    """(all-to-alls, all-gathers, reduce-scatters) on eight expert shards: forward, and forward with backward."""
+    experts = SHAPES[shape][2]
+    # Tokens to the experts and back; and the same of the gradients.
+    assert only_tokens_travel(on_experts(eight, "capacity", shape, False), shape, times=2)
+    assert only_tokens_travel(on_experts(eight, "capacity", shape, True), shape, times=4)
+    # Two exchanges, with a gather of how many rows go where.
+    assert count(on_experts(eight, "ragged", shape, False)) == (2, 1, 0)
+    found = on_experts(eight, "ragged", shape, True)
+    assert count(found) == (4, 1, 0) and found["all-gather"] == [8 * experts]
+    # Tokens and their routing are gathered, the parts of y scattered; backward each is the other.
+    assert count(on_experts(eight, "ring", shape, False)) == (0, 2, 1)
+    assert count(on_experts(eight, "ring", shape, True)) == (0, 3, 3)
+
+
+def only_tokens_travel(found: Found, shape: str, times: int) -> bool:
+    """Whether all that is exchanged are a device's slots, so many times, and nothing is gathered or scattered."""
+    dim, _, experts, select = SHAPES[shape]
+    slots = Capacity(2.0).slots(T, select.k, experts) * B * experts * dim // 8
+    return count(found) == (times, 0, 0) and found["all-to-all"] == [slots] * times
+
+
+def on_experts(eight: Callable[..., Any], way: str, shape: str, backward: bool) -> Found:
+    return eight(spread, way, shape, backward)
+
+
+def spread(way: str, shape: str, backward: bool) -> Found:
+    return compiled(way, shape, backward, expert=8)
+
+
+def test_fsdp_gathers_kernels_and_scatters_their_gradients(eight: Callable[..., Any]) -> None:
+    """Three kernels and the router's."""
+    assert count(eight(sharded, False)) == (0, 4, 0)
+    assert count(eight(sharded, True)) == (0, 4, 3)
+
+
+def sharded(backward: bool) -> Found:
+    return compiled("sorted", "tiny", backward, fsdp=8)
+
+
+def batch_keeps_the_expert_axis(shape: str, backward: bool) -> Found:
+    """The capacity path if the batch of dispatched tokens did not give the expert axis up."""
+    with mock.patch.object(dispatch, "by_expert", lambda mesh: (None, ("expert",))):
+        return compiled("capacity", shape, backward, expert=8)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_count_notices_a_batch_that_keeps_the_expert_axis(eight: Callable[..., Any], shape: str) -> None:
+    """Kernels travel then: gathered, or exchanged."""
+    assert not only_tokens_travel(eight(batch_keeps_the_expert_axis, shape, False), shape, times=2)
+    assert not only_tokens_travel(eight(batch_keeps_the_expert_axis, shape, True), shape, times=4)
+
+
+# Constraints
+
+
+def constraints(way: str, **axes: int) -> int:
+    """Sharding constraints in the program of a model, as it is handed to the compiler."""
+    sizes = math.prod(axes.values())
+    mesh = nnxmoe.make_mesh(**axes, devices=jax.devices()[:sizes])
+    strategy = nnxmoe.Strategy(dispatch=WAYS[way])
+    model = nnxmoe.from_pretrained(HF_CASES / "mixtral_basic" / "model", mesh=mesh, strategy=strategy)
+    graph, state = nnx.split(model)
+    tokens = jax.ShapeDtypeStruct((8, 4), jnp.int32)
+    text = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens).logits).lower(state, tokens).as_text()
+    return len(re.findall(r"sharding_constraint|custom_call @Sharding", text))
+
+
+def constraints_on(way: str, axis: str, size: int) -> int:
+    return constraints(way, **{axis: size})
+
+
+@pytest.mark.parametrize("way", ["dense", "sorted", "capacity"])
+def test_replicated_specs_emit_no_constraint(eight: Callable[..., Any], way: str) -> None:
+    """On a mesh of one device and where no axis splits the batch; where one does, there are some."""
+    assert eight(constraints_on, way, "fsdp", 1) == 0
+    assert eight(constraints_on, way, "tensor", 2) == 0
+    assert eight(constraints_on, way, "fsdp", 2) > 0
