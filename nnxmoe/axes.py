@@ -37,7 +37,8 @@ RULES: Rules = FrozenDict(
         "head": None,
         "mlp": "tensor",
         "expert": "expert",
-        "q_rank": None,
+        "latent": None,  # what MLA projects down to
+        "q_rank": None,  # and up from; "fsdp" saves memory where the ranks divide
         "kv_rank": None,
         "norm": None,
         "router": None,
@@ -86,6 +87,14 @@ def make_mesh(
             f"mesh sizes {sizes} need {math.prod(sizes.values()) or fixed} devices; there are {found.size}"
         )
     return Mesh(found.reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """A mesh of these sizes without devices, to plan with; axes that are not named have size 1."""
+    if unknown := [name for name in sizes if name not in MESH_AXES]:
+        raise ValueError(f"{unknown[0]!r} is no axis of a mesh; the axes are {', '.join(MESH_AXES)}")
+    every = tuple(sizes.get(name, 1) for name in MESH_AXES)
+    return AbstractMesh(every, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def batch_axes(mesh: AnyMesh | None) -> tuple[str, ...]:

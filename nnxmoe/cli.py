@@ -86,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     _model_options(inspect)
     inspect.add_argument("--batch", type=_count, default=1, metavar="B", help="rows in the cache (default 1)")
     inspect.add_argument("--context", type=_count, metavar="T", help="tokens in the cache (default: 4096 at most)")
+    inspect.add_argument(
+        "--mesh", type=_mesh, metavar="AXES", help="how parameters would lie on a mesh, such as fsdp=4,expert=8"
+    )
     return parser
 
 
@@ -112,6 +115,19 @@ def _count(text: str) -> int:
     if not re.fullmatch("[0-9]{1,15}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def _mesh(text: str) -> Any:
+    from nnxmoe.axes import abstract_mesh
+
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    sizes = {name: int(size) for name, size in pairs if re.fullmatch("[1-9][0-9]{0,5}", size)}
+    if len(sizes) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 'fsdp=4,expert=8'")
+    try:
+        return abstract_mesh(sizes)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _path(model: str) -> str:
@@ -226,11 +242,25 @@ def _inspect(options: argparse.Namespace) -> None:
     print(
         f"memory      {_bytes(need)} for batch {options.batch}, {context} tokens: {verdict} in {_bytes(have)} ({where})"
     )
+    if options.mesh:
+        _print_spread(s.config, s.weight_dtype, options.mesh)
     if s.missing or s.misshapen:
         raise ValueError(
             f"{s.source} cannot be loaded: {len(s.missing)} tensors are missing and {len(s.misshapen)} do not fit "
             f"config.json, {plain([*s.missing, *s.misshapen][0])} among them"
         )
+
+
+def _print_spread(config: Any, dtype: str, mesh: Any) -> None:
+    from nnxmoe.summary import spread
+
+    lines = spread(config, dtype, mesh)
+    print(f"mesh        {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items() if size > 1) or 'one device'}")
+    for line in lines:
+        split = ", ".join(axis or "-" for axis in line.spec) or "whole"
+        shape = f"{line.count:>4} x {list(line.shape)}"
+        print(f"  {line.name:32} {shape:28} {_bytes(line.device_bytes):>10}  {split}")
+    print(f"a device    {_bytes(sum(line.device_bytes for line in lines))} of weights, on each of {mesh.size}")
 
 
 def _bytes(size: float) -> str:

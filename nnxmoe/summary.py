@@ -9,7 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
+from nnxmoe.axes import RULES, AnyMesh, Rules, partition_spec
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.account import head_for_embedding, refuse_unjustified
 from nnxmoe.convert.checkpoint import Checkpoint, hub_headers
@@ -21,6 +24,7 @@ from nnxmoe.convert.table import Entry, entries
 from nnxmoe.hub import local_folder
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import PRESETS, model_class, preset
+from nnxmoe.moe.router import RouterBias
 
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor -> dtype code, shape
 
@@ -98,6 +102,37 @@ def summarise(
         tuple(sorted(n for n in headers.keys() - needed if not n.endswith("_scale_inv"))),
         tuple(_misshapen(plan, headers)),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Parameters of one name on a mesh: how many there are, the shape of each, and the bytes of all on one device."""
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    device_bytes: int
+
+
+def spread(config: DecoderConfig, dtype: str, mesh: AnyMesh, rules: Rules = RULES) -> list[Spread]:
+    """How a model would lie on a mesh. Raises ValueError naming the parameter that cannot be split as the rules say."""
+    model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
+    variables = dict(nnx.to_flat_state(nnx.state(model)))
+    found: dict[tuple[str, tuple[int, ...]], Spread] = {}
+    for entry in entries(model, model.hf_table):
+        variable = variables[entry.path]
+        try:
+            spec = partition_spec(entry.axes, entry.shape, mesh, rules)
+        except ValueError as error:
+            raise ValueError(f"{entry.key}: {error}") from None
+        local = NamedSharding(mesh, spec).shard_shape(entry.shape)
+        size = math.prod(local) * (4 if isinstance(variable, RouterBias) else jnp.dtype(dtype).itemsize)
+        one = found.setdefault((entry.key, entry.shape), Spread(entry.key, 0, entry.shape, spec, 0))
+        found[entry.key, entry.shape] = dataclasses.replace(
+            one, count=one.count + 1, device_bytes=one.device_bytes + size
+        )
+    return list(found.values())
 
 
 def _find(name: str | os.PathLike[str], revision: str | None, local_files_only: bool) -> tuple[DecoderConfig, Headers]:

@@ -39,6 +39,9 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
         ["generate", "demo", "--prompt", "x", "--max-new-tokens", "many"],
         ["generate", "demo", "--prompt", "x", "--dtype", "int4"],
         ["inspect", "demo", "--context", "-1"],
+        ["inspect", "demo", "--mesh", "rows=2"],
+        ["inspect", "demo", "--mesh", "fsdp=2,fsdp=4"],
+        ["inspect", "demo", "--mesh", "fsdp=-1"],
     ],
 )
 def test_wrong_command_lines_exit_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,6 +61,7 @@ def test_wrong_command_lines_exit_2(line: list[str], capsys: pytest.CaptureFixtu
         (["generate", MIXTRAL, "--prompt", "x", "--seed", str(2**70)], "seed"),
         (["generate", MIXTRAL, "--prompt", "x", "--max-new-tokens", str(10**11)], "GB"),
         (["inspect", "./nowhere"], "nowhere"),
+        (["inspect", "mixtral-8x7b", "--mesh", "expert=3"], "layer.moe.experts.down: 'expert' of size 8 does not"),
         (["inspect", str(CASES / "mixtral_basic")], "config.json"),
     ],
 )
@@ -183,6 +187,22 @@ peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if
 print(peak, time.process_time(), file=sys.stderr)
 sys.exit(code)
 """
+
+
+def test_inspect_shows_how_parameters_lie_on_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes of one device: experts split eight ways and each four ways, norms whole."""
+    assert cli.main(["inspect", "mixtral-8x7b", "--mesh", "fsdp=4,expert=8"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    by_name = {line[0]: line for line in lines if line}
+    experts = 32 * 8 * 4096 * 14336 * 2 / 32
+    assert by_name["layer.moe.experts.gate"][1:] == (
+        f"32 x [8, 4096, 14336] {experts / 1e6:.2f} MB expert, fsdp, -".split()
+    )
+    assert by_name["layer.moe_norm.scale"][1:] == f"32 x [4096] {32 * 4096 * 2 / 1e3:.2f} kB whole".split()
+    assert by_name["mesh"][1:] == "fsdp 4, expert 8".split()
+    norms, router = 65 * 4096 * 2, 32 * 4096 * 8 * 2 / 4
+    rest = (46_702_792_704 - 65 * 4096 - 32 * 4096 * 8 - 3 * experts * 32 / 2) * 2 / 4
+    assert by_name["a"][2:4] == f"{(3 * experts + norms + router + rest) / 1e9:.2f} GB".split()
 
 
 def test_inspect_of_671_billion_parameters_is_quick_and_small() -> None:

@@ -4,7 +4,9 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +14,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import nnxmoe
-from nnxmoe.axes import partition_spec, sharding_of
+from nnxmoe.axes import axes_of, partition_spec, sharding_of
 from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.convert.place import Reader
 from nnxmoe.convert.table import entries
 from nnxmoe.convert.write import write_safetensors
 from tests.benchmarks import load as load_benchmark
+from tests.helpers import load_case, max_error
 
 CASES = Path(__file__).parent / "data" / "hf"
 
@@ -314,6 +318,7 @@ import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import sys, numpy as np, jax, nnxmoe
 from flax import nnx
+from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file
 from pathlib import Path
 case = Path(sys.argv[1])
@@ -373,3 +378,30 @@ def test_unsafe_and_single_file_variants(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(nnxmoe.CheckpointError, match=r"pytorch_model.bin.*safetensors"):
         nnxmoe.from_pretrained(tmp_path)
+
+
+def test_other_rules_place_parameters_elsewhere_and_change_no_number(eight: Callable[..., Any]) -> None:
+    """A feed-forward width split over ``fsdp`` and latents over ``expert``, from a checkpoint and from random keys."""
+    for name, way in (("mixtral_basic", "sorted"), ("deepseek_yarn", "ragged")):
+        assert max(eight(elsewhere, name, way)) < 2e-4
+
+
+def elsewhere(name: str, way: str) -> list[float]:
+    """Errors of logits: with other rules, and of a model made on the mesh."""
+    mesh = nnxmoe.make_mesh(fsdp=2, expert=2, devices=jax.devices()[:4])
+    rules = {**nnxmoe.RULES, "embed": None, "mlp": "fsdp", "kv_rank": "expert"}
+    dispatch = {
+        "sorted": nnxmoe.Sorted(),
+        "ragged": nnxmoe.ExpertParallel(nnxmoe.Sorted(), nnxmoe.RaggedAllToAll()),
+    }[way]
+    strategy, arrays = nnxmoe.Strategy(dispatch=dispatch), load_case(name).arrays
+    tokens = np.concatenate([arrays["input_ids"]] * 2)
+    model = nnxmoe.from_pretrained(CASES / name / "model", mesh=mesh, strategy=strategy, rules=rules)
+    kernels = {axes_of(v): v.get_value().sharding.spec for _, v in nnx.to_flat_state(nnx.state(model))}
+    assert kernels["expert", "mlp", "embed"] == PartitionSpec("expert", "fsdp", None)
+    assert ("kv_rank", "heads", "head") not in kernels or kernels["kv_rank", "heads", "head"][0] == "expert"
+    errors = [max_error(model(tokens).logits, np.concatenate([arrays["logits"]] * 2))]
+    made = [type(model)(model.config, s, rngs=nnx.Rngs(3)) for s in (model.strategy, nnxmoe.Strategy())]
+    for _, variable in nnx.to_flat_state(nnx.state(made[0])):
+        assert variable.get_value().sharding == model.strategy.sharding_of(variable)
+    return [*errors, max_error(made[0](tokens).logits, made[1](tokens).logits)]

@@ -85,7 +85,7 @@ class Query(nnx.Module):
     def __init__(
         self, dim: int, rank: int, heads: int, head_dim: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs | None
     ):
-        self.a = Linear((dim,), (rank,), ("embed", "q_rank"), bias=bias, dtype=dtype, rngs=rngs)
+        self.a = Linear((dim,), (rank,), ("embed", "latent"), bias=bias, dtype=dtype, rngs=rngs)
         self.norm = RMSNorm(rank, LATENT_NORM_EPS, dtype=dtype, rngs=rngs)
         self.b = Linear((rank,), (heads, head_dim), ("q_rank", "heads", "head"), dtype=dtype, rngs=rngs)
 
@@ -124,7 +124,7 @@ class MLA(nnx.Module):
             self.q = Linear((dim,), (heads, nope + rope), ("embed", "heads", "head"), **kw)
         else:
             self.q = Query(dim, q_rank, heads, nope + rope, bias=bias, **kw)
-        self.kv_a = Linear((dim,), (kv_rank + rope,), ("embed", "kv_rank"), bias=bias, **kw)
+        self.kv_a = Linear((dim,), (kv_rank + rope,), ("embed", "latent"), bias=bias, **kw)
         self.kv_norm = RMSNorm(kv_rank, LATENT_NORM_EPS, **kw)
         self.kv_b = Linear((kv_rank,), (heads, nope + v_dim), ("kv_rank", "heads", "head"), **kw)
         self.o = Linear((heads, v_dim), (dim,), ("heads", "head", "embed"), bias=bias, **kw)
