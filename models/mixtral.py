@@ -11,6 +11,7 @@ from flax import nnx
 
 from nnxmoe.bounds import ConfigError
 from nnxmoe.config import DecoderConfig
+from nnxmoe.files import short
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.norm import RMSNorm
@@ -24,7 +25,7 @@ from nnxmoe.strategy import Strategy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(DecoderConfig):
-    """``intermediate_size`` is the width of one expert."""
+    """``intermediate_size`` is the width of one expert. ``router_jitter_noise`` is heard only with a key (training)."""
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
@@ -39,9 +40,13 @@ class MixtralConfig(DecoderConfig):
     sliding_window: int | None = None
     num_local_experts: int = 8
     num_experts_per_tok: int = 2
+    router_jitter_noise: float | None = 0.0
 
     def _check(self) -> None:
         super()._check()
+        noise = 0.0 if self.router_jitter_noise is None else self.router_jitter_noise
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < 1:
+            raise ConfigError(f"router_jitter_noise must be at least 0 and below 1, got {short(noise)}")
         if self.sliding_window is not None:
             self._count("sliding_window")
         if self.num_experts_per_tok > self.num_local_experts:
@@ -135,7 +140,8 @@ class Mixtral(CausalLM):
                 attend=strategy.attend,
                 **kw,
             )
-            router = Router(dim, count, SoftmaxTopK(config.num_experts_per_tok), bias=False, **kw)
+            select, jitter = SoftmaxTopK(config.num_experts_per_tok), config.router_jitter_noise or 0.0
+            router = Router(dim, count, select, bias=False, jitter=jitter, **kw)
             experts = Experts(dim, config.intermediate_size, count, matmul=strategy.matmul, rules=strategy.rules, **kw)
             moe = MoE(router, experts, strategy.dispatch, shared=None, mesh=strategy.mesh)
             return MoELayer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)

@@ -19,6 +19,7 @@ from nnxmoe.generation.decode import stream as stream
 from nnxmoe.generation.sampling import Sampling as Sampling
 from nnxmoe.generation.text import Tokenizer as Tokenizer
 from nnxmoe.generation.text import TokenizerError as TokenizerError
+from nnxmoe.kernels.tokamax import Tokamax as Tokamax
 from nnxmoe.layers.attend import Fused as Fused
 from nnxmoe.layers.attend import Reference as Reference
 from nnxmoe.layers.causal_lm import CausalLM as CausalLM
@@ -35,6 +36,7 @@ from nnxmoe.moe.dispatch import Sorted as Sorted
 from nnxmoe.moe.expert_parallel import ExpertParallel as ExpertParallel
 from nnxmoe.moe.expert_parallel import RaggedAllToAll as RaggedAllToAll
 from nnxmoe.moe.expert_parallel import RingOfExperts as RingOfExperts
+from nnxmoe.moe.grouped_matmul import Aligned as Aligned
 from nnxmoe.moe.grouped_matmul import Blocked as Blocked
 from nnxmoe.moe.grouped_matmul import Masked as Masked
 from nnxmoe.moe.grouped_matmul import RaggedDot as RaggedDot

@@ -24,7 +24,7 @@ HARMLESS = frozenset(
     initializer_range attention_dropout output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size
     auto_map attn_implementation _attn_implementation_autoset output_attentions output_hidden_states return_dict
     use_return_dict task_specific_params is_encoder_decoder is_decoder tie_encoder_decoder chunk_size_feed_forward
-    qk_head_dim router_jitter_noise num_mtp_layers unsloth_version quantization_config original_max_position_embeddings
+    qk_head_dim num_mtp_layers unsloth_version quantization_config original_max_position_embeddings
     add_cross_attention cross_attention_hidden_size id2label label2id problem_type torchscript pruned_heads
     finetuning_task prefix sep_token_id decoder_start_token_id tokenizer_class rope_interleave head_dim
     partial_rotary_factor max_window_layers""".split()

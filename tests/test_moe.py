@@ -12,15 +12,26 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from nnxmoe import Blocked, Capacity, Dense, Masked, RaggedDot, Sorted
+import nnxmoe
+from nnxmoe import Aligned, Blocked, Capacity, Dense, Masked, RaggedDot, Sorted
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.moe import experts as experts_module
 from nnxmoe.moe import grouped_matmul
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.dispatch import DispatchInfo, combine, fitting, gather_rows, sort_by_expert
+from nnxmoe.moe.dispatch import DispatchInfo
 from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.permute import combine, fitting, gather_rows, sort_by_expert
 from nnxmoe.moe.router import RandomTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
-from tests.helpers import PART_TOLERANCE, as_weights, max_error, randomise, sigmoid_weights, softmax_weights
+from tests.helpers import (
+    PART_TOLERANCE,
+    as_weights,
+    build_tiny,
+    max_error,
+    random_tokens,
+    randomise,
+    sigmoid_weights,
+    softmax_weights,
+)
 
 # Selection
 
@@ -166,6 +177,9 @@ BACKENDS = {
     "blocked-3": Blocked(3),
     "blocked-64": Blocked(64),
     "ragged": RaggedDot(),
+    "aligned-1": Aligned(Blocked(), 1),
+    "aligned-4": Aligned(Blocked(4), 4),
+    "aligned-8": Aligned(RaggedDot(), 8),
 }
 
 
@@ -247,6 +261,26 @@ def test_sizes_are_data() -> None:
         for sizes in ([1, 9, 0, 13], [0, 0, 0, 23], [6, 6, 6, 5], [0, 2, 0, 0]):
             assert max_error(run(rows, kernel, jnp.asarray(sizes)), Masked()(rows, kernel, jnp.asarray(sizes))) < 1e-5
         assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_aligned_groups_are_multiples_of_the_block(name: str) -> None:
+    """Also that the kernel's rows start on one, and that all that there are have room."""
+    rows, kernel, sizes = problem(name, jnp.float32)
+    seen: list[Any] = []
+
+    def spy(rows: Any, kernel: Any, sizes: Any) -> Any:
+        seen.append((rows.shape[0], np.asarray(sizes)))
+        return Masked()(rows, kernel, sizes)
+
+    assert max_error(Aligned(spy, 4)(rows, kernel, sizes), Masked()(rows, kernel, sizes)) < PART_TOLERANCE
+    (room, filled), have = seen[0], np.asarray(sizes)
+    assert np.array_equal(filled, -(-have // 4) * 4) and room % 4 == 0 and room >= filled.sum()
+
+
+def test_aligned_refuses() -> None:
+    with pytest.raises(ValueError, match="block=0"):
+        Aligned(Blocked(), 0)
 
 
 def test_blocked_does_not_keep_intermediates() -> None:
@@ -522,3 +556,42 @@ def test_values_are_hashable() -> None:
     select: Callable[[], Any] = lambda: SigmoidGroupTopK(2, 4, 2, True, 2.5)  # noqa: E731
     assert hash(select()) == hash(select())
     assert dataclasses.replace(select(), k=3) != select()
+
+
+# Jitter
+
+
+def test_jitter_needs_a_key_and_is_for_the_router_alone() -> None:
+    """Logits of a kernel that copies its input show the noise; what the experts see is not the router's to change."""
+    router = Router(4, 4, SoftmaxTopK(2), bias=False, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0), jitter=0.25)
+    router.kernel.set_value(jnp.eye(4))
+    x = jax.random.normal(jax.random.key(1), (3, 50, 4))
+    assert max_error(router(x).logits, x) < 1e-6
+    ratio = np.asarray(router(x, key=jax.random.key(2)).logits / x)
+    assert 0.75 - 1e-5 <= ratio.min() < 0.77 and 1.23 < ratio.max() <= 1.25 + 1e-5 and abs(ratio.mean() - 1) < 0.02
+
+
+def test_jitter_of_a_model_is_the_keys_and_the_same_in_every_stack() -> None:
+    models = {
+        name: build_tiny("mixtral", strategy, router_jitter_noise=0.5)
+        for name, strategy in {
+            "unrolled": nnxmoe.Strategy(),
+            "scanned": nnxmoe.Strategy(scan_layers=True),
+            "remat": nnxmoe.Strategy(remat=nnxmoe.Remat(), scan_layers=True),
+        }.items()
+    }
+    tokens, key = random_tokens(2, 7), jax.random.key(5)
+    plain = models["unrolled"](tokens, return_routing=True)
+    noisy = models["unrolled"](tokens, key=key, return_routing=True)
+    assert max_error(plain.logits, noisy.logits) > 1e-3
+    first, second = (noisy.routing[i].logits / plain.routing[i].logits for i in (0, 1))
+    assert max_error(first, second) > 1e-2, "every layer has noise of its own"
+    for model in models.values():
+        assert max_error(model(tokens, key=key).logits, noisy.logits) < 1e-5
+        assert max_error(model(tokens).logits, plain.logits) < 1e-5
+
+
+@pytest.mark.parametrize("noise", [-0.1, 1.0, True, "much"])
+def test_jitter_out_of_range(noise: object) -> None:
+    with pytest.raises(nnxmoe.ConfigError, match="router_jitter_noise must be at least 0 and below 1"):
+        build_tiny("mixtral", router_jitter_noise=noise)

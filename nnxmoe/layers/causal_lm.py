@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import split_batch
 from nnxmoe.config import DecoderConfig
@@ -125,18 +125,20 @@ class CausalLM(nnx.Module):
         cache: Cache | None = None,
         return_routing: bool = False,
         return_hidden: bool = False,
+        key: Key[Array, ""] | None = None,
     ) -> Output:
         """Logits ``[B, T, V]`` in float32 for token ids ``[B, T]``.
 
         ``attention_mask``: nonzero where a token is real, for these T tokens (a cache remembers the earlier ones).
         ``positions``: rotary positions; default 0 … T-1, and with a cache the count of real tokens before.
         ``segment_ids``: tokens see their own segment only (packed documents). ``cache``: from ``empty_cache``.
+        ``key``: of the router's jitter, where the config has one; without it there is none.
         Called with arrays it compiles once for each shape; within a transformation it is traced like any function.
         Raises ValueError for ids outside the vocabulary, wrong shapes, or a full cache.
         """
-        arrays = (attention_mask, positions, segment_ids, cache)
+        arrays = (attention_mask, positions, segment_ids, cache, key)
         tokens = np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
-        self._check(tokens, *arrays)
+        self._check(tokens, attention_mask, positions, segment_ids, cache)
         asked = (return_routing, return_hidden)
         graph, state = nnx.split(self)
         leaves, tree = jax.tree.flatten(state)
@@ -157,16 +159,17 @@ class CausalLM(nnx.Module):
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
         cache: Cache | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> Body:
         """Everything but the head, for callers that want the logits of some tokens only."""
         tokens = jnp.asarray(tokens)
         valid = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask) != 0
         segment = jnp.zeros(tokens.shape, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
-        context, moved = self._context(tokens.shape[1], valid, positions, segment, cache)
+        context, moved = self._context(tokens.shape[1], valid, positions, segment, cache, key)
         x = split_batch(self.embed(tokens).astype(self.dtype), self.strategy.mesh)
         infos, hidden, caches, first = {}, [x], [], 0
         for i, stack in enumerate(self.stacks):
-            out = stack(x, context, None if cache is None else cache.layers[i])
+            out = stack(x, context.of_layer(i), None if cache is None else cache.layers[i])
             x = out.x
             infos |= {first + j: info for j, info in enumerate(out.infos) if info is not None}
             hidden += out.hidden
@@ -191,7 +194,7 @@ class CausalLM(nnx.Module):
         return Cache.empty(layers, batch, slots, capacity, ring)
 
     def _context(
-        self, count: int, valid: Array, positions: Ids | None, segment: Array, cache: Cache | None
+        self, count: int, valid: Array, positions: Ids | None, segment: Array, cache: Cache | None, key: Any
     ) -> tuple[Context, Cache | None]:
         index = jnp.arange(count, dtype=jnp.int32)
         if cache is None:
@@ -205,7 +208,7 @@ class CausalLM(nnx.Module):
                 before = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
                 positions = jnp.maximum(cache.next_position[:, None] + before, 0)
         mask = Mask(start + index, segment, keys, self.window)
-        return Context(self.rope(jnp.asarray(positions)), mask, start, valid), moved
+        return Context(self.rope(jnp.asarray(positions)), mask, start, valid, key), moved
 
     def _check(self, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any, cache: Cache | None) -> None:
         shape = np.shape(tokens)

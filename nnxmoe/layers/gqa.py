@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.layers.attend import Attend, Mask
 from nnxmoe.layers.cache import KVCache, LayerCache, RingCache
@@ -17,12 +17,18 @@ from nnxmoe.layers.rope import Rotation, rotate_halves
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What every layer of one forward pass shares: rotations, mask, first slot to write, and which tokens are real."""
+    """What every layer of one forward pass shares: rotations, mask, first slot to write, which tokens are real, and
+    where there is randomness its key."""
 
     rotation: Rotation
     mask: Mask
     start: Int[Array, ""]
     valid: Bool[Array, "B T"]
+    key: Key[Array, ""] | None = None
+
+    def of_layer(self, index: int | Int[Array, ""]) -> "Context":
+        """The same with a key of its own for a layer, or a stack."""
+        return self if self.key is None else dataclasses.replace(self, key=jax.random.fold_in(self.key, index))
 
 
 class Attention(Protocol):

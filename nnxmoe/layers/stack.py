@@ -50,7 +50,7 @@ class MoELayer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any, MoEInfo]:
         mixed, cache = self.attention(self.attention_norm(x), context, cache)
         x = x + mixed
-        y, routing, info = self.moe(self.moe_norm(x), context.valid)
+        y, routing, info = self.moe(self.moe_norm(x), context.valid, context.key)
         return x + y, cache, MoEInfo(routing, info)
 
 
@@ -92,9 +92,9 @@ class Unrolled(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> StackOutput:
         caches, infos, hidden = [], [], []
-        for layer, layer_cache in zip(self.layers, cache or [None] * self.depth, strict=True):
+        for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
             run = layer if self.remat is None else self.remat(layer, scanned=False)
-            x, layer_cache, info = run(x, context, layer_cache)
+            x, layer_cache, info = run(x, context.of_layer(i), layer_cache)
             caches.append(layer_cache)
             infos.append(info)
             hidden.append(x)
@@ -134,7 +134,7 @@ class Scanned(nnx.Module):
             x, caches = carry
             layer_state, i = inputs
             one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
-            x, one, info = run(layer_state, x, context, one)
+            x, one, info = run(layer_state, x, context.of_layer(i), one)
             # The cache rides in the carry: as scanned inputs and outputs it would be copied whole.
             caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
             return (x, caches), (info, x)

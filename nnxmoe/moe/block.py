@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.layers.mlp import MLP
@@ -35,9 +35,9 @@ class MoE(nnx.Module):
         self.mesh = mesh
 
     def __call__(
-        self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
+        self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None, key: Key[Array, ""] | None = None
     ) -> tuple[Float[Array, "B T D"], Routing, DispatchInfo]:
-        routing = self.router(x, valid, self.mesh)
+        routing = self.router(x, valid, self.mesh, key)
         y, info = self.dispatch(x, routing, self.experts, self.mesh)
         if self.shared is not None:
             y = y + self.shared(x)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.axes import AnyMesh, batch_axes, constrain, shards
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
+from nnxmoe.moe.permute import combine, fitting, permute
 from nnxmoe.moe.router import Routing
 from nnxmoe.progress import logger
 
@@ -214,65 +215,6 @@ def information(routing: Routing, dropped: Any = 0, by_shard: Any = None) -> Dis
     dropped = jnp.asarray(dropped, jnp.int32)
     by_shard = dropped[None] if by_shard is None else by_shard
     return DispatchInfo(count_experts(routing), dropped, by_shard)
-
-
-class Order(NamedTuple):
-    """Rows sorted by expert and the assignments they are: ``assignment[row]``, and back ``row[assignment]``, which is
-    the number of rows for an assignment without one."""
-
-    assignment: Int[Array, "rows"]
-    row: Int[Array, "R"]
-
-
-def sort_by_expert(ids: Int[Array, "R"], rows: int) -> Order:
-    """The first ``rows`` assignments in stable order of their experts."""
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
-    return Order(order[:rows], jnp.minimum(back, rows))
-
-
-@jax.custom_vjp
-def gather_rows(rows: Float[Array, "N D"], index: Int[Array, "M"], back: Int[Array, "N K"]) -> Float[Array, "M D"]:
-    """``rows[index]``, zeros where the index is N. ``back``: the places where each row went (M: nowhere).
-
-    With both directions known, the backward is a gather and a sum too; the transpose would be a scatter-add.
-    """
-    return rows.at[index].get(mode="fill", fill_value=0)
-
-
-def _gather_forward(rows: Any, index: Any, back: Any) -> Any:
-    return gather_rows(rows, index, back), back
-
-
-def _gather_backward(back: Any, d_out: Any) -> Any:
-    d_rows = d_out.at[back].get(mode="fill", fill_value=0)
-    return jnp.sum(d_rows, axis=1, dtype=jnp.float32).astype(d_out.dtype), None, None
-
-
-gather_rows.defvjp(_gather_forward, _gather_backward)
-
-
-def permute(x: Float[Array, "N D"], ids: Int[Array, "N X"], rows: int) -> tuple[Float[Array, "rows D"], Order]:
-    """One row for each assignment, sorted by expert: the first ``rows`` of them."""
-    order = sort_by_expert(ids.reshape(-1), rows)
-    return gather_rows(x, order.assignment // ids.shape[1], order.row.reshape(ids.shape)), order
-
-
-def unpermute(rows: Float[Array, "rows D"], order: Order) -> Float[Array, "R D"]:
-    """Rows back in the order of the assignments; zeros for those that had none."""
-    return gather_rows(rows, order.row, order.assignment[:, None])
-
-
-def combine(rows: Float[Array, "rows D"], order: Order, weights: Float[Array, "N X"]) -> Float[Array, "N D"]:
-    """Undo `permute` and add up each token's rows by weight, in float32."""
-    back = unpermute(rows, order).reshape(*weights.shape, rows.shape[-1])
-    return jnp.einsum("NX,NXD->ND", weights, back.astype(jnp.float32))
-
-
-def fitting(sizes: Int[Array, "E"], rows: int) -> Int[Array, "E"]:
-    """How much of each group lies within the first ``rows`` rows."""
-    start = jnp.cumsum(sizes) - sizes
-    return jnp.clip(rows - start, 0, sizes)
 
 
 def count_experts(routing: Routing) -> Int[Array, "E"]:

@@ -14,20 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh
-from nnxmoe.moe.dispatch import (
-    DispatchInfo,
-    Sorted,
-    assignments,
-    check_batch,
-    combine,
-    fitting,
-    information,
-    permute,
-    sorted_rows,
-    unpermute,
-)
+from nnxmoe.moe.dispatch import DispatchInfo, Sorted, assignments, check_batch, information, sorted_rows
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
+from nnxmoe.moe.permute import combine, fitting, permute, unpermute
 from nnxmoe.moe.ragged import Side, ragged_all_to_all
 from nnxmoe.moe.router import Routing
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.layers.linear import einsum, matmul, matmul_f32
+from nnxmoe.moe.permute import gather_rows
 
 
 class GroupedMatmul(Protocol):
@@ -48,9 +49,49 @@ class RaggedDot:
     def __call__(
         self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
     ) -> Float[Array, "R O"]:
+        rows = zeros_beyond(rows, sizes)
         out = jax.lax.ragged_dot(rows, kernel.astype(rows.dtype), sizes, preferred_element_type=jnp.float32)
-        inside = jnp.arange(rows.shape[0]) < jnp.sum(sizes)  # kernels may leave anything behind the last group
-        return jnp.where(inside[:, None], out, 0).astype(rows.dtype)
+        return zeros_beyond(out, sizes).astype(rows.dtype)
+
+
+def zeros_beyond(rows: Float[Array, "R D"], sizes: Int[Array, "E"]) -> Float[Array, "R D"]:
+    """Rows of no group set to zero, and their gradients: kernels may leave anything there, in both directions."""
+    inside = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+    return jnp.where(inside[:, None], rows, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Aligned:
+    """Another backend, given groups whose sizes are multiples of ``block`` rows: for kernels that need it so.
+
+    Each group is filled up with zeros, at most ``E * (block - 1)`` rows in all.
+    """
+
+    inner: GroupedMatmul
+    block: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"Aligned(block={self.block!r}): the number of rows is a positive integer")
+
+    def __call__(
+        self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
+    ) -> Float[Array, "R O"]:
+        have, groups = rows.shape[0], sizes.shape[0]
+        room = -(-(have + groups * (self.block - 1)) // self.block) * self.block
+        filled = (sizes + self.block - 1) // self.block * self.block
+        source, place = _moved(filled, sizes, room, have), _moved(sizes, filled, have, room)
+        out = self.inner(gather_rows(rows, source, place[:, None]), kernel, filled)
+        return gather_rows(out, place, source[:, None])
+
+
+def _moved(ours: Int[Array, "E"], theirs: Int[Array, "E"], count: int, nowhere: int) -> Int[Array, "count"]:
+    """Of ``count`` rows in groups of ``ours``, where each lies in groups of ``theirs``, which may lack it."""
+    index, ends = jnp.arange(count), jnp.cumsum(ours)
+    group = jnp.minimum(jnp.searchsorted(ends, index, side="right"), ours.shape[0] - 1)
+    within = index - (ends - ours)[group]
+    there = (jnp.cumsum(theirs) - theirs)[group] + within
+    return jnp.where(within < jnp.minimum(ours, theirs)[group], there, nowhere).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import AnyMesh, batch_axes, parameter, shards
 from nnxmoe.layers.linear import fan_in, matmul_f32
@@ -115,18 +115,40 @@ def _normalised(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
 
 
 class Router(nnx.Module):
-    """``x[B T D] -> Routing`` by a linear map to one logit an expert; kernel ``[D, E]``, optional correction bias."""
+    """``x[B T D] -> Routing`` by a linear map to one logit an expert; kernel ``[D, E]``, optional correction bias.
 
-    def __init__(self, dim: int, experts: int, select: Select, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+    ``jitter``: with a key, what the router sees (and nobody else) is multiplied by random numbers of 1 - jitter to
+    1 + jitter, one for each feature of each token (Switch Transformer, Fedus et al. 2021).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        select: Select,
+        *,
+        bias: bool,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+        jitter: float = 0.0,
+    ):
         self.select = select
+        self.jitter = jitter
         self.kernel = parameter((dim, experts), ("embed", "router"), fan_in((dim,)), dtype=dtype, rngs=rngs, inputs=1)
         zeros, f32 = nnx.initializers.zeros, jnp.dtype(jnp.float32)
         self.bias = parameter((experts,), ("router",), zeros, dtype=f32, rngs=rngs, kind=RouterBias) if bias else None
 
     def __call__(
-        self, x: Float[Array, "*rows D"], valid: Bool[Array, "*rows"] | None = None, mesh: AnyMesh | None = None
+        self,
+        x: Float[Array, "*rows D"],
+        valid: Bool[Array, "*rows"] | None = None,
+        mesh: AnyMesh | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> Routing:
-        logits = matmul_f32(x.astype(jnp.float32), self.kernel[...].astype(jnp.float32))
+        x = x.astype(jnp.float32)
+        if self.jitter and key is not None:
+            x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
+        logits = matmul_f32(x, self.kernel[...].astype(jnp.float32))
         bias = None if self.bias is None else self.bias[...]
         axes = batch_axes(mesh)
         if axes and x.shape[0] % shards(mesh, axes) == 0:  # XLA:CPU gathers all tokens for a top-k: keep it local

@@ -1,0 +1,41 @@
+"""Grouped products by tokamax's Pallas kernels (Triton and Mosaic on NVIDIA GPUs, Mosaic on TPUs)."""
+
+import dataclasses
+import importlib.util
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.moe.grouped_matmul import zeros_beyond
+
+
+def installed() -> bool:
+    """Whether the extra 'kernels' is there; imports nothing."""
+    return importlib.util.find_spec("tokamax") is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokamax:
+    """``tokamax.ragged_dot``. ``implementation``: one of its own ("mosaic", "triton", "xla"), or None for its choice,
+    which on CPU is a masked dense product. ValueError where tokamax is not installed."""
+
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if not installed():
+            raise ValueError("Tokamax() needs tokamax: pip install 'nnxmoe[kernels]', or choose Blocked()")
+
+    def __call__(
+        self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
+    ) -> Float[Array, "R O"]:
+        import tokamax
+
+        rows = zeros_beyond(rows, sizes)
+        out = tokamax.ragged_dot(
+            rows,
+            kernel.astype(rows.dtype),
+            group_sizes=sizes,
+            preferred_element_type=jnp.float32,
+            implementation=self.implementation,  # pyright: ignore[reportArgumentType]
+        )
+        return zeros_beyond(out, sizes).astype(rows.dtype)

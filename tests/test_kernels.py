@@ -1,0 +1,59 @@
+"""Kernels of other libraries: the same products, and a plain word where they are not installed."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxmoe
+from nnxmoe.kernels import tokamax
+from tests.helpers import PART_TOLERANCE, build_tiny, max_error, random_tokens
+from tests.test_moe import GROUPS, problem, product_and_gradients
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("name", [name for name, (count, _) in GROUPS.items() if count])
+def test_tokamax_equals_the_oracle(name: str, aligned: bool) -> None:
+    """Forward and backward, with whatever implementation it chooses on this machine."""
+    arrays = problem(name, jnp.float32)
+    backend: Any = nnxmoe.Aligned(nnxmoe.Tokamax(), 8) if aligned else nnxmoe.Tokamax()
+    wanted = product_and_gradients(nnxmoe.Masked(), *arrays)
+    for a, b, what in zip(product_and_gradients(backend, *arrays), wanted, ("y", "d rows", "d kernel"), strict=True):
+        assert a.dtype == b.dtype and max_error(a, b) < PART_TOLERANCE, what
+        assert np.isfinite(a).all()
+
+
+@pytest.mark.kernels
+def test_a_model_with_tokamax() -> None:
+    tokens = random_tokens(2, 9)
+    ours = build_tiny("mixtral", nnxmoe.Strategy(matmul=nnxmoe.Tokamax()))(tokens).logits
+    assert max_error(ours, build_tiny("mixtral")(tokens).logits) < PART_TOLERANCE
+
+
+def test_tokamax_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokamax, "installed", lambda: False)
+    with pytest.raises(ValueError, match=r"pip install 'nnxmoe\[kernels\]'"):
+        nnxmoe.Tokamax()
+
+
+@pytest.mark.parametrize(
+    ("backend", "there", "wanted"),
+    [
+        ("cpu", True, "Blocked"),
+        ("gpu", True, "Tokamax"),
+        ("gpu", False, "Blocked"),
+        ("tpu", True, "Tokamax"),
+        ("tpu", False, "RaggedDot"),
+    ],
+)
+def test_the_default_of_each_backend_and_its_reason(
+    monkeypatch: pytest.MonkeyPatch, backend: str, there: bool, wanted: str
+) -> None:
+    monkeypatch.setattr(tokamax, "installed", lambda: there)
+    monkeypatch.setattr("jax.default_backend", lambda: backend)
+    strategy = nnxmoe.Strategy.auto()
+    assert type(strategy.matmul).__name__ == wanted
+    line = next(line for line in strategy.explain().splitlines() if line.startswith("matmul"))
+    assert wanted in line and "not a default" not in line and line.split(": ", 1)[1]
