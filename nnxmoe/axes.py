@@ -139,6 +139,11 @@ def split_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
     return x if x.shape[0] % shards(mesh, axes) else constrain(x, mesh, axes)
 
 
+def everywhere(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
+    """``x`` whole on every device of the mesh, where each process can read it."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+
+
 def axes_of(variable: nnx.Variable) -> tuple[str, ...]:
     """The logical axes of a parameter's dimensions; within a scan over layers, that axis is gone from its value."""
     axes = tuple(variable.get_metadata()["axes"])

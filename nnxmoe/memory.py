@@ -8,7 +8,7 @@ import jax
 
 def memory_bytes() -> tuple[int, str]:
     """Memory for weights and caches: of the first accelerator, else what this machine has free; and its name."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     if device.platform != "cpu" and "bytes_limit" in stats:
         return int(stats["bytes_limit"]) * jax.device_count(), f"{jax.device_count()} x {device.device_kind}"

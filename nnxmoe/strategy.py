@@ -18,7 +18,6 @@ from nnxmoe.moe.dispatch import Dispatch, Sorted
 from nnxmoe.moe.expert_parallel import has_ragged_all_to_all
 from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, RaggedDot
 
-
 _WHY = {
     (Blocked, "cpu"): "only the blocks in use: lax.ragged_dot computes every expert on every row here",
     (Blocked, "gpu"): "only the blocks in use: lax.ragged_dot computes every expert on every row here, and tokamax, "

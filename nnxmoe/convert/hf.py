@@ -187,6 +187,11 @@ def _tensors(model: CausalLM):
         value = values[entry.path].get_value()
         if isinstance(value, jax.ShapeDtypeStruct):
             raise ValueError(f"the parameter {entry.key} has a shape but no values: this model cannot be saved")
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            raise ValueError(
+                f"the parameter {entry.key} lies on the devices of several processes: save_pretrained writes from one. "
+                "Save the parameters with orbax.checkpoint, and write this folder from a process of its own"
+            )
         for piece in entry.pieces:
 
             def make(entry: Entry = entry, piece: Piece = piece, value: Any = value) -> np.ndarray:

@@ -16,12 +16,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int, Integer, Key
 
-from nnxmoe.axes import batch_axes, shards
+from nnxmoe.axes import batch_axes, constrain, everywhere, shards
 from nnxmoe.generation.sampling import Knobs, Sampling, Steps, pick, prepare
 from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.memory import memory_bytes
+from nnxmoe.processes import deadline
 from nnxmoe.progress import logger, say
 
 Eos = int | np.integer | Sequence[int] | None | EllipsisType
@@ -110,11 +111,15 @@ def generate_tokens(
     _check_room(model, ids.shape[0], capacity)
     programs.announce(ids.shape, capacity, steps)
     key = jax.random.key(seed)
-    token, memory = programs.prefill(leaves, ids, valid, capacity, steps, knobs, key)
-    yield np.asarray(token)[:rows]
+    with deadline("compiling, and computing the first new token"):
+        token, memory = programs.prefill(leaves, ids, valid, capacity, steps, knobs, key)
+        new = np.asarray(token)
+    yield new[:rows]
     for i in range(1, max_new_tokens):
-        token, memory = programs.decode(leaves, token, memory, steps, knobs, key, np.int32(i))
-        yield np.asarray(token)[:rows]
+        with deadline("computing a new token"):
+            token, memory = programs.decode(leaves, token, memory, steps, knobs, key, np.int32(i))
+            new = np.asarray(token)
+        yield new[:rows]
 
 
 def _check_room(model: CausalLM, batch: int, capacity: int) -> None:
@@ -160,7 +165,7 @@ class _Programs:
             seen = jnp.zeros(logits.shape, bool).at[rows, ids].max(valid) if steps.penalty else None
             token = pick(logits, seen, steps, knobs, jax.random.fold_in(key, 0))
             assert body.cache is not None
-            return token, Memory(body.cache, _see(seen, token))
+            return everywhere(token, model.strategy.mesh), Memory(body.cache, _see(seen, token))
 
         def decode(
             leaves: list[Array],
@@ -172,11 +177,13 @@ class _Programs:
             step: Int[Array, ""],
         ) -> tuple[Int[Array, "B"], Memory]:
             model = merge(leaves)
+            mesh = model.strategy.mesh
+            token = constrain(token, mesh, batch_axes(mesh))
             body = model.body(token[:, None], cache=memory.cache)
             logits = model.logits(body.x)[:, 0]
             token = pick(logits, memory.seen, steps, knobs, jax.random.fold_in(key, step))
             assert body.cache is not None
-            return token, Memory(body.cache, _see(memory.seen, token))
+            return everywhere(token, mesh), Memory(body.cache, _see(memory.seen, token))
 
         self.prefill = jax.jit(prefill, static_argnums=(3, 4))
         self.decode = jax.jit(decode, static_argnums=(3,), donate_argnums=(2,))

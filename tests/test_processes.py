@@ -1,0 +1,295 @@
+"""Real processes on this machine: the same numbers as one process, and an end in time when one of them fails.
+
+Every launch has a deadline of its own, after which its whole process group is killed.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nnxmoe import launch
+from nnxmoe.processes import GAVE_UP, deadline, initialize
+from tests import worker
+
+ROOT = Path(__file__).resolve().parent.parent
+SLACK = 15.0  # seconds that a busy machine may add to a limit
+GAVE_UP_FOR = "Another process is missing, dead or stuck"
+ENDS = ("JAX distributed service detected fatal errors", "of 2 ends on this", GAVE_UP_FOR)
+
+
+def wait(done: Callable[[], bool], within: float = 60) -> bool:
+    """Whether something is done within so many seconds."""
+    end = time.monotonic() + within
+    while not done() and time.monotonic() < end:
+        time.sleep(0.02)
+    return done()
+
+
+class Launch:
+    """N processes of `tests.worker`; as a context, none of them outlives it."""
+
+    def __init__(self, out: Path, count: int, *task: str, devices: int = 1, started: int | None = None) -> None:
+        self.out, self.count, self.task = out, count, task
+        port = launch.free_port()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for i in range(count if started is None else started):
+            env = os.environ | launch.environment(i, count, port, devices)
+            env["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # compile sooner
+            command = [sys.executable, "-m", "tests.worker", str(out), *task]
+            with self._log(i).open("wb") as log:
+                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+                self.processes.append(subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True, **streams))
+
+    def __enter__(self) -> "Launch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _log(self, i: int) -> Path:
+        return self.out / f"log {i}"
+
+    def said(self, i: int) -> str:
+        return self._log(i).read_text(errors="replace")
+
+    def _fail(self, why: str) -> None:
+        logs = "\n".join(f"--- process {i}:\n{self.said(i)[-4000:]}" for i in range(len(self.processes)))
+        pytest.fail(f"{self.task}: {why}\n{logs}")
+
+    def until(self, done: Callable[[], bool], within: float) -> None:
+        """Waits for something, or fails the test and shows all output."""
+        if not wait(done, within):
+            self._fail(f"not done within {within} s")
+
+    def ended(self, i: int) -> bool:
+        """Whether a process has ended well; where it has ended otherwise the test fails."""
+        if code := self.processes[i].poll():
+            self._fail(f"process {i} ended with {code}")
+        return code == 0
+
+    def finish(self, within: float) -> None:
+        """Waits until all have ended well."""
+        self.until(lambda: all([self.ended(i) for i in range(self.count)]), within)
+
+    def ten(self) -> None:
+        """Waits until all have made ten steps."""
+        self.until(lambda: all([(self.out / f"ten {i}").exists() or self.ended(i) for i in range(self.count)]), 120)
+
+    def end(self, i: int, within: float) -> int:
+        """The exit status of a process that ends in time."""
+        self.until(lambda: self.processes[i].poll() is not None, within)
+        return self.processes[i].returncode
+
+
+# The same numbers
+
+
+@pytest.mark.parametrize(("count", "plans"), [(2, tuple(worker.PLANS)), (4, ("mixtral expert ragged",))])
+def test_several_processes_compute_what_one_does(tmp_path: Path, count: int, plans: tuple[str, ...]) -> None:
+    """With four devices in all: the same numbers in each process, which reads its own bytes only and cannot save."""
+    with numbers(tmp_path / "one", 1, plans) as one, numbers(tmp_path / "several", count, plans) as several:
+        one.finish(280)
+        several.finish(280)
+    for plan in plans:
+        wanted = dict(np.load(one.out / f"{plan} 0.npz"))
+        assert len([name for name in wanted if name.startswith("gradient")]) > 10
+        for i in range(count):
+            ours = dict(np.load(several.out / f"{plan} {i}.npz"))
+            same_numbers(ours, wanted)
+            read = int(ours["bytes read"])
+            assert read == int(ours["bytes held"]), "nothing but what its devices hold"
+            assert read < int(wanted["bytes read"]) * (0.7 if "expert" in plan else 1.01 / count)
+    for i in range(count):
+        said = (several.out / f"refusal {i}").read_text()
+        assert "devices of several processes" in said and "orbax.checkpoint" in said
+    assert not (ROOT / "never").exists()
+
+
+def numbers(out: Path, count: int, plans: tuple[str, ...]) -> Launch:
+    out.mkdir()
+    return Launch(out, count, "numbers", *plans, devices=worker.DEVICES // count)
+
+
+def same_numbers(ours: worker.Numbers, wanted: worker.Numbers) -> None:
+    """Routing, new ids and text are equal; logits, losses and every gradient within 2e-6 of their size (at least 1)."""
+    assert set(ours) == set(wanted)
+    for name in [name for name in wanted if "bytes" not in name]:
+        if np.issubdtype(wanted[name].dtype, np.integer):
+            np.testing.assert_array_equal(ours[name], wanted[name], err_msg=name)
+        else:
+            scale = max(1.0, float(np.abs(wanted[name]).max()))
+            assert np.abs(ours[name] - wanted[name]).max() / scale < 2e-6, name
+
+
+# An end in time
+
+
+@pytest.mark.parametrize(("task", "victim"), [("step with a limit", 1), ("step with a limit", 0), ("step", 1)])
+def test_a_killed_process(tmp_path: Path, task: str, victim: int) -> None:
+    """What notices first differs: the connection, JAX's coordinator, or the deadline; the end is the same."""
+    with Launch(tmp_path, 2, task) as job:
+        job.ten()
+        job.processes[victim].kill()
+        assert job.end(1 - victim, 4 + SLACK) not in (0, -signal.SIGKILL)
+        said = job.said(1 - victim)
+        assert any(end in said for end in ENDS) and "worker.py" in said, "a message, and where it was"
+
+
+@pytest.mark.parametrize(
+    ("task", "doing"),
+    [("stop", "a training step"), ("generate", "computing a new token"), ("end", "waiting for the other processes")],
+)
+def test_a_process_that_is_stuck(tmp_path: Path, task: str, doing: str) -> None:
+    """Stopped by a signal, asleep while the other generates, or asleep while the other wants to end."""
+    with Launch(tmp_path, 2, task) as job:
+        job.ten()
+        assert job.end(0, 10 + SLACK) == GAVE_UP
+        said = job.said(0)
+        assert f"process 0 of 2 (pid {job.processes[0].pid} on " in said and GAVE_UP_FOR in said and doing in said
+        assert job.processes[1].poll() is None
+
+
+def test_a_process_that_is_missing(tmp_path: Path) -> None:
+    with Launch(tmp_path, 2, "missing", started=1) as job:
+        assert job.end(0, 60) == GAVE_UP
+        said = job.said(0)
+        assert "process 0 of 2" in said and "gave up connecting to the other processes after 3 s" in said
+
+
+def test_an_exception_ends_all(tmp_path: Path) -> None:
+    with Launch(tmp_path, 2, "fail") as job:
+        job.ten()
+        assert job.end(1, SLACK) == 1
+        said = job.said(1)
+        assert "ArithmeticError: the loss is not finite" in said and "process 1 of 2 ends on this" in said
+        assert job.end(0, 4 + SLACK) not in (0, -signal.SIGKILL)
+        assert any(end in job.said(0) for end in ENDS)
+
+
+# Alone, and the launcher
+
+SCRIPT = """
+import sys, time
+from nnxmoe.processes import deadline, initialize
+initialize(timeout=60)
+import jax
+with deadline("nothing"), deadline("a moment", 5):
+    print(jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count(), sys.argv[1:])
+sys.stdout.flush()
+if "fail" in sys.argv and jax.process_index() == 1:
+    raise KeyError("here")
+if "nap" in sys.argv:
+    with deadline("a nap", 0.3):
+        time.sleep(100)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return str(tmp_path / "script.py")
+
+
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env, command = os.environ | {"PYTHONPATH": str(ROOT)} | variables, [sys.executable, *arguments]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_alone(script: str) -> None:
+    done = python(script, "nap")
+    assert done.returncode == GAVE_UP and done.stdout.startswith("0 1 ")
+    assert "this process works alone" in done.stderr
+    assert "nnxmoe: this process (pid " in done.stderr and "gave up a nap after 0.3 s" in done.stderr
+    assert "script.py" in done.stderr, "where it was"
+
+
+def test_a_limit_that_is_kept_leaves_no_trace() -> None:
+    step = deadline("a step", 0.1)(lambda: time.sleep(0.01))
+    for _ in range(3):
+        step()
+    with pytest.raises(KeyError), deadline("an error", 0.1):
+        raise KeyError
+    time.sleep(0.3)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_is_some_seconds(timeout: float) -> None:
+    with pytest.raises(ValueError, match="more than 0"):
+        initialize(timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES='two': set it to a number"),
+        ({"JAX_NUM_PROCESSES": "2"}, "coordinator_address should be defined"),
+    ],
+)
+def test_an_environment_that_says_too_little(script: str, variables: dict[str, str], message: str) -> None:
+    done = python(script, **variables)
+    assert done.returncode == 1 and message in done.stderr and not done.stdout
+
+
+def test_jax_finds_slurm(script: str) -> None:
+    """With the variables that ``srun`` sets, and none of ours."""
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    slurm["JAX_COORDINATOR_PORT"] = str(launch.free_port())
+    with contextlib.ExitStack() as stack:
+        running = []
+        for i in "01":
+            env = os.environ | {"PYTHONPATH": str(ROOT), "SLURM_PROCID": i, "SLURM_LOCALID": i} | slurm
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            running.append(stack.enter_context(subprocess.Popen([sys.executable, script], env=env, **streams)))
+            stack.callback(running[-1].kill)
+        for i, process in enumerate(running):
+            said, _ = process.communicate(timeout=100)
+            assert process.returncode == 0 and f"{i} 2 " in said, said
+
+
+def test_launcher(script: str) -> None:
+    done = python("-m", "nnxmoe.launch", "--devices", "3", "2", script, "one", "--two")
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.endswith("]"))
+    assert lines == [f"{i} 2 3 6 ['one', '--two']" for i in range(2)]
+
+
+def test_launcher_ends_all_when_one_fails(script: str) -> None:
+    done = python("-m", "nnxmoe.launch", "2", script, "fail")
+    assert done.returncode == 1 and "KeyError: 'here'" in done.stderr
+    assert "process 1 of 2 ended with status 1; stopping all" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_launcher_ends_all_when_it_is_ended(tmp_path: Path, number: int, status: int) -> None:
+    """Also processes that do not listen."""
+    deaf = "import os, signal, sys, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]"
+    deaf += "; open(f'{sys.argv[1]}/{os.getpid()}', 'w').close(); time.sleep(100)"
+    command = [sys.executable, "-m", "nnxmoe.launch", "2", "-c", deaf, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as launcher:
+        try:
+            wait(lambda: len(list(tmp_path.iterdir())) == 2)
+            launcher.send_signal(number)
+            assert launcher.wait(SLACK) == status
+        finally:
+            launcher.kill()
+    for path in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.name), 0)
+
+
+@pytest.mark.parametrize("arguments", [("0", "script.py"), ("2",), ("two", "script.py")])
+def test_launcher_refuses(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(arguments)
+    assert "usage: python -m nnxmoe.launch" in capsys.readouterr().err

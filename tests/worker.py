@@ -1,0 +1,172 @@
+"""What one process of a test does: ``python -m tests.worker OUT TASK``, with the environment of `nnxmoe.launch`.
+
+``numbers`` computes what `test_processes` compares and writes it to OUT. The other tasks end badly, each in its way.
+"""
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nnxmoe
+from nnxmoe import ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, processes
+from nnxmoe.axes import sharding_of
+from nnxmoe.generation.decode import generate_tokens
+from nnxmoe.processes import deadline, initialize
+
+HF_CASES = Path(__file__).parent / "data" / "hf"
+DEVICES = 4
+PLANS: dict[str, tuple[str, Any, dict[str, int]]] = {
+    "mixtral fsdp sorted": ("mixtral_basic", Sorted(), {"fsdp": DEVICES}),
+    "mixtral expert ragged": ("mixtral_basic", ExpertParallel(Sorted(), RaggedAllToAll()), {"expert": DEVICES}),
+    "deepseek fsdp expert ring": (
+        "deepseek_yarn",
+        ExpertParallel(Sorted(), RingOfExperts()),
+        {"fsdp": 2, "expert": DEVICES // 2},
+    ),
+}
+# What a task asks for besides the usual: a sign of life every few seconds, or little patience at the start or end.
+INITIALIZE: dict[str, dict[str, Any]] = {
+    "step": {"timeout": 90, "heartbeat_timeout_seconds": 4},
+    "fail": {"timeout": 90, "heartbeat_timeout_seconds": 4},
+    "end": {"timeout": 10},
+    "missing": {"timeout": 3},
+}
+Numbers = dict[str, np.ndarray]
+
+
+def numbers(plan: str) -> Numbers:
+    """Logits, routing, loss and gradients, the loss after a step, new ids and the bytes read, with four devices."""
+    case, dispatch, sizes = PLANS[plan]
+    mesh = nnxmoe.make_mesh(**sizes, devices=jax.devices()[:DEVICES])
+    strategy = nnxmoe.Strategy(dispatch=dispatch, scan_layers=True)
+    model = nnxmoe.from_pretrained(HF_CASES / case / "model", mesh=mesh, strategy=strategy)
+    tokens = np.random.default_rng(0).integers(0, 256, (DEVICES, 6)).astype(np.int32)
+    out = model(tokens, return_routing=True)
+    assert out.routing is not None
+    found = {"logits": out.logits}
+    found |= {f"experts {i}": routing.experts for i, routing in out.routing.items()}
+    found |= train_step(model, tokens, mesh)
+    host = jax.tree.map(np.asarray, jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(found))
+    if "expert" in sizes:
+        host["ids"] = nnxmoe.generate(model, tokens[:3], max_new_tokens=4, eos_token_id=None)
+        tokenizer = nnxmoe.Tokenizer.from_pretrained(HF_CASES / case / "model")
+        pieces = nnxmoe.stream(model, tokenizer, tokens[0].tolist(), max_new_tokens=4, eos_token_id=None)
+        host["text"] = np.frombuffer("".join(pieces).encode(), np.uint8)
+    leaves = jax.tree.leaves(nnx.state(model))
+    held = [{str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards} for leaf in leaves]
+    host["bytes held"] = np.asarray(sum(sum(parts.values()) for parts in held))
+    host["bytes read"] = np.asarray(model.load_report.bytes_read)
+    return host
+
+
+def train_step(model: nnxmoe.CausalLM, tokens: np.ndarray, mesh: Any) -> dict[str, jax.Array]:
+    """Loss and gradients of next-token prediction, and the loss after one step of gradient descent."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    where = jax.tree.map(
+        lambda v: v.replace(sharding_of(v, mesh)), params, is_leaf=lambda v: isinstance(v, nnx.Variable)
+    )
+
+    def loss(params: Any) -> jax.Array:
+        logits = nnx.merge(graph, params, rest)._forward(jnp.asarray(tokens), (None,) * 4, (False, False)).logits
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), jnp.asarray(tokens)[:, 1:, None], axis=-1)
+        return -jnp.mean(chosen)
+
+    def step(params: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params)
+        return value, grads, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    run = jax.jit(step, out_shardings=(None, where, where))
+    before, grads, params = run(params)
+    after, *_ = run(params)
+    named = {f"gradient {'.'.join(map(str, path))}": v.get_value() for path, v in nnx.to_flat_state(grads)}
+    return {"loss before": before, "loss after": after, **named}
+
+
+def refusal() -> str:
+    """What `save_pretrained` says of a model whose arrays lie in several processes."""
+    model = nnxmoe.from_pretrained(HF_CASES / "llama_basic" / "model", mesh=nnxmoe.make_mesh(fsdp=-1))
+    try:
+        nnxmoe.save_pretrained(model, Path("never") / "written")
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+# What goes wrong
+
+
+def summed() -> Callable[[], float]:
+    """A compiled sum over all devices of all processes: a collective that waits for everyone."""
+    mesh = nnxmoe.make_mesh(data=-1)
+    ones = jax.make_array_from_callback(
+        (jax.device_count(),), NamedSharding(mesh, PartitionSpec("data")), lambda at: np.ones(1, np.float32)
+    )
+    run = jax.jit(jnp.sum)
+    return lambda: float(run(ones))
+
+
+def steps(out: Path, limit: float | None, at_ten: Callable[[], object] = lambda: None) -> None:
+    """Steps without end; a file tells that the tenth is reached, where process 1 does something else."""
+    step = summed()
+    for i in range(1_000_000):
+        if i == 10:
+            (out / f"ten {jax.process_index()}").touch()
+            if jax.process_index() == 1:
+                at_ten()
+        with deadline("a training step", limit if i >= 10 else None):
+            assert step() == jax.device_count()
+
+
+def generate_alone(out: Path) -> None:
+    """Process 1 falls asleep between two tokens, alive; process 0 has set no deadline but that of `initialize`."""
+    model = nnxmoe.from_pretrained(HF_CASES / "llama_basic" / "model", mesh=nnxmoe.make_mesh(fsdp=-1))
+    for i, _ in enumerate(generate_tokens(model, np.ones((2, 4), np.int32), None, 60, None, 0)):
+        if i == 10:
+            processes._job = dataclasses.replace(processes._job, timeout=4.0)  # compiling was allowed to take longer
+            (out / f"ten {jax.process_index()}").touch()
+            time.sleep(1000 if jax.process_index() == 1 else 0)
+
+
+def fail() -> None:
+    raise ArithmeticError("the loss is not finite")
+
+
+def main(out: Path, task: str, *plans: str) -> None:
+    initialize(**INITIALIZE.get(task, {"timeout": 90}))
+    match task:
+        case "numbers":
+            for plan in plans:
+                np.savez(out / f"{plan} {jax.process_index()}", **numbers(plan))
+            if jax.process_count() > 1:
+                (out / f"refusal {jax.process_index()}").write_text(refusal())
+        case "step with a limit":
+            steps(out, 4)
+        case "step":
+            steps(out, None)
+        case "stop":
+            steps(out, 4, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        case "fail":
+            steps(out, None, fail)
+        case "generate":
+            generate_alone(out)
+        case "end":
+            summed()()
+            (out / f"ten {jax.process_index()}").touch()
+            time.sleep(1000 if jax.process_index() == 1 else 0)
+        case _:
+            raise ValueError(task)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
