@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from nnxmoe.axes import RULES, Rules, sharding_of
 from nnxmoe.frozen import FrozenDict
-from nnxmoe.kernels import tokamax
 from nnxmoe.layers.attend import Attend, Reference
 from nnxmoe.layers.mla import ByLength, LatentAttend
 from nnxmoe.layers.stack import MakeLayer, Remat, Scanned, Stack, Unrolled
@@ -19,16 +18,18 @@ from nnxmoe.moe.expert_parallel import has_ragged_all_to_all
 from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, RaggedDot
 
 _WHY = {
-    (Blocked, "cpu"): "only the blocks in use: lax.ragged_dot computes every expert on every row here",
-    (Blocked, "gpu"): "only the blocks in use: lax.ragged_dot computes every expert on every row here, and tokamax, "
+    ("Blocked", "cpu"): "only the blocks in use: lax.ragged_dot computes every expert on every row here",
+    ("Blocked", "gpu"): "only the blocks in use: lax.ragged_dot computes every expert on every row here, and tokamax, "
     "which has kernels, is not installed (pip install 'nnxmoe[kernels]')",
-    (RaggedDot, "tpu"): "lax.ragged_dot is a grouped kernel here; tokamax is not installed",
-    (tokamax.Tokamax, "gpu"): "its Pallas kernels; lax.ragged_dot computes every expert on every row here",
-    (tokamax.Tokamax, "tpu"): "its Pallas kernels",
+    ("RaggedDot", "tpu"): "lax.ragged_dot is a grouped kernel here; tokamax is not installed",
+    ("Tokamax", "gpu"): "its Pallas kernels; lax.ragged_dot computes every expert on every row here",
+    ("Tokamax", "tpu"): "its Pallas kernels",
 }
 
 
 def _default_matmul() -> GroupedMatmul:
+    from nnxmoe.kernels import tokamax
+
     if jax.default_backend() in ("gpu", "tpu") and tokamax.installed():
         return tokamax.Tokamax()
     return RaggedDot() if jax.default_backend() == "tpu" else Blocked()
@@ -82,7 +83,7 @@ class Strategy:
     def explain(self) -> str:
         """One line a choice: what was picked on this backend, and why."""
         backend = jax.default_backend()
-        matmul = _WHY.get((type(self.matmul), backend), "asked for; not a default on this backend")
+        matmul = _WHY.get((type(self.matmul).__name__, backend), "asked for; not a default on this backend")
         exchange = "jax.lax.ragged_all_to_all" if has_ragged_all_to_all(self.mesh) else "a padded all-to-all"
         where = f"{dict(self.mesh.shape)}; rows between experts by {exchange}" if self.mesh else "none, one device"
         return "\n".join(

@@ -8,6 +8,7 @@ import pytest
 
 import nnxmoe
 from nnxmoe.kernels import tokamax
+from nnxmoe.kernels.tokamax import Tokamax
 from tests.helpers import PART_TOLERANCE, build_tiny, max_error, random_tokens
 from tests.test_moe import GROUPS, problem, product_and_gradients
 
@@ -18,7 +19,7 @@ from tests.test_moe import GROUPS, problem, product_and_gradients
 def test_tokamax_equals_the_oracle(name: str, aligned: bool) -> None:
     """Forward and backward, with whatever implementation it chooses on this machine."""
     arrays = problem(name, jnp.float32)
-    backend: Any = nnxmoe.Aligned(nnxmoe.Tokamax(), 8) if aligned else nnxmoe.Tokamax()
+    backend: Any = nnxmoe.Aligned(Tokamax(), 8) if aligned else Tokamax()
     wanted = product_and_gradients(nnxmoe.Masked(), *arrays)
     for a, b, what in zip(product_and_gradients(backend, *arrays), wanted, ("y", "d rows", "d kernel"), strict=True):
         assert a.dtype == b.dtype and max_error(a, b) < PART_TOLERANCE, what
@@ -28,14 +29,14 @@ def test_tokamax_equals_the_oracle(name: str, aligned: bool) -> None:
 @pytest.mark.kernels
 def test_a_model_with_tokamax() -> None:
     tokens = random_tokens(2, 9)
-    ours = build_tiny("mixtral", nnxmoe.Strategy(matmul=nnxmoe.Tokamax()))(tokens).logits
+    ours = build_tiny("mixtral", nnxmoe.Strategy(matmul=Tokamax()))(tokens).logits
     assert max_error(ours, build_tiny("mixtral")(tokens).logits) < PART_TOLERANCE
 
 
 def test_tokamax_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokamax, "installed", lambda: False)
     with pytest.raises(ValueError, match=r"pip install 'nnxmoe\[kernels\]'"):
-        nnxmoe.Tokamax()
+        Tokamax()
 
 
 @pytest.mark.parametrize(

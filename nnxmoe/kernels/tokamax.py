@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.util
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,6 +14,14 @@ from nnxmoe.moe.grouped_matmul import zeros_beyond
 def installed() -> bool:
     """Whether the extra 'kernels' is there; imports nothing."""
     return importlib.util.find_spec("tokamax") is not None
+
+
+def _library() -> Any:
+    """tokamax, kept (before 0.0.17) from reading the options of our program's command line as its own."""
+    flags = importlib.import_module("absl.flags").FLAGS
+    if not flags.is_parsed():
+        flags.mark_as_parsed()
+    return importlib.import_module("tokamax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +39,7 @@ class Tokamax:
         self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
     ) -> Float[Array, "R O"]:
         rows = zeros_beyond(rows, sizes)
-        out = importlib.import_module("tokamax").ragged_dot(
+        out = _library().ragged_dot(
             rows,
             kernel.astype(rows.dtype),
             group_sizes=sizes,

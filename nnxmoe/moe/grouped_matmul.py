@@ -78,6 +78,8 @@ class Aligned:
         self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
     ) -> Float[Array, "R O"]:
         have, groups = rows.shape[0], sizes.shape[0]
+        if have == 0:
+            return jnp.zeros((0, kernel.shape[2]), rows.dtype)
         room = -(-(have + groups * (self.block - 1)) // self.block) * self.block
         filled = (sizes + self.block - 1) // self.block * self.block
         source, place = _moved(filled, sizes, room, have), _moved(sizes, filled, have, room)
