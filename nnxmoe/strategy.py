@@ -6,7 +6,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from nnxmoe.axes import RULES, Rules, sharding_of
 from nnxmoe.frozen import FrozenDict
@@ -60,6 +60,11 @@ class Strategy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", FrozenDict(self.rules))
+        if self.mesh is not None and any(kind != AxisType.Auto for kind in self.mesh.axis_types):
+            raise ValueError(
+                f"Strategy(mesh={self.mesh}): its axes must be of type Auto: make it with nnxmoe.make_mesh, or "
+                "with axis_types=(jax.sharding.AxisType.Auto, …)"
+            )
         for name in ("dispatch", "matmul", "attend", "latent"):
             value = getattr(self, name)
             if isinstance(value, type) or not callable(value):

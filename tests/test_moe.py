@@ -20,7 +20,7 @@ from nnxmoe.moe import grouped_matmul
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.dispatch import DispatchInfo
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.permute import combine, fitting, gather_rows, sort_by_expert
+from nnxmoe.moe.permute import combine, fitting, gather_rows, permute, sort_by_expert, unpermute
 from nnxmoe.moe.router import RandomTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
 from tests.helpers import (
     PART_TOLERANCE,
@@ -321,6 +321,38 @@ def test_work_grows_with_the_rows_and_not_with_the_experts(monkeypatch: pytest.M
     scattered = [1 if e % 8 == 0 else 0 for e in range(64)]
     assert count_products(monkeypatch, Blocked(4), scattered) == 8  # a block a group in use, at worst
     assert count_products(monkeypatch, Blocked(), scattered) == 8
+
+
+# Stages of a dispatch
+
+
+@pytest.mark.parametrize("rows", [12, 7, 1])
+def test_permute_sorts_rows_by_expert_and_unpermute_undoes_it(rows: int) -> None:
+    """In stable order; assignments to expert 5, which there is not, come last; those without a row come back as 0."""
+    ids = np.array([[4, 0], [0, 5], [2, 4], [5, 5], [0, 2], [1, 0]], np.int32)
+    x = np.arange(1.0, 13).reshape(6, 2).astype(np.float32)
+    order = np.argsort(ids.reshape(-1), kind="stable")[:rows]
+    sorted_rows, found = permute(jnp.asarray(x), jnp.asarray(ids), rows)
+    np.testing.assert_array_equal(sorted_rows, x[order // 2])
+    wanted = np.zeros((12, 2), np.float32)
+    wanted[order] = x[order // 2]
+    np.testing.assert_array_equal(unpermute(sorted_rows, found), wanted)
+
+
+def test_sorting_and_permuting_scatter_nothing_in_their_backward() -> None:
+    """Forward and backward move rows by gathers; the transpose of plain indexing is a scatter-add."""
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 4, (6, 2)), jnp.int32)
+    x, weights = jnp.ones((6, 3)), jnp.ones((6, 2))
+
+    def ours(x: jax.Array, weights: jax.Array) -> jax.Array:
+        rows, order = permute(x, ids, 12)
+        return jnp.sum(jnp.sin(combine(jnp.cos(rows), order, weights)))
+
+    def plain(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(x[jnp.argsort(ids.reshape(-1)) // 2]) * weights.reshape(-1, 1))
+
+    programs = [str(jax.make_jaxpr(jax.grad(f, argnums=(0, 1)))(x, weights)) for f in (ours, plain)]
+    assert ["scatter-add" in program or "scatter_add" in program for program in programs] == [False, True]
 
 
 # Dispatch

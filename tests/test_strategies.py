@@ -265,6 +265,14 @@ def refusal(kind: str) -> str:
         if kind == "missing data":
             way = ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "rows"))
             make(way, "softmax", nnxmoe.make_mesh(expert=8))(scenarios()["random"][0])
+        if kind == "capacity":
+            make(Capacity(2.0), "softmax", nnxmoe.make_mesh(expert=8))(scenarios()["random"][0][:6])
+        if kind == "other axis":
+            way = ExpertParallel(Sorted(), RingOfExperts(), axis="tensor")
+            make(way, "softmax", nnxmoe.make_mesh(tensor=8))(scenarios()["random"][0])
+        if kind == "explicit":
+            kinds = (jax.sharding.AxisType.Explicit,)
+            nnxmoe.Strategy(mesh=jax.make_mesh((8,), ("fsdp",), axis_types=kinds))
     except ValueError as error:
         return str(error)
     return "taken"
@@ -277,6 +285,9 @@ def refusal(kind: str) -> str:
         ("batch", "a batch of 6 does not divide over 8 devices"),
         ("missing", "has no axis 'data'"),
         ("missing data", "has no axis 'rows'"),
+        ("capacity", "Capacity: a batch of 6 does not divide over 8 devices"),
+        ("other axis", "the rules split experts over 'expert', not over 'tensor'"),
+        ("explicit", "must be of type Auto: make it with nnxmoe.make_mesh"),
     ],
 )
 def test_numbers_that_do_not_divide(eight: Callable[..., Any], kind: str, message: str) -> None:
