@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnxmoe.frozen import FrozenDict
+from nnxmoe.progress import logger
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")  # the batch is split over all of them; attention then needs no communication
@@ -75,6 +76,8 @@ def make_mesh(
     Raises ValueError where the sizes do not multiply to the number of devices.
     """
     sizes = {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
+    if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes.values()):
+        raise ValueError(f"mesh sizes {sizes}: give integers")
     found = np.asarray(jax.devices() if devices is None else devices, dtype=object)
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
@@ -115,15 +118,19 @@ def partition_spec(axes: Sequence[str], shape: Sequence[int], mesh: AnyMesh, rul
             raise ValueError(f"no rule for the logical axis {name!r} of a parameter with axes {tuple(axes)}")
         axis = rules[name]
         if axis is not None and axis not in mesh.shape:
-            raise ValueError(f"the rule {name!r} -> {axis!r} names no axis of the mesh {dict(mesh.shape)}")
+            raise ValueError(
+                f"the rule {name!r} -> {axis!r} names no axis of the mesh {dict(mesh.shape)}: "
+                "make it with nnxmoe.make_mesh, which has all axes, or give other rules"
+            )
         entries.append(axis if axis is not None and mesh.shape[axis] > 1 else None)
         if entries[-1] is not None and size % mesh.shape[entries[-1]]:
             raise ValueError(
-                f"{name!r} of size {size} does not divide over the mesh axis {axis!r} of size {mesh.shape[axis]}"
+                f"{name!r} of size {size} does not divide over the mesh axis {axis!r} of size {mesh.shape[axis]}: "
+                f"take another size, or rules that keep it whole, {{**nnxmoe.RULES, {name!r}: None}}"
             )
     used = [entry for entry in entries if entry is not None]
     if len(set(used)) != len(used):
-        raise ValueError(f"a mesh axis is used twice: axes {tuple(axes)} -> {tuple(entries)}")
+        raise ValueError(f"the rules use a mesh axis twice: axes {tuple(axes)} -> {tuple(entries)}")
     return PartitionSpec(*entries) if used else PartitionSpec()
 
 
@@ -134,9 +141,12 @@ def constrain(x: jax.Array, mesh: AnyMesh | None, *axes: str | Sequence[str] | N
 
 
 def split_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
-    """``x`` with its rows split over the batch axes; untouched where they do not divide."""
+    """``x`` with its rows split over the batch axes; untouched, with a warning, where they do not divide."""
     axes = batch_axes(mesh)
-    return x if x.shape[0] % shards(mesh, axes) else constrain(x, mesh, axes)
+    if x.shape[0] % shards(mesh, axes):
+        logger.warning("a batch of %d does not divide over %s: every device computes all of it", x.shape[0], axes)
+        return x
+    return constrain(x, mesh, axes)
 
 
 def everywhere(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:

@@ -50,8 +50,9 @@ def initialize(timeout: float = 300.0, **options: Any) -> None:
     this process ends with a message and a status that is not 0. So it does at once on an exception.
     """
     global _job
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout={timeout}: give the seconds to wait for other processes, more than 0")
+    timeout = _seconds("timeout", timeout)
+    if jax.distributed.is_initialized():
+        raise ValueError(f"{_job.me} is connected to the others already: initialize once")
     given = _from_environment() | options
     count = given.get("num_processes")
     _job = _Job(timeout, "this process" if count is None else f"process {given.get('process_id')} of {count}")
@@ -67,6 +68,13 @@ def initialize(timeout: float = 300.0, **options: Any) -> None:
         say("no cluster and no JAX_COORDINATOR_ADDRESS found: this process works alone")
         return
     _job = _Job(timeout, f"process {jax.process_index()} of {jax.process_count()}")
+
+
+def _seconds(name: str, value: float) -> float:
+    """A time to wait: positive, and not more than threads can wait, which is 292 years."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r}: give the seconds to wait for other processes, more than 0")
+    return min(float(value), threading.TIMEOUT_MAX)
 
 
 def _limits(timeout: float) -> dict[str, Any]:
@@ -105,7 +113,7 @@ def deadline(doing: str, seconds: float | None = None) -> Iterator[None]:
     wait for its results (``jax.block_until_ready``): JAX computes behind the back of Python. The message names what it
     was ``doing`` ("a training step"); every thread's stack follows; the exit status is `GAVE_UP`.
     """
-    seconds = _job.timeout if seconds is None else seconds
+    seconds = _job.timeout if seconds is None else _seconds("seconds", seconds)
     key = None if seconds is None else _watchdog.add(doing, seconds)
     try:
         yield
@@ -152,6 +160,7 @@ class _Watchdog:
 
 
 _watchdog = _Watchdog()
+os.register_at_fork(after_in_child=_watchdog.__init__)  # a fork has none of its parent's threads and deadlines
 
 
 def _give_up(doing: str, seconds: float) -> None:

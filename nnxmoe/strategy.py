@@ -1,6 +1,7 @@
 """How this machine computes a model. Changing a strategy changes no result beyond rounding."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Self
 
 import jax
@@ -59,18 +60,40 @@ class Strategy:
     rules: Rules = RULES
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", FrozenDict(self.rules))
-        if self.mesh is not None and any(kind != AxisType.Auto for kind in self.mesh.axis_types):
-            raise ValueError(
-                f"Strategy(mesh={self.mesh}): its axes must be of type Auto: make it with nnxmoe.make_mesh, or "
-                "with axis_types=(jax.sharding.AxisType.Auto, …)"
-            )
+        self._check_mesh()
+        if self.remat is not None and not isinstance(self.remat, Remat):
+            raise ValueError(f"Strategy(remat={self.remat!r}): give Remat(), an object, or None")
+        if not isinstance(self.scan_layers, bool):
+            raise ValueError(f"Strategy(scan_layers={self.scan_layers!r}): True or False")
+        if self.compute_dtype is not None:
+            object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
+            if not jnp.issubdtype(self.compute_dtype, jnp.floating):
+                raise ValueError(f"Strategy(compute_dtype={self.compute_dtype}): give a floating-point dtype")
         for name in ("dispatch", "matmul", "attend", "latent"):
             value = getattr(self, name)
             if isinstance(value, type) or not callable(value):
                 raise ValueError(
                     f"Strategy({name}={value!r}): give an object such as {type(_DEFAULTS[name]).__name__}()"
                 )
+
+    def _check_mesh(self) -> None:
+        if self.mesh is not None and not isinstance(self.mesh, Mesh):
+            raise ValueError(f"Strategy(mesh={self.mesh!r}): give a mesh of devices, as nnxmoe.make_mesh makes")
+        if self.mesh is not None and any(kind != AxisType.Auto for kind in self.mesh.axis_types):
+            raise ValueError(
+                f"Strategy(mesh={self.mesh}): its axes must be of type Auto: make it with nnxmoe.make_mesh, or "
+                "with axis_types=(jax.sharding.AxisType.Auto, …)"
+            )
+        if not isinstance(self.rules, Mapping) or set(self.rules) != set(RULES):
+            odd = sorted(set(self.rules) ^ set(RULES), key=str) if isinstance(self.rules, Mapping) else [self.rules]
+            raise ValueError(
+                f"Strategy(rules=…): {odd[0]!r} is missing or no logical axis; give a dict of all of them, "
+                "{**nnxmoe.RULES, name: mesh axis or None}"
+            )
+        for name, axis in self.rules.items():
+            if axis is not None and not isinstance(axis, str):
+                raise ValueError(f"Strategy(rules=…): {name!r} -> {axis!r}: give the name of a mesh axis, or None")
+        object.__setattr__(self, "rules", FrozenDict(self.rules))
 
     @classmethod
     def auto(cls) -> Self:

@@ -157,3 +157,19 @@ def test_maxtexts_own_number_and_its_gradients() -> None:
     for name, value in ours.items():
         # Our queries are sqrt(head width) times theirs; the mapping has multiplied once more.
         assert max_error(value * (model.config.head_width if "q_proj" in name else 1), theirs[name]) < 1e-5, name
+
+
+def test_padding_that_is_nan_and_affinities_that_underflow() -> None:
+    valid = jnp.ones((3, 7), bool).at[:, 5:].set(False)
+    clean = routing_of("sigmoid", valid)
+    spoiled = Routing(
+        clean.experts,
+        clean.weights,
+        jnp.where(valid[..., None], clean.scores, jnp.nan),
+        jnp.where(valid[..., None], clean.logits, jnp.nan),
+        valid,
+    )
+    for loss in (balance.switch_loss, balance.sequence_loss, balance.maxtext_loss, balance.z_loss):
+        assert float(loss(spoiled)) == float(loss(clean))
+    nothing = SELECTS["sigmoid"](jnp.full((1, 4, E), -200.0), None)
+    assert float(balance.sequence_loss(nothing)) == 0

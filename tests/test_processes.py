@@ -181,11 +181,19 @@ def test_an_exception_ends_all(tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys, time
+from nnxmoe import processes
 from nnxmoe.processes import deadline, initialize
 initialize(timeout=60)
 import jax
+if jax.process_count() > 1:
+    try:
+        initialize(timeout=60)
+    except ValueError as error:
+        assert "connected to the others already" in str(error)
+    assert processes._job.timeout == 60
 with deadline("nothing"), deadline("a moment", 5):
-    print(jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count(), sys.argv[1:])
+    counts = jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count()
+    sys.stdout.write(f"{' '.join(map(str, counts))} {sys.argv[1:]}\\n")  # at once: both write to one pipe
 sys.stdout.flush()
 if "fail" in sys.argv and jax.process_index() == 1:
     raise KeyError("here")
@@ -223,10 +231,33 @@ def test_a_limit_that_is_kept_leaves_no_trace() -> None:
     time.sleep(0.3)
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), "5", True])
 def test_a_timeout_is_some_seconds(timeout: float) -> None:
     with pytest.raises(ValueError, match="more than 0"):
         initialize(timeout=timeout)
+    with pytest.raises(ValueError, match="more than 0"), deadline("a step", timeout):
+        pass
+
+
+LATER = """
+import os, sys, time
+from nnxmoe.processes import deadline
+with deadline("something long", 1e300):
+    time.sleep(0.05)
+if "fork" in sys.argv and (child := os.fork()):
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+with deadline("a nap", 0.3):
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("argument", ["here", "fork"])
+def test_a_deadline_after_others(tmp_path: Path, argument: str) -> None:
+    """One that no clock can count, and in a fork, which has not the thread that looks after them."""
+    (tmp_path / "later.py").write_text(LATER)
+    done = python(str(tmp_path / "later.py"), argument)
+    assert done.returncode == GAVE_UP and "gave up a nap after 0.3 s" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """One layer, every execution mode, on one device and on meshes of eight: the same numbers."""
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.axes import BATCH_AXES, sharding_of
+from nnxmoe.models import Mixtral, MixtralConfig
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.expert_parallel import Plan, buffer_rows
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import Blocked
 from nnxmoe.moe.ragged import ragged_all_to_all
-from nnxmoe.moe.router import Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
-from tests.helpers import HF_CASES, load_case, max_error
+from nnxmoe.moe.router import RandomTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
+from tests.helpers import HF_CASES, build_tiny, load_case, max_error, random_tokens
 
 B, T, D, F, E = 8, 5, 16, 24, 8
 RAGGED, RING = ExpertParallel(Sorted(), RaggedAllToAll()), ExpertParallel(Sorted(), RingOfExperts())
@@ -248,6 +250,49 @@ def test_reference_cases_on_a_mesh(eight: Callable[..., Any], case: str, way: st
     assert eight(model_error, case, way, 2, scan) < 2e-4
 
 
+def generated(dispatch: Any) -> tuple[list[list[int]], list[list[int]], list[str]]:
+    """New ids of each of four prompts, alone on a mesh of four expert shards and on one device; and the warnings."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("nnxmoe").addHandler(handler)
+    mesh = nnxmoe.make_mesh(expert=4, devices=jax.devices()[:4])
+    found = []
+    for strategy in (nnxmoe.Strategy(dispatch=dispatch, mesh=mesh), nnxmoe.Strategy()):
+        config = MixtralConfig(
+            vocab_size=97, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+        )  # fmt: skip
+        model = Mixtral(config, strategy, rngs=nnx.Rngs(0))
+        tokens = np.random.default_rng(1).integers(0, 97, (4, 6))
+        found.append([nnxmoe.generate(model, tokens[i : i + 1], max_new_tokens=8)[0].tolist() for i in range(4)])
+    logging.getLogger("nnxmoe").removeHandler(handler)
+    return *found, [line for line in said if "no room" in line]
+
+
+def test_rows_that_fill_a_batch_up_take_no_room(eight: Callable[..., Any]) -> None:
+    """One prompt on four shards: three rows are nobody's, and a buffer of the balanced load is large enough."""
+    ours, wanted, said = eight(generated, ExpertParallel(Sorted(), RingOfExperts(4.0)))
+    assert ours == wanted and not said
+    _, _, said = eight(generated, ExpertParallel(Sorted(), RingOfExperts(0.25)))
+    assert said and "RingOfExperts(buffer_factor=0.25)" in said[0], "what is dropped is said"
+
+
+def random_choice() -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """`RandomTopK` on one device and on a mesh, and the experts' load there."""
+    kw: dict[str, Any] = {"dtype": jnp.dtype("float32"), "rngs": nnx.Rngs(0)}
+    router = Router(D, E, RandomTopK(2, seed=3), bias=False, **kw)
+    x = scenarios()["random"][0]
+    one, other = (np.asarray(router(x, None, mesh).experts) for mesh in (None, nnxmoe.make_mesh(expert=8)))
+    return one, other, np.bincount(other.reshape(-1), minlength=E).tolist()
+
+
+def test_random_choice_is_the_same_and_even_on_a_mesh(eight: Callable[..., Any]) -> None:
+    one, other, load = eight(random_choice)
+    np.testing.assert_array_equal(one, other)
+    assert load == [B * T * 2 // E] * E
+
+
 # Refusals
 
 
@@ -273,6 +318,9 @@ def refusal(kind: str) -> str:
         if kind == "explicit":
             kinds = (jax.sharding.AxisType.Explicit,)
             nnxmoe.Strategy(mesh=jax.make_mesh((8,), ("fsdp",), axis_types=kinds))
+        if kind == "parameter":
+            mesh = nnxmoe.make_mesh(tensor=8)
+            nnxmoe.from_pretrained(HF_CASES / "mixtral_basic" / "model", mesh=mesh)
     except ValueError as error:
         return str(error)
     return "taken"
@@ -287,6 +335,7 @@ def refusal(kind: str) -> str:
         ("missing data", "has no axis 'rows'"),
         ("capacity", "Capacity: a batch of 6 does not divide over 8 devices"),
         ("other axis", "the rules split experts over 'expert', not over 'tensor'"),
+        ("parameter", "layer.attention.k.kernel: 'kv_heads' of size 2 does not divide over the mesh axis 'tensor'"),
         ("explicit", "must be of type Auto: make it with nnxmoe.make_mesh"),
     ],
 )
@@ -304,10 +353,39 @@ def test_what_no_mode_can_be() -> None:
         (lambda: RaggedAllToAll(0.0), "buffer_factor=0.0"),
         (lambda: RingOfExperts(float("nan")), "buffer_factor=nan"),
         (lambda: Chunked(Sorted(), 0), "chunks=0"),
+        (lambda: Capacity(float("inf")), "factor=inf"),
+        (lambda: Capacity("2"), "factor='2'"),
+        (lambda: RaggedAllToAll(True), "buffer_factor=True"),
+        (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes="fsdp"), "a tuple"),
+        (lambda: nnxmoe.Blocked(0), "block=0"),
+        (lambda: nnxmoe.Strategy(remat=nnxmoe.Remat), "an object"),
+        (lambda: nnxmoe.Strategy(scan_layers="yes"), "scan_layers='yes'"),
+        (lambda: nnxmoe.Strategy(compute_dtype="int8"), "floating-point"),
+        (lambda: nnxmoe.Strategy(mesh="expert=8"), "nnxmoe.make_mesh"),
+        (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "bogus": "fsdp"}), "'bogus'"),
+        (lambda: nnxmoe.Strategy(rules={"embed": None}), "give a dict of all of them"),
+        (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "embed": 3}), "'embed' -> 3"),
+        (lambda: nnxmoe.make_mesh(fsdp="2"), "give integers"),
         (lambda: Chunked(Sorted, 2), "an? dispatch"),
     ):
         with pytest.raises(ValueError, match=message):
             make_one()
+
+
+def test_strategies_that_are_equal() -> None:
+    same = [nnxmoe.Strategy(compute_dtype=kind) for kind in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"))]
+    assert len(set(same)) == 1 and same[0] != nnxmoe.Strategy()
+
+
+def test_drops_are_said_by_the_model() -> None:
+    tokens = random_tokens(2, 12)
+    for factor, lossless in ((0.5, False), (8.0, True)):
+        model = build_tiny("mixtral", nnxmoe.Strategy(dispatch=Capacity(factor)))
+        out = model(tokens, return_routing=True)
+        assert out.dispatch.keys() == out.routing.keys()
+        assert (sum(int(info.dropped) for info in out.dispatch.values()) == 0) == lossless
+        assert all(int(info.load.sum()) == tokens.size * 2 for info in out.dispatch.values())
+    assert model(tokens).dispatch is None
 
 
 def test_without_a_mesh_expert_parallel_is_what_is_in_it() -> None:

@@ -134,7 +134,11 @@ def _fill(model: CausalLM, checkpoint: Checkpoint, dtype: np.dtype | None, notes
                 stored = checkpoint.tensors[name].numpy_dtype
                 if stored != target:
                     casts.setdefault(f"{stored} -> {target}", []).append(name)
-            value = reader.place(entry, target, model.strategy.sharding_of(variable), bar)
+            try:
+                place = model.strategy.sharding_of(variable)
+            except ValueError as error:
+                raise ValueError(f"{entry.key}: {error}") from None
+            value = reader.place(entry, target, place, bar)
             state[entry.path] = variable.replace(value)
             if isinstance(variable, nnx.Param) and len(entry.inner) > 1 and "router" not in entry.axes:
                 matrices.append(target)

@@ -20,7 +20,7 @@ from nnxmoe.axes import batch_axes, constrain, everywhere, shards
 from nnxmoe.generation.sampling import Knobs, Sampling, Steps, pick, prepare
 from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.layers.cache import Cache
-from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.layers.causal_lm import Body, CausalLM
 from nnxmoe.memory import memory_bytes
 from nnxmoe.processes import deadline
 from nnxmoe.progress import logger, say
@@ -101,8 +101,9 @@ def generate_tokens(
     if int(valid.sum(axis=1).max()) + max_new_tokens > limit:
         logger.warning("prompt and new tokens exceed the %d positions this model was made for", limit)
     rows, mesh = len(ids), model.strategy.mesh
-    more = [0] * (-rows % shards(mesh, batch_axes(mesh)))  # copies of the first row, until the batch divides
-    ids, valid = np.concatenate([ids, ids[more]]), np.concatenate([valid, valid[more]])
+    more = -rows % shards(mesh, batch_axes(mesh))  # rows of padding, until the batch divides
+    ids, valid = (np.pad(a, ((0, more), (0, 0))) for a in (ids, valid))
+    real = np.arange(rows + more) < rows if more else None
     steps, knobs = prepare(sampling, vocab)
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
@@ -115,11 +116,15 @@ def generate_tokens(
         token, memory = programs.prefill(leaves, ids, valid, capacity, steps, knobs, key)
         new = np.asarray(token)
     yield new[:rows]
-    for i in range(1, max_new_tokens):
-        with deadline("computing a new token"):
-            token, memory = programs.decode(leaves, token, memory, steps, knobs, key, np.int32(i))
-            new = np.asarray(token)
-        yield new[:rows]
+    try:
+        for i in range(1, max_new_tokens):
+            with deadline("computing a new token"):
+                token, memory = programs.decode(leaves, token, real, memory, steps, knobs, key, np.int32(i))
+                new = np.asarray(token)
+            yield new[:rows]
+    finally:
+        if dropped := int(memory.dropped):
+            logger.warning("%d assignments to experts found no room: %s", dropped, model.strategy.dispatch)
 
 
 def _check_room(model: CausalLM, batch: int, capacity: int) -> None:
@@ -134,10 +139,12 @@ def _check_room(model: CausalLM, batch: int, capacity: int) -> None:
 
 
 class Memory(NamedTuple):
-    """What a step hands to the next: the model's cache and, where a penalty asks for it, the ids seen so far."""
+    """What a step hands to the next: the model's cache, where a penalty asks for it the ids seen so far, and how many
+    assignments to experts were dropped."""
 
     cache: Cache
     seen: Bool[Array, "B V"] | None
+    dropped: Int[Array, ""]
 
 
 class _Programs:
@@ -165,11 +172,13 @@ class _Programs:
             seen = jnp.zeros(logits.shape, bool).at[rows, ids].max(valid) if steps.penalty else None
             token = pick(logits, seen, steps, knobs, jax.random.fold_in(key, 0))
             assert body.cache is not None
-            return everywhere(token, model.strategy.mesh), Memory(body.cache, _see(seen, token))
+            mesh = model.strategy.mesh
+            return everywhere(token, mesh), Memory(body.cache, _see(seen, token), everywhere(_dropped(body), mesh))
 
         def decode(
             leaves: list[Array],
             token: Int[Array, "B"],
+            real: Bool[Array, "B"] | None,
             memory: Memory,
             steps: Steps,
             knobs: Knobs,
@@ -179,14 +188,15 @@ class _Programs:
             model = merge(leaves)
             mesh = model.strategy.mesh
             token = constrain(token, mesh, batch_axes(mesh))
-            body = model.body(token[:, None], cache=memory.cache)
+            body = model.body(token[:, None], None if real is None else real[:, None], cache=memory.cache)
             logits = model.logits(body.x)[:, 0]
             token = pick(logits, memory.seen, steps, knobs, jax.random.fold_in(key, step))
             assert body.cache is not None
-            return everywhere(token, mesh), Memory(body.cache, _see(memory.seen, token))
+            dropped = everywhere(memory.dropped + _dropped(body), mesh)
+            return everywhere(token, mesh), Memory(body.cache, _see(memory.seen, token), dropped)
 
         self.prefill = jax.jit(prefill, static_argnums=(3, 4))
-        self.decode = jax.jit(decode, static_argnums=(3,), donate_argnums=(2,))
+        self.decode = jax.jit(decode, static_argnums=(4,), donate_argnums=(3,))
 
     def announce(self, shape: tuple[int, ...], capacity: int, steps: Steps) -> None:
         """Say so when the next call has to compile."""
@@ -198,6 +208,10 @@ class _Programs:
 
 
 _programs = functools.lru_cache(maxsize=16)(_Programs)
+
+
+def _dropped(body: Body) -> Int[Array, ""]:
+    return sum((info.dispatch.dropped for info in body.infos.values()), jnp.int32(0))
 
 
 def _see(seen: Bool[Array, "B V"] | None, token: Int[Array, "B"]) -> Bool[Array, "B V"] | None:

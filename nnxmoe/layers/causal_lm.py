@@ -24,6 +24,7 @@ from nnxmoe.layers.linear import Linear, matmul_f32
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.stack import MakeLayer
 from nnxmoe.moe.block import MoEInfo
+from nnxmoe.moe.dispatch import DispatchInfo
 from nnxmoe.moe.router import Routing
 
 if TYPE_CHECKING:
@@ -37,14 +38,15 @@ Ids = Int[Array, "B T"] | Int[np.ndarray, "B T"]
 class Output:
     """What a model returns; what was not asked for is None.
 
-    ``routing`` by layer index, MoE layers only. ``hidden``: the embedding, every layer's output, and last the normed
-    output that the head sees.
+    ``routing`` by layer index, MoE layers only; with it ``dispatch``: the experts' load, and what found no room.
+    ``hidden``: the embedding, every layer's output, and last the normed output that the head sees.
     """
 
     logits: Float[Array, "B T V"]
     cache: Cache | None = None
     routing: dict[int, Routing] | None = None
     hidden: tuple[Float[Array, "B T D"], ...] | None = None
+    dispatch: dict[int, DispatchInfo] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +152,8 @@ class CausalLM(nnx.Module):
     def _forward(self, tokens: Any, arrays: tuple[Any, ...], asked: tuple[bool, bool]) -> Output:
         body = self.body(tokens, *arrays)
         routing = {i: info.routing for i, info in body.infos.items()} if asked[0] else None
-        return Output(self.logits(body.x), body.cache, routing, body.hidden if asked[1] else None)
+        dispatch = {i: info.dispatch for i, info in body.infos.items()} if asked[0] else None
+        return Output(self.logits(body.x), body.cache, routing, body.hidden if asked[1] else None, dispatch)
 
     def body(
         self,

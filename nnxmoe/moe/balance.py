@@ -23,7 +23,7 @@ def switch_loss(routing: Routing) -> Float[Array, ""]:
     total = jnp.maximum(jnp.sum(real), 1.0)
     rows = tuple(range(real.ndim))
     share = jnp.sum(chosen, axis=rows) / total
-    probability = jnp.sum(routing.scores * real[..., None], axis=rows) / total
+    probability = jnp.sum(_where_real(routing, routing.scores), axis=rows) / total
     return share.size * jnp.sum(share * probability)
 
 
@@ -33,7 +33,8 @@ def sequence_loss(routing: Routing) -> Float[Array, ""]:
     ``sum_e f_e P_e`` with ``f_e = E / X * share of e``, and P_e the mean of the affinities divided by their sum: 1 at
     perfect balance. Rows are ``[..., T]``.
     """
-    affinities = routing.scores / jnp.sum(routing.scores, axis=-1, keepdims=True)
+    total = jnp.sum(routing.scores, axis=-1, keepdims=True)
+    affinities = routing.scores / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # all may have underflowed
     share, probability, weight = _by_sequence(routing, affinities)
     scale = share.shape[-1] / routing.experts.shape[-1]
     return jnp.sum(scale * jnp.sum(share * probability, axis=-1) * weight)
@@ -44,7 +45,7 @@ def maxtext_loss(routing: Routing, logits: Float[Array, "*rows E"] | None = None
 
     ``density_prob`` is the softmax of ``logits``: the router's; for DeepSeek MaxText puts affinities plus bias there.
     """
-    logits = routing.logits if logits is None else logits
+    logits = _where_real(routing, routing.logits if logits is None else logits)
     share, probability, weight = _by_sequence(routing, jax.nn.softmax(logits, axis=-1))
     return share.shape[-1] * jnp.sum(jnp.sum(share * probability, axis=-1) * weight)
 
@@ -52,7 +53,8 @@ def maxtext_loss(routing: Routing, logits: Float[Array, "*rows E"] | None = None
 def z_loss(routing: Routing) -> Float[Array, ""]:
     """Mean over tokens of ``logsumexp(logits) ** 2``: keeps the router's logits small (ST-MoE, Zoph et al. 2022)."""
     real = _real(routing)
-    return jnp.sum(jax.nn.logsumexp(routing.logits, axis=-1) ** 2 * real) / jnp.maximum(jnp.sum(real), 1.0)
+    squares = jax.nn.logsumexp(_where_real(routing, routing.logits), axis=-1) ** 2
+    return jnp.sum(squares * real) / jnp.maximum(jnp.sum(real), 1.0)
 
 
 def updated_bias(bias: Float[Array, "*L E"], load: Int[Array, "*L E"], rate: float) -> Float[Array, "*L E"]:
@@ -92,6 +94,11 @@ def _real(routing: Routing) -> Float[Array, "*rows"]:
     return jnp.ones(rows) if routing.valid is None else routing.valid.astype(jnp.float32)
 
 
+def _where_real(routing: Routing, values: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+    """``values``, and 0 at padding, whatever they are there: 0 times NaN would be NaN."""
+    return values if routing.valid is None else jnp.where(routing.valid[..., None], values, 0)
+
+
 def _chosen(routing: Routing) -> Float[Array, "*rows E"]:
     """1 where a token goes to an expert."""
     return jnp.sum(jax.nn.one_hot(assignments(routing)[0], routing.scores.shape[-1]), axis=-2)
@@ -105,5 +112,5 @@ def _by_sequence(
     length = jnp.sum(real, axis=-1)
     total = jnp.maximum(length, 1.0)[..., None]
     share = jnp.sum(_chosen(routing), axis=-2) / total
-    probability = jnp.sum(probabilities * real[..., None], axis=-2) / total
+    probability = jnp.sum(_where_real(routing, probabilities), axis=-2) / total
     return share, probability, (length > 0) / jnp.maximum(jnp.sum(length > 0), 1)

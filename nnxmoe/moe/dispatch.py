@@ -19,7 +19,6 @@ from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
 from nnxmoe.moe.permute import combine, fitting, permute
 from nnxmoe.moe.router import Routing
-from nnxmoe.progress import logger
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +64,8 @@ class Dense:
 class Sorted:
     """Sort the assignments by expert, compute exactly those, put them back. Nothing is dropped, nothing padded.
 
-    On a mesh every shard of the batch sorts its own tokens and gathers the experts' weights.
+    On a mesh every shard of the batch sorts its own tokens and gathers the experts' weights; where the batch does not
+    divide, every device computes all of it.
     """
 
     def __call__(
@@ -74,7 +74,6 @@ class Sorted:
         ids, weights = assignments(routing)
         axes = batch_axes(mesh)
         if mesh is not None and x.shape[0] % shards(mesh, axes):
-            logger.warning("a batch of %d does not divide over %s: every device computes all of it", x.shape[0], axes)
             axes = ()
         if mesh is None or not axes:
             y, _ = sorted_rows(x, ids, weights, experts, limit=None)
@@ -115,8 +114,7 @@ class Capacity:
     factor: float
 
     def __post_init__(self) -> None:
-        if not self.factor > 0:
-            raise ValueError(f"Capacity(factor={self.factor}): the factor is a positive multiple of the balanced load")
+        check_factor("Capacity(factor", self.factor)
 
     def slots(self, length: int, chosen: int, count: int) -> int:
         """C, for rows of ``length`` tokens with ``chosen`` of ``count`` experts each."""
@@ -199,6 +197,12 @@ def by_expert(mesh: AnyMesh | None) -> tuple[str | None, tuple[str, ...]]:
     """The axes of rows ``[E, B, ...]``: what splits the experts, and what is then left for the batch."""
     axes = batch_axes(mesh)
     return "expert" if "expert" in axes else None, tuple(axis for axis in axes if axis != "expert")
+
+
+def check_factor(what: str, factor: float) -> None:
+    """ValueError where the size of a buffer is not a positive number of times the balanced load."""
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise ValueError(f"{what}={factor!r}): give a positive multiple of the balanced load")
 
 
 def check_batch(who: str, batch: int, mesh: AnyMesh | None, axes: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh
-from nnxmoe.moe.dispatch import DispatchInfo, Sorted, assignments, check_batch, information, sorted_rows
+from nnxmoe.moe.dispatch import DispatchInfo, Sorted, assignments, check_batch, check_factor, information, sorted_rows
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
 from nnxmoe.moe.permute import combine, fitting, permute, unpermute
@@ -56,6 +56,9 @@ class ExpertParallel:
             raise ValueError(
                 f"ExpertParallel(exchange={self.exchange!r}): give RaggedAllToAll() or RingOfExperts(), an object"
             )
+        if isinstance(self.data_axes, str):
+            raise ValueError(f"ExpertParallel(data_axes={self.data_axes!r}): give a tuple of axes")
+        object.__setattr__(self, "data_axes", tuple(self.data_axes))
         named = (*self.data_axes, self.axis)
         if self.axis in self.data_axes:
             raise ValueError(f"ExpertParallel: the expert axis {self.axis!r} is also among data_axes {self.data_axes}")
@@ -105,7 +108,8 @@ class RaggedAllToAll:
     buffer_factor: float | None = None
 
     def __post_init__(self) -> None:
-        _check_factor(self)
+        if self.buffer_factor is not None:
+            check_factor(f"{type(self).__name__}(buffer_factor", self.buffer_factor)
 
     def __call__(
         self,
@@ -180,7 +184,8 @@ class RingOfExperts:
     buffer_factor: float | None = None
 
     def __post_init__(self) -> None:
-        _check_factor(self)
+        if self.buffer_factor is not None:
+            check_factor(f"{type(self).__name__}(buffer_factor", self.buffer_factor)
 
     def __call__(
         self,
@@ -208,11 +213,3 @@ def buffer_rows(factor: float | None, tokens: int, chosen: int, size: int, mine:
     """Rows that a shard makes room for, of ``tokens`` on each of ``size`` shards with ``mine`` experts each."""
     worst = size * tokens * min(chosen, mine)
     return worst if factor is None else min(worst, max(1, math.ceil(factor * tokens * chosen)))
-
-
-def _check_factor(exchange: RaggedAllToAll | RingOfExperts) -> None:
-    factor = exchange.buffer_factor
-    if factor is not None and not 0 < factor < math.inf:
-        raise ValueError(
-            f"{type(exchange).__name__}(buffer_factor={factor!r}): a positive multiple of the balanced load"
-        )

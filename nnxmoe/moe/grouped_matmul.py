@@ -5,7 +5,7 @@ Rows beyond ``sum(sizes)`` belong to no group and come out as zeros, on every ba
 
 import dataclasses
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -71,8 +71,7 @@ class Aligned:
     block: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
-            raise ValueError(f"Aligned(block={self.block!r}): the number of rows is a positive integer")
+        _check_block(self)
 
     def __call__(
         self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
@@ -85,6 +84,11 @@ class Aligned:
         source, place = _moved(filled, sizes, room, have), _moved(sizes, filled, have, room)
         out = self.inner(gather_rows(rows, source, place[:, None]), kernel, filled)
         return gather_rows(out, place, source[:, None])
+
+
+def _check_block(backend: Any) -> None:
+    if isinstance(backend.block, bool) or not isinstance(backend.block, int) or backend.block < 1:
+        raise ValueError(f"{type(backend).__name__}(block={backend.block!r}): the number of rows, a positive integer")
 
 
 def _moved(ours: Int[Array, "E"], theirs: Int[Array, "E"], count: int, nowhere: int) -> Int[Array, "count"]:
@@ -105,6 +109,10 @@ class Blocked:
     """
 
     block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block is not None:
+            _check_block(self)
 
     def __call__(
         self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]

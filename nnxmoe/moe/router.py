@@ -5,7 +5,7 @@ A token whose logits are NaN goes to some experts with weights that are NaN: it 
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,12 @@ class Routing:
 
 
 class Select(Protocol):
-    """``(logits, bias | None) -> Routing``. Among equal scores the lower expert index wins."""
+    """``(logits, bias | None) -> Routing``. Among equal scores the lower expert index wins.
+
+    ``by_row``: whether each row is for itself, so that shards may choose for theirs alone.
+    """
+
+    by_row: ClassVar[bool]
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing: ...
 
@@ -47,6 +52,8 @@ class RouterBias(nnx.Variable):
 class SoftmaxTopK:
     """Softmax over all experts, then the best ``k``, rescaled to sum to 1 (Mixtral; Jiang et al. 2024) or, without
     ``normalise``, as they are; times ``scale``. Rescaled, this is the softmax over the ``k`` best logits as well."""
+
+    by_row: ClassVar[bool] = True
 
     k: int
     normalise: bool = True
@@ -64,6 +71,8 @@ class SoftmaxTopK:
 class RandomTopK:
     """Not a router but a load test: every expert gets as many tokens as the next (one more or less), whatever the
     logits; weights are equal. The same ``seed`` chooses the same experts."""
+
+    by_row: ClassVar[bool] = False
 
     k: int
     seed: int = 0
@@ -83,6 +92,8 @@ class SigmoidGroupTopK:
 
     Experts outside the chosen groups are masked with -inf: with 0, a negative bias would let them win.
     """
+
+    by_row: ClassVar[bool] = True
 
     k: int
     groups: int
@@ -151,7 +162,8 @@ class Router(nnx.Module):
         logits = matmul_f32(x, self.kernel[...].astype(jnp.float32))
         bias = None if self.bias is None else self.bias[...]
         axes = batch_axes(mesh)
-        if axes and x.shape[0] % shards(mesh, axes) == 0:  # XLA:CPU gathers all tokens for a top-k: keep it local
+        # XLA:CPU gathers all tokens for a top-k: keep it local.
+        if axes and self.select.by_row and x.shape[0] % shards(mesh, axes) == 0:
             rows = PartitionSpec(axes)
             select = jax.shard_map(
                 self.select, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False
