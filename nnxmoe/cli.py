@@ -217,6 +217,7 @@ def _inspect(options: argparse.Namespace) -> None:
     from nnxmoe.summary import summarise
 
     s = summarise(_path(options.model), options.dtype, options.revision, options.local_files_only)
+    spread = _spread(s.config, s.weight_dtype, options.mesh) if options.mesh else []
     context = options.context or min(s.config.max_position_embeddings, 4096)
     print(f"{s.source}: {s.config.model_type}")
     for name, value in s.config.to_hf().items():
@@ -242,8 +243,8 @@ def _inspect(options: argparse.Namespace) -> None:
     print(
         f"memory      {_bytes(need)} for batch {options.batch}, {context} tokens: {verdict} in {_bytes(have)} ({where})"
     )
-    if options.mesh:
-        _print_spread(s.config, s.weight_dtype, options.mesh)
+    for line in spread:
+        print(line)
     if s.missing or s.misshapen:
         raise ValueError(
             f"{s.source} cannot be loaded: {len(s.missing)} tensors are missing and {len(s.misshapen)} do not fit "
@@ -251,16 +252,18 @@ def _inspect(options: argparse.Namespace) -> None:
         )
 
 
-def _print_spread(config: Any, dtype: str, mesh: Any) -> None:
+def _spread(config: Any, dtype: str, mesh: Any) -> list[str]:
+    """One line a parameter: how many there are, of what shape, bytes of them on one device, and what splits them."""
     from nnxmoe.summary import spread
 
-    lines = spread(config, dtype, mesh)
-    print(f"mesh        {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items() if size > 1) or 'one device'}")
-    for line in lines:
-        split = ", ".join(axis or "-" for axis in line.spec) or "whole"
-        shape = f"{line.count:>4} x {list(line.shape)}"
-        print(f"  {line.name:32} {shape:28} {_bytes(line.device_bytes):>10}  {split}")
-    print(f"a device    {_bytes(sum(line.device_bytes for line in lines))} of weights, on each of {mesh.size}")
+    parts = spread(config, dtype, mesh)
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    lines = [f"mesh        {axes or 'one device'}"]
+    for part in parts:
+        split = ", ".join(axis or "-" for axis in part.spec) or "whole"
+        shape = f"{part.count:>4} x {list(part.shape)}"
+        lines.append(f"  {part.name:32} {shape:28} {_bytes(part.device_bytes):>10}  {split}")
+    return [*lines, f"a device    {_bytes(sum(p.device_bytes for p in parts))} of weights, on each of {mesh.size}"]
 
 
 def _bytes(size: float) -> str:

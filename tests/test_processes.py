@@ -4,6 +4,7 @@ Every launch has a deadline of its own, after which its whole process group is k
 """
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -307,7 +308,9 @@ def test_launcher_ends_all_when_it_is_ended(tmp_path: Path, number: int, status:
     deaf = "import os, signal, sys, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]"
     deaf += "; open(f'{sys.argv[1]}/{os.getpid()}', 'w').close(); time.sleep(100)"
     command = [sys.executable, "-m", "nnxmoe.launch", "2", "-c", deaf, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as launcher:
+    # A job in the background does not hear Ctrl-C.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, preexec_fn=heard) as launcher:
         try:
             wait(lambda: len(list(tmp_path.iterdir())) == 2)
             launcher.send_signal(number)
