@@ -20,7 +20,7 @@ from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs, yarn_mscale
 from nnxmoe.layers.stack import Layer, MoELayer
-from nnxmoe.models.llama import HF_DECODER, HF_MLP
+from nnxmoe.models.llama import HF_DECODER, HF_MLP, MAXTEXT_DECODER, MAXTEXT_MLP
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SigmoidGroupTopK
@@ -168,10 +168,41 @@ HF_TABLE = (
 )
 
 
+_SELF = "decoder/{layer}/self_attention/"
+_BLOCK = "decoder/{layer}/DeepSeekMoeBlock_0/"
+MAXTEXT_TABLE = (
+    MAXTEXT_DECODER
+    | MAXTEXT_MLP
+    | {
+        "layer.attention.q.kernel": _SELF + "query/kernel",
+        "layer.attention.q.a.kernel": _SELF + "wq_a/kernel",
+        "layer.attention.q.a.bias": _SELF + "wq_a/bias",
+        "layer.attention.q.norm.scale": _SELF + "q_norm/scale",
+        "layer.attention.q.b.kernel": _SELF + "wq_b/kernel",
+        "layer.attention.kv_a.kernel": _SELF + "wkv_a/kernel",
+        "layer.attention.kv_a.bias": _SELF + "wkv_a/bias",
+        "layer.attention.kv_norm.scale": _SELF + "kv_norm/scale",
+        "layer.attention.kv_b.kernel": _SELF + "wkv_b/kernel",
+        "layer.attention.o.kernel": _SELF + "out/kernel",
+        "layer.attention.o.bias": _SELF + "out/bias",
+        "layer.moe.router.kernel": _BLOCK + "MoeBlock_0/gate/kernel",
+        "layer.moe.router.bias": _BLOCK + "MoeBlock_0/gate/bias",
+        "layer.moe.experts.gate": _BLOCK + "MoeBlock_0/wi_0",
+        "layer.moe.experts.up": _BLOCK + "MoeBlock_0/wi_1",
+        "layer.moe.experts.down": _BLOCK + "MoeBlock_0/wo",
+        "layer.moe.shared.gate.kernel": _BLOCK + "shared_experts/wi_0/kernel",
+        "layer.moe.shared.up.kernel": _BLOCK + "shared_experts/wi_1/kernel",
+        "layer.moe.shared.down.kernel": _BLOCK + "shared_experts/wo/kernel",
+    }
+)
+
+
 class DeepSeekV3(CausalLM):
     """A DeepSeek-V3; ``rngs`` None makes shapes instead of arrays."""
 
     hf_table = HF_TABLE
+    maxtext_table = MAXTEXT_TABLE
+    maxtext_layers = ("dense_layers", "moe_layers")
 
     def __init__(
         self,

@@ -132,10 +132,33 @@ PRESETS: dict[str, DecoderConfig] = {
 }
 
 
+# MaxText's Linen names; ``{layer}`` is layers_3, or layers with all of them stacked. Its dense layers call a bias so.
+_SELF = "decoder/{layer}/self_attention/"
+MAXTEXT_DECODER = {
+    "embed.table": "token_embedder/embedding",
+    "norm.scale": "decoder/decoder_norm/scale",
+    "head.kernel": "decoder/logits_dense/kernel",
+    "layer.attention_norm.scale": "decoder/{layer}/pre_self_attention_layer_norm/scale",
+    "layer.mlp_norm.scale": "decoder/{layer}/post_self_attention_layer_norm/scale",
+    "layer.moe_norm.scale": "decoder/{layer}/post_self_attention_layer_norm/scale",
+}
+MAXTEXT_GQA = {
+    f"layer.attention.{ours}.{kind}": f"{_SELF}{theirs}/{kind}"
+    for ours, theirs in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out"))
+    for kind in ("kernel", "bias")
+}
+MAXTEXT_MLP = {
+    f"layer.mlp.{ours}.{kind}": f"decoder/{{layer}}/mlp/{theirs}/{kind}"
+    for ours, theirs in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo"))
+    for kind in ("kernel", "bias")
+}
+
+
 class Llama(CausalLM):
     """A Llama or Mistral; ``rngs`` None makes shapes instead of arrays."""
 
     hf_table = HF_DECODER | HF_GQA | HF_MLP
+    maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP
 
     def __init__(
         self,

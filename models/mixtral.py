@@ -16,7 +16,7 @@ from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.stack import MoELayer
-from nnxmoe.models.llama import HF_DECODER, HF_GQA
+from nnxmoe.models.llama import HF_DECODER, HF_GQA, MAXTEXT_DECODER, MAXTEXT_GQA
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SoftmaxTopK
@@ -110,10 +110,24 @@ HF_TABLE = (
 )
 
 
+_MAXTEXT_MOE = "decoder/{layer}/MoeBlock_0/"
+MAXTEXT_TABLE = (
+    MAXTEXT_DECODER
+    | MAXTEXT_GQA
+    | {
+        "layer.moe.router.kernel": _MAXTEXT_MOE + "gate/kernel",
+        "layer.moe.experts.gate": _MAXTEXT_MOE + "wi_0",
+        "layer.moe.experts.up": _MAXTEXT_MOE + "wi_1",
+        "layer.moe.experts.down": _MAXTEXT_MOE + "wo",
+    }
+)
+
+
 class Mixtral(CausalLM):
     """A Mixtral; ``rngs`` None makes shapes instead of arrays."""
 
     hf_table = HF_TABLE
+    maxtext_table = MAXTEXT_TABLE
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ from nnxmoe.convert.write import write_json, write_safetensors
 from nnxmoe.files import short, some
 from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.layers.gqa import query_divisor
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.progress import bytes_bar, logger
@@ -186,8 +187,9 @@ def save_pretrained(
 
 def _tensors(model: CausalLM):
     """(name, dtype, shape, function that makes the array) for every stored tensor, in the model's order."""
-    values = dict(nnx.to_flat_state(nnx.state(model)))
+    values, divided = dict(nnx.to_flat_state(nnx.state(model))), np.float32(query_divisor(model))
     for entry in entries(model, model.hf_table):
+        factor = divided if entry.key.startswith("layer.attention.q.") else 1
         value = values[entry.path].get_value()
         if isinstance(value, jax.ShapeDtypeStruct):
             raise ValueError(f"the parameter {entry.key} has a shape but no values: this model cannot be saved")
@@ -198,8 +200,11 @@ def _tensors(model: CausalLM):
             )
         for piece in entry.pieces:
 
-            def make(entry: Entry = entry, piece: Piece = piece, value: Any = value) -> np.ndarray:
+            def make(
+                entry: Entry = entry, piece: Piece = piece, value: Any = value, factor: Any = factor
+            ) -> np.ndarray:
                 one = np.asarray(value[piece.at])
+                one = one if factor == 1 else (one.astype(np.float32) * factor).astype(one.dtype)
                 if entry.inputs is None:
                     return one
                 outs, ins = entry.flat()

@@ -77,10 +77,10 @@ def entries(model: nnx.Module, table: Table, names: Container[str] | None = None
 
     Of several templates the first whose tensor is among ``names`` counts (per layer), else the first.
     """
-    firsts = _first_layers(model)
+    firsts = first_layers(model)
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
-        key, layers = _key(path, firsts)
+        key, layers = table_key(path, firsts)
         if key not in table:
             raise TableError(f"the parameter {key} has no row in the table of {type(model).__name__}")
         meta = variable.get_metadata()
@@ -118,14 +118,15 @@ def _one_template(template: str, layer: int | None, at: tuple[int, ...], experts
     return [Piece((*at, e), name.format(layer=layer, expert=e), part, parts) for e in range(experts)]
 
 
-def _first_layers(model: Any) -> list[int]:
+def first_layers(model: Any) -> list[int]:
+    """The index of each stack's first layer."""
     firsts = [0]
     for stack in model.stacks:
         firsts.append(firsts[-1] + stack.depth)
     return firsts
 
 
-def _key(path: Path, firsts: list[int]) -> tuple[str, Any]:
+def table_key(path: Path, firsts: list[int]) -> tuple[str, Any]:
     """``stacks/1/layers/3/attention/…`` and ``stacks/1/layer/attention/…`` -> ``layer.attention.…`` and a number."""
     if path[0] != "stacks":
         return ".".join(map(str, path)), None

@@ -42,7 +42,10 @@ class Attention(Protocol):
 
 
 class GQA(nnx.Module):
-    """N query heads over K key/value heads of width H; kernels ``q [D N H]``, ``k v [D K H]``, ``o [N H D]``."""
+    """N query heads over K key/value heads of width H; kernels ``q [D N H]``, ``k v [D K H]``, ``o [N H D]``.
+
+    ``scale`` is what scores are multiplied by: ``H ** -0.5``, or 1 where the queries carry it (MaxText's layout).
+    """
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class GQA(nnx.Module):
     ):
         self.window = window
         self.attend = attend
+        self.scale = head_dim**-0.5
         kw: dict[str, Any] = {"bias": bias, "dtype": dtype, "rngs": rngs}
         self.q = Linear((dim,), (heads, head_dim), ("embed", "heads", "head"), **kw)
         self.k = Linear((dim,), (kv_heads, head_dim), ("embed", "kv_heads", "head"), **kw)
@@ -73,7 +77,7 @@ class GQA(nnx.Module):
         v = jnp.swapaxes(self.v(x), 1, 2)
         if cache is not None:
             cache, (k, v) = cache.append((k, v), context.start)
-        y = self.attend(q, k, v, context.mask, q.shape[-1] ** -0.5)
+        y = self.attend(q, k, v, context.mask, self.scale)
         return self.o(jnp.swapaxes(y, 1, 2)), cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
@@ -82,3 +86,15 @@ class GQA(nnx.Module):
         slots = capacity if self.window is None else min(self.window, capacity)
         kind = KVCache if self.window is None else RingCache
         return kind(*(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(2)))
+
+
+def attentions(model: nnx.Module) -> list[GQA]:
+    """The grouped-query attentions of a model, one a layer or one a stack of them."""
+    return [module for _, module in nnx.iter_graph(model) if isinstance(module, GQA)]
+
+
+def query_divisor(model: nnx.Module) -> float:
+    """What the queries of its grouped-query attention have been divided by: 1, or sqrt(H) as MaxText has them."""
+    found = {attention.scale / attention.q.kernel.shape[-1] ** -0.5 for attention in attentions(model)}
+    assert len(found) < 2, found
+    return found.pop() if found else 1.0

@@ -14,7 +14,6 @@ import os
 import re
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,8 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe.axes import batch_axes
+from nnxmoe.convert import maxtext
 from nnxmoe.models import DeepSeekV3, DeepSeekV3Config
-from tests.helpers import Weights, write_checkpoint
 
 CASE = Path(__file__).resolve().parents[1] / "data" / "maxtext" / "train_mixtral"
 KINDS = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce", "collective-permute")
@@ -62,58 +61,21 @@ def tokens() -> np.ndarray:
     return np.random.RandomState(3).randint(0, 128, (16, 17)).astype(np.int32)
 
 
-def hugging_face(params: Weights) -> Weights:
-    """MaxText's Mixtral tree, scanned (layers on axis 1) or not, under Hugging Face's names.
-
-    Queries there are divided by sqrt(head width).
-    """
-    tree = {name.removeprefix("params/"): value for name, value in params.items()}
-    out = {
-        "model.embed_tokens.weight": tree["token_embedder/embedding"],
-        "model.norm.weight": tree["decoder/decoder_norm/scale"],
-        "lm_head.weight": tree["decoder/logits_dense/kernel"].T,
-    }
-    stacked = {k.removeprefix("decoder/layers/"): v for k, v in tree.items() if k.startswith("decoder/layers/")}
-    depth = next(iter(stacked.values())).shape[1] if stacked else len({k.split("/")[1] for k in tree if "layers_" in k})
-    for i in range(depth):
-        own = f"decoder/layers_{i}/"
-        layer = {k.removeprefix(own): v for k, v in tree.items() if k.startswith(own)}
-        layer |= {k: v[:, i] for k, v in stacked.items()}
-        name = f"model.layers.{i}."
-        out[name + "input_layernorm.weight"] = layer["pre_self_attention_layer_norm/scale"]
-        out[name + "post_attention_layernorm.weight"] = layer["post_self_attention_layer_norm/scale"]
-        for ours, theirs in (("q", "query"), ("k", "key"), ("v", "value")):
-            kernel = layer[f"self_attention/{theirs}/kernel"]
-            scale = kernel.shape[-1] ** 0.5 if ours == "q" else 1.0
-            out[f"{name}self_attn.{ours}_proj.weight"] = kernel.reshape(kernel.shape[0], -1).T * np.float32(scale)
-        kernel = layer["self_attention/out/kernel"]
-        out[name + "self_attn.o_proj.weight"] = kernel.reshape(-1, kernel.shape[-1]).T
-        out[name + "block_sparse_moe.gate.weight"] = layer["MoeBlock_0/gate/kernel"].T
-        for ours, theirs in (("w1", "wi_0"), ("w3", "wi_1"), ("w2", "wo")):
-            for e, expert in enumerate(layer[f"MoeBlock_0/{theirs}"]):
-                out[f"{name}block_sparse_moe.experts.{e}.{ours}.weight"] = expert.T
-    return {name: np.ascontiguousarray(value) for name, value in out.items()}
-
-
-def load(file: str, strategy: nnxmoe.Strategy, case: Path = CASE) -> nnxmoe.CausalLM:
-    """MaxText's Mixtral of a case, from ``params_step0`` or another of its files."""
-    fields = json.loads((case / "hf_config.json").read_text())
-    weights = hugging_face(load_file(case / f"{file}.safetensors"))
-    with tempfile.TemporaryDirectory() as folder:
-        return nnxmoe.from_pretrained(write_checkpoint(Path(folder), fields, weights), strategy=strategy)
+def load(file: str, strategy: nnxmoe.Strategy) -> nnxmoe.CausalLM:
+    """MaxText's Mixtral, from ``params_step0`` or ``params_step8``."""
+    config = nnxmoe.config_from_hf(json.loads((CASE / "hf_config.json").read_text()))
+    return maxtext.from_tree(load_file(CASE / f"{file}.safetensors"), config, strategy)
 
 
 class Training:
     """The compiled training step of a model on its mesh, and where it stands."""
 
-    def __init__(self, model: nnxmoe.CausalLM, query_scale: float = 1.0):
-        """``query_scale``: MaxText optimises queries divided by it."""
+    def __init__(self, model: nnxmoe.CausalLM):
         settings = json.loads((CASE / "train.json").read_text())
-        mesh, self.query_scale = model.strategy.mesh, query_scale
+        mesh = model.strategy.mesh
         assert mesh is not None
         self.graph, params, self.rest = nnx.split(model, nnx.Param, ...)
         self.optimizer = optimizer(settings)
-        params = self.scaled(params, 1 / query_scale)
         places = jax.tree.map(lambda a: a.sharding, params)
         moments = jax.eval_shape(self.optimizer.init, params)
         everywhere = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), moments)
@@ -124,20 +86,11 @@ class Training:
         step = jax.jit(self.step, donate_argnums=0, out_shardings=((places, state_places), None))
         self.program = step.lower(self.state, self.rest, self.batch).compile()
 
-    def scaled(self, params: Any, scale: float) -> Any:
-        """The parameters with queries times ``scale``."""
-        flat = nnx.to_flat_state(params)
-        return nnx.from_flat_state([(p, v.replace(v.get_value() * scale) if p[-2] == "q" else v) for p, v in flat])
-
-    def model(self, params: Any, rest: Any) -> nnxmoe.CausalLM:
-        """The model of the parameters that are optimised."""
-        return nnx.merge(self.graph, params if self.query_scale == 1 else self.scaled(params, self.query_scale), rest)
-
     def step(self, state: Any, rest: Any, batch: Any) -> Any:
         """One step of AdamW on the mean cross-entropy, returned with it."""
 
         def loss(params: Any) -> jax.Array:
-            logits = self.model(params, rest)(batch[0]).logits
+            logits = nnx.merge(self.graph, params, rest)(batch[0]).logits
             return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
 
         params, moments = state
@@ -188,8 +141,7 @@ def strategy(mode: str) -> nnxmoe.Strategy:
 
 def mixtral(mode: str) -> Training:
     """From MaxText's parameters at step 0."""
-    model = load("params_step0", strategy(mode))
-    return Training(model, query_scale=model.config.head_width**0.5)
+    return Training(load("params_step0", strategy(mode)))
 
 
 def deepseek(mode: str) -> Training:
