@@ -4,7 +4,6 @@ Every launch has a deadline of its own, after which its whole process group is k
 """
 
 import contextlib
-import functools
 import os
 import signal
 import subprocess
@@ -302,15 +301,18 @@ def test_launcher_ends_all_when_one_fails(script: str) -> None:
     assert "process 1 of 2 ended with status 1; stopping all" in done.stderr
 
 
+# The launcher, and a job in the background hears Ctrl-C.
+HEARS = "import signal as s, sys; s.signal(s.SIGINT, s.default_int_handler); from nnxmoe import launch; "
+HEARS += "sys.exit(launch.main())"
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_launcher_ends_all_when_it_is_ended(tmp_path: Path, number: int, status: int) -> None:
     """Also processes that do not listen."""
     deaf = "import os, signal, sys, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]"
     deaf += "; open(f'{sys.argv[1]}/{os.getpid()}', 'w').close(); time.sleep(100)"
-    command = [sys.executable, "-m", "nnxmoe.launch", "2", "-c", deaf, str(tmp_path)]
-    # A job in the background does not hear Ctrl-C.
-    heard = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, preexec_fn=heard) as launcher:
+    command = [sys.executable, "-c", HEARS, "2", "-c", deaf, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as launcher:
         try:
             wait(lambda: len(list(tmp_path.iterdir())) == 2)
             launcher.send_signal(number)

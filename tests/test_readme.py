@@ -1,5 +1,6 @@
 """The README's Python examples run as they stand (its commands are run by CI)."""
 
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,9 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_example(code: str) -> None:
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def test_example(code: str, tmp_path: Path) -> None:
+    """In a folder of its own, where it may write."""
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    env, command = os.environ | {"PYTHONPATH": str(ROOT)}, [sys.executable, "-c", code]
+    run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-2000:]
