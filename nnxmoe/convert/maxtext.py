@@ -104,15 +104,17 @@ def from_tree(
     model = kind(config, strategy, rngs=None)  # pyright: ignore[reportCallIssue]
     arrays = arrays_of(tree)
     scanned = any(name.startswith(f"decoder/{group}/") for name in arrays for group in model.maxtext_layers)
-    arrays = {name: _from_aux(array, scanned) for name, array in arrays.items()}
     wanted = layout(model, scanned)
+    # Beside its parameters MaxText 0.2.5 keeps other things as well, such as the state of its random numbers.
+    kept = {name: a for name, a in arrays.items() if name in wanted or not isinstance(a, _Aux)}
+    arrays = {name: _from_aux(array, scanned) for name, array in kept.items()}
     _refuse(arrays, wanted, config)
     for attention in attentions(model):
         attention.scale = 1.0  # the queries carry it
     change, parts = _Change(model), dict[tuple[Path, int | None], np.ndarray]()
     for name, leaf in wanted.items():
         for at, part in enumerate(leaf.parts):
-            array = np.take(arrays[name], at, axis=1) if leaf.stacked else arrays[name]
+            array = arrays[name][:, at] if leaf.stacked else arrays[name]
             parts[part] = change.from_maxtext(leaf, array)
     filled = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
