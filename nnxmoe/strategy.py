@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class Strategy:
     latent: LatentAttend = ByLength()
     scan_layers: bool = False
     remat: Remat | None = None
-    compute_dtype: jnp.dtype | None = None
+    compute_dtype: Any = None
     mesh: Mesh | None = None
     rules: Rules = RULES
 

@@ -623,6 +623,7 @@ def test_jitter_of_a_model_is_the_keys_and_the_same_in_every_stack() -> None:
         assert max_error(model(tokens).logits, plain.logits) < 1e-5
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("noise", [-0.1, 1.0, True, "much"])
 def test_jitter_out_of_range(noise: object) -> None:
     with pytest.raises(nnxmoe.ConfigError, match="router_jitter_noise must be at least 0 and below 1"):
