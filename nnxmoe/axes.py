@@ -110,6 +110,12 @@ def shards(mesh: AnyMesh | None, axes: Sequence[str]) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
+def divided_over(batch: int, mesh: AnyMesh | None) -> tuple[str, ...]:
+    """The batch axes of a mesh where a batch divides over them, else none."""
+    axes = batch_axes(mesh)
+    return () if batch % shards(mesh, axes) else axes
+
+
 def partition_spec(axes: Sequence[str], shape: Sequence[int], mesh: AnyMesh, rules: Rules = RULES) -> PartitionSpec:
     """Which mesh axis splits each dimension. Mesh axes of size 1 are dropped; impossible splits raise ValueError."""
     entries: list[str | None] = []
@@ -142,10 +148,9 @@ def constrain(x: jax.Array, mesh: AnyMesh | None, *axes: str | Sequence[str] | N
 
 def split_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
     """``x`` with its rows split over the batch axes; untouched, with a warning, where they do not divide."""
-    axes = batch_axes(mesh)
-    if x.shape[0] % shards(mesh, axes):
-        logger.warning("a batch of %d does not divide over %s: every device computes all of it", x.shape[0], axes)
-        return x
+    axes, wanted = divided_over(x.shape[0], mesh), batch_axes(mesh)
+    if axes != wanted:
+        logger.warning("a batch of %d does not divide over %s: every device computes all of it", x.shape[0], wanted)
     return constrain(x, mesh, axes)
 
 

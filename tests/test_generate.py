@@ -398,3 +398,25 @@ def test_lists_of_tokens_are_taken(case_model: Any) -> None:
     model = case_model("mixtral_basic")
     expected = model(jnp.array([[0, 5, 9]])).logits
     np.testing.assert_allclose(model([[0, 5, 9]]).logits, expected, atol=1e-5)
+
+
+def test_a_broken_off_step_shows_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a decode step, whose memory was donated: no other error comes in its place."""
+    model = build_tiny("mixtral", nnxmoe.Strategy())
+    tokens = decode.generate_tokens(model, np.ones((1, 4), np.int32), None, 6, None, 0)
+    next(tokens)
+    programs = decode._programs(*_structure(model))
+    step = programs.decode
+
+    def interrupted(*arguments: object) -> object:
+        step(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(programs, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(tokens)
+
+
+def _structure(model: nnxmoe.CausalLM) -> tuple[object, object]:
+    graph, state = nnx.split(model)
+    return graph, jax.tree.flatten(state)[1]

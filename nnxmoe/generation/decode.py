@@ -113,18 +113,19 @@ def generate_tokens(
     programs.announce(ids.shape, capacity, steps)
     key = jax.random.key(seed)
     with deadline("compiling, and computing the first new token"):
-        token, memory = programs.prefill(leaves, ids, valid, capacity, steps, knobs, key)
+        token, dropped, memory = programs.prefill(leaves, ids, valid, capacity, steps, knobs, key)
         new = np.asarray(token)
-    yield new[:rows]
     try:
+        yield new[:rows]
         for i in range(1, max_new_tokens):
             with deadline("computing a new token"):
-                token, memory = programs.decode(leaves, token, real, memory, steps, knobs, key, np.int32(i))
+                now = token, dropped, real, memory
+                token, dropped, memory = programs.decode(leaves, *now, steps, knobs, key, np.int32(i))
                 new = np.asarray(token)
             yield new[:rows]
-    finally:
-        if dropped := int(memory.dropped):
-            logger.warning("%d assignments to experts found no room: %s", dropped, model.strategy.dispatch)
+    finally:  # the count is not donated: it is there also where a step was broken off
+        if count := int(dropped):
+            logger.warning("%d assignments to experts found no room: %s", count, model.strategy.dispatch)
 
 
 def _check_room(model: CausalLM, batch: int, capacity: int) -> None:
@@ -139,12 +140,10 @@ def _check_room(model: CausalLM, batch: int, capacity: int) -> None:
 
 
 class Memory(NamedTuple):
-    """What a step hands to the next: the model's cache, where a penalty asks for it the ids seen so far, and how many
-    assignments to experts were dropped."""
+    """What a step hands to the next: the model's cache and, where a penalty asks for it, the ids seen so far."""
 
     cache: Cache
     seen: Bool[Array, "B V"] | None
-    dropped: Int[Array, ""]
 
 
 class _Programs:
@@ -164,7 +163,7 @@ class _Programs:
             steps: Steps,
             knobs: Knobs,
             key: Key[Array, ""],
-        ) -> tuple[Int[Array, "B"], Memory]:
+        ) -> tuple[Int[Array, "B"], Int[Array, ""], Memory]:
             model = merge(leaves)
             body = model.body(ids, valid, cache=model.empty_cache(ids.shape[0], capacity))
             logits = model.logits(body.x[:, -1:])[:, 0]
@@ -173,18 +172,19 @@ class _Programs:
             token = pick(logits, seen, steps, knobs, jax.random.fold_in(key, 0))
             assert body.cache is not None
             mesh = model.strategy.mesh
-            return everywhere(token, mesh), Memory(body.cache, _see(seen, token), everywhere(_dropped(body), mesh))
+            return everywhere(token, mesh), everywhere(_dropped(body), mesh), Memory(body.cache, _see(seen, token))
 
         def decode(
             leaves: list[Array],
             token: Int[Array, "B"],
+            dropped: Int[Array, ""],
             real: Bool[Array, "B"] | None,
             memory: Memory,
             steps: Steps,
             knobs: Knobs,
             key: Key[Array, ""],
             step: Int[Array, ""],
-        ) -> tuple[Int[Array, "B"], Memory]:
+        ) -> tuple[Int[Array, "B"], Int[Array, ""], Memory]:
             model = merge(leaves)
             mesh = model.strategy.mesh
             token = constrain(token, mesh, batch_axes(mesh))
@@ -192,11 +192,11 @@ class _Programs:
             logits = model.logits(body.x)[:, 0]
             token = pick(logits, memory.seen, steps, knobs, jax.random.fold_in(key, step))
             assert body.cache is not None
-            dropped = everywhere(memory.dropped + _dropped(body), mesh)
-            return everywhere(token, mesh), Memory(body.cache, _see(memory.seen, token), dropped)
+            dropped = everywhere(dropped + _dropped(body), mesh)
+            return everywhere(token, mesh), dropped, Memory(body.cache, _see(memory.seen, token))
 
         self.prefill = jax.jit(prefill, static_argnums=(3, 4))
-        self.decode = jax.jit(decode, static_argnums=(4,), donate_argnums=(3,))
+        self.decode = jax.jit(decode, static_argnums=(5,), donate_argnums=(4,))
 
     def announce(self, shape: tuple[int, ...], capacity: int, steps: Steps) -> None:
         """Say so when the next call has to compile."""

@@ -226,8 +226,9 @@ class CausalLM(nnx.Module):
         if not isinstance(tokens, Tracer) and np.size(tokens):
             vocab = self.embed.table.shape[0]
             # As NumPy: under a trace, reducing a JAX array would be traced too. Of other processes' rows they know.
-            parts = [shard.data for shard in tokens.addressable_shards] if isinstance(tokens, jax.Array) else [tokens]
-            low, high = min(int(np.min(np.asarray(p))) for p in parts), max(int(np.max(np.asarray(p))) for p in parts)
+            apart = isinstance(tokens, jax.Array) and not tokens.is_fully_addressable
+            parts = [np.asarray(p) for p in ([s.data for s in tokens.addressable_shards] if apart else [tokens])]
+            low, high = min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
             if low < 0 or high >= vocab:
                 raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {low if low < 0 else high}")
         if cache is not None and not isinstance(cache.length, Tracer):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, batch_axes, constrain, shards
+from nnxmoe.axes import AnyMesh, batch_axes, constrain, divided_over, shards
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
 from nnxmoe.moe.permute import combine, fitting, permute
@@ -50,8 +50,7 @@ class Dense:
         count = routing.scores.shape[-1]
         tokens = x.shape[0] * x.shape[1]
         flat = x.reshape(tokens, x.shape[-1])
-        even = mesh is None or (x.shape[0] % shards(mesh, batch_axes(mesh)) == 0)
-        axes = by_expert(mesh if even else None)
+        axes = by_expert(divided_over(x.shape[0], mesh))
         rows = constrain(jnp.broadcast_to(flat, (count, *flat.shape)), mesh, *axes)
         outs = constrain(experts(rows, None), mesh, *axes)
         ids, scales = assignments(routing)
@@ -72,9 +71,7 @@ class Sorted:
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         ids, weights = assignments(routing)
-        axes = batch_axes(mesh)
-        if mesh is not None and x.shape[0] % shards(mesh, axes):
-            axes = ()
+        axes = divided_over(x.shape[0], mesh)
         if mesh is None or not axes:
             y, _ = sorted_rows(x, ids, weights, experts, limit=None)
             return y.astype(x.dtype), information(routing)
@@ -144,10 +141,10 @@ class Capacity:
         return y.astype(x.dtype), information(routing, jnp.sum(wanted) - jnp.sum(kept))
 
     def _to_experts(self, rows: Float[Array, "E B C D"], mesh: AnyMesh | None) -> Float[Array, "E B C D"]:
-        return constrain(constrain(rows, mesh, None, batch_axes(mesh)), mesh, *by_expert(mesh))
+        return constrain(constrain(rows, mesh, None, batch_axes(mesh)), mesh, *by_expert(batch_axes(mesh)))
 
     def _from_experts(self, rows: Float[Array, "E B C D"], mesh: AnyMesh | None) -> Float[Array, "E B C D"]:
-        return constrain(constrain(rows, mesh, *by_expert(mesh)), mesh, None, batch_axes(mesh))
+        return constrain(constrain(rows, mesh, *by_expert(batch_axes(mesh))), mesh, None, batch_axes(mesh))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +190,8 @@ def assignments(routing: Routing) -> tuple[Int[Array, "*rows X"], Float[Array, "
     return jnp.where(valid, routing.experts, routing.scores.shape[-1]), jnp.where(valid, routing.weights, 0)
 
 
-def by_expert(mesh: AnyMesh | None) -> tuple[str | None, tuple[str, ...]]:
-    """The axes of rows ``[E, B, ...]``: what splits the experts, and what is then left for the batch."""
-    axes = batch_axes(mesh)
+def by_expert(axes: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """Of the batch axes, for rows ``[E, B, ...]``: what splits the experts, and what is then left for the batch."""
     return "expert" if "expert" in axes else None, tuple(axis for axis in axes if axis != "expert")
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from nnxmoe.axes import AnyMesh, batch_axes, parameter, shards
+from nnxmoe.axes import AnyMesh, divided_over, parameter
 from nnxmoe.layers.linear import fan_in, matmul_f32
 
 
@@ -161,9 +161,9 @@ class Router(nnx.Module):
             x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
         logits = matmul_f32(x, self.kernel[...].astype(jnp.float32))
         bias = None if self.bias is None else self.bias[...]
-        axes = batch_axes(mesh)
+        axes = divided_over(x.shape[0], mesh)
         # XLA:CPU gathers all tokens for a top-k: keep it local.
-        if axes and self.select.by_row and x.shape[0] % shards(mesh, axes) == 0:
+        if axes and self.select.by_row:
             rows = PartitionSpec(axes)
             select = jax.shard_map(
                 self.select, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False
