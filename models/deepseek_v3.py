@@ -170,29 +170,30 @@ HF_TABLE = (
 
 _SELF = "decoder/{layer}/self_attention/"
 _BLOCK = "decoder/{layer}/DeepSeekMoeBlock_0/"
+_EXPERT_IN = ("exp", "embed_moe", "mlp_moe")
 MAXTEXT_TABLE = (
     MAXTEXT_DECODER
     | MAXTEXT_MLP
     | {
-        "layer.attention.q.kernel": _SELF + "query/kernel",
-        "layer.attention.q.a.kernel": _SELF + "wq_a/kernel",
-        "layer.attention.q.a.bias": _SELF + "wq_a/bias",
-        "layer.attention.q.norm.scale": _SELF + "q_norm/scale",
-        "layer.attention.q.b.kernel": _SELF + "wq_b/kernel",
-        "layer.attention.kv_a.kernel": _SELF + "wkv_a/kernel",
-        "layer.attention.kv_a.bias": _SELF + "wkv_a/bias",
-        "layer.attention.kv_norm.scale": _SELF + "kv_norm/scale",
-        "layer.attention.kv_b.kernel": _SELF + "wkv_b/kernel",
-        "layer.attention.o.kernel": _SELF + "out/kernel",
-        "layer.attention.o.bias": _SELF + "out/bias",
-        "layer.moe.router.kernel": _BLOCK + "MoeBlock_0/gate/kernel",
-        "layer.moe.router.bias": _BLOCK + "MoeBlock_0/gate/bias",
-        "layer.moe.experts.gate": _BLOCK + "MoeBlock_0/wi_0",
-        "layer.moe.experts.up": _BLOCK + "MoeBlock_0/wi_1",
-        "layer.moe.experts.down": _BLOCK + "MoeBlock_0/wo",
-        "layer.moe.shared.gate.kernel": _BLOCK + "shared_experts/wi_0/kernel",
-        "layer.moe.shared.up.kernel": _BLOCK + "shared_experts/wi_1/kernel",
-        "layer.moe.shared.down.kernel": _BLOCK + "shared_experts/wo/kernel",
+        "layer.attention.q.kernel": (_SELF + "query/kernel", ("embed", "q_heads", "kv")),
+        "layer.attention.q.a.kernel": (_SELF + "wq_a/kernel", ("embed", "q_lora_up_proj")),
+        "layer.attention.q.a.bias": (_SELF + "wq_a/bias", ("q_lora_up_proj",)),
+        "layer.attention.q.norm.scale": (_SELF + "q_norm/scale", ("norm",)),
+        "layer.attention.q.b.kernel": (_SELF + "wq_b/kernel", ("q_lora", "q_heads", "kv")),
+        "layer.attention.kv_a.kernel": (_SELF + "wkv_a/kernel", ("embed", "kv_lora_up_proj")),
+        "layer.attention.kv_a.bias": (_SELF + "wkv_a/bias", ("kv_lora_up_proj",)),
+        "layer.attention.kv_norm.scale": (_SELF + "kv_norm/scale", ("norm",)),
+        "layer.attention.kv_b.kernel": (_SELF + "wkv_b/kernel", ("kv_lora", "kv_heads", "kv_head_dim")),
+        "layer.attention.o.kernel": (_SELF + "out/kernel", ("heads", "kv", "embed")),
+        "layer.attention.o.bias": (_SELF + "out/bias", ("embed",)),
+        "layer.moe.router.kernel": (_BLOCK + "MoeBlock_0/gate/kernel", ("embed_moe", None)),
+        "layer.moe.router.bias": (_BLOCK + "MoeBlock_0/gate/bias", (None,)),
+        "layer.moe.experts.gate": (_BLOCK + "MoeBlock_0/wi_0", _EXPERT_IN),
+        "layer.moe.experts.up": (_BLOCK + "MoeBlock_0/wi_1", _EXPERT_IN),
+        "layer.moe.experts.down": (_BLOCK + "MoeBlock_0/wo", ("exp", "mlp_moe", "embed_moe")),
+        "layer.moe.shared.gate.kernel": (_BLOCK + "shared_experts/wi_0/kernel", ("embed", "mlp")),
+        "layer.moe.shared.up.kernel": (_BLOCK + "shared_experts/wi_1/kernel", ("embed", "mlp")),
+        "layer.moe.shared.down.kernel": (_BLOCK + "shared_experts/wo/kernel", ("mlp", "embed")),
     }
 )
 

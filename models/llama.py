@@ -132,25 +132,34 @@ PRESETS: dict[str, DecoderConfig] = {
 }
 
 
-# MaxText's Linen names; ``{layer}`` is layers_3, or layers with all of them stacked. Its dense layers call a bias so.
+# MaxText's Linen names and logical axes; ``{layer}`` is layers_3, or layers with all of them stacked on axis 1.
 _SELF = "decoder/{layer}/self_attention/"
-MAXTEXT_DECODER = {
-    "embed.table": "token_embedder/embedding",
-    "norm.scale": "decoder/decoder_norm/scale",
-    "head.kernel": "decoder/logits_dense/kernel",
-    "layer.attention_norm.scale": "decoder/{layer}/pre_self_attention_layer_norm/scale",
-    "layer.mlp_norm.scale": "decoder/{layer}/post_self_attention_layer_norm/scale",
-    "layer.moe_norm.scale": "decoder/{layer}/post_self_attention_layer_norm/scale",
+_NORM = ("norm",)
+MAXTEXT_DECODER: dict[str, tuple[str, tuple[str | None, ...]]] = {
+    "embed.table": ("token_embedder/embedding", ("vocab", "embed_vocab")),
+    "norm.scale": ("decoder/decoder_norm/scale", _NORM),
+    "head.kernel": ("decoder/logits_dense/kernel", ("embed_vocab", "vocab")),
+    "layer.attention_norm.scale": ("decoder/{layer}/pre_self_attention_layer_norm/scale", _NORM),
+    "layer.mlp_norm.scale": ("decoder/{layer}/post_self_attention_layer_norm/scale", _NORM),
+    "layer.moe_norm.scale": ("decoder/{layer}/post_self_attention_layer_norm/scale", _NORM),
 }
-MAXTEXT_GQA = {
-    f"layer.attention.{ours}.{kind}": f"{_SELF}{theirs}/{kind}"
-    for ours, theirs in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out"))
-    for kind in ("kernel", "bias")
+MAXTEXT_GQA: dict[str, tuple[str, tuple[str | None, ...]]] = {
+    "layer.attention.q.kernel": (_SELF + "query/kernel", ("embed", "q_heads", "kv")),
+    "layer.attention.q.bias": (_SELF + "query/bias", ("q_heads", "kv")),
+    "layer.attention.k.kernel": (_SELF + "key/kernel", ("embed", "kv_heads", "kv_head_dim")),
+    "layer.attention.k.bias": (_SELF + "key/bias", ("kv_heads", "kv_head_dim")),
+    "layer.attention.v.kernel": (_SELF + "value/kernel", ("embed", "kv_heads", "kv_head_dim")),
+    "layer.attention.v.bias": (_SELF + "value/bias", ("kv_heads", "kv_head_dim")),
+    "layer.attention.o.kernel": (_SELF + "out/kernel", ("heads", "kv", "embed")),
+    "layer.attention.o.bias": (_SELF + "out/bias", ("embed",)),
 }
-MAXTEXT_MLP = {
-    f"layer.mlp.{ours}.{kind}": f"decoder/{{layer}}/mlp/{theirs}/{kind}"
-    for ours, theirs in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo"))
-    for kind in ("kernel", "bias")
+MAXTEXT_MLP: dict[str, tuple[str, tuple[str | None, ...]]] = {
+    "layer.mlp.gate.kernel": ("decoder/{layer}/mlp/wi_0/kernel", ("embed", "mlp")),
+    "layer.mlp.gate.bias": ("decoder/{layer}/mlp/wi_0/bias", ("mlp",)),
+    "layer.mlp.up.kernel": ("decoder/{layer}/mlp/wi_1/kernel", ("embed", "mlp")),
+    "layer.mlp.up.bias": ("decoder/{layer}/mlp/wi_1/bias", ("mlp",)),
+    "layer.mlp.down.kernel": ("decoder/{layer}/mlp/wo/kernel", ("mlp", "embed")),
+    "layer.mlp.down.bias": ("decoder/{layer}/mlp/wo/bias", ("embed",)),
 }
 
 

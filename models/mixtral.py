@@ -111,14 +111,15 @@ HF_TABLE = (
 
 
 _MAXTEXT_MOE = "decoder/{layer}/MoeBlock_0/"
+_EXPERT_IN = ("exp", "embed_moe", "mlp_moe")
 MAXTEXT_TABLE = (
     MAXTEXT_DECODER
     | MAXTEXT_GQA
     | {
-        "layer.moe.router.kernel": _MAXTEXT_MOE + "gate/kernel",
-        "layer.moe.experts.gate": _MAXTEXT_MOE + "wi_0",
-        "layer.moe.experts.up": _MAXTEXT_MOE + "wi_1",
-        "layer.moe.experts.down": _MAXTEXT_MOE + "wo",
+        "layer.moe.router.kernel": (_MAXTEXT_MOE + "gate/kernel", ("embed", None)),
+        "layer.moe.experts.gate": (_MAXTEXT_MOE + "wi_0", _EXPERT_IN),
+        "layer.moe.experts.up": (_MAXTEXT_MOE + "wi_1", _EXPERT_IN),
+        "layer.moe.experts.down": (_MAXTEXT_MOE + "wo", ("exp", "mlp_moe", "embed_moe")),
     }
 )
 

@@ -36,18 +36,25 @@ _QUERY, _ROTATED = ("layer.attention.q.",), ("layer.attention.q.", "layer.attent
 class Leaf:
     """One array of MaxText's: our key, its shape without layers, and what it is made of: (parameter, layer in it).
 
-    ``stacked``: all layers of a group, on axis 1; else one part. The layer is None for a parameter of one layer.
+    ``stacked``: the name of a group, all layers of which lie on axis 1; else one part. The layer is None for a
+    parameter of one layer. ``labels``: the logical axes without layers.
     """
 
     key: str
     inner: tuple[int, ...]
-    stacked: bool
+    stacked: str | None
     parts: tuple[tuple[Path, int | None], ...]
+    labels: tuple[str | None, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """As MaxText has it."""
         return (self.inner[0], len(self.parts), *self.inner[1:]) if self.stacked else self.inner
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """Its logical axes, as MaxText names them."""
+        return (self.labels[0], self.stacked, *self.labels[1:]) if self.stacked else self.labels
 
 
 def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
@@ -63,15 +70,16 @@ def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
         if key.endswith(".bias") and not isinstance(variable, RouterBias):  # flat here, by heads there
             kernel = variables[(*path[:-1], "kernel")]
             shape = tuple(kernel.shape[own + kernel.get_metadata()["inputs"] :])
+        name, labels = model.maxtext_table[key]
         if first is None:
-            found[model.maxtext_table[key]] = Leaf(key, shape, False, ((path, None),))
+            found[name] = Leaf(key, shape, None, ((path, None),), labels)
             continue
         group = model.maxtext_layers[_has_experts(model, path)]
         for i in range(variable.shape[0]) if own else [None]:
             number = first - firsts[path[1]] + (i or 0)
-            name = model.maxtext_table[key].format(layer=group if scan_layers else f"{group}_{number}")
-            before = found[name].parts if name in found else ()
-            found[name] = Leaf(key, shape, scan_layers, (*before, (path, i)))
+            full = name.format(layer=group if scan_layers else f"{group}_{number}")
+            before = found[full].parts if full in found else ()
+            found[full] = Leaf(key, shape, group if scan_layers else None, (*before, (path, i)), labels)
     return found
 
 

@@ -67,7 +67,7 @@ class CausalLM(nnx.Module):
     """
 
     hf_table: ClassVar[Mapping[str, tuple[str, ...]]]
-    maxtext_table: ClassVar[Mapping[str, str]]
+    maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]]  # name there, logical axes there
     maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # of dense layers, of layers with experts
     load_report: Any = None
     generation_config: Mapping[str, Any] = MappingProxyType({})
