@@ -11,6 +11,8 @@ from nnxmoe.axes import make_mesh as make_mesh
 from nnxmoe.bounds import ConfigError as ConfigError
 from nnxmoe.convert.hf import from_pretrained as from_pretrained
 from nnxmoe.convert.hf import save_pretrained as save_pretrained
+from nnxmoe.convert.native import load as load
+from nnxmoe.convert.native import save as save
 from nnxmoe.convert.report import LoadError as LoadError
 from nnxmoe.convert.report import LoadReport as LoadReport
 from nnxmoe.convert.source import CheckpointError as CheckpointError

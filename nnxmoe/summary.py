@@ -16,9 +16,9 @@ from nnxmoe.axes import RULES, AnyMesh, Rules, partition_spec
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.account import head_for_embedding, refuse_unjustified
 from nnxmoe.convert.checkpoint import Checkpoint, hub_headers
-from nnxmoe.convert.hf import check_generation, parse_config
 from nnxmoe.convert.place import FLOATS, fp8_block
 from nnxmoe.convert.safetensors import DTYPES
+from nnxmoe.convert.side_files import check_generation, parse_config
 from nnxmoe.convert.source import CheckpointError, find_config, has_weights
 from nnxmoe.convert.table import Entry, entries
 from nnxmoe.hub import local_folder
@@ -144,7 +144,7 @@ def _find(name: str | os.PathLike[str], revision: str | None, local_files_only: 
             return _checked(find_config(folder), where), {}
         with Checkpoint.open(folder) as checkpoint:
             config = _checked(checkpoint.config, where)
-            check_generation(checkpoint, config)
+            check_generation(checkpoint.generation_config, config, str(checkpoint.folder / "generation_config.json"))
             return config, {n: (t.dtype, t.shape) for n, t in checkpoint.tensors.items()}
     try:
         fields, headers = hub_headers(str(name), revision=revision, local_files_only=local_files_only)

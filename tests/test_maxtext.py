@@ -230,8 +230,10 @@ def test_what_we_write_has_maxtexts_structure(tmp_path: Path, parameters_only: b
         case / ("orbax_param_only" if parameters_only else "orbax_to_maxtext/0/items"),
     )
     assert json.loads((ours / "_METADATA").read_text()) == json.loads((theirs / "_METADATA").read_text())
-    assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
-    identical(flat(maxtext.to_tree(maxtext.load(tmp_path / "new", model.config))), params_of(case.name))
+    files = {path.name for path in theirs.iterdir()} | ({"config.json"} if parameters_only else set())
+    assert {path.name for path in ours.iterdir()} == files and (tmp_path / "new" / "config.json").is_file()
+    for config in (model.config, None):  # None: from the config.json that we write beside
+        identical(flat(maxtext.to_tree(maxtext.load(tmp_path / "new", config))), params_of(case.name))
     with pytest.raises(CheckpointError, match="new"):
         maxtext.save(model, tmp_path / "new")
 

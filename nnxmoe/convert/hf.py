@@ -8,7 +8,6 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,21 +17,21 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.axes import Rules
-from nnxmoe.bounds import ConfigError, check_token_ids
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.account import EMBED, HEAD, account, head_for_embedding, refuse_unjustified
 from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.convert.new_folder import new_folder
 from nnxmoe.convert.place import Reader
 from nnxmoe.convert.safetensors import dtype_code
+from nnxmoe.convert.side_files import check_generation, parse_config, write_side_files
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Piece, entries
-from nnxmoe.convert.write import write_json, write_safetensors
+from nnxmoe.convert.write import write_safetensors
 from nnxmoe.files import short, some
 from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
-from nnxmoe.models import config_from_hf, model_class
+from nnxmoe.models import model_class
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.progress import bytes_bar, logger
 from nnxmoe.strategy import Strategy
@@ -89,26 +88,10 @@ def _float_dtype(dtype: Dtype) -> np.dtype:
     return named
 
 
-def parse_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
-    """The config of a parsed config.json; a ConfigError says which file it was."""
-    try:
-        return config_from_hf(fields)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def check_generation(checkpoint: Checkpoint, config: DecoderConfig) -> None:
-    """Checks what generation needs of generation_config.json; a ConfigError says which file it was."""
-    try:
-        check_token_ids(checkpoint.generation_config, config.vocab_size)
-    except ConfigError as error:
-        raise ConfigError(f"{checkpoint.folder / 'generation_config.json'}: {error}") from None
-
-
 def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, list[str]]:
     """The config, untied where the file holds a head of its own in spite of ``tie_word_embeddings``."""
     config = parse_config(checkpoint.config, str(checkpoint.folder / "config.json"))
-    check_generation(checkpoint, config)
+    check_generation(checkpoint.generation_config, config, str(checkpoint.folder / "generation_config.json"))
     if config.tie_word_embeddings and {HEAD, EMBED} <= checkpoint.tensors.keys():
         shapes = {checkpoint.info(HEAD).shape, checkpoint.info(EMBED).shape}
         if shapes != {(config.vocab_size, config.hidden_size)} or not checkpoint.same(HEAD, EMBED):
@@ -159,6 +142,7 @@ def _fill(model: CausalLM, checkpoint: Checkpoint, dtype: np.dtype | None, notes
         nonfinite=dict(sorted(reader.nonfinite.items())),
         bytes_read=checkpoint.bytes_read,
         seconds=time.perf_counter() - started,
+        files=os.path.abspath(checkpoint.folder),
     )
 
 
@@ -169,19 +153,16 @@ def save_pretrained(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write config.json, generation_config.json and safetensors under Hugging Face's names, in the model's dtypes.
+    """Write config.json, generation_config.json and safetensors under Hugging Face's names, in the model's dtypes, and
+    the tokenizer's files from where the model was loaded.
 
     One tensor at a time is held in memory. The folder must be new or empty, unless ``overwrite`` asks for its
     checkpoint to be replaced, which happens in one step once all is written; other files in it stay. Whatever goes
     wrong, also a kill, leaves what was there. Raises CheckpointError (a ValueError).
     """
-    config = model.config.to_hf()
-    config["dtype"] = str(jnp.dtype(model.dtype))
     size, tensors = _size(max_shard_size), list(_tensors(model))
     with new_folder(folder, overwrite) as stage:
-        write_json(stage / "config.json", config)
-        if model.generation_config:
-            write_json(stage / "generation_config.json", model.generation_config)
+        write_side_files(stage, model, folder)
         write_safetensors(stage, tensors, size)
 
 

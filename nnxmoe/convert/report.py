@@ -14,6 +14,7 @@ class LoadReport:
     ``skipped``: rule -> names left out on purpose. ``unexpected``: names nobody asked for. ``missing``: parameters
     without a tensor (never in a model that was returned). ``casts``: "stored -> loaded dtype" -> names.
     ``nonfinite``: tensor -> how many of its values are NaN or infinite once loaded (on this process's devices).
+    ``files``: the folder with the tokenizer's files, which saving takes along.
     """
 
     source: str
@@ -26,6 +27,7 @@ class LoadReport:
     notes: tuple[str, ...] = ()
     bytes_read: int = 0
     seconds: float = 0.0
+    files: str | None = None
 
     # Where a model came from is no part of its structure: two loads of one model share their compiled programs.
     def __eq__(self, other: object) -> bool:

@@ -56,7 +56,12 @@ def write_safetensors(
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
     """A new file with a JSON object, on the disk when this returns."""
     text = json.dumps(dict(fields), indent=2, sort_keys=True, default=_plain, allow_nan=False)
-    _write_file(path, [text.encode() + b"\n"])
+    write_bytes(path, text.encode() + b"\n")
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """A new file, on the disk when this returns."""
+    _write_file(path, [data])
 
 
 def _plain(value: Any) -> Any:

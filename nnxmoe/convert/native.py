@@ -1,0 +1,119 @@
+"""Our own checkpoints: the parameters as Orbax keeps arrays, beside the small files of a Hugging Face folder.
+
+``config.json``, ``nnxmoe.json`` (version; whether queries carry the scale of attention) and ``parameters/``: a plain
+nested dict, ``layers/3/attention/q/kernel``, or ``stacks/0/attention/q/kernel`` with all layers of a stack first.
+"""
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from nnxmoe.convert.leaves import AnyArray, Later, Leaf, collect, fill, made_of, nested, refuse_misfits
+from nnxmoe.convert.new_folder import new_folder
+from nnxmoe.convert.report import LoadReport
+from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
+from nnxmoe.convert.source import CheckpointError
+from nnxmoe.convert.write import write_json
+from nnxmoe.files import read_object, short
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.layers.gqa import attentions, query_divisor
+from nnxmoe.models import model_class
+from nnxmoe.progress import bytes_bar
+from nnxmoe.strategy import Strategy
+
+FORMAT_FILE, PARAMETERS = "nnxmoe.json", "parameters"
+_VERSION = 1
+
+
+def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
+    """Name -> what it is made of, for every parameter of a model."""
+
+    def describe(key: str, path: Any, number: int | None, inner: tuple[int, ...]) -> tuple[str, Leaf]:
+        name, labels = key.replace(".", "/"), (None,) * len(inner)
+        if number is None:
+            return name, Leaf(key, inner, None, (), labels)
+        start = f"stacks/{path[1]}" if scan_layers else f"layers/{number}"
+        return name.replace("layer", start, 1), Leaf(key, inner, "layers" if scan_layers else None, (), labels, axis=0)
+
+    return collect(model, describe)
+
+
+def arrays(model: CausalLM, scan_layers: bool) -> dict[str, Later]:
+    """Name -> array, made of a model's parameters when it is asked for."""
+    return made_of(model, layout(model, scan_layers), _same)
+
+
+def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool | None = None) -> None:
+    """Write a model for `load`: an Orbax checkpoint of its parameters, its config and its tokenizer's files.
+
+    ``scan_layers``: whether the layers of a stack are one array there, which restores faster into models that scan;
+    None: as in the model. Of several processes each writes its share. The folder must be new or empty, and appears
+    whole or not at all. Raises CheckpointError (a ValueError).
+    """
+    from nnxmoe.convert import orbax_folder
+
+    found = arrays(model, model.strategy.scan_layers if scan_layers is None else scan_layers)
+    with new_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
+        orbax_folder.write(stage / PARAMETERS, nested(found), bar)
+        write_side_files(stage, model, folder)
+        write_json(stage / FORMAT_FILE, {"version": _VERSION, "queries_carry_scale": query_divisor(model) != 1})
+
+
+def load(
+    folder: str | os.PathLike[str], dtype: Any = None, mesh: Mesh | None = None, strategy: Strategy | None = None
+) -> CausalLM:
+    """The model that `save` wrote, on whatever mesh, its layers scanned or not as the strategy says.
+
+    ``dtype`` None: as stored. Raises CheckpointError (a ValueError) that lists every array that does not fit.
+    """
+    started, where = time.perf_counter(), Path(os.path.abspath(folder))
+    carried = _carried(where / FORMAT_FILE)
+    config = read_config(where)
+    strategy = strategy or Strategy.auto()
+    strategy = dataclasses.replace(strategy, mesh=strategy.mesh if mesh is None else mesh)
+    model = model_class(config)(config, strategy, rngs=None)  # pyright: ignore[reportCallIssue]
+    found = read(where)
+    wanted = layout(model, any(name.startswith("stacks/") for name in found))
+    refuse_misfits(found, wanted, f"{where / PARAMETERS} does not fit config.json")
+    for attention in attentions(model) if carried else []:
+        attention.scale = 1.0
+    size = sum(later.nbytes for later in found.values())
+    with bytes_bar(size, f"loading {where.name}") as bar:
+        nonfinite = fill(model, wanted, found, _same, dtype, bar)
+    seconds = time.perf_counter() - started
+    model.load_report = LoadReport(
+        str(where),
+        loaded=tuple(sorted(wanted)),
+        nonfinite=nonfinite,
+        bytes_read=size,
+        seconds=seconds,
+        files=str(where),
+    )
+    model.generation_config = read_generation_config(where, config)
+    return model
+
+
+def read(folder: Path) -> dict[str, Later]:
+    """Name -> array of the parameters in a folder that `save` wrote."""
+    from nnxmoe.convert import orbax_folder
+
+    return orbax_folder.read(folder / PARAMETERS, None)
+
+
+def _carried(path: Path) -> bool:
+    """What nnxmoe.json says of the queries."""
+    fields = read_object(path, "give a folder that nnxmoe.save wrote", CheckpointError)
+    if fields.get("version") != _VERSION:
+        raise CheckpointError(f"{path}: version {short(fields.get('version'))} is not {_VERSION}: update nnxmoe")
+    carried = fields.get("queries_carry_scale")
+    if not isinstance(carried, bool):
+        raise CheckpointError(f"{path}: queries_carry_scale must be true or false, got {short(carried)}")
+    return carried
+
+
+def _same(_: Leaf, array: AnyArray) -> AnyArray:
+    return array

@@ -1,0 +1,77 @@
+"""The small files of a Hugging Face folder: config.json, generation_config.json and the tokenizer's."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from nnxmoe.bounds import ConfigError, check_token_ids
+from nnxmoe.config import DecoderConfig
+from nnxmoe.convert.source import CheckpointError, find_config
+from nnxmoe.convert.write import write_bytes, write_json
+from nnxmoe.files import read_bounded, read_object
+from nnxmoe.frozen import FrozenDict
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.models import config_from_hf
+from nnxmoe.progress import logger
+
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+)
+_MAX_BYTES = 100_000_000
+
+
+def write_side_files(stage: Path, model: CausalLM, target: str | os.PathLike[str]) -> None:
+    """Config, generation config, and the tokenizer's files from where the model was loaded; those that ``target``
+    has already stay its own."""
+    write_json(stage / "config.json", model.config.to_hf() | {"dtype": str(jnp.dtype(model.dtype))})
+    if model.generation_config:
+        write_json(stage / GENERATION, model.generation_config)
+    if model.load_report is None or model.load_report.files is None:
+        return
+    source = Path(model.load_report.files)
+    if not source.is_dir():
+        logger.warning("%s is gone: the tokenizer's files cannot be taken along", source)
+    for name in TOKENIZER_FILES:
+        if os.path.lexists(source / name) and not os.path.lexists(Path(target) / name):
+            try:
+                data = read_bounded(source / name, _MAX_BYTES, "it was not taken along", CheckpointError)
+            except CheckpointError as error:  # no reason to lose a model
+                logger.warning("%s", error)
+            else:
+                write_bytes(stage / name, data)
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The config of a folder's config.json."""
+    return parse_config(find_config(folder), str(folder / "config.json"))
+
+
+def read_generation_config(folder: Path, config: DecoderConfig) -> Mapping[str, Any]:
+    """A folder's generation_config.json, checked; empty where there is none."""
+    path = folder / GENERATION
+    if not os.path.lexists(path):
+        return FrozenDict({})
+    fields = read_object(path, "fetch it again or remove it", CheckpointError)
+    check_generation(fields, config, str(path))
+    return FrozenDict(fields)
+
+
+def parse_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
+    """The config of a parsed config.json; a ConfigError says which file it was."""
+    try:
+        return config_from_hf(fields)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def check_generation(fields: Mapping[str, Any], config: DecoderConfig, where: str) -> None:
+    """Checks what generation needs of a parsed generation_config.json; a ConfigError says which file it was."""
+    try:
+        check_token_ids(fields, config.vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
