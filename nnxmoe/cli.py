@@ -1,4 +1,4 @@
-"""The command ``nnxmoe``: demo, generate, chat, inspect. Results on stdout, everything else on stderr.
+"""The command ``nnxmoe``: demo, generate, chat, inspect, convert. Results on stdout, everything else on stderr.
 
 Exit codes: 0 done, 1 failed (one line says why), 2 the command line is wrong.
 """
@@ -12,10 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
+
 import nnxmoe
+from nnxmoe import processes
 from nnxmoe.files import plain
 from nnxmoe.progress import say
 
+DTYPES = ("float32", "bfloat16", "float16")
 DEMO = Path(__file__).resolve().parent / "models" / "demo"
 
 
@@ -89,14 +93,25 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--mesh", type=_mesh, metavar="AXES", help="how parameters would lie on a mesh, such as fsdp=4,expert=8"
     )
+
+    text = "Turn a checkpoint of Hugging Face, MaxText or nnxmoe.save into another, in a new folder."
+    convert = command("convert", _convert, text, "nnxmoe convert demo demo-maxtext --to maxtext --scan --verify")
+    convert.add_argument("source", metavar="SRC", help="a folder, a hub id, or 'demo'; what it is is found out")
+    convert.add_argument("target", metavar="DST", help="the folder to write; new or empty")
+    convert.add_argument("--to", choices=["hf", "maxtext", "orbax"], required=True, help="orbax: for nnxmoe.load")
+    convert.add_argument("--scan", action="store_true", help="all layers of a stack as one array")
+    convert.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as stored)")
+    convert.add_argument("--mesh", type=_mesh, metavar="AXES", help="spread over devices, such as fsdp=4,expert=2")
+    convert.add_argument(
+        "--config", metavar="FOLDER", help="with config.json, or a preset: what MaxText does not store"
+    )
+    convert.add_argument("--verify", action="store_true", help="read all of it back and compare, logits too")
     return parser
 
 
 def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or 'demo'; inspect also takes preset names")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: as stored)"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as stored)")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--local-files-only", action="store_true", help="use the cache, do not ask the hub")
 
@@ -264,6 +279,30 @@ def _spread(config: Any, dtype: str, mesh: Any) -> list[str]:
         shape = f"{part.count:>4} x {list(part.shape)}"
         lines.append(f"  {part.name:32} {shape:28} {_bytes(part.device_bytes):>10}  {split}")
     return [*lines, f"a device    {_bytes(sum(p.device_bytes for p in parts))} of weights, on each of {mesh.size}"]
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from nnxmoe.convert.conversion import convert
+
+    mesh = None
+    if options.mesh is not None:
+        processes.initialize()
+        mesh = nnxmoe.make_mesh(**options.mesh.shape)
+    done = convert(
+        _weights(options.source),
+        options.target,
+        options.to,
+        scan=options.scan,
+        dtype=options.dtype,
+        mesh=mesh,
+        config=options.config,
+        verify=options.verify,
+    )
+    if jax.process_index() == 0:
+        print(f"{done.target}: {done.arrays} arrays, {_bytes(done.bytes)}")
+        print(f"read {_bytes(done.read_speed)}/s, written {_bytes(done.write_speed)}/s")
+        if done.difference is not None:
+            print(f"verified: every array is what was written; logits differ by {done.difference:.1e} at most")
 
 
 def _bytes(size: float) -> str:

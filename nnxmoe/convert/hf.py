@@ -5,9 +5,11 @@ table -> the bytes that this process's devices need -> one array on its devices.
 """
 
 import dataclasses
+import functools
 import os
 import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,13 +22,14 @@ from nnxmoe.axes import Rules
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.account import EMBED, HEAD, account, head_for_embedding, refuse_unjustified
 from nnxmoe.convert.checkpoint import Checkpoint
-from nnxmoe.convert.new_folder import new_folder
+from nnxmoe.convert.leaves import Later, float_dtype
 from nnxmoe.convert.place import Reader
 from nnxmoe.convert.safetensors import dtype_code
 from nnxmoe.convert.side_files import check_generation, parse_config, write_side_files
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Piece, entries
-from nnxmoe.convert.write import write_safetensors
+from nnxmoe.convert.together import gathered, held, holders, shared_folder
+from nnxmoe.convert.write import Tensors, write_shares
 from nnxmoe.files import short, some
 from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.causal_lm import CausalLM
@@ -36,12 +39,10 @@ from nnxmoe.moe.router import RouterBias
 from nnxmoe.progress import bytes_bar, logger
 from nnxmoe.strategy import Strategy
 
-Dtype = Any
-
 
 def from_pretrained(
     path_or_hub_id: str | os.PathLike[str],
-    dtype: Dtype | None = None,
+    dtype: Any = None,
     mesh: Mesh | None = None,
     strategy: Strategy | None = None,
     revision: str | None = None,
@@ -58,7 +59,7 @@ def from_pretrained(
     Raises CheckpointError or ConfigError (ValueErrors) naming the file, tensor or field, and LoadError, which lists
     every missing tensor and wrong shape at once.
     """
-    dtype = None if dtype is None else _float_dtype(dtype)
+    dtype = float_dtype(dtype)
     with Checkpoint.open(path_or_hub_id, revision=revision, local_files_only=local_files_only) as checkpoint:
         config, notes = _config(checkpoint)
         kind = model_class(config)
@@ -76,16 +77,6 @@ def from_pretrained(
         _fill(model, checkpoint, dtype, notes)
         model.generation_config = FrozenDict(checkpoint.generation_config)
         return model
-
-
-def _float_dtype(dtype: Dtype) -> np.dtype:
-    try:
-        named = jnp.dtype(dtype)
-    except TypeError:
-        named = dtype
-    if named not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(f"dtype {named} is not supported for weights; supported: float32, bfloat16, float16")
-    return named
 
 
 def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, list[str]]:
@@ -156,42 +147,60 @@ def save_pretrained(
     """Write config.json, generation_config.json and safetensors under Hugging Face's names, in the model's dtypes, and
     the tokenizer's files from where the model was loaded.
 
-    One tensor at a time is held in memory. The folder must be new or empty, unless ``overwrite`` asks for its
-    checkpoint to be replaced, which happens in one step once all is written; other files in it stay. Whatever goes
-    wrong, also a kill, leaves what was there. Raises CheckpointError (a ValueError).
+    One tensor at a time is held in memory; of several processes each writes what its devices hold. The folder must be
+    new or empty, unless ``overwrite`` asks for its checkpoint to be replaced, which happens in one step once all is
+    written; other files in it stay. Whatever goes wrong, also a kill, leaves what was there.
+    Raises CheckpointError (a ValueError).
     """
-    size, tensors = _size(max_shard_size), list(_tensors(model))
-    with new_folder(folder, overwrite) as stage:
-        write_side_files(stage, model, folder)
-        write_safetensors(stage, tensors, size)
+    size, found = _size(max_shard_size), arrays(model)
+    total = sum(array.nbytes for array, _ in found.values())
+    with shared_folder(folder, overwrite) as stage, bytes_bar(total, "writing") as bar:
+        if jax.process_index() == 0:
+            write_side_files(stage, model, folder)
+        write_shares(stage, _shares(found, bar), size, process=jax.process_index())
 
 
-def _tensors(model: CausalLM):
-    """(name, dtype, shape, function that makes the array) for every stored tensor, in the model's order."""
+def arrays(model: CausalLM) -> dict[str, tuple[Later, list[int]]]:
+    """Name -> tensor, made of a model's parameters when it is asked for, and which processes hold all of it."""
     values, divided = dict(nnx.to_flat_state(nnx.state(model))), np.float32(query_divisor(model))
+    found: dict[str, tuple[Later, list[int]]] = {}
     for entry in entries(model, model.hf_table):
-        factor = divided if entry.key.startswith("layer.attention.q.") else 1
+        factor = divided if entry.key.startswith("layer.attention.q.") else np.float32(1)
         value = values[entry.path].get_value()
         if isinstance(value, jax.ShapeDtypeStruct):
             raise ValueError(f"the parameter {entry.key} has a shape but no values: this model cannot be saved")
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            raise ValueError(
-                f"the parameter {entry.key} lies on the devices of several processes: save_pretrained writes from one. "
-                "Save the parameters with orbax.checkpoint, and write this folder from a process of its own"
-            )
         for piece in entry.pieces:
+            who = holders(value, piece.at)
+            make = functools.partial(_stored, entry, piece, value, factor, who)
+            found[piece.name] = Later(entry.flat(), np.dtype(value.dtype), make), who
+    return found
 
-            def make(
-                entry: Entry = entry, piece: Piece = piece, value: Any = value, factor: Any = factor
-            ) -> np.ndarray:
-                one = np.asarray(value[piece.at])
-                one = one if factor == 1 else (one.astype(np.float32) * factor).astype(one.dtype)
-                if entry.inputs is None:
-                    return one
-                outs, ins = entry.flat()
-                return np.ascontiguousarray(one.reshape(ins, outs).T)
 
-            yield piece.name, dtype_code(value.dtype), entry.flat(), make
+def _stored(entry: Entry, piece: Piece, value: Any, factor: np.float32, who: list[int], _: Any = None) -> np.ndarray:
+    """One stored tensor of a parameter; of one that no process holds, all must ask."""
+    one = held(value, piece.at) if who else gathered(value, piece.at)
+    one = one if factor == 1 else (one.astype(np.float32) * factor).astype(one.dtype)
+    if entry.inputs is None:
+        return one
+    outs, ins = entry.flat()
+    return np.ascontiguousarray(one.reshape(ins, outs).T)
+
+
+def _shares(found: Mapping[str, tuple[Later, list[int]]], bar: Any) -> list[tuple[int | None, Tensors]]:
+    """Which process writes what: tensors that none holds first, the others by whoever has least to write."""
+    shares: dict[int | None, list[Any]] = {None: []} | {process: [] for process in range(jax.process_count())}
+    loads = [0] * jax.process_count()
+    for name, (array, who) in found.items():
+        writer = min(who, key=lambda process: loads[process]) if who else None
+        if writer is not None:
+            loads[writer] += array.nbytes
+
+        def make(array: Later = array) -> np.ndarray:
+            bar.update(array.nbytes)
+            return array.make(None)
+
+        shares[writer].append((name, dtype_code(array.dtype), array.shape, make))
+    return list(shares.items())
 
 
 def _size(size: int | str) -> int:

@@ -19,11 +19,11 @@ from nnxmoe.axes import axes_of, partition_spec
 from nnxmoe.convert.place import aligned_empty, count_nonfinite
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Path, first_layers, table_key
+from nnxmoe.convert.together import AnyArray, apart
 from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.layers.gqa import attentions
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.strategy import Strategy
-
-AnyArray = Any  # of NumPy, or of JAX where it lies on the devices of several processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Later:
         return cls(shape, dtype, lambda _: np.asarray(array))
 
 
+QUERY = "layer.attention.q."
 Change = Callable[[Leaf, AnyArray], AnyArray]  # of one layer's values, from one layout to the other
 
 
@@ -123,6 +124,31 @@ def made_of(model: CausalLM, leaves: Mapping[str, Leaf], change: Change, dtype: 
     }
 
 
+def float_dtype(dtype: Any) -> np.dtype | None:
+    """A dtype for weights; None stays None. ValueError for others than float32, bfloat16 and float16."""
+    if dtype is None:
+        return None
+    try:
+        named = jnp.dtype(dtype)
+    except TypeError:
+        named = dtype
+    if named not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"dtype {named} is not supported for weights; supported: float32, bfloat16, float16")
+    return named
+
+
+def undivided(model: CausalLM, change: Change) -> Change:
+    """Also multiplies queries that were divided by sqrt(head width), in float32: so they are cast to another dtype as
+    they were before the division, and rounded once."""
+    factor = np.float32(model.config.head_width**0.5 if attentions(model) else 1)
+
+    def both(leaf: Leaf, array: AnyArray) -> AnyArray:
+        array = change(leaf, array)
+        return array.astype(np.float32) * factor if leaf.key.startswith(QUERY) and factor != 1 else array
+
+    return both
+
+
 def joined(leaf: Leaf, values: Mapping[Path, Array], change: Change) -> AnyArray:
     """The array of a leaf, made of parameters."""
     paths = list(dict.fromkeys(path for path, _ in leaf.parts))
@@ -134,9 +160,9 @@ def joined(leaf: Leaf, values: Mapping[Path, Array], change: Change) -> AnyArray
         return pieces[0].__array_namespace__().stack(pieces, axis=leaf.axis) if leaf.stacked else pieces[0]
 
     arrays = [values[path] for path in paths]
-    if all(array.is_fully_addressable for array in arrays):
-        return join([np.asarray(array) for array in arrays])
-    return jax.jit(join)(arrays)
+    if any(map(apart, arrays)):
+        return jax.jit(join)(arrays)
+    return join([np.asarray(array) for array in arrays])
 
 
 def refuse_misfits(arrays: Mapping[str, Later], wanted: Mapping[str, Leaf], where: str) -> None:

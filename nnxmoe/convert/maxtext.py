@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -19,21 +20,32 @@ from jax.sharding import Mesh
 
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert import orbax_folder
-from nnxmoe.convert.leaves import AnyArray, Later, Leaf, collect, fill, made_of, nested, refuse_misfits
-from nnxmoe.convert.new_folder import new_folder
+from nnxmoe.convert.leaves import (
+    QUERY,
+    Later,
+    Leaf,
+    collect,
+    fill,
+    float_dtype,
+    made_of,
+    nested,
+    refuse_misfits,
+    undivided,
+)
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Path, TableError, first_layers
+from nnxmoe.convert.together import shared_folder
 from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.layers.gqa import attentions, query_divisor
+from nnxmoe.layers.gqa import attentions, carry_scale, query_divisor
 from nnxmoe.models import model_class
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.progress import bytes_bar
 from nnxmoe.strategy import Strategy
 
 Tree = Mapping[str, Any]
-_QUERY, _ROTATED = ("layer.attention.q.",), ("layer.attention.q.", "layer.attention.k.")
+_ROTATED = ("layer.attention.q.", "layer.attention.k.")
 
 
 def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
@@ -59,6 +71,7 @@ def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
 
 def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, Later]:
     """MaxText's name -> array, made of a model's parameters when it is asked for."""
+    dtype = float_dtype(dtype)
     return made_of(model, layout(model, scan_layers), _Change(model, dtype).to_maxtext, dtype)
 
 
@@ -98,7 +111,7 @@ def _model(
     mesh: Mesh | None,
     dtype: Any,
 ) -> CausalLM:
-    started = time.perf_counter()
+    started, dtype = time.perf_counter(), float_dtype(dtype)
     strategy = strategy or Strategy.auto()
     strategy = dataclasses.replace(strategy, mesh=strategy.mesh if mesh is None else mesh)
     model = model_class(config)(config, strategy, rngs=None)  # pyright: ignore[reportCallIssue]
@@ -109,11 +122,14 @@ def _model(
     aside = tuple(name for name, (_, aux) in names.items() if aux and name not in wanted)
     kept = {name: _from_aux(a) if aux and scanned else a for name, (a, aux) in names.items() if name not in aside}
     refuse_misfits(kept, wanted, f"{source} does not fit the config ({config.model_type})")
-    for attention in attentions(model):
-        attention.scale = 1.0  # the queries carry it
+    change = _Change(model).from_maxtext
+    if dtype is None or all(a.dtype == dtype for a in kept.values()):
+        carry_scale(model)
+    else:
+        change = undivided(model, change)
     size = sum(later.nbytes for later in kept.values())
     with bytes_bar(size, f"loading {os.path.basename(source)}") as bar:
-        nonfinite = fill(model, wanted, kept, _Change(model).from_maxtext, dtype, bar)
+        nonfinite = fill(model, wanted, kept, change, dtype, bar)
     model.load_report = LoadReport(
         source,
         loaded=tuple(sorted(wanted)),
@@ -136,13 +152,14 @@ def save(
     memory. The folder must be new or empty, and appears whole or not at all. Raises CheckpointError (a ValueError).
     """
     found = arrays(model, scan_layers)
-    with new_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
+    with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
         params = {"params": {"params": nested(found)}}
         if parameters_only:
             orbax_folder.write(stage, params, bar)
         else:
             orbax_folder.write_step(stage, {"step": 0, **params, "opt_state": {}}, bar)
-        write_side_files(stage, model, folder)
+        if jax.process_index() == 0:
+            write_side_files(stage, model, folder)
 
 
 def load(
@@ -167,10 +184,10 @@ def load(
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Later]:
     """Name -> array of the parameters in an Orbax checkpoint of MaxText's."""
-    return orbax_folder.read(_items(pathlib.Path(folder).absolute()), ("params", "nnx_aux"))
+    return orbax_folder.read(items(pathlib.Path(folder).absolute()), ("params", "nnx_aux"))
 
 
-def _items(folder: pathlib.Path) -> pathlib.Path:
+def items(folder: pathlib.Path) -> pathlib.Path:
     """Where the arrays are: the folder itself, its ``items``, or those of its last step."""
     steps = sorted((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), reverse=True)
     for where in (folder, folder / "items", *(folder / str(step) / "items" for step in steps)):
@@ -218,16 +235,16 @@ class _Change:
         self.interleave = grouped and model.config.rope_fields.get("rope_type") == "llama3"
         self.dtype = dtype
 
-    def to_maxtext(self, leaf: Leaf, array: AnyArray) -> AnyArray:
+    def to_maxtext(self, leaf: Leaf, array: Any) -> Any:
         xp, dtype = array.__array_namespace__(), jnp.dtype(self.dtype or array.dtype)
         if self.interleave and leaf.key.startswith(_ROTATED):
             half = array.shape[-1] // 2
             array = xp.stack([array[..., :half], array[..., half:]], axis=-1).reshape(array.shape)
-        if self.divide != 1 and leaf.key.startswith(_QUERY):
+        if self.divide != 1 and leaf.key.startswith(QUERY):
             array = array.astype(np.float32) / np.float32(self.divide)
         return array if array.dtype == dtype else array.astype(dtype)
 
-    def from_maxtext(self, leaf: Leaf, array: AnyArray) -> AnyArray:
+    def from_maxtext(self, leaf: Leaf, array: Any) -> Any:
         if self.interleave and leaf.key.startswith(_ROTATED):
             array = array.__array_namespace__().concatenate([array[..., ::2], array[..., 1::2]], axis=-1)
         return array

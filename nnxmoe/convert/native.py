@@ -10,17 +10,29 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
-from nnxmoe.convert.leaves import AnyArray, Later, Leaf, collect, fill, made_of, nested, refuse_misfits
-from nnxmoe.convert.new_folder import new_folder
+from nnxmoe.convert.leaves import (
+    AnyArray,
+    Later,
+    Leaf,
+    collect,
+    fill,
+    float_dtype,
+    made_of,
+    nested,
+    refuse_misfits,
+    undivided,
+)
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.convert.source import CheckpointError
+from nnxmoe.convert.together import shared_folder
 from nnxmoe.convert.write import write_json
 from nnxmoe.files import read_object, short
 from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.layers.gqa import attentions, query_divisor
+from nnxmoe.layers.gqa import carry_scale, query_divisor
 from nnxmoe.models import model_class
 from nnxmoe.progress import bytes_bar
 from nnxmoe.strategy import Strategy
@@ -57,10 +69,11 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
     from nnxmoe.convert import orbax_folder
 
     found = arrays(model, model.strategy.scan_layers if scan_layers is None else scan_layers)
-    with new_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
+    with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
         orbax_folder.write(stage / PARAMETERS, nested(found), bar)
-        write_side_files(stage, model, folder)
-        write_json(stage / FORMAT_FILE, {"version": _VERSION, "queries_carry_scale": query_divisor(model) != 1})
+        if jax.process_index() == 0:
+            write_side_files(stage, model, folder)
+            write_json(stage / FORMAT_FILE, {"version": _VERSION, "queries_carry_scale": query_divisor(model) != 1})
 
 
 def load(
@@ -70,7 +83,7 @@ def load(
 
     ``dtype`` None: as stored. Raises CheckpointError (a ValueError) that lists every array that does not fit.
     """
-    started, where = time.perf_counter(), Path(os.path.abspath(folder))
+    started, where, dtype = time.perf_counter(), Path(os.path.abspath(folder)), float_dtype(dtype)
     carried = _carried(where / FORMAT_FILE)
     config = read_config(where)
     strategy = strategy or Strategy.auto()
@@ -79,11 +92,14 @@ def load(
     found = read(where)
     wanted = layout(model, any(name.startswith("stacks/") for name in found))
     refuse_misfits(found, wanted, f"{where / PARAMETERS} does not fit config.json")
-    for attention in attentions(model) if carried else []:
-        attention.scale = 1.0
+    change = _same
+    if carried and (dtype is None or all(a.dtype == dtype for a in found.values())):
+        carry_scale(model)
+    elif carried:
+        change = undivided(model, change)
     size = sum(later.nbytes for later in found.values())
     with bytes_bar(size, f"loading {where.name}") as bar:
-        nonfinite = fill(model, wanted, found, _same, dtype, bar)
+        nonfinite = fill(model, wanted, found, change, dtype, bar)
     seconds = time.perf_counter() - started
     model.load_report = LoadReport(
         str(where),

@@ -72,6 +72,11 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Itera
         _sync_folder(target.parent)
 
 
+def refuse_unless_empty(folder: str | os.PathLike[str]) -> None:
+    """CheckpointError where a checkpoint may not be written to ``folder``: so far only new and empty folders."""
+    _present(Path(os.path.realpath(folder)), overwrite=False)
+
+
 def _present(target: Path, overwrite: bool) -> list[str]:
     """The names in a folder that may be written to; refuses what may not be."""
     if not os.path.lexists(target):

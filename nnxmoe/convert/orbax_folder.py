@@ -56,7 +56,12 @@ def handler(bar: Any = None) -> Any:
     """Orbax's handler of trees in the form that MaxText's converter writes; with a bar it writes `Later` arrays."""
     form: dict[str, Any] = {"use_ocdbt": True, "use_zarr3": True}
     if bar is not None:
-        writers = (int, type_handlers.ScalarHandler()), (Later, _HostWriter(bar)), (_Spread, _SpreadWriter(bar))
+        writers = (
+            (int, type_handlers.ScalarHandler()),
+            (jax.Array, type_handlers.ArrayHandler()),
+            (Later, _HostWriter(bar)),
+            (_Spread, _SpreadWriter(bar)),
+        )
         form["type_handler_registry"] = type_handlers.create_type_handler_registry(*writers)
     return ocp.PyTreeCheckpointHandler(**form)
 

@@ -29,9 +29,12 @@ class _Item:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+Tensors = Iterable[tuple[str, str, Sequence[int], Callable[[], np.ndarray]]]
+
+
 def write_safetensors(
     folder: str | os.PathLike[str],
-    tensors: Iterable[tuple[str, str, Sequence[int], Callable[[], np.ndarray]]],
+    tensors: Tensors,
     max_shard_size: int,
     metadata: Mapping[str, str] | None = None,
 ) -> list[Path]:
@@ -40,17 +43,61 @@ def write_safetensors(
     One tensor at a time is in memory. Nothing that exists is written over: to replace a checkpoint, write into a
     `new_folder`. Returns the weight files.
     """
+    return write_shares(folder, [(0, tensors)], max_shard_size, metadata, process=0)
+
+
+def write_shares(
+    folder: str | os.PathLike[str],
+    shares: Iterable[tuple[int | None, Tensors]],
+    max_shard_size: int,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    process: int,
+) -> list[Path]:
+    """The same by several processes, each its own share: (which process, its tensors). The first writes the index.
+
+    None: tensors that only all of them together can make, each process asking at the same time; they take turns in
+    writing the files. A process that cannot write goes on asking, and raises at the end.
+    """
     folder = Path(folder)
-    shards = _plan(tensors, max_shard_size)
-    count = len(shards)
-    names = [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    for name, shard in zip(names, shards, strict=True):
-        _write_file(folder / name, _file_parts(shard, {"format": "pt"} if metadata is None else metadata))
-    if count > 1:
-        weight_map = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
-        total = sum(item.nbytes for shard in shards for item in shard)
+    plan = [(writer, shard) for writer, tensors in shares for shard in _plan(tensors, max_shard_size) if shard]
+    plan = plan or [(0, [])]
+    _refuse_twice(item.name for _, shard in plan for item in shard)
+    names = (
+        [SINGLE_FILE]
+        if len(plan) == 1
+        else [f"model-{i + 1:05}-of-{len(plan):05}.safetensors" for i in range(len(plan))]
+    )
+    failure: CheckpointError | None = None
+    count = len({writer for writer, _ in plan if writer is not None} | {0})
+    for i, (name, (writer, shard)) in enumerate(zip(names, plan, strict=True)):
+        turn = i % count if writer is None else writer
+        if failure is None and turn == process:
+            made: set[str] = set()
+            try:
+                _write_file(folder / name, _file_parts(shard, {"format": "pt"} if metadata is None else metadata, made))
+            except CheckpointError as error:
+                failure = error
+            shard = [item for item in shard if item.name not in made]
+        elif writer is not None:
+            continue
+        for item in shard if writer is None else []:
+            item.make()
+    if failure is not None:
+        raise failure
+    if len(plan) > 1 and process == 0:
+        weight_map = {item.name: name for name, (_, shard) in zip(names, plan, strict=True) for item in shard}
+        total = sum(item.nbytes for _, shard in plan for item in shard)
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return [folder / name for name in names]
+
+
+def _refuse_twice(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen or name == "__metadata__":
+            raise ValueError(f"the tensor name {name!r} is used twice or reserved")
+        seen.add(name)
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
@@ -68,18 +115,13 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else list(value)
 
 
-def _plan(
-    tensors: Iterable[tuple[str, str, Sequence[int], Callable[[], np.ndarray]]], max_shard_size: int
-) -> list[list[_Item]]:
+def _plan(tensors: Tensors, max_shard_size: int) -> list[list[_Item]]:
     """Fills shards in the given order; within a shard wide dtypes come first, which keeps every tensor aligned."""
     if max_shard_size <= 0:
         raise ValueError(f"max_shard_size must be a positive number of bytes, got {max_shard_size}")
     shards: list[list[_Item]] = [[]]
-    names: set[str] = set()
     size = 0
     for name, dtype, shape, make in tensors:
-        if name in names or name == "__metadata__":
-            raise ValueError(f"the tensor name {name!r} is used twice or reserved")
         if dtype not in DTYPES or not all(map(is_size, shape)):
             raise ValueError(f"tensor {name!r}: dtype {dtype!r} or shape {list(shape)} cannot be written")
         item = _Item(name, dtype, tuple(shape), make)
@@ -87,13 +129,12 @@ def _plan(
             shards.append([])
             size = 0
         shards[-1].append(item)
-        names.add(name)
         size += item.nbytes
     return [sorted(shard, key=lambda item: -DTYPES[item.dtype].itemsize) for shard in shards]
 
 
-def _file_parts(shard: list[_Item], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """Yields a safetensors file: the header, then each tensor's bytes, made when its turn comes."""
+def _file_parts(shard: list[_Item], metadata: Mapping[str, str], made: set[str]) -> Iterator[bytes | memoryview]:
+    """Yields a safetensors file: the header, then each tensor's bytes, ``made`` when its turn comes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for item in shard:
@@ -104,6 +145,7 @@ def _file_parts(shard: list[_Item], metadata: Mapping[str, str]) -> Iterator[byt
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for item in shard:
+        made.add(item.name)
         yield from _array_parts(_make(item))
 
 

@@ -93,6 +93,12 @@ def attentions(model: nnx.Module) -> list[GQA]:
     return [module for _, module in nnx.iter_graph(model) if isinstance(module, GQA)]
 
 
+def carry_scale(model: nnx.Module) -> None:
+    """Say that the queries of a model have been divided by sqrt(H), so that scores are not."""
+    for attention in attentions(model):
+        attention.scale = 1.0
+
+
 def query_divisor(model: nnx.Module) -> float:
     """What the queries of its grouped-query attention have been divided by: 1, or sqrt(H) as MaxText has them."""
     found = {attention.scale / attention.q.kernel.shape[-1] ** -0.5 for attention in attentions(model)}

@@ -1,0 +1,236 @@
+"""From one kind of checkpoint to another, by way of a model: found out, announced, written, read back and compared."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from nnxmoe.config import DecoderConfig
+from nnxmoe.convert import hf, maxtext, native
+from nnxmoe.convert.checkpoint import Checkpoint
+from nnxmoe.convert.leaves import Later
+from nnxmoe.convert.new_folder import refuse_unless_empty
+from nnxmoe.convert.side_files import read_config
+from nnxmoe.convert.source import CheckpointError
+from nnxmoe.hub import local_folder
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.memory import memory_bytes
+from nnxmoe.models import PRESETS, preset
+from nnxmoe.progress import bytes_bar, logger, say
+from nnxmoe.strategy import Strategy
+
+Arrays = Mapping[str, Later]
+_PROMPT = 8  # tokens whose logits are compared
+
+
+class Kind(Protocol):
+    """A kind of checkpoint: what it has and how models come from it and go into it."""
+
+    def stored(self, folder: str) -> contextlib.AbstractContextManager[Arrays]:
+        """Name -> array as it lies in a folder."""
+        ...
+
+    def made(self, model: CausalLM, scan: bool) -> Arrays:
+        """Name -> array as `save` writes it."""
+        ...
+
+    def load(self, folder: str, config: DecoderConfig | None, dtype: Any, strategy: Strategy) -> CausalLM: ...
+
+    def save(self, model: CausalLM, folder: str, scan: bool) -> None: ...
+
+
+class HuggingFace:
+    """safetensors with a config.json; a folder or a hub id."""
+
+    @contextlib.contextmanager
+    def stored(self, folder: str) -> Iterator[Arrays]:
+        with Checkpoint.open(folder) as checkpoint:
+            yield {
+                name: Later(info.shape, info.numpy_dtype, lambda _, name=name: checkpoint.read(name))
+                for name, info in checkpoint.tensors.items()
+            }
+
+    def made(self, model: CausalLM, scan: bool) -> Arrays:
+        return {name: array for name, (array, _) in hf.arrays(model).items()}
+
+    def load(self, folder: str, config: DecoderConfig | None, dtype: Any, strategy: Strategy) -> CausalLM:
+        return hf.from_pretrained(folder, dtype=dtype, strategy=strategy)
+
+    def save(self, model: CausalLM, folder: str, scan: bool) -> None:
+        hf.save_pretrained(model, folder)
+
+
+class MaxText:
+    """MaxText's Linen layout in an Orbax folder."""
+
+    @contextlib.contextmanager
+    def stored(self, folder: str) -> Iterator[Arrays]:
+        yield maxtext.read(folder)
+
+    def made(self, model: CausalLM, scan: bool) -> Arrays:
+        return {f"params/params/{name}": array for name, array in maxtext.arrays(model, scan).items()}
+
+    def load(self, folder: str, config: DecoderConfig | None, dtype: Any, strategy: Strategy) -> CausalLM:
+        return maxtext.load(folder, config, strategy, dtype=dtype)
+
+    def save(self, model: CausalLM, folder: str, scan: bool) -> None:
+        maxtext.save(model, folder, scan)
+
+
+class Native:
+    """What `nnxmoe.save` writes."""
+
+    @contextlib.contextmanager
+    def stored(self, folder: str) -> Iterator[Arrays]:
+        yield native.read(Path(os.path.abspath(folder)))
+
+    def made(self, model: CausalLM, scan: bool) -> Arrays:
+        return native.arrays(model, scan)
+
+    def load(self, folder: str, config: DecoderConfig | None, dtype: Any, strategy: Strategy) -> CausalLM:
+        return native.load(folder, dtype, strategy=strategy)
+
+    def save(self, model: CausalLM, folder: str, scan: bool) -> None:
+        native.save(model, folder, scan_layers=scan)
+
+
+KINDS: dict[str, Kind] = {"hf": HuggingFace(), "maxtext": MaxText(), "orbax": Native()}
+
+
+def kind_of(path_or_hub_id: str) -> str:
+    """Which of `KINDS` a folder holds; a hub id is ``hf``. Raises CheckpointError where it is none of them."""
+    folder = local_folder(path_or_hub_id, CheckpointError)
+    if folder is None or any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
+        return "hf"
+    if (folder / native.FORMAT_FILE).exists():
+        return "orbax"
+    with contextlib.suppress(CheckpointError):
+        maxtext.items(folder)
+        return "maxtext"
+    raise CheckpointError(
+        f"{folder} holds no checkpoint: neither safetensors (Hugging Face), nor {native.FORMAT_FILE} (nnxmoe.save), "
+        "nor an Orbax folder with _METADATA, items or a step such as 0/items (MaxText)"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What a conversion did; speeds in bytes a second. ``difference``: of logits, where they were compared."""
+
+    source: str
+    target: str
+    arrays: int
+    bytes: int
+    read_speed: float
+    write_speed: float
+    difference: float | None = None
+
+
+def convert(
+    source: str,
+    target: str,
+    to: str,
+    *,
+    scan: bool = False,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    config: str | None = None,
+    verify: bool = False,
+) -> Done:
+    """Write the checkpoint ``source``, of whatever kind, as one of kind ``to`` into ``target``, a new or empty folder.
+
+    ``scan``: layers as one array (not for ``hf``). ``config``: a folder with config.json, or a preset's name, where
+    ``source`` has none. ``verify``: read every array back and compare it, to the bit, and the logits of a small prompt
+    of both models. Raises ValueErrors, before anything is read where they can be known.
+    """
+    if to not in KINDS:
+        raise ValueError(f"--to {to}: one of {', '.join(KINDS)}")
+    if scan and to == "hf":
+        raise ValueError("--scan: Hugging Face's layout keeps every layer's tensors apart; leave it out")
+    if verify and jax.process_count() > 1:
+        raise ValueError("--verify compares in one process: run it again there, on the machine with the files")
+    refuse_unless_empty(target)
+    kind, writer = KINDS[kind_of(source)], KINDS[to]
+    given = _given_config(config)
+    strategy = dataclasses.replace(Strategy.auto(), mesh=mesh, scan_layers=scan)
+    if kind is not KINDS["hf"] or local_folder(source, CheckpointError) is not None:
+        with kind.stored(source) as stored:
+            _announce(stored, dtype)
+    model = kind.load(source, given, dtype, strategy)
+    report = model.load_report
+    if config is not None and os.path.isdir(config):
+        model.load_report = report = dataclasses.replace(report, files=os.path.abspath(config))
+    started, made = time.perf_counter(), writer.made(model, scan)
+    count, size = len(made), sum(array.nbytes for array in made.values())
+    writer.save(model, target, scan)
+    write_speed, difference = size / (time.perf_counter() - started), None
+    if verify:
+        _compare(made, writer, target)
+        wanted, used = _logits(model), model.config
+        del model, made
+        difference = _difference(wanted, writer.load(target, used, None, strategy), target)
+    return Done(report.source, target, count, size, report.gigabytes_per_second * 1e9, write_speed, difference)
+
+
+def _given_config(name: str | None) -> DecoderConfig | None:
+    if name is None:
+        return None
+    path = Path(name)
+    if (found := preset(name)) is None and not path.exists():
+        raise ValueError(f"--config {name}: no folder with config.json, and no preset ({', '.join(PRESETS)})")
+    return found or read_config(path.parent if path.name == "config.json" else path)
+
+
+def _announce(stored: Arrays, dtype: Any) -> None:
+    """Say how much memory this is expected to take: the model, and its largest array while it is changed."""
+    width = np.dtype(dtype).itemsize if dtype is not None else None
+    sizes = [math.prod(a.shape) * (width or max(a.dtype.itemsize, 2)) for a in stored.values()] or [0]
+    need, (have, where) = sum(sizes) + 2 * max(sizes), memory_bytes()
+    say("%d arrays; expected peak memory %.2f GB beside the program's own", len(stored), need / 1e9)
+    if need > have:
+        logger.warning("that is more than the %.2f GB of %s: give --mesh, or a larger machine", have / 1e9, where)
+
+
+def _compare(made: Arrays, writer: Kind, target: str) -> None:
+    """Every array of a folder against the model's, bit by bit."""
+    with writer.stored(target) as stored, bytes_bar(sum(a.nbytes for a in made.values()), "verifying") as bar:
+        if odd := sorted(stored.keys() ^ made.keys()):
+            raise CheckpointError(f"{target}: {odd[0]} is not in both the files and the model: convert again")
+        for name, array in made.items():
+            ours, theirs = np.asarray(array.make(None)), np.asarray(stored[name].make(None))
+            if (
+                ours.dtype != theirs.dtype
+                or ours.shape != theirs.shape
+                or not np.array_equal(_bits(ours), _bits(theirs))
+            ):
+                raise CheckpointError(f"{target}: {name} is not what was written: check the disk, and convert again")
+            bar.update(array.nbytes)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.dtype(f"u{array.dtype.itemsize}"))
+
+
+def _logits(model: CausalLM) -> np.ndarray:
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, _PROMPT)).astype(np.int32)
+    return np.asarray(model(tokens).logits)
+
+
+def _difference(wanted: np.ndarray, model: CausalLM, target: str) -> float:
+    """By how much the logits of what was written are off; where it is more than rounding, CheckpointError."""
+    found = _logits(model)
+    same = np.isnan(found) & np.isnan(wanted)
+    difference = float(np.max(np.abs(found - wanted), initial=0, where=~same))
+    limit = (2e-4 if model.dtype == jnp.float32 else 5e-2) * max(1.0, float(np.nanmax(np.abs(wanted))))
+    if not difference <= limit:
+        raise CheckpointError(f"{target}: logits differ by {difference:.2g} from the source's, more than {limit:.2g}")
+    return difference

@@ -1,0 +1,116 @@
+"""Several processes that write one checkpoint: who holds what, and an error of one is an error of all."""
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from nnxmoe.convert.new_folder import new_folder
+from nnxmoe.convert.source import CheckpointError
+
+AnyArray = Any  # of NumPy or JAX
+_MESSAGE = 4000  # bytes of what one process tells the others
+
+
+@contextlib.contextmanager
+def shared_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
+    """`new_folder` for all processes together, on a file system that they share: it appears when all have written."""
+    if jax.process_count() == 1:
+        with new_folder(folder, overwrite) as stage:
+            yield stage
+        return
+    with contextlib.ExitStack() as stack:
+        stage = Path(_from_first(lambda: str(stack.enter_context(new_folder(folder, overwrite)))))
+        failure: Exception | None = None
+        try:
+            if not stage.is_dir():
+                raise CheckpointError(
+                    f"{folder}: process {jax.process_index()} does not see {stage}: save to a disk that all share"
+                )
+            yield stage
+        except Exception as error:
+            failure = error
+        _all_went_well(failure)
+        _from_first(lambda: str(stack.close()))
+
+
+def _from_first(make: Callable[[], str]) -> str:
+    """What the first process makes, for all of them; its error, for all of them."""
+    text, failure = "", None
+    if jax.process_index() == 0:
+        try:
+            text = make()
+        except Exception as error:
+            text, failure = str(error), error
+    data = np.zeros(_MESSAGE + 1, np.uint8)
+    encoded = text.encode()[:_MESSAGE]
+    data[: len(encoded)], data[-1] = np.frombuffer(encoded, np.uint8), failure is not None
+    data = np.asarray(multihost_utils.broadcast_one_to_all(data))
+    text = bytes(data[:-1]).rstrip(b"\0").decode(errors="replace")
+    if data[-1]:
+        raise failure or CheckpointError(text)
+    return text
+
+
+def _all_went_well(failure: Exception | None) -> None:
+    failed = np.ravel(multihost_utils.process_allgather(np.asarray([failure is not None])))
+    if failure is not None:
+        raise failure
+    if failed.any():
+        raise CheckpointError(
+            f"process {int(np.argmax(failed))} could not write its part (it says why); nothing was saved"
+        )
+
+
+def apart(value: AnyArray) -> bool:
+    """Whether an array lies on devices of other processes too."""
+    return isinstance(value, jax.Array) and not value.is_fully_addressable
+
+
+def holders(value: AnyArray, at: tuple[int, ...]) -> list[int]:
+    """The processes whose devices together hold ``value[at]``."""
+    if not apart(value):
+        return [0]
+    inner = value.shape[len(at) :]
+    boxes: dict[int, set[tuple[tuple[int, int], ...]]] = {}
+    index: Any
+    for device, index in value.sharding.devices_indices_map(value.shape).items():
+        box = tuple(s.indices(n)[:2] for s, n in zip(index, value.shape, strict=True))
+        if all(low <= i < high for i, (low, high) in zip(at, box, strict=False)):
+            boxes.setdefault(device.process_index, set()).add(box[len(at) :])
+    size = math.prod(inner)
+    return [p for p, own in boxes.items() if sum(math.prod(b - a for a, b in box) for box in own) == size]
+
+
+def held(value: AnyArray, at: tuple[int, ...]) -> np.ndarray:
+    """``value[at]``, of which this process's devices hold everything."""
+    if not apart(value):
+        return np.asarray(value[at])
+    out = np.empty(value.shape[len(at) :], value.dtype)
+    for shard in value.addressable_shards:
+        box = [s.indices(n)[:2] for s, n in zip(shard.index, value.shape, strict=True)]
+        if all(low <= i < high for i, (low, high) in zip(at, box, strict=False)):
+            own = tuple(i - low for i, (low, _) in zip(at, box, strict=False))
+            out[tuple(slice(*b) for b in box[len(at) :])] = np.asarray(shard.data[own])
+    return out
+
+
+def gathered(value: Array, at: tuple[int, ...]) -> np.ndarray:
+    """``value[at]``, for which all processes must ask."""
+    assert isinstance(value.sharding, NamedSharding)
+    everywhere = NamedSharding(value.sharding.mesh, PartitionSpec())
+    return np.asarray(_pick(everywhere)(value, at))
+
+
+@functools.lru_cache(maxsize=8)
+def _pick(everywhere: NamedSharding) -> Callable[..., Array]:
+    return jax.jit(lambda value, at: value[at], out_shardings=everywhere)
