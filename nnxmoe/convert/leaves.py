@@ -4,6 +4,7 @@ Both ways one array at a time is held beside the model, whatever the model's siz
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,8 +23,8 @@ from nnxmoe.convert.table import Path, first_layers, table_key
 from nnxmoe.convert.together import AnyArray, apart
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions
+from nnxmoe.memory import give_back
 from nnxmoe.moe.router import RouterBias
-from nnxmoe.strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,24 +68,46 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Later:
-    """An array that is made, or read, when its turn comes; perhaps as a `jax.Array` that lies as a sharding says."""
+    """An array that is made, or read, when its turn comes; perhaps as a `jax.Array` that lies as a sharding says.
+
+    ``part``: some of its rows alone, where that saves memory.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     make: Callable[[NamedSharding | None], AnyArray]
+    part: Callable[[slice], np.ndarray] | None = None
+
+    @property
+    def size(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Its size in bytes."""
+        return self.size * self.dtype.itemsize
+
+    def rows(self, rows: slice) -> np.ndarray:
+        """Some of it."""
+        return self.make(None)[rows] if self.part is None else self.part(rows)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.make(None), dtype)
 
     @classmethod
     def of(cls, array: AnyArray) -> "Later":
         """One that is there."""
         shape, dtype = tuple(np.shape(array)), np.dtype(getattr(array, "dtype", type(array)))
-        return cls(shape, dtype, lambda _: np.asarray(array))
+
+        def make(place: NamedSharding | None) -> AnyArray:
+            host = np.asarray(array)
+            return host if place is None else jax.make_array_from_callback(shape, place, host.__getitem__)
+
+        return cls(shape, dtype, make)
 
 
+_ROWS_BYTES = 32 << 20  # of a leaf that are in memory at a time
 QUERY = "layer.attention.q."
 Change = Callable[[Leaf, AnyArray], AnyArray]  # of one layer's values, from one layout to the other
 
@@ -114,14 +137,12 @@ def made_of(model: CausalLM, leaves: Mapping[str, Leaf], change: Change, dtype: 
         if isinstance(value, jax.ShapeDtypeStruct):
             name = ".".join(map(str, path))
             raise ValueError(f"the parameter {name} has a shape but no values: this model cannot be saved")
-    return {
-        name: Later(
-            leaf.shape,
-            np.dtype(dtype or values[leaf.parts[0][0]].dtype),
-            lambda _, leaf=leaf: joined(leaf, values, change),
-        )
-        for name, leaf in leaves.items()
-    }
+    found: dict[str, Later] = {}
+    for name, leaf in leaves.items():
+        kind = np.dtype(dtype or values[leaf.parts[0][0]].dtype)
+        part = functools.partial(joined, leaf, values, change)
+        found[name] = Later(leaf.shape, kind, lambda _, part=part: part(slice(None)), part)
+    return found
 
 
 def float_dtype(dtype: Any) -> np.dtype | None:
@@ -149,14 +170,16 @@ def undivided(model: CausalLM, change: Change) -> Change:
     return both
 
 
-def joined(leaf: Leaf, values: Mapping[Path, Array], change: Change) -> AnyArray:
-    """The array of a leaf, made of parameters."""
+def joined(leaf: Leaf, values: Mapping[Path, Array], change: Change, rows: slice) -> AnyArray:
+    """Rows of the array of a leaf, made of parameters."""
     paths = list(dict.fromkeys(path for path, _ in leaf.parts))
+    first = leaf.stacked is not None and leaf.axis == 0  # the layers are the rows
 
     def join(arrays: list[AnyArray]) -> AnyArray:
-        found = dict(zip(paths, arrays, strict=True))
-        pieces = [(found[path] if i is None else found[path][i]).reshape(leaf.inner) for path, i in leaf.parts]
-        pieces = [change(leaf, piece) for piece in pieces]
+        found, pieces = dict(zip(paths, arrays, strict=True)), []
+        for path, i in leaf.parts[rows] if first else leaf.parts:
+            piece = (found[path] if i is None else found[path][i]).reshape(leaf.inner)
+            pieces.append(change(leaf, piece if first else piece[rows]))
         return pieces[0].__array_namespace__().stack(pieces, axis=leaf.axis) if leaf.stacked else pieces[0]
 
     arrays = [values[path] for path in paths]
@@ -185,83 +208,93 @@ def fill(
 ) -> dict[str, int]:
     """Give an abstract model its values; ``dtype`` None: as they are, the router's correction bias always float32.
 
-    The largest come first, while there is most room. Returns how many values of an array are NaN or infinite.
+    Returns how many values of an array are NaN or infinite.
     """
     variables: dict[Path, nnx.Variable] = dict(nnx.to_flat_state(nnx.state(model)))
     groups: dict[Path, list[str]] = {}
     for name, leaf in leaves.items():
         groups.setdefault(leaf.parts[0][0], []).append(name)
-    state: dict[Path, nnx.Variable] = {}
     nonfinite: dict[str, int] = {}
-    for names in sorted(groups.values(), key=lambda names: -sum(arrays[name].nbytes for name in names)):
+    for names in groups.values():
         group = [leaves[name] for name in names]
         own = {path: variables[path] for leaf in group for path, _ in leaf.parts}
-        place, found = group[0].place(model, variables[group[0].parts[0][0]]), []
-        for name in names:
-            found.append(arrays[name].make(place))
-            if isinstance(found[-1], np.ndarray) and (bad := count_nonfinite(found[-1])):
-                nonfinite[name] = bad
-            if bar is not None:
-                bar.update(arrays[name].nbytes)
-        made = _parameters(group, found, own, change, dtype, model.strategy)
-        state |= {path: variable.replace(value) for (path, variable), value in zip(own.items(), made, strict=True)}
-    nnx.update(model, nnx.from_flat_state(state))
+        kinds = {path: _dtype(v, dtype or arrays[names[0]].dtype) for path, v in own.items()}
+        make = _on_host if model.strategy.mesh is None else _on_mesh
+        made, bad = make(group, [arrays[name] for name in names], own, kinds, change, model)
+        for path, variable in own.items():
+            variables[path] = variable.replace(made[path])
+        nonfinite |= {name: count for name, count in zip(names, bad, strict=True) if count}
+        bar.update(sum(arrays[name].nbytes for name in names))
+        del made
+        give_back()
+    nnx.update(model, nnx.from_flat_state(variables))
     model.dtype = jnp.dtype(model.strategy.compute_dtype or model.embed.table.get_value().dtype)
     return nonfinite
-
-
-def _parameters(
-    leaves: list[Leaf],
-    arrays: list[AnyArray],
-    variables: Mapping[Path, nnx.Variable],
-    change: Change,
-    dtype: Any,
-    strategy: Strategy,
-) -> list[Array]:
-    """The values of parameters, on their devices, from the leaves that hold all of their parts."""
-    plan = [(path, tuple(v.shape), _dtype(v, dtype or arrays[0].dtype)) for path, v in variables.items()]
-
-    def build(arrays: list[AnyArray]) -> list[AnyArray]:
-        parts: dict[tuple[Path, int | None], AnyArray] = {}
-        for leaf, array in zip(leaves, arrays, strict=True):
-            layers = array.__array_namespace__().moveaxis(array, leaf.axis, 0) if leaf.stacked else [array]
-            parts |= {part: change(leaf, layer) for part, layer in zip(leaf.parts, layers, strict=True)}
-        return [
-            _one(parts[path, None], shape, kind)
-            if (path, None) in parts
-            else _stacked([parts[path, i] for i in range(shape[0])], shape, kind)
-            for path, shape, kind in plan
-        ]
-
-    places = [strategy.sharding_of(variable) for variable in variables.values()]
-    if not isinstance(arrays[0], np.ndarray):
-        return jax.jit(build, out_shardings=places)(arrays)
-    return [_put(value, place) for value, place in zip(build(arrays), places, strict=True)]
 
 
 def _dtype(variable: nnx.Variable, dtype: Any) -> np.dtype:
     return np.dtype(np.float32 if isinstance(variable, RouterBias) else dtype)
 
 
-def _one(array: AnyArray, shape: tuple[int, ...], dtype: np.dtype) -> AnyArray:
-    return _stacked([array], (1, *shape), dtype)[0]
+Made = tuple[dict[Path, Array], list[int]]  # parameters, and how many values of each leaf are not finite
 
 
-def _stacked(arrays: list[AnyArray], shape: tuple[int, ...], dtype: np.dtype) -> AnyArray:
-    """Layers as one array; in memory that JAX can take over without a copy."""
-    arrays = [array.reshape(shape[1:]) for array in arrays]
-    if not isinstance(arrays[0], np.ndarray):
-        return jnp.stack(arrays).astype(dtype)
-    out = aligned_empty(shape, dtype)
-    for place, array in zip(out, arrays, strict=True):
-        place[...] = array
-    return out
+def _on_host(
+    leaves: list[Leaf],
+    arrays: list[Later],
+    variables: Mapping[Path, nnx.Variable],
+    dtypes: Mapping[Path, np.dtype],
+    change: Change,
+    model: CausalLM,
+) -> Made:
+    """Parameters from the leaves that hold all of their parts, some rows of a leaf at a time."""
+    out = {path: aligned_empty(tuple(v.shape), dtypes[path]) for path, v in variables.items()}
+    nonfinite = [0] * len(leaves)
+    for at, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
+        step = max(1, _ROWS_BYTES * array.shape[0] // max(1, array.nbytes))
+        for start in range(0, array.shape[0], step):
+            rows = slice(start, min(start + step, array.shape[0]))
+            block = array.rows(rows)
+            nonfinite[at] += count_nonfinite(block)
+            for j, (path, i) in enumerate(leaf.parts):
+                whole = (out[path] if i is None else out[path][i]).reshape(leaf.inner)
+                if not leaf.stacked:
+                    whole[rows] = change(leaf, block)
+                elif leaf.axis == 1:
+                    whole[rows] = change(leaf, block[:, j])
+                elif rows.start <= j < rows.stop:
+                    whole[...] = change(leaf, block[j - start])
+    return {path: jax.device_put(value) for path, value in out.items()}, nonfinite
 
 
-def _put(value: np.ndarray, place: NamedSharding | None) -> Array:
-    return (
-        jax.device_put(value) if place is None else jax.make_array_from_callback(value.shape, place, value.__getitem__)
-    )
+def _on_mesh(
+    leaves: list[Leaf],
+    arrays: list[Later],
+    variables: Mapping[Path, nnx.Variable],
+    dtypes: Mapping[Path, np.dtype],
+    change: Change,
+    model: CausalLM,
+) -> Made:
+    """The same on the model's mesh: each device reads its share of the leaves, and the devices exchange the rest."""
+    shapes = {path: tuple(v.shape) for path, v in variables.items()}
+
+    def build(found: list[Array]) -> tuple[list[Array], list[Array]]:
+        parts: dict[tuple[Path, int | None], Array] = {}
+        for leaf, array in zip(leaves, found, strict=True):
+            layers = jnp.moveaxis(array, leaf.axis, 0) if leaf.stacked else [array]
+            parts |= {part: change(leaf, layer) for part, layer in zip(leaf.parts, layers, strict=True)}
+        made = []
+        for path, shape in shapes.items():
+            alone = (path, None) in parts
+            pieces = [parts[path, None]] if alone else [parts[path, i] for i in range(shape[0])]
+            made.append((pieces[0] if alone else jnp.stack(pieces)).reshape(shape).astype(dtypes[path]))
+        return made, [jnp.sum(~jnp.isfinite(array)) for array in found]
+
+    places = [model.strategy.sharding_of(variable) for variable in variables.values()]
+    first = next(iter(variables.values()))
+    found = [array.make(leaf.place(model, first)) for leaf, array in zip(leaves, arrays, strict=True)]
+    made, nonfinite = jax.jit(build, out_shardings=(places, None))(found)
+    return dict(zip(shapes, made, strict=True)), [int(count) for count in nonfinite]
 
 
 def nested(found: Mapping[str, Any]) -> dict[str, Any]:

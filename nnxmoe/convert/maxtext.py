@@ -208,7 +208,7 @@ def _names(found: Mapping[str, Later]) -> dict[str, tuple[Later, bool]]:
 def _from_aux(later: Later) -> Later:
     """What MaxText 0.2.5 keeps beside its parameters has its layers first."""
     shape = (*later.shape[1:2], later.shape[0], *later.shape[2:])
-    return Later(shape, later.dtype, lambda _: np.moveaxis(np.asarray(later.make(None)), 0, 1))
+    return Later(shape, later.dtype, lambda place: Later.of(np.moveaxis(later.make(None), 0, 1)).make(place))
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
 from nnxmoe.convert.leaves import Later
 from nnxmoe.convert.source import CheckpointError
+from nnxmoe.memory import give_back
 
 _CHUNK_BYTES = 64 << 20  # what is compressed, or read, at a time
 
@@ -33,10 +35,12 @@ class _Writer:
     async def serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> list[Any]:
         args = args or [ocp.SaveArgs()] * len(values)
         for value, info, arg in zip(values, infos, args, strict=True):
-            later = value.later if isinstance(value, _Spread) else value
-            for future in await super().serialize([later.make(None)], [info], [arg]):  # pyright: ignore
-                future.result()
-            self.bar.update(later.nbytes)
+            value = value.later.make(None) if isinstance(value, _Spread) else value
+            for written in await super().serialize([value], [info], [arg]):  # pyright: ignore
+                written.result()
+            self.bar.update(value.nbytes)
+            del value
+            give_back()
         return []
 
 
@@ -45,6 +49,14 @@ class _HostWriter(_Writer, type_handlers.NumpyHandler):
         super().__init__(deepcopy_host_arrays=False)
         self.bar = bar
 
+    async def _open_and_write(self, value: Later, tspec: Any, ts_context: Any) -> None:
+        """Some rows at a time: Orbax would ask for the whole array, and keep all of it compressed as well."""
+        store = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
+        chunk: Any = store.chunk_layout.write_chunk.shape
+        for start in range(0, value.shape[0], chunk[0]):
+            rows = slice(start, start + chunk[0])
+            await store[rows].write(value.rows(rows), can_reference_source_data_indefinitely=True)
+
 
 class _SpreadWriter(_Writer, type_handlers.ArrayHandler):
     def __init__(self, bar: Any):
@@ -52,66 +64,81 @@ class _SpreadWriter(_Writer, type_handlers.ArrayHandler):
         self.bar = bar
 
 
-def handler(bar: Any = None) -> Any:
-    """Orbax's handler of trees in the form that MaxText's converter writes; with a bar it writes `Later` arrays."""
-    form: dict[str, Any] = {"use_ocdbt": True, "use_zarr3": True}
-    if bar is not None:
-        writers = (
-            (int, type_handlers.ScalarHandler()),
-            (jax.Array, type_handlers.ArrayHandler()),
-            (Later, _HostWriter(bar)),
-            (_Spread, _SpreadWriter(bar)),
-        )
-        form["type_handler_registry"] = type_handlers.create_type_handler_registry(*writers)
-    return ocp.PyTreeCheckpointHandler(**form)
+def handler(*kinds: tuple[type, Any]) -> Any:
+    """Orbax's handler of trees in the form that MaxText's converter writes, with what else is done to some leaves."""
+    usual = [(int, type_handlers.ScalarHandler()), (jax.Array, type_handlers.ArrayHandler())]
+    registry = type_handlers.create_type_handler_registry(*usual, *kinds)
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
+
+
+def _writer(bar: Any) -> Any:
+    return handler((Later, _HostWriter(bar)), (_Spread, _SpreadWriter(bar)))
 
 
 def write(folder: Path, tree: Mapping[str, Any], bar: Any) -> None:
     """A tree of `Later` arrays into a folder."""
-    with ocp.Checkpointer(handler(bar)) as checkpointer:
+    with ocp.Checkpointer(_writer(bar)) as checkpointer:
         checkpointer.save(folder, args=_save_args(tree), force=True)
 
 
 def write_step(folder: Path, tree: Mapping[str, Any], bar: Any) -> None:
     """The same as step 0 of a folder of steps, in its item ``items``."""
-    with ocp.CheckpointManager(folder, item_handlers={"items": handler(bar)}) as manager:
+    with ocp.CheckpointManager(folder, item_handlers={"items": _writer(bar)}) as manager:
         manager.save(0, args=ocp.args.Composite(items=_save_args(tree)))
 
 
 def _save_args(tree: Mapping[str, Any]) -> Any:
     if jax.process_count() > 1:
         tree = jax.tree.map(lambda x: _Spread(x) if isinstance(x, Later) else x, tree)
-    chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
+    chunks = jax.tree.map(_chunks, tree)
     return ocp.args.PyTreeSave(tree, save_args=chunks)
+
+
+def _chunks(leaf: Any) -> ocp.SaveArgs:
+    """Large arrays in chunks: of one row where rows are long, else as Orbax cuts them."""
+    array: Any = leaf.later if isinstance(leaf, _Spread) else leaf
+    if isinstance(array, int) or array.nbytes <= _CHUNK_BYTES:
+        return ocp.SaveArgs()
+    long = array.nbytes // array.shape[0] > _CHUNK_BYTES // 64
+    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if long else ())
+
+
+class _Opener(type_handlers.NumpyHandler):
+    """Opens the arrays that Orbax is asked to restore, and leaves reading them for later."""
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        found = []
+        for info in infos:
+            spec = type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
+            found.append(await tensorstore.open(tensorstore.Spec(spec), open=True, context=info.ts_context))
+        return found
 
 
 def read(folder: Path, tops: Sequence[str] | None) -> dict[str, Later]:
     """Name -> array of the tree in a folder; of the branches ``tops`` only, the first of which must be there."""
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{folder} holds no Orbax checkpoint: it has no _METADATA")
-    stored: dict[str, Any] = handler().metadata(folder).tree
+    reader = handler((np.ndarray, _Opener()))
+    stored: dict[str, Any] = reader.metadata(folder).tree
     wanted = stored if tops is None else {top: stored[top] for top in tops if top in stored}
     if tops is not None and tops[0] not in wanted:
         raise CheckpointError(f"{folder} has no {tops[0]!r}, only {', '.join(map(repr, stored)) or 'nothing'}")
+    given = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+    stores = reader.restore(folder, args=ocp.args.PyTreeRestore(item=wanted, restore_args=given, partial_restore=True))
     found: dict[str, Later] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(wanted)[0]:
-        names = [str(getattr(step, "key", getattr(step, "idx", step))) for step in path]
-        make = functools.partial(_read, folder, names, leaf)
-        found["/".join(names)] = Later(tuple(leaf.shape), np.dtype(leaf.dtype), make)
+    for path, store in jax.tree_util.tree_flatten_with_path(stores)[0]:
+        name = "/".join(str(getattr(step, "key", getattr(step, "idx", step))) for step in path)
+        make, part = functools.partial(_read, store), functools.partial(_rows, store)
+        found[name] = Later(tuple(store.shape), store.dtype.numpy_dtype, make, part)
     return found
 
 
-def _read(folder: Path, names: list[str], leaf: Any, place: NamedSharding | None) -> Any:
+def _rows(store: Any, rows: Any) -> np.ndarray:
+    return store[rows].read().result()
+
+
+def _read(store: Any, place: NamedSharding | None) -> Any:
     """One array: of NumPy, or as a sharding says, each process reading its share."""
-    args: Any = ocp.RestoreArgs(restore_type=np.ndarray)
-    if place is not None:
-        args = ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=place, strict=True)
-    item, restore = leaf, args
-    for name in reversed(names):
-        item, restore = {name: item}, {name: restore}
-    given = ocp.args.PyTreeRestore(item=item, restore_args=restore, partial_restore=True)
-    with ocp.Checkpointer(handler()) as checkpointer:
-        found = checkpointer.restore(folder, args=given)
-    for name in names:
-        found = found[name]
-    return found
+    if place is None:
+        return store.read().result()
+    return jax.make_array_from_callback(tuple(store.shape), place, functools.partial(_rows, store))
