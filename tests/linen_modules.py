@@ -150,6 +150,7 @@ class Rows:
     gate: jax.Array
     up: jax.Array
     down: jax.Array
+    rules = nnxmoe.RULES
 
     @property
     def count(self) -> int:
@@ -303,7 +304,10 @@ class Transformer(nn.Module):
         table = Embedding(c.vocab_size, c.hidden_size, name="token_embedder")()
         context = context_of(c, tokens.shape[1], tokens.shape[0])
         x = Decoder(c, self.scan, name="decoder")(jnp.take(table, tokens, axis=0), context)
-        return jnp.matmul(x, table.T, preferred_element_type=jnp.float32) if c.tie_word_embeddings else x
+        if not c.tie_word_embeddings:
+            return x
+        logits = jnp.matmul(x.reshape(-1, c.hidden_size), table.T, preferred_element_type=jnp.float32)
+        return logits.reshape(*tokens.shape, c.vocab_size)
 
 
 # The same parts from the package

@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.core import meta
 
@@ -75,6 +76,7 @@ class Slot:
     def read(self, value: Any) -> Any:
         """Linen's value, boxed or not, as we have it."""
         value = value.unbox() if isinstance(value, meta.AxisMetadata) else value
+        value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
         value = jnp.moveaxis(value, 1, 0) if self.stacked else value
         return value if value.shape == self.own else value.reshape(self.own)
 
