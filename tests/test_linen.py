@@ -386,7 +386,7 @@ class Twice(nn.Module):
         self.norm = linen.wrap(RMSNorm, 8, 1e-5, dtype=F32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        for part in self.parts:
+        for part in [*self.parts, self.parts[0]]:
             x = x + part(self.norm(x))
         return x
 
@@ -394,7 +394,8 @@ class Twice(nn.Module):
 def test_in_a_modules_setup_shared_and_vmapped() -> None:
     x = jax.random.normal(KEY, (3, 8))
     module = Twice()
-    variables = initial(module, x)
+    out, variables = module.init_with_output(KEY, x)
+    assert max_error(out, module.apply(variables, x)) < 1e-5  # what is called again is drawn once
     assert set(variables["params"]) == {"parts_0", "parts_1", "norm"}
     rows = nn.vmap(
         Twice, variable_axes={"params": 0}, split_rngs={"params": True}, metadata_params={nn.PARTITION_NAME: "rows"}
