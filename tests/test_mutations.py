@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe.layers import attend, gqa, mla
+from nnxmoe.layers import attend, mla
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import Rope, rotate_halves, rotate_pairs
 from nnxmoe.moe import router
@@ -70,10 +70,8 @@ def swap_gate_and_up(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def rotate_other_pairs(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gqa, "rotate_halves", rotate_pairs)
     for layer in layers(model):
-        if isinstance(layer.attention, mla.MLA):
-            layer.attention.rotate = rotate_halves
+        layer.attention.rotate = rotate_halves if isinstance(layer.attention, mla.MLA) else rotate_pairs
 
 
 def rotate_backwards(model: Any, patch: pytest.MonkeyPatch) -> None:

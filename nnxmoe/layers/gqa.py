@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from nnxmoe.layers.attend import Attend, Mask
 from nnxmoe.layers.cache import KVCache, LayerCache, RingCache
 from nnxmoe.layers.linear import Linear
-from nnxmoe.layers.rope import Rotation, rotate_halves
+from nnxmoe.layers.rope import Rotate, Rotation, rotate_halves
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +44,8 @@ class Attention(Protocol):
 class GQA(nnx.Module):
     """N query heads over K key/value heads of width H; kernels ``q [D N H]``, ``k v [D K H]``, ``o [N H D]``.
 
-    ``scale`` is what scores are multiplied by: ``H ** -0.5``, or 1 where the queries carry it (MaxText's layout).
+    ``scale`` is what scores are multiplied by: None is ``H ** -0.5``; 1 where the queries carry it (MaxText's layout),
+    which are then drawn smaller, so that scores start the same. ``rotate``: pairs by halves, or side by side.
     """
 
     def __init__(
@@ -57,14 +58,18 @@ class GQA(nnx.Module):
         window: int | None,
         bias: bool,
         attend: Attend,
+        scale: float | None = None,
+        rotate: Rotate = rotate_halves,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
         self.window = window
         self.attend = attend
-        self.scale = head_dim**-0.5
+        self.rotate = rotate
+        self.scale = head_dim**-0.5 if scale is None else scale
         kw: dict[str, Any] = {"bias": bias, "dtype": dtype, "rngs": rngs}
-        self.q = Linear((dim,), (heads, head_dim), ("embed", "heads", "head"), **kw)
+        gain = head_dim**-0.5 / self.scale
+        self.q = Linear((dim,), (heads, head_dim), ("embed", "heads", "head"), gain=gain, **kw)
         self.k = Linear((dim,), (kv_heads, head_dim), ("embed", "kv_heads", "head"), **kw)
         self.v = Linear((dim,), (kv_heads, head_dim), ("embed", "kv_heads", "head"), **kw)
         self.o = Linear((heads, head_dim), (dim,), ("heads", "head", "embed"), **kw)
@@ -72,8 +77,8 @@ class GQA(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        q = jnp.swapaxes(rotate_halves(self.q(x), context.rotation), 1, 2)
-        k = jnp.swapaxes(rotate_halves(self.k(x), context.rotation), 1, 2)
+        q = jnp.swapaxes(self.rotate(self.q(x), context.rotation), 1, 2)
+        k = jnp.swapaxes(self.rotate(self.k(x), context.rotation), 1, 2)
         v = jnp.swapaxes(self.v(x), 1, 2)
         if cache is not None:
             cache, (k, v) = cache.append((k, v), context.start)

@@ -33,13 +33,16 @@ def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
 
 
-def fan_in(inputs: Sequence[int]) -> nnx.Initializer:
-    """Normal with variance 1 / inputs, so that a projection keeps the scale of what it is given."""
-    return nnx.initializers.normal(math.prod(inputs) ** -0.5)
+def fan_in(inputs: Sequence[int], gain: float = 1.0) -> nnx.Initializer:
+    """Normal with variance 1 / inputs, so that a projection keeps the scale of what it is given, or ``gain`` of it."""
+    return nnx.initializers.normal(gain * math.prod(inputs) ** -0.5)
 
 
 class Linear(nnx.Module):
-    """``x[… *ins] -> [… *outs]``; kernel ``[*ins, *outs]``: heads are dimensions; bias flat, as it is stored."""
+    """``x[… *ins] -> [… *outs]``; kernel ``[*ins, *outs]``: heads are dimensions; bias flat, as it is stored.
+
+    ``gain``: how much of its input's scale the output starts with.
+    """
 
     def __init__(
         self,
@@ -48,11 +51,12 @@ class Linear(nnx.Module):
         axes: Sequence[str],
         *,
         bias: bool = False,
+        gain: float = 1.0,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
         self.rank = len(ins)
-        self.kernel = parameter((*ins, *outs), axes, fan_in(ins), dtype=dtype, rngs=rngs, inputs=len(ins))
+        self.kernel = parameter((*ins, *outs), axes, fan_in(ins, gain), dtype=dtype, rngs=rngs, inputs=len(ins))
         if bias:
             zeros = nnx.initializers.zeros
             self.bias = parameter((math.prod(outs),), (axes[len(ins)],), zeros, dtype=dtype, rngs=rngs)

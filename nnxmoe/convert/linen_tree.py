@@ -1,0 +1,275 @@
+"""What an NNX module is in Linen: its structure, built once, and where each of its variables stands.
+
+Whole models have the names of `maxtext.layout`, our parts those of the models' tables, other modules their attributes'.
+"""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.core import meta
+
+from nnxmoe.config import DecoderConfig
+from nnxmoe.convert.maxtext import layout
+from nnxmoe.convert.table import Path
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.gqa import GQA, attentions
+from nnxmoe.layers.mla import MLA
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.rope import Llama3Rope, rotate_pairs
+from nnxmoe.layers.stack import Layer, MoELayer
+from nnxmoe.models import MODELS, model_class
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.router import Router, RouterBias
+from nnxmoe.strategy import Strategy
+
+Names = tuple[str, ...]
+Make = Callable[[nnx.Rngs | None], nnx.Module]
+
+# Our parts, and where their parameters stand in the models' tables.
+_PARTS: dict[type[nnx.Module], str] = {
+    Layer: "layer.",
+    MoELayer: "layer.",
+    GQA: "layer.attention.",
+    MLA: "layer.attention.",
+    MLP: "layer.mlp.",
+    MoE: "layer.moe.",
+    Router: "layer.moe.router.",
+    Experts: "layer.moe.experts.",
+    RMSNorm: "norm.",
+    Embed: "embed.",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A variable of ours and Linen's: its path here, its place there, its shape there and here, logical axes (None: no
+    box). ``stacked``: layers lie on axis 1 there, 0 here."""
+
+    path: Path
+    collection: str
+    names: Names
+    shape: tuple[int, ...]
+    own: tuple[int, ...]
+    dtype: Any
+    axes: tuple[Any, ...] | None
+    stacked: bool = False
+
+    def write(self, value: Any) -> Any:
+        """Our value as Linen stores it, in its box."""
+        if self.stacked:
+            value = jnp.moveaxis(value.reshape(self.shape[1], self.shape[0], *self.shape[2:]), 0, 1)
+        value = value.reshape(self.shape)
+        return value if self.axes is None else nn.LogicallyPartitioned(value, self.axes)
+
+    def read(self, value: Any) -> Any:
+        """Linen's value, boxed or not, as we have it."""
+        value = value.unbox() if isinstance(value, meta.AxisMetadata) else value
+        value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
+        value = jnp.moveaxis(value, 1, 0) if self.stacked else value
+        return value if value.shape == self.own else value.reshape(self.own)
+
+    def fault(self, boxed: Any) -> str | None:
+        """What is wrong with a stored value; None: there is none."""
+        name, value = "/".join((self.collection, *self.names)), meta.unbox(boxed)
+        if value is None:
+            return f"{name} is missing, {list(self.shape)}"
+        if not hasattr(value, "shape"):
+            return f"{name} is no array: {value!r}"
+        if value.shape != self.shape:
+            return f"{name} has shape {list(value.shape)}, the module has {list(self.shape)}"
+        if jnp.issubdtype(self.dtype, jnp.floating) and not jnp.issubdtype(value.dtype, jnp.floating):
+            return f"{name} is {value.dtype}: weights are floating-point"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Random:
+    """The key or the count of a stream of random numbers; Linen stores neither."""
+
+    path: Path
+    tag: str
+    shape: tuple[int, ...]
+    count: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A module's structure and its leaves, in the structure's order."""
+
+    make: Make
+    graph: Any
+    tree: Any
+    leaves: tuple[Slot | Random, ...]
+    places: Mapping[tuple[str, Names], int]
+
+    def merge(self, values: list[Any]) -> Any:
+        """The module with these values for its leaves."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, values))
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """What an NNX module is made from, but its random keys."""
+
+    make: Callable[..., nnx.Module]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def __call__(self, rngs: nnx.Rngs | None) -> nnx.Module:
+        """The module, with those among its arguments that are blueprints themselves."""
+        args = [value(rngs) if isinstance(value, Blueprint) else value for value in self.args]
+        kwargs = {key: value(rngs) if isinstance(value, Blueprint) else value for key, value in self.kwargs}
+        signature = inspect.signature(self.make.__init__ if isinstance(self.make, type) else self.make)
+        wanted = any(each.name == "rngs" or each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+        return self.make(*args, **kwargs, **({"rngs": rngs} if wanted else {}))
+
+
+class Streams(nnx.Rngs):
+    """Streams of any name, made when they are first asked for: so each keeps the name it was asked for by."""
+
+    def __init__(self, key_of: Callable[[str], Any]):
+        self._key_of = key_of
+        _ = self["params"], self["dropout"]  # there from the start, for constructors that split all streams
+
+    def __getitem__(self, name: str) -> nnx.RngStream:
+        if name not in self:
+            setattr(self, name, nnx.RngStream(self._key_of(name), tag=name))
+        return vars(self)[name]
+
+    def __getattr__(self, name: str) -> nnx.RngStream:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[name]
+
+
+@functools.lru_cache(maxsize=32)
+def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bool) -> Plan:
+    """A whole model as MaxText stores it: its queries carry 1 / sqrt(head width)."""
+    if not isinstance(config, DecoderConfig) or not isinstance(scan_layers, bool):
+        raise ValueError(f"LinenCausalLM({config!r}, scan_layers={scan_layers!r}): give a model's config, and a bool")
+    strategy = dataclasses.replace(strategy or Strategy.auto(), scan_layers=scan_layers)
+
+    def make(rngs: nnx.Rngs | None) -> CausalLM:
+        model = model_class(config)(config, strategy, rngs=rngs)  # pyright: ignore[reportCallIssue,reportArgumentType]
+        for attention in attentions(model):
+            if rngs is not None:
+                attention.q.kernel.set_value(attention.q.kernel.get_value() * attention.scale)
+            attention.scale = 1.0
+            if isinstance(config.rope, Llama3Rope):
+                attention.rotate = rotate_pairs
+        return model
+
+    model = make(None)
+    graph, state = nnx.split(model)
+    variables, slots = dict(nnx.to_flat_state(state)), dict[Path, Slot]()
+    for name, leaf in layout(model, scan_layers).items():
+        (path,) = {path for path, _ in leaf.parts}  # layers are stacked here where they are there
+        variable, names = variables[path], tuple(name.split("/"))
+        own, stacked = tuple(variable.shape), leaf.stacked is not None
+        slots[path] = Slot(path, "params", names, leaf.shape, own, variable.dtype, leaf.axes, stacked)
+    return _plan(make, graph, state, slots)
+
+
+@functools.lru_cache(maxsize=256)
+def part_plan(blueprint: Blueprint) -> Plan:
+    """A single part, or any other NNX module. ValueError where Linen could not store what it holds."""
+    made: list[nnx.Module] = []
+
+    def shapes() -> Any:
+        with nnx.use_eager_sharding(False):
+            made[:] = [blueprint(Streams(lambda name: jax.random.key(0)))]
+        return nnx.state(made[0])
+
+    state = jax.eval_shape(shapes)
+    kind = type(made[0])
+    if issubclass(kind, CausalLM):
+        raise ValueError(f"wrap({kind.__name__}, …): a whole model is LinenCausalLM(config, strategy, scan_layers)")
+    variables: dict[Path, Any] = dict(nnx.to_flat_state(state))
+    for path, variable in variables.items():
+        if not isinstance(variable, nnx.Variable) or not isinstance(variable.get_value(), jax.ShapeDtypeStruct):
+            what = f"{kind.__name__}.{'.'.join(map(str, path))}"
+            raise ValueError(f"wrap: {what} is not one array in an nnx.Variable, and Linen stores nothing else")
+    kept = {path: variable for path, variable in variables.items() if not isinstance(variable, nnx.RngState)}
+    prefix = next((prefix for part, prefix in _PARTS.items() if issubclass(kind, part)), None)
+    slots = _by_attribute(kept) if prefix is None else _by_table(kept, prefix, kind)
+    return _plan(blueprint, nnx.graphdef(made[0]), state, slots)
+
+
+def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, Slot]) -> Plan:
+    leaves: list[Slot | Random] = []
+    for path, variable in nnx.to_flat_state(state):
+        if isinstance(variable, nnx.RngState):
+            tag, count = variable.get_metadata()["tag"], isinstance(variable, nnx.RngCount)
+            leaves.append(Random(path, tag, tuple(variable.shape), count))
+        else:
+            leaves.append(slots[path])
+    places = {(leaf.collection, leaf.names): i for i, leaf in enumerate(leaves) if isinstance(leaf, Slot)}
+    if len(places) < len(slots):
+        names = sorted("/".join((slot.collection, *slot.names)) for slot in slots.values())
+        twice = next(name for name, following in itertools.pairwise(names) if name == following)
+        raise ValueError(f"wrap: two variables would be called {twice}: rename an attribute")
+    return Plan(make, graph, jax.tree.structure(state), tuple(leaves), places)
+
+
+def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, kind: type) -> dict[Path, Slot]:
+    """Names and axes of the first model that has such a part, without the folders that all of them lie in."""
+    keys = {path: prefix + ".".join(map(str, path)) for path in variables}
+    tables = [model.maxtext_table for _, model in MODELS.values()]
+    table = next((table for table in tables if table.keys() >= set(keys.values())), None)
+    if table is None:
+        raise ValueError(f"wrap({kind.__name__}, …): no model of MaxText's has all of {', '.join(keys.values())}")
+    full = {path: tuple(table[key][0].split("/")) for path, key in keys.items()}
+    folders = zip(*(names[:-1] for names in full.values()), strict=False)
+    shared = len(list(itertools.takewhile(lambda level: len(set(level)) == 1, folders)))
+    found: dict[Path, Slot] = {}
+    for path, variable in variables.items():
+        own, labels = tuple(variable.shape), table[keys[path]][1]
+        shape = _by_heads(path, variables)
+        found[path] = Slot(path, "params", full[path][shared:], shape, own, variable.dtype, labels)
+    return found
+
+
+def _by_heads(path: Path, variables: Mapping[Path, nnx.Variable]) -> tuple[int, ...]:
+    """A shape as MaxText has it: the biases of projections, flat here, have the outputs' dimensions there."""
+    if path[-1] == "bias" and not isinstance(variables[path], RouterBias):
+        kernel = variables[(*path[:-1], "kernel")]
+        return tuple(kernel.shape[kernel.get_metadata()["inputs"] :])
+    return tuple(variables[path].shape)
+
+
+def _by_attribute(variables: Mapping[Path, nnx.Variable]) -> dict[Path, Slot]:
+    found: dict[Path, Slot] = {}
+    for path, variable in variables.items():
+        shape, metadata = tuple(variable.shape), variable.get_metadata()
+        axes = metadata.get("axes") or metadata.get("out_sharding")
+        labels = None if axes is None else tuple(axes)
+        found[path] = Slot(path, collection_of(variable), attributes(path), shape, shape, variable.dtype, labels)
+    return found
+
+
+def collection_of(variable: nnx.Variable) -> str:
+    """Linen's collection for a kind of variable: ``params``, ``batch_stats``, …, else the name of its class."""
+    return nnx.variable_name_from_type(type(variable), allow_register=True)
+
+
+def attributes(path: Path) -> Names:
+    """``("layers", 0, "kernel")`` -> ``("layers_0", "kernel")``."""
+    names: list[str] = []
+    for part in path:
+        if isinstance(part, int) and names:
+            names[-1] += f"_{part}"
+        else:
+            names.append(str(part))
+    return tuple(names)

@@ -1,0 +1,178 @@
+"""A thin bridge: our NNX modules as Linen modules, with MaxText's parameter tree.
+
+``init`` declares names, shapes and logical axes as boxes. ``apply`` reads the arrays from Linen's scope, puts them into
+a structure that was built once (`convert.linen_tree`), and calls it: no constructor runs again.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core import meta
+from flax.errors import InvalidRngError
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
+
+from nnxmoe.config import DecoderConfig
+from nnxmoe.convert import maxtext
+from nnxmoe.convert.linen_tree import (
+    Blueprint,
+    Names,
+    Plan,
+    Random,
+    Slot,
+    Streams,
+    attributes,
+    collection_of,
+    model_plan,
+    part_plan,
+)
+from nnxmoe.layers.causal_lm import CausalLM, Output
+from nnxmoe.strategy import Strategy
+
+
+class LinenCausalLM(nn.Module):
+    """A language model as a Linen module whose variables are MaxText's, to the name, shape and logical axis.
+
+    ``scan_layers`` stacks layers on axis 1, whatever the strategy's own says. Activations have the embedding's dtype
+    where the strategy names none. Grouped queries carry 1 / sqrt(head width), as they do there.
+    """
+
+    config: DecoderConfig
+    strategy: Strategy | None = None
+    scan_layers: bool = False
+
+    @nn.compact
+    def __call__(self, *args: Any, **kwargs: Any) -> Output:
+        """Takes what `CausalLM.__call__` takes, tokens ``[B, T]`` first. ValueError lists all variables that do not
+        fit."""
+        return _call(self, model_plan(self.config, self.strategy, self.scan_layers), args, kwargs)
+
+
+class Wrapped(nn.Module):
+    """An NNX module as a Linen module; `wrap` makes it."""
+
+    blueprint: Blueprint
+
+    @nn.compact
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes and returns what the NNX module does. ValueError lists all variables that do not fit."""
+        return _call(self, part_plan(self.blueprint), args, kwargs)
+
+
+def wrap(nnx_class: Callable[..., nnx.Module], *args: Any, name: str | None = None, **kwargs: Any) -> Wrapped:
+    """A Linen module of an NNX class, or of a function that makes a module, and of its arguments but ``rngs``.
+
+    An argument may be wrapped itself: ``wrap(MoE, wrap(Router, …), wrap(Experts, …), Sorted(), None)``. Our parts have
+    MaxText's names and axes; its queries are divided by sqrt(H), hence ``wrap(GQA, …, scale=1.0)``. Other modules have
+    their attributes' names, ``layers_0`` for an item of a list, and the axes of their metadata. Arguments must be
+    hashable (ValueError): modules of equal ones share a structure and compiled programs.
+    """
+    if "rngs" in kwargs:
+        raise ValueError("wrap(…, rngs=…): random keys come from Linen's rngs, leave it out")
+    given = {i: value.blueprint if isinstance(value, Wrapped) else value for i, value in enumerate(args)}
+    named = {key: value.blueprint if isinstance(value, Wrapped) else value for key, value in kwargs.items()}
+    for key, value in {**given, **named}.items():
+        try:
+            hash(value)
+        except TypeError as error:
+            raise ValueError(f"wrap: argument {key} has no hash, {value!r}: give a tuple or frozen object") from error
+    return Wrapped(Blueprint(nnx_class, tuple(given.values()), tuple(sorted(named.items()))), name=name)
+
+
+def from_linen(
+    params: maxtext.Tree, config: DecoderConfig, strategy: Strategy | None = None, mesh: Mesh | None = None
+) -> CausalLM:
+    """The NNX model with the variables of a `LinenCausalLM`, or of MaxText; boxed or not. See `maxtext.from_tree`."""
+    return maxtext.from_tree(params, config, strategy, mesh)
+
+
+def _call(module: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if module.is_initializing() and not any(module.has_variable(where, names[0]) for where, names in plan.places):
+        _draw(module, plan)
+    stored = _stored(module, plan)
+    values = [
+        leaf.read(box) if isinstance(leaf, Slot) else _random(module, leaf)
+        for leaf, box in zip(plan.leaves, stored, strict=True)
+    ]
+    part = plan.merge(values)
+    if isinstance(part, CausalLM):
+        part.dtype = jnp.dtype(part.strategy.compute_dtype or part.embed.table.get_value().dtype)
+    out = part(*args, **kwargs)
+    if not module.is_initializing():  # as with Linen's own modules, statistics begin after it
+        _write_back(module, plan, part, values, stored)
+    return out
+
+
+def _draw(module: nn.Module, plan: Plan) -> None:
+    """Initial values into the scope, from Linen's keys."""
+    with nnx.use_eager_sharding(False):  # the boxes say how to split, Linen's user decides when
+        state = nnx.state(plan.make(Streams(module.make_rng)))
+    for value, leaf in zip(jax.tree.leaves(state), plan.leaves, strict=True):
+        if isinstance(leaf, Slot):
+            _put(module, leaf.collection, leaf.names, leaf.write(value))
+
+
+def _put(module: nn.Module, collection: str, names: Names, value: Any) -> None:
+    """As submodules of these names would have put it."""
+    module.put_variable(collection, names[0], unflatten_dict({names[1:]: value}) if names[1:] else value)
+
+
+def _stored(module: nn.Module, plan: Plan) -> list[Any]:
+    """What the scope holds for each leaf. ValueError for all that is missing, of another shape, or too much."""
+    collections, odd = module.variables, list[str]()
+    stored: list[Any] = [None] * len(plan.leaves)
+    for collection in sorted({collection for collection, _ in plan.places} & collections.keys()):
+        for names, value in flatten_dict(collections[collection]).items():
+            if (collection, names) in plan.places:
+                stored[plan.places[collection, names]] = value
+            else:
+                odd.append(f"{'/'.join((collection, *names))} is no variable of the module")
+    pairs = zip(plan.leaves, stored, strict=True)
+    faults = [fault for leaf, value in pairs if isinstance(leaf, Slot) and (fault := leaf.fault(value))]
+    if faults or odd:
+        lines = "\n  ".join(faults + odd)
+        raise ValueError(f"the variables do not fit {module.name or type(module).__name__}:\n  {lines}")
+    return stored
+
+
+def _random(module: nn.Module, leaf: Random) -> Any:
+    """A stream begins anew at each call, with a key of Linen's."""
+    if leaf.count:
+        return jnp.zeros(leaf.shape, jnp.uint32)
+    if not (module.has_rng(leaf.tag) or module.has_rng("params")):
+        return _NoKey(module.name or type(module).__name__, leaf.tag)
+    key = module.make_rng(leaf.tag)
+    key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    return jax.random.split(key, leaf.shape) if leaf.shape else key
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoKey:
+    """Stands where nobody gave a key: only using it is an error, and a dropout that is off does not."""
+
+    module: str
+    tag: str
+
+    def __getitem__(self, index: Any) -> Any:
+        raise InvalidRngError(f'{self.module} needs PRNG for "{self.tag}"')
+
+
+def _write_back(module: nn.Module, plan: Plan, part: nnx.Module, values: list[Any], stored: list[Any]) -> None:
+    """What the call changed goes to Linen's collections; what it added, to those that are mutable."""
+    before = {leaf.path: i for i, leaf in enumerate(plan.leaves)}
+    for path, variable in nnx.to_flat_state(nnx.state(part, nnx.Not(nnx.RngState))):
+        new = variable.get_value()
+        if path not in before:
+            collection = collection_of(variable)
+            if module.is_mutable_collection(collection):
+                _put(module, collection, attributes(path), new)
+        elif new is not values[before[path]]:
+            box, leaf = stored[before[path]], plan.leaves[before[path]]
+            assert isinstance(leaf, Slot) and leaf.shape == leaf.own
+            new = box.replace_boxed(new) if isinstance(box, meta.AxisMetadata) else new
+            _put(module, leaf.collection, leaf.names, new)
