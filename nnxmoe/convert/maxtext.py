@@ -90,7 +90,7 @@ def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dic
     bfloat16 it loses nothing with ``dtype=float32``.
     """
     values = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
-    change, tree = _Change(model), dict[str, Any]()
+    change, tree = Change(model), dict[str, Any]()
     for name, leaf in layout(model, scan_layers).items():
         arrays = [np.asarray(values[path] if i is None else values[path][i]) for path, i in leaf.parts]
         arrays = [change.to_maxtext(leaf, array.reshape(leaf.inner), dtype) for array in arrays]
@@ -119,7 +119,7 @@ def from_tree(
     _refuse(arrays, wanted, config)
     for attention in attentions(model):
         attention.scale = 1.0  # the queries carry it
-    change, parts = _Change(model), dict[tuple[Path, int | None], np.ndarray]()
+    change, parts = Change(model), dict[tuple[Path, int | None], np.ndarray]()
     for name, leaf in wanted.items():
         for at, part in enumerate(leaf.parts):
             array = arrays[name][:, at] if leaf.stacked else arrays[name]
@@ -255,19 +255,19 @@ def _has_experts(model: Any, path: Path) -> bool:
     return hasattr(stack.layers[0] if path[2] == "layers" else stack.layer, "moe")
 
 
-class _Change:
-    """What is done to queries and keys between the layouts of one model."""
+class Change:
+    """What is done to queries and keys between the layouts of one model; to MaxText's also to arrays under a trace."""
 
     def __init__(self, model: CausalLM):
         grouped = bool(attentions(model))
         self.divide = model.config.head_width**0.5 if grouped and query_divisor(model) == 1 else 1.0
         self.interleave = grouped and model.config.rope_fields.get("rope_type") == "llama3"
 
-    def to_maxtext(self, leaf: Leaf, array: np.ndarray, dtype: Any) -> np.ndarray:
+    def to_maxtext(self, leaf: Leaf, array: Any, dtype: Any) -> Any:
         dtype = jnp.dtype(dtype or array.dtype)
         if self.interleave and leaf.key.startswith(_ROTATED):
-            half = array.shape[-1] // 2
-            array = np.stack([array[..., :half], array[..., half:]], axis=-1).reshape(array.shape)
+            *lead, width = array.shape
+            array = array.reshape(*lead, 2, width // 2).swapaxes(-1, -2).reshape(array.shape)
         if self.divide != 1 and leaf.key.startswith(_QUERY):
             array = array.astype(np.float32) / np.float32(self.divide)
         return array.astype(dtype)
