@@ -64,7 +64,7 @@ def assert_module_parity(
             sides.run(side, ours.params, arguments) for side in (ours, theirs)
         )
         pairs = pairs_of(theirs.rows, calls, their_calls)
-        apart = compare_outputs(title, output, their_output, pairs, tolerance)
+        apart = compare_outputs(title, output, their_output, pairs, theirs.rows, tolerance)
         grads = [sides.gradients(side, ours.params, arguments, output) for side in (ours, theirs)]
         gradient = compare_gradients(title, grads[0], grads[1], theirs.rows, calls, tolerance)
     return ParityReport(len(ours.params), len(pairs), apart, gradient, tolerance)

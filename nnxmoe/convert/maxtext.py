@@ -263,6 +263,11 @@ class Change:
         self.divide = model.config.head_width**0.5 if grouped and query_divisor(model) == 1 else 1.0
         self.interleave = grouped and model.config.rope_fields.get("rope_type") == "llama3"
 
+    def alters(self, leaf: Leaf) -> bool:
+        """Whether an array has other numbers, or an other order, in the two layouts."""
+        turned = self.interleave and leaf.key.startswith(_ROTATED)
+        return turned or (self.divide != 1 and leaf.key.startswith(_QUERY))
+
     def to_maxtext(self, leaf: Leaf, array: Any, dtype: Any) -> Any:
         dtype = jnp.dtype(dtype or array.dtype)
         if self.interleave and leaf.key.startswith(_ROTATED):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,9 @@ def _taped(kind: type[nnx.Module]) -> type[nnx.Module]:
         self._tap.tape.take(self._tap.path, (args, kwargs), out)
         return out
 
-    return type(kind)(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    return types.new_class(
+        kind.__name__, (kind,), {}, lambda body: body.update(__call__=call, __module__=kind.__module__)
+    )
 
 
 def _first_array(tree: Any) -> Any:

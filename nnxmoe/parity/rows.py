@@ -19,10 +19,11 @@ Arrays = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a Linen parameter is made of, and how."""
+    """What a Linen parameter is made of, and how; ``changed``: not only put together."""
 
     parts: tuple[Part, ...]
     make: Callable[..., Any]
+    changed: bool
 
     def __call__(self, params: Arrays) -> Any:
         return self.make(*(params[name] if i is None else params[name][i] for name, i in self.parts))
@@ -55,13 +56,14 @@ def _rows(mapping: Names, params: Arrays) -> tuple[dict[str, Row], list[str]]:
     faults = [f"NNX's {name} {kind(a)} has no row in the mapping" for name, a in params.items() if name not in mapping]
     rows: dict[str, Row] = {}
     for name, target in mapping.items():
-        there, make = (target, lambda a: a) if isinstance(target, str) else target
+        same = isinstance(target, str)
+        there, make = (target, lambda a: a) if same else target
         if name not in params:
             faults.append(f"{name} -> {there}: NNX has no such parameter")
         elif there in rows:
             faults.append(f"{name} -> {there}: so goes {rows[there].parts[0][0]}")
         else:
-            rows[there] = Row(((name, None),), make)
+            rows[there] = Row(((name, None),), make, changed=not same)
     return rows, faults
 
 
@@ -76,7 +78,7 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
             changed = [change.to_maxtext(leaf, a.reshape(leaf.inner), None) for a in arrays]
             return jnp.stack(changed, axis=1) if leaf.stacked else changed[0]
 
-        return Row(tuple(("/".join(map(str, path)), i) for path, i in leaf.parts), make)
+        return Row(tuple(("/".join(map(str, path)), i) for path, i in leaf.parts), make, change.alters(leaf))
 
     return {name: row(leaf) for name, leaf in maxtext.layout(model, scanned).items()}, []
 

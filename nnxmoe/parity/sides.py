@@ -1,5 +1,6 @@
 """Both modules as functions of the NNX module's parameters and of the inputs; their outputs and gradients."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,10 +42,11 @@ class Ours:
             if isinstance(value, jax.ShapeDtypeStruct):
                 raise ValueError(f"the NNX parameter {name} is a shape without values: make the module with rngs")
 
-    def __call__(self, params: Arrays, inputs: tuple[Any, ...], tape: Tape) -> Any:
+    def __call__(self, params: Arrays, inputs: tuple[Any, ...], tape: Tape | None = None) -> Any:
         filled = [(path, v.replace(params[name]) if name in params else v) for name, path, v in self.flat]
         module = nnx.merge(self.graph, nnx.from_flat_state(filled))
-        tape.attach(module)
+        if tape is not None:
+            tape.attach(module)
         return self.call(module, *inputs)
 
 
@@ -64,9 +66,9 @@ class Theirs:
             )
         self.shapes: Arrays = flatten_dict(meta.unbox(variables.get("params", {})), sep="/")
 
-    def __call__(self, params: Arrays, inputs: tuple[Any, ...], tape: Tape) -> Any:
+    def __call__(self, params: Arrays, inputs: tuple[Any, ...], tape: Tape | None = None) -> Any:
         made = unflatten_dict({name: row(params) for name, row in self.rows.items()}, sep="/")
-        with nn.intercept_methods(tape.intercept):
+        with nn.intercept_methods(tape.intercept) if tape else contextlib.nullcontext():
             return self.module.apply({"params": made}, *inputs, method=self.call)
 
 
@@ -82,7 +84,7 @@ def gradients(side: Ours | Theirs, params: Arrays, arguments: Arguments, like: A
     weights = [jax.random.normal(jax.random.fold_in(key, i), a.shape) for i, a in enumerate(jax.tree.leaves(like))]
 
     def product(params: Arrays, floats: Arrays) -> Any:
-        out = jax.tree.leaves(side(params | fixed, arguments.filled(floats), Tape()))
+        out = jax.tree.leaves(side(params | fixed, arguments.filled(floats)))
         return sum(jnp.sum(weight * a) for weight, a in zip(weights, out, strict=True) if is_floating(a))
 
     moved = {name: value for name, value in params.items() if name not in fixed}
