@@ -1,6 +1,8 @@
 """Parity of an NNX module with a Linen module: parameter trees, outputs, gradients, and the first place they part.
 
-print(testing.assert_module_parity(nnx_module, linen_module, {"kernel": "kernel"}, (x,)))
+    print(testing.assert_module_parity(nnx_module, linen_module, {"kernel": "kernel"}, (x,)))
+
+How it is done stands in ``nnxmoe.parity``.
 """
 
 import dataclasses

@@ -140,7 +140,7 @@ def _by_parameters(calls: list[Call], parts: Mapping[str, list[Part]]) -> dict[A
         under = [all_parts for name, all_parts in parts.items() if _is_in(name, call)]
         if call.of > 1 and all(len(one) == call.of for one in under):  # each time round the scan it is another layer
             under = [[one[call.number]] for one in under]
-        if under and call.returned is not None:
+        if under:
             found[frozenset(itertools.chain(*under)), call.returned.shape].append(call)
     return found
 
@@ -169,20 +169,16 @@ def compare_gradients(
             gaps[label] = _gap(by_params[name][at], their_params[name][at])
     apart = [label for label, gap in gaps.items() if not gap.error <= tolerance]
     if apart:
-        worst = max(gaps, key=lambda label: gaps[label].error)
-        behind = itertools.islice(gaps, list(gaps).index(apart[-1]) + 1, None)
-        lines = [f"  agree  {label}  {gaps[label].error:.1e}" for label in itertools.islice(behind, 1)]
-        raise AssertionError(
-            "\n  ".join(
-                [
-                    f"{title} in their gradients (tolerance {tolerance:.1e}); their outputs agree:",
-                    f"{len(apart)} of {len(gaps)} differ, most of all {worst}  {gaps[worst]}",
-                    "first place where they part, walking back from the output:",
-                    *lines,
-                    f"  PART   {apart[-1]}  {gaps[apart[-1]]}",
-                ]
-            )
-        )
+        worst, last = max(gaps, key=lambda label: gaps[label].error), apart[-1]
+        behind = list(gaps)[list(gaps).index(last) + 1 :][:1]
+        lines = [
+            f"{title} in their gradients (tolerance {tolerance:.1e}); their outputs agree:",
+            f"{len(apart)} of {len(gaps)} differ, most of all {worst}  {gaps[worst]}",
+            "first place where they part, walking back from the output:",
+            *(f"  agree  {label}  {gaps[label]}" for label in behind),
+            f"  PART   {last}  {gaps[last]}",
+        ]
+        raise AssertionError("\n  ".join(lines))
     return max((gap.error for gap in gaps.values()), default=0.0)
 
 

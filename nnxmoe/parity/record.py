@@ -14,11 +14,12 @@ import numpy as np
 from flax import nnx
 
 Path = tuple[Any, ...]
+Values = tuple[np.ndarray | None, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a submodule: the first floating-point array of its arguments and of its result, None without one.
+    """One call of a submodule: the first floating-point array of its arguments (None without one) and of its result.
 
     A scan over L layers calls a submodule ``of`` L times; ``number`` is the layer.
     """
@@ -27,7 +28,7 @@ class Call:
     number: int
     of: int
     given: np.ndarray | None
-    returned: np.ndarray | None
+    returned: np.ndarray
 
     def __str__(self) -> str:
         name = "/".join(map(str, self.path)) or "(the whole)"
@@ -38,7 +39,7 @@ class Tape:
     """Takes down the calls of one run; ``calls`` once it is over. Every run needs a tape of its own."""
 
     def __init__(self) -> None:
-        self._sites: list[tuple[Path, list[tuple[Any, Any]]]] = []  # in the order of the program
+        self._sites: list[tuple[Path, list[Values] | None]] = []  # in the order of the program
 
     def attach(self, module: nnx.Module) -> None:
         """From now on this module's submodules, and copies that it makes of them, are taken down."""
@@ -50,24 +51,35 @@ class Tape:
     def intercept(self, next_call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext):
         """For ``nn.intercept_methods``: takes down Linen's."""
         out = next_call(*args, **kwargs)
-        if context.method_name == "__call__":
-            self.take(context.module.path, (args, kwargs), out)
-        return out
+        return self.take(context.module.path, (args, kwargs), out) if context.method_name == "__call__" else out
 
-    def take(self, path: Path, given: Any, returned: Any) -> None:
-        """Keeps the values of one call, as often as the compiled program comes by."""
-        values: list[tuple[Any, Any]] = []
+    def take(self, path: Path, given: Any, returned: Any) -> Any:
+        """``returned``, of which a copy is kept as often as the compiled program comes by.
+
+        The value passes through the host: Linen's scan refuses debugging callbacks, which nothing depends on.
+        """
+        leaves, tree = jax.tree.flatten(returned)
+        at = _first_array(leaves)
+        if at is None:
+            self._sites.append((path, None))
+            return returned
+        values: list[Values] = []
         self._sites.append((path, values))
+        arguments = jax.tree.leaves(given)
+        first = _first_array(arguments)
 
-        def keep(*arrays: Any) -> None:
-            values.append(tuple(None if a is None else np.array(a) for a in arrays))  # pyright: ignore[reportArgumentType]
+        def keep(given: Any, returned: Any) -> np.ndarray:
+            values.append((None if given is None else np.array(given), np.array(returned)))
+            return values[-1][1]
 
-        jax.debug.callback(keep, _first_array(given), _first_array(returned))
+        shape = jax.ShapeDtypeStruct(leaves[at].shape, leaves[at].dtype)
+        x = None if first is None else arguments[first]
+        leaves[at] = jax.pure_callback(keep, shape, x, leaves[at], vmap_method="sequential")
+        return jax.tree.unflatten(tree, leaves)
 
     def calls(self) -> list[Call]:
         """In order of execution. Of a scan all places in the program are met equally often, and in turn."""
-        jax.effects_barrier()
-        met = [(path, values) for path, values in self._sites if values]  # the others were traced only
+        met = [(path, values or []) for path, values in self._sites if values != []]  # those were traced only
         found = []
         for count, sites in itertools.groupby(met, key=lambda site: len(site[1])):
             sites = list(sites)
@@ -89,15 +101,18 @@ def _taped(kind: type[nnx.Module]) -> type[nnx.Module]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = kind.__call__(self, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        self._tap.tape.take(self._tap.path, (args, kwargs), out)
-        return out
+        return self._tap.tape.take(self._tap.path, (args, kwargs), out)
 
     return types.new_class(
         kind.__name__, (kind,), {}, lambda body: body.update(__call__=call, __module__=kind.__module__)
     )
 
 
-def _first_array(tree: Any) -> Any:
-    """The first floating-point array of a pytree, None without one."""
-    leaves = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array | np.ndarray))
-    return next((leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)), None)
+def _first_array(leaves: list[Any]) -> int | None:
+    """The place of the first floating-point array."""
+    return next((i for i, leaf in enumerate(leaves) if is_floating(leaf)), None)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether this is an array of floating-point numbers."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -84,4 +84,5 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
 
 
 def kind(array: Any) -> str:
+    """Type and shape, ``float32[3, 4]``."""
     return f"{array.dtype}{list(array.shape)}"

@@ -12,7 +12,7 @@ from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from nnxmoe.parity.record import Call, Tape
+from nnxmoe.parity.record import Call, Tape, is_floating
 from nnxmoe.parity.rows import Arrays, Row
 
 
@@ -73,6 +73,7 @@ class Theirs:
 
 
 def run(side: Ours | Theirs, params: Arrays, arguments: Arguments) -> tuple[Any, list[Call]]:
+    """What it returns, and the calls of its submodules."""
     tape = Tape()
     run = jax.jit(lambda params, floats: side(params, arguments.filled(floats), tape))
     return jax.block_until_ready(run(params, arguments.floats)), tape.calls()
@@ -89,7 +90,3 @@ def gradients(side: Ours | Theirs, params: Arrays, arguments: Arguments, like: A
 
     moved = {name: value for name, value in params.items() if name not in fixed}
     return jax.jit(jax.grad(product, argnums=(0, 1)))(moved, arguments.floats)
-
-
-def is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
