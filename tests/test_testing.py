@@ -21,7 +21,7 @@ from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.gqa import GQA, Context
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.models import Llama, LlamaConfig
+from nnxmoe.models import Llama, LlamaConfig, Mixtral, MixtralConfig
 from tests.helpers import randomise
 
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD = 3, 12, 4, 2, 6
@@ -89,14 +89,31 @@ class Mlp(nn.Module):
         return jnp.where(jnp.arange(WIDTH) == 7, jnp.nan, y) if self.fault == "NaN" else y
 
 
+class MoeBlock(nn.Module):
+    fault: str
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        init = nn.initializers.lecun_normal()
+        wi_0, wi_1 = (self.param(name, init, (5, WIDTH, 20)) for name in ("wi_0", "wi_1"))
+        wo = self.param("wo", init, (5, 20, WIDTH))
+        scores, chosen = jax.lax.top_k(Dense((5,), name="gate")(x), 2)
+        scores = scores * 2 if self.fault == "routing" else scores
+        weights = jnp.einsum("btx,btxe->bte", jax.nn.softmax(scores), jax.nn.one_hot(chosen, 5))
+        gate, up = jnp.einsum("btd,edf->btef", x, wi_0), jnp.einsum("btd,edf->btef", x, wi_1)
+        return jnp.einsum("bte,btef,efd->btd", weights, jax.nn.silu(gate) * up, wo)
+
+
 class Layer(nn.Module):
     fault: str = ""
+    experts: bool = False
 
     @nn.compact
     def __call__(self, x: Array, _: Any) -> tuple[Array, None]:
         eps = 1e-2 if self.fault == "eps" else 1e-5
         x = x + Attention(self.fault != "no rope", name="self_attention")(Norm(name="pre_self_attention_layer_norm")(x))
-        return x + Mlp(self.fault, name="mlp")(Norm(eps, name="post_self_attention_layer_norm")(x)), None
+        feed = MoeBlock(self.fault, name="MoeBlock_0") if self.experts else Mlp(self.fault, name="mlp")
+        return x + feed(Norm(eps, name="post_self_attention_layer_norm")(x)), None
 
 
 class Decoder(nn.Module):
@@ -104,6 +121,7 @@ class Decoder(nn.Module):
     scan: bool
     remat: bool
     layers: int
+    experts: bool
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -111,10 +129,10 @@ class Decoder(nn.Module):
         if self.scan:
             spec: dict[str, Any] = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}}
             layer = nn.scan(layer, **spec, length=self.layers, metadata_params={nn.PARTITION_NAME: "layers"})
-            x, _ = layer(self.faults.get("all", ""), name="layers")(x, None)
+            x, _ = layer(self.faults.get("all", ""), self.experts, name="layers")(x, None)
         else:
             for i in range(self.layers):
-                x, _ = layer(self.faults.get(i, ""), name=f"layers_{i}")(x, None)
+                x, _ = layer(self.faults.get(i, ""), self.experts, name=f"layers_{i}")(x, None)
         x = Norm(name="decoder_norm")(x)
         return Dense((29,), name="logits_dense")(x * 1.5 if "head" in self.faults else x)
 
@@ -124,26 +142,32 @@ class LinenLlama(nn.Module):
     scan: bool = False
     remat: bool = False
     layers: int = LAYERS
+    experts: bool = False
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
         x = nn.Embed(29, WIDTH, name="token_embedder")(tokens)
-        return Decoder(self.faults, self.scan, self.remat, self.layers, name="decoder")(x)
+        return Decoder(self.faults, self.scan, self.remat, self.layers, self.experts, name="decoder")(x)
 
 
-def llama(layers: int = LAYERS, **strategy: Any) -> Llama:
-    config = LlamaConfig(
-        vocab_size=29,
-        hidden_size=WIDTH,
-        intermediate_size=20,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD,
-        rope_theta=1000.0,
-        rms_norm_eps=1e-5,
-    )
-    return randomise(Llama(config, nnxmoe.Strategy(**strategy), rngs=nnx.Rngs(0)))
+def llama(layers: int = LAYERS, *, experts: bool = False, **strategy: Any) -> nnxmoe.CausalLM:
+    fields: dict[str, Any] = {
+        "vocab_size": 29,
+        "hidden_size": WIDTH,
+        "intermediate_size": 20,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "rope_theta": 1000.0,
+        "rms_norm_eps": 1e-5,
+    }
+    chosen, rngs = nnxmoe.Strategy(**strategy), nnx.Rngs(0)
+    if experts:
+        return randomise(
+            Mixtral(MixtralConfig(**fields, num_local_experts=5, num_experts_per_tok=2), chosen, rngs=rngs)
+        )
+    return randomise(Llama(LlamaConfig(**fields), chosen, rngs=rngs))
 
 
 TOKENS = np.random.default_rng(0).integers(0, 29, (2, 7)).astype(np.int32)
@@ -161,7 +185,7 @@ def quick_compiles() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def compare(model: Llama, linen: nn.Module, **options: Any) -> testing.ParityReport:
+def compare(model: nnxmoe.CausalLM, linen: nn.Module, **options: Any) -> testing.ParityReport:
     return testing.assert_module_parity(model, linen, None, TOKENS, nnx_call=lambda m, t: m(t).logits, **options)
 
 
@@ -203,6 +227,17 @@ def test_a_model(scan: bool, linen_scan: bool, remat: bool) -> None:
     assert report.submodules == 3 + 12 * LAYERS
     assert 0 < report.output < 1e-5 and 0 < report.gradient < 1e-5
     assert f"parity: {report.parameters} parameters, 39 calls of submodules; outputs within" in str(report)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_mixtral(scan: bool) -> None:
+    """Embedding, norm, the whole; in a layer its norms, attention and four projections, experts, and itself."""
+    model = llama(2, experts=True, scan_layers=scan)
+    report = compare(model, LinenLlama(layers=2, experts=True, scan=scan))
+    assert report.submodules == 3 + 2 * 9 and report.gradient < 1e-5
+    text = difference(compare, model, LinenLlama(nn.FrozenDict({1: "routing"}), layers=2, experts=True))
+    ours = "stacks/0/layer/moe [layer 1 of 2]" if scan else "stacks/0/layers/1/moe"
+    assert f"PART   {ours} = decoder/layers_1/MoeBlock_0  " in text and "the cause lies within" in text
 
 
 def test_parts() -> None:

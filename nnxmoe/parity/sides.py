@@ -84,9 +84,9 @@ def gradients(side: Ours | Theirs, params: Arrays, arguments: Arguments, like: A
     key, fixed = jax.random.key(0), {name: value for name, value in params.items() if not is_floating(value)}
     weights = [jax.random.normal(jax.random.fold_in(key, i), a.shape) for i, a in enumerate(jax.tree.leaves(like))]
 
-    def product(params: Arrays, floats: Arrays) -> Any:
+    def product(params: Arrays, floats: Arrays, weights: list[Any]) -> Any:
         out = jax.tree.leaves(side(params | fixed, arguments.filled(floats)))
         return sum(jnp.sum(weight * a) for weight, a in zip(weights, out, strict=True) if is_floating(a))
 
     moved = {name: value for name, value in params.items() if name not in fixed}
-    return jax.jit(jax.grad(product, argnums=(0, 1)))(moved, arguments.floats)
+    return jax.jit(jax.grad(product, argnums=(0, 1)))(moved, arguments.floats, weights)
