@@ -12,17 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from jax import Array
 
 import nnxmoe
 from nnxmoe import testing
+from nnxmoe.convert import maxtext
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.gqa import GQA, Context
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.models import Llama, LlamaConfig, Mixtral, MixtralConfig
-from tests.helpers import randomise
+from nnxmoe.parity.rows import compare_trees
+from tests.helpers import build_tiny, randomise
 
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD = 3, 12, 4, 2, 6
 
@@ -298,6 +301,42 @@ def test_vectorised_submodules() -> None:
     assert testing.assert_module_parity(Experts(), Linen(), mapping, X).submodules >= 3
 
 
+class Compiled(nnx.Module):
+    """Compiles a submodule by itself."""
+
+    def __init__(self) -> None:
+        self.first, self.second = (nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2))
+
+    @nnx.jit
+    def start(self, x: Array) -> Array:
+        return self.first(x)
+
+    def __call__(self, x: Array) -> Array:
+        return self.second(self.start(x))
+
+
+class Wrapped(nn.Module):
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        return Dense((WIDTH,), name="inner")(x)
+
+
+class LinenCompiled(nn.Module):
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        return Dense((WIDTH,), name="second")(nn.jit(Wrapped)(name="first")(x))
+
+
+def test_submodules_that_are_compiled_or_wrapped() -> None:
+    """What was compiled before is not taken for this run, and a module is held against the wrapper of its partner."""
+    mapping: dict[str, Any] = {"first/kernel": "first/inner/kernel", "second/kernel": "second/kernel"}
+    ours, theirs = Compiled(), LinenCompiled()
+    for _ in range(2):
+        assert testing.assert_module_parity(ours, theirs, mapping, X).submodules == 3
+    text = difference(testing.assert_module_parity, ours, theirs, mapping, X, linen_call=lambda m, x: m(2 * x))
+    assert "PART   first = first  " in text
+
+
 # Where they part
 
 
@@ -483,6 +522,32 @@ def test_other_numbers_of_layers(count: int) -> None:
     assert len(text.splitlines()) == 1 + 9
     text = difference(compare, llama(), LinenLlama(layers=count, scan=True))
     assert f"wo/kernel: the row gives float32[20, 3, 12], Linen has float32[20, {count}, 12]\n" in text
+
+
+LLAMA_3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"rope_scaling": LLAMA_3 | {"original_max_position_embeddings": 16}}),
+        ("mixtral", {}),
+        ("deepseek_v3", {}),
+    ],
+)
+def test_maxtexts_parameters_are_those_that_convert_writes(kind: str, changes: dict[str, Any], scan: bool) -> None:
+    """Made of ours by functions that can be differentiated: queries divided, interleaved, biases by heads, stacks."""
+    model = build_tiny(kind, nnxmoe.Strategy(), **changes)
+    tree = flatten_dict(maxtext.to_tree(model, scan_layers=scan)["params"], sep="/")
+    params = {"/".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(model))}
+    rows = compare_trees("", model, params, tree, None)
+    assert rows.keys() == tree.keys() and {name for row in rows.values() for name, _ in row.parts} == params.keys()
+    for name, array in tree.items():
+        np.testing.assert_allclose(rows[name](params), array, rtol=2**-22, err_msg=name)  # XLA's division
+    queries = any("query/kernel" in name for name, row in rows.items() if row.changed)
+    keys = any("key/kernel" in name for name, row in rows.items() if row.changed)
+    assert queries == (kind != "deepseek_v3") and keys == (kind == "llama")
 
 
 def test_outputs_of_another_form() -> None:

@@ -114,14 +114,18 @@ def _names(pair: Pair) -> str:
 
 
 def pairs_of(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) -> list[Pair]:
-    """Calls of submodules with the same parameters and the same shape of result, where either side has equally many."""
+    """Calls of submodules with the same parameters and the same shape of result, in order.
+
+    Where one side has more of them (a wrapper around a layer, say) only the last: that is the outermost.
+    """
     there = {name: list(row.parts) for name, row in rows.items()}
     found = (_by_parameters(ours, parts_of(rows)), _by_parameters(theirs, there))
     partner = {}
-    for key, calls in found[0].items():
-        others = found[1][key]
-        if len(calls) == len(others):
-            partner |= {id(call): other for call, other in zip(calls, others, strict=True)}
+    for key in found[0].keys() & found[1].keys():
+        calls, others = found[0][key], found[1][key]
+        if len(calls) != len(others):
+            calls, others = calls[-1:], others[-1:]
+        partner |= {id(call): other for call, other in zip(calls, others, strict=True)}
     return [(call, partner[id(call)]) for call in ours if id(call) in partner]
 
 
