@@ -34,6 +34,7 @@ LEVELS = {
     "nnxmoe.generation": 4,
     "nnxmoe.train": 4,
     "nnxmoe.summary": 5,
+    "nnxmoe.parity": 5,
     "nnxmoe.testing": 5,
     "nnxmoe.plot": 5,
     "nnxmoe.linen": 5,

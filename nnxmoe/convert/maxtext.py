@@ -72,7 +72,7 @@ def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
 def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, Later]:
     """MaxText's name -> array, made of a model's parameters when it is asked for."""
     dtype = float_dtype(dtype)
-    return made_of(model, layout(model, scan_layers), _Change(model, dtype).to_maxtext, dtype)
+    return made_of(model, layout(model, scan_layers), Change(model, dtype).to_maxtext, dtype)
 
 
 def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _model(
     aside = tuple(name for name, (_, aux) in names.items() if aux and name not in wanted)
     kept = {name: _from_aux(a) if aux and scanned else a for name, (a, aux) in names.items() if name not in aside}
     refuse_misfits(kept, wanted, f"{source} does not fit the config ({config.model_type})")
-    change = _Change(model).from_maxtext
+    change = Change(model).from_maxtext
     if dtype is None or all(a.dtype == dtype for a in kept.values()):
         carry_scale(model)
     else:
@@ -226,7 +226,7 @@ def _has_experts(model: Any, path: Path) -> bool:
     return hasattr(stack.layers[0] if path[2] == "layers" else stack.layer, "moe")
 
 
-class _Change:
+class Change:
     """What is done to a layer's queries and keys between the layouts; ``dtype`` None: MaxText's array has ours."""
 
     def __init__(self, model: CausalLM, dtype: Any = None):
@@ -234,6 +234,11 @@ class _Change:
         self.divide = model.config.head_width**0.5 if grouped and query_divisor(model) == 1 else 1.0
         self.interleave = grouped and model.config.rope_fields.get("rope_type") == "llama3"
         self.dtype = dtype
+
+    def alters(self, leaf: Leaf) -> bool:
+        """Whether an array has other numbers, or another order, in the two layouts."""
+        turned = self.interleave and leaf.key.startswith(_ROTATED)
+        return turned or (self.divide != 1 and leaf.key.startswith(QUERY))
 
     def to_maxtext(self, leaf: Leaf, array: Any) -> Any:
         xp, dtype = array.__array_namespace__(), jnp.dtype(self.dtype or array.dtype)

@@ -1,0 +1,200 @@
+"""Numbers of both sides held against each other, and the place where they part."""
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from nnxmoe.parity.record import Call
+from nnxmoe.parity.rows import Arrays, Part, Row, kind
+
+Pair = tuple[Call, Call]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gap:
+    """The largest difference of two arrays, relative to their largest value or 1; a NaN in either is infinite."""
+
+    error: float
+    at: tuple[int, ...]
+    ours: float
+    theirs: float
+
+    def __str__(self) -> str:
+        if not self.error:
+            return "0"
+        return f"{self.error:.1e} at {list(self.at)}: NNX {self.ours:.6g}, Linen {self.theirs:.6g}"
+
+
+def _gap(ours: Any, theirs: Any) -> _Gap:
+    a, b = (np.asarray(x, np.float64) for x in (ours, theirs))
+    if not a.size:
+        return _Gap(0.0, (), 0.0, 0.0)
+    with np.errstate(invalid="ignore"):
+        apart = np.nan_to_num(np.where(a == b, 0.0, np.abs(a - b)), nan=np.inf, posinf=np.inf)
+    at = tuple(map(int, np.unravel_index(apart.argmax(), apart.shape)))
+    largest = max(float(np.abs(x).max(where=np.isfinite(x), initial=1.0)) for x in (a, b))
+    return _Gap(float(apart[at]) / largest, at, float(a[at]), float(b[at]))
+
+
+def compare_outputs(
+    title: str, ours: Any, theirs: Any, pairs: list[Pair], rows: Mapping[str, Row], tolerance: float
+) -> float:
+    """The largest difference; AssertionError with the first pair of submodules that part."""
+    (a, form), (b, other) = (jax.tree_util.tree_flatten_with_path(out) for out in (ours, theirs))
+    kinds = [[kind(leaf) for _, leaf in leaves] for leaves in (a, b)]
+    if form != other or kinds[0] != kinds[1]:
+        shown = [f"{', '.join(k) or 'nothing'} as {f}" for k, f in zip(kinds, (form, other), strict=True)]
+        text = f"NNX gives {shown[0]}\n  Linen gives {shown[1]}\n  nnx_call and linen_call choose what is compared"
+        raise AssertionError(f"{title} in the form of their outputs:\n  {text}")
+    gaps = {jax.tree_util.keystr(path): _gap(x, y) for (path, x), (_, y) in zip(a, b, strict=True)}
+    worst = max((gap.error for gap in gaps.values()), default=0.0)
+    if not worst <= tolerance:
+        faults = [f"output{name} {gap}" for name, gap in gaps.items() if not gap.error <= tolerance]
+        lines = [
+            f"{title} in their outputs (tolerance {tolerance:.1e}):",
+            *faults,
+            *_first_parting(pairs, rows, tolerance),
+        ]
+        raise AssertionError("\n  ".join(lines))
+    return worst
+
+
+def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float) -> list[str]:
+    """The first pair of submodules whose results differ, what agreed before it, and whether its inputs did.
+
+    A difference that the mapping makes on purpose (MaxText's queries are divided) does not count: that is one inside a
+    submodule that agrees, or of parameters that pass through a function as long as there is another.
+    """
+    if not pairs:
+        return ["no submodules correspond: none returns an array of the same shape from the same parameters"]
+    gaps = [_gap(a.returned, b.returned) for a, b in pairs]
+    agree = [gap.error <= tolerance for gap in gaps]
+    apart = [i for i in range(len(pairs)) if not agree[i] and not _is_healed(i, pairs, agree)]
+    changed = {part[0].rpartition("/")[0] for row in rows.values() if row.changed for part in row.parts}
+    sure = [i for i in apart if "/".join(map(str, pairs[i][0].path)) not in changed]
+    first = next(iter(sure or apart), len(pairs))
+    lines = [f"first place where they part, of {len(pairs)} calls of submodules in order of execution:"]
+    for i in [i for i in range(first) if agree[i]][-1:] + [i for i in apart if i < first]:
+        lines.append(f"  {'agree' if agree[i] else 'doubt'}  {_names(pairs[i])}  {gaps[i]}")
+        lines[-1] += "" if agree[i] else " (perhaps on purpose: the mapping changes its parameters)"
+    if first == len(pairs):
+        return [*lines, "  this is the last: the cause lies behind it, in what no submodule returns"]
+    return [*lines, f"  PART   {_names(pairs[first])}  {gaps[first]}", *_cause(*pairs[first], tolerance)]
+
+
+def _is_healed(i: int, pairs: list[Pair], agree: list[bool]) -> bool:
+    """Whether a submodule around this one agrees all the same: a factor, say, is applied in another place."""
+    path, around = pairs[i][0].path, {}
+    for j in range(i + 1, len(pairs)):
+        other = pairs[j][0].path
+        if len(other) < len(path) and other == path[: len(other)]:
+            around.setdefault(other, agree[j])
+    return any(around.values())
+
+
+def _cause(ours: Call, theirs: Call, tolerance: float) -> list[str]:
+    if ours.given is None or theirs.given is None or ours.given.shape != theirs.given.shape:
+        return []
+    gap = _gap(ours.given, theirs.given)
+    if gap.error <= tolerance:
+        return [f"  its inputs agree, {gap.error:.1e}: the cause lies within"]
+    return [f"  its inputs differ already, {gap.error:.1e}: the cause lies before it, in what is done between the two"]
+
+
+def _names(pair: Pair) -> str:
+    return " = ".join(map(str, pair))
+
+
+# Which submodules correspond
+
+
+def pairs_of(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) -> list[Pair]:
+    """Calls of submodules with the same parameters and the same shape of result, in order.
+
+    Where one side has more of them (a wrapper around a layer, say) only the last: that is the outermost.
+    """
+    there = {name: list(row.parts) for name, row in rows.items()}
+    found = (_by_parameters(ours, parts_of(rows)), _by_parameters(theirs, there))
+    partner = {}
+    for key in found[0].keys() & found[1].keys():
+        calls, others = found[0][key], found[1][key]
+        if len(calls) != len(others):
+            calls, others = calls[-1:], others[-1:]
+        partner |= {id(call): other for call, other in zip(calls, others, strict=True)}
+    return [(call, partner[id(call)]) for call in ours if id(call) in partner]
+
+
+def parts_of(rows: Mapping[str, Row]) -> dict[str, list[Part]]:
+    """NNX parameter -> its parts: one, or one a layer."""
+    here = defaultdict(list)
+    for row in rows.values():
+        for part in row.parts:
+            here[part[0]].append(part)
+    return here
+
+
+def _by_parameters(calls: list[Call], parts: Mapping[str, list[Part]]) -> dict[Any, list[Call]]:
+    found = defaultdict(list)
+    for call in calls:
+        under = [all_parts for name, all_parts in parts.items() if _is_in(name, call)]
+        if call.of > 1 and all(len(one) == call.of for one in under):  # each time round the scan it is another layer
+            under = [[one[call.number]] for one in under]
+        if under:
+            found[frozenset(itertools.chain(*under)), call.returned.shape].append(call)
+    return found
+
+
+def _is_in(name: str, call: Call) -> bool:
+    return not call.path or name.startswith("/".join(map(str, call.path)) + "/")
+
+
+# Gradients
+
+
+def compare_gradients(
+    title: str,
+    ours: tuple[Arrays, Arrays],
+    theirs: tuple[Arrays, Arrays],
+    rows: Mapping[str, Row],
+    calls: list[Call],
+    tolerance: float,
+) -> float:
+    """The largest difference; AssertionError with the one that is nearest to the output, and with the largest."""
+    (by_params, by_inputs), (their_params, their_inputs) = ours, theirs
+    gaps = {name: _gap(a, their_inputs[name]) for name, a in by_inputs.items()}
+    for label, (name, i) in _in_order(rows, calls):
+        at = ... if i is None else i
+        if name in by_params:  # of integers there are none
+            gaps[label] = _gap(by_params[name][at], their_params[name][at])
+    apart = [label for label, gap in gaps.items() if not gap.error <= tolerance]
+    if apart:
+        worst, last = max(gaps, key=lambda label: gaps[label].error), apart[-1]
+        behind = list(gaps)[list(gaps).index(last) + 1 :][:1]
+        lines = [
+            f"{title} in their gradients (tolerance {tolerance:.1e}); their outputs agree:",
+            f"{len(apart)} of {len(gaps)} differ, most of all {worst}  {gaps[worst]}",
+            "first place where they part, walking back from the output:",
+            *(f"  agree  {label}  {gaps[label]}" for label in behind),
+            f"  PART   {last}  {gaps[last]}",
+        ]
+        raise AssertionError("\n  ".join(lines))
+    return max((gap.error for gap in gaps.values()), default=0.0)
+
+
+def _in_order(rows: Mapping[str, Row], calls: list[Call]) -> list[tuple[str, Part]]:
+    """Label and part of every parameter, in the order in which the innermost submodules that hold them are through."""
+
+    def place(part: Part) -> int:
+        holders = [(i, call) for i, call in enumerate(calls) if _is_in(part[0], call)]
+        depth = max((len(call.path) for _, call in holders), default=0)
+        own = (i for i, call in holders if len(call.path) == depth and (call.of == 1 or part[1] in (None, call.number)))
+        return next(own, len(calls))
+
+    parts = parts_of(rows)
+    every = sorted(itertools.chain(*parts.values()), key=place)
+    return [(name if i is None else f"{name} [layer {i} of {len(parts[name])}]", (name, i)) for name, i in every]

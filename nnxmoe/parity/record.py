@@ -1,0 +1,118 @@
+"""What the submodules of an NNX or a Linen module return, in order of execution, also under jit, scan and remat."""
+
+import dataclasses
+import functools
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+Path = tuple[Any, ...]
+Values = tuple[np.ndarray | None, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a submodule: the first floating-point array of its arguments (None without one) and of its result.
+
+    A scan over L layers calls a submodule ``of`` L times; ``number`` is the layer.
+    """
+
+    path: Path
+    number: int
+    of: int
+    given: np.ndarray | None
+    returned: np.ndarray
+
+    def __str__(self) -> str:
+        name = "/".join(map(str, self.path)) or "(the whole)"
+        return f"{name} [layer {self.number} of {self.of}]" if self.of > 1 else name
+
+
+class Tape:
+    """Takes down the calls of one run; ``calls`` once it is over. Every run needs a tape of its own."""
+
+    def __init__(self) -> None:
+        self._sites: list[tuple[Path, list[Values] | None]] = []  # in the order of the program
+
+    def attach(self, module: nnx.Module) -> None:
+        """From now on this module's submodules, and copies that it makes of them, are taken down."""
+        for path, node in list(nnx.iter_graph(module)):
+            if isinstance(node, nnx.Module) and callable(node):
+                object.__setattr__(node, "__class__", _taped(type(node)))
+                vars(node)["_tap"] = _Tap(self, path)
+
+    def intercept(self, next_call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext):
+        """For ``nn.intercept_methods``: takes down Linen's."""
+        out = next_call(*args, **kwargs)
+        return self.take(context.module.path, (args, kwargs), out) if context.method_name == "__call__" else out
+
+    def take(self, path: Path, given: Any, returned: Any) -> Any:
+        """``returned``, of which a copy is kept as often as the compiled program comes by.
+
+        The value passes through the host: Linen's scan refuses debugging callbacks, which nothing depends on.
+        """
+        leaves, tree = jax.tree.flatten(returned)
+        at = _first_array(leaves)
+        if at is None:
+            self._sites.append((path, None))
+            return returned
+        values: list[Values] = []
+        self._sites.append((path, values))
+        arguments = jax.tree.leaves(given)
+        first = _first_array(arguments)
+
+        def keep(given: Any, returned: Any) -> np.ndarray:
+            values.append((None if given is None else np.array(given), np.array(returned)))
+            return values[-1][1]
+
+        shape = jax.ShapeDtypeStruct(leaves[at].shape, leaves[at].dtype)
+        x = None if first is None else arguments[first]
+        leaves[at] = jax.pure_callback(keep, shape, x, leaves[at], vmap_method="sequential")
+        return jax.tree.unflatten(tree, leaves)
+
+    def calls(self) -> list[Call]:
+        """In order of execution. Of a scan all places in the program are met equally often, and in turn."""
+        met = [(path, values or []) for path, values in self._sites if values != []]  # those were traced only
+        found = []
+        for count, sites in itertools.groupby(met, key=lambda site: len(site[1])):
+            sites = list(sites)
+            found += [Call(path, i, count, *values[i]) for i in range(count) for path, values in sites]
+        return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tap:
+    """An attribute of a module that goes along with its copies."""
+
+    tape: Tape
+    path: Path
+
+
+@functools.cache
+def _taped(kind: type[nnx.Module]) -> type[nnx.Module]:
+    """The same class, but that a call is taken down."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = kind.__call__(self, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return self._tap.tape.take(self._tap.path, (args, kwargs), out)
+
+    return types.new_class(
+        kind.__name__, (kind,), {}, lambda body: body.update(__call__=call, __module__=kind.__module__)
+    )
+
+
+def _first_array(leaves: list[Any]) -> int | None:
+    """The place of the first floating-point array."""
+    return next((i for i, leaf in enumerate(leaves) if is_floating(leaf)), None)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether this is an array of floating-point numbers."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -1,0 +1,88 @@
+"""Which parameters of an NNX module make which of a Linen module's, and whether the two trees fit."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from nnxmoe.convert import maxtext
+from nnxmoe.layers.causal_lm import CausalLM
+
+Names = Mapping[str, str | tuple[str, Callable[[Array], Array]]]
+Part = tuple[str, int | None]  # an NNX parameter, or one layer of it
+Arrays = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What a Linen parameter is made of, and how; ``changed``: not only put together."""
+
+    parts: tuple[Part, ...]
+    make: Callable[..., Any]
+    changed: bool
+
+    def __call__(self, params: Arrays) -> Any:
+        return self.make(*(params[name] if i is None else params[name][i] for name, i in self.parts))
+
+
+def compare_trees(
+    title: str, module: nnx.Module, params: Arrays, shapes: Arrays, mapping: Names | None
+) -> dict[str, Row]:
+    """Linen's name -> row; AssertionError with every fault of the mapping and of both trees."""
+    rows, faults = _maxtext_rows(module, shapes) if mapping is None else _rows(mapping, params)
+    faults += [f"Linen's {name} {kind(a)} has no NNX parameter" for name, a in shapes.items() if name not in rows]
+    for name, row in rows.items():
+        source = f"{row.parts[0][0]} -> {name}"
+        try:
+            made = jax.eval_shape(row, params)
+        except (TypeError, ValueError) as error:
+            faults.append(f"{source}: its function fails for {kind(params[row.parts[0][0]])}: {error}")
+            continue
+        if name not in shapes:
+            faults.append(f"{source} {kind(made)}: Linen has no such parameter")
+        elif (made.shape, made.dtype) != (shapes[name].shape, shapes[name].dtype):
+            turned = "; it looks transposed" if made.shape == shapes[name].shape[::-1] != shapes[name].shape else ""
+            faults.append(f"{source}: the row gives {kind(made)}, Linen has {kind(shapes[name])}{turned}")
+    if faults:
+        raise AssertionError("\n  ".join([f"{title} in their parameters:", *faults]))
+    return rows
+
+
+def _rows(mapping: Names, params: Arrays) -> tuple[dict[str, Row], list[str]]:
+    faults = [f"NNX's {name} {kind(a)} has no row in the mapping" for name, a in params.items() if name not in mapping]
+    rows: dict[str, Row] = {}
+    for name, target in mapping.items():
+        same = isinstance(target, str)
+        there, make = (target, lambda a: a) if same else target
+        if name not in params:
+            faults.append(f"{name} -> {there}: NNX has no such parameter")
+        elif there in rows:
+            faults.append(f"{name} -> {there}: so goes {rows[there].parts[0][0]}")
+        else:
+            rows[there] = Row(((name, None),), make, changed=not same)
+    return rows, faults
+
+
+def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], list[str]]:
+    if not isinstance(model, CausalLM):
+        raise ValueError(f"mapping None means MaxText's names, which {type(model).__name__} has not: give a mapping")
+    scanned = any(name.startswith(f"decoder/{group}/") for name in shapes for group in model.maxtext_layers)
+    change = maxtext.Change(model)
+
+    def row(leaf: maxtext.Leaf) -> Row:
+        def make(*arrays: Array) -> Array:
+            changed = [change.to_maxtext(leaf, a.reshape(leaf.inner)) for a in arrays]
+            return jnp.stack(changed, axis=1) if leaf.stacked else changed[0]
+
+        return Row(tuple(("/".join(map(str, path)), i) for path, i in leaf.parts), make, change.alters(leaf))
+
+    return {name: row(leaf) for name, leaf in maxtext.layout(model, scanned).items()}, []
+
+
+def kind(array: Any) -> str:
+    """Type and shape, ``float32[3, 4]``."""
+    return f"{array.dtype}{list(array.shape)}"

@@ -1,0 +1,92 @@
+"""Both modules as functions of the NNX module's parameters and of the inputs; their outputs and gradients."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.core import meta
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from nnxmoe.parity.record import Call, Tape, is_floating
+from nnxmoe.parity.rows import Arrays, Row
+
+
+class Arguments:
+    """The inputs: floating-point arrays are differentiated, everything else stays as it is."""
+
+    def __init__(self, inputs: Sequence[Any]):
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path(tuple(inputs))
+        arrays = [(path, jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf) for path, leaf in leaves]
+        self._leaves = {f"input {jax.tree_util.keystr(path)}": leaf for path, leaf in arrays}
+        self.floats = {name: leaf for name, leaf in self._leaves.items() if is_floating(leaf)}
+
+    def filled(self, floats: Arrays) -> tuple[Any, ...]:
+        """All the inputs, with these in the place of the floating-point arrays."""
+        return jax.tree.unflatten(self._tree, [floats.get(name, leaf) for name, leaf in self._leaves.items()])
+
+
+class Ours:
+    """The NNX module; the state of its random numbers is no parameter."""
+
+    def __init__(self, module: nnx.Module, call: Callable[..., Any]):
+        self.call = call
+        self.graph, state = nnx.split(module)
+        self.flat = [("/".join(map(str, path)), path, variable) for path, variable in nnx.to_flat_state(state)]
+        self.params = {name: v.get_value() for name, _, v in self.flat if not isinstance(v, nnx.RngState)}
+        for name, value in self.params.items():
+            if isinstance(value, jax.ShapeDtypeStruct):
+                raise ValueError(f"the NNX parameter {name} is a shape without values: make the module with rngs")
+
+    def __call__(self, params: Arrays, inputs: tuple[Any, ...], tape: Tape | None = None) -> Any:
+        filled = [(path, v.replace(params[name]) if name in params else v) for name, path, v in self.flat]
+        module = nnx.merge(self.graph, nnx.from_flat_state(filled))
+        if tape is not None:
+            tape.attach(module)
+        return self.call(module, *inputs)
+
+
+class Theirs:
+    """The Linen module, its parameters made of ours by ``rows`` (Linen's name -> row)."""
+
+    rows: dict[str, Row]
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments):
+        self.module, self.call = module, call
+        inputs = arguments.filled(arguments.floats)
+        variables = jax.eval_shape(lambda: module.init(jax.random.key(0), *inputs, method=call))
+        if others := sorted(variables.keys() - {"params"}):
+            raise ValueError(
+                f"the Linen module has variables in {', '.join(others)}: only its parameters can be compared; call it "
+                "by linen_call in a way that makes no others (inference, no cache)"
+            )
+        self.shapes: Arrays = flatten_dict(meta.unbox(variables.get("params", {})), sep="/")
+
+    def __call__(self, params: Arrays, inputs: tuple[Any, ...], tape: Tape | None = None) -> Any:
+        made = unflatten_dict({name: row(params) for name, row in self.rows.items()}, sep="/")
+        with nn.intercept_methods(tape.intercept) if tape else contextlib.nullcontext():
+            return self.module.apply({"params": made}, *inputs, method=self.call)
+
+
+def run(side: Ours | Theirs, params: Arrays, arguments: Arguments) -> tuple[Any, list[Call]]:
+    """What it returns, and the calls of its submodules."""
+    tape = Tape()
+    run = jax.jit(lambda params, floats: side(params, arguments.filled(floats), tape))
+    return jax.block_until_ready(run(params, arguments.floats)), tape.calls()
+
+
+def gradients(side: Ours | Theirs, params: Arrays, arguments: Arguments, like: Any) -> tuple[Arrays, Arrays]:
+    """Of the product of all floating-point outputs with fixed random numbers: by the parameters, by the inputs."""
+    key, fixed = jax.random.key(0), {name: value for name, value in params.items() if not is_floating(value)}
+    weights = [jax.random.normal(jax.random.fold_in(key, i), a.shape) for i, a in enumerate(jax.tree.leaves(like))]
+
+    def product(params: Arrays, floats: Arrays, weights: list[Any]) -> Any:
+        out = jax.tree.leaves(side(params | fixed, arguments.filled(floats)))
+        return sum(jnp.sum(weight * a) for weight, a in zip(weights, out, strict=True) if is_floating(a))
+
+    moved = {name: value for name, value in params.items() if name not in fixed}
+    return jax.jit(jax.grad(product, argnums=(0, 1)))(moved, arguments.floats, weights)

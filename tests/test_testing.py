@@ -1,0 +1,577 @@
+"""The parity kit: equal modules pass, and every kind of difference is found and named where it begins."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from jax import Array
+
+import nnxmoe
+from nnxmoe import testing
+from nnxmoe.convert import maxtext
+from nnxmoe.layers.attend import Mask
+from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.gqa import GQA, Context
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.models import Llama, LlamaConfig, Mixtral, MixtralConfig
+from nnxmoe.parity.rows import compare_trees
+from tests.helpers import build_tiny, randomise
+
+LAYERS, WIDTH, HEADS, KV_HEADS, HEAD = 3, 12, 4, 2, 6
+
+
+# A Llama in Linen, with MaxText's names; ``faults``: layer -> what is wrong in it
+
+
+class Norm(nn.Module):
+    eps: float = 1e-5
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
+        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + self.eps) * scale
+
+
+class Dense(nn.Module):
+    outs: tuple[int, ...]
+    ins: int = 1
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        boxed = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("any",) * (self.ins + len(self.outs)))
+        kernel = self.param("kernel", boxed, (*x.shape[x.ndim - self.ins :], *self.outs))
+        return jnp.tensordot(x, kernel, self.ins)
+
+
+class Attention(nn.Module):
+    rotate: bool = True
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        q = Dense((HEADS, HEAD), name="query")(x)
+        k = Dense((KV_HEADS, HEAD), name="key")(x)
+        v = Dense((KV_HEADS, HEAD), name="value")(x)
+        if self.rotate:
+            q, k = rotated(q), rotated(k)
+        k, v = (jnp.repeat(a, HEADS // KV_HEADS, axis=2) for a in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k)  # the queries carry the scale
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+        y = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+        return Dense((WIDTH,), ins=2, name="out")(y)
+
+
+def rotated(x: Array) -> Array:
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * 1000.0 ** (-jnp.arange(half) / half)
+    cos, sin, a, b = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None], x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class Mlp(nn.Module):
+    fault: str = ""
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        gate, up = Dense((20,), name="wi_0")(x), Dense((20,), name="wi_1")(x)
+        if self.fault == "swapped":
+            gate, up = up, gate
+        if self.fault == "gradient":
+            up = jax.lax.stop_gradient(up)
+        gate = gate if self.fault == "no activation" else jax.nn.silu(gate)
+        y = Dense((WIDTH,), name="wo")(gate * up)
+        return jnp.where(jnp.arange(WIDTH) == 7, jnp.nan, y) if self.fault == "NaN" else y
+
+
+class MoeBlock(nn.Module):
+    fault: str
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        init = nn.initializers.lecun_normal()
+        wi_0, wi_1 = (self.param(name, init, (5, WIDTH, 20)) for name in ("wi_0", "wi_1"))
+        wo = self.param("wo", init, (5, 20, WIDTH))
+        scores, chosen = jax.lax.top_k(Dense((5,), name="gate")(x), 2)
+        scores = scores * 2 if self.fault == "routing" else scores
+        weights = jnp.einsum("btx,btxe->bte", jax.nn.softmax(scores), jax.nn.one_hot(chosen, 5))
+        gate, up = jnp.einsum("btd,edf->btef", x, wi_0), jnp.einsum("btd,edf->btef", x, wi_1)
+        return jnp.einsum("bte,btef,efd->btd", weights, jax.nn.silu(gate) * up, wo)
+
+
+class Layer(nn.Module):
+    fault: str = ""
+    experts: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array, _: Any) -> tuple[Array, None]:
+        eps = 1e-2 if self.fault == "eps" else 1e-5
+        x = x + Attention(self.fault != "no rope", name="self_attention")(Norm(name="pre_self_attention_layer_norm")(x))
+        feed = MoeBlock(self.fault, name="MoeBlock_0") if self.experts else Mlp(self.fault, name="mlp")
+        return x + feed(Norm(eps, name="post_self_attention_layer_norm")(x)), None
+
+
+class Decoder(nn.Module):
+    faults: Any
+    scan: bool
+    remat: bool
+    layers: int
+    experts: bool
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        layer = nn.remat(Layer) if self.remat else Layer
+        if self.scan:
+            spec: dict[str, Any] = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}}
+            layer = nn.scan(layer, **spec, length=self.layers, metadata_params={nn.PARTITION_NAME: "layers"})
+            x, _ = layer(self.faults.get("all", ""), self.experts, name="layers")(x, None)
+        else:
+            for i in range(self.layers):
+                x, _ = layer(self.faults.get(i, ""), self.experts, name=f"layers_{i}")(x, None)
+        x = Norm(name="decoder_norm")(x)
+        return Dense((29,), name="logits_dense")(x * 1.5 if "head" in self.faults else x)
+
+
+class LinenLlama(nn.Module):
+    faults: Any = nn.FrozenDict()
+    scan: bool = False
+    remat: bool = False
+    layers: int = LAYERS
+    experts: bool = False
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        x = nn.Embed(29, WIDTH, name="token_embedder")(tokens)
+        return Decoder(self.faults, self.scan, self.remat, self.layers, self.experts, name="decoder")(x)
+
+
+def llama(layers: int = LAYERS, *, experts: bool = False, **strategy: Any) -> nnxmoe.CausalLM:
+    fields: dict[str, Any] = {
+        "vocab_size": 29,
+        "hidden_size": WIDTH,
+        "intermediate_size": 20,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "rope_theta": 1000.0,
+        "rms_norm_eps": 1e-5,
+    }
+    chosen, rngs = nnxmoe.Strategy(**strategy), nnx.Rngs(0)
+    if experts:
+        return randomise(
+            Mixtral(MixtralConfig(**fields, num_local_experts=5, num_experts_per_tok=2), chosen, rngs=rngs)
+        )
+    return randomise(Llama(LlamaConfig(**fields), chosen, rngs=rngs))
+
+
+TOKENS = np.random.default_rng(0).integers(0, 29, (2, 7)).astype(np.int32)
+X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 7, WIDTH)), jnp.float32)
+GATED = {"gate/kernel": "wi_0/kernel", "up/kernel": "wi_1/kernel", "down/kernel": "wo/kernel"}
+GROUPED = {"k/kernel": "key/kernel", "v/kernel": "value/kernel", "o/kernel": "out/kernel"}
+DIVIDED = GROUPED | {"q/kernel": ("query/kernel", lambda a: a / HEAD**0.5)}
+
+
+@pytest.fixture(autouse=True)
+def quick_compiles() -> Iterator[None]:
+    """The same programs as machine code that is made in less time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def compare(model: nnxmoe.CausalLM, linen: nn.Module, **options: Any) -> testing.ParityReport:
+    return testing.assert_module_parity(model, linen, None, TOKENS, nnx_call=lambda m, t: m(t).logits, **options)
+
+
+def difference(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """What the AssertionError says."""
+    with pytest.raises(AssertionError) as caught:
+        function(*arguments, **options)
+    print(caught.value)
+    return str(caught.value)
+
+
+def attention() -> tuple[GQA, dict[str, Any]]:
+    """One attention of ours, and how it is called."""
+    window: dict[str, Any] = {"window": None, "bias": False, "attend": nnxmoe.Reference()}
+    module = GQA(WIDTH, HEADS, KV_HEADS, HEAD, **window, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    index, valid = jnp.arange(7), jnp.ones((2, 7), bool)
+    segment = jnp.zeros((2, 7), jnp.int32)
+    rotation = llama(1).rope(jnp.broadcast_to(index, (2, 7)))
+    context = Context(rotation, Mask(index, segment, Slots(index, valid, segment), None), jnp.int32(0), valid)
+    return module, {"nnx_call": lambda module, x: module(x, context, None)[0]}
+
+
+def mlp() -> MLP:
+    return MLP(WIDTH, 20, bias=False, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+
+
+# Equal modules
+
+
+@pytest.mark.parametrize(
+    ("scan", "linen_scan", "remat"),
+    [(False, False, False), (True, True, True), (True, False, False), (False, True, True)],
+)
+def test_a_model(scan: bool, linen_scan: bool, remat: bool) -> None:
+    """However the layers are stacked on either side, each is held against its own."""
+    model = llama(scan_layers=scan, remat=nnxmoe.Remat() if remat else None)
+    report = compare(model, LinenLlama(scan=linen_scan, remat=remat))
+    assert report.parameters == len(jax.tree.leaves(nnx.state(model)))
+    assert report.submodules == 3 + 12 * LAYERS
+    assert 0 < report.output < 1e-5 and 0 < report.gradient < 1e-5
+    assert f"parity: {report.parameters} parameters, 39 calls of submodules; outputs within" in str(report)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_mixtral(scan: bool) -> None:
+    """Embedding, norm, the whole; in a layer its norms, attention and four projections, experts, and itself."""
+    model = llama(2, experts=True, scan_layers=scan)
+    report = compare(model, LinenLlama(layers=2, experts=True, scan=scan))
+    assert report.submodules == 3 + 2 * 9 and report.gradient < 1e-5
+    text = difference(compare, model, LinenLlama(nn.FrozenDict({1: "routing"}), layers=2, experts=True))
+    ours = "stacks/0/layer/moe [layer 1 of 2]" if scan else "stacks/0/layers/1/moe"
+    assert f"PART   {ours} = decoder/layers_1/MoeBlock_0  " in text and "the cause lies within" in text
+
+
+def test_parts() -> None:
+    norm = randomise(RMSNorm(WIDTH, 1e-5, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0)))
+    assert testing.assert_module_parity(norm, Norm(), {"scale": "scale"}, X).submodules == 1
+    assert testing.assert_module_parity(mlp(), Mlp(), GATED, (X,)).submodules == 4
+    module, how = attention()
+    assert testing.assert_module_parity(module, Attention(), DIVIDED, (X,), **how).submodules == 5
+
+
+def test_the_modules_stay_as_they_are() -> None:
+    model = llama(1)
+    before = nnx.split(model)[0]
+    compare(model, LinenLlama(layers=1))
+    assert nnx.split(model)[0] == before and type(model.norm) is RMSNorm and not hasattr(model.norm, "_tap")
+
+
+def test_random_numbers_are_no_parameters() -> None:
+    class Ours(nnx.Module):
+        def __init__(self) -> None:
+            self.dense = nnx.Linear(WIDTH, 5, rngs=nnx.Rngs(0))
+            self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(1))
+
+        def __call__(self, x: Array) -> Array:
+            return self.dropout(self.dense(x))
+
+    mapping = {"dense/kernel": "kernel", "dense/bias": "bias"}
+    assert testing.assert_module_parity(Ours(), nn.Dense(5), mapping, X).parameters == 2
+
+
+def test_equal_infinities_agree() -> None:
+    ours, theirs = (lambda m, x: jnp.where(x > 1, -jnp.inf, m(x)) for _ in range(2))
+    report = testing.assert_module_parity(mlp(), Mlp(), GATED, X, nnx_call=ours, linen_call=theirs)
+    assert report.output < 1e-5
+
+
+def test_vectorised_submodules() -> None:
+    """Three experts at once, as each framework does it; every one is compared."""
+
+    class Experts(nnx.Module):
+        def __init__(self) -> None:
+            self.expert = nnx.vmap(lambda key: nnx.Linear(WIDTH, 5, rngs=nnx.Rngs(key)))(
+                jax.random.split(jax.random.key(0), 3)
+            )
+
+        def __call__(self, x: Array) -> Array:
+            return nnx.vmap(lambda expert, x: expert(x), in_axes=(0, None))(self.expert, x)
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x: Array) -> Array:
+            experts = nn.vmap(
+                nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=3
+            )
+            return experts(5, name="experts")(x)
+
+    mapping = {f"expert/{name}": f"experts/{name}" for name in ("kernel", "bias")}
+    assert testing.assert_module_parity(Experts(), Linen(), mapping, X).submodules >= 3
+
+
+class Compiled(nnx.Module):
+    """Compiles a submodule by itself."""
+
+    def __init__(self) -> None:
+        self.first, self.second = (nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2))
+
+    @nnx.jit
+    def start(self, x: Array) -> Array:
+        return self.first(x)
+
+    def __call__(self, x: Array) -> Array:
+        return self.second(self.start(x))
+
+
+class Wrapped(nn.Module):
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        return Dense((WIDTH,), name="inner")(x)
+
+
+class LinenCompiled(nn.Module):
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        return Dense((WIDTH,), name="second")(nn.jit(Wrapped)(name="first")(x))
+
+
+def test_submodules_that_are_compiled_or_wrapped() -> None:
+    """What was compiled before is not taken for this run, and a module is held against the wrapper of its partner."""
+    mapping: dict[str, Any] = {"first/kernel": "first/inner/kernel", "second/kernel": "second/kernel"}
+    ours, theirs = Compiled(), LinenCompiled()
+    for _ in range(2):
+        assert testing.assert_module_parity(ours, theirs, mapping, X).submodules == 3
+    text = difference(testing.assert_module_parity, ours, theirs, mapping, X, linen_call=lambda m, x: m(2 * x))
+    assert "PART   first = first  " in text
+
+
+# Where they part
+
+
+LAYER = "stacks/0/layers/1/"
+THERE = "decoder/layers_1/"
+PARTINGS = {
+    "swapped": ("mlp/up = decoder/layers_1/mlp/wi_1", "mlp/down = decoder/layers_1/mlp/wo", "lies before it"),
+    "no activation": ("mlp/up = decoder/layers_1/mlp/wi_1", "mlp/down = decoder/layers_1/mlp/wo", "lies before it"),
+    "no rope": (
+        "attention/v = decoder/layers_1/self_attention/value",
+        "attention/o = decoder/layers_1/self_attention/out",
+        "lies before it",
+    ),
+    "eps": (
+        "attention = decoder/layers_1/self_attention",
+        "mlp_norm = decoder/layers_1/post_self_attention_layer_norm",
+        "lies within",
+    ),
+    "NaN": ("mlp/down = decoder/layers_1/mlp/wo", "mlp = decoder/layers_1/mlp", "lies within"),
+}
+
+
+@pytest.mark.parametrize("fault", PARTINGS)
+def test_the_first_submodule_that_differs(fault: str) -> None:
+    """In layer 1 of 3: what still agreed, what no longer does, and whether the cause is in it."""
+    text = difference(compare, llama(), LinenLlama(nn.FrozenDict({1: fault})))
+    agree, part, cause = PARTINGS[fault]
+    assert text.startswith("NNX Llama and Linen LinenLlama part in their outputs (tolerance 1.0e-05):\n  output ")
+    assert f"agree  {LAYER}{agree}  " in text and f"PART   {LAYER}{part}  " in text and cause in text
+    assert ("  inf at [0, 0, 7]: NNX" in text and "Linen nan" in text) == (fault == "NaN")
+    assert ("doubt  stacks/0/layers/1/attention/q = " in text) == (fault == "no rope")  # it is divided on purpose
+    assert "39 calls" in text
+
+
+@pytest.mark.parametrize(("scan", "linen_scan"), [(True, False), (True, True), (False, True)])
+def test_the_layer_of_a_scan(scan: bool, linen_scan: bool) -> None:
+    """Scanned Linen layers are all alike, so the first is at fault."""
+    i = 0 if linen_scan else 1
+    linen = LinenLlama(nn.FrozenDict({"all": "eps", 1: "eps"}), scan=linen_scan)
+    text = difference(compare, llama(scan_layers=scan), linen)
+    ours = f"stacks/0/layer/mlp_norm [layer {i} of 3]" if scan else f"stacks/0/layers/{i}/mlp_norm"
+    name = "post_self_attention_layer_norm"
+    theirs = f"decoder/layers/{name} [layer {i} of 3]" if linen_scan else f"decoder/layers_{i}/{name}"
+    assert f"PART   {ours} = {theirs}  " in text
+
+
+def test_what_is_done_in_no_submodule() -> None:
+    text = difference(compare, llama(1), LinenLlama(nn.FrozenDict({"head": True}), layers=1))
+    assert "agree  norm = decoder/decoder_norm  " in text and "PART   (the whole) = (the whole)  " in text
+
+
+def test_after_the_last_submodule() -> None:
+    text = difference(testing.assert_module_parity, mlp(), Mlp(), GATED, X, linen_call=lambda m, x: m(x) + 1)
+    assert "agree  (the whole) = (the whole)  " in text and "this is the last: the cause lies behind it" in text
+
+
+def test_no_submodules_correspond() -> None:
+    class Squared(nnx.Module):
+        def __init__(self) -> None:
+            self.kernel = nnx.Param(jnp.ones((WIDTH, 3)))
+
+        def __call__(self, x: Array) -> Array:
+            return (x @ self.kernel[...]) ** 2
+
+    arguments = (Squared(), Dense((3,)), {"kernel": "kernel"}, X)
+    text = difference(testing.assert_module_parity, *arguments, nnx_call=lambda m, x: x @ m.kernel[...] + 1)
+    assert "no submodules correspond" in text
+
+
+def test_wrong_functions_of_a_mapping() -> None:
+    """A square kernel transposed, and queries that are not divided: shapes cannot tell, numbers do."""
+
+    class Ours(nnx.Module):
+        def __init__(self) -> None:
+            self.first, self.second = (nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2))
+
+        def __call__(self, x: Array) -> Array:
+            return self.second(self.first(x))
+
+    linen = nn.Sequential([nn.Dense(WIDTH, use_bias=False) for _ in range(2)])
+    mapping: dict[str, Any] = {"first/kernel": "layers_0/kernel", "second/kernel": "layers_1/kernel"}
+    assert testing.assert_module_parity(Ours(), linen, mapping, X).submodules == 3
+    mapping["second/kernel"] = ("layers_1/kernel", lambda a: a.T)
+    text = difference(testing.assert_module_parity, Ours(), linen, mapping, X)
+    assert "agree  first = layers_0  0\n" in text and "doubt  second = layers_1  " in text
+    assert "(perhaps on purpose: the mapping changes its parameters)\n    PART   (the whole) = (the whole)  " in text
+    module, how = attention()
+    arguments = (module, Attention(), GROUPED | {"q/kernel": "query/kernel"}, X)
+    text = difference(testing.assert_module_parity, *arguments, **how)
+    assert "agree  v = value  " in text and "PART   o = out  " in text
+
+
+def test_a_nan_on_both_sides_is_no_parity() -> None:
+    def nan(module: Any, x: Array) -> Array:
+        return module(x).at[1, 2, 3].set(jnp.nan)
+
+    text = difference(testing.assert_module_parity, mlp(), Mlp(), GATED, X, nnx_call=nan, linen_call=nan)
+    assert "output inf at [1, 2, 3]: NNX nan, Linen nan" in text
+
+
+def test_the_tolerance() -> None:
+    """Relative to the largest value; one that is no number lets nothing pass."""
+    norm = RMSNorm(WIDTH, 1e-5, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    arguments = (norm, Norm(1.2e-4), {"scale": "scale"}, X)
+    text = difference(testing.assert_module_parity, *arguments)
+    error = float(re.search(r"output (\S+) at", text)[1])  # pyright: ignore[reportOptionalSubscript]
+    assert 1e-5 < error < 1e-3
+    assert testing.assert_module_parity(*arguments, tolerance=1e-2).output == pytest.approx(error, rel=0.1)
+    text = difference(testing.assert_module_parity, norm, Norm(), {"scale": "scale"}, X, tolerance=float("nan"))
+    assert "in their outputs" in text
+    large: dict[str, Any] = {"nnx_call": lambda m, x: 1000 * m(x) + 1e-3, "linen_call": lambda m, x: 1000 * m(x)}
+    assert testing.assert_module_parity(norm, Norm(), {"scale": "scale"}, X, **large).output < 1e-5
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_gradient_that_is_nearest_to_the_output(scan: bool) -> None:
+    """Outputs are equal, and so are the gradients behind the fault."""
+    linen = LinenLlama(nn.FrozenDict({1: "gradient"}))
+    text = difference(compare, llama(scan_layers=scan), linen)
+    assert "part in their gradients (tolerance 1.0e-05); their outputs agree:" in text
+    up, down = (
+        f"stacks/0/layer/mlp/{name}/kernel [layer 1 of 3]" if scan else f"{LAYER}mlp/{name}/kernel"
+        for name in ("up", "down")
+    )
+    assert f"agree  {down}  " in text and f"PART   {up}  " in text and "Linen 0\n" in f"{text}\n"
+    count = re.search(r"(\d+) of 30 differ, most of all stacks/0/layer", text)
+    assert count and 10 < int(count[1]) < 20  # layer 0, layer 1 up to the fault and the embedding
+
+
+def test_the_gradient_of_the_inputs() -> None:
+    stopped: dict[str, Any] = {"linen_call": lambda m, inputs: m(jax.lax.stop_gradient(inputs["x"]))}
+    arguments = (mlp(), Mlp(), GATED, ({"x": X},))
+    text = difference(testing.assert_module_parity, *arguments, nnx_call=lambda m, inputs: m(inputs["x"]), **stopped)
+    assert "1 of 4 differ" in text and "PART   input [0]['x']  " in text and "agree  gate/kernel  " in text
+
+
+# Trees and mappings
+
+
+def test_every_fault_of_a_mapping_at_once() -> None:
+    class Ours(nnx.Module):
+        def __init__(self) -> None:
+            shapes = {"a": (3, 4), "b": (4, 3), "c": (4,), "d": (4,), "e": (4,), "f": (4,), "g": (5, 2)}
+            for name, shape in shapes.items():
+                setattr(self, name, nnx.Param(jnp.ones(shape, jnp.bfloat16 if name == "c" else jnp.float32)))
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x: Array) -> Array:
+            for name, shape in {"a": (4, 3), "b": (4, 5), "c": (4,), "d": (4,), "g": (3, 3), "z": (2,)}.items():
+                self.param(name, nn.initializers.ones, shape)
+            return x
+
+    mapping: dict[str, Any] = {"a": "a", "b": "b", "c": "c", "d": "d", "e": "d", "y": "x", "f": "w"}
+    mapping["g"] = ("g", lambda a: a.reshape(3, 3))
+    text = difference(testing.assert_module_parity, Ours(), Linen(), mapping | {}, X)
+    del mapping["f"]
+    text += difference(testing.assert_module_parity, Ours(), Linen(), mapping, X)
+    for fault in (
+        "NNX Ours and Linen Linen part in their parameters:",
+        "a -> a: the row gives float32[3, 4], Linen has float32[4, 3]; it looks transposed",
+        "b -> b: the row gives float32[4, 3], Linen has float32[4, 5]\n",
+        "c -> c: the row gives bfloat16[4], Linen has float32[4]",
+        "e -> d: so goes d",
+        "y -> x: NNX has no such parameter",
+        "f -> w float32[4]: Linen has no such parameter",
+        "NNX's f float32[4] has no row in the mapping",
+        "Linen's z float32[2] has no NNX parameter",
+        "g -> g: its function fails for float32[5, 2]: ",
+    ):
+        assert fault in text, fault
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_other_numbers_of_layers(count: int) -> None:
+    text = difference(compare, llama(), LinenLlama(layers=count))
+    if count == 2:
+        assert "layers/2/mlp/up/kernel -> decoder/layers_2/mlp/wi_1/kernel float32[12, 20]: Linen has no such" in text
+    else:
+        assert "Linen's decoder/layers_3/mlp/wi_1/kernel float32[12, 20] has no NNX parameter" in text
+    assert len(text.splitlines()) == 1 + 9
+    text = difference(compare, llama(), LinenLlama(layers=count, scan=True))
+    assert f"wo/kernel: the row gives float32[20, 3, 12], Linen has float32[20, {count}, 12]\n" in text
+
+
+LLAMA_3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"rope_scaling": LLAMA_3 | {"original_max_position_embeddings": 16}}),
+        ("mixtral", {}),
+        ("deepseek_v3", {}),
+    ],
+)
+def test_maxtexts_parameters_are_those_that_convert_writes(kind: str, changes: dict[str, Any], scan: bool) -> None:
+    """Made of ours by functions that can be differentiated: queries divided, interleaved, biases by heads, stacks."""
+    model = build_tiny(kind, nnxmoe.Strategy(), **changes)
+    tree = flatten_dict(maxtext.to_tree(model, scan_layers=scan)["params"], sep="/")
+    params = {"/".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(model))}
+    rows = compare_trees("", model, params, tree, None)
+    assert rows.keys() == tree.keys() and {name for row in rows.values() for name, _ in row.parts} == params.keys()
+    for name, array in tree.items():
+        np.testing.assert_allclose(rows[name](params), array, rtol=2**-22, err_msg=name)  # XLA's division
+    queries = any("query/kernel" in name for name, row in rows.items() if row.changed)
+    keys = any("key/kernel" in name for name, row in rows.items() if row.changed)
+    assert queries == (kind != "deepseek_v3") and keys == (kind == "llama")
+
+
+def test_outputs_of_another_form() -> None:
+    text = difference(testing.assert_module_parity, llama(1), LinenLlama(layers=1), None, TOKENS)
+    assert "part in the form of their outputs" in text and "NNX gives float32[2, 7, 29] as PyTreeDef" in text
+    assert "nnx_call and linen_call choose" in text
+    half: dict[str, Any] = {"linen_call": lambda m, x: m(x).astype(jnp.bfloat16)}
+    text = difference(testing.assert_module_parity, mlp(), Mlp(), GATED, X, **half)
+    assert "Linen gives bfloat16[2, 7, 12]" in text
+
+
+def test_what_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match="mapping None means MaxText's names, which MLP has not"):
+        testing.assert_module_parity(mlp(), Mlp(), None, X)
+    with pytest.raises(ValueError, match="the Linen module has variables in batch_stats: only"):
+        testing.assert_module_parity(mlp(), nn.BatchNorm(use_running_average=False), {}, X)
+    shapes = RMSNorm(WIDTH, 1e-5, dtype=jnp.dtype("float32"), rngs=None)
+    with pytest.raises(ValueError, match="the NNX parameter scale is a shape without values"):
+        testing.assert_module_parity(shapes, Norm(), {"scale": "scale"}, X)
+
+
+def test_the_package_does_not_import_it() -> None:
+    code = (
+        "import sys, nnxmoe; assert not [n for n in sys.modules if n.startswith(('nnxmoe.testing', 'nnxmoe.parity'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
