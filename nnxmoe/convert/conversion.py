@@ -20,7 +20,7 @@ from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.convert.leaves import Later
 from nnxmoe.convert.new_folder import refuse_unless_empty
 from nnxmoe.convert.side_files import read_config
-from nnxmoe.convert.source import CheckpointError
+from nnxmoe.convert.source import NATIVE_FILE, CheckpointError
 from nnxmoe.hub import local_folder
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.memory import memory_bytes
@@ -111,13 +111,13 @@ def kind_of(path_or_hub_id: str) -> str:
     folder = local_folder(path_or_hub_id, CheckpointError)
     if folder is None or any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
         return "hf"
-    if (folder / native.FORMAT_FILE).exists():
+    if (folder / NATIVE_FILE).exists():
         return "orbax"
     with contextlib.suppress(CheckpointError):
         maxtext.items(folder)
         return "maxtext"
     raise CheckpointError(
-        f"{folder} holds no checkpoint: neither safetensors (Hugging Face), nor {native.FORMAT_FILE} (nnxmoe.save), "
+        f"{folder} holds no checkpoint: neither safetensors (Hugging Face), nor {NATIVE_FILE} (nnxmoe.save), "
         "nor an Orbax folder with _METADATA, items or a step such as 0/items (MaxText)"
     )
 

@@ -30,7 +30,7 @@ from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Piece, entries
 from nnxmoe.convert.together import gathered, held, holders, shared_folder
 from nnxmoe.convert.write import Tensors, write_shares
-from nnxmoe.files import short, some
+from nnxmoe.files import short
 from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
@@ -118,14 +118,6 @@ def _fill(model: CausalLM, checkpoint: Checkpoint, dtype: np.dtype | None, notes
             if isinstance(variable, nnx.Param) and len(entry.inner) > 1 and "router" not in entry.axes:
                 matrices.append(target)
     nnx.update(model, nnx.from_flat_state(state))
-    if reader.nonfinite:
-        logger.warning(
-            "%s: %d values of %d tensors are NaN or infinite: %s",
-            checkpoint.folder,
-            sum(reader.nonfinite.values()),
-            len(reader.nonfinite),
-            some(sorted(reader.nonfinite), 5),
-        )
     model.dtype = jnp.dtype(model.strategy.compute_dtype or jnp.result_type(*matrices))
     model.load_report = dataclasses.replace(
         report,
@@ -135,6 +127,7 @@ def _fill(model: CausalLM, checkpoint: Checkpoint, dtype: np.dtype | None, notes
         seconds=time.perf_counter() - started,
         files=os.path.abspath(checkpoint.folder),
     )
+    model.load_report.warn()
 
 
 def save_pretrained(

@@ -4,10 +4,8 @@ Nearly all arrays have our own shape. Scanned layers are stacked on axis 1, vect
 queries divided by sqrt(head width); where rope is Llama 3.1's, the two halves of a head's features are interleaved.
 """
 
-import dataclasses
 import os
 import pathlib
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,26 +18,15 @@ from jax.sharding import Mesh
 
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert import orbax_folder
-from nnxmoe.convert.leaves import (
-    QUERY,
-    Later,
-    Leaf,
-    collect,
-    fill,
-    float_dtype,
-    made_of,
-    nested,
-    refuse_misfits,
-    undivided,
-)
+from nnxmoe.convert.leaves import QUERY, Later, Leaf, collect, float_dtype, made_of, nested
 from nnxmoe.convert.report import LoadReport
+from nnxmoe.convert.restore import abstract, restore
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Path, TableError, first_layers
 from nnxmoe.convert.together import shared_folder
 from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.layers.gqa import attentions, carry_scale, query_divisor
-from nnxmoe.models import model_class
+from nnxmoe.layers.gqa import attentions, query_divisor
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.progress import bytes_bar
 from nnxmoe.strategy import Strategy
@@ -111,33 +98,21 @@ def _model(
     mesh: Mesh | None,
     dtype: Any,
 ) -> CausalLM:
-    started, dtype = time.perf_counter(), float_dtype(dtype)
-    strategy = strategy or Strategy.auto()
-    strategy = dataclasses.replace(strategy, mesh=strategy.mesh if mesh is None else mesh)
-    model = model_class(config)(config, strategy, rngs=None)  # pyright: ignore[reportCallIssue]
-    names = _names(found)
+    model, names = abstract(config, strategy, mesh), _names(found)
     scanned = any(name.startswith(f"decoder/{group}/") for name in names for group in model.maxtext_layers)
     wanted = layout(model, scanned)
     # Beside its parameters MaxText 0.2.5 keeps other things as well, such as the state of its random numbers.
     aside = tuple(name for name, (_, aux) in names.items() if aux and name not in wanted)
-    kept = {name: _from_aux(a) if aux and scanned else a for name, (a, aux) in names.items() if name not in aside}
-    refuse_misfits(kept, wanted, f"{source} does not fit the config ({config.model_type})")
-    change = Change(model).from_maxtext
-    if dtype is None or all(a.dtype == dtype for a in kept.values()):
-        carry_scale(model)
-    else:
-        change = undivided(model, change)
-    size = sum(later.nbytes for later in kept.values())
-    with bytes_bar(size, f"loading {os.path.basename(source)}") as bar:
-        nonfinite = fill(model, wanted, kept, change, dtype, bar)
-    model.load_report = LoadReport(
-        source,
-        loaded=tuple(sorted(wanted)),
-        skipped={"no parameter of the model (nnx_aux)": aside} if aside else {},
-        nonfinite=nonfinite,
-        bytes_read=size,
-        seconds=time.perf_counter() - started,
-        files=files,
+    skipped = {"no parameter of the model (nnx_aux)": aside} if aside else {}
+    restore(
+        model,
+        wanted,
+        {name: _from_aux(a) if aux and scanned else a for name, (a, aux) in names.items() if name not in aside},
+        Change(model).from_maxtext,
+        carried=True,
+        dtype=float_dtype(dtype),
+        misfit=f"{source} does not fit the config ({config.model_type})",
+        report=LoadReport(source, skipped=skipped, files=files),
     )
     return model
 

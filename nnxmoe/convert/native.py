@@ -4,40 +4,27 @@
 nested dict, ``layers/3/attention/q/kernel``, or ``stacks/0/attention/q/kernel`` with all layers of a stack first.
 """
 
-import dataclasses
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from nnxmoe.convert.leaves import (
-    AnyArray,
-    Later,
-    Leaf,
-    collect,
-    fill,
-    float_dtype,
-    made_of,
-    nested,
-    refuse_misfits,
-    undivided,
-)
+from nnxmoe.convert.leaves import Later, Leaf, collect, float_dtype, made_of, nested
 from nnxmoe.convert.report import LoadReport
+from nnxmoe.convert.restore import abstract, restore
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
-from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.together import shared_folder
+from nnxmoe.convert.source import NATIVE_FILE, CheckpointError
+from nnxmoe.convert.together import AnyArray, shared_folder
 from nnxmoe.convert.write import write_json
 from nnxmoe.files import read_object, short
 from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.layers.gqa import carry_scale, query_divisor
-from nnxmoe.models import model_class
+from nnxmoe.layers.gqa import query_divisor
 from nnxmoe.progress import bytes_bar
 from nnxmoe.strategy import Strategy
 
-FORMAT_FILE, PARAMETERS = "nnxmoe.json", "parameters"
+PARAMETERS = "parameters"
 _VERSION = 1
 
 
@@ -73,7 +60,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
         orbax_folder.write(stage / PARAMETERS, nested(found), bar)
         if jax.process_index() == 0:
             write_side_files(stage, model, folder)
-            write_json(stage / FORMAT_FILE, {"version": _VERSION, "queries_carry_scale": query_divisor(model) != 1})
+            write_json(stage / NATIVE_FILE, {"version": _VERSION, "queries_carry_scale": query_divisor(model) != 1})
 
 
 def load(
@@ -83,31 +70,18 @@ def load(
 
     ``dtype`` None: as stored. Raises CheckpointError (a ValueError) that lists every array that does not fit.
     """
-    started, where, dtype = time.perf_counter(), Path(os.path.abspath(folder)), float_dtype(dtype)
-    carried = _carried(where / FORMAT_FILE)
-    config = read_config(where)
-    strategy = strategy or Strategy.auto()
-    strategy = dataclasses.replace(strategy, mesh=strategy.mesh if mesh is None else mesh)
-    model = model_class(config)(config, strategy, rngs=None)  # pyright: ignore[reportCallIssue]
-    found = read(where)
-    wanted = layout(model, any(name.startswith("stacks/") for name in found))
-    refuse_misfits(found, wanted, f"{where / PARAMETERS} does not fit config.json")
-    change = _same
-    if carried and (dtype is None or all(a.dtype == dtype for a in found.values())):
-        carry_scale(model)
-    elif carried:
-        change = undivided(model, change)
-    size = sum(later.nbytes for later in found.values())
-    with bytes_bar(size, f"loading {where.name}") as bar:
-        nonfinite = fill(model, wanted, found, change, dtype, bar)
-    seconds = time.perf_counter() - started
-    model.load_report = LoadReport(
-        str(where),
-        loaded=tuple(sorted(wanted)),
-        nonfinite=nonfinite,
-        bytes_read=size,
-        seconds=seconds,
-        files=str(where),
+    where = Path(os.path.abspath(folder))
+    carried, config = _carried(where / NATIVE_FILE), read_config(where)
+    model, found = abstract(config, strategy, mesh), read(where)
+    restore(
+        model,
+        layout(model, any(name.startswith("stacks/") for name in found)),
+        found,
+        _same,
+        carried=carried,
+        dtype=float_dtype(dtype),
+        misfit=f"{where / PARAMETERS} does not fit config.json",
+        report=LoadReport(str(where), files=str(where)),
     )
     model.generation_config = read_generation_config(where, config)
     return model

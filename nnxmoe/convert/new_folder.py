@@ -23,12 +23,13 @@ _CHECKPOINT_FILE = re.compile(
 
 
 @contextlib.contextmanager
-def new_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
+def new_folder(folder: str | os.PathLike[str], overwrite: bool | None = None) -> Iterator[Path]:
     """Yields a hidden folder to write a checkpoint into, which at the end becomes ``folder`` in one step.
 
     ``folder`` must be new or empty. With ``overwrite`` a checkpoint in it is replaced: the two folders change places,
-    and other files and sub-folders are carried over (as hard links where possible). Until that step ``folder`` is as
-    it was, whatever happens; a killed process leaves the hidden folder behind, which may be deleted.
+    and other files and sub-folders are carried over (as hard links where possible); None: the caller does not offer
+    that. Until that step ``folder`` is as it was, whatever happens; a killed process leaves the hidden folder behind,
+    which may be deleted.
     Raises CheckpointError.
     """
     if "\0" in os.fspath(folder):
@@ -74,10 +75,10 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Itera
 
 def refuse_unless_empty(folder: str | os.PathLike[str]) -> None:
     """CheckpointError where a checkpoint may not be written to ``folder``: so far only new and empty folders."""
-    _present(Path(os.path.realpath(folder)), overwrite=False)
+    _present(Path(os.path.realpath(folder)), overwrite=None)
 
 
-def _present(target: Path, overwrite: bool) -> list[str]:
+def _present(target: Path, overwrite: bool | None) -> list[str]:
     """The names in a folder that may be written to; refuses what may not be."""
     if not os.path.lexists(target):
         return []
@@ -88,10 +89,8 @@ def _present(target: Path, overwrite: bool) -> list[str]:
     except OSError as error:
         raise CheckpointError(f"{target}: {error.strerror or error}; save to another folder") from error
     if names and not overwrite:
-        raise CheckpointError(
-            f"{target} is not an empty folder, it holds {some(names)}: save to a new one, or pass overwrite=True to "
-            "replace the checkpoint in it"
-        )
+        way = "" if overwrite is None else ", or pass overwrite=True to replace the checkpoint in it"
+        raise CheckpointError(f"{target} is not an empty folder, it holds {some(names)}: save to a new one{way}")
     ours = [name for name in names if _CHECKPOINT_FILE.fullmatch(name)]
     if links := [name for name in ours if (target / name).is_symlink()]:
         raise CheckpointError(

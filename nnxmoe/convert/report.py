@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from nnxmoe.convert.source import CheckpointError
-from nnxmoe.files import plain
+from nnxmoe.files import plain, some
+from nnxmoe.progress import logger
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +41,13 @@ class LoadReport:
     def gigabytes_per_second(self) -> float:
         """Speed of reading, casting and placing."""
         return self.bytes_read / max(self.seconds, 1e-9) / 1e9
+
+    def warn(self) -> None:
+        """Log what is wrong with the values."""
+        if self.nonfinite:
+            count, names = sum(self.nonfinite.values()), sorted(self.nonfinite)
+            text = "%s: %d values of %d tensors are NaN or infinite: %s"
+            logger.warning(text, self.source, count, len(names), some(names, 5))
 
     def __str__(self) -> str:
         lines = [

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+NATIVE_FILE = "nnxmoe.json"  # in what nnxmoe.save writes
 MAX_TENSORS = 250_000  # in all files together; DeepSeek-V3 has 92,000
 _MAX_INDEX_BYTES = 32_000_000  # DeepSeek-V3's has 9 MB
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
@@ -117,6 +118,10 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
 def _no_weights(folder: Path, consolidated: list[str], names: list[str]) -> str:
     message = f"no weights in {folder}: neither {SINGLE_FILE} nor {INDEX_FILE}"
     other = [name for name in names if Path(name).suffix in _OTHER_FORMATS]
+    if NATIVE_FILE in names:
+        return f"{message}; nnxmoe.save wrote this folder: use nnxmoe.load, or nnxmoe convert to make another of it"
+    if "_METADATA" in names or os.path.isdir(folder / "0" / "items"):
+        return f"{message}; this looks like an Orbax checkpoint: use nnxmoe.convert.maxtext.load if MaxText wrote it"
     if consolidated:
         return f"{message}; {some(consolidated)} is the original layout: get the Hugging Face layout of the model"
     if other:

@@ -22,7 +22,7 @@ _MESSAGE = 4000  # bytes of what one process tells the others
 
 
 @contextlib.contextmanager
-def shared_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
+def shared_folder(folder: str | os.PathLike[str], overwrite: bool | None = None) -> Iterator[Path]:
     """`new_folder` for all processes together, on a file system that they share: it appears when all have written."""
     if jax.process_count() == 1:
         with new_folder(folder, overwrite) as stage:

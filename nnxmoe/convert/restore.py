@@ -1,0 +1,213 @@
+"""A model's values from arrays of another layout, some of an array at a time: on one device, or spread over a mesh."""
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from nnxmoe.config import DecoderConfig
+from nnxmoe.convert.leaves import QUERY, Change, Later, Leaf
+from nnxmoe.convert.place import aligned_empty, count_nonfinite
+from nnxmoe.convert.report import LoadReport
+from nnxmoe.convert.source import CheckpointError
+from nnxmoe.convert.table import Path
+from nnxmoe.convert.together import AnyArray
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.layers.gqa import attentions, carry_scale
+from nnxmoe.memory import give_back
+from nnxmoe.models import model_class
+from nnxmoe.moe.router import RouterBias
+from nnxmoe.progress import bytes_bar
+from nnxmoe.strategy import Strategy
+
+_ROWS_BYTES = 32 << 20  # of a leaf that are in memory at a time
+
+
+def abstract(config: DecoderConfig, strategy: Strategy | None, mesh: Mesh | None) -> CausalLM:
+    """A model without values; ``mesh`` None: the strategy's."""
+    strategy = strategy or Strategy.auto()
+    strategy = dataclasses.replace(strategy, mesh=strategy.mesh if mesh is None else mesh)
+    return model_class(config)(config, strategy, rngs=None)  # pyright: ignore[reportCallIssue]
+
+
+def restore(
+    model: CausalLM,
+    leaves: Mapping[str, Leaf],
+    arrays: Mapping[str, Later],
+    change: Change,
+    *,
+    carried: bool,
+    dtype: np.dtype | None,
+    misfit: str,
+    report: LoadReport,
+) -> None:
+    """Give an abstract model its values and its report.
+
+    ``carried``: the queries there are divided by sqrt(head width). So they stay, unless they are cast: then they are
+    what they were before the division, rounded once. ``dtype`` None: as they are; the router's bias is always float32.
+    CheckpointError that begins with ``misfit`` where arrays are missing, too many, or of another shape.
+    """
+    started = time.perf_counter()
+    refuse_misfits(arrays, leaves, misfit)
+    if carried and (dtype is None or all(array.dtype == dtype for array in arrays.values())):
+        carry_scale(model)
+    elif carried:
+        change = _undivided(model, change)
+    size = sum(array.nbytes for array in arrays.values())
+    with bytes_bar(size, f"loading {os.path.basename(report.source)}") as bar:
+        nonfinite, casts = _fill(model, leaves, arrays, change, dtype, bar)
+    model.load_report = dataclasses.replace(
+        report,
+        loaded=tuple(sorted(leaves)),
+        casts=casts,
+        nonfinite=nonfinite,
+        bytes_read=size,
+        seconds=time.perf_counter() - started,
+    )
+    model.load_report.warn()
+
+
+def refuse_misfits(arrays: Mapping[str, Later], wanted: Mapping[str, Leaf], where: str) -> None:
+    """CheckpointError that lists every array that is missing, too much, or of another shape or kind than wanted."""
+    faults = [f"{name} is missing, {list(leaf.shape)}" for name, leaf in wanted.items() if name not in arrays]
+    faults += [f"{name} {list(array.shape)} is no parameter" for name, array in arrays.items() if name not in wanted]
+    for name in sorted(wanted.keys() & arrays.keys()):
+        have, want = arrays[name].shape, wanted[name].shape
+        if have != want:
+            turned = " (it looks transposed)" if have == want[::-1] else ""
+            faults.append(f"{name} has shape {list(have)}, the config asks for {list(want)}{turned}")
+        elif not jnp.issubdtype(arrays[name].dtype, jnp.floating):
+            faults.append(f"{name} is {arrays[name].dtype}: weights are floating-point")
+    if faults:
+        raise CheckpointError(f"{where}:\n  " + "\n  ".join(faults))
+
+
+def _undivided(model: CausalLM, change: Change) -> Change:
+    """Also multiplies queries that were divided by sqrt(head width), in float32: so they are cast to another dtype as
+    they were before the division, and rounded once."""
+    factor = np.float32(model.config.head_width**0.5 if attentions(model) else 1)
+
+    def both(leaf: Leaf, array: AnyArray) -> AnyArray:
+        array = change(leaf, array)
+        return array.astype(np.float32) * factor if leaf.key.startswith(QUERY) and factor != 1 else array
+
+    return both
+
+
+def _fill(
+    model: CausalLM, leaves: Mapping[str, Leaf], arrays: Mapping[str, Later], change: Change, dtype: Any, bar: Any
+) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+    """Returns how many values of an array are NaN or infinite, and which arrays were cast."""
+    variables: dict[Path, nnx.Variable] = dict(nnx.to_flat_state(nnx.state(model)))
+    groups: dict[Path, list[str]] = {}
+    for name, leaf in leaves.items():
+        groups.setdefault(leaf.parts[0][0], []).append(name)
+    nonfinite: dict[str, int] = {}
+    casts: dict[str, list[str]] = {}
+    for names in groups.values():
+        group = [leaves[name] for name in names]
+        own = {path: variables[path] for leaf in group for path, _ in leaf.parts}
+        kinds = {path: _dtype(v, dtype or arrays[names[0]].dtype) for path, v in own.items()}
+        make = _on_host if model.strategy.mesh is None else _on_mesh
+        made, bad = make(group, [arrays[name] for name in names], own, kinds, change, model)
+        for path, variable in own.items():
+            variables[path] = variable.replace(made[path])
+        nonfinite |= {name: count for name, count in zip(names, bad, strict=True) if count}
+        for name in names:
+            stored, kind = arrays[name].dtype, kinds[leaves[name].parts[0][0]]
+            if stored != kind:
+                casts.setdefault(f"{stored} -> {kind}", []).append(name)
+        bar.update(sum(arrays[name].nbytes for name in names))
+        del made
+        give_back()
+    nnx.update(model, nnx.from_flat_state(variables))
+    model.dtype = jnp.dtype(model.strategy.compute_dtype or model.embed.table.get_value().dtype)
+    return nonfinite, {cast: tuple(sorted(names)) for cast, names in sorted(casts.items())}
+
+
+def _dtype(variable: nnx.Variable, dtype: Any) -> np.dtype:
+    return np.dtype(np.float32 if isinstance(variable, RouterBias) else dtype)
+
+
+Made = tuple[dict[Path, Array], list[int]]  # parameters, and how many values of each leaf are not finite
+
+
+def _on_host(
+    leaves: list[Leaf],
+    arrays: list[Later],
+    variables: Mapping[Path, nnx.Variable],
+    dtypes: Mapping[Path, np.dtype],
+    change: Change,
+    model: CausalLM,
+) -> Made:
+    """Parameters from the leaves that hold all of their parts, some rows of a leaf at a time."""
+    out = {path: aligned_empty(tuple(v.shape), dtypes[path]) for path, v in variables.items()}
+    nonfinite = [0] * len(leaves)
+    for at, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
+        step = max(1, _ROWS_BYTES * array.shape[0] // max(1, array.nbytes))
+        for start in range(0, array.shape[0], step):
+            rows = slice(start, min(start + step, array.shape[0]))
+            block = array.rows(rows)
+            nonfinite[at] += count_nonfinite(block)
+            for j, (path, i) in enumerate(leaf.parts):
+                whole = (out[path] if i is None else out[path][i]).reshape(leaf.inner)
+                if not leaf.stacked:
+                    whole[rows] = change(leaf, block)
+                elif leaf.axis == 1:
+                    whole[rows] = change(leaf, block[:, j])
+                elif rows.start <= j < rows.stop:
+                    whole[...] = change(leaf, block[j - start])
+    return {path: jax.device_put(value) for path, value in out.items()}, nonfinite
+
+
+def _on_mesh(
+    leaves: list[Leaf],
+    arrays: list[Later],
+    variables: Mapping[Path, nnx.Variable],
+    dtypes: Mapping[Path, np.dtype],
+    change: Change,
+    model: CausalLM,
+) -> Made:
+    """The same on the model's mesh: each device reads its share of the leaves, and the devices exchange the rest."""
+    order = {path: at for at, path in enumerate(variables)}
+    alike = [dataclasses.replace(leaf, parts=tuple(((order[path],), i) for path, i in leaf.parts)) for leaf in leaves]
+    shapes = tuple(tuple(variable.shape) for variable in variables.values())
+    places = tuple(model.strategy.sharding_of(variable) for variable in variables.values())
+    build = _builder(tuple(alike), shapes, tuple(dtypes[path] for path in variables), places, change)
+    first = next(iter(variables.values()))
+    made, nonfinite = build([array.make(leaf.place(model, first)) for leaf, array in zip(leaves, arrays, strict=True)])
+    return dict(zip(variables, made, strict=True)), [int(count) for count in nonfinite]
+
+
+@functools.lru_cache(maxsize=128)  # the same for every layer
+def _builder(
+    leaves: tuple[Leaf, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[np.dtype, ...],
+    places: tuple[Any, ...],
+    change: Change,
+) -> Callable[[list[Array]], tuple[list[Array], list[Array]]]:
+    """Compiled: parameters of the arrays of leaves, in whose parts numbers stand for the parameters' paths."""
+
+    def build(found: list[Array]) -> tuple[list[Array], list[Array]]:
+        parts: dict[tuple[Path, int | None], Array] = {}
+        for leaf, array in zip(leaves, found, strict=True):
+            layers = jnp.moveaxis(array, leaf.axis, 0) if leaf.stacked else [array]
+            parts |= {part: change(leaf, layer) for part, layer in zip(leaf.parts, layers, strict=True)}
+        made = []
+        for at, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+            alone = ((at,), None) in parts
+            pieces = [parts[(at,), None]] if alone else [parts[(at,), i] for i in range(shape[0])]
+            made.append((pieces[0] if alone else jnp.stack(pieces)).reshape(shape).astype(dtype))
+        return made, [jnp.sum(~jnp.isfinite(array)) for array in found]
+
+    return jax.jit(build, out_shardings=(list(places), None))

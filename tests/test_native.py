@@ -1,0 +1,243 @@
+"""``nnxmoe.save`` and ``nnxmoe.load``: the same bits again, whatever the layers are stacked like, on whatever mesh."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxmoe
+from nnxmoe.convert import hf, maxtext, native
+from nnxmoe.convert.source import CheckpointError
+from tests.helpers import TINY, build_tiny, max_error, random_tokens, tiny_weights, write_checkpoint
+from tests.test_maxtext import CASES, KINDS, config_of, flat, identical, params_of
+
+HF_CASES = Path(__file__).parent / "data" / "hf"
+
+
+def tensors(model: nnxmoe.CausalLM) -> dict[str, np.ndarray]:
+    """Every tensor under its name on the hub: the same whatever a model is computed like."""
+    return {name: array.make(None) for name, (array, _) in hf.arrays(model).items()}
+
+
+def plain(scan: bool = False, mesh: Any = None) -> nnxmoe.Strategy:
+    return nnxmoe.Strategy(scan_layers=scan, mesh=mesh)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits_scanned_or_not(kind: str, stacked: bool, tmp_path: Path) -> None:
+    """Two stacks in DeepSeek's case; written as in the model or otherwise; restored into both."""
+    name, changes = KINDS[kind]
+    model = build_tiny(name, plain(), **changes)
+    nnxmoe.save(model, tmp_path / "a", scan_layers=stacked)
+    for scan in (False, True):
+        again = nnxmoe.load(tmp_path / "a", strategy=plain(scan))
+        assert again.strategy.scan_layers is scan and again.dtype == model.dtype
+        assert again.config == dataclasses.replace(model.config, dtype="float32")  # said in what is written
+        identical(tensors(again), tensors(model))
+        report = again.load_report
+        assert report is not None and len(report.loaded) == len(native.arrays(model, stacked)) and not report.casts
+        assert report.bytes_read == sum(array.nbytes for array in tensors(model).values())
+        nnxmoe.save(again, tmp_path / f"b{scan}")
+        stored = native.read(tmp_path / f"b{scan}")
+        assert stored.keys() == native.arrays(model, scan).keys(), "as in the model"
+
+
+def test_logits_are_the_same_to_the_bit(tmp_path: Path) -> None:
+    model = nnxmoe.from_pretrained(HF_CASES / "deepseek_basic" / "model", strategy=plain(), dtype="bfloat16")
+    nnxmoe.save(model, tmp_path / "a")
+    again = nnxmoe.load(tmp_path / "a", strategy=plain())
+    tokens = random_tokens(2, 9)
+    np.testing.assert_array_equal(again(tokens).logits, model(tokens).logits)
+    assert again.generation_config == model.generation_config and again.generation_config
+
+
+@pytest.mark.parametrize("name", ["llama3_unscanned", "mixtral_scanned"])
+def test_queries_that_carry_the_scale(name: str, tmp_path: Path) -> None:
+    """What came from MaxText goes back to MaxText without a rounding; cast, they are rounded once."""
+    model = maxtext.from_tree(params_of(name), config_of(name))
+    nnxmoe.save(model, tmp_path / "a")
+    assert json.loads((tmp_path / "a" / "nnxmoe.json").read_text())["queries_carry_scale"] is True
+    again = nnxmoe.load(tmp_path / "a")
+    identical(flat(maxtext.to_tree(again)), flat(maxtext.to_tree(model)))
+    narrow = nnxmoe.load(tmp_path / "a", "bfloat16")
+    assert narrow.dtype == jnp.bfloat16 and narrow.load_report is not None
+    assert len(narrow.load_report.casts["float32 -> bfloat16"]) == len(narrow.load_report.loaded)
+    for key, array in tensors(model).items():
+        np.testing.assert_array_equal(tensors(narrow)[key], array.astype(jnp.bfloat16), err_msg=key)
+
+
+def on_meshes(folder: str, kind: str, axis: str, size: int) -> None:
+    """Saved from one mesh, loaded on another and on none; by our own way, MaxText's and the hub's."""
+    where, devices = Path(folder), jax.devices()
+    start = build_tiny(kind, plain(), num_hidden_layers=3, attention_bias=kind == "llama")
+    wanted, tokens = tensors(start), random_tokens(4, 6)
+    logits = start(tokens).logits
+    nnxmoe.save_pretrained(start, where / "hf")
+    first = nnxmoe.make_mesh(fsdp=2, **{axis: size}, devices=devices[: 2 * size])
+    strategy = dataclasses.replace(plain(True, first), rules={**nnxmoe.RULES, "vocab": None})
+    model = nnxmoe.from_pretrained(where / "hf", strategy=strategy)
+    nnxmoe.save(model, where / "native")
+    maxtext.save(model, where / "maxtext")
+    nnxmoe.save_pretrained(model, where / "hf again")
+    identical(tensors(nnxmoe.from_pretrained(where / "hf again", strategy=plain())), wanted)
+    divided = flat(maxtext.to_tree(maxtext.load(where / "maxtext")))
+    identical(divided, flat(maxtext.to_tree(start)))
+    four = nnxmoe.make_mesh(fsdp=4, devices=devices[:4])
+    for scan, mesh in ((False, four), (True, four), (True, None)):
+        model = nnxmoe.load(where / "native", mesh=mesh, strategy=plain(scan))
+        identical(tensors(model), wanted)
+        model = maxtext.load(where / "maxtext", mesh=mesh, strategy=plain(scan))
+        identical(flat(maxtext.to_tree(model)), divided)
+        assert len(model.embed.table.get_value().sharding.device_set) == (1 if mesh is None else 4)
+    assert max_error(model(tokens).logits, logits) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "axis", "size"), [("llama", "tensor", 2), ("mixtral", "expert", 2), ("deepseek_v3", "expert", 3)]
+)
+def test_from_one_mesh_to_another(kind: str, axis: str, size: int, eight: Callable[..., Any], tmp_path: Path) -> None:
+    eight(on_meshes, str(tmp_path), kind, axis, size)
+
+
+# What is refused
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    nnxmoe.save(build_tiny("mixtral", plain()), tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_a_folder_is_never_written_over(saved: Path) -> None:
+    before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=r"is not an empty folder, it holds config\.json.*: save to a new one$"):
+        nnxmoe.save(build_tiny("llama", plain()), saved)
+    assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+
+
+def test_models_without_values_leave_nothing(tmp_path: Path) -> None:
+    model = type(build_tiny("llama"))(nnxmoe.config_from_hf(TINY["llama"]), rngs=None)
+    with pytest.raises(ValueError, match="has a shape but no values"):
+        nnxmoe.save(model, tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_config_of_another_model_lists_all_that_does_not_fit(saved: Path) -> None:
+    fields = json.loads((saved / "config.json").read_text()) | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    (saved / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError) as caught:
+        nnxmoe.load(saved)
+    assert f"{saved}/parameters does not fit config.json" in str(caught.value)
+    for fault in (
+        "layers/1/moe/experts/down [6, 28, 24] is no parameter",
+        "layers/0/attention/q/kernel has shape [24, 4, 8], the config asks for [24, 2, 8]",
+    ):
+        assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"version": 2, "queries_carry_scale": False}, "version 2 is not 1: update nnxmoe"),
+        ({"queries_carry_scale": False}, "version None is not 1"),
+        ({"version": 1}, "queries_carry_scale must be true or false, got None"),
+        ({"version": 1, "queries_carry_scale": 0}, "queries_carry_scale must be true or false, got 0"),
+        (None, "nnxmoe.json"),
+    ],
+)
+def test_what_its_own_file_says(saved: Path, fields: Any, message: str) -> None:
+    if fields is None:
+        (saved / "nnxmoe.json").unlink()
+    else:
+        (saved / "nnxmoe.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=message):
+        nnxmoe.load(saved)
+
+
+def test_damaged_folders(saved: Path) -> None:
+    shutil.rmtree(saved / "parameters")
+    with pytest.raises(CheckpointError, match="parameters holds no Orbax checkpoint"):
+        nnxmoe.load(saved)
+
+
+def test_the_wrong_door_says_which_is_right(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"use nnxmoe\.load"):
+        nnxmoe.from_pretrained(saved)
+    with pytest.raises(CheckpointError, match=r"use nnxmoe\.convert\.maxtext\.load"):
+        nnxmoe.from_pretrained(write_config(CASES / "mixtral_scanned", saved.parent / "maxtext"))
+    with pytest.raises(CheckpointError, match=r"give a folder that nnxmoe\.save wrote"):
+        nnxmoe.load(HF_CASES / "mixtral_basic" / "model")
+    with pytest.raises(ValueError, match="int8 is not supported for weights"):
+        nnxmoe.load(saved, "int8")
+
+
+def write_config(case: Path, folder: Path) -> Path:
+    shutil.copytree(case / "orbax_to_maxtext", folder)
+    shutil.copy(case / "hf_config.json", folder / "config.json")
+    return folder
+
+
+def test_values_that_are_not_finite_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = build_tiny("mixtral", plain())
+    scale = model.norm.scale
+    scale.set_value(scale.get_value().at[3].set(jnp.nan))
+    nnxmoe.save(model, tmp_path / "a")
+    maxtext.save(model, tmp_path / "b")
+    for again, name in (
+        (nnxmoe.load(tmp_path / "a"), "norm/scale"),
+        (maxtext.load(tmp_path / "b"), "decoder/decoder_norm/scale"),
+    ):
+        assert again.load_report is not None and again.load_report.nonfinite == {name: 1}
+        assert f"1 values of 1 tensors are NaN or infinite: {name}" in caplog.text
+
+
+# The small files
+
+
+def test_small_files_are_taken_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """From the hub's folder to ours, to MaxText's and back: the tokenizer is the same; what cannot be read is told."""
+    source = shutil.copytree(HF_CASES / "mixtral_basic" / "model", tmp_path / "source")
+    (source / "merges.txt").symlink_to(tmp_path / "nowhere")
+    (source / "notes.txt").write_text("no file of a tokenizer")
+    model = nnxmoe.from_pretrained(source)
+    nnxmoe.save(model, tmp_path / "a")
+    maxtext.save(nnxmoe.load(tmp_path / "a"), tmp_path / "b")
+    nnxmoe.save_pretrained(maxtext.load(tmp_path / "b"), tmp_path / "c")
+    assert "merges.txt" in caplog.text and "it was not taken along" in caplog.text
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        for folder in "abc":
+            assert (tmp_path / folder / name).read_bytes() == (source / name).read_bytes(), (folder, name)
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    }
+    assert nnxmoe.Tokenizer.from_pretrained(tmp_path / "c").encode("The quick") == nnxmoe.Tokenizer.from_pretrained(
+        source
+    ).encode("The quick")
+    assert nnxmoe.from_pretrained(tmp_path / "c").generation_config == model.generation_config
+
+
+def test_a_target_keeps_its_own_tokenizer(tmp_path: Path) -> None:
+    model = nnxmoe.from_pretrained(HF_CASES / "mixtral_basic" / "model")
+    nnxmoe.save_pretrained(model, tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.json").write_text("mine")
+    nnxmoe.save_pretrained(model, tmp_path / "a", overwrite=True)
+    assert (tmp_path / "a" / "tokenizer.json").read_text() == "mine"
+
+
+def test_a_source_that_is_gone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fields = TINY["llama"]
+    model = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "source", fields, tiny_weights(fields)))
+    shutil.rmtree(tmp_path / "source")
+    nnxmoe.save(model, tmp_path / "a")
+    assert "is gone: the tokenizer's files cannot be taken along" in caplog.text
+    identical(tensors(nnxmoe.load(tmp_path / "a")), tensors(model))
