@@ -21,6 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import nnxmoe
 from nnxmoe import ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, processes
 from nnxmoe.axes import sharding_of
+from nnxmoe.convert import maxtext, orbax_folder, write
+from nnxmoe.convert.source import CheckpointError
 from nnxmoe.generation.decode import generate_tokens
 from nnxmoe.processes import deadline, initialize
 
@@ -45,12 +47,18 @@ INITIALIZE: dict[str, dict[str, Any]] = {
 Numbers = dict[str, np.ndarray]
 
 
-def numbers(plan: str) -> Numbers:
-    """Logits, routing, loss and gradients, the loss after a step, new ids and the bytes read, with four devices."""
+def load(plan: str) -> nnxmoe.CausalLM:
     case, dispatch, sizes = PLANS[plan]
     mesh = nnxmoe.make_mesh(**sizes, devices=jax.devices()[:DEVICES])
     strategy = nnxmoe.Strategy(dispatch=dispatch, scan_layers=True)
-    model = nnxmoe.from_pretrained(HF_CASES / case / "model", mesh=mesh, strategy=strategy)
+    return nnxmoe.from_pretrained(HF_CASES / case / "model", mesh=mesh, strategy=strategy)
+
+
+def numbers(plan: str) -> Numbers:
+    """Logits, routing, loss and gradients, the loss after a step, new ids and the bytes read, with four devices."""
+    case, _, sizes = PLANS[plan]
+    model = load(plan)
+    mesh = model.strategy.mesh
     tokens = np.random.default_rng(0).integers(0, 256, (DEVICES, 6)).astype(np.int32)
     out = model(tokens, return_routing=True)
     assert out.routing is not None
@@ -93,14 +101,40 @@ def train_step(model: nnxmoe.CausalLM, tokens: np.ndarray, mesh: Any) -> dict[st
     return {"loss before": before, "loss after": after, **named}
 
 
-def refusal() -> str:
-    """What `save_pretrained` says of a model whose arrays lie in several processes."""
-    model = nnxmoe.from_pretrained(HF_CASES / "llama_basic" / "model", mesh=nnxmoe.make_mesh(fsdp=-1))
-    try:
-        nnxmoe.save_pretrained(model, Path("never") / "written")
-    except ValueError as error:
-        return str(error)
-    return "saved"
+def saved(plan: str, out: Path) -> None:
+    """A model that no process holds alone, saved in every layout, and whether what is there already is refused."""
+    model = load(plan)
+    nnxmoe.save_pretrained(model, out / f"{plan} hf")
+    maxtext.save(model, out / f"{plan} maxtext")
+    nnxmoe.save(model, out / f"{plan} native")
+    for save in (nnxmoe.save_pretrained, maxtext.save, nnxmoe.save):
+        try:
+            save(model, out / f"{plan} hf")
+        except CheckpointError as error:
+            assert "is not an empty folder" in str(error)
+        else:
+            raise AssertionError("it was written over")
+
+
+def cannot_save(out: Path) -> None:
+    """Process 1's disk is full: an error in both, and nothing remains."""
+    model, message = load("mixtral fsdp sorted"), "could not write its part"
+    if jax.process_index() == 1:
+        message = "No space left on device"
+        write._write_file = full_disk
+        orbax_folder._SpreadWriter.__mro__[2].serialize = full_disk  # pyright: ignore
+    for name, save in (("hf", nnxmoe.save_pretrained), ("maxtext", maxtext.save), ("native", nnxmoe.save)):
+        try:
+            save(model, out / f"never {name}")
+        except (CheckpointError, OSError) as error:
+            assert message in str(error), error
+            (out / f"{name} failed {jax.process_index()}").write_text(str(error))
+        else:
+            raise AssertionError("it was saved")
+
+
+def full_disk(*_: Any, **__: Any) -> Any:
+    raise CheckpointError("cannot write: No space left on device")
 
 
 # What goes wrong
@@ -148,8 +182,10 @@ def main(out: Path, task: str, *plans: str) -> None:
         case "numbers":
             for plan in plans:
                 np.savez(out / f"{plan} {jax.process_index()}", **numbers(plan))
-            if jax.process_count() > 1:
-                (out / f"refusal {jax.process_index()}").write_text(refusal())
+                if jax.process_count() > 1:
+                    saved(plan, out)
+        case "cannot save":
+            cannot_save(out)
         case "step with a limit":
             steps(out, 4)
         case "step":

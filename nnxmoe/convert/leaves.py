@@ -62,13 +62,15 @@ class Leaf:
 class Later:
     """An array that is made, or read, when its turn comes; perhaps as a `jax.Array` that lies as a sharding says.
 
-    ``part``: some of its rows alone, where that saves memory.
+    ``part``: some of its rows alone, where that saves memory. ``spread``: over the devices of several processes, which
+    must ask for it together.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     make: Callable[[NamedSharding | None], AnyArray]
     part: Callable[[slice], np.ndarray] | None = None
+    spread: bool = False
 
     @property
     def size(self) -> int:
@@ -132,7 +134,8 @@ def made_of(model: CausalLM, leaves: Mapping[str, Leaf], change: Change, dtype: 
     for name, leaf in leaves.items():
         kind = np.dtype(dtype or values[leaf.parts[0][0]].dtype)
         part = functools.partial(joined, leaf, values, change)
-        found[name] = Later(leaf.shape, kind, lambda _, part=part: part(slice(None)), part)
+        spread = any(apart(values[path]) for path, _ in leaf.parts)
+        found[name] = Later(leaf.shape, kind, lambda _, part=part: part(slice(None)), part, spread)
     return found
 
 

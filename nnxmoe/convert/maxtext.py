@@ -151,6 +151,10 @@ def load(
     MaxText does not write. Raises CheckpointError as `from_tree`.
     """
     where = pathlib.Path(folder).absolute()
+    if config is None and not os.path.lexists(where / "config.json"):
+        raise CheckpointError(
+            f"{where} has no config.json, MaxText writes none: pass the model's config (nnxmoe convert: --config)"
+        )
     config = read_config(where) if config is None else config
     model = _model(read(where), str(where), str(where), config, strategy, mesh, dtype)
     model.generation_config = read_generation_config(where, config)

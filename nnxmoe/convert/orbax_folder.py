@@ -1,8 +1,9 @@
 """Orbax checkpoints as the layouts here need them: arrays are made, written and read one at a time."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,24 @@ class _Spread:
 
 
 class _Writer:
-    """Makes an array when its turn comes, and lets go of it once it is on the disk."""
+    """Makes an array when its turn comes, and lets go of it once it is on the disk.
+
+    An error is kept for the end: the other processes would wait for this one.
+    """
 
     bar: Any
+    failure: Exception | None = None
 
     async def serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> list[Any]:
         args = args or [ocp.SaveArgs()] * len(values)
         for value, info, arg in zip(values, infos, args, strict=True):
-            value = value.later.make(None) if isinstance(value, _Spread) else value
-            for written in await super().serialize([value], [info], [arg]):  # pyright: ignore
-                written.result()
+            value = value.later.make(None) if isinstance(value, _Spread) else value  # all processes together
+            if self.failure is None:
+                try:
+                    for written in await super().serialize([value], [info], [arg]):  # pyright: ignore
+                        written.result()
+                except Exception as error:
+                    self.failure = error
             self.bar.update(value.nbytes)
             del value
             give_back()
@@ -60,7 +69,7 @@ class _HostWriter(_Writer, type_handlers.NumpyHandler):
 
 class _SpreadWriter(_Writer, type_handlers.ArrayHandler):
     def __init__(self, bar: Any):
-        super().__init__()
+        super().__init__(enable_write_sharding_file=False)
         self.bar = bar
 
 
@@ -71,25 +80,33 @@ def handler(*kinds: tuple[type, Any]) -> Any:
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
 
 
-def _writer(bar: Any) -> Any:
-    return handler((Later, _HostWriter(bar)), (_Spread, _SpreadWriter(bar)))
+@contextlib.contextmanager
+def _writer(folder: Path, bar: Any) -> Iterator[Any]:
+    """A handler that writes; at the end CheckpointError where it could not."""
+    writers = _HostWriter(bar), _SpreadWriter(bar)
+    failure: Exception | None = None
+    try:
+        yield handler((Later, writers[0]), (_Spread, writers[1]))
+    except (OSError, ValueError, RuntimeError) as error:  # perhaps for want of what could not be written
+        failure = error
+    if failure := writers[0].failure or writers[1].failure or failure:
+        raise CheckpointError(f"cannot write {folder}: {failure}; make room, or choose another folder") from failure
 
 
 def write(folder: Path, tree: Mapping[str, Any], bar: Any) -> None:
     """A tree of `Later` arrays into a folder."""
-    with ocp.Checkpointer(_writer(bar)) as checkpointer:
+    with _writer(folder, bar) as writer, ocp.Checkpointer(writer) as checkpointer:
         checkpointer.save(folder, args=_save_args(tree), force=True)
 
 
 def write_step(folder: Path, tree: Mapping[str, Any], bar: Any) -> None:
     """The same as step 0 of a folder of steps, in its item ``items``."""
-    with ocp.CheckpointManager(folder, item_handlers={"items": _writer(bar)}) as manager:
+    with _writer(folder, bar) as writer, ocp.CheckpointManager(folder, item_handlers={"items": writer}) as manager:
         manager.save(0, args=ocp.args.Composite(items=_save_args(tree)))
 
 
 def _save_args(tree: Mapping[str, Any]) -> Any:
-    if jax.process_count() > 1:
-        tree = jax.tree.map(lambda x: _Spread(x) if isinstance(x, Later) else x, tree)
+    tree = jax.tree.map(lambda x: _Spread(x) if isinstance(x, Later) and x.spread else x, tree)
     chunks = jax.tree.map(_chunks, tree)
     return ocp.args.PyTreeSave(tree, save_args=chunks)
 

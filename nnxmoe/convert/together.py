@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from nnxmoe.convert.new_folder import new_folder
 from nnxmoe.convert.source import CheckpointError
+from nnxmoe.processes import deadline
 
 AnyArray = Any  # of NumPy or JAX
 _MESSAGE = 4000  # bytes of what one process tells the others
@@ -29,7 +30,8 @@ def shared_folder(folder: str | os.PathLike[str], overwrite: bool | None = None)
             yield stage
         return
     with contextlib.ExitStack() as stack:
-        stage = Path(_from_first(lambda: str(stack.enter_context(new_folder(folder, overwrite)))))
+        with deadline("waiting for the first process to make a folder"):
+            stage = Path(_from_first(lambda: str(stack.enter_context(new_folder(folder, overwrite)))))
         failure: Exception | None = None
         try:
             if not stage.is_dir():
@@ -39,8 +41,9 @@ def shared_folder(folder: str | os.PathLike[str], overwrite: bool | None = None)
             yield stage
         except Exception as error:
             failure = error
-        _all_went_well(failure)
-        _from_first(lambda: str(stack.close()))
+        with deadline("waiting for the other processes to save"):
+            _all_went_well(failure)
+            _from_first(lambda: str(stack.close()))
 
 
 def _from_first(make: Callable[[], str]) -> str:

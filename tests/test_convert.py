@@ -1,0 +1,229 @@
+"""``nnxmoe convert``: any kind of checkpoint into any other, without loss, refused in a line where it cannot be."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnxmoe
+from nnxmoe import cli
+from nnxmoe.convert import conversion, maxtext, native
+from nnxmoe.convert.conversion import convert, kind_of
+from nnxmoe.convert.leaves import Later
+from nnxmoe.convert.source import CheckpointError
+from tests.helpers import TINY, tiny_weights, write_checkpoint
+from tests.test_maxtext import CASES, config_of, identical, params_of
+from tests.test_native import HF_CASES, plain, tensors
+
+ROOT = Path(__file__).resolve().parent.parent
+MIXTRAL = str(HF_CASES / "mixtral_basic" / "model")  # head width 16: dividing queries by 4 is exact
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def start() -> nnxmoe.CausalLM:
+    return nnxmoe.from_pretrained(MIXTRAL)
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model as each kind of checkpoint."""
+    where = tmp_path_factory.mktemp("kinds")
+    model = nnxmoe.from_pretrained(MIXTRAL, strategy=plain())
+    nnxmoe.save_pretrained(model, where / "hf")
+    maxtext.save(model, where / "maxtext")
+    maxtext.save(model, where / "parameters only", parameters_only=True)
+    nnxmoe.save(model, where / "orbax")
+    return {path.name: path for path in where.iterdir()}
+
+
+@pytest.mark.parametrize("to", ["hf", "maxtext", "orbax"])
+@pytest.mark.parametrize("start", ["hf", "maxtext", "parameters only", "orbax"])
+def test_every_kind_into_every_other(
+    start: str, to: str, kinds: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What comes out holds the same bits as the first checkpoint, and the tokenizer."""
+    scan = ["--scan"] if to != "hf" and start == "hf" else []
+    assert cli.main(["convert", str(kinds[start]), str(tmp_path / "out"), "--to", to, "--verify", *scan]) == 0
+    printed = capsys.readouterr()
+    arrays, speeds, verified = printed.out.splitlines()
+    assert arrays.startswith(f"{tmp_path / 'out'}: ") and arrays.endswith("857.34 kB"), arrays
+    assert "/s, written " in speeds and verified.startswith("verified: every array is what was written")
+    assert kind_of(str(tmp_path / "out")) == to
+    load: Any = {"hf": nnxmoe.from_pretrained, "maxtext": maxtext.load, "orbax": nnxmoe.load}[to]
+    again = load(tmp_path / "out")
+    identical(tensors(again), tensors(nnxmoe.from_pretrained(MIXTRAL)))
+    if to != "hf":
+        stored = (maxtext if to == "maxtext" else native).read(tmp_path / "out")
+        assert any("/layers/" in name or name.startswith("stacks/") for name in stored) is bool(scan)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (Path(MIXTRAL) / "tokenizer.json").read_bytes()
+    assert again.generation_config == nnxmoe.from_pretrained(MIXTRAL).generation_config
+
+
+def test_the_same_file_comes_back(tmp_path: Path) -> None:
+    """bfloat16 by way of a float32 tree: not one byte is another, though queries are divided by sqrt(8)."""
+    fields = TINY["mixtral"]
+    source = write_checkpoint(tmp_path / "source", fields, tiny_weights(fields))
+    convert(str(source), str(tmp_path / "narrow"), "hf", dtype="bfloat16")
+    convert(str(tmp_path / "narrow"), str(tmp_path / "tree"), "maxtext", scan=True, dtype="float32")
+    convert(str(tmp_path / "tree"), str(tmp_path / "ours"), "orbax", dtype="bfloat16", verify=True)
+    done = convert(str(tmp_path / "ours"), str(tmp_path / "back"), "hf", verify=True)
+    assert done.difference == 0 and done.arrays == len(tiny_weights(fields)) and done.bytes > 0
+    assert files(tmp_path / "back") == files(tmp_path / "narrow")
+
+
+def test_what_maxtext_itself_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no config: that is asked for, and then taken along."""
+    source, target = CASES / "mixtral_scanned" / "orbax_to_maxtext", tmp_path / "out"
+    line = ["convert", str(source), str(target), "--to", "hf", "--verify"]
+    assert cli.main(line) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "config.json" in error and "--config" in error, error
+    (tmp_path / "sizes").mkdir()
+    shutil.copy(CASES / "mixtral_scanned" / "hf_config.json", tmp_path / "sizes" / "config.json")
+    shutil.copy(Path(MIXTRAL) / "tokenizer.json", tmp_path / "sizes")
+    assert cli.main([*line, "--config", str(tmp_path / "sizes")]) == 0
+    assert (target / "tokenizer.json").exists()
+    wanted = maxtext.from_tree(params_of("mixtral_scanned"), config_of("mixtral_scanned"))
+    identical(tensors(nnxmoe.from_pretrained(target)), tensors(wanted))
+
+
+def test_a_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
+    eight(convert_on_a_mesh, str(tmp_path))
+    identical(tensors(nnxmoe.from_pretrained(tmp_path / "hf")), tensors(nnxmoe.from_pretrained(MIXTRAL)))
+
+
+def convert_on_a_mesh(folder: str) -> None:
+    for source, to, axes in (
+        (MIXTRAL, "maxtext", {"fsdp": 2, "expert": 4}),
+        (f"{folder}/maxtext", "orbax", {"fsdp": 8}),
+        (f"{folder}/orbax", "hf", {"data": 2, "expert": 4}),
+    ):
+        mesh = nnxmoe.make_mesh(**axes)
+        assert convert(source, f"{folder}/{to}", to, scan=to != "hf", mesh=mesh, verify=True).difference == 0
+
+
+def test_a_mesh_on_the_command_line(tmp_path: Path) -> None:
+    def run(mesh: str) -> subprocess.CompletedProcess[str]:
+        line = ["convert", MIXTRAL, str(tmp_path / "out"), "--to", "orbax", "--mesh", mesh]
+        env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+        command = [sys.executable, "-m", "nnxmoe.cli", *line]
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+
+    refused = run("expert=3")
+    assert refused.returncode == 1 and "nnxmoe: error: " in refused.stderr and "Traceback" not in refused.stderr
+    assert "need 3 devices; there are 4" in refused.stderr.splitlines()[-1] and not list(tmp_path.iterdir()), refused.stderr
+    done = run("fsdp=2,expert=2")
+    assert done.returncode == 0 and "857.34 kB" in done.stdout, done.stderr
+    identical(tensors(nnxmoe.load(tmp_path / "out")), tensors(start()))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["SOURCE", "new", "--to", "hf", "--scan"], "--scan: Hugging Face's layout keeps every layer's tensors apart"),
+        (["SOURCE", "full", "--to", "maxtext"], "full is not an empty folder, it holds mine.txt: save to a new one"),
+        (["SOURCE", "full/mine.txt", "--to", "maxtext"], "mine.txt is not a folder"),
+        (["SOURCE", "SOURCE", "--to", "maxtext"], "is not an empty folder"),
+        (["nowhere", "new", "--to", "orbax"], "nowhere"),
+        (["full", "new", "--to", "orbax"], "full holds no checkpoint: neither safetensors"),
+        (["mixtral-8x7b", "new", "--to", "hf"], "mixtral-8x7b is a preset"),
+        (["SOURCE", "new", "--to", "maxtext", "--config", "nowhere"], "--config nowhere: no folder with config.json"),
+    ],
+)
+def test_refusals_are_one_line(
+    line: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    assert cli.main(["convert", *(part.replace("SOURCE", MIXTRAL) for part in line)]) == 1
+    printed = capsys.readouterr()
+    errors = [text for text in printed.err.splitlines() if text.startswith("nnxmoe: error: ")]
+    assert len(errors) == 1 and message in errors[0] and printed.out == "" and "Traceback" not in printed.err
+    assert files(tmp_path) == {"full/mine.txt": b"mine"} and [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+@pytest.mark.parametrize("line", [["demo", "x"], ["demo", "x", "--to", "gguf"], ["demo", "--to", "hf"]])
+def test_wrong_command_lines(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["convert", *line])
+    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["hf", "maxtext", "orbax"])
+def test_verify_finds_one_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one array is another on the way back from the disk."""
+    real = conversion.KINDS[kind].stored
+
+    def stored(self: Any, folder: str) -> Any:
+        @contextlib.contextmanager
+        def spoiled() -> Any:
+            with real(folder) as found:
+                if folder == str(tmp_path / "out"):
+                    name = sorted(found)[len(found) // 2]
+                    array = np.array(found[name].make(None))
+                    array.view(np.uint32).reshape(-1)[-1] ^= 1
+                    found = {**found, name: Later.of(array)}
+                yield found
+
+        return spoiled()
+
+    monkeypatch.setattr(type(conversion.KINDS[kind]), "stored", stored)
+    with pytest.raises(CheckpointError, match="is not what was written: check the disk, and convert again"):
+        convert(MIXTRAL, str(tmp_path / "out"), kind, verify=True)
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / "out")
+    convert(MIXTRAL, str(tmp_path / "out"), kind, verify=True)
+
+
+def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose arrays are right and whose numbers are not: its config was written wrong."""
+    real = conversion.KINDS["hf"].save
+
+    def save(self: Any, model: Any, folder: str, scan: bool) -> None:
+        real(model, folder, scan)
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 77.0, "rope_parameters": None}))
+
+    monkeypatch.setattr(conversion.HuggingFace, "save", save)
+    with pytest.raises(CheckpointError, match="logits differ by"):
+        convert(MIXTRAL, str(tmp_path / "out"), "hf", verify=True)
+
+
+@pytest.mark.parametrize("to", ["hf", "maxtext", "orbax"])
+def test_a_killed_conversion_leaves_nothing_under_the_name(to: str, tmp_path: Path) -> None:
+    """Once something was written; whoever does it again gets it."""
+    command = [sys.executable, "-m", "nnxmoe.cli", "convert", MIXTRAL, str(tmp_path / "out"), "--to", to]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as run:
+        while run.poll() is None and not list(tmp_path.iterdir()):
+            time.sleep(0.001)
+        run.send_signal(signal.SIGKILL)
+    left = [path.name for path in tmp_path.iterdir()]
+    assert all(name == "out" or name.endswith(".tmp") for name in left)
+    if "out" not in left:
+        convert(MIXTRAL, str(tmp_path / "out"), to)
+    identical(tensors(conversion.KINDS[to].load(str(tmp_path / "out"), None, None, plain())), tensors(start()))
+
+
+def test_it_says_how_much_memory_it_will_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    convert(MIXTRAL, str(tmp_path / "a"), "orbax")
+    assert "expected peak memory 0.00 GB beside the program's own" in caplog.text
+    conversion._announce({"x": Later((10**6, 10**6), np.dtype(np.float32), lambda _: None)}, None)
+    assert "expected peak memory 12000.00 GB" in caplog.text and "that is more than the " in caplog.text
