@@ -124,7 +124,9 @@ def test_a_mesh_on_the_command_line(tmp_path: Path) -> None:
 
     refused = run("expert=3")
     assert refused.returncode == 1 and "nnxmoe: error: " in refused.stderr and "Traceback" not in refused.stderr
-    assert "need 3 devices; there are 4" in refused.stderr.splitlines()[-1] and not list(tmp_path.iterdir()), refused.stderr
+    assert "need 3 devices; there are 4" in refused.stderr.splitlines()[-1] and not list(tmp_path.iterdir()), (
+        refused.stderr
+    )
     done = run("fsdp=2,expert=2")
     assert done.returncode == 0 and "857.34 kB" in done.stdout, done.stderr
     identical(tensors(nnxmoe.load(tmp_path / "out")), tensors(start()))

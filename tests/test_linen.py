@@ -18,7 +18,7 @@ from flax.errors import InvalidRngError, ModifyScopeVariableError
 from safetensors.numpy import load_file
 
 import nnxmoe
-from nnxmoe import linen
+from nnxmoe import linen, testing
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -27,7 +27,7 @@ from nnxmoe.moe import balance
 from nnxmoe.moe.router import Router, SoftmaxTopK
 from tests import linen_modules as hand
 from tests.benchmarks import bridge
-from tests.helpers import TINY, max_error, random_tokens
+from tests.helpers import TINY, max_error, random_tokens, randomise
 from tests.test_maxtext import CASES, LLAMA_3, NAMES, config_of, flat, nested, params_of
 
 F32 = hand.F32
@@ -160,6 +160,16 @@ def same_program(ours: Callable[..., Any], theirs: Callable[..., Any], *args: An
     sizes = [done.memory_analysis().temp_size_in_bytes for done in (mine, other)]
     assert sizes[0] <= sizes[1] * (1 + slack), sizes
     assert bridge.instructions(mine) <= bridge.instructions(other)
+
+
+@pytest.mark.parametrize(("kind", "scan"), [*zip(KINDS, (False, True, False, True), strict=True)])
+def test_a_models_parity_with_linen_by_hand(kind: str, scan: bool) -> None:
+    """Trees, logits and gradients, layer by layer, with norms and biases that matter."""
+    config = tiny(kind)
+    model = randomise(nnxmoe.models.model_class(config)(config, hand.STRATEGY, rngs=nnx.Rngs(0)))
+    by_hand = hand.Transformer(config, scan)
+    report = testing.assert_module_parity(model, by_hand, None, (TOKENS,), nnx_call=lambda m, tokens: m(tokens).logits)
+    assert report.parameters == len(nnx.to_flat_state(nnx.state(model))) and report.submodules > 10
 
 
 @pytest.mark.parametrize(("kind", "scan"), [*zip(KINDS, (True, False, True, False), strict=True)])

@@ -198,9 +198,15 @@ def test_from_hugging_face_to_maxtext_and_back(kind: str, scan: bool, tmp_path: 
                 np.testing.assert_array_equal(ours[tensor].astype(array.dtype), array, err_msg=tensor)
 
 
-def test_a_tree_has_the_models_dtypes() -> None:
+def test_a_tree_has_the_models_dtypes(caplog: pytest.LogCaptureFixture) -> None:
+    """Where queries are rounded more than they need be, it is said."""
+    exact = build_tiny("mixtral", nnxmoe.Strategy(), head_dim=4)
+    maxtext.to_tree(exact, dtype="bfloat16")
     model = build_tiny("mixtral", nnxmoe.Strategy())
+    maxtext.to_tree(model)
+    assert not caplog.text
     assert {str(a.dtype) for a in flat(maxtext.to_tree(model, dtype="bfloat16")).values()} == {"bfloat16"}
+    assert "queries divided by sqrt(8) are rounded to bfloat16" in caplog.text
     narrow = maxtext.from_tree(maxtext.to_tree(model, dtype="bfloat16"), model.config)
     assert narrow.dtype == jnp.bfloat16
     identical(flat(maxtext.to_tree(narrow)), flat(maxtext.to_tree(model, dtype="bfloat16")))

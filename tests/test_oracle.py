@@ -6,6 +6,7 @@ transformers reads the very folder that nnxmoe reads, so it judges the meaning o
 import dataclasses
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from flax import nnx
 
 import nnxmoe
+from nnxmoe.convert.conversion import convert
 from nnxmoe.generation import sampling
 
 torch = pytest.importorskip("torch")
@@ -715,6 +717,46 @@ def test_stored_dtype_is_kept(family: str, tmp_path: Path) -> None:
         expected = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
         assert ours[name].dtype == expected, name
         assert torch.equal(ours[name].float(), tensor.float()), name
+
+
+ROUND_TRIPS = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "llama tied": {"tie_word_embeddings": True},
+    "mistral": {},
+    "mixtral": {},
+    "deepseek_v3": {"attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ROUND_TRIPS)
+@pytest.mark.filterwarnings("ignore")
+def test_by_way_of_maxtext_and_our_own_format(kind: str, stored: str, tmp_path: Path) -> None:
+    """transformers loads what comes back, and gives the first checkpoint's logits; the tokenizer's files are there."""
+    case = dataclasses.replace(plain_case(kind.split()[0], **ROUND_TRIPS[kind]), stored=stored)
+    write_checkpoint(case, tmp_path / "hf")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / "mixtral_basic" / "model" / name, tmp_path / "hf")
+    steps = [
+        ("hf", "maxtext", "maxtext", "float32"),
+        ("maxtext", "orbax", "orbax", None),
+        ("orbax", "back", "hf", stored),
+    ]
+    for i, (source, target, to, dtype) in enumerate(steps):
+        convert(str(tmp_path / source), str(tmp_path / target), to, scan=i == 0, dtype=dtype, verify=True)
+    theirs, back = (safetensors_torch.load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert back.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        expected = torch.float32 if name.endswith("e_score_correction_bias") else getattr(torch, stored)
+        assert back[name].dtype == expected, name
+        bound = 2**-22 if stored == "float32" and "q_proj" in name else 0.0  # divided by a root, and multiplied by it
+        torch.testing.assert_close(back[name], tensor.to(expected), rtol=bound, atol=0.0)
+    batch = batches(case)["left"]
+    before, after = (run_reference(load_reference(tmp_path / name), batch) for name in ("hf", "back"))
+    assert np.abs(before.logits - after.logits)[before.settled].max() < TOLERANCE / 4
+    compare_folder(tmp_path / "back", case)
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("hf", "back")]
+    assert tokenizers[0]("The quick")["input_ids"] == tokenizers[1]("The quick")["input_ids"]
 
 
 @pytest.mark.parametrize("strategy", ["auto", "scan"])

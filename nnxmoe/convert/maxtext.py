@@ -4,6 +4,7 @@ Nearly all arrays have our own shape. Scanned layers are stacked on axis 1, vect
 queries divided by sqrt(head width); where rope is Llama 3.1's, the two halves of a head's features are interleaved.
 """
 
+import math
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ from nnxmoe.convert.together import shared_folder
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, query_divisor
 from nnxmoe.moe.router import RouterBias
-from nnxmoe.progress import bytes_bar
+from nnxmoe.progress import bytes_bar, logger
 from nnxmoe.strategy import Strategy
 
 Tree = Mapping[str, Any]
@@ -58,8 +59,15 @@ def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
 
 def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, Later]:
     """MaxText's name -> array, made of a model's parameters when it is asked for."""
-    dtype = float_dtype(dtype)
-    return made_of(model, layout(model, scan_layers), Change(model, dtype).to_maxtext, dtype)
+    dtype, change = float_dtype(dtype), Change(model, float_dtype(dtype))
+    found = made_of(model, layout(model, scan_layers), change.to_maxtext, dtype)
+    if (narrow := {a.dtype for a in found.values()} - {np.dtype(np.float32)}) and math.frexp(change.divide)[0] != 0.5:
+        logger.warning(
+            "queries divided by sqrt(%d) are rounded to %s, as MaxText does: in float32 they lose nothing",
+            model.config.head_width,
+            ", ".join(sorted(map(str, narrow))),
+        )
+    return found
 
 
 def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dict[str, Any]:
