@@ -17,6 +17,11 @@ MAX_JSON_VALUES = 1_000_000  # a value of one byte in a file takes some 60 bytes
 _LFS_MAGIC = b"version https://git-lfs"
 
 
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """A path from the root, ``~`` as a shell understands it."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
 def regular_file(path: Path, remedy: str, error: type[ValueError]) -> os.stat_result:
     """The status of a file; a missing file, a dangling link, a loop of links, a folder or a device is refused."""
     try:

@@ -29,6 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MIXTRAL = str(HF_CASES / "mixtral_basic" / "model")  # head width 16: dividing queries by 4 is exact
 
 
+MAXTEXT = str(CASES / "mixtral_scanned" / "orbax_to_maxtext")
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -100,6 +103,37 @@ def test_what_maxtext_itself_wrote(tmp_path: Path, capsys: pytest.CaptureFixture
     identical(tensors(nnxmoe.from_pretrained(target)), tensors(wanted))
 
 
+def test_small_files_that_the_source_lacks_come_with_the_config(kinds: dict[str, Path], tmp_path: Path) -> None:
+    """Its own are kept."""
+    shutil.copytree(kinds["maxtext"], tmp_path / "source")
+    (tmp_path / "source" / "generation_config.json").unlink()
+    (tmp_path / "config").mkdir()
+    shutil.copy(kinds["maxtext"] / "config.json", tmp_path / "config")
+    (tmp_path / "config" / "generation_config.json").write_text('{"eos_token_id": 9}')
+    source, beside = str(tmp_path / "source"), str(tmp_path / "config")
+    convert(source, str(tmp_path / "a"), "hf", config=beside)
+    assert (tmp_path / "a" / "tokenizer.json").exists()
+    assert json.loads((tmp_path / "a" / "generation_config.json").read_text()) == {"eos_token_id": 9}
+    convert(f"{source}/0/items", str(tmp_path / "b"), "hf", config=source)
+    assert (tmp_path / "b" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("value", [np.inf, 3e38, np.nan])
+def test_verify_takes_values_that_are_not_finite(value: float, tmp_path: Path) -> None:
+    fields, weights = TINY["mixtral"], tiny_weights(TINY["mixtral"])
+    weights["lm_head.weight"][0, 0] = weights["model.norm.weight"][3] = value
+    source = str(write_checkpoint(tmp_path / "source", fields, weights))
+    for to in ("hf", "maxtext", "orbax"):
+        assert convert(source, str(tmp_path / to), to, verify=True).difference is not None
+
+
+def test_stray_files_beside_an_orbax_checkpoint(kinds: dict[str, Path], tmp_path: Path) -> None:
+    for kind in ("maxtext", "orbax"):
+        folder = shutil.copytree(kinds[kind], tmp_path / kind)
+        (folder / "adapter_model.safetensors").write_bytes(b"")
+        assert kind_of(str(folder)) == kind
+
+
 def test_a_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
     eight(convert_on_a_mesh, str(tmp_path))
     identical(tensors(nnxmoe.from_pretrained(tmp_path / "hf")), tensors(nnxmoe.from_pretrained(MIXTRAL)))
@@ -145,7 +179,14 @@ def test_a_mesh_on_the_command_line(tmp_path: Path) -> None:
         (["nowhere", "new", "--to", "orbax"], "nowhere"),
         (["full", "new", "--to", "orbax"], "full holds no checkpoint: neither safetensors"),
         (["mixtral-8x7b", "new", "--to", "hf"], "mixtral-8x7b is a preset"),
-        (["SOURCE", "new", "--to", "maxtext", "--config", "nowhere"], "--config nowhere: no folder with config.json"),
+        (["MAXTEXT", "new", "--to", "maxtext", "--config", "nowhere"], "--config nowhere: no folder with config.json"),
+        (["MAXTEXT", "new", "--to", "maxtext", "--config", ""], "--config : no folder with config.json"),
+        (["MAXTEXT", "new", "--to", "maxtext", "--config", "llama-3.1-8b"], "does not fit the config (llama)"),
+        (
+            ["SOURCE", "new", "--to", "maxtext", "--config", "mixtral-8x7b"],
+            "has a config.json of its own: leave it out",
+        ),
+        (["SOURCE", "", "--to", "maxtext"], "is no name of a folder"),
     ],
 )
 def test_refusals_are_one_line(
@@ -154,7 +195,7 @@ def test_refusals_are_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    assert cli.main(["convert", *(part.replace("SOURCE", MIXTRAL) for part in line)]) == 1
+    assert cli.main(["convert", *(part.replace("SOURCE", MIXTRAL).replace("MAXTEXT", MAXTEXT) for part in line)]) == 1
     printed = capsys.readouterr()
     errors = [text for text in printed.err.splitlines() if text.startswith("nnxmoe: error: ")]
     assert len(errors) == 1 and message in errors[0] and printed.out == "" and "Traceback" not in printed.err
@@ -187,7 +228,7 @@ def test_verify_finds_one_bit(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
         return spoiled()
 
     monkeypatch.setattr(type(conversion.KINDS[kind]), "stored", stored)
-    with pytest.raises(CheckpointError, match="is not what was written: check the disk, and convert again"):
+    with pytest.raises(CheckpointError, match="is not what was written: check the disk, remove the folder and convert"):
         convert(MIXTRAL, str(tmp_path / "out"), kind, verify=True)
     monkeypatch.undo()
     shutil.rmtree(tmp_path / "out")

@@ -1,6 +1,7 @@
 """MaxText's Linen layout against what MaxText computed: numbers, gradients, names, shapes, files; both ways."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,48 @@ def test_what_a_tree_may_look_like() -> None:
         identical(flat(maxtext.to_tree(maxtext.from_tree(nested(apart), config), scan_layers=scan)), whole)
 
 
+def test_of_a_training_state_the_parameters_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """Moments have the same names; so would other copies of the model, which are not taken for it."""
+    params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
+    tree = {"params": nested(params)}
+    moments = jax.tree.map(np.zeros_like, tree["params"])
+    state = {**tree, "opt_state": {"mu": moments, "count": np.int32(3)}, "step": np.int32(3)}
+    model = maxtext.from_tree(state, config)
+    identical(flat(maxtext.to_tree(model)), params)
+    assert model.load_report is not None and model.load_report.skipped == {"state of a training": ("opt_state", "step")}
+    with pytest.raises(CheckpointError, match=r"ema/params/decoder/decoder_norm/scale \[32\] is no parameter"):
+        maxtext.from_tree({**tree, "ema": moments}, config)
+    with pytest.raises(CheckpointError, match="there are two arrays decoder/decoder_norm/scale, one of them at params/params/"):
+        maxtext.from_tree({**tree["params"]["params"], "params": moments}, config)
+
+
+def mixed(params: Flat, narrow: str) -> Flat:
+    return {name: a.astype(jnp.bfloat16) if narrow in name else a for name, a in params.items()}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_layers_of_several_dtypes_lose_nothing(scan: bool, tmp_path: Path) -> None:
+    """One bfloat16 layer; stacked, the wider dtype holds both."""
+    params, config = params_of("mixtral_lbloss_unscanned"), config_of("mixtral_lbloss_unscanned")
+    params = mixed(params, "layers_0/")
+    model = maxtext.from_tree(nested(params), config, nnxmoe.Strategy(scan_layers=scan))
+    for stacked in (False, True):
+        maxtext.save(model, tmp_path / f"{stacked}", stacked)
+        again = maxtext.load(tmp_path / f"{stacked}", strategy=nnxmoe.Strategy(scan_layers=not scan))
+        found = flat(maxtext.to_tree(again, scan_layers=False, dtype="float32"))
+        identical(found, {name: array.astype(np.float32) for name, array in params.items()})
+
+
+def test_activations_have_the_dtype_of_the_matrices(tmp_path: Path) -> None:
+    """Not that of the embedding alone."""
+    params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
+    model = maxtext.from_tree(nested(mixed(params, "token_embedder")), config)
+    assert model.dtype == jnp.float32 and model.embed.table.get_value().dtype == jnp.bfloat16
+    nnxmoe.save(model, tmp_path / "a")
+    nnxmoe.save_pretrained(model, tmp_path / "b")
+    assert nnxmoe.load(tmp_path / "a").dtype == nnxmoe.from_pretrained(tmp_path / "b").dtype == jnp.float32
+
+
 # Wrong trees
 
 
@@ -138,9 +181,24 @@ def test_one_error_lists_all_that_is_wrong() -> None:
         "decoder/layers_0/extra/kernel [3, 4] is no parameter",
         "decoder/layers_0/MoeBlock_0/gate/kernel has shape [8, 32], the config asks for [32, 8] (it looks transposed)",
         "decoder/layers_0/self_attention/query/kernel has shape [32, 8, 6], the config asks for [32, 4, 12]",
-        "decoder/decoder_norm/scale is int32: weights are floating-point",
+        "decoder/decoder_norm/scale is int32: weights are float32, bfloat16, float16, float64",
     ):
         assert fault in str(caught.value)
+
+
+@pytest.mark.wrong_types
+def test_what_is_no_tree_and_no_config() -> None:
+    params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
+    name = "params/token_embedder/embedding"
+    with pytest.raises(CheckpointError, match=f"shapes without values: {name}"):
+        maxtext.from_tree(params | {name: jax.ShapeDtypeStruct((3, 4), jnp.float32)}, config)
+    with pytest.raises(CheckpointError, match="embedding is float8_e4m3fn: weights are float32, bfloat16, float16"):
+        maxtext.from_tree(params | {name: params[name].astype(jnp.float8_e4m3fn)}, config)
+    for wrong in (None, {}):
+        with pytest.raises(ValueError, match=r"give what nnxmoe\.config_from_hf makes"):
+            maxtext.from_tree(params, wrong)
+    wide = {path: array.astype(np.float64) for path, array in params.items()}
+    identical(flat(maxtext.to_tree(maxtext.from_tree(wide, config))), params)
 
 
 def test_scanned_arrays_under_unscanned_names() -> None:
@@ -242,6 +300,40 @@ def test_what_we_write_has_maxtexts_structure(tmp_path: Path, parameters_only: b
         identical(flat(maxtext.to_tree(maxtext.load(tmp_path / "new", config))), params_of(case.name))
     with pytest.raises(CheckpointError, match="new"):
         maxtext.save(model, tmp_path / "new")
+
+
+def test_a_step_that_is_not_whole_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = CASES / "mixtral_scanned"
+    shutil.copytree(case / "orbax_to_maxtext" / "0", tmp_path / "007")
+    identical(flat(maxtext.to_tree(maxtext.load(tmp_path, config_of(case.name)))), params_of(case.name))
+    assert not caplog.text
+    (tmp_path / "12" / "items").mkdir(parents=True)
+    identical(flat(maxtext.to_tree(maxtext.load(tmp_path, config_of(case.name)))), params_of(case.name))
+    assert "12 is not whole: step 007 is read" in caplog.text
+
+
+DAMAGES: dict[str, Any] = {
+    "_METADATA": [b"{}", b"[]", b"null", b"", b"{", b"\xff\x00", b'{"tree_metadata": null}', b'{"tree_metadata": 5}'],
+    "manifest.ocdbt": [b"", b"\x00" * 40],
+}
+
+
+@pytest.mark.parametrize("file", DAMAGES)
+def test_damaged_files_are_named(file: str, tmp_path: Path) -> None:
+    where = shutil.copytree(CASES / "mixtral_scanned" / "orbax_param_only", tmp_path / "a")
+    for damage in DAMAGES[file]:
+        (where / file).write_bytes(damage)
+        with pytest.raises(CheckpointError, match=f"{where} ") as caught:
+            maxtext.load(where, config_of("mixtral_scanned"))
+        assert len(str(caught.value)) < 600
+
+
+def test_arrays_that_are_gone_are_told(tmp_path: Path) -> None:
+    where = shutil.copytree(CASES / "mixtral_scanned" / "orbax_param_only", tmp_path / "a")
+    for path in where.rglob("d/*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="is damaged, or no checkpoint that Orbax reads"):
+        maxtext.load(where, config_of("mixtral_scanned"))
 
 
 def test_folders_that_hold_no_checkpoint(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,12 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe.convert import hf, maxtext, native
+from nnxmoe.convert import hf, maxtext, native, orbax_folder
 from nnxmoe.convert.source import CheckpointError
 from tests.helpers import TINY, build_tiny, max_error, random_tokens, tiny_weights, write_checkpoint
 from tests.test_maxtext import CASES, KINDS, config_of, flat, identical, params_of
 
+ROOT = Path(__file__).resolve().parent.parent
 HF_CASES = Path(__file__).parent / "data" / "hf"
 
 
@@ -149,6 +153,7 @@ def test_a_config_of_another_model_lists_all_that_does_not_fit(saved: Path) -> N
     [
         ({"version": 2, "queries_carry_scale": False}, "version 2 is not 1: update nnxmoe"),
         ({"queries_carry_scale": False}, "version None is not 1"),
+        ({"version": True, "queries_carry_scale": False}, "version True is not 1"),
         ({"version": 1}, "queries_carry_scale must be true or false, got None"),
         ({"version": 1, "queries_carry_scale": 0}, "queries_carry_scale must be true or false, got 0"),
         (None, "nnxmoe.json"),
@@ -198,6 +203,98 @@ def test_values_that_are_not_finite_are_reported(tmp_path: Path, caplog: pytest.
     ):
         assert again.load_report is not None and again.load_report.nonfinite == {name: 1}
         assert f"1 values of 1 tensors are NaN or infinite: {name}" in caplog.text
+
+
+def test_values_that_become_infinite_are_reported(tmp_path: Path) -> None:
+    """In the asked dtype, on one device and on a mesh."""
+    model = build_tiny("llama", plain())
+    kernel = model.stacks[0].layers[1].mlp.up.kernel
+    kernel.set_value(kernel.get_value().at[2, 3].set(1e6))
+    nnxmoe.save(model, tmp_path / "a")
+    for mesh in (None, nnxmoe.make_mesh(fsdp=1)):
+        again = nnxmoe.load(tmp_path / "a", "float16", mesh)
+        assert again.load_report is not None
+        assert again.load_report.nonfinite == {"layers/1/mlp/up/kernel": 1}
+
+
+# Names of folders
+
+
+def test_home_and_names_that_the_libraries_below_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = build_tiny("llama", plain())
+    nnxmoe.save(model, "~/a b/ünï %20{}")
+    maxtext.save(model, "~/m")
+    nnxmoe.save_pretrained(model, "~/h")
+    for again in (nnxmoe.load("~/a b/ünï %20{}"), maxtext.load("~/m"), nnxmoe.from_pretrained("~/h")):
+        identical(flat(maxtext.to_tree(again)), flat(maxtext.to_tree(model)))
+    monkeypatch.chdir(tmp_path)
+    before = sorted(os.listdir())
+    for name in ("a\\b", "a\nb", "", "a\0b"):
+        for save in (nnxmoe.save, maxtext.save):
+            with pytest.raises(CheckpointError, match=r"rename it|no name of a folder"):
+                save(model, name)
+    assert sorted(os.listdir()) == before == ["a b", "h", "m"]
+
+
+def test_two_checkpoints_never_share_a_folder(saved: Path, tmp_path: Path) -> None:
+    """Or the one that is read would depend on who reads."""
+    model = build_tiny("llama", plain())
+    maxtext.save(model, tmp_path / "a")
+    maxtext.save(model, tmp_path / "b", parameters_only=True)
+    for folder in (saved, tmp_path / "a", tmp_path / "b"):
+        with pytest.raises(CheckpointError, match="holds an Orbax checkpoint, which would stay beside this one"):
+            nnxmoe.save_pretrained(model, folder, overwrite=True)
+
+
+@pytest.mark.parametrize("save", [nnxmoe.save, maxtext.save])
+def test_an_error_or_an_interrupt_while_writing_leaves_nothing(
+    save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = build_tiny("mixtral", plain())
+
+    class Store:
+        """Of tensorstore's, on a disk that is full, or while a person presses Ctrl-C."""
+
+        failure: BaseException = OSError(28, "No space left on device")
+
+        async def open(self, *_: Any, **__: Any) -> Any:
+            raise self.failure
+
+    monkeypatch.setattr(orbax_folder.tensorstore, "open", Store().open)
+    with pytest.raises(CheckpointError, match=r"cannot write .*No space left on device; make room"):
+        save(model, tmp_path / "a")
+    assert not list(tmp_path.iterdir()) and "Traceback" not in capfd.readouterr().err
+    monkeypatch.undo()
+    interrupted = tmp_path / "script.py"
+    interrupted.write_text(INTERRUPTED)
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, str(interrupted), save.__module__, str(out / "a")]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100)
+    assert run.returncode == 7 and not list(out.iterdir())
+
+
+INTERRUPTED = """
+import _thread, sys, time
+from importlib import import_module
+from nnxmoe.convert import orbax_folder
+from tests.helpers import build_tiny
+
+real = orbax_folder._HostWriter._write
+
+async def write(*arguments):
+    _thread.interrupt_main()
+    time.sleep(0.2)
+    await real(*arguments)
+
+orbax_folder._HostWriter._write = write
+try:
+    import_module(sys.argv[1]).save(build_tiny("mixtral"), sys.argv[2])
+except KeyboardInterrupt:
+    time.sleep(1)  # what goes on in the background
+    sys.exit(7)
+"""
 
 
 # The small files

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -24,6 +23,7 @@ from nnxmoe.convert.account import EMBED, HEAD, account, head_for_embedding, ref
 from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.convert.leaves import Later, float_dtype
 from nnxmoe.convert.place import Reader
+from nnxmoe.convert.restore import activations_dtype
 from nnxmoe.convert.safetensors import dtype_code
 from nnxmoe.convert.side_files import check_generation, parse_config, write_side_files
 from nnxmoe.convert.source import CheckpointError
@@ -98,7 +98,7 @@ def _fill(model: CausalLM, checkpoint: Checkpoint, dtype: np.dtype | None, notes
     plan = head_for_embedding(entries(model, model.hf_table, checkpoint.tensors), checkpoint.tensors)
     reader = Reader(checkpoint, plan)
     report = account(model, checkpoint, plan, reader, notes)
-    state, casts, matrices = {}, {}, []
+    state, casts = {}, {}
     variables = dict(nnx.to_flat_state(nnx.state(model)))
     total = sum(checkpoint.tensors[name].nbytes for name in report.loaded)
     with bytes_bar(total, f"loading {checkpoint.folder.name}") as bar:
@@ -115,10 +115,8 @@ def _fill(model: CausalLM, checkpoint: Checkpoint, dtype: np.dtype | None, notes
                 raise ValueError(f"{entry.key}: {error}") from None
             value = reader.place(entry, target, place, bar)
             state[entry.path] = variable.replace(value)
-            if isinstance(variable, nnx.Param) and len(entry.inner) > 1 and "router" not in entry.axes:
-                matrices.append(target)
     nnx.update(model, nnx.from_flat_state(state))
-    model.dtype = jnp.dtype(model.strategy.compute_dtype or jnp.result_type(*matrices))
+    model.dtype = activations_dtype(model)
     model.load_report = dataclasses.replace(
         report,
         casts={cast: tuple(sorted(names)) for cast, names in sorted(casts.items())},

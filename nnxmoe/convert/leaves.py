@@ -132,8 +132,8 @@ def made_of(model: CausalLM, leaves: Mapping[str, Leaf], change: Change, dtype: 
             raise ValueError(f"the parameter {name} has a shape but no values: this model cannot be saved")
     found: dict[str, Later] = {}
     for name, leaf in leaves.items():
-        kind = np.dtype(dtype or values[leaf.parts[0][0]].dtype)
-        part = functools.partial(joined, leaf, values, change)
+        kind = np.dtype(dtype or jnp.result_type(*{values[path].dtype for path, _ in leaf.parts}))
+        part = functools.partial(joined, leaf, values, change, kind)
         spread = any(apart(values[path]) for path, _ in leaf.parts)
         found[name] = Later(leaf.shape, kind, lambda _, part=part: part(slice(None)), part, spread)
     return found
@@ -152,7 +152,7 @@ def float_dtype(dtype: Any) -> np.dtype | None:
     return named
 
 
-def joined(leaf: Leaf, values: Mapping[Path, Array], change: Change, rows: slice) -> AnyArray:
+def joined(leaf: Leaf, values: Mapping[Path, Array], change: Change, dtype: np.dtype, rows: slice) -> AnyArray:
     """Rows of the array of a leaf, made of parameters."""
     paths = list(dict.fromkeys(path for path, _ in leaf.parts))
     first = leaf.stacked is not None and leaf.axis == 0  # the layers are the rows
@@ -161,7 +161,8 @@ def joined(leaf: Leaf, values: Mapping[Path, Array], change: Change, rows: slice
         found, pieces = dict(zip(paths, arrays, strict=True)), []
         for path, i in leaf.parts[rows] if first else leaf.parts:
             piece = (found[path] if i is None else found[path][i]).reshape(leaf.inner)
-            pieces.append(change(leaf, piece if first else piece[rows]))
+            piece = change(leaf, piece if first else piece[rows])
+            pieces.append(piece if piece.dtype == dtype else piece.astype(dtype))
         return pieces[0].__array_namespace__().stack(pieces, axis=leaf.axis) if leaf.stacked else pieces[0]
 
     arrays = [values[path] for path in paths]

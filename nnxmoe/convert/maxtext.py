@@ -4,9 +4,11 @@ Nearly all arrays have our own shape. Scanned layers are stacked on axis 1, vect
 queries divided by sqrt(head width); where rope is Llama 3.1's, the two halves of a head's features are interleaved.
 """
 
+import dataclasses
 import math
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +28,7 @@ from nnxmoe.convert.side_files import read_config, read_generation_config, write
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Path, TableError, first_layers
 from nnxmoe.convert.together import shared_folder
+from nnxmoe.files import absolute, some
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, query_divisor
 from nnxmoe.moe.router import RouterBias
@@ -33,6 +36,8 @@ from nnxmoe.progress import bytes_bar, logger
 from nnxmoe.strategy import Strategy
 
 Tree = Mapping[str, Any]
+_TRAINING = frozenset({"opt_state", "step"})  # beside params in a training's state
+_AROUND = re.compile(r"^(params/){0,2}(nnx_aux/(model/)?)?(?=(decoder|token_embedder)/)")
 _ROTATED = ("layer.attention.q.", "layer.attention.k.")
 
 
@@ -90,17 +95,22 @@ def from_tree(
 ) -> CausalLM:
     """A model with the arrays of a tree, scanned or not, boxed or not, with ``params`` around it once, twice or never.
 
-    Heads and rope are the config's; ``dtype`` None: as in the tree. Raises CheckpointError (a ValueError) that lists
+    Heads and rope are the config's; ``dtype`` None: as in the tree. Of a training state the optimizer's part is left,
+    which ``load_report`` says. Raises CheckpointError (a ValueError) that lists
     every array that is missing, too much, or of another shape than the config asks for.
     """
-    found = {"/".join(path): Later.of(leaf) for path, leaf in _leaves(tree, ())}
-    return _model(found, "the tree", None, config, strategy, mesh, dtype)
+    tops = _TRAINING & tree.keys() if "params" in tree else set()
+    found = {"/".join(path): leaf for path, leaf in _leaves(tree, ()) if path[0] not in tops}
+    if empty := [name for name, leaf in found.items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
+        raise CheckpointError(f"the tree holds shapes without values: {some(empty)}")
+    skipped = {"state of a training": tuple(sorted(tops))} if tops else {}
+    report = LoadReport("the tree", skipped=skipped)
+    return _model({name: Later.of(leaf) for name, leaf in found.items()}, report, config, strategy, mesh, dtype)
 
 
 def _model(
     found: Mapping[str, Later],
-    source: str,
-    files: str | None,
+    report: LoadReport,
     config: DecoderConfig,
     strategy: Strategy | None,
     mesh: Mesh | None,
@@ -111,7 +121,7 @@ def _model(
     wanted = layout(model, scanned)
     # Beside its parameters MaxText 0.2.5 keeps other things as well, such as the state of its random numbers.
     aside = tuple(name for name, (_, aux) in names.items() if aux and name not in wanted)
-    skipped = {"no parameter of the model (nnx_aux)": aside} if aside else {}
+    skipped = {**report.skipped, "no parameter of the model (nnx_aux)": aside} if aside else report.skipped
     restore(
         model,
         wanted,
@@ -119,8 +129,8 @@ def _model(
         Change(model).from_maxtext,
         carried=True,
         dtype=float_dtype(dtype),
-        misfit=f"{source} does not fit the config ({config.model_type})",
-        report=LoadReport(source, skipped=skipped, files=files),
+        misfit=f"{report.source} does not fit the config ({config.model_type})",
+        report=dataclasses.replace(report, skipped=skipped),
     )
     return model
 
@@ -158,27 +168,31 @@ def load(
     ``folder``: the checkpoint, one of its steps, or ``items``. ``config`` None: the folder's config.json, which
     MaxText does not write. Raises CheckpointError as `from_tree`.
     """
-    where = pathlib.Path(folder).absolute()
+    where = absolute(folder)
     if config is None and not os.path.lexists(where / "config.json"):
         raise CheckpointError(
             f"{where} has no config.json, MaxText writes none: pass the model's config (nnxmoe convert: --config)"
         )
     config = read_config(where) if config is None else config
-    model = _model(read(where), str(where), str(where), config, strategy, mesh, dtype)
+    model = _model(read(where), LoadReport(str(where), files=str(where)), config, strategy, mesh, dtype)
     model.generation_config = read_generation_config(where, config)
     return model
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Later]:
     """Name -> array of the parameters in an Orbax checkpoint of MaxText's."""
-    return orbax_folder.read(items(pathlib.Path(folder).absolute()), ("params", "nnx_aux"))
+    return orbax_folder.read(items(absolute(folder)), ("params", "nnx_aux"))
 
 
 def items(folder: pathlib.Path) -> pathlib.Path:
     """Where the arrays are: the folder itself, its ``items``, or those of its last step."""
-    steps = sorted((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), reverse=True)
-    for where in (folder, folder / "items", *(folder / str(step) / "items" for step in steps)):
+    steps = sorted(
+        (path for path in folder.glob("*") if path.name.isdecimal()), key=lambda p: int(p.name), reverse=True
+    )
+    for where in (folder, folder / "items", *(step / "items" for step in steps)):
         if (where / "_METADATA").is_file():
+            if (step := where.parent) in steps[1:]:
+                logger.warning("%s is not whole: step %s is read", steps[0], step.name)
             return where
     raise CheckpointError(f"{folder} holds no Orbax checkpoint: neither _METADATA, items nor a step such as 0/items")
 
@@ -187,8 +201,10 @@ def _names(found: Mapping[str, Later]) -> dict[str, tuple[Later, bool]]:
     """Name -> array, without what is around ``decoder``, and whether MaxText 0.2.5 keeps it beside its parameters."""
     names: dict[str, tuple[Later, bool]] = {}
     for name, later in found.items():
-        tops = [name.index(top) for top in ("decoder/", "token_embedder/") if f"/{top}" in f"/{name}/"]
-        names[name[min(tops, default=0) :]] = later, name.startswith("nnx_aux/")
+        short = _AROUND.sub("", name)
+        if short in names:
+            raise CheckpointError(f"there are two arrays {short}, one of them at {name}: leave out what is not meant")
+        names[short] = later, name.startswith("nnx_aux/")
     return names
 
 

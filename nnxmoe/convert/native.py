@@ -18,7 +18,7 @@ from nnxmoe.convert.side_files import read_config, read_generation_config, write
 from nnxmoe.convert.source import NATIVE_FILE, CheckpointError
 from nnxmoe.convert.together import AnyArray, shared_folder
 from nnxmoe.convert.write import write_json
-from nnxmoe.files import read_object, short
+from nnxmoe.files import absolute, read_object, short
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
 from nnxmoe.progress import bytes_bar
@@ -70,7 +70,7 @@ def load(
 
     ``dtype`` None: as stored. Raises CheckpointError (a ValueError) that lists every array that does not fit.
     """
-    where = Path(os.path.abspath(folder))
+    where = absolute(folder)
     carried, config = _carried(where / NATIVE_FILE), read_config(where)
     model, found = abstract(config, strategy, mesh), read(where)
     restore(
@@ -97,7 +97,7 @@ def read(folder: Path) -> dict[str, Later]:
 def _carried(path: Path) -> bool:
     """What nnxmoe.json says of the queries."""
     fields = read_object(path, "give a folder that nnxmoe.save wrote", CheckpointError)
-    if fields.get("version") != _VERSION:
+    if fields.get("version") != _VERSION or fields["version"] is True:
         raise CheckpointError(f"{path}: version {short(fields.get('version'))} is not {_VERSION}: update nnxmoe")
     carried = fields.get("queries_carry_scale")
     if not isinstance(carried, bool):

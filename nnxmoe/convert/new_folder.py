@@ -10,10 +10,11 @@ import secrets
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from nnxmoe.convert.source import CheckpointError
+from nnxmoe.convert.source import NATIVE_FILE, CheckpointError
 from nnxmoe.files import short, some
 from nnxmoe.progress import logger
 
@@ -32,9 +33,7 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool | None = None) ->
     which may be deleted.
     Raises CheckpointError.
     """
-    if "\0" in os.fspath(folder):
-        raise CheckpointError(f"{short(os.fspath(folder))} is no name of a folder: it holds a NUL")
-    target = Path(os.path.realpath(folder))
+    target = _target(folder)
     present = _present(target, overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -68,14 +67,29 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool | None = None) ->
         state = "it was replaced" if replaced else "what was there is as before"
         raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
     finally:
-        shutil.rmtree(stage, ignore_errors=True)  # what is left of it, or the checkpoint that was replaced
+        _remove(stage)  # what is left of it, or the checkpoint that was replaced
     with contextlib.suppress(OSError):  # not every file system does this for folders
         _sync_folder(target.parent)
 
 
+def _remove(folder: Path) -> None:
+    """Once more where threads of an interrupted save have written on."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if sys.exc_info()[0] is not None:
+        time.sleep(0.2)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def refuse_unless_empty(folder: str | os.PathLike[str]) -> None:
     """CheckpointError where a checkpoint may not be written to ``folder``: so far only new and empty folders."""
-    _present(Path(os.path.realpath(folder)), overwrite=None)
+    _present(_target(folder), overwrite=None)
+
+
+def _target(folder: str | os.PathLike[str]) -> Path:
+    name = os.fspath(folder)
+    if not name or "\0" in name:
+        raise CheckpointError(f"{short(name)} is no name of a folder: give one without a NUL, and not empty")
+    return Path(os.path.realpath(os.path.expanduser(name)))
 
 
 def _present(target: Path, overwrite: bool | None) -> list[str]:
@@ -91,6 +105,10 @@ def _present(target: Path, overwrite: bool | None) -> list[str]:
     if names and not overwrite:
         way = "" if overwrite is None else ", or pass overwrite=True to replace the checkpoint in it"
         raise CheckpointError(f"{target} is not an empty folder, it holds {some(names)}: save to a new one{way}")
+    if NATIVE_FILE in names or "_METADATA" in names or (target / "0" / "items").is_dir():
+        raise CheckpointError(
+            f"{target} holds an Orbax checkpoint, which would stay beside this one: save to a new folder"
+        )
     ours = [name for name in names if _CHECKPOINT_FILE.fullmatch(name)]
     if links := [name for name in ours if (target / name).is_symlink()]:
         raise CheckpointError(

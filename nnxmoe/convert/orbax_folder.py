@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,11 @@ class _Writer:
     """
 
     bar: Any
-    failure: Exception | None = None
+
+    def __init__(self, bar: Any, **options: Any):
+        super().__init__(**options)
+        self.bar = bar
+        self.failure: BaseException | None = None
 
     async def serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> list[Any]:
         args = args or [ocp.SaveArgs()] * len(values)
@@ -55,22 +60,33 @@ class _Writer:
 
 class _HostWriter(_Writer, type_handlers.NumpyHandler):
     def __init__(self, bar: Any):
-        super().__init__(deepcopy_host_arrays=False)
-        self.bar = bar
+        super().__init__(bar, deepcopy_host_arrays=False)
+        self._busy = threading.Lock()
+
+    def stop(self, failure: BaseException) -> None:
+        """Write nothing more; returns when the thread that writes is done."""
+        self.failure = failure
+        with self._busy:
+            return
 
     async def _open_and_write(self, value: Later, tspec: Any, ts_context: Any) -> None:
         """Some rows at a time: Orbax would ask for the whole array, and keep all of it compressed as well."""
+        with self._busy:
+            if self.failure is None:
+                await self._write(value, tspec, ts_context)
+
+    async def _write(self, value: Later, tspec: Any, ts_context: Any) -> None:
         store = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
         chunk: Any = store.chunk_layout.write_chunk.shape
         for start in range(0, value.shape[0], chunk[0]):
+            if self.failure is not None:
+                return
             rows = slice(start, start + chunk[0])
             await store[rows].write(value.rows(rows), can_reference_source_data_indefinitely=True)
 
 
 class _SpreadWriter(_Writer, type_handlers.ArrayHandler):
-    def __init__(self, bar: Any):
-        super().__init__(enable_write_sharding_file=False)
-        self.bar = bar
+    """Each process writes what its devices hold."""
 
 
 def handler(*kinds: tuple[type, Any]) -> Any:
@@ -83,14 +99,27 @@ def handler(*kinds: tuple[type, Any]) -> Any:
 @contextlib.contextmanager
 def _writer(folder: Path, bar: Any) -> Iterator[Any]:
     """A handler that writes; at the end CheckpointError where it could not."""
-    writers = _HostWriter(bar), _SpreadWriter(bar)
-    failure: Exception | None = None
+    _check(folder)
+    writers = _HostWriter(bar), _SpreadWriter(bar, enable_write_sharding_file=False)
+    failure: BaseException | None = None
     try:
         yield handler((Later, writers[0]), (_Spread, writers[1]))
     except (OSError, ValueError, RuntimeError) as error:  # perhaps for want of what could not be written
         failure = error
+    except BaseException as error:
+        writers[0].stop(error)
+        raise
     if failure := writers[0].failure or writers[1].failure or failure:
-        raise CheckpointError(f"cannot write {folder}: {failure}; make room, or choose another folder") from failure
+        text = str(failure)[:300]
+        raise CheckpointError(f"cannot write {folder}: {text}; make room, or choose another folder") from failure
+
+
+def _check(folder: Path) -> None:
+    """The library below cannot name every file that Python can."""
+    if "\\" in str(folder) or not str(folder).isprintable():
+        raise CheckpointError(
+            f"{str(folder)!a}: Orbax cannot use paths with backslashes or control characters: rename it"
+        )
 
 
 def write(folder: Path, tree: Mapping[str, Any], bar: Any) -> None:
@@ -135,27 +164,42 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, Later]:
     """Name -> array of the tree in a folder; of the branches ``tops`` only, the first of which must be there."""
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{folder} holds no Orbax checkpoint: it has no _METADATA")
+    _check(folder)
     reader = handler((np.ndarray, _Opener()))
-    stored: dict[str, Any] = reader.metadata(folder).tree
+    with _readable(folder):
+        stored: dict[str, Any] = dict(reader.metadata(folder).tree)
     wanted = stored if tops is None else {top: stored[top] for top in tops if top in stored}
     if tops is not None and tops[0] not in wanted:
         raise CheckpointError(f"{folder} has no {tops[0]!r}, only {', '.join(map(repr, stored)) or 'nothing'}")
     given = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
-    stores = reader.restore(folder, args=ocp.args.PyTreeRestore(item=wanted, restore_args=given, partial_restore=True))
+    args = ocp.args.PyTreeRestore(item=wanted, restore_args=given, partial_restore=True)
     found: dict[str, Later] = {}
-    for path, store in jax.tree_util.tree_flatten_with_path(stores)[0]:
-        name = "/".join(str(getattr(step, "key", getattr(step, "idx", step))) for step in path)
-        make, part = functools.partial(_read, store), functools.partial(_rows, store)
-        found[name] = Later(tuple(store.shape), store.dtype.numpy_dtype, make, part)
+    with _readable(folder):
+        for path, store in jax.tree_util.tree_flatten_with_path(reader.restore(folder, args=args))[0]:
+            name = "/".join(str(getattr(step, "key", getattr(step, "idx", step))) for step in path)
+            rows = functools.partial(_rows, folder, store)
+            make = functools.partial(_placed, tuple(store.shape), rows)
+            found[name] = Later(tuple(store.shape), store.dtype.numpy_dtype, make, rows)
     return found
 
 
-def _rows(store: Any, rows: Any) -> np.ndarray:
-    return store[rows].read().result()
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Whatever Orbax makes of a damaged checkpoint is a CheckpointError."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"[:300]
+        raise CheckpointError(
+            f"{folder} is damaged, or no checkpoint that Orbax reads: {text}; copy it again"
+        ) from error
 
 
-def _read(store: Any, place: NamedSharding | None) -> Any:
+def _rows(folder: Path, store: Any, rows: Any) -> np.ndarray:
+    with _readable(folder):
+        return store[rows].read().result()
+
+
+def _placed(shape: tuple[int, ...], rows: Callable[[Any], np.ndarray], place: NamedSharding | None) -> Any:
     """One array: of NumPy, or as a sharding says, each process reading its share."""
-    if place is None:
-        return store.read().result()
-    return jax.make_array_from_callback(tuple(store.shape), place, functools.partial(_rows, store))
+    return rows(...) if place is None else jax.make_array_from_callback(shape, place, rows)

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from nnxmoe.axes import axes_of
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.leaves import QUERY, Change, Later, Leaf
 from nnxmoe.convert.place import aligned_empty, count_nonfinite
@@ -29,11 +30,15 @@ from nnxmoe.moe.router import RouterBias
 from nnxmoe.progress import bytes_bar
 from nnxmoe.strategy import Strategy
 
+_KINDS = tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16, np.float64)))
+_NARROWED = {np.dtype(np.float64): np.dtype(np.float32)}
 _ROWS_BYTES = 32 << 20  # of a leaf that are in memory at a time
 
 
 def abstract(config: DecoderConfig, strategy: Strategy | None, mesh: Mesh | None) -> CausalLM:
     """A model without values; ``mesh`` None: the strategy's."""
+    if not isinstance(config, DecoderConfig):
+        raise ValueError(f"config is a {type(config).__name__}: give what nnxmoe.config_from_hf makes")
     strategy = strategy or Strategy.auto()
     strategy = dataclasses.replace(strategy, mesh=strategy.mesh if mesh is None else mesh)
     return model_class(config)(config, strategy, rngs=None)  # pyright: ignore[reportCallIssue]
@@ -85,8 +90,8 @@ def refuse_misfits(arrays: Mapping[str, Later], wanted: Mapping[str, Leaf], wher
         if have != want:
             turned = " (it looks transposed)" if have == want[::-1] else ""
             faults.append(f"{name} has shape {list(have)}, the config asks for {list(want)}{turned}")
-        elif not jnp.issubdtype(arrays[name].dtype, jnp.floating):
-            faults.append(f"{name} is {arrays[name].dtype}: weights are floating-point")
+        elif arrays[name].dtype not in _KINDS:
+            faults.append(f"{name} is {arrays[name].dtype}: weights are {', '.join(map(str, _KINDS))}")
     if faults:
         raise CheckpointError(f"{where}:\n  " + "\n  ".join(faults))
 
@@ -116,26 +121,35 @@ def _fill(
     for names in groups.values():
         group = [leaves[name] for name in names]
         own = {path: variables[path] for leaf in group for path, _ in leaf.parts}
-        kinds = {path: _dtype(v, dtype or arrays[names[0]].dtype) for path, v in own.items()}
+        stored = dtype or jnp.result_type(*{_NARROWED.get(arrays[name].dtype, arrays[name].dtype) for name in names})
+        kinds = {path: np.dtype(np.float32 if isinstance(v, RouterBias) else stored) for path, v in own.items()}
         make = _on_host if model.strategy.mesh is None else _on_mesh
         made, bad = make(group, [arrays[name] for name in names], own, kinds, change, model)
         for path, variable in own.items():
             variables[path] = variable.replace(made[path])
         nonfinite |= {name: count for name, count in zip(names, bad, strict=True) if count}
         for name in names:
-            stored, kind = arrays[name].dtype, kinds[leaves[name].parts[0][0]]
-            if stored != kind:
-                casts.setdefault(f"{stored} -> {kind}", []).append(name)
+            cast = f"{arrays[name].dtype} -> {kinds[leaves[name].parts[0][0]]}"
+            if arrays[name].dtype != kinds[leaves[name].parts[0][0]]:
+                casts.setdefault(cast, []).append(name)
         bar.update(sum(arrays[name].nbytes for name in names))
         del made
         give_back()
     nnx.update(model, nnx.from_flat_state(variables))
-    model.dtype = jnp.dtype(model.strategy.compute_dtype or model.embed.table.get_value().dtype)
+    model.dtype = activations_dtype(model)
     return nonfinite, {cast: tuple(sorted(names)) for cast, names in sorted(casts.items())}
 
 
-def _dtype(variable: nnx.Variable, dtype: Any) -> np.dtype:
-    return np.dtype(np.float32 if isinstance(variable, RouterBias) else dtype)
+def activations_dtype(model: CausalLM) -> Any:
+    """The strategy's, or that of the matrices (but for the router's)."""
+    if model.strategy.compute_dtype is not None:
+        return jnp.dtype(model.strategy.compute_dtype)
+    kinds = set()
+    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        axes = [axis for axis in axes_of(variable) if axis != "layers"]
+        if len(axes) > 1 and "router" not in axes:
+            kinds.add(variable.dtype)
+    return jnp.result_type(*kinds)
 
 
 Made = tuple[dict[Path, Array], list[int]]  # parameters, and how many values of each leaf are not finite
@@ -157,15 +171,17 @@ def _on_host(
         for start in range(0, array.shape[0], step):
             rows = slice(start, min(start + step, array.shape[0]))
             block = array.rows(rows)
-            nonfinite[at] += count_nonfinite(block)
             for j, (path, i) in enumerate(leaf.parts):
                 whole = (out[path] if i is None else out[path][i]).reshape(leaf.inner)
-                if not leaf.stacked:
-                    whole[rows] = change(leaf, block)
-                elif leaf.axis == 1:
-                    whole[rows] = change(leaf, block[:, j])
-                elif rows.start <= j < rows.stop:
-                    whole[...] = change(leaf, block[j - start])
+                if leaf.stacked and leaf.axis == 0:  # the layers are the rows
+                    if not rows.start <= j < rows.stop:
+                        continue
+                    target, piece = whole, block[j - start]
+                else:
+                    target, piece = whole[rows], block[:, j] if leaf.stacked else block
+                with np.errstate(over="ignore"):  # it is counted
+                    target[...] = change(leaf, piece)
+                nonfinite[at] += count_nonfinite(target)
     return {path: jax.device_put(value) for path, value in out.items()}, nonfinite
 
 
@@ -202,12 +218,14 @@ def _builder(
         parts: dict[tuple[Path, int | None], Array] = {}
         for leaf, array in zip(leaves, found, strict=True):
             layers = jnp.moveaxis(array, leaf.axis, 0) if leaf.stacked else [array]
-            parts |= {part: change(leaf, layer) for part, layer in zip(leaf.parts, layers, strict=True)}
+            for part, layer in zip(leaf.parts, layers, strict=True):
+                parts[part] = change(leaf, layer).astype(dtypes[part[0][0]])
         made = []
-        for at, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+        for at, shape in enumerate(shapes):
             alone = ((at,), None) in parts
             pieces = [parts[(at,), None]] if alone else [parts[(at,), i] for i in range(shape[0])]
-            made.append((pieces[0] if alone else jnp.stack(pieces)).reshape(shape).astype(dtype))
-        return made, [jnp.sum(~jnp.isfinite(array)) for array in found]
+            made.append((pieces[0] if alone else jnp.stack(pieces)).reshape(shape))
+        bad = [jnp.sum(~jnp.isfinite(jnp.stack([parts[part] for part in leaf.parts]))) for leaf in leaves]
+        return made, bad
 
     return jax.jit(build, out_shardings=(list(places), None))

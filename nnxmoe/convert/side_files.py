@@ -11,7 +11,7 @@ from nnxmoe.bounds import ConfigError, check_token_ids
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.source import CheckpointError, find_config
 from nnxmoe.convert.write import write_bytes, write_json
-from nnxmoe.files import read_bounded, read_object
+from nnxmoe.files import absolute, read_bounded, read_object
 from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf
@@ -37,13 +37,18 @@ def write_side_files(stage: Path, model: CausalLM, target: str | os.PathLike[str
     if not source.is_dir():
         logger.warning("%s is gone: the tokenizer's files cannot be taken along", source)
     for name in TOKENIZER_FILES:
-        if os.path.lexists(source / name) and not os.path.lexists(Path(target) / name):
+        if os.path.lexists(source / name) and not os.path.lexists(absolute(target) / name):
             try:
                 data = read_bounded(source / name, _MAX_BYTES, "it was not taken along", CheckpointError)
             except CheckpointError as error:  # no reason to lose a model
                 logger.warning("%s", error)
             else:
                 write_bytes(stage / name, data)
+
+
+def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder has files of a tokenizer."""
+    return any(os.path.lexists(Path(folder) / name) for name in TOKENIZER_FILES)
 
 
 def read_config(folder: Path) -> DecoderConfig:
