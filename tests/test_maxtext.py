@@ -132,7 +132,9 @@ def test_of_a_training_state_the_parameters_are_taken(caplog: pytest.LogCaptureF
     assert model.load_report is not None and model.load_report.skipped == {"state of a training": ("opt_state", "step")}
     with pytest.raises(CheckpointError, match=r"ema/params/decoder/decoder_norm/scale \[32\] is no parameter"):
         maxtext.from_tree({**tree, "ema": moments}, config)
-    with pytest.raises(CheckpointError, match="there are two arrays decoder/decoder_norm/scale, one of them at params/params/"):
+    with pytest.raises(
+        CheckpointError, match="there are two arrays decoder/decoder_norm/scale, one of them at params/params/"
+    ):
         maxtext.from_tree({**tree["params"]["params"], "params": moments}, config)
 
 

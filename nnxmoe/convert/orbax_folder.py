@@ -72,8 +72,11 @@ class _HostWriter(_Writer, type_handlers.NumpyHandler):
     async def _open_and_write(self, value: Later, tspec: Any, ts_context: Any) -> None:
         """Some rows at a time: Orbax would ask for the whole array, and keep all of it compressed as well."""
         with self._busy:
-            if self.failure is None:
-                await self._write(value, tspec, ts_context)
+            try:
+                if self.failure is None:
+                    await self._write(value, tspec, ts_context)
+            except Exception as error:
+                self.failure = error
 
     async def _write(self, value: Later, tspec: Any, ts_context: Any) -> None:
         store = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
@@ -110,8 +113,13 @@ def _writer(folder: Path, bar: Any) -> Iterator[Any]:
         writers[0].stop(error)
         raise
     if failure := writers[0].failure or writers[1].failure or failure:
-        text = str(failure)[:300]
-        raise CheckpointError(f"cannot write {folder}: {text}; make room, or choose another folder") from failure
+        raise CheckpointError(f"cannot write: {_gist(failure)}; make room, or choose another folder") from failure
+
+
+def _gist(error: BaseException) -> str:
+    """The beginning and the end of what may be long."""
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) < 400 else f"{text[:150]} … {text[-200:]}"
 
 
 def _check(folder: Path) -> None:
@@ -189,10 +197,8 @@ def _readable(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"[:300]
-        raise CheckpointError(
-            f"{folder} is damaged, or no checkpoint that Orbax reads: {text}; copy it again"
-        ) from error
+        text = f"{folder} is damaged, or no checkpoint that Orbax reads: {_gist(error)}; copy it again"
+        raise CheckpointError(text) from error
 
 
 def _rows(folder: Path, store: Any, rows: Any) -> np.ndarray:
