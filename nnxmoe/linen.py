@@ -38,7 +38,7 @@ from nnxmoe.strategy import Strategy
 class LinenCausalLM(nn.Module):
     """A language model as a Linen module whose variables are MaxText's, to the name, shape and logical axis.
 
-    ``scan_layers`` stacks layers on axis 1, whatever the strategy's own says. Activations have the embedding's dtype
+    ``scan_layers`` stacks layers on axis 1, whatever the strategy's own says. Activations have the matrices' dtype
     where the strategy names none. Grouped queries carry 1 / sqrt(head width), as they do there.
     """
 
@@ -101,11 +101,16 @@ def _call(module: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str
     ]
     part = plan.merge(values)
     if isinstance(part, CausalLM):
-        part.dtype = jnp.dtype(part.strategy.compute_dtype or part.embed.table.get_value().dtype)
+        kinds = {value.dtype for leaf, value in zip(plan.leaves, values, strict=True) if _is_matrix(leaf)}
+        part.dtype = jnp.dtype(part.strategy.compute_dtype or jnp.result_type(*kinds))
     out = part(*args, **kwargs)
     if not module.is_initializing():  # as with Linen's own modules, statistics begin after it
         _write_back(module, plan, part, values, stored)
     return out
+
+
+def _is_matrix(leaf: Any) -> bool:
+    return isinstance(leaf, Slot) and leaf.matrix
 
 
 def _draw(module: nn.Module, plan: Plan) -> None:

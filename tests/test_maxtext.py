@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 import nnxmoe
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.source import CheckpointError
+from nnxmoe.linen import LinenCausalLM
 from nnxmoe.moe import balance
 from tests.helpers import build_tiny, forward, max_error, random_tokens
 
@@ -163,6 +164,9 @@ def test_activations_have_the_dtype_of_the_matrices(tmp_path: Path) -> None:
     nnxmoe.save(model, tmp_path / "a")
     nnxmoe.save_pretrained(model, tmp_path / "b")
     assert nnxmoe.load(tmp_path / "a").dtype == nnxmoe.from_pretrained(tmp_path / "b").dtype == jnp.float32
+    tokens, tree = random_tokens(2, 5), maxtext.to_tree(model)
+    bridged = LinenCausalLM(config, model.strategy, scan_layers=True).apply(tree, tokens).logits
+    assert max_error(bridged, model(tokens).logits) < 1e-5
 
 
 # Wrong trees

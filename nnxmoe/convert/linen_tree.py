@@ -19,6 +19,7 @@ from flax.core import meta
 
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.maxtext import layout
+from nnxmoe.convert.restore import is_matrix
 from nnxmoe.convert.table import Path
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.embed import Embed
@@ -55,7 +56,7 @@ _PARTS: dict[type[nnx.Module], str] = {
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """A variable of ours and Linen's: its path here, its place there, its shape there and here, logical axes (None: no
-    box). ``stacked``: layers lie on axis 1 there, 0 here."""
+    box). ``stacked``: layers lie on axis 1 there, 0 here. ``matrix``: activations have its dtype."""
 
     path: Path
     collection: str
@@ -65,6 +66,7 @@ class Slot:
     dtype: Any
     axes: tuple[Any, ...] | None
     stacked: bool = False
+    matrix: bool = False
 
     def write(self, value: Any) -> Any:
         """Our value as Linen stores it, in its box."""
@@ -178,7 +180,9 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
         (path,) = {path for path, _ in leaf.parts}  # layers are stacked here where they are there
         variable, names = variables[path], tuple(name.split("/"))
         own, stacked = tuple(variable.shape), leaf.stacked is not None
-        slots[path] = Slot(path, "params", names, leaf.shape, own, variable.dtype, leaf.axes, stacked)
+        slots[path] = Slot(
+            path, "params", names, leaf.shape, own, variable.dtype, leaf.axes, stacked, is_matrix(variable)
+        )
     return _plan(make, graph, state, slots)
 
 

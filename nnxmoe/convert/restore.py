@@ -141,15 +141,16 @@ def _fill(
 
 
 def activations_dtype(model: CausalLM) -> Any:
-    """The strategy's, or that of the matrices (but for the router's)."""
+    """The strategy's, or that of the matrices."""
     if model.strategy.compute_dtype is not None:
         return jnp.dtype(model.strategy.compute_dtype)
-    kinds = set()
-    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        axes = [axis for axis in axes_of(variable) if axis != "layers"]
-        if len(axes) > 1 and "router" not in axes:
-            kinds.add(variable.dtype)
-    return jnp.result_type(*kinds)
+    return jnp.result_type(*{v.dtype for _, v in nnx.to_flat_state(nnx.state(model)) if is_matrix(v)})
+
+
+def is_matrix(variable: nnx.Variable) -> bool:
+    """Whether activations have a parameter's dtype: norms, biases and routers may have another."""
+    axes = [axis for axis in axes_of(variable) if axis != "layers"]
+    return isinstance(variable, nnx.Param) and len(axes) > 1 and "router" not in axes
 
 
 Made = tuple[dict[Path, Array], list[int]]  # parameters, and how many values of each leaf are not finite
