@@ -1,0 +1,252 @@
+"""What training minimises: next-token cross-entropy, never with all logits at once, and the terms beside it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.moe import balance as balancing
+from nnxmoe.moe.router import Routing
+
+FIELDS = ("tokens", "targets", "loss_mask", "segment_ids", "positions", "attention_mask")
+Batch = Mapping[str, Any]
+Sums = tuple[Float[Array, ""], Float[Array, ""]]
+
+
+class Head(Protocol):
+    """``(x, kernel, targets, weights, z) -> (sum, sum of cross-entropies)``, both weighted.
+
+    The first sum also has ``z * logsumexp(logits) ** 2`` a token, and is the one to differentiate. ``kernel``:
+    ``[D V]``, or with ``tied`` the embedding's table ``[V D]``. Logits are float32, products in ``x``'s dtype.
+    """
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        kernel: Float[Array, "_ _"],
+        targets: Int[Array, "B T"],
+        weights: Float[Array, "B T"],
+        z: float,
+        tied: bool,
+    ) -> Sums: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """All logits at once; the oracle."""
+
+    def __call__(self, x: Array, kernel: Array, targets: Array, weights: Array, z: float, tied: bool) -> Sums:
+        logits = _product(x, kernel.astype(x.dtype), tied)
+        each, entropy, _ = _losses(logits, targets, z)
+        return jnp.sum(each * weights), jax.lax.stop_gradient(jnp.sum(entropy * weights))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """Some tokens' logits at a time, ``logits`` in all; the gradients are made in the same pass, so that nothing is
+    computed twice and no logits are kept. Exact: the softmax of a token is never cut.
+
+    Rows of a batch on a mesh stay where they are: there the chunks are of each row's tokens.
+    """
+
+    logits: int = 1 << 26
+
+    def __post_init__(self) -> None:
+        if self.logits < 1:
+            raise ValueError(f"Chunked(logits={self.logits}): how many logits at a time, at least 1")
+
+    def __call__(self, x: Array, kernel: Array, targets: Array, weights: Array, z: float, tied: bool) -> Sums:
+        vocab = kernel.shape[0 if tied else 1]
+        batch, length = targets.shape
+        step = min(length, max(1, self.logits // (vocab * batch)))
+        sums: Any = _chunked(x, kernel, targets, weights, step, z, tied)
+        return sums[0], jax.lax.stop_gradient(sums[1])
+
+
+def _product(x: Array, kernel: Array, tied: bool) -> Array:
+    """Logits ``[..., V]`` in float32."""
+    dims = (((x.ndim - 1,), (1 if tied else 0,)), ((), ()))
+    return jax.lax.dot_general(x, kernel, dims, preferred_element_type=jnp.float32)
+
+
+def _losses(logits: Array, targets: Array, z: float) -> tuple[Array, Array, Array]:
+    """A token's loss, its cross-entropy, and logsumexp."""
+    norm = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return norm - chosen + z * norm**2, norm - chosen, norm
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _chunked(x: Array, kernel: Array, targets: Array, weights: Array, step: int, z: float, tied: bool) -> Sums:
+    cast = kernel.astype(x.dtype)
+
+    def one(sums: Sums, chunk: Any) -> tuple[Sums, None]:
+        x, targets, weights = chunk
+        each, entropy, _ = _losses(_product(x, cast, tied), targets, z)
+        return (sums[0] + jnp.sum(each * weights), sums[1] + jnp.sum(entropy * weights)), None
+
+    return jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), _chunks(step, x, targets, weights))[0]
+
+
+def _forward(x: Array, kernel: Array, targets: Array, weights: Array, step: int, z: float, tied: bool) -> Any:
+    cast = kernel.astype(x.dtype)
+
+    def one(carry: Any, chunk: Any) -> Any:
+        total, entropies, slope = carry
+        x, targets, weights = chunk
+        logits = _product(x, cast, tied)
+        each, entropy, norm = _losses(logits, targets, z)
+        hit = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+        shares = jnp.exp(logits - norm[..., None])
+        by_logits = (shares * (1 + 2 * z * norm)[..., None] - hit) * weights[..., None]
+        by_logits = by_logits.astype(x.dtype)
+        by_x = jax.lax.dot_general(
+            by_logits, cast, (((2,), (0 if tied else 1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        pair = (by_logits, x) if tied else (x, by_logits)
+        slope += jax.lax.dot_general(*pair, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
+        sums = total + jnp.sum(each * weights), entropies + jnp.sum(entropy * weights)
+        return (*sums, slope), by_x.astype(x.dtype)
+
+    start = (jnp.zeros(()), jnp.zeros(()), jnp.zeros(kernel.shape, jnp.float32))
+    (total, entropy, slope), by_x = jax.lax.scan(one, start, _chunks(step, x, targets, weights))
+    batch, length, dim = x.shape
+    by_x = jnp.moveaxis(by_x, 0, 1).reshape(batch, -1, dim)[:, :length]
+    return (total, entropy), (by_x, slope.astype(kernel.dtype))
+
+
+def _backward(step: int, z: float, tied: bool, slopes: tuple[Array, Array], by: Sums) -> Any:
+    by_x, by_kernel = slopes
+    return by_x * by[0].astype(by_x.dtype), by_kernel * by[0].astype(by_kernel.dtype), None, None
+
+
+_chunked.defvjp(_forward, _backward)
+
+
+def _chunks(step: int, *arrays: Array) -> tuple[Array, ...]:
+    """``[B, T, …] -> [n, B, step, …]``, filled up with zeros: tokens without weight."""
+
+    def cut(a: Array) -> Array:
+        count = -(-a.shape[1] // step)
+        a = jnp.pad(a, [(0, 0), (0, count * step - a.shape[1]), *[(0, 0)] * (a.ndim - 2)])
+        return jnp.moveaxis(a.reshape(a.shape[0], count, step, *a.shape[2:]), 1, 0)
+
+    return tuple(map(cut, arrays))
+
+
+# Which tokens predict which
+
+
+def check_batch(batch: Batch) -> None:
+    """ValueError for fields that no batch has, and for shapes that differ."""
+    if odd := [name for name in batch if name not in FIELDS]:
+        raise ValueError(f"a batch has no field {odd[0]!r}: only {', '.join(FIELDS)}")
+    if "tokens" not in batch:
+        raise ValueError(f"a batch needs tokens [B, T], got {', '.join(batch) or 'nothing'}")
+    shape = jnp.shape(batch["tokens"])
+    for name, array in batch.items():
+        if len(shape) != 2 or jnp.shape(array) != shape:
+            raise ValueError(
+                f"{name} {list(jnp.shape(array))}: every array of a batch is [B, T], as tokens {list(shape)}"
+            )
+
+
+def real_tokens(batch: Batch) -> Array:
+    """True where there is a token, ``[B, T]``: by the attention mask, and segment 0 is padding."""
+    real = jnp.ones(jnp.shape(batch["tokens"]), bool)
+    if "attention_mask" in batch:
+        real &= jnp.asarray(batch["attention_mask"]) != 0
+    if "segment_ids" in batch:
+        real &= jnp.asarray(batch["segment_ids"]) != 0
+    return real
+
+
+def targets_of(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """What each token is to predict, and 1 where it counts.
+
+    Without ``targets`` that is the next token of the row, where it is real, of the same segment, and in ``loss_mask``.
+    """
+    real = real_tokens(batch)
+    counts = real & (jnp.asarray(batch["loss_mask"]) != 0) if "loss_mask" in batch else real
+    if "targets" in batch:
+        return jnp.asarray(batch["targets"]), counts.astype(jnp.float32)
+    follows = jnp.roll(counts, -1, axis=1) & real & (jnp.arange(real.shape[1]) < real.shape[1] - 1)
+    if "segment_ids" in batch:
+        segment = jnp.asarray(batch["segment_ids"])
+        follows &= jnp.roll(segment, -1, axis=1) == segment
+    return jnp.roll(jnp.asarray(batch["tokens"]), -1, axis=1), follows.astype(jnp.float32)
+
+
+# The whole objective
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """Of one batch: what is minimised; the mean cross-entropy; the tokens that count; the balance and router terms
+    without their weights; every MoE layer's assignments to its experts, and how many found no room."""
+
+    total: Float[Array, ""]
+    cross_entropy: Float[Array, ""]
+    tokens: Float[Array, ""]
+    balance: Float[Array, ""]
+    router_z: Float[Array, ""]
+    load: Int[Array, "L E"]
+    dropped: Int[Array, "L"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """Mean next-token cross-entropy, plus: ``z_loss`` times the mean squared logsumexp of the logits (PaLM; Chowdhery
+    et al. 2022); ``balance`` times the mean of ``balance_loss`` over the MoE layers; ``router_z_loss`` times that of
+    the routers' z-loss."""
+
+    z_loss: float = 0.0
+    balance: float = 0.0
+    balance_loss: Callable[[Routing], Float[Array, ""]] = balancing.switch_loss
+    router_z_loss: float = 0.0
+    head: Head = Chunked()
+
+    def __call__(
+        self,
+        model: CausalLM,
+        batch: Batch,
+        key: Any = None,
+        tokens: Float[Array, ""] | None = None,
+        share: float = 1.0,
+    ) -> tuple[Float[Array, ""], Losses]:
+        """The number to minimise, and what it is made of.
+
+        Of a part of a larger batch, such that the parts' results add up to the batch's: ``tokens``, by which the sum
+        of cross-entropies is divided, are the batch's, and ``share`` is what the part's other terms count.
+        """
+        check_batch(batch)
+        segments = batch.get("segment_ids")
+        mask = real_tokens(batch) if segments is not None or "attention_mask" in batch else None
+        body = model.body(batch["tokens"], mask, batch.get("positions"), segments, None, key)
+        targets, weights = targets_of(batch)
+        count = jnp.maximum(jnp.sum(weights), 1.0) if tokens is None else tokens
+        tied = model.head is None
+        kernel = model.embed.table[...] if model.head is None else model.head.kernel[...]
+        x = body.x
+        if model.strategy.mesh is None:  # the chunks may cut rows anywhere
+            x, targets, weights = (a.reshape(1, -1, *a.shape[2:]) for a in (x, targets, weights))
+        total, entropy = self.head(x, kernel, targets, weights, self.z_loss, tied)
+        total, entropy = total / count, entropy / count
+        infos = [body.infos[i] for i in sorted(body.infos)]
+        even = share * _mean([self.balance_loss(info.routing) for info in infos])
+        router_z = share * _mean([balancing.z_loss(info.routing) for info in infos])
+        total += self.balance * even + self.router_z_loss * router_z
+        experts = infos[0].dispatch.load.shape[-1] if infos else 0
+        load = jnp.stack([info.dispatch.load for info in infos]) if infos else jnp.zeros((0, experts), jnp.int32)
+        dropped = jnp.stack([info.dispatch.dropped for info in infos]) if infos else jnp.zeros((0,), jnp.int32)
+        return total, Losses(total, entropy, jnp.sum(weights), even, router_z, load, dropped)
+
+
+def _mean(values: list[Array]) -> Array:
+    return jnp.mean(jnp.stack(values)) if values else jnp.zeros(())

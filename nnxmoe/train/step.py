@@ -1,0 +1,205 @@
+"""One training step as one compiled program: gradients, the optimizer's update, and the routers' correction bias."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from nnxmoe.convert.table import first_layers
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.moe.balance import updated_bias
+from nnxmoe.moe.router import RouterBias
+from nnxmoe.train.loss import Batch, Losses, Objective, check_batch, targets_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a step changes, or shapes or shardings of it: the number of steps made; what is trained, in float32, and
+    the model's other variables (the routers' bias among them), by their dotted paths; the optimizer's; a random key."""
+
+    step: Any
+    params: dict[str, Any]
+    frozen: dict[str, Any]
+    moments: Any
+    key: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Of one step: its losses, the norm of all gradients before the optimizer, and which parameters' gradients are
+    finite, in the order of ``TrainState.params``. Where one is not, parameters and moments stay as they were."""
+
+    losses: Losses
+    gradient_norm: Float[Array, ""]
+    finite: Bool[Array, "P"]
+
+
+class Step:
+    """``(state, batch) -> (state, report)`` for one model and optimizer; the state is donated.
+
+    ``trainable``: which variables get gradients. ``accumulate``: parts that a batch is cut into, one after the other;
+    gradients are those of the whole. ``bias_rate``: DeepSeek's u, by which the correction bias moves after the
+    optimizer's step (Wang et al. 2024). Parameters are kept in float32; activations have the model's dtype.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        optimizer: optax.GradientTransformation,
+        objective: Objective | None = None,
+        *,
+        trainable: Any = nnx.Param,
+        accumulate: int = 1,
+        bias_rate: float = 0.0,
+    ):
+        if isinstance(accumulate, bool) or accumulate < 1:
+            raise ValueError(f"accumulate={accumulate}: how many parts a batch is cut into, at least 1")
+        self.optimizer, self.objective = optimizer, objective or Objective()
+        self.accumulate, self.bias_rate = accumulate, bias_rate
+        self.mesh = model.strategy.mesh
+        self.graph, params, frozen = nnx.split(model, trainable, ...)
+        self._params, self._frozen = _variables(params), _variables(frozen)
+        if not self._params:
+            raise ValueError("the model has no variable that is trainable")
+        self.dtypes = {name: variable.dtype for name, (_, variable) in self._params.items()}
+        self._places = {
+            name: model.strategy.sharding_of(v) for name, (_, v) in {**self._params, **self._frozen}.items()
+        }
+        self._biases = _biases(model)
+        self._run = jax.jit(self._step, donate_argnums=0, out_shardings=(self.places, None) if self.mesh else None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The trained parameters, as `Report.finite` counts them."""
+        return tuple(self._params)
+
+    def init(self, seed: int = 0) -> TrainState:
+        """The state at the beginning, which shares no array with the model."""
+        return jax.jit(self._init, out_shardings=self.places if self.mesh else None)(
+            _values(self._params), _values(self._frozen), jax.random.key(seed)
+        )
+
+    def shapes(self) -> TrainState:
+        """What `init` returns, as shapes with their shardings."""
+        made = jax.eval_shape(self._init, _values(self._params), _values(self._frozen), jax.random.key(0))
+        if self.mesh is None:
+            return made
+        return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), made, self.places)
+
+    def _init(self, params: dict[str, Array], frozen: dict[str, Array], key: Array) -> TrainState:
+        wide = {name: _wide(value) for name, value in params.items()}
+        copied = {name: jnp.copy(value) for name, value in frozen.items()}
+        return TrainState(jnp.int32(0), wide, copied, self.optimizer.init(wide), key)
+
+    @functools.cached_property
+    def places(self) -> Any:
+        """Where each array of a state lies: moments as their parameters, what has no parameter everywhere."""
+        assert self.mesh is not None
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        shapes = jax.eval_shape(self._init, _values(self._params), _values(self._frozen), jax.random.key(0))
+        params = {name: self._places[name] for name in self._params}
+        moments = optax.tree_map_params(
+            self.optimizer,
+            lambda _, place: place,
+            jax.tree.map(lambda _: everywhere, shapes.moments),
+            params,
+        )
+        return TrainState(everywhere, params, {name: self._places[name] for name in self._frozen}, moments, everywhere)
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
+        """One step; ValueError for a batch that is none."""
+        check_batch(batch)
+        rows = np.shape(batch["tokens"])[0]
+        if rows % self.accumulate:
+            raise ValueError(f"a batch of {rows} rows cannot be cut into accumulate={self.accumulate} parts")
+        return self._run(state, dict(batch))
+
+    def merge(self, params: Mapping[str, Array], frozen: Mapping[str, Array]) -> CausalLM:
+        """The model with these values."""
+        found = [
+            (path, variable.replace(values[name]))
+            for group, values in ((self._params, params), (self._frozen, frozen))
+            for name, (path, variable) in group.items()
+        ]
+        return nnx.merge(self.graph, nnx.from_flat_state(found))
+
+    def model(self, state: TrainState) -> CausalLM:
+        """The model as a state has it, in the dtypes that it had at first."""
+        stored = {name: value.astype(self.dtypes[name]) for name, value in state.params.items()}
+        return self.merge(stored, state.frozen)
+
+    def _step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Report]:
+        key, later = jax.random.split(state.key)
+        grads, losses = self._gradients(state, batch, key)
+        finite = jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in grads.values()])
+        updates, moments = self.optimizer.update(grads, state.moments, state.params)
+        params, good = optax.apply_updates(state.params, updates), jnp.all(finite)
+        params, moments = jax.tree.map(
+            lambda new, old: jnp.where(good, new, old), (params, moments), (state.params, state.moments)
+        )
+        frozen = dict(state.frozen)
+        for name, rows in self._biases.items() if self.bias_rate else ():
+            moved = updated_bias(frozen[name], losses.load[rows], self.bias_rate)
+            frozen[name] = jnp.where(good, moved, frozen[name])
+        report = Report(losses, optax.tree.norm(grads), finite)
+        return TrainState(state.step + 1, params, frozen, moments, later), report
+
+    def _gradients(self, state: TrainState, batch: dict[str, Array], key: Array) -> tuple[dict[str, Array], Losses]:
+        def loss(params: dict[str, Array], part: Any, key: Array, tokens: Array | None) -> Any:
+            return self.objective(self.merge(params, state.frozen), part, key, tokens, 1 / self.accumulate)
+
+        slope = jax.grad(loss, has_aux=True)
+        if self.accumulate == 1:
+            return slope(state.params, batch, key, None)
+        tokens = jnp.maximum(jnp.sum(targets_of(batch)[1]), 1.0)
+        count = self.accumulate
+
+        def add(sums: Any, inputs: Any) -> tuple[Any, None]:
+            part, key = inputs
+            return jax.tree.map(jnp.add, sums, slope(state.params, part, key, tokens)), None
+
+        parts = {name: self._cut(array) for name, array in batch.items()}
+        keys = jax.random.split(key, count)
+        like = jax.eval_shape(slope, state.params, jax.tree.map(lambda a: a[0], parts), key, tokens)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+        (grads, losses), _ = jax.lax.scan(add, zeros, (parts, keys))
+        return grads, losses
+
+    def _cut(self, array: Array) -> Array:
+        """``[B, T] -> [parts, B / parts, T]``: every part has rows of every device."""
+        rows = jnp.asarray(array).reshape(-1, self.accumulate, *array.shape[1:])
+        return jnp.moveaxis(rows, 1, 0)
+
+
+def _wide(value: Array) -> Array:
+    return jnp.array(value, jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else value.dtype, copy=True)
+
+
+def _variables(state: Any) -> dict[str, tuple[Any, nnx.Variable]]:
+    return {".".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)}
+
+
+def _values(variables: Mapping[str, tuple[Any, nnx.Variable]]) -> dict[str, Array]:
+    return {name: variable.get_value() for name, (_, variable) in variables.items()}
+
+
+def _biases(model: CausalLM) -> dict[str, np.ndarray]:
+    """Correction bias -> which rows of the MoE layers' loads are its own: one, or one a layer of a scanned stack."""
+    firsts, numbers = first_layers(model), dict[str, np.ndarray]()
+    found: list[tuple[Any, nnx.Variable]] = list(nnx.to_flat_state(nnx.state(model, RouterBias)))
+    for path, variable in found:
+        first = firsts[path[1]]
+        own = np.arange(variable.shape[0]) if len(variable.shape) > 1 else np.asarray(path[3])
+        numbers[".".join(map(str, path))] = first + own
+    every = np.unique(np.concatenate([np.ravel(n) for n in numbers.values()])) if numbers else np.zeros(0, int)
+    return {name: np.searchsorted(every, found) for name, found in numbers.items()}
