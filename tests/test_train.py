@@ -1,0 +1,289 @@
+"""The training step: MaxText's losses, the chunked head against the whole one, packing, accumulation, bias, memory."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import nnxmoe
+from nnxmoe.convert import maxtext
+from nnxmoe.models import LlamaConfig
+from nnxmoe.moe import balance
+from nnxmoe.moe.router import RouterBias
+from nnxmoe.train.loss import Chunked, Objective, Whole, targets_of
+from nnxmoe.train.step import Step
+from tests.benchmarks import modes
+from tests.helpers import build_tiny, max_error, random_tokens
+from tests.test_maxtext import flat
+
+PLAIN = nnxmoe.Strategy(scan_layers=True)
+
+
+# MaxText's own training
+
+
+def eight_steps(mesh: dict[str, int] | None, accumulate: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The losses of its eight steps, and the parameters after them."""
+    made = None if mesh is None else nnxmoe.make_mesh(**mesh)
+    strategy = dataclasses.replace(PLAIN, mesh=made, remat=nnxmoe.Remat())
+    if mesh is not None and "expert" in mesh:
+        strategy = dataclasses.replace(strategy, dispatch=modes.RAGGED)
+    settings = json.loads((modes.CASE / "train.json").read_text())
+    objective = Objective(head=Chunked(1 << 9))  # 4 tokens at a time on one device
+    model = modes.load("params_step0", strategy)
+    step = Step(model, modes.optimizer(settings), objective, accumulate=accumulate)
+    state, losses = step.init(), []
+    batch = {"tokens": modes.tokens()[:, :-1], "targets": modes.tokens()[:, 1:]}
+    for _ in range(8):
+        state, report = step(state, batch)
+        losses.append(float(report.losses.total))
+        assert bool(report.finite.all()) and float(report.losses.tokens) == 256
+    return losses, flat(maxtext.to_tree(step.model(state)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulate"), [(None, 1), (None, 4), ({"fsdp": 8}, 2), ({"fsdp": 2, "expert": 4}, 1)]
+)
+def test_eight_steps_are_maxtexts(mesh: Any, accumulate: int, eight: Callable[..., Any]) -> None:
+    losses, params = (eight if mesh else lambda f, *a: f(*a))(eight_steps, mesh, accumulate)
+    wanted = json.loads((modes.CASE / "train.json").read_text())["losses"]
+    np.testing.assert_allclose(losses, wanted, rtol=0, atol=5e-6)
+    theirs = load_file(modes.CASE / "params_step8.safetensors")
+    assert params.keys() == theirs.keys()
+    apart = np.concatenate([np.abs(params[name] - theirs[name]).ravel() for name in theirs])
+    print("differences at 50, 99, 99.9, 100 %:", np.quantile(apart, [0.5, 0.99, 0.999, 1.0]))
+    assert np.mean(apart < 1e-4) >= 0.999
+
+
+# The head
+
+
+def head_case(seed: int, tied: bool, dtype: Any, shape: tuple[int, int]) -> tuple[Any, ...]:
+    rng, dim, vocab = np.random.default_rng(seed), 12, 37
+    x = jnp.asarray(rng.normal(size=(*shape, dim)), dtype)
+    kernel = jnp.asarray(rng.normal(size=(vocab, dim) if tied else (dim, vocab)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, vocab, shape), jnp.int32)
+    return x, kernel, targets, jnp.asarray(rng.random(shape) * (rng.random(shape) > 0.3), jnp.float32)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "logits"), [((1, 23), 1), ((1, 23), 37 * 5), ((3, 7), 37 * 6), ((2, 5), 1 << 20), ((1, 1), 40)]
+)
+def test_the_chunked_head_is_the_whole_one(shape: tuple[int, int], logits: int, tied: bool) -> None:
+    """Lengths that the chunks do not divide, tokens without weight, a z-loss."""
+    x, kernel, *rest = head_case(0, tied, jnp.float32, shape)
+    runs = [
+        jax.jit(jax.value_and_grad(lambda x, k, head=head: head(x, k, *rest, 1e-2, tied), (0, 1), has_aux=True))
+        for head in (Whole(), Chunked(logits))
+    ]
+    ((one, entropy), grads), ((other, entropy_2), grads_2) = (run(x, kernel) for run in runs)
+    assert abs(one - other) < 1e-6 * max(1, abs(one)) and abs(entropy - entropy_2) < 1e-6 * max(1, abs(entropy))
+    assert all(max_error(a, b) < 1e-5 for a, b in zip(grads, grads_2, strict=True))
+    assert Chunked(logits)(x, kernel, *rest, 1e-2, tied)[0] == pytest.approx(float(one), rel=1e-6)  # without gradients
+
+
+def test_bfloat16_activations_keep_a_float32_gradient_of_the_head() -> None:
+    x, kernel, *rest = head_case(1, False, jnp.bfloat16, (2, 9))
+    runs = [
+        jax.grad(lambda x, k, head=head: head(x, k, *rest, 0.0, False)[0], (0, 1)) for head in (Whole(), Chunked(99))
+    ]
+    (by_x, by_kernel), (by_x_2, by_kernel_2) = (run(x, kernel) for run in runs)
+    assert by_x.dtype == by_x_2.dtype == jnp.bfloat16 and by_kernel.dtype == by_kernel_2.dtype == jnp.float32
+    assert max_error(by_x, by_x_2) < 0.05 and max_error(by_kernel, by_kernel_2) < 0.05
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_never_all_there(tied: bool) -> None:
+    """128k words, 8k tokens: an eighth of the temporary bytes at most, beyond the head's own gradient."""
+    vocab, dim, length = 128_000, 64, 8192
+
+    def temporary(head: Any) -> int:
+        def total(x: Any, kernel: Any, targets: Any, weights: Any) -> Any:
+            return head(x, kernel, targets, weights, 1e-4, tied)[0]
+
+        kernel = (vocab, dim) if tied else (dim, vocab)
+        shapes = [((1, length, dim), "bfloat16"), (kernel, "float32"), ((1, length), "int32"), ((1, length), "float32")]
+        given = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+        return jax.jit(jax.grad(total, (0, 1))).lower(*given).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(Chunked()) - vocab * dim * 4 < temporary(Whole()) / 8
+
+
+# Which tokens predict which
+
+
+def test_targets() -> None:
+    batch = {
+        "tokens": np.array([[1, 2, 3, 4, 5, 0], [6, 7, 8, 9, 1, 2]]),
+        "segment_ids": np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]]),
+        "loss_mask": np.array([[1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 0, 1]]),
+    }
+    targets, counts = targets_of(batch)
+    assert targets[0, :5].tolist() == [2, 3, 4, 5, 0]
+    assert counts.tolist() == [[1, 1, 0, 1, 0, 0], [0, 0, 1, 0, 1, 0]]
+    given = {"tokens": batch["tokens"], "targets": batch["tokens"], "loss_mask": batch["loss_mask"]}
+    assert targets_of(given)[1].tolist() == batch["loss_mask"].tolist()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3"])
+def test_packed_documents_are_documents_alone(kind: str) -> None:
+    """The same loss and gradients, whoever shares the row; also the routers' losses."""
+    model = build_tiny(kind, PLAIN)
+    lengths, rng = [5, 3, 8, 1, 6], np.random.default_rng(0)
+    documents = [rng.integers(0, 53, n) for n in lengths]
+    fields = {name: np.zeros((2, 13), np.int32) for name in ("tokens", "segment_ids", "positions")}
+    for row, members in enumerate([[0, 2], [1, 3, 4]]):
+        at = 0
+        for segment, i in enumerate(members):
+            part = slice(at, at + lengths[i])
+            fields["tokens"][row, part], fields["segment_ids"][row, part] = documents[i], segment + 1
+            fields["positions"][row, part] = np.arange(lengths[i])
+            at += lengths[i]
+    alone = {name: np.zeros((5, 8), np.int32) for name in ("tokens", "attention_mask")}
+    for i, document in enumerate(documents):
+        alone["tokens"][i, : lengths[i]], alone["attention_mask"][i, : lengths[i]] = document, 1
+    objective = Objective(z_loss=1e-3, balance=0.1, router_z_loss=1e-2)
+    one, other = (gradients(model, objective, batch) for batch in (fields, alone))
+    assert abs(one[0] - other[0]) < 1e-6 * 5
+    for name, grad in one[1].items():
+        assert max_error(grad, other[1][name]) < 1e-5, name
+
+
+def gradients(model: nnxmoe.CausalLM, objective: Objective, batch: Any) -> tuple[Any, dict[str, Any]]:
+    step = Step(model, optax.sgd(1.0), objective)
+    state = step.init()
+    grads, losses = jax.jit(step._gradients)(state, batch, state.key)
+    return losses.total, grads
+
+
+def test_parts_of_a_batch_add_up_to_it() -> None:
+    """Though they have different numbers of tokens that count."""
+    model = build_tiny("mixtral", PLAIN)
+    tokens = random_tokens(6, 9)
+    mask = (np.arange(9) < np.array([[9], [2], [5], [7], [1], [9]])).astype(np.int32)
+    batch, objective = {"tokens": tokens, "attention_mask": mask}, Objective(z_loss=1e-2)
+    states = []
+    for parts in (1, 2, 3, 6):
+        step = Step(model, optax.sgd(0.1), objective, accumulate=parts)
+        state, report = step(step.init(), batch)
+        states.append((state.params, report.losses.cross_entropy, report.losses.load, report.losses.tokens))
+    for other in states[1:]:
+        for a, b in zip(jax.tree.leaves(states[0]), jax.tree.leaves(other), strict=True):
+            assert max_error(a, b) < 1e-5
+
+
+# The routers' bias, and numbers that are not finite
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_bias_is_moved_by_the_load_alone(scan: bool) -> None:
+    """After the optimizer's step, by the rate, towards the mean load; no decay and no gradient touch it."""
+    model = build_tiny("deepseek_v3", nnxmoe.Strategy(scan_layers=scan))
+    before = nnx.to_flat_state(nnx.state(model, RouterBias))
+    step = Step(model, optax.adamw(0.1, weight_decay=0.9), bias_rate=0.25)
+    state = step.init()
+    assert not any("bias" in name and "router" in name for name in step.names)
+    state, report = step(state, {"tokens": random_tokens(3, 11)})
+    after = dict(nnx.to_flat_state(nnx.state(step.model(state), RouterBias)))
+    row = 0
+    for path, variable in before:
+        values, moved = (np.atleast_2d(np.asarray(v.get_value())) for v in (variable, after[path]))
+        for old, new in zip(values, moved, strict=True):
+            wanted = balance.updated_bias(jnp.asarray(old), report.losses.load[row], 0.25)
+            np.testing.assert_array_equal(new, wanted)
+            row += 1
+    assert row == len(report.losses.load) == 2 and int(report.losses.load.sum()) == 2 * 33 * 3
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named() -> None:
+    model = build_tiny("llama", PLAIN)
+    model.stacks[0].layer.mlp.down.kernel.set_value(
+        model.stacks[0].layer.mlp.down.kernel.get_value().at[1, 3].set(jnp.nan)
+    )
+    step = Step(model, optax.adam(0.1))
+    start = step.init()
+    state, report = step(step.init(), {"tokens": random_tokens(2, 6)})
+    assert not bool(report.finite.all()) and len(report.finite) == len(step.names)
+    for name, value in state.params.items():
+        np.testing.assert_array_equal(value, start.params[name])
+    jax.tree.map(np.testing.assert_array_equal, state.moments, start.moments)
+
+
+# Dtypes and memory
+
+
+def test_bfloat16_models_have_float32_masters() -> None:
+    """Small updates add up; the model that comes out has its dtypes again."""
+    model = build_tiny("mixtral", nnxmoe.Strategy())
+    fields = {"tokens": random_tokens(2, 7)}
+    narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(model))
+    nnx.update(model, narrow)
+    model.dtype = jnp.dtype(jnp.bfloat16)
+    step = Step(model, optax.sgd(1e-5))
+    state = step.init()
+    assert {value.dtype for value in state.params.values()} == {jnp.dtype(jnp.float32)}
+    first = {name: np.asarray(value) for name, value in state.params.items()}
+    for _ in range(3):
+        state, _ = step(state, fields)
+    assert all((np.asarray(value) != first[name]).any() for name, value in state.params.items() if "kernel" in name)
+    out = step.model(state)
+    assert {v.dtype for _, v in nnx.to_flat_state(nnx.state(out))} == {jnp.dtype(jnp.bfloat16)}
+    assert out(fields["tokens"]).logits.dtype == jnp.float32 and out.dtype == jnp.bfloat16
+
+
+def temporary_bytes(layers: int) -> int:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4
+    )
+    strategy = nnxmoe.Strategy(scan_layers=True, remat=nnxmoe.Remat())
+    step = Step(nnxmoe.models.Llama(config, strategy, rngs=nnx.Rngs(0)), optax.sgd(0.1))
+    batch = {"tokens": jax.ShapeDtypeStruct((4, 128), jnp.int32)}
+    program = step._run.lower(step.shapes(), batch).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def test_a_layer_more_costs_its_input() -> None:
+    """And its gradients, which the update needs at once; nothing else of a scanned layer is kept."""
+    sizes = {layers: temporary_bytes(layers) for layers in (4, 8, 16, 32)}
+    weights = 4 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64)
+    inputs = 4 * 128 * 64 * 4
+    growth = (sizes[32] - sizes[4]) / 28
+    print("temporary bytes:", sizes, "a layer:", growth, "its input:", inputs, "its gradients:", weights)
+    assert growth <= inputs + weights
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": np.ones((2, 3), int)}, "a batch has no field 'input_ids': only tokens"),
+        ({"loss_mask": np.ones((2, 3), int)}, r"a batch needs tokens \[B, T\], got loss_mask"),
+        ({"tokens": np.ones(3, int)}, r"tokens \[3\]: every array of a batch is \[B, T\]"),
+        ({"tokens": np.ones((2, 3), int), "targets": np.ones((2, 2), int)}, r"targets \[2, 2\]: every array"),
+        ({"tokens": np.ones((3, 3), int)}, "3 rows cannot be cut into accumulate=2 parts"),
+    ],
+)
+def test_batches_that_are_none(batch: Any, message: str) -> None:
+    step = Step(build_tiny("llama", PLAIN), optax.sgd(0.1), accumulate=2)
+    with pytest.raises(ValueError, match=message):
+        step(step.init(), batch)
+
+
+def test_settings_that_are_none() -> None:
+    model = build_tiny("llama", PLAIN)
+    for wrong, message in (({"accumulate": 0}, "accumulate=0"), ({"trainable": nnx.BatchStat}, "no variable")):
+        with pytest.raises(ValueError, match=message):
+            Step(model, optax.sgd(0.1), **wrong)
+    with pytest.raises(ValueError, match="at least 1"):
+        Chunked(0)
