@@ -76,6 +76,7 @@ class Step:
             name: model.strategy.sharding_of(v) for name, (_, v) in {**self._params, **self._frozen}.items()
         }
         self._biases = _biases(model)
+        self._moving = [n for n, (_, v) in self._frozen.items() if isinstance(v, RouterBias | nnx.RngState)]
         self._run = jax.jit(self._step, donate_argnums=0, out_shardings=(self.places, None) if self.mesh else None)
 
     @property
@@ -123,6 +124,25 @@ class Step:
         if rows % self.accumulate:
             raise ValueError(f"a batch of {rows} rows cannot be cut into accumulate={self.accumulate} parts")
         return self._run(state, dict(batch))
+
+    def losses(self, state: TrainState, batch: Batch) -> Losses:
+        """Of a batch, without a step."""
+        return self.objective(self.merge(state.params, state.frozen), batch)[1]
+
+    def saved(self, state: TrainState) -> dict[str, Any]:
+        """What a checkpoint needs of a state: not what stays as it is in the model, such as what adapters adapt."""
+        moments = {
+            jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.moments)
+        }
+        moving = {name: state.frozen[name] for name in self._moving}
+        return {"step": state.step, "key": state.key, "params": state.params, "moving": moving, "moments": moments}
+
+    def restored(self, arrays: Mapping[str, Any], start: TrainState) -> TrainState:
+        """The state that was saved, the rest of it from the beginning's."""
+        leaves = list(arrays["moments"].values())
+        moments = jax.tree.unflatten(jax.tree.structure(start.moments), leaves)
+        frozen = {**start.frozen, **arrays["moving"]}
+        return TrainState(arrays["step"], dict(arrays["params"]), frozen, moments, arrays["key"])
 
     def merge(self, params: Mapping[str, Array], frozen: Mapping[str, Array]) -> CausalLM:
         """The model with these values."""

@@ -1,0 +1,294 @@
+"""Training as one call: steps, checkpoints that a killed run goes on from, evaluation, and what to say meanwhile."""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from nnxmoe.axes import batch_axes, shards
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.moe.balance import utilisation
+from nnxmoe.processes import deadline
+from nnxmoe.progress import logger
+from nnxmoe.train.checkpoint import Checkpoints
+from nnxmoe.train.lora import LoRAParam
+from nnxmoe.train.loss import Batch, Objective, check_batch
+from nnxmoe.train.speed import peak_flops, token_flops
+from nnxmoe.train.step import Report, Step, TrainState
+
+Metrics = dict[str, float]
+
+
+class NotFinite(ValueError):
+    """Gradients that are NaN or infinite; the message names the parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What a callback is told after a step: ``metrics`` of it, and ``load``, the shares ``[L, E]`` of the MoE layers'
+    assignments that went to each expert."""
+
+    step: int
+    steps: int
+    metrics: Metrics
+    load: np.ndarray
+    model: Callable[[], CausalLM]
+
+
+class Callback(Protocol):
+    """Returns True to end the training after this step."""
+
+    def __call__(self, progress: Progress) -> bool | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """The trained model; the metrics of every step of this call; and the state, with the optimizer's moments."""
+
+    model: CausalLM
+    history: list[Metrics]
+    state: TrainState
+
+
+def fit(
+    model: CausalLM,
+    data: Iterable[Batch],
+    *,
+    optimizer: optax.GradientTransformation,
+    steps: int,
+    checkpoint: str | os.PathLike[str] | None = None,
+    save_every: int = 100,
+    keep: int = 3,
+    mesh: Mesh | None = None,
+    objective: Objective | None = None,
+    accumulate: int = 1,
+    bias_rate: float = 0.0,
+    trainable: Any = None,
+    evaluate: Iterable[Batch] | None = None,
+    evaluate_every: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    seed: int = 0,
+) -> Fitted:
+    """Train a model for ``steps`` steps in all, and return it; the one given keeps its values.
+
+    ``data``: batches (see `train.loss`); one that can be gone through again is, when it ends. ``checkpoint``: a folder;
+    with what an earlier call wrote there the training goes on, to the bit: ``data`` that has ``get_state`` and
+    ``set_state`` (grain's, `train.data`) is set to where it was, other data is gone through up to there.
+    ``trainable``: which variables; default the adapters where the model has any, else all of `nnx.Param`.
+    ``evaluate``: batches whose cross-entropy is a metric every ``evaluate_every`` steps and at the end.
+    Raises NotFinite for gradients that are not, and ValueErrors for what cannot be.
+    """
+    if isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"steps={steps}: how many in all, at least 1")
+    model = model if mesh is None else on_mesh(model, mesh)
+    if trainable is None:
+        trainable = LoRAParam if jax.tree.leaves(nnx.state(model, LoRAParam)) else nnx.Param
+    step = Step(model, optimizer, objective, trainable=trainable, accumulate=accumulate, bias_rate=bias_rate)
+    kept = contextlib.nullcontext() if checkpoint is None else Checkpoints(checkpoint, keep, save_every)
+    with kept as checkpoints:
+        run = _Run(step, _Source(data), checkpoints, steps, seed)
+        judge = None if evaluate is None else _Judge(step, evaluate, evaluate_every)
+        return run.go(judge, callbacks)
+
+
+def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
+    """The same model with its arrays spread over a mesh."""
+    graph, state = nnx.split(model)
+    model = nnx.merge(graph, state)
+    model.strategy = dataclasses.replace(model.strategy, mesh=mesh)
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module) and hasattr(node, "mesh"):
+            node.mesh = mesh
+    flat = [
+        (p, v.replace(jax.device_put(v.get_value(), model.strategy.sharding_of(v))))
+        for p, v in nnx.to_flat_state(state)
+    ]
+    nnx.update(model, nnx.from_flat_state(flat))
+    return model
+
+
+class _Source:
+    """The batches, and where in them we are: the data's own state, or how many were taken."""
+
+    def __init__(self, data: Iterable[Batch]) -> None:
+        self.data, self.taken = data, 0
+        self.batches: Iterator[Batch] = iter(data)
+
+    def next(self) -> tuple[Batch, dict[str, Any]]:
+        """A batch, and the position after it."""
+        batch = next(self.batches, None)
+        if batch is None and iter(self.data) is not self.data:
+            self.batches = iter(self.data)
+            batch = next(self.batches, None)
+        if batch is None:
+            raise ValueError(f"the data ended after {self.taken} batches: give more, or fewer steps")
+        self.taken += 1
+        return batch, self.position()
+
+    def position(self) -> dict[str, Any]:
+        """What `go_to` takes."""
+        own = self.batches.get_state() if _resumes(self.batches) else None
+        return {"taken": self.taken, "state": own}
+
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        """Where another run was."""
+        if position["state"] is not None:
+            if not _resumes(self.batches):
+                raise ValueError("the checkpoint has the position of data that could be resumed: give the same data")
+            self.batches.set_state(position["state"])
+            self.taken = position["taken"]
+            return
+        if position["taken"]:
+            logger.warning("the data has no set_state: going through %d batches again", position["taken"])
+        while self.taken < position["taken"]:
+            self.next()
+
+
+def _resumes(batches: Any) -> bool:
+    return hasattr(batches, "get_state") and hasattr(batches, "set_state")
+
+
+class _Judge:
+    """Mean cross-entropy of held-out batches."""
+
+    def __init__(self, step: Step, data: Iterable[Batch], every: int | None) -> None:
+        self.step, self.data, self.every = step, data, every
+        self.losses = jax.jit(lambda state, batch: step.losses(state, batch))
+
+    def due(self, step: int, last: bool) -> bool:
+        return last or (self.every is not None and step % self.every == 0)
+
+    def __call__(self, state: TrainState) -> float:
+        found = [self.losses(state, placed(batch, self.step.mesh)) for batch in self.data]
+        weights = [float(losses.tokens) for losses in found]
+        if not sum(weights):
+            raise ValueError("evaluate: the data has no tokens that count")
+        return float(np.average([float(losses.cross_entropy) for losses in found], weights=weights))
+
+
+class _Run:
+    """From the last checkpoint, or the start, to the last step."""
+
+    def __init__(self, step: Step, source: _Source, checkpoints: Checkpoints | None, steps: int, seed: int) -> None:
+        self.step, self.source, self.checkpoints, self.steps = step, source, checkpoints, steps
+        self.first = 0 if checkpoints is None else checkpoints.latest() or 0
+        self.state = self._restored(seed) if self.first else step.init(seed)
+        self.flops = token_flops(step.model(self.state))
+        self.peak = peak_flops(step.mesh)
+
+    def go(self, judge: _Judge | None, callbacks: Sequence[Callback]) -> Fitted:
+        history: list[Metrics] = []
+        bar = tqdm(total=self.steps, initial=self.first, desc="training", unit="step", disable=jax.process_index() > 0)
+        with bar:
+            for number in range(self.first + 1, self.steps + 1):
+                started = time.perf_counter()
+                batch, position = self.source.next()
+                with deadline("a training step"):
+                    self.state, report = self.step(self.state, placed(batch, self.step.mesh))
+                    report = jax.device_get(report)
+                self._refuse_nonfinite(report, number)
+                metrics = self._metrics(report, number, time.perf_counter() - started, np.size(batch["tokens"]))
+                stop = self._after(number, position, metrics, report, judge, callbacks)
+                history.append(metrics)
+                bar.set_postfix(_shown(metrics), refresh=False)
+                bar.update()
+                if stop:
+                    break
+        return Fitted(self.step.model(self.state), history, self.state)
+
+    def _after(
+        self,
+        number: int,
+        position: dict[str, Any],
+        metrics: Metrics,
+        report: Report,
+        judge: _Judge | None,
+        callbacks: Sequence[Callback],
+    ) -> bool:
+        """Evaluation, callbacks and checkpoint; whether this was the last step."""
+        last = number == self.steps
+        if judge is not None and judge.due(number, last):
+            metrics["evaluation"] = judge(self.state)
+        load = np.asarray(report.losses.load, np.float64)
+        load = load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
+        told = Progress(number, self.steps, metrics, load, lambda: self.step.model(self.state))
+        stop = any([callback(told) is True for callback in callbacks])
+        if self.checkpoints is not None:
+            self.checkpoints.save(number, self.step.saved(self.state), {"data": position}, force=last or stop)
+        return last or stop
+
+    def _restored(self, seed: int) -> TrainState:
+        assert self.checkpoints is not None
+        start = self.step.init(seed)
+        arrays, extra = self.checkpoints.restore(self.first, self.step.saved(self.step.shapes()))
+        self.source.go_to(extra["data"])
+        logger.info("going on from step %d of %s", self.first, self.checkpoints.folder)
+        return self.step.restored(arrays, start)
+
+    def _refuse_nonfinite(self, report: Report, number: int) -> None:
+        odd = [name for name, good in zip(self.step.names, report.finite, strict=True) if not good]
+        if odd:
+            where = "" if self.checkpoints is None else f"; the last checkpoint is of step {self.checkpoints.latest()}"
+            raise NotFinite(
+                f"step {number}: the gradients of {', '.join(odd[:5])}{' …' if len(odd) > 5 else ''} "
+                f"({len(odd)} of {len(self.step.names)} parameters) are NaN or infinite, the loss is "
+                f"{float(report.losses.total):.4g}: lower the learning rate, clip, or look at the batch{where}"
+            )
+
+    def _metrics(self, report: Report, number: int, seconds: float, tokens: int) -> Metrics:
+        losses = report.losses
+        metrics = {
+            "step": number,
+            "loss": float(losses.total),
+            "cross_entropy": float(losses.cross_entropy),
+            "tokens": float(losses.tokens),
+            "gradient_norm": float(report.gradient_norm),
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+        }
+        if self.peak is not None:
+            metrics["mfu"] = self.flops * tokens / seconds / self.peak
+        if len(losses.load):
+            used = utilisation(losses.load, losses.dropped)
+            metrics |= {
+                "balance": float(losses.balance),
+                "router_z": float(losses.router_z),
+                "busiest_expert": float(np.max(used.busiest)),
+                "idle_experts": int(np.sum(used.idle)),
+                "dropped": float(np.max(used.dropped)),
+            }
+        return metrics
+
+
+def placed(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
+    """A batch where the step wants it: rows over the mesh; of several processes each gives its own rows."""
+    check_batch(batch)
+    if mesh is None:
+        return {name: jax.numpy.asarray(array) for name, array in batch.items()}
+    rows, parts = np.shape(batch["tokens"])[0] * jax.process_count(), shards(mesh, batch_axes(mesh))
+    if rows % parts:
+        raise ValueError(f"a batch of {rows} rows does not divide over the {parts} parts of {dict(mesh.shape)}")
+    place = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
+    return {name: jax.make_array_from_process_local_data(place, np.asarray(a)) for name, a in batch.items()}
+
+
+def _shown(metrics: Metrics) -> dict[str, str]:
+    """The part of the metrics that fits in a line."""
+    names = {
+        "loss": "{:.4f}",
+        "tokens_per_second": "{:.0f}",
+        "seconds": "{:.3f}",
+        "mfu": "{:.1%}",
+        "busiest_expert": "{:.2f}",
+    }
+    short = {"tokens_per_second": "tok/s", "seconds": "s", "busiest_expert": "busiest"}
+    return {short.get(name, name): form.format(metrics[name]) for name, form in names.items() if name in metrics}
