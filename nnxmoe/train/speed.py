@@ -1,4 +1,4 @@
-"""How much a training step computes, and how much a device could: model FLOPs utilisation (PaLM; Chowdhery et al. 2022)."""
+"""What a training step computes, and what a device could: model FLOPs utilisation (PaLM; Chowdhery et al. 2022)."""
 
 import math
 
