@@ -1,0 +1,1 @@
+"""Training: loss, step, fit, LoRA, data, checkpoints."""
