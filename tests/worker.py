@@ -25,6 +25,7 @@ from nnxmoe.convert import maxtext, orbax_folder, write
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.generation.decode import generate_tokens
 from nnxmoe.processes import deadline, initialize
+from nnxmoe.train.checkpoint import Checkpoints
 
 HF_CASES = Path(__file__).parent / "data" / "hf"
 DEVICES = 4
@@ -137,6 +138,51 @@ def full_disk(*_: Any, **__: Any) -> Any:
     raise CheckpointError("cannot write: No space left on device")
 
 
+def checkpoints(out: Path) -> None:
+    """Saves of arrays that no process holds alone; what is there is restored on another mesh; refusals reach all."""
+    rows = NamedSharding(nnxmoe.make_mesh(fsdp=-1), PartitionSpec("fsdp"))
+    others = NamedSharding(nnxmoe.make_mesh(fsdp=2, tensor=2), PartitionSpec("fsdp", "tensor"))
+    everywhere = NamedSharding(rows.mesh, PartitionSpec())
+    host = np.arange(48, dtype=np.float32).reshape(8, 6)
+    key = jax.jit(lambda: jax.random.key(7), out_shardings=everywhere)()
+
+    def arrays(step: int) -> dict[str, jax.Array]:
+        return {"a": jax.make_array_from_callback(host.shape, rows, lambda at: host[at] + step), "k": key}
+
+    with Checkpoints(out / "run", keep=2) as kept:
+        assert kept.latest() is None
+        for step in range(1, 5):
+            assert kept.save(step, arrays(step), {"at": step})
+        kept.wait()
+        assert kept.latest() == 4
+        for wrong, message in ((jnp.ones((8, 6)), "lies on devices of this process only"), (key, "has dtype")):
+            try:
+                kept.save(5, {"a": wrong, "k": key})
+            except CheckpointError as error:
+                assert message in str(error), error
+            else:
+                raise AssertionError("it was saved")
+    like = {"a": jax.ShapeDtypeStruct(host.shape, jnp.float32, sharding=others), "k": key}
+    found, extra = kept.restore(3, like)
+    assert extra == {"at": 3} and found["a"].sharding == others
+    for shard in found["a"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, host[shard.index] + 3)
+    refused(out)
+
+
+def refused(out: Path) -> None:
+    """Errors of the first process are errors of all."""
+    (out / "foreign").mkdir(exist_ok=True)
+    (out / "foreign" / "mine").touch()
+    one = jax.jit(lambda: jnp.ones(4), out_shardings=NamedSharding(nnxmoe.make_mesh(fsdp=-1), PartitionSpec()))()
+    try:
+        Checkpoints(out / "foreign").save(1, {"a": one})
+    except CheckpointError as error:
+        assert "holds mine" in str(error), error
+    else:
+        raise AssertionError("it was saved")
+
+
 # What goes wrong
 
 
@@ -184,6 +230,8 @@ def main(out: Path, task: str, *plans: str) -> None:
                 np.savez(out / f"{plan} {jax.process_index()}", **numbers(plan))
                 if jax.process_count() > 1:
                     saved(plan, out)
+        case "checkpoint":
+            checkpoints(out)
         case "cannot save":
             cannot_save(out)
         case "step with a limit":

@@ -102,7 +102,7 @@ def handler(*kinds: tuple[type, Any]) -> Any:
 @contextlib.contextmanager
 def _writer(folder: Path, bar: Any) -> Iterator[Any]:
     """A handler that writes; at the end CheckpointError where it could not."""
-    _check(folder)
+    check_name(folder)
     writers = _HostWriter(bar), _SpreadWriter(bar, enable_write_sharding_file=False)
     failure: BaseException | None = None
     try:
@@ -113,16 +113,16 @@ def _writer(folder: Path, bar: Any) -> Iterator[Any]:
         writers[0].stop(error)
         raise
     if failure := writers[0].failure or writers[1].failure or failure:
-        raise CheckpointError(f"cannot write: {_gist(failure)}; make room, or choose another folder") from failure
+        raise CheckpointError(f"cannot write: {gist(failure)}; make room, or choose another folder") from failure
 
 
-def _gist(error: BaseException) -> str:
+def gist(error: BaseException) -> str:
     """The beginning and the end of what may be long."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) < 400 else f"{text[:150]} … {text[-200:]}"
 
 
-def _check(folder: Path) -> None:
+def check_name(folder: Path) -> None:
     """The library below cannot name every file that Python can."""
     if "\\" in str(folder) or not str(folder).isprintable():
         raise CheckpointError(
@@ -172,7 +172,7 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, Later]:
     """Name -> array of the tree in a folder; of the branches ``tops`` only, the first of which must be there."""
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{folder} holds no Orbax checkpoint: it has no _METADATA")
-    _check(folder)
+    check_name(folder)
     reader = handler((np.ndarray, _Opener()))
     with _readable(folder):
         stored: dict[str, Any] = dict(reader.metadata(folder).tree)
@@ -197,7 +197,7 @@ def _readable(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = f"{folder} is damaged, or no checkpoint that Orbax reads: {_gist(error)}; copy it again"
+        text = f"{folder} is damaged, or no checkpoint that Orbax reads: {gist(error)}; copy it again"
         raise CheckpointError(text) from error
 
 

@@ -31,7 +31,7 @@ def shared_folder(folder: str | os.PathLike[str], overwrite: bool | None = None)
         return
     with contextlib.ExitStack() as stack:
         with deadline("waiting for the first process to make a folder"):
-            stage = Path(_from_first(lambda: str(stack.enter_context(new_folder(folder, overwrite)))))
+            stage = Path(from_first(lambda: str(stack.enter_context(new_folder(folder, overwrite)))))
         failure: Exception | None = None
         try:
             if not stage.is_dir():
@@ -42,11 +42,11 @@ def shared_folder(folder: str | os.PathLike[str], overwrite: bool | None = None)
         except Exception as error:
             failure = error
         with deadline("waiting for the other processes to save"):
-            _all_went_well(failure)
-            _from_first(lambda: str(stack.close()))
+            all_went_well(failure)
+            from_first(lambda: str(stack.close()))
 
 
-def _from_first(make: Callable[[], str]) -> str:
+def from_first(make: Callable[[], str]) -> str:
     """What the first process makes, for all of them; its error, for all of them."""
     text, failure = "", None
     if jax.process_index() == 0:
@@ -64,7 +64,7 @@ def _from_first(make: Callable[[], str]) -> str:
     return text
 
 
-def _all_went_well(failure: Exception | None) -> None:
+def all_went_well(failure: Exception | None) -> None:
     failed = np.ravel(multihost_utils.process_allgather(np.asarray([failure is not None])))
     if failure is not None:
         raise failure

@@ -1,0 +1,86 @@
+"""A folder of checkpoints for one run at a time, cleared of what killed runs left there."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from nnxmoe.convert.source import CheckpointError
+from nnxmoe.files import some
+from nnxmoe.progress import logger
+from nnxmoe.train.step_folder import MARKER, VERSION, finished, steps_in
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_OURS = re.compile(r"(0|[1-9][0-9]*)(\.orbax-checkpoint-tmp.*|\.damaged(-[0-9]+)?)?")
+
+
+def claim(folder: Path) -> int:
+    """Make a folder ours to write to, until the descriptor is closed; refuses a folder that holds anything else."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [name for name in os.listdir(folder) if not name.startswith(".")]
+        own = [name for name in names if _OURS.fullmatch(name) and (folder / name).is_dir()]
+        others = [name for name in names if name != MARKER and (name not in own or (folder / name).is_symlink())]
+        if others or (own and MARKER not in names):
+            raise CheckpointError(
+                f"{folder} holds {some(sorted(others or own))}, which is no checkpoint of this kind: "
+                "give a new or empty folder, or move that away"
+            )
+        descriptor = os.open(folder / MARKER, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(descriptor, folder)
+            if os.fstat(descriptor).st_size == 0:
+                os.write(descriptor, json.dumps({"version": VERSION}).encode() + b"\n")
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error}; make room, or choose another folder") from error
+    return descriptor
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    """For one process at a time; the system takes the lock away when the process ends, however that happens."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"{folder}: another process, or another Checkpoints in this one, saves there: end it, or choose "
+            "another folder"
+        ) from None
+    except OSError as error:
+        logger.warning("%s cannot be locked (%s): let no second run save there", folder, error)
+
+
+def tidy(folder: Path, keep: int) -> None:
+    """Remove what killed processes left: saves begun, steps half deleted. Damaged steps are set aside."""
+    remove_unfinished(folder)
+    whole = set(finished(folder))
+    for step in steps_in(folder):
+        path = folder / str(step)
+        if step in whole:
+            continue
+        if sum(other > step for other in whole) >= keep:
+            shutil.rmtree(path)
+        else:
+            aside = next(name for i in range(10**6) if not (name := _aside(path, i)).exists())
+            path.rename(aside)
+            logger.warning("%s is set aside as %s: look into it, or delete it", path, aside.name)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What no process writes to any more; several may try."""
+    for path in folder.glob("*.orbax-checkpoint-tmp*"):
+        if _OURS.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _aside(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.damaged" + (f"-{number}" if number else ""))

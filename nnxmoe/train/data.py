@@ -1,0 +1,197 @@
+"""Batches for training from a file of texts or chats: packed, shuffled, and resumed where they were left.
+
+    data = batches("chats.jsonl", tokenizer, batch_size=8, seq_len=512)
+    next(data)  # {"tokens", "loss_mask", "segment_ids", "positions"}: int32 [8, 512]
+
+With grain, for its workers and transformations: ``grain.MapDataset.source(Rows(documents, 512)).shuffle(…).batch(8)``.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from nnxmoe.files import short
+from nnxmoe.generation.text import Tokenizer
+from nnxmoe.progress import logger
+from nnxmoe.train.documents import Document, Documents
+from nnxmoe.train.jsonl import DataError
+from nnxmoe.train.packing import Row, fill, pieces, place
+
+_WINDOW = 64  # rows' worth of tokens that are packed together
+_VERSION = 1
+_TOLD = 10  # warnings about single lines
+Batch = dict[str, np.ndarray]
+
+
+def batches(
+    path: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    pack: bool = True,
+    epochs: int | None = None,
+    share: tuple[int, int] | None = None,
+) -> "Batches":
+    """`Batches` of the documents in a JSONL file. Raises DataError (a ValueError) that names the line."""
+    documents = Documents(path, tokenizer)
+    return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, pack=pack, epochs=epochs, share=share)
+
+
+class Batches(Iterator[Batch]):
+    """Batches of int32 [B, T] arrays, without end or for so many ``epochs``; the same for the same seed and data.
+
+    The documents of an epoch, in an order drawn from ``seed``, are packed some 64 rows at a time; a text longer than
+    ``seq_len`` is split, a chat is cut (`pieces`). An epoch begins in the batch in which the one before ends; the very
+    last batch is filled up with padding. ``share``: (number of this process, of how many), by default JAX's: each gets
+    its rows of every batch, and all make the same calls. `get_state` and `set_state` are those of grain's iterators.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        batch_size: int,
+        seq_len: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        pack: bool = True,
+        epochs: int | None = None,
+        share: tuple[int, int] | None = None,
+    ) -> None:
+        share = (jax.process_index(), jax.process_count()) if share is None else share
+        least = {"batch_size": (batch_size, 1), "seq_len": (seq_len, 2), "seed": (seed, 0)}
+        for name, (value, low) in (least | ({} if epochs is None else {"epochs": (epochs, 1)})).items():
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**32:
+                raise ValueError(f"{name}={value!r}: give a whole number from {low}")
+        if not 0 <= share[0] < share[1] or batch_size % share[1]:
+            raise ValueError(f"batch_size={batch_size} cannot be shared as {share}: use a multiple of the processes")
+        self.documents, self.batch_size, self.seq_len = documents, batch_size, seq_len
+        self.seed, self.shuffle, self.pack, self.epochs, self.share = seed, shuffle, pack, epochs, share
+        self._epoch, self._start, self._row = 0, 0, 0  # of the next row; its window begins at document _start
+        self._window: list[list[Document]] | None = None
+        self._stop = 0  # the document after the window
+        self._order: tuple[int, np.ndarray] | None = None
+        self._identity: dict[str, Any] | None = None
+        self._told: set[int] = set()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        rows = []
+        while len(rows) < self.batch_size and (row := self._next_row()) is not None:
+            rows.append(row)
+        if not rows:
+            raise StopIteration
+        rows += [[]] * (self.batch_size - len(rows))
+        mine = self.batch_size // self.share[1]
+        pad = self.documents.tokenizer.pad_token_id or 0
+        filled = [fill(row, self.seq_len, pad) for row in rows[self.share[0] * mine :][:mine]]
+        return {name: np.stack([row[name] for row in filled]) for name in filled[0]}
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the next batch begins, and of which data: small, and JSON can hold it. The same in all processes."""
+        position = {"epoch": self._epoch, "document": self._start, "row": self._row}
+        return {"version": _VERSION, "data": self._settings(), "position": position}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where `get_state` was called, bit for bit; DataError where that was with other data or settings."""
+        if state.get("version") != _VERSION or not isinstance(state.get("data"), Mapping):
+            raise DataError(f"{short(dict(state))} is no state of these batches: give what get_state returned")
+        theirs, ours = state["data"], self._settings()
+        other = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+        if other:
+            what = ", ".join(f"{name} was {short(theirs.get(name))}, is {short(ours.get(name))}" for name in other)
+            raise DataError(
+                f"{self.documents.lines.path}: this state is of other data or settings ({what}): go on with the same, "
+                "or begin anew"
+            )
+        given = state.get("position")
+        position: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
+        numbers = position.keys() == {"epoch", "document", "row"} and all(type(at) is int for at in position.values())
+        if not numbers or min(position.values()) < 0:
+            raise DataError(f"position {short(given)} is none of these batches: give what get_state returned")
+        self._epoch, self._start, self._row = position["epoch"], position["document"], position["row"]
+        self._window = None
+
+    def _settings(self) -> dict[str, Any]:
+        self._identity = self._identity or self.documents.identity()
+        names = ("batch_size", "seq_len", "seed", "shuffle", "pack")
+        return self._identity | {name: getattr(self, name) for name in names}
+
+    def _next_row(self) -> list[Document] | None:
+        """The documents of the next row; None at the end."""
+        while self.epochs is None or self._epoch < self.epochs:
+            if self._start >= len(self.documents):
+                self._epoch, self._start = self._epoch + 1, 0
+                continue
+            if self._window is None:
+                self._window, self._stop = self._packed(self._start)
+            if self._row < len(self._window):
+                self._row += 1
+                return self._window[self._row - 1]
+            if self._start == 0 and self._stop >= len(self.documents) and not self._window:
+                raise DataError(
+                    f"{self.documents.lines.path}: no chat has an answer in its first {self.seq_len} tokens"
+                )
+            self._start, self._row, self._window = self._stop, 0, None
+        return None
+
+    def _packed(self, start: int) -> tuple[list[list[Document]], int]:
+        """The rows of the window that begins at a document of this epoch, and where the next one begins."""
+        found: list[Document] = []
+        tokens, stop = 0, start
+        while stop < len(self.documents) and tokens < _WINDOW * self.seq_len:
+            index = self._index(stop)
+            document = self.documents[index]
+            parts = list(pieces(document, self.seq_len))
+            tokens, stop = tokens + sum(len(part.tokens) for part in parts), stop + 1
+            found += parts
+            self._tell(index, document)
+        if not self.pack:
+            return [[part] for part in found], stop
+        rows = place([len(part.tokens) for part in found], self.seq_len)
+        return [[found[i] for i in row] for row in rows], stop
+
+    def _index(self, at: int) -> int:
+        """The document at a place in this epoch's order, which no version of NumPy changes."""
+        if not self.shuffle:
+            return at
+        order = self._order
+        if order is None or order[0] != self._epoch:
+            numbers = np.random.RandomState([self.seed, self._epoch])
+            order = self._order = self._epoch, numbers.permutation(len(self.documents))
+        return int(order[1][at])
+
+    def _tell(self, index: int, document: Document) -> None:
+        if document.chat and len(document.tokens) > self.seq_len and index not in self._told:
+            self._told.add(index)
+            if len(self._told) <= _TOLD:
+                what = "cut" if document.learnt[: self.seq_len].any() else "left out, as no answer is within them"
+                where, count = self.documents.lines.where(index), len(document.tokens)
+                logger.warning("%s: a chat of %d tokens, with rows of %d, is %s", where, count, self.seq_len, what)
+            if len(self._told) == _TOLD:
+                logger.warning("further chats that are too long are not told")
+
+
+class Rows(Sequence[Row]):
+    """One document a row, as arrays int32 [T], by number: a source for ``grain.MapDataset``.
+
+    A longer text is cut here as a chat is; one without an answer in its beginning is all padding.
+    """
+
+    def __init__(self, documents: Documents, seq_len: int) -> None:
+        self.documents, self.seq_len = documents, seq_len
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: Any) -> Row:
+        first = list(pieces(self.documents[index], self.seq_len))[:1]
+        return fill(first, self.seq_len, self.documents.tokenizer.pad_token_id or 0)

@@ -1,0 +1,52 @@
+"""Documents of all lengths into rows of one length."""
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from nnxmoe.train.documents import Document
+
+Row = dict[str, np.ndarray]
+
+
+def pieces(document: Document, length: int) -> Iterator[Document]:
+    """What of a document goes into rows: a longer text in several pieces, of a longer chat the beginning.
+
+    The rest of a chat would be learnt without what it answers. Nothing where its beginning has no answer.
+    """
+    if document.chat:
+        if document.learnt[:length].any():
+            yield Document(document.tokens[:length], document.learnt[:length], True)
+        return
+    for start in range(0, len(document.tokens), length):
+        part = slice(start, start + length)
+        yield Document(document.tokens[part], document.learnt[part], False)
+
+
+def place(sizes: Iterable[int], length: int) -> list[list[int]]:
+    """Rows of numbers of pieces: each piece, in order, goes into the fullest row that has room for it."""
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # of the rows that are not full: room, row; sorted
+    for number, size in enumerate(sizes):
+        at = bisect.bisect_left(rooms, (size, -1))
+        room, row = rooms.pop(at) if at < len(rooms) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        if room > size:
+            bisect.insort(rooms, (room - size, row))
+    return rows
+
+
+def fill(documents: Sequence[Document], length: int, pad: int) -> Row:
+    """One row [T] of every array of a batch; ``segment_ids`` count from 1, 0 is padding; ``positions`` begin anew."""
+    names = ("tokens", "loss_mask", "segment_ids", "positions")
+    row = {name: np.full(length, pad if name == "tokens" else 0, np.int32) for name in names}
+    start = 0
+    for number, document in enumerate(documents, 1):
+        span = slice(start, start + len(document.tokens))
+        row["tokens"][span], row["loss_mask"][span] = document.tokens, document.learnt
+        row["segment_ids"][span], row["positions"][span] = number, np.arange(len(document.tokens))
+        start = span.stop
+    return row

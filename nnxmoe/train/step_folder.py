@@ -1,0 +1,120 @@
+"""What a folder of checkpoints holds, and whether a step in it is whole: ``step.json`` lists its arrays and files.
+
+``checkpoints.json`` marks the folder as ours; ``12/`` is step 12, ``12/arrays/`` its arrays as Orbax keeps them;
+``12.orbax-checkpoint-tmp/`` is being written or was left by a killed process; ``12.damaged/`` was set aside.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from nnxmoe.convert.source import CheckpointError
+from nnxmoe.files import read_object, short, some
+from nnxmoe.progress import logger
+from nnxmoe.train.named_arrays import Signature
+
+MARKER = "checkpoints.json"
+MANIFEST = "step.json"
+ARRAYS = "arrays"
+VERSION = 1
+_STEP = re.compile(r"0|[1-9][0-9]*")
+_BLOCK = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Of one step: name -> (shape, dtype) of its arrays; the implementations of random keys; what else was given."""
+
+    signature: Signature
+    keys: dict[str, str]
+    extra: dict[str, Any]
+    files: dict[str, list[int]]
+
+
+def write_manifest(folder: Path, step: int, signature: Signature, keys: Mapping[str, str], extra: Any) -> None:
+    """Into the folder of a step, when all else of it is written; the disk has everything when this returns."""
+    paths = sorted(path for path in (folder / ARRAYS).rglob("*") if path.is_file())  # Orbax will change other files
+    with ThreadPoolExecutor(8) as pool:
+        files = dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(_sealed, paths), strict=True))
+    content = {"version": VERSION, "step": step, "arrays": signature, "keys": dict(keys), "extra": extra}
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(content | {"files": files}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sealed(path: Path) -> list[int]:
+    """Size and checksum of a file that is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return [path.stat().st_size, _checksum(path)]
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def read_manifest(folder: Path, step: int) -> Manifest:
+    """Of a finished step; CheckpointError where a file of it is missing or of another size."""
+    remedy = "the step is not whole: use another one"
+    content = read_object(folder / MANIFEST, remedy, CheckpointError, limit=1 << 30)
+    if content.get("version") != VERSION or content.get("step") != step:
+        got = f"version {short(content.get('version'))}, step {short(content.get('step'))}"
+        raise CheckpointError(f"{folder / MANIFEST}: {got} is not version {VERSION}, step {step}; {remedy}")
+    try:
+        manifest = Manifest(
+            {str(name): (tuple(map(int, shape)), str(dtype)) for name, (shape, dtype) in content["arrays"].items()},
+            {str(name): str(kind) for name, kind in content["keys"].items()},
+            dict(content["extra"]),
+            {str(name): [int(size), int(checksum)] for name, (size, checksum) in content["files"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST}: {type(error).__name__}: {error}; {remedy}") from error
+    for name, (size, _) in manifest.files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes, not {size}"
+            raise CheckpointError(f"{folder / name} {what}; {remedy}")
+    return manifest
+
+
+def check_contents(folder: Path, files: Mapping[str, Sequence[int]]) -> None:
+    """CheckpointError that names the files of a step whose bytes are not those that were written."""
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda name: _checksum(folder / name), files)
+        damaged = [name for name, value in zip(files, found, strict=True) if value != files[name][1]]
+    if damaged:
+        raise CheckpointError(
+            f"{folder}: {some(damaged)} does not hold what was written there: the disk, or a copy, damaged it; "
+            "restore another step"
+        )
+
+
+def finished(folder: Path) -> Iterator[int]:
+    """The finished steps in a folder, the newest first; a newer one that is not whole is told."""
+    any_yet = False
+    for step in steps_in(folder):
+        try:
+            read_manifest(folder / str(step), step)
+        except CheckpointError as error:
+            if not any_yet:
+                logger.warning("step %d is passed over: %s", step, error)
+            continue
+        any_yet = True
+        yield step
+
+
+def steps_in(folder: Path) -> list[int]:
+    names = os.listdir(folder) if folder.is_dir() else []
+    found = [int(name) for name in names if _STEP.fullmatch(name) and (folder / name).is_dir()]
+    return sorted(found, reverse=True)

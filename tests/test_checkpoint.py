@@ -1,0 +1,474 @@
+"""Checkpoints of training: bit for bit what was saved, on any mesh, and never half of it, whatever happens."""
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nnxmoe
+from nnxmoe.convert.source import CheckpointError
+from nnxmoe.train import checkpoint as checkpoint_module
+from nnxmoe.train.checkpoint import Checkpoints
+from tests.test_processes import Launch
+
+Tree = dict[str, Any]
+
+
+def tree(step: int) -> Tree:
+    """Arrays of every kind, all of which say their step."""
+    bits = jnp.asarray([0x7FC00123 + step, 0x80000000, 0xFFC00001], jnp.uint32)
+    return {
+        "params": {"a": jnp.full((6, 4), step, jnp.float32), "b.c": {"d": jnp.full(5, step, jnp.bfloat16)}},
+        "moments": {"0": jnp.arange(4000.0).reshape(40, 100) + step, "nan": jax.lax.bitcast_convert_type(bits, float)},
+        "low": {
+            "f8": jnp.full(3, step, jnp.float8_e4m3fn),
+            "i4": jnp.arange(4, dtype=jnp.int4),
+            "no": jnp.ones((0, 3)),
+        },
+        "step": jnp.int32(step),
+        "keys": {"old": jax.random.PRNGKey(step), "new": jax.random.key(step), "more": keys(step)},
+    }
+
+
+def keys(step: int) -> jax.Array:
+    return jax.random.split(jax.random.key(step, impl="rbg"), 3)
+
+
+def shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def bits(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    return str(array.dtype), tuple(array.shape), np.asarray(data).tobytes()
+
+
+def same(one: Tree, other: Tree) -> None:
+    """Dtypes, shapes and bits."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        assert bits(a) == bits(b), path
+
+
+def filled(folder: Path, steps: int = 2, **options: Any) -> Checkpoints:
+    with Checkpoints(folder, **options) as checkpoints:
+        for step in range(1, steps + 1):
+            assert checkpoints.save(step, tree(step), {"seen": step})
+    return checkpoints
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# What comes back
+
+
+def test_bit_for_bit(tmp_path: Path) -> None:
+    checkpoints = filled(tmp_path / "run")
+    assert checkpoints.latest() == 2
+    for step in (1, 2):
+        arrays, extra = checkpoints.restore(step, shapes(tree(0)))
+        same(arrays, tree(step))
+        assert extra == {"seen": step}
+        assert jax.random.key_impl(arrays["keys"]["more"]) == jax.random.key_impl(keys(0))
+    arrays, _ = checkpoints.restore(2, tree(0))  # arrays say as much as their shapes
+    same(arrays, tree(2))
+    nowhere = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree(0))
+    same(checkpoints.restore(1, nowhere)[0], tree(1))
+
+
+def test_donated_at_once(tmp_path: Path) -> None:
+    """The copy is made before `save` returns: the next step of training writes over the arrays."""
+    grow = jax.jit(lambda x: jax.tree.map(lambda a: a + 1, x), donate_argnums=0)
+    values = {"a": jnp.zeros((1000, 1000)), "b": jnp.zeros((8,), jnp.int32)}
+    with Checkpoints(tmp_path / "run", keep=9) as checkpoints:
+        for step in range(5):
+            checkpoints.save(step, values)
+            values = grow(values)
+            values = grow(values)
+    for step in range(5):
+        arrays, _ = checkpoints.restore(step, values)
+        assert all(np.all(np.asarray(x) == 2 * step) for x in arrays.values())
+
+
+def test_every_and_keep(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "run", keep=2, every=3) as checkpoints:
+        assert checkpoints.latest() is None and not (tmp_path / "run").exists()
+        assert [step for step in range(12) if checkpoints.save(step, tree(step))] == [0, 3, 6, 9]
+        assert checkpoints.save(11, tree(11), force=True) and not checkpoints.save(11, tree(11), force=True)
+        checkpoints.wait()
+        assert listing(tmp_path / "run") == ["11", "9", "checkpoints.json"]
+        with pytest.raises(CheckpointError, match=r"holds step 11, and step 6 comes before it: resume"):
+            checkpoints.save(6, tree(6))
+    with Checkpoints(tmp_path / "run", keep=1) as again:
+        assert again.latest() == 11 and not again.save(11, tree(11))
+        assert again.save(12, tree(12))
+    assert listing(tmp_path / "run") == ["12", "checkpoints.json"]
+
+
+def on_other_meshes(folder: Path) -> None:
+    """In a process with eight devices: saved on one mesh, restored on others, each with a layout of its own."""
+    host = {"a": np.arange(64.0, dtype=np.float32).reshape(8, 8), "b": np.arange(16, dtype=np.float32)}
+
+    def like(rows: str | None, columns: str | None, **sizes: int) -> Tree:
+        mesh = nnxmoe.make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
+        spec = {"a": PartitionSpec(rows, columns), "b": PartitionSpec(columns), "k": PartitionSpec()}
+        return {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec[name]))
+            for name, shape, dtype in (("a", (8, 8), jnp.float32), ("b", (16,), jnp.float32), ("k", (), key.dtype))
+        }
+
+    key = jax.random.key(5)
+    start = like("fsdp", "tensor", fsdp=4, tensor=2)
+    arrays = {name: jax.device_put(x, start[name].sharding) for name, x in (host | {"k": key}).items()}
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, arrays)
+    for other in (start, like("tensor", None, tensor=8), like(None, "fsdp", fsdp=2), like(None, None, data=1)):
+        found, _ = checkpoints.restore(1, other)
+        same(found, arrays)
+        assert all(found[name].sharding == other[name].sharding for name in other)
+
+
+def test_another_mesh(tmp_path: Path, eight: Callable[..., Any]) -> None:
+    eight(on_other_meshes, tmp_path / "run")
+
+
+def test_two_processes_save_what_one_restores(tmp_path: Path) -> None:
+    with Launch(tmp_path, 2, "checkpoint", devices=2) as job:
+        job.finish(120)
+    checkpoints = Checkpoints(tmp_path / "run")
+    assert checkpoints.latest() == 4 and listing(tmp_path / "run") == ["3", "4", "checkpoints.json"]
+    like = {"a": jax.ShapeDtypeStruct((8, 6), jnp.float32), "k": jax.ShapeDtypeStruct((), jax.random.key(0).dtype)}
+    arrays, extra = checkpoints.restore(4, like)
+    np.testing.assert_array_equal(arrays["a"], np.arange(48, dtype=np.float32).reshape(8, 6) + 4)
+    assert extra == {"at": 4} and bits(arrays["k"]) == bits(jax.random.key(7))
+
+
+# What does not fit
+
+
+def test_every_misfit_is_listed(tmp_path: Path) -> None:
+    checkpoints = filled(tmp_path / "run", 1)
+    like = shapes(tree(0))
+    del like["step"]
+    like["params"]["new"] = like["params"].pop("a")
+    like["low"]["i4"] = jax.ShapeDtypeStruct((4,), jnp.int8)
+    like["moments"]["0"] = jax.ShapeDtypeStruct((100, 40), jnp.float32)
+    like["keys"]["new"] = jax.ShapeDtypeStruct((), jax.random.key(0, impl="rbg").dtype)
+    with pytest.raises(ValueError) as caught:
+        checkpoints.restore(1, like)
+    said = str(caught.value).splitlines()
+    assert str(tmp_path / "run" / "1") in said[0]
+    assert [line.strip() for line in said[1:]] == [
+        "keys/new has dtype key<fry>, not key<rbg>",
+        "low/i4 has dtype int4, not int8",
+        "moments/0 has shape [40, 100], not [100, 40]",
+        "params/a [6, 4] float32 is too much",
+        "params/new [6, 4] float32 is missing",
+        "step [] int32 is too much",
+    ]
+
+
+def test_part_of_what_is_there_cannot_be_saved(tmp_path: Path) -> None:
+    """Only adapters, or no moments: the next resume would lack the rest."""
+    run = tmp_path / "run"
+    filled(run, 1)
+    part = tree(2)
+    del part["moments"]
+    for steps in (1, 2):
+        with Checkpoints(run) as checkpoints:
+            if steps == 2:
+                checkpoints.save(2, tree(2))
+            with pytest.raises(CheckpointError, match=r"step 3 is not saved: .*\n  moments/0 \[40, 100\].* is missing"):
+                checkpoints.save(3, part)
+            with pytest.raises(CheckpointError, match=r"\n  more \[\] float32 is too much"):
+                checkpoints.save(3, tree(3) | {"more": jnp.float32(0)})
+        assert checkpoints.latest() == steps
+
+
+def test_steps_that_are_not_there(tmp_path: Path) -> None:
+    checkpoints = filled(tmp_path / "run", 1)
+    with pytest.raises(CheckpointError, match=r"run/7/step\.json: No such file"):
+        checkpoints.restore(7, tree(0))
+    assert Checkpoints(tmp_path / "nowhere").latest() is None and listing(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: {}, "there are none"),
+        (lambda: {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}, "a has no values"),
+        (lambda: {"a/b": jnp.ones(1)}, "the key 'a/b' must be a str"),
+        (lambda: {"a": {"": jnp.ones(1)}}, "the key '' in a must be a str"),
+        (lambda: {"a": {"b": {1: jnp.ones(1)}}}, "the key 1 in a/b must be a str"),
+        (lambda: {"a": {"b": 1.0}}, "a/b is a float: give nested dicts of jax arrays"),
+        (lambda: {"a": {"b": None}}, "a/b is a NoneType"),
+        (lambda: {"a": np.ones(2)}, "a is a ndarray"),
+    ],
+)
+def test_arrays_that_cannot_be_saved(tmp_path: Path, make: Callable[[], Tree], message: str) -> None:
+    with Checkpoints(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.save(0, make())
+    donated = jnp.ones(3)
+    donated.delete()
+    with Checkpoints(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match="or it was donated"):
+        checkpoints.save(0, {"a": donated})
+
+
+@pytest.mark.parametrize("extra", [{"a": float("nan")}, {"a": (1, 2)}, {1: 2}, {"a": np.int32(1)}, {"a": {1, 2}}])
+@pytest.mark.wrong_types
+def test_extra_that_json_cannot_hold(tmp_path: Path, extra: Any) -> None:
+    with Checkpoints(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match="JSON"):
+        checkpoints.save(0, tree(0), extra)
+
+
+@pytest.mark.wrong_types
+def test_numbers_that_make_no_sense(tmp_path: Path) -> None:
+    for options in ({"keep": 0}, {"every": 0}, {"keep": True}, {"every": 1.5}, {"keep": None}):
+        with pytest.raises(ValueError, match=r"give a whole number from 1"):
+            Checkpoints(tmp_path, **options)  # pyright: ignore
+    for step in (-1, True, 1.0, np.int64(3)):
+        with pytest.raises(ValueError, match=r"give a whole number from 0"):
+            Checkpoints(tmp_path).save(step, tree(0))  # pyright: ignore
+
+
+# Folders of others, and two at once
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model", "5", "5.orbax-checkpoint-tmp", "5.tmp"])
+def test_folders_that_hold_something_else(tmp_path: Path, name: str) -> None:
+    """Refused, and left as they were; hidden files of the system do no harm."""
+    run = tmp_path / "run"
+    (run / name).mkdir(parents=True)
+    (run / name / "mine").write_text("mine")
+    with (
+        Checkpoints(run) as checkpoints,
+        pytest.raises(CheckpointError, match=rf"holds {name}, which is no checkpoint"),
+    ):
+        checkpoints.save(5, tree(5))
+    assert listing(run) == [name] and (run / name / "mine").read_text() == "mine"
+    shutil.rmtree(run / name)
+    (run / ".DS_Store").touch()
+    filled(run, 1)
+    (run / "late.txt").write_text("mine")
+    with Checkpoints(run) as checkpoints, pytest.raises(CheckpointError, match=r"holds late\.txt"):
+        checkpoints.save(5, tree(5))
+    assert listing(run) == [".DS_Store", "1", "checkpoints.json", "late.txt"]
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    first, second = Checkpoints(tmp_path / "run"), Checkpoints(tmp_path / "run")
+    first.save(0, tree(0))
+    with pytest.raises(CheckpointError, match=r"another process, or another Checkpoints in this one, saves there"):
+        second.save(1, tree(1))
+    first.wait()
+    assert second.latest() == 0, "reading is for everyone"
+    first.close()
+    assert second.save(1, tree(1))
+    second.close()
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    run = tmp_path_factory.mktemp("sound") / "run"
+    filled(run, 3)
+    yield run
+
+
+def test_a_file_that_is_cut_or_gone(sound: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever file of a step it is: the step before is the latest, and saving goes on from there."""
+    files = [path.relative_to(sound) for path in (sound / "3").rglob("*") if path.is_file()]
+    ours = [path for path in files if path.parts[1] in ("arrays", "step.json")]
+    assert len(ours) >= 6
+    for number, file in enumerate(ours):
+        for cut in (True, False):
+            run = tmp_path / f"{number} {cut}"
+            shutil.copytree(sound, run)
+            data = (run / file).read_bytes()
+            (run / file).write_bytes(data[:-1]) if cut else (run / file).unlink()
+            checkpoints = Checkpoints(run)
+            assert checkpoints.latest() == 2 and f"step 3 is passed over: {run}" in caplog.text
+            with pytest.raises(CheckpointError, match="the step is not whole"):
+                checkpoints.restore(3, tree(0))
+            caplog.clear()
+    with Checkpoints(run) as checkpoints:
+        assert checkpoints.save(3, tree(3))
+    same(checkpoints.restore(3, tree(0))[0], tree(3))
+    assert listing(run) == ["1", "2", "3", "3.damaged", "checkpoints.json"]
+
+
+def test_files_that_only_orbax_needs(sound: Path, tmp_path: Path) -> None:
+    for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+        for content in (None, b"", b"{"):
+            run = tmp_path / "run"
+            shutil.rmtree(run, ignore_errors=True)
+            shutil.copytree(sound, run)
+            (run / "3" / name).unlink() if content is None else (run / "3" / name).write_bytes(content)
+            with Checkpoints(run, keep=2) as checkpoints:
+                assert checkpoints.latest() == 3
+                same(checkpoints.restore(3, tree(0))[0], tree(3))
+                assert checkpoints.save(4, tree(4))
+            assert checkpoints.latest() == 4
+
+
+def test_a_bit_that_flips(sound: Path, tmp_path: Path) -> None:
+    """The size says nothing; the checksum does."""
+    run = tmp_path / "run"
+    shutil.copytree(sound, run)
+    largest = max((run / "3" / "arrays").rglob("*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{largest.name} does not hold what was written there.*another step"):
+        Checkpoints(run).restore(3, tree(0))
+    same(Checkpoints(run).restore(2, tree(0))[0], tree(2))
+
+
+def test_what_killed_runs_leave(sound: Path, tmp_path: Path) -> None:
+    """Saves that were begun, steps half deleted, a step of another number: none is taken for a finished one."""
+    run = tmp_path / "run"
+    shutil.copytree(sound, run)
+    shutil.copytree(run / "3", run / "4.orbax-checkpoint-tmp")
+    shutil.copytree(run / "3", run / "5")
+    (run / "6").mkdir()
+    shutil.rmtree(run / "1" / "arrays")
+    assert Checkpoints(run, keep=2).latest() == 3
+    assert len(listing(run)) == 7, "reading changes nothing"
+    with Checkpoints(run, keep=2) as checkpoints:
+        assert checkpoints.save(4, tree(4))
+    assert listing(run) == ["3", "4", "5.damaged", "6.damaged", "checkpoints.json"]
+
+
+# Disks that are full
+
+
+def in_small_files(run: Path, pipe: Connection) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    pipe.send("go")
+    checkpoints = Checkpoints(run)
+    checkpoints.save(1, tree(1))
+    checkpoints.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    for act in (checkpoints.wait, lambda: checkpoints.save(3, tree(3))):
+        assert checkpoints.save(2, tree(2))
+        try:
+            act()
+        except CheckpointError as error:
+            assert f"cannot write step 2 to {run}" in str(error) and "File too large" in str(error), error
+        else:
+            os._exit(4)
+        assert listing(run) == ["1", "checkpoints.json"] and checkpoints.latest() == 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert checkpoints.save(2, tree(2))
+    checkpoints.close()
+    same(checkpoints.restore(2, tree(0))[0], tree(2))
+    os._exit(3)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The next call says so; what was written of the step is removed, and it can be saved once there is room."""
+    assert apart(in_small_files, tmp_path / "run")[0] == 3
+
+
+def test_a_seal_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path / "run", 1)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with (
+        pytest.raises(CheckpointError, match=r"cannot write step 2 .*No space left"),
+        Checkpoints(tmp_path / "run") as c,
+    ):
+        monkeypatch.setattr(checkpoint_module, "write_manifest", full)
+        assert c.save(2, tree(2))
+    assert Checkpoints(tmp_path / "run").latest() == 1
+
+
+# Kills
+
+
+def apart(function: Callable[..., None], *arguments: Any, kill_after: float | None = None) -> tuple[int, list[Any]]:
+    """Runs a function in another process, killed this long after its first message; exit code, messages."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_checkpoint"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=function, args=(*arguments, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(60), "the process never began"
+        said = [ours.recv()]
+        if kill_after is not None:
+            time.sleep(kill_after)
+            assert process.pid
+            os.kill(process.pid, signal.SIGKILL)
+        process.join(60)
+        while ours.poll():
+            try:
+                said.append(ours.recv())
+            except EOFError:
+                break
+        assert process.exitcode is not None
+        return process.exitcode, said
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def state(step: int) -> Tree:
+    """Made without compiling anything."""
+    numbers = np.random.default_rng(step)
+    host = {"params": numbers.normal(size=(200, 300)), "key": numbers.integers(0, 2**32, 2, np.uint32), "step": step}
+    return jax.device_put({name: np.asarray(x) for name, x in host.items()})
+
+
+def train_for_ever(run: Path, pipe: Connection) -> None:
+    """Resumes, and saves every step."""
+    with Checkpoints(run, keep=2) as checkpoints:
+        step = checkpoints.latest() or 0
+        pipe.send(step)
+        while True:
+            step += 1
+            checkpoints.save(step, state(step), {"seen": step})
+            pipe.send(step)
+
+
+def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
+    """What is the latest afterwards is whole, and at most the one step that was being written is lost."""
+    run, moments, seen, midway = tmp_path / "run", random.Random(0), set(), 0
+    for _ in range(30):
+        code, said = apart(train_for_ever, run, kill_after=moments.uniform(0, 0.5))
+        assert code == -signal.SIGKILL
+        checkpoints = Checkpoints(run, keep=2)
+        latest = checkpoints.latest()
+        if latest is None:
+            assert said[-1] <= 1
+            continue
+        assert said[0] <= said[-1] - (len(said) > 1) <= latest <= said[-1] + 1
+        arrays, extra = checkpoints.restore(latest, state(0))
+        same(arrays, state(latest))
+        assert extra == {"seen": latest}
+        seen.add(latest)
+        midway += any("tmp" in name for name in listing(run))
+    assert len(seen) > 10 and midway > 10, "hardly a kill came in the middle of a save"
+    assert json.loads((run / "checkpoints.json").read_text()) == {"version": 1}
