@@ -44,6 +44,8 @@ RULES: Rules = FrozenDict(
         "norm": None,
         "router": None,
         "layers": None,
+        "rank": None,  # of an adapter
+        "gate_up": None,  # two maps side by side
     }
 )
 

@@ -27,7 +27,7 @@ from nnxmoe.convert.restore import activations_dtype
 from nnxmoe.convert.safetensors import dtype_code
 from nnxmoe.convert.side_files import check_generation, parse_config, write_side_files
 from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.table import Entry, Piece, entries
+from nnxmoe.convert.table import Entry, Piece, entries, parameters
 from nnxmoe.convert.together import gathered, held, holders, shared_folder
 from nnxmoe.convert.write import Tensors, write_shares
 from nnxmoe.files import short
@@ -153,7 +153,7 @@ def save_pretrained(
 
 def arrays(model: CausalLM) -> dict[str, tuple[Later, list[int]]]:
     """Name -> tensor, made of a model's parameters when it is asked for, and which processes hold all of it."""
-    values, divided = dict(nnx.to_flat_state(nnx.state(model))), np.float32(query_divisor(model))
+    values, divided = dict(parameters(model)), np.float32(query_divisor(model))
     found: dict[str, tuple[Later, list[int]]] = {}
     for entry in entries(model, model.hf_table):
         factor = divided if entry.key.startswith("layer.attention.q.") else np.float32(1)

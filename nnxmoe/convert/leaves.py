@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from nnxmoe.axes import axes_of, partition_spec
-from nnxmoe.convert.table import Path, first_layers, table_key
+from nnxmoe.convert.table import Path, first_layers, parameters, table_key
 from nnxmoe.convert.together import AnyArray, apart
 from nnxmoe.layers.causal_lm import CausalLM
 
@@ -112,7 +112,7 @@ Describe = Callable[[str, Path, int | None, tuple[int, ...]], tuple[str, Leaf]]
 def collect(model: CausalLM, describe: Describe) -> dict[str, Leaf]:
     """Name -> leaf for every parameter of a model."""
     firsts, found = first_layers(model), dict[str, Leaf]()
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
+    for path, variable in parameters(model):
         key, first = table_key(path, firsts)
         own = "layers" in variable.get_metadata()["axes"]
         for i in range(variable.shape[0]) if own else [None]:
@@ -125,7 +125,7 @@ def collect(model: CausalLM, describe: Describe) -> dict[str, Leaf]:
 
 def made_of(model: CausalLM, leaves: Mapping[str, Leaf], change: Change, dtype: Any = None) -> dict[str, Later]:
     """Name -> array of every leaf, made of parameters when it is asked for; ``dtype`` None: in their own."""
-    values: dict[Path, Array] = {path: v.get_value() for path, v in nnx.to_flat_state(nnx.state(model))}
+    values: dict[Path, Array] = {path: v.get_value() for path, v in parameters(model)}
     for path, value in values.items():
         if isinstance(value, jax.ShapeDtypeStruct):
             name = ".".join(map(str, path))

@@ -26,7 +26,7 @@ from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.restore import abstract, restore
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.table import Path, TableError, first_layers
+from nnxmoe.convert.table import Path, TableError, first_layers, parameters
 from nnxmoe.convert.together import shared_folder
 from nnxmoe.files import absolute, some
 from nnxmoe.layers.causal_lm import CausalLM
@@ -43,7 +43,7 @@ _ROTATED = ("layer.attention.q.", "layer.attention.k.")
 
 def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
     """MaxText's name -> what it is made of, for every parameter of a model. TableError for one without a name there."""
-    variables: dict[Path, nnx.Variable] = dict(nnx.to_flat_state(nnx.state(model)))
+    variables: dict[Path, nnx.Variable] = dict(parameters(model))
 
     def describe(key: str, path: Path, number: int | None, inner: tuple[int, ...]) -> tuple[str, Leaf]:
         if key not in model.maxtext_table:

@@ -14,6 +14,9 @@ from typing import Any
 
 from flax import nnx
 
+from nnxmoe.files import some
+from nnxmoe.layers.lora import Kept, LoRAParam
+
 Table = Mapping[str, tuple[str, ...]]
 Path = tuple[Any, ...]
 
@@ -79,7 +82,7 @@ def entries(model: nnx.Module, table: Table, names: Container[str] | None = None
     """
     firsts = first_layers(model)
     found = []
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
+    for path, variable in parameters(model):
         key, layers = table_key(path, firsts)
         if key not in table:
             raise TableError(f"the parameter {key} has no row in the table of {type(model).__name__}")
@@ -93,6 +96,20 @@ def entries(model: nnx.Module, table: Table, names: Container[str] | None = None
             pieces += _pieces(table[key], layer, (i,) if stacked else (), count, names)
         found.append(Entry(path, key, shape, axes, meta["inputs"], tuple(pieces)))
     return found
+
+
+def parameters(model: nnx.Module) -> list[tuple[Path, nnx.Variable]]:
+    """Path and variable of all that belongs in a checkpoint; of merged adapters, nothing.
+
+    ValueError where a model has adapters that are not merged: they would be lost.
+    """
+    flat = [(path, v) for path, v in nnx.to_flat_state(nnx.state(model)) if not isinstance(v, Kept)]
+    if found := [".".join(map(str, path)) for path, v in flat if isinstance(v, LoRAParam)]:
+        raise ValueError(
+            f"the model has adapters ({some(found)}), for which this format has no place: merge them first with "
+            "nnxmoe.train.lora.merge(model), or save them alone with nnxmoe.train.lora.save(model, folder)"
+        )
+    return flat
 
 
 def _pieces(

@@ -53,20 +53,20 @@ def write_shares(
     metadata: Mapping[str, str] | None = None,
     *,
     process: int,
+    single: str = SINGLE_FILE,
 ) -> list[Path]:
     """The same by several processes, each its own share: (which process, its tensors). The first writes the index.
 
     None: tensors that only all of them together can make, each process asking at the same time; they take turns in
-    writing the files. A process that cannot write goes on asking, and raises at the end.
+    writing the files. A process that cannot write goes on asking, and raises at the end. ``single``: the file's name
+    where there is one only.
     """
     folder = Path(folder)
     plan = [(writer, shard) for writer, tensors in shares for shard in _plan(tensors, max_shard_size) if shard]
     plan = plan or [(0, [])]
     _refuse_twice(item.name for _, shard in plan for item in shard)
     names = (
-        [SINGLE_FILE]
-        if len(plan) == 1
-        else [f"model-{i + 1:05}-of-{len(plan):05}.safetensors" for i in range(len(plan))]
+        [single] if len(plan) == 1 else [f"model-{i + 1:05}-of-{len(plan):05}.safetensors" for i in range(len(plan))]
     )
     failure: CheckpointError | None = None
     count = len({writer for writer, _ in plan if writer is not None} | {0})

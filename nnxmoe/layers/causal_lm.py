@@ -70,6 +70,7 @@ class CausalLM(nnx.Module):
     maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]]  # name there, logical axes there
     maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # of dense layers, of layers with experts
     load_report: Any = None
+    merged: Any = None  # adapters that `nnxmoe.train.lora` has merged
     generation_config: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(

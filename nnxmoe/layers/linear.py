@@ -1,7 +1,8 @@
 """Matrix products: the one home of every dot, and the projection built on it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import parameter
+from nnxmoe.layers.lora import LoRA
 
 
 def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
@@ -41,8 +43,10 @@ def fan_in(inputs: Sequence[int], gain: float = 1.0) -> nnx.Initializer:
 class Linear(nnx.Module):
     """``x[… *ins] -> [… *outs]``; kernel ``[*ins, *outs]``: heads are dimensions; bias flat, as it is stored.
 
-    ``gain``: how much of its input's scale the output starts with.
+    ``gain``: how much of its input's scale the output starts with. ``lora``: an adapter (`nnxmoe.train.lora.add`).
     """
+
+    adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora": ("kernel",)}  # by an adapter: which kernels
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs | None,
     ):
         self.rank = len(ins)
+        self.lora: LoRA | None = None
         self.kernel = parameter((*ins, *outs), axes, fan_in(ins, gain), dtype=dtype, rngs=rngs, inputs=len(ins))
         if bias:
             zeros = nnx.initializers.zeros
@@ -67,6 +72,13 @@ class Linear(nnx.Module):
         kernel = self.kernel[...]
         ins, outs = kernel.shape[: self.rank], kernel.shape[self.rank :]
         lead = x.shape[: x.ndim - self.rank]
-        y = matmul(x.reshape(*lead, math.prod(ins)), kernel.reshape(math.prod(ins), math.prod(outs)))
+        x = x.reshape(*lead, math.prod(ins))
+        y = matmul(x, kernel.reshape(math.prod(ins), math.prod(outs)))
         y = y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        y = y if self.lora is None else y + self.lora(x, matmul)
         return y.reshape(*lead, *outs)
+
+    def whole(self) -> Float[Array, "..."]:
+        """The kernel with what its adapter adds, for those that do not call it: in float32 where there is one."""
+        kernel = self.kernel[...]
+        return kernel if self.lora is None else kernel.astype(jnp.float32) + self.lora.delta().reshape(kernel.shape)

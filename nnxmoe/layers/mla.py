@@ -139,7 +139,7 @@ class MLA(nnx.Module):
         if cache is not None:
             cache, seen = cache.append(seen, context.start)
         q_rope = self.rotate(q_rope, context.rotation)
-        y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.kernel[...]), context.mask, self.scale, self.attend)
+        y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.whole()), context.mask, self.scale, self.attend)
         return self.o(y), cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> LatentCache:

@@ -1,6 +1,7 @@
 """The experts: gated feed-forward networks, one a group of rows."""
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, Rules, parameter
 from nnxmoe.layers.linear import fan_in
+from nnxmoe.layers.lora import LoRA
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
 
 
@@ -29,7 +31,12 @@ class ExpertFn(Protocol):
 
 
 class Experts(nnx.Module):
-    """An `ExpertFn` of gated networks; kernels ``gate up [E D F]``, ``down [E F D]``."""
+    """An `ExpertFn` of gated networks; kernels ``gate up [E D F]``, ``down [E F D]``.
+
+    An adapter of gate and up is one of the two side by side, ``[E D 2 F]``.
+    """
+
+    adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora_gate_up": ("gate", "up"), "lora_down": ("down",)}
 
     def __init__(
         self,
@@ -42,6 +49,8 @@ class Experts(nnx.Module):
         rngs: nnx.Rngs | None,
         rules: Rules = RULES,
     ):
+        self.lora_gate_up: LoRA | None = None
+        self.lora_down: LoRA | None = None
         self.matmul = matmul
         self.rules = rules
         into, out = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
@@ -55,7 +64,13 @@ class Experts(nnx.Module):
         return self.gate.shape[0]
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
-        def product(rows: Float[Array, "..."], kernel: nnx.Variable) -> Float[Array, "..."]:
-            return equal_groups(rows, kernel[...]) if sizes is None else self.matmul(rows, kernel[...], sizes)
+        def product(rows: Float[Array, "..."], kernel: Float[Array, "E I O"]) -> Float[Array, "..."]:
+            return equal_groups(rows, kernel) if sizes is None else self.matmul(rows, kernel, sizes)
 
-        return product(jax.nn.silu(product(rows, self.gate)) * product(rows, self.up), self.down)
+        gate, up = product(rows, self.gate[...]), product(rows, self.up[...])
+        if self.lora_gate_up is not None:
+            more, over = jnp.split(self.lora_gate_up(rows, product), 2, axis=-1)
+            gate, up = gate + more, up + over
+        hidden = jax.nn.silu(gate) * up
+        y = product(hidden, self.down[...])
+        return y if self.lora_down is None else y + self.lora_down(hidden, product)

@@ -5,6 +5,7 @@ A token whose logits are NaN goes to some experts with weights that are NaN: it 
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 import jax
@@ -14,7 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import AnyMesh, divided_over, parameter
-from nnxmoe.layers.linear import fan_in, matmul_f32
+from nnxmoe.layers.linear import fan_in, matmul, matmul_f32
+from nnxmoe.layers.lora import LoRA
 
 
 @jax.tree_util.register_dataclass
@@ -132,6 +134,8 @@ class Router(nnx.Module):
     1 + jitter, one for each feature of each token (Switch Transformer, Fedus et al. 2021).
     """
 
+    adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora": ("kernel",)}
+
     def __init__(
         self,
         dim: int,
@@ -143,6 +147,7 @@ class Router(nnx.Module):
         rngs: nnx.Rngs | None,
         jitter: float = 0.0,
     ):
+        self.lora: LoRA | None = None
         self.select = select
         self.jitter = jitter
         self.kernel = parameter((dim, experts), ("embed", "router"), fan_in((dim,)), dtype=dtype, rngs=rngs, inputs=1)
@@ -160,6 +165,7 @@ class Router(nnx.Module):
         if self.jitter and key is not None:
             x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
         logits = matmul_f32(x, self.kernel[...].astype(jnp.float32))
+        logits = logits if self.lora is None else logits + self.lora(x, matmul)
         bias = None if self.bias is None else self.bias[...]
         axes = divided_over(x.shape[0], mesh)
         # XLA:CPU gathers all tokens for a top-k: keep it local.

@@ -1,0 +1,126 @@
+"""Where a model can have adapters, and what they are called there: `attention.q`, `mlp.up`, `experts.gate_up`."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from nnxmoe.axes import parameter
+from nnxmoe.convert.table import Path, first_layers, table_key
+from nnxmoe.files import plain
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.layers.lora import LEAD, LoRA, LoRAParam
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A place for an adapter: an attribute of a module, whose kernels it is for, the later ones beside the first.
+
+    ``name``: the same in every layer. ``key``: the first kernel's in the tables. ``first``: its (first) layer.
+    """
+
+    name: str
+    key: str
+    path: Path
+    owner: Any
+    attribute: str
+    kernels: tuple[str, ...]
+    first: int
+
+    @property
+    def place(self) -> str:
+        """Where it is, which no other slot of the model is."""
+        return ".".join(map(str, (*self.path, self.attribute)))
+
+    @property
+    def adapter(self) -> LoRA | None:
+        """What is in it."""
+        return getattr(self.owner, self.attribute)
+
+    def put(self, adapter: LoRA | None) -> None:
+        """Put an adapter in, or take it out."""
+        setattr(self.owner, self.attribute, nnx.static(None) if adapter is None else nnx.data(adapter))
+
+    @property
+    def base(self) -> list[nnx.Variable]:
+        """The kernels."""
+        return [getattr(self.owner, name) for name in self.kernels]
+
+    @property
+    def depth(self) -> int | None:
+        """How many layers lie on the first axis; None: it is one layer's."""
+        kernel = self.base[0]
+        return kernel.shape[0] if kernel.get_metadata()["axes"][0] == "layers" else None
+
+    def shapes(self, rank: int, alpha: float, dtype: Any) -> LoRA:
+        """An adapter without values, labelled so that it is split over a mesh as its kernel is."""
+        kernel, meta = self.base[0], self.base[0].get_metadata()
+        axes, shape = tuple(meta["axes"]), tuple(kernel.shape)
+        lead = sum(axis in LEAD for axis in axes)
+        end = lead + meta["inputs"]
+        outs, out_axes = shape[end:], axes[end:]
+        if len(self.kernels) > 1:
+            outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": None, "kind": LoRAParam}
+        zeros = nnx.initializers.zeros  # `nnxmoe.train.lora` and `nnxmoe.train.peft` give values
+        a = parameter((*shape[:end], rank), (*axes[:end], "rank"), zeros, inputs=meta["inputs"], **kw)
+        b = parameter((*shape[:lead], rank, *outs), (*axes[:lead], "rank", *out_axes), zeros, inputs=1, **kw)
+        return LoRA(a, b, alpha)
+
+
+def slots(model: CausalLM) -> list[Slot]:
+    """All places for adapters, in the model's order; the embedding and the head have none."""
+    firsts, found = first_layers(model), []
+    for path, module in nnx.iter_graph(model.stacks):
+        for attribute, kernels in getattr(module, "adapted", {}).items():
+            whole = ("stacks", *path)
+            key, first = table_key((*whole, kernels[0]), firsts)
+            name = key.removeprefix("layer.").removeprefix("moe.").removesuffix("." + kernels[0])
+            name = name if kernels == ("kernel",) else f"{name}.{'_'.join(kernels)}"
+            found.append(Slot(name, key, whole, module, attribute, kernels, first))
+    return sorted(found, key=lambda slot: (slot.first, slot.place))
+
+
+def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
+    """The slots that targets name, whole or by their beginning; None: all but the router's."""
+    every = slots(model)
+    if targets is None:
+        return [slot for slot in every if slot.name != "router"]
+    targets = [targets] if isinstance(targets, str) else list(targets)
+    names = sorted({slot.name for slot in every})
+    known = [name for target in targets for name in names if f"{name}.".startswith(f"{target}.")]
+    if (
+        odd := [t for t in targets if not any(f"{name}.".startswith(f"{t}.") for name in names)] or []
+        if targets
+        else [""]
+    ):
+        groups = sorted({name.partition(".")[0] for name in names})
+        raise ValueError(
+            f"targets: {plain(str(odd[0])) or 'none'} is no projection of a {model.config.model_type} model; "
+            f"give some of {', '.join(groups)}, or parts of them: {', '.join(n for n in names if '.' in n)}"
+        )
+    return [slot for slot in every if slot.name in known]
+
+
+def adapted(model: CausalLM) -> list[Slot]:
+    """The slots that have an adapter."""
+    return [slot for slot in slots(model) if slot.adapter is not None]
+
+
+def refuse_second(model: CausalLM) -> None:
+    """ValueError where a model has adapters already, merged or not."""
+    if model.merged is not None:
+        raise ValueError("the model has merged adapters: lora.unmerge(model), or merge(model, keep=False) for good")
+    if found := adapted(model):
+        raise ValueError(
+            f"the model already has {len(found)} adapters, at {found[0].name} first: lora.remove(model) takes them "
+            "away, lora.merge(model, keep=False) makes them part of it"
+        )
+
+
+def refuse_shapes(model: CausalLM) -> None:
+    """ValueError for a model without values."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))):
+        raise ValueError("the model has shapes but no values: load it, or make it with rngs")
