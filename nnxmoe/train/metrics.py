@@ -1,0 +1,104 @@
+"""Where metrics go: callbacks of `fit` that write them to files."""
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from nnxmoe.files import absolute
+from nnxmoe.train.fit import Metrics, Progress
+
+
+class _Lines:
+    """Appends to a file; what an earlier run wrote of the same and later steps goes first, as it is done again."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self._begun = absolute(path), False
+
+    def __call__(self, progress: Progress) -> None:
+        if jax.process_index() > 0:
+            return
+        if not self._begun:
+            self._begin(progress.step)
+            self._begun = True
+        self.add(progress.metrics)
+
+    def _begin(self, step: int) -> None:
+        kept = [metrics for metrics in self.read() if int(metrics["step"]) < step] if self.path.exists() else []
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        final, self.path = self.path, beside
+        try:
+            beside.write_text("", encoding="utf-8")
+            for metrics in kept:
+                self.add(metrics)
+            os.replace(beside, final)
+        finally:
+            self.path = final
+
+    def read(self) -> list[dict[str, Any]]:
+        """What the file holds, a dict a step."""
+        raise NotImplementedError
+
+    def add(self, metrics: Metrics) -> None:
+        """One step more."""
+        raise NotImplementedError
+
+
+class JsonLines(_Lines):
+    """One JSON object a step."""
+
+    def read(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+
+    def add(self, metrics: Metrics) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+
+class Csv(_Lines):
+    """One line a step, under the names of the first step's metrics; ``evaluation`` is empty where there was none."""
+
+    def read(self) -> list[dict[str, Any]]:
+        with self.path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def add(self, metrics: Metrics) -> None:
+        new = not self.path.stat().st_size
+        names = list(dict.fromkeys([*metrics, "evaluation"])) if new else list(self._names())
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names, extrasaction="raise")
+            if new:
+                writer.writeheader()
+            writer.writerow(metrics)
+
+    def _names(self) -> list[str]:
+        with self.path.open(newline="", encoding="utf-8") as file:
+            return next(csv.reader(file))
+
+
+class TensorBoard:
+    """Scalars for TensorBoard; needs the package ``tensorboardX``."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ValueError(
+                "TensorBoard(…) needs a package that is not installed: pip install tensorboardX"
+            ) from error
+        self._make: Callable[[], Any] = lambda: SummaryWriter(str(Path(absolute(folder))))
+        self._writer: Any = None
+
+    def __call__(self, progress: Progress) -> None:
+        if jax.process_index() > 0:
+            return
+        self._writer = self._writer or self._make()
+        for name, value in progress.metrics.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, progress.step)
+        self._writer.flush()

@@ -1,0 +1,182 @@
+"""``fit``: what it gives, that a run goes on to the bit where another stopped, and what it refuses."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe.convert.source import CheckpointError
+from nnxmoe.train import lora
+from nnxmoe.train.fit import NotFinite, fit
+from tests.helpers import build_tiny, max_error, random_tokens
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAIN = nnxmoe.Strategy(scan_layers=True)
+
+
+class Draws:
+    """Batches that can be resumed, drawn from a seed and their number."""
+
+    def __init__(self, rows: int = 4, length: int = 9) -> None:
+        self.rows, self.length, self.at = rows, length, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.at += 1
+        return {"tokens": random_tokens(self.rows, self.length, seed=self.at)}
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0.0, 20)))
+    return {"optimizer": optimizer, "steps": 6, "bias_rate": 0.01, "save_every": 2} | changes
+
+
+def state_of(fitted: Any) -> dict[str, np.ndarray]:
+    """Every array of the state by name, keys as numbers."""
+    leaves = jax.tree_util.tree_leaves_with_path(fitted.state)
+    plain = lambda a: jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a  # noqa: E731
+    return {jax.tree_util.keystr(path): np.asarray(plain(leaf)) for path, leaf in leaves}
+
+
+def same_bits(one: Any, other: Any) -> None:
+    first, second = state_of(one), state_of(other)
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, second[name], err_msg=name)
+
+
+def test_the_loss_falls_and_the_given_model_stays() -> None:
+    model, told = build_tiny("mixtral", PLAIN), []
+    before = jax.tree.map(np.asarray, nnx.state(model))
+    batch = {"tokens": random_tokens(2, 8)}
+    done = fit(model, [batch], **settings(steps=30, evaluate=[batch], evaluate_every=10), callbacks=[told.append])
+    losses = [metrics["loss"] for metrics in done.history]
+    assert losses[-1] < 0.5 * losses[0] and [metrics["step"] for metrics in done.history] == list(range(1, 31))
+    evaluations = {m["step"]: m["evaluation"] for m in done.history if "evaluation" in m}
+    assert list(evaluations) == [10, 20, 30] and evaluations[30] < evaluations[10]
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.state(model)))
+    assert len(told) == 30 and told[-1].load.shape == (2, 6)
+    np.testing.assert_allclose(told[-1].load.sum(axis=-1), 1)
+    targets = jax.nn.log_softmax(done.model(batch["tokens"]).logits[:, :-1])
+    chosen = -np.take_along_axis(np.asarray(targets), batch["tokens"][:, 1:, None], -1).mean()
+    assert chosen == pytest.approx(evaluations[30], rel=1e-5)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("resumes", [True, False])
+def test_ten_and_ten_steps_are_twenty(adapters: bool, resumes: bool, tmp_path: Path) -> None:
+    """Parameters, moments, step, key, bias, and what the data gives next."""
+
+    def model() -> nnxmoe.CausalLM:
+        made = build_tiny("deepseek_v3", PLAIN)
+        if adapters:
+            lora.add(made, 2, rngs=nnx.Rngs(3))
+        return made
+
+    def data() -> Any:
+        return Draws() if resumes else [{"tokens": random_tokens(4, 9, seed=i)} for i in range(7)]
+
+    straight = fit(model(), data(), **settings(steps=20))
+    fit(model(), data(), **settings(steps=20, checkpoint=tmp_path / "c"), callbacks=[lambda told: told.step == 10])
+    whole = fit(model(), data(), **settings(steps=20, checkpoint=tmp_path / "c"))
+    assert [metrics["step"] for metrics in whole.history] == list(range(11, 21))
+    same_bits(straight, whole)
+    if adapters:
+        kept = (tmp_path / "c" / "20").stat()
+        assert kept and set(whole.state.params) == {name for name in whole.state.params if ".lora." in name}
+    again = fit(model(), data(), **settings(steps=20, checkpoint=tmp_path / "c"))
+    assert again.history == []
+    same_bits(straight, again)
+
+
+def test_on_another_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
+    eight(on_another_mesh, str(tmp_path))
+
+
+def on_another_mesh(folder: str) -> None:
+    straight = fit(build_tiny("mixtral", PLAIN), Draws(), **settings())
+    one, other = nnxmoe.make_mesh(fsdp=4, expert=2), nnxmoe.make_mesh(data=2, expert=2, devices=jax.devices()[:4])
+    stop = [lambda told: told.step == 3]
+    fit(build_tiny("mixtral", PLAIN), Draws(), **settings(mesh=one, checkpoint=folder + "/c"), callbacks=stop)
+    done = fit(build_tiny("mixtral", PLAIN), Draws(), **settings(mesh=other, checkpoint=folder + "/c"))
+    assert done.history[0]["step"] == 4
+    for name, array in state_of(straight).items():
+        assert max_error(array, state_of(done)[name]) < 1e-4, name
+    assert {len(a.sharding.device_set) for a in done.state.params.values()} == {4}
+
+
+def test_thirty_kills_lose_one_interval_at_most(tmp_path: Path) -> None:
+    """Each a SIGKILL at a random moment of the same command, which goes on by itself."""
+    rng, steps, last = np.random.default_rng(0), 30, 0
+    for _ in range(6):
+        with subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE) as run:
+            assert run.stdout is not None
+            first = int(run.stdout.readline())
+            assert first >= last - 1, "never more than the interval is lost"
+            for _ in range(int(rng.integers(1, 5))):
+                line = run.stdout.readline()
+                last = int(line) if line else last
+            os.kill(run.pid, signal.SIGKILL)
+    subprocess.run([sys.executable, "-c", RUN, str(tmp_path)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    done = fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=steps, checkpoint=tmp_path / "c", save_every=1))
+    same_bits(fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=steps)), done)
+
+
+RUN = """
+import sys
+from nnxmoe.train.checkpoint import Checkpoints
+from nnxmoe.train.fit import fit
+from tests.helpers import build_tiny
+from tests.test_fit import PLAIN, Draws, settings
+folder = sys.argv[1] + "/c"
+print(Checkpoints(folder).latest() or 0, flush=True)
+tell = lambda told: print(told.step, flush=True)
+fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=30, checkpoint=folder, save_every=1), callbacks=[tell])
+"""
+
+
+# What is refused
+
+
+def test_gradients_that_are_not_finite_stop_it_by_name(tmp_path: Path) -> None:
+    model = build_tiny("llama", PLAIN)
+    table = model.embed.table
+    table.set_value(table.get_value().at[7].set(jnp.inf))
+    good, bad = {"tokens": np.ones((2, 5), np.int32)}, {"tokens": np.full((2, 5), 7, np.int32)}
+    with pytest.raises(NotFinite, match=r"step 3: the gradients of .*embed.table.* the last checkpoint is of step 2"):
+        fit(model, [good, good, bad], **settings(checkpoint=tmp_path / "c"))
+
+
+def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
+    model, batch = build_tiny("llama", PLAIN), {"tokens": random_tokens(2, 5)}
+    with pytest.raises(ValueError, match="the data ended after 3 batches: give more, or fewer steps"):
+        fit(model, iter([batch] * 3), **settings())
+    with pytest.raises(ValueError, match="the data ended after 0 batches"):
+        fit(model, [], **settings())
+    with pytest.raises(ValueError, match="steps=0: how many in all"):
+        fit(model, [batch], **settings(steps=0))
+    with pytest.raises(ValueError, match="no tokens that count"):
+        silent = {"tokens": random_tokens(2, 5), "loss_mask": np.zeros((2, 5), np.int32)}
+        fit(model, [batch], **settings(steps=1, evaluate=[silent]))
+    fit(model, [batch], **settings(steps=2, checkpoint=tmp_path / "c"))
+    with pytest.raises(CheckpointError, match="does not hold what is asked for"):
+        fit(model, [batch], **settings(steps=4, checkpoint=tmp_path / "c", optimizer=optax.sgd(0.1)))
