@@ -7,8 +7,8 @@ With grain, for its workers and transformations: ``grain.MapDataset.source(Rows(
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from typing import Any, Self, SupportsIndex
 
 import jax
 import numpy as np
@@ -180,7 +180,7 @@ class Batches(Iterator[Batch]):
                 logger.warning("further chats that are too long are not told")
 
 
-class Rows(Sequence[Row]):
+class Rows:
     """One document a row, as arrays int32 [T], by number: a source for ``grain.MapDataset``.
 
     A longer text is cut here as a chat is; one without an answer in its beginning is all padding.
@@ -192,6 +192,6 @@ class Rows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.documents)
 
-    def __getitem__(self, index: Any) -> Row:
+    def __getitem__(self, index: SupportsIndex) -> Row:
         first = list(pieces(self.documents[index], self.seq_len))[:1]
         return fill(first, self.seq_len, self.documents.tokenizer.pad_token_id or 0)
