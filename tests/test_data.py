@@ -349,7 +349,7 @@ def test_a_resume_is_the_straight_run(
 
 def test_a_resume_makes_few_documents_again(mixed: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those packed together with the next row; and a second epoch none."""
-    monkeypatch.setattr(data_module, "_WINDOW", 4)
+    monkeypatch.setattr(data_module, "_window", lambda length: 4 * length)
     straight = batches(mixed, tokenizer, batch_size=2, seq_len=64, epochs=3)
     for _ in range(20):
         next(straight)

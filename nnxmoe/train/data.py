@@ -20,7 +20,6 @@ from nnxmoe.train.documents import Document, Documents
 from nnxmoe.train.jsonl import DataError
 from nnxmoe.train.packing import Row, fill, pieces, place
 
-_WINDOW = 64  # rows' worth of tokens that are packed together
 _VERSION = 1
 _TOLD = 10  # warnings about single lines
 Batch = dict[str, np.ndarray]
@@ -46,7 +45,7 @@ def batches(
 class Batches(Iterator[Batch]):
     """Batches of int32 [B, T] arrays, without end or for so many ``epochs``; the same for the same seed and data.
 
-    The documents of an epoch, in an order drawn from ``seed``, are packed some 64 rows at a time; a text longer than
+    The documents of an epoch, in an order drawn from ``seed``, are packed 8 to 64 rows at a time; a text longer than
     ``seq_len`` is split, a chat is cut (`pieces`). An epoch begins in the batch in which the one before ends; the very
     last batch is filled up with padding. ``share``: (number of this process, of how many), by default JAX's: each gets
     its rows of every batch, and all make the same calls. `get_state` and `set_state` are those of grain's iterators.
@@ -147,7 +146,7 @@ class Batches(Iterator[Batch]):
         """The rows of the window that begins at a document of this epoch, and where the next one begins."""
         found: list[Document] = []
         tokens, stop = 0, start
-        while stop < len(self.documents) and tokens < _WINDOW * self.seq_len:
+        while stop < len(self.documents) and tokens < _window(self.seq_len):
             index = self._index(stop)
             document = self.documents[index]
             parts = list(pieces(document, self.seq_len))
@@ -178,6 +177,11 @@ class Batches(Iterator[Batch]):
                 logger.warning("%s: a chat of %d tokens, with rows of %d, is %s", where, count, self.seq_len, what)
             if len(self._told) == _TOLD:
                 logger.warning("further chats that are too long are not told")
+
+
+def _window(seq_len: int) -> int:
+    """Tokens that are packed together: of 64 rows, or of 8 where those are many."""
+    return max(8 * seq_len, min(64 * seq_len, 1 << 17))
 
 
 class Rows:

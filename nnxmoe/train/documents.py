@@ -90,7 +90,7 @@ def _chat(tokenizer: Tokenizer, messages: Sequence[tuple[str, str]], where: str)
     for turn, (role, _) in enumerate(messages):
         if role != "assistant":
             continue
-        asked, answered = ids(turn, True), ids(turn + 1, False)
+        asked, answered = ids(turn, True), ids(turn + 1, False) if turn + 1 < len(given) else whole
         if whole[: len(asked)] != asked or whole[: len(answered)] != answered or len(answered) <= len(asked):
             raise DataError(
                 f"{where}: the chat template writes the chat up to messages[{turn}] in another way once it goes on, so "
