@@ -283,6 +283,22 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     second.close()
 
 
+def fork_and_die(run: Path, pipe: Connection) -> None:
+    pipe.send("go")
+    checkpoints = Checkpoints(run)
+    checkpoints.save(1, state(1))
+    checkpoints.wait()
+    if os.fork() == 0:
+        time.sleep(20)
+    os._exit(3)
+
+
+def test_a_worker_that_outlives_its_run_keeps_nothing(tmp_path: Path) -> None:
+    assert apart(fork_and_die, tmp_path / "run")[0] == 3
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.save(2, state(2))
+
+
 # Damage
 
 

@@ -20,7 +20,7 @@ from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.together import all_went_well, apart, from_first
 from nnxmoe.files import absolute
 from nnxmoe.processes import deadline
-from nnxmoe.train.claim import claim, remove_unfinished, tidy
+from nnxmoe.train.claim import claim, release, remove_unfinished, tidy
 from nnxmoe.train.named_arrays import (
     Signature,
     differences,
@@ -115,7 +115,7 @@ class Checkpoints:
         finally:
             self._let_go()
             if self._lock is not None:
-                os.close(self._lock)
+                release(self._lock)
             self._claimed, self._lock = False, None
 
     def latest(self) -> int | None:
@@ -156,9 +156,7 @@ class Checkpoints:
             with deadline("waiting for the first process to open the folder of checkpoints"):
                 self._shared(self._claim)
             self._claimed = True
-            self._last = self.latest()
-            if self._last is not None:
-                self._before = read_manifest(self.folder / str(self._last), self._last).signature
+            self._look()
         if self._manager is None:
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self.keep,
@@ -169,13 +167,20 @@ class Checkpoints:
                 self._manager = ocp.CheckpointManager(self.folder, options=options)
         return self._manager
 
+    def _look(self) -> None:
+        """What the folder holds, as far as a save has to know."""
+        self._last = next(finished(self.folder), None)
+        self._before = (
+            None if self._last is None else read_manifest(self.folder / str(self._last), self._last).signature
+        )
+
     def _claim(self) -> str:
         lock = claim(self.folder)
         try:
             with failing(f"cannot write to {self.folder}", _ROOM):
                 tidy(self.folder, self.keep)
         except BaseException:
-            os.close(lock)
+            release(lock)
             raise
         self._lock = lock
         return ""
@@ -231,8 +236,8 @@ class Checkpoints:
                 yield
         except CheckpointError:
             self._let_go()
-            remove_unfinished(self.folder)
-            self._last = next(finished(self.folder), None)
+            remove_unfinished(self.folder, pause=0.5)
+            self._look()
             raise
 
     def _let_go(self) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 from nnxmoe.convert.source import CheckpointError
@@ -19,8 +20,11 @@ except ImportError:  # Windows
 _OURS = re.compile(r"(0|[1-9][0-9]*)(\.orbax-checkpoint-tmp.*|\.damaged(-[0-9]+)?)?")
 
 
+_held: set[int] = set()
+
+
 def claim(folder: Path) -> int:
-    """Make a folder ours to write to, until the descriptor is closed; refuses a folder that holds anything else."""
+    """Make a folder ours to write to, until the descriptor is released; refuses one that holds anything else."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = [name for name in os.listdir(folder) if not name.startswith(".")]
@@ -36,12 +40,29 @@ def claim(folder: Path) -> int:
             _lock(descriptor, folder)
             if os.fstat(descriptor).st_size == 0:
                 os.write(descriptor, json.dumps({"version": VERSION}).encode() + b"\n")
+            _held.add(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}; make room, or choose another folder") from error
     return descriptor
+
+
+def release(descriptor: int) -> None:
+    """Leave a folder to others."""
+    _held.discard(descriptor)
+    os.close(descriptor)
+
+
+def _forked() -> None:
+    """A forked worker that outlives us does not keep the folder."""
+    while _held:
+        os.close(_held.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _lock(descriptor: int, folder: Path) -> None:
@@ -75,11 +96,13 @@ def tidy(folder: Path, keep: int) -> None:
             logger.warning("%s is set aside as %s: look into it, or delete it", path, aside.name)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """What no process writes to any more; several may try."""
-    for path in folder.glob("*.orbax-checkpoint-tmp*"):
-        if _OURS.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+def remove_unfinished(folder: Path, pause: float = 0) -> None:
+    """Saves that were begun, and after a ``pause`` what threads of one that has failed wrote on."""
+    for seconds in (0, pause) if pause else (0,):
+        time.sleep(seconds)
+        for path in folder.glob("*.orbax-checkpoint-tmp*"):
+            if _OURS.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _aside(path: Path, number: int) -> Path:

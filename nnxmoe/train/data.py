@@ -7,8 +7,8 @@ With grain, for its workers and transformations: ``grain.MapDataset.source(Rows(
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from typing import Any, Self, SupportsIndex
 
 import jax
 import numpy as np
@@ -20,7 +20,6 @@ from nnxmoe.train.documents import Document, Documents
 from nnxmoe.train.jsonl import DataError
 from nnxmoe.train.packing import Row, fill, pieces, place
 
-_WINDOW = 64  # rows' worth of tokens that are packed together
 _VERSION = 1
 _TOLD = 10  # warnings about single lines
 Batch = dict[str, np.ndarray]
@@ -46,7 +45,7 @@ def batches(
 class Batches(Iterator[Batch]):
     """Batches of int32 [B, T] arrays, without end or for so many ``epochs``; the same for the same seed and data.
 
-    The documents of an epoch, in an order drawn from ``seed``, are packed some 64 rows at a time; a text longer than
+    The documents of an epoch, in an order drawn from ``seed``, are packed 8 to 64 rows at a time; a text longer than
     ``seq_len`` is split, a chat is cut (`pieces`). An epoch begins in the batch in which the one before ends; the very
     last batch is filled up with padding. ``share``: (number of this process, of how many), by default JAX's: each gets
     its rows of every batch, and all make the same calls. `get_state` and `set_state` are those of grain's iterators.
@@ -147,7 +146,7 @@ class Batches(Iterator[Batch]):
         """The rows of the window that begins at a document of this epoch, and where the next one begins."""
         found: list[Document] = []
         tokens, stop = 0, start
-        while stop < len(self.documents) and tokens < _WINDOW * self.seq_len:
+        while stop < len(self.documents) and tokens < _window(self.seq_len):
             index = self._index(stop)
             document = self.documents[index]
             parts = list(pieces(document, self.seq_len))
@@ -180,7 +179,12 @@ class Batches(Iterator[Batch]):
                 logger.warning("further chats that are too long are not told")
 
 
-class Rows(Sequence[Row]):
+def _window(seq_len: int) -> int:
+    """Tokens that are packed together: of 64 rows, or of 8 where those are many."""
+    return max(8 * seq_len, min(64 * seq_len, 1 << 17))
+
+
+class Rows:
     """One document a row, as arrays int32 [T], by number: a source for ``grain.MapDataset``.
 
     A longer text is cut here as a chat is; one without an answer in its beginning is all padding.
@@ -192,6 +196,6 @@ class Rows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.documents)
 
-    def __getitem__(self, index: Any) -> Row:
+    def __getitem__(self, index: SupportsIndex) -> Row:
         first = list(pieces(self.documents[index], self.seq_len))[:1]
         return fill(first, self.seq_len, self.documents.tokenizer.pad_token_id or 0)

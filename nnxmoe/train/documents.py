@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -25,7 +25,7 @@ class Document:
     chat: bool
 
 
-class Documents(Sequence[Document]):
+class Documents:
     """The lines of a file (see `JsonLines`) as tokens, made when they are asked for.
 
     A text is what ``tokenizer.encode`` makes of it, and the end-of-text token where the tokenizer has one. A chat is
@@ -43,13 +43,13 @@ class Documents(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.lines)
 
-    def __getitem__(self, index: Any) -> Document:
-        index = range(len(self))[int(index)]
-        if (document := self._kept.get(index)) is None:
-            document = self._make(self.lines[index], self.lines.where(index))
+    def __getitem__(self, index: SupportsIndex) -> Document:
+        number = range(len(self))[index]
+        if (document := self._kept.get(number)) is None:
+            document = self._make(self.lines[number], self.lines.where(number))
             self._room -= 5 * len(document.tokens)
             if self._room >= 0:
-                self._kept[index] = document
+                self._kept[number] = document
         return document
 
     def check(self) -> None:
@@ -90,7 +90,7 @@ def _chat(tokenizer: Tokenizer, messages: Sequence[tuple[str, str]], where: str)
     for turn, (role, _) in enumerate(messages):
         if role != "assistant":
             continue
-        asked, answered = ids(turn, True), ids(turn + 1, False)
+        asked, answered = ids(turn, True), ids(turn + 1, False) if turn + 1 < len(given) else whole
         if whole[: len(asked)] != asked or whole[: len(answered)] != answered or len(answered) <= len(asked):
             raise DataError(
                 f"{where}: the chat template writes the chat up to messages[{turn}] in another way once it goes on, so "

@@ -8,9 +8,9 @@ import dataclasses
 import hashlib
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Record:
     messages: tuple[tuple[str, str], ...] = ()
 
 
-class JsonLines(Sequence[Record]):
+class JsonLines:
     """The lines of a file that are not blank, all of them sound. Raises DataError for the first that is not."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -65,13 +65,13 @@ class JsonLines(Sequence[Record]):
         """The file and line, for messages."""
         return f"{self.path} line {self.number(index)}"
 
-    def __getitem__(self, index: Any) -> Record:
-        index = range(len(self))[int(index)]
+    def __getitem__(self, index: SupportsIndex) -> Record:
+        number = range(len(self))[index]
         if self._stat() != self._status:
             raise DataError(f"{self.path} was changed while it is being read: leave it as it is, and start again")
         with self.path.open("rb") as file:
-            file.seek(int(self._starts[index]))
-            return _parse(file.readline(MAX_LINE_BYTES + 1), self.where(index))
+            file.seek(int(self._starts[number]))
+            return _parse(file.readline(MAX_LINE_BYTES + 1), self.where(number))
 
     def _stat(self) -> tuple[int, int, int]:
         status = regular_file(self.path, "give a file of JSON lines", DataError)

@@ -1,0 +1,488 @@
+"""Data for training: every token once, documents apart, answers marked, and a resume that is the straight run."""
+
+import json
+import pickle
+import re
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import nnxmoe
+from nnxmoe import Tokenizer
+from nnxmoe.train import data as data_module
+from nnxmoe.train import jsonl
+from nnxmoe.train.data import Batches, Rows, batches
+from nnxmoe.train.documents import Document, Documents
+from nnxmoe.train.jsonl import DataError, JsonLines
+from nnxmoe.train.packing import fill, pieces, place
+from tests.helpers import HF_CASES, build_tiny, forward
+
+DEMO = Path(nnxmoe.models.__file__).parent / "demo"
+USER, ASSISTANT = "user", "assistant"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_pretrained(DEMO)
+
+
+def chat(*turns: str) -> dict[str, Any]:
+    """User and assistant in turns."""
+    return {"messages": [{"role": (USER, ASSISTANT)[i % 2], "content": turn} for i, turn in enumerate(turns)]}
+
+
+def write(path: Path, *objects: Any) -> Path:
+    path.write_text("".join(json.dumps(value, ensure_ascii=False) + "\n" for value in objects), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of very different lengths and chats."""
+    numbers = np.random.RandomState(0)
+    texts = [{"text": f"{i} " + "a small cat " * int(numbers.choice([1, 5, 20, 90]))} for i in range(40)]
+    chats = [chat(f"Why {i}?", "So. " * int(numbers.randint(1, 9)), "And?", f"{i} is it.") for i in range(30)]
+    objects = [*texts, *chats]
+    return write(tmp_path_factory.mktemp("data") / "mixed.jsonl", *(objects[i] for i in numbers.permutation(70)))
+
+
+@pytest.fixture(scope="module")
+def documents(mixed: Path, tokenizer: Tokenizer) -> Documents:
+    return Documents(mixed, tokenizer)
+
+
+def segments(batch: dict[str, np.ndarray]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Tokens and mask of every segment, which has to lie in one piece and count its positions from 0."""
+    for row in range(len(batch["tokens"])):
+        ids = batch["segment_ids"][row]
+        used = int((ids > 0).sum())
+        assert not ids[used:].any() and not batch["loss_mask"][row][used:].any()
+        assert np.all(np.diff(ids[:used]) >= 0) and set(ids[:used]) == set(range(1, ids.max() + 1))
+        for segment in range(1, ids.max() + 1):
+            at = ids == segment
+            np.testing.assert_array_equal(batch["positions"][row][at], np.arange(at.sum()))
+            yield tuple(batch["tokens"][row][at].tolist()), tuple(batch["loss_mask"][row][at].tolist())
+
+
+def equal(one: Any, other: Any) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name].dtype == b[name].dtype == np.int32
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+# Lines
+
+
+def test_lines(tmp_path: Path) -> None:
+    """Blank lines count but hold nothing; the ends of lines of every system, and none at the end."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\ufeff{"text": "one"}\r\n\n{"messages": [{"role": "user", "content": "é"},'.encode())
+    with path.open("ab") as file:
+        file.write(b'{"role": "assistant", "content": "yes"}]}\n  \n{"text": "a\\u2028b"}')
+    lines = JsonLines(path)
+    assert [line.text for line in lines] == ["one", None, "a\u2028b"]
+    assert lines[1].messages == (("user", "é"), ("assistant", "yes")) and lines[-1].text == "a\u2028b"
+    assert [lines.number(i) for i in range(3)] == [1, 3, 5] and lines.where(1) == f"{path} line 3"
+    with pytest.raises(IndexError):
+        lines[3]
+
+
+GOOD = b'{"text": "good"}\n'
+BAD: list[tuple[bytes, str]] = [
+    (b"hello", "is not valid JSON"),
+    (b'{"text": "cut', "is not valid JSON"),
+    (b'{"text": "a"} {"text": "b"}', "is not valid JSON: Extra data"),
+    (b'{"text": "a", "text": "b"}', "the name 'text' stands twice"),
+    (b'{"text": NaN}', "NaN is no number of JSON"),
+    (b'{"text": "\xff"}', "is not valid JSON: 'utf-8' codec"),
+    (b"[" * 100_000, "is not valid JSON"),
+    (b"[1]", r"\[1\] is no JSON object"),
+    (b"7", "7 is no JSON object"),
+    (b"{}", r"has the fields \[\]: give 'text'"),
+    (b'{"text": "a", "meta": 1}', r"has the fields \['meta', 'text'\]"),
+    (b'{"prompt": "a"}', r"has the fields \['prompt'\]"),
+    (b'{"text": ""}', "text is '': give a string that is not empty"),
+    (b'{"text": " \\n"}', "text is ' .n': give a string"),
+    (b'{"text": 3}', "text is 3: give a string"),
+    (b'{"text": null}', "text is None"),
+    (b'{"text": "\\ud800"}', "text is not valid Unicode: .*lone surrogates"),
+    (b'{"messages": "a"}', "messages is 'a': give a list"),
+    (b'{"messages": []}', "has no message of the assistant"),
+    (b'{"messages": [1]}', r"messages\[0\] is 1: give an object"),
+    (b'{"messages": [{"role": "user"}]}', r"messages\[0\] is {'role': 'user'}: give an object"),
+    (b'{"messages": [{"role": "user", "content": "a", "name": "b"}]}', r"messages\[0\] is .* and nothing else"),
+    (b'{"messages": [{"role": "user", "content": ""}]}', r"messages\[0\]: content is '': give a string"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', r"messages\[0\]: content is \["),
+    (b'{"messages": [{"role": "human", "content": "a"}]}', r"messages\[0\] has the role 'human': use system, user"),
+    (b'{"messages": [{"role": ["a"], "content": "a"}]}', r"messages\[0\] has the role \['a'\]"),
+    (b'{"messages": [{"role": "user", "content": "a"}]}', "no message of the assistant, so there is nothing to learn"),
+    (b'{"messages": [{"role": "assistant", "content": "a"}]}', "begins with the assistant"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD, ids=range(len(BAD)))
+def test_bad_lines(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD + GOOD + line + b"\n" + GOOD)
+    with pytest.raises(DataError, match=rf"^{re.escape(str(path))} line 3\b.*{message}"):
+        JsonLines(path)
+
+
+def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    with pytest.raises(DataError, match=r"a\.jsonl: No such file.*give a file of JSON lines"):
+        JsonLines(path)
+    with pytest.raises(DataError, match="is a folder"):
+        JsonLines(tmp_path)
+    for content, message in ((b"", "is empty"), (b"\n \n", "is empty"), (b"version https://git-lfs", "Git LFS")):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            JsonLines(path)
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 20)
+    path.write_bytes(GOOD + b'{"text": "' + b"a" * 1000)
+    with pytest.raises(DataError, match=r"line 2 has more than 20 bytes: divide it"):
+        JsonLines(path)
+
+
+def test_a_file_that_changes(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
+    documents = Documents(path, tokenizer)
+    path.write_bytes(path.read_bytes() + GOOD)
+    with pytest.raises(DataError, match="was changed while it is being read"):
+        documents[0]
+
+
+def test_a_file_is_not_held_in_memory(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *({"text": f"{i} " * 6000} for i in range(300)))
+    assert path.stat().st_size > 6_000_000
+    tracemalloc.start()
+    lines = JsonLines(path)
+    assert str(lines[200].text).startswith("200 ")
+    assert tracemalloc.get_traced_memory()[1] < 600_000
+    tracemalloc.stop()
+
+
+# Documents
+
+
+def test_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Everything is learnt, and where it ends."""
+    documents = Documents(write(tmp_path / "a", {"text": "A cat."}, {"text": "A cat.<|eos|>"}), tokenizer)
+    for document in documents:
+        assert document.tokens.tolist() == [*tokenizer.encode("A cat."), tokenizer.eos_token_id]
+        assert document.tokens.dtype == np.int32 and document.learnt.all() and not document.chat
+
+
+@pytest.mark.parametrize("folder", [DEMO, *sorted(path / "model" for path in HF_CASES.iterdir())], ids=str)
+def test_chats(tmp_path: Path, folder: Path) -> None:
+    """The template's own ids, of which the answers are learnt with the token that ends them."""
+    tokenizer = Tokenizer.from_pretrained(folder)
+    if tokenizer.chat_template is None:
+        pytest.skip("no chat template")
+    given = chat("Hello there", "Hi.", "How much?", "the <|user|> the", "Thanks")
+    given["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    document = Documents(write(tmp_path / "a", given), tokenizer)[0]
+    assert document.tokens.tolist() == tokenizer.apply_chat_template(given["messages"], tokenize=True)
+    learnt = "".join(
+        tokenizer.decode(document.tokens[part]) if document.learnt[part][0] else "|"
+        for part in np.split(np.arange(len(document.tokens)), np.flatnonzero(np.diff(document.learnt)) + 1)
+    )
+    assert learnt.replace(" ", "") == "|Hi.<|end|>|the<|user|>the<|end|>|"
+
+
+ALL = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}"
+TEMPLATES = {
+    "the last answer only": "{% for m in messages[-2:] %}<|user|>{{ m.content }}{% endfor %}",
+    "a count at the start": "{{ messages | length }}" + ALL,
+    "nothing of the assistant": ALL.replace("m in messages", "m in messages if m.role == 'user'"),
+    "another prompt": ALL + "{% if add_generation_prompt %}<|bos|>{% endif %}",
+    "one word of two": ALL.replace("<|user|>", ""),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_that_do_not_only_add(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    """Text may agree where token ids do not: 'ca' and 't' are one token together."""
+    other = Tokenizer(tokenizer.backend, tokenizer.special_tokens, {"default": TEMPLATES[name]}, "here")
+    path = write(tmp_path / "a", {"text": "fine"}, chat("a ca", "t", "no", "yes"))
+    documents = Documents(path, other)
+    assert documents[0].learnt.all()
+    with pytest.raises(
+        DataError, match=r"a line 2: the chat template writes the chat up to messages\[[13]\] in another"
+    ):
+        documents.check()
+
+
+def test_templates_that_refuse(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    other = Tokenizer(tokenizer.backend, {}, {"default": "{{ raise_exception('no') }}"}, "here")
+    for asked, message in (
+        (other, "line 1: here: .*refuses this conv"),
+        (Tokenizer(tokenizer.backend, {}, {}, "x"), "no chat"),
+    ):
+        with pytest.raises(DataError, match=message):
+            Documents(write(tmp_path / "a", chat("a", "b")), asked)[0]
+
+
+# Packing
+
+
+def document(size: int, start: int = 0, is_chat: bool = False) -> Document:
+    return Document(np.arange(start, start + size, dtype=np.int32), np.arange(size) % 3 > 0, is_chat)
+
+
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(2, 20))
+@settings(max_examples=200, deadline=None)
+def test_packing_loses_nothing_and_mixes_nothing(sizes: list[int], length: int) -> None:
+    given = [document(size, 1000 * i) for i, size in enumerate(sizes)]
+    found = [piece for one in given for piece in pieces(one, length)]
+    rows = place([len(piece.tokens) for piece in found], length)
+    assert sorted(i for row in rows for i in row) == list(range(len(found)))
+    filled = [fill([found[i] for i in row], length, 7) for row in rows]
+    batch = {name: np.stack([row[name] for row in filled]) for name in filled[0]} if filled else {"tokens": []}
+    seen = list(segments(batch))  # pyright: ignore
+    assert all(len({token // 1000 for token in tokens}) == 1 for tokens, _ in seen)
+    tokens = [np.concatenate([one.tokens, one.learnt]) for one in given]
+    joined: dict[int, list[tuple[int, ...]]] = {}
+    for ids, mask in sorted(seen):
+        joined.setdefault(ids[0] // 1000, []).append(ids + mask)
+    for i, one in enumerate(given):
+        parts = joined[i]
+        assert [t for part in parts for t in part[: len(part) // 2]] == one.tokens.tolist()
+        assert [t for part in parts for t in part[len(part) // 2 :]] == one.learnt.tolist()
+    assert len(tokens) == len(joined)
+
+
+@given(st.lists(st.integers(1, 20), max_size=60))
+def test_no_two_rows_that_would_go_into_one(sizes: list[int]) -> None:
+    used = sorted(sum(sizes[i] for i in row) for row in place(sizes, 20))
+    assert len(used) < 2 or used[0] + used[1] > 20
+
+
+def test_long_chats_are_cut(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    """Their rest would be learnt without the question; one whose question is too long is left out. Both are told."""
+    objects = chat("Hi", "a cat " * 50), chat("Hi " * 50, "yes"), {"text": "a cat " * 50}
+    data = batches(write(tmp_path / "a", *objects), tokenizer, batch_size=2, seq_len=40, shuffle=False, epochs=2)
+    seen = [segment for batch in data for segment in segments(batch)]
+    whole = [data.documents[i] for i in range(3)]
+    first = (tuple(whole[0].tokens[:40].tolist()), tuple(whole[0].learnt[:40].astype(int).tolist()))
+    assert seen.count(first) == 2
+    assert sum(len(tokens) for tokens, _ in seen) == 2 * (40 + len(whole[2].tokens))
+    assert caplog.text.count("line 1: a chat of") == caplog.text.count("line 2: a chat of") == 1
+    assert "line 2: a chat of 107 tokens, with rows of 40, is left out" in caplog.text.replace(
+        str(len(whole[1].tokens)), "107"
+    )
+    only = batches(write(tmp_path / "b", objects[1]), tokenizer, batch_size=2, seq_len=40)
+    with pytest.raises(DataError, match=r"b: no chat has an answer in its first 40 tokens"):
+        next(only)
+
+
+# Batches
+
+
+def expected(documents: Documents, length: int) -> Counter[Any]:
+    found = (piece for one in documents for piece in pieces(one, length))
+    return Counter((tuple(p.tokens.tolist()), tuple(p.learnt.astype(int).tolist())) for p in found)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("length", [16, 64, 512])
+def test_an_epoch_has_every_document_once(documents: Documents, length: int, pack: bool) -> None:
+    """Two epochs have each twice; the last batch is filled up."""
+    made = list(Batches(documents, 4, length, pack=pack, epochs=2))
+    assert all(array.shape == (4, length) and array.dtype == np.int32 for batch in made for array in batch.values())
+    seen = Counter(segment for batch in made for segment in segments(batch))
+    assert seen == Counter({segment: 2 * n for segment, n in expected(documents, length).items()})
+    if pack and length < 512:
+        assert np.mean([batch["segment_ids"] > 0 for batch in made[:-1]]) > 0.9
+    assert not pack or max(batch["segment_ids"].max() for batch in made) > 1
+
+
+def test_order(documents: Documents) -> None:
+    """Another one each epoch and for each seed; the same for the same seed, whatever the versions of libraries."""
+
+    def first(epochs: int = 3, **options: Any) -> list[list[int]]:
+        made = Batches(documents, 1, 600, pack=False, epochs=epochs, **options)
+        rows = [batch["tokens"][0, :6].tolist() for batch in made]
+        return [rows[i : i + len(documents)] for i in range(0, len(rows), len(documents))]
+
+    one, two, three = first()
+    assert sorted(one) == sorted(two) == sorted(three) and one != two != three != one
+    assert first() == [one, two, three] and first(seed=1)[0] not in (one, two, three)
+    straight = [document.tokens[:6].tolist() for document in documents]
+    assert [[t for t in row if t] for row in first(1, shuffle=False)[0]] == [[t for t in row if t] for row in straight]
+    assert [Batches(documents, 1, 600, seed=5)._index(i) for i in range(6)] == [41, 22, 9, 39, 25, 65]
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.integers(2, 200), st.integers(1, 5), st.booleans(), st.booleans(), st.integers(0, 80)
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_resume_is_the_straight_run(
+    documents: Documents, seed: int, length: int, size: int, shuffle: bool, pack: bool, at: int
+) -> None:
+    """At any point, also after the end; through JSON; in an iterator that was somewhere else."""
+
+    def make() -> Batches:
+        return Batches(documents, size, length, seed=seed, shuffle=shuffle, pack=pack, epochs=2)
+
+    straight, resumed = make(), make()
+    for _ in islice(straight, at):
+        pass
+    state = json.loads(json.dumps(straight.get_state()))
+    next(resumed)
+    resumed.set_state(state)
+    assert resumed.get_state() == state
+    equal(list(islice(straight, 30)), list(islice(resumed, 30)))
+    assert straight.get_state() == resumed.get_state()
+
+
+def test_a_resume_makes_few_documents_again(mixed: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those packed together with the next row; and a second epoch none."""
+    monkeypatch.setattr(data_module, "_window", lambda length: 4 * length)
+    straight = batches(mixed, tokenizer, batch_size=2, seq_len=64, epochs=3)
+    for _ in range(20):
+        next(straight)
+    state, after = straight.get_state(), next(straight)
+    made: list[str] = []
+    real = Documents._make
+    monkeypatch.setattr(
+        Documents, "_make", lambda self, record, where: (made.append(where), real(self, record, where))[1]
+    )
+    resumed = batches(mixed, tokenizer, batch_size=2, seq_len=64, epochs=3)
+    resumed.set_state(state)
+    equal([after], [next(resumed)])
+    assert 0 < len(made) < 15 and len(resumed.documents) == 70
+    for _ in resumed:
+        pass
+    assert len(made) == len(set(made)) <= 70
+
+
+def test_several_processes(documents: Documents) -> None:
+    """Their rows together are the batch, their states are one, and another number of them may go on."""
+    assert jax.process_count() == 1
+    whole = Batches(documents, 4, 64)
+    halves = [Batches(documents, 4, 64, share=(i, 2)) for i in range(2)]
+    for _ in range(5):
+        batch, parts = next(whole), [next(half) for half in halves]
+        equal([batch], [{name: np.concatenate([part[name] for part in parts]) for name in batch}])
+    assert whole.get_state() == halves[0].get_state() == halves[1].get_state()
+    last = Batches(documents, 4, 64, share=(3, 4))
+    last.set_state(halves[0].get_state())
+    np.testing.assert_array_equal(next(last)["tokens"][0], next(whole)["tokens"][3])
+    for share in ((0, 3), (2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match="cannot be shared"):
+            Batches(documents, 4, 64, share=share)
+
+
+OTHER: list[tuple[str, Callable[[Documents], Batches]]] = [
+    ("batch_size was 4, is 2", lambda d: Batches(d, 2, 64)),
+    ("seq_len was 64, is 32", lambda d: Batches(d, 4, 32)),
+    ("seed was 0, is 1", lambda d: Batches(d, 4, 64, seed=1)),
+    ("shuffle was True, is False", lambda d: Batches(d, 4, 64, shuffle=False)),
+    ("pack was True, is False, seed was 0, is 2", lambda d: Batches(d, 4, 64, pack=False, seed=2)),
+]
+
+
+@pytest.mark.parametrize(("message", "make"), OTHER)
+def test_states_of_other_settings(documents: Documents, message: str, make: Callable[[Documents], Batches]) -> None:
+    state = Batches(documents, 4, 64).get_state()
+    with pytest.raises(DataError, match=rf"mixed\.jsonl: this state is of other data or settings \({message}\)"):
+        make(documents).set_state(state)
+    Batches(documents, 4, 64, epochs=5).set_state(state)  # longer is fine
+
+
+def test_states_of_other_data(mixed: Path, tmp_path: Path, tokenizer: Tokenizer, documents: Documents) -> None:
+    state = Batches(documents, 4, 64).get_state()
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(mixed.read_bytes())
+    batches(path, tokenizer, batch_size=4, seq_len=64).set_state(state)  # another place is fine
+    path.write_bytes(mixed.read_bytes().replace(b"cat", b"dog"))
+    with pytest.raises(DataError, match=r"\(file's sha256 was '[0-9a-f]+', is '[0-9a-f]+'\)"):
+        batches(path, tokenizer, batch_size=4, seq_len=64).set_state(state)
+    other = Tokenizer(tokenizer.backend, tokenizer.special_tokens, {"default": "x"}, "here")
+    with pytest.raises(DataError, match=r"\(tokenizer's sha256 was"):
+        batches(mixed, other, batch_size=4, seq_len=64).set_state(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"data": None},
+        {"position": None},
+        {"position": {"epoch": 0, "document": 0}},
+        {"position": {"epoch": 0, "document": 0, "row": -1}},
+        {"position": {"epoch": 0, "document": 0, "row": "1"}},
+        {"position": {"epoch": True, "document": 0, "row": 1}},
+        {"position": {"epoch": 0, "document": 0, "row": 1, "more": 1}},
+    ],
+)
+def test_states_that_are_none(documents: Documents, change: dict[str, Any]) -> None:
+    data = Batches(documents, 4, 64)
+    with pytest.raises(DataError, match="give what get_state returned"):
+        data.set_state(data.get_state() | change)
+    with pytest.raises(DataError, match="give what get_state returned"):
+        data.set_state({})
+
+
+@pytest.mark.wrong_types
+def test_numbers_that_make_no_sense(documents: Documents) -> None:
+    for options in (
+        {"batch_size": 0},
+        {"seq_len": 1},
+        {"seed": -1},
+        {"epochs": 0},
+        {"batch_size": 2.0},
+        {"seed": True},
+    ):
+        with pytest.raises(ValueError, match=rf"^{next(iter(options))}=.*give a whole number from"):
+            Batches(documents, **({"batch_size": 2, "seq_len": 8} | options))
+
+
+def test_a_model_takes_a_batch(documents: Documents) -> None:
+    """Packed documents are as alone, as far as the model sees them."""
+    model = build_tiny("llama", vocab_size=768)
+    batch = next(Batches(documents, 1, 96))
+    out = forward(model, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]).logits
+    at = batch["segment_ids"][0] == 2
+    assert at.sum() > 10
+    np.testing.assert_allclose(out[:, at], forward(model, batch["tokens"][:, at]).logits, atol=2e-4)
+
+
+# grain
+
+
+def test_pickle(documents: Documents) -> None:
+    """As grain's workers need."""
+    copy = pickle.loads(pickle.dumps(Rows(documents, 32)))
+    assert len(copy) == 70
+    equal([copy[3]], [Rows(documents, 32)[3]])
+
+
+def test_grain(documents: Documents) -> None:
+    """Its shuffling, batches and state over our rows."""
+    grain = pytest.importorskip("grain")
+
+    def make() -> Any:
+        source = grain.MapDataset.source(Rows(documents, 48))
+        return iter(source.shuffle(seed=3).repeat(2).batch(4).to_iter_dataset())
+
+    straight, resumed = make(), make()
+    first = [next(straight) for _ in range(7)]
+    assert first[0]["tokens"].shape == (4, 48)
+    state = straight.get_state()
+    rest = list(straight)
+    assert len(rest) == 28
+    resumed.set_state(state)
+    equal(rest, list(resumed))
