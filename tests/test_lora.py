@@ -102,7 +102,7 @@ def test_fresh_adapters_change_nothing(kind: str, scan: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_by_default_everything_but_the_router(kind: str) -> None:
-    """Also on shapes without values; names are in float32 whatever the base."""
+    """In float32, whatever the base; without ``rngs`` they are shapes."""
     model = build(TINY[kind], tiny_weights(TINY[kind]), Strategy(), dtype="bfloat16")
     lora.add(model, 3, rngs=None)
     assert {slot.name for slot in adapted(model)} == {slot.name for slot in slots(model)} - {"router"}
@@ -256,10 +256,7 @@ def test_saving_asks_for_merging(tmp_path: Path, way: str, scan: bool) -> None:
     lora.merge(model)
     save(model, tmp_path / "out")
     if load is not None:
-        wanted = {slot.name: slot.base for slot in slots(model) if slot.first == 0}
-        for slot in slots(load(tmp_path / "out", strategy=model.strategy)):
-            for kernel, base in zip(slot.base, wanted[slot.name] if slot.first == 0 else slot.base, strict=True):
-                assert max_error(kernel.get_value(), base.get_value()) < 1e-6
+        assert max_error(logits(load(tmp_path / "out", strategy=model.strategy)), logits(model)) < 1e-5
 
 
 # Files
