@@ -70,7 +70,6 @@ class CausalLM(nnx.Module):
     maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]]  # name there, logical axes there
     maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # of dense layers, of layers with experts
     load_report: Any = None
-    merged: Any = None  # adapters that `nnxmoe.train.lora` has merged
     generation_config: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
@@ -86,6 +85,7 @@ class CausalLM(nnx.Module):
         vocab, dim = config.vocab_size, config.hidden_size
         self.config = config
         self.strategy = strategy
+        self.merged: Any = None  # adapters, by `nnxmoe.train.lora.merge`
         spread = strategy.mesh is not None and rngs is not None
         kw["rngs"] = None if spread else rngs
         self.embed = Embed(vocab, dim, **kw)

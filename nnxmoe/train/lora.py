@@ -51,40 +51,34 @@ def add(
         raise ValueError(f"alpha {alpha!r} is not a positive number")
     kind, found = float_dtype(dtype), chosen(model, targets)
     refuse_second(model)
-    key = None if rngs is None else rngs.params()
     made = [(slot, slot.shapes(rank, float(alpha), kind)) for slot in found]
+    key = None if rngs is None else rngs.params()
     for slot, adapter in made if key is not None else []:
-        for which, variable in (("a", adapter.a), ("b", adapter.b)):
-            place = model.strategy.sharding_of(variable)
-            one = tuple(variable.shape[slot.depth is not None :])
-            bound = _bound(variable) if which == "a" else 0.0
-            name = zlib.crc32(slot.name.encode()) >> 1
-            variable.set_value(_drawn(one, slot.depth, bound, variable.dtype, place)(key, name, slot.first))
+        a, b, own = adapter.a, adapter.b, jax.random.fold_in(key, zlib.crc32(slot.name.encode()) >> 1)
+        draw = _drawn(tuple(a.shape), slot.depth is not None, a.dtype, model.strategy.sharding_of(a))
+        a.set_value(draw(own, slot.first, _inputs(a) ** -0.5))
+        b.set_value(jnp.zeros(b.shape, b.dtype, device=model.strategy.sharding_of(b)))
     for slot, adapter in made:
         slot.put(adapter)
 
 
-def _bound(a: nnx.Variable) -> float:
-    """``1 / sqrt(inputs)``: PEFT draws uniformly up to there."""
-    return math.prod(n for n, axis in zip(a.shape[:-1], axes_of(a), strict=False) if axis not in LEAD) ** -0.5
+def _inputs(a: nnx.Variable) -> int:
+    """How many numbers go into each of the rank's."""
+    return math.prod(n for n, axis in zip(a.shape[:-1], axes_of(a), strict=False) if axis not in LEAD)
 
 
 @functools.cache
-def _drawn(shape: tuple[int, ...], depth: int | None, bound: float, dtype: Any, place: Any) -> Any:
-    """The program that makes one parameter, of a layer or of ``depth`` layers, where it lies."""
+def _drawn(shape: tuple[int, ...], stacked: bool, dtype: Any, place: Any) -> Any:
+    """The program that makes an ``a`` where it lies: uniform up to a bound, as PEFT has it, by a key for each layer."""
 
-    def one(key: Key[Array, ""], name: int, layer: Any) -> Float[Array, "..."]:
-        key = jax.random.fold_in(jax.random.fold_in(key, name), layer)
-        return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+    def one(key: Key[Array, ""], layer: Any, bound: Any) -> Float[Array, "..."]:
+        value = jax.random.uniform(jax.random.fold_in(key, layer), shape[stacked:], jnp.float32, -1, 1)
+        return (value * bound).astype(dtype)
 
-    def every(key: Key[Array, ""], name: int, first: int) -> Float[Array, "..."]:
-        if bound == 0:
-            return jnp.zeros(shape if depth is None else (depth, *shape), dtype)
-        if depth is None:
-            return one(key, name, first)
-        return jax.vmap(one, (None, None, 0))(key, name, first + jnp.arange(depth))
+    def every(key: Key[Array, ""], first: Any, bound: Any) -> Float[Array, "..."]:
+        return jax.vmap(one, (None, 0, None))(key, first + jnp.arange(shape[0]), bound)
 
-    return jax.jit(every, out_shardings=place)
+    return jax.jit(every if stacked else one, out_shardings=place)
 
 
 def remove(model: CausalLM) -> None:

@@ -88,20 +88,16 @@ def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
     every = slots(model)
     if targets is None:
         return [slot for slot in every if slot.name != "router"]
-    targets = [targets] if isinstance(targets, str) else list(targets)
-    names = sorted({slot.name for slot in every})
-    known = [name for target in targets for name in names if f"{name}.".startswith(f"{target}.")]
-    if (
-        odd := [t for t in targets if not any(f"{name}.".startswith(f"{t}.") for name in names)] or []
-        if targets
-        else [""]
-    ):
-        groups = sorted({name.partition(".")[0] for name in names})
+    asked, names = [targets] if isinstance(targets, str) else list(targets), sorted({slot.name for slot in every})
+    known = {target: [name for name in names if f"{name}.".startswith(f"{target}.")] for target in asked}
+    if odd := [target for target in asked if not known[target]] if asked else [""]:
+        groups = ", ".join(sorted({name.partition(".")[0] for name in names}))
         raise ValueError(
             f"targets: {plain(str(odd[0])) or 'none'} is no projection of a {model.config.model_type} model; "
-            f"give some of {', '.join(groups)}, or parts of them: {', '.join(n for n in names if '.' in n)}"
+            f"give some of {groups}, or parts of them: {', '.join(n for n in names if '.' in n)}"
         )
-    return [slot for slot in every if slot.name in known]
+    wanted = {name for found in known.values() for name in found}
+    return [slot for slot in every if slot.name in wanted]
 
 
 def adapted(model: CausalLM) -> list[Slot]:

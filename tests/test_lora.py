@@ -1,0 +1,550 @@
+"""Adapters: where they act, that they are all that is trained, and that merging, saving and meshes change nothing."""
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import nnxmoe
+from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, Strategy
+from nnxmoe.convert import maxtext
+from nnxmoe.models import Mixtral, config_from_hf
+from nnxmoe.train import lora
+from nnxmoe.train.slots import adapted, slots
+from tests.helpers import TINY, build, build_tiny, max_error, random_tokens, tiny_weights
+
+KINDS = ("llama", "mixtral", "deepseek_v3")
+EVERYTHING = {
+    "llama": ["attention", "mlp"],
+    "mixtral": ["attention", "experts", "router"],
+    "deepseek_v3": ["attention", "mlp", "shared", "experts", "router"],
+}
+TOKENS = random_tokens(2, 7)
+WAYS: dict[str, Any] = {
+    "dense": Dense(),
+    "sorted": Sorted(),
+    "capacity": Capacity(16.0),
+    "chunked": Chunked(Sorted(), 3),
+    "ragged": ExpertParallel(Sorted(), RaggedAllToAll()),
+    "ring": ExpertParallel(Sorted(), RingOfExperts()),
+}
+
+
+def fill(model: Any) -> Any:
+    """Values for every ``b``, which starts as 0; those of a layer are the same stacked or not, on whatever mesh."""
+    for slot in adapted(model):
+        b = slot.adapter.b
+        whole = np.array(b.get_value())
+        for i in range(slot.depth or 1):
+            rng = np.random.default_rng([slot.first + i, *map(ord, slot.name)])
+            at = slice(None) if slot.depth is None else i
+            whole[at] = 0.2 * rng.standard_normal(b.shape[slot.depth is not None :])
+        b.set_value(jax.device_put(whole, b.get_value().sharding))
+    return model
+
+
+def with_adapters(kind: str, strategy: Strategy | None = None, **changes: Any) -> Any:
+    """A tiny model of two layers with adapters everywhere, also on the router."""
+    model = build_tiny(kind, strategy or Strategy(), num_hidden_layers=2, **changes)
+    lora.add(model, 4, alpha=6, targets=EVERYTHING[kind], rngs=nnx.Rngs(0))
+    return fill(model)
+
+
+@functools.cache
+def _ready(kind: str, scan: bool) -> Any:
+    return with_adapters(kind, Strategy(scan_layers=scan))
+
+
+def ready(kind: str, scan: bool = False) -> Any:
+    """The same, made once; to be changed at will."""
+    return nnx.clone(_ready(kind, scan))
+
+
+def logits(model: Any, tokens: Any = TOKENS) -> np.ndarray:
+    return np.asarray(model(tokens).logits)
+
+
+def kernels(model: Any) -> list[np.ndarray]:
+    return [np.asarray(kernel.get_value()) for slot in slots(model) for kernel in slot.base]
+
+
+def values(model: Any) -> list[np.ndarray]:
+    return [np.asarray(v.get_value()) for slot in adapted(model) for v in (slot.adapter.a, slot.adapter.b)]
+
+
+def same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
+    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True))
+
+
+# What adapters do
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fresh_adapters_change_nothing(kind: str, scan: bool) -> None:
+    """And without them the model is what it was, its structure too, so that it has the same compiled program."""
+    model = ready(kind, scan)
+    lora.remove(model)
+    plain = build_tiny(kind, Strategy(scan_layers=scan), num_hidden_layers=2)
+    assert nnx.graphdef(model) == nnx.graphdef(plain)
+    lora.add(model, 4, alpha=6, targets=EVERYTHING[kind], rngs=nnx.Rngs(7))
+    assert (logits(model) == logits(plain)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_default_everything_but_the_router(kind: str) -> None:
+    """In float32, whatever the base; without ``rngs`` they are shapes."""
+    model = build(TINY[kind], tiny_weights(TINY[kind]), Strategy(), dtype="bfloat16")
+    lora.add(model, 3, rngs=None)
+    assert {slot.name for slot in adapted(model)} == {slot.name for slot in slots(model)} - {"router"}
+    for slot in adapted(model):
+        assert slot.adapter.a.dtype == slot.adapter.b.dtype == jnp.float32 and slot.adapter.scale == 1
+        assert slot.adapter.a.shape[-1] == slot.adapter.rank == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_the_formula(kind: str) -> None:
+    """Against kernels with ``alpha / rank * a @ b`` added here in float64, for gate and up one after the other."""
+    model, plain = ready(kind), build_tiny(kind, Strategy(), num_hidden_layers=2)
+    for slot, bare in zip(slots(model), slots(plain), strict=True):
+        a, b = (np.asarray(v.get_value(), np.float64) for v in (slot.adapter.a, slot.adapter.b))
+        if slot.name == "experts.gate_up":
+            deltas = [np.einsum("edr,erf->edf", a, b[:, :, i]) for i in range(2)]
+        else:
+            deltas = [np.einsum("efr,erd->efd", a, b) if slot.name == "experts.down" else np.tensordot(a, b, 1)]
+        for kernel, delta in zip(bare.base, deltas, strict=True):
+            kernel.set_value(jnp.asarray(np.asarray(kernel.get_value(), np.float64) + 1.5 * delta, jnp.float32))
+    assert [slot.kernels for slot in slots(model) if len(slot.base) > 1][:1] in ([], [("gate", "up")])
+    assert max_error(logits(model), logits(plain)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "scan"), [("llama", False), ("mixtral", False), ("mixtral", True), ("deepseek_v3", True)]
+)
+def test_gradients_only_in_adapters(kind: str, scan: bool) -> None:
+    """Each adapter has one, and what is no adapter is not among what is trained."""
+    graph, adapters, rest = nnx.split(ready(kind, scan), lora.LoRAParam, ...)
+
+    def loss(adapters: Any) -> Any:
+        return jnp.mean(jnp.sin(nnx.merge(graph, adapters, rest)(TOKENS).logits))
+
+    grads = nnx.to_flat_state(jax.jit(jax.grad(loss))(adapters))
+    assert len(grads) == 2 * len(adapted(ready(kind, scan)))
+    for path, grad in grads:
+        assert path[-1] in "ab" and isinstance(grad, lora.LoRAParam)
+        assert float(jnp.abs(grad.get_value()).max()) > 0, path
+    assert not any(isinstance(v, lora.LoRAParam) for _, v in nnx.to_flat_state(rest))
+
+
+@pytest.mark.parametrize(
+    ("way", "scan"), [("dense", False), ("sorted", False), ("sorted", True), ("capacity", True), ("chunked", False)]
+)
+def test_an_experts_adapter_reaches_its_tokens_only(way: str, scan: bool) -> None:
+    """In a model of one layer, for every expert: its adapter moves the tokens routed to it, and no other."""
+    model = build_tiny("mixtral", Strategy(dispatch=WAYS[way], scan_layers=scan), num_hidden_layers=1)
+    lora.add(model, 2, targets="experts", rngs=nnx.Rngs(0))
+    out = model(TOKENS, return_routing=True)
+    for slot in adapted(model):
+        fresh = slot.adapter.b.get_value()
+        for expert in range(6):
+            mine = (np.asarray(out.routing[0].experts) == expert).any(axis=-1)
+            assert mine.any() and not mine.all()
+            slot.adapter.b.set_value(fresh.at[(0, expert) if scan else expert].set(0.3))
+            moved = np.abs(np.asarray(model(TOKENS, return_routing=True).logits - out.logits)).max(axis=-1) > 1e-6
+            assert (moved == mine).all(), (slot.name, expert)
+        slot.adapter.b.set_value(fresh)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "sorted"])
+def test_every_dispatch_gives_the_same(way: str) -> None:
+    assert max_error(logits(with_adapters("mixtral", Strategy(dispatch=WAYS[way]))), logits(ready("mixtral"))) < 1e-5
+
+
+@pytest.mark.parametrize("matmul", [nnxmoe.Masked(), nnxmoe.RaggedDot(), nnxmoe.Aligned(nnxmoe.Blocked(), 8)])
+def test_every_grouped_product_gives_the_same(matmul: Any) -> None:
+    assert max_error(logits(with_adapters("mixtral", Strategy(matmul=matmul))), logits(ready("mixtral"))) < 1e-5
+
+
+@pytest.mark.parametrize("latent", [nnxmoe.Naive(), nnxmoe.Absorbed()])
+def test_both_forms_of_latent_attention(latent: Any) -> None:
+    wanted = logits(ready("deepseek_v3"))
+    assert max_error(logits(with_adapters("deepseek_v3", Strategy(latent=latent))), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scanned_is_unrolled(kind: str) -> None:
+    """Fresh values too, bit for bit."""
+    ours, theirs = ready(kind), ready(kind, True)
+    stacked = {(s.name, s.first + i): s.adapter.a.get_value()[i] for s in adapted(theirs) for i in range(s.depth or 0)}
+    for slot in adapted(ours):
+        assert (np.asarray(stacked.pop((slot.name, slot.first))) == np.asarray(slot.adapter.a.get_value())).all()
+    assert not stacked
+    assert max_error(logits(ours), logits(theirs)) < 1e-5
+
+
+def test_generating_with_adapters() -> None:
+    """Through the cache, the same tokens as of the merged model."""
+    model = ready("deepseek_v3")
+    ids = np.asarray(nnxmoe.generate(model, TOKENS, max_new_tokens=4, eos_token_id=None))
+    lora.merge(model, keep=False)
+    assert (np.asarray(nnxmoe.generate(model, TOKENS, max_new_tokens=4, eos_token_id=None)) == ids).all()
+
+
+# Merging
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_is_unmerged(kind: str, scan: bool) -> None:
+    model = ready(kind, scan)
+    before, bits = logits(model), kernels(model) + values(model)
+    lora.merge(model)
+    assert max_error(logits(model), before) < 1e-5
+    assert not adapted(model) and not same(kernels(model), bits[: len(kernels(model))])
+    kept = [v for path, v in nnx.to_flat_state(nnx.state(model)) if path[0] == "merged"]
+    assert kept and not any(isinstance(v, nnx.Param) for v in kept)  # nothing for an optimizer
+    lora.unmerge(model)
+    assert same(kernels(model) + values(model), bits) and (logits(model) == before).all()
+    lora.merge(model, keep=False)
+    assert max_error(logits(model), before) < 1e-5 and model.merged is None
+    assert nnx.graphdef(model) == nnx.graphdef(build_tiny(kind, Strategy(scan_layers=scan), num_hidden_layers=2))
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_unmerge_gives_back_the_bits_of_bfloat16(scan: bool) -> None:
+    """And merging rounds the sum in float32 once."""
+    model = build(TINY["mixtral"], tiny_weights(TINY["mixtral"]), Strategy(scan_layers=scan), dtype="bfloat16")
+    lora.add(model, 4, rngs=nnx.Rngs(0))
+    fill(model)
+    bits, deltas = kernels(model) + values(model), {slot.place: slot.adapter.delta() for slot in adapted(model)}
+    lora.merge(model)
+    for slot in (slot for slot in slots(model) if slot.name in ("attention.k", "experts.down")):
+        base = model.merged[slot.place].base[0].get_value().astype(jnp.float32)
+        wanted = (base + deltas[slot.place].reshape(base.shape)).astype(jnp.bfloat16)
+        assert same([np.asarray(wanted)], [np.asarray(slot.base[0].get_value())])
+    lora.unmerge(model)
+    assert same(kernels(model) + values(model), bits)
+
+
+WRITERS: dict[str, tuple[Any, Any]] = {
+    "hf": (nnxmoe.save_pretrained, nnxmoe.from_pretrained),
+    "native": (nnxmoe.save, nnxmoe.load),
+    "maxtext": (maxtext.save, maxtext.load),
+    "tree": (lambda model, _: maxtext.to_tree(model), None),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "scan"), [("hf", False), ("hf", True), ("native", True), ("maxtext", True), ("tree", False)]
+)
+def test_saving_asks_for_merging(tmp_path: Path, way: str, scan: bool) -> None:
+    """No format of whole models drops an adapter without a word; merged, it is in what is written."""
+    save, load = WRITERS[way]
+    model = ready("mixtral", scan)
+    with pytest.raises(ValueError, match=r"the model has adapters .* lora\.merge\(model\)"):
+        save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    lora.merge(model)
+    save(model, tmp_path / "out")
+    if load is not None:
+        assert max_error(logits(load(tmp_path / "out", strategy=model.strategy)), logits(model)) < 1e-5
+
+
+# Files
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_save_and_load_give_back_every_bit(tmp_path: Path, kind: str, scan: bool) -> None:
+    """Into scanned layers from unrolled ones and the other way, too."""
+    model = ready(kind, scan)
+    lora.save(model, tmp_path / "adapter")
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    for other in (ready(kind, scan), ready(kind, not scan)):
+        lora.remove(other)
+        lora.load(other, tmp_path / "adapter")
+        assert same(values(other), values(ready(kind, other.strategy.scan_layers)))
+        assert {slot.adapter.alpha for slot in adapted(other)} == {6.0}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_files_are_as_peft_reads_them(tmp_path: Path, scan: bool) -> None:
+    """PEFT's own einsum over its tensors gives our deltas, in transformers' fused layout ``[E, outs, ins]``."""
+    model = ready("mixtral", scan)
+    lora.save(model, tmp_path / "adapter")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    deltas = {slot.name: np.asarray(slot.adapter.delta()) for slot in adapted(model) if slot.first == 0}
+    deltas = {name: delta[0] if scan else delta for name, delta in deltas.items()}
+    layer = "base_model.model.model.layers.0."
+    for name, module in (("experts.gate_up", "mlp.experts.base_layer"), ("experts.down", "mlp.experts")):
+        a, b = (stored[f"{layer}{module}.lora_{x}.weight"] for x in "AB")
+        a, b = a.reshape(6, -1, a.shape[-1]), b.reshape(b.shape[0], -1, 6)
+        assert max_error(np.einsum("ore,eri->eoi", b, a) * 1.5, deltas[name].swapaxes(1, 2)) < 1e-6
+    for name, module in (("attention.o", "self_attn.o_proj"), ("router", "mlp.gate")):
+        a, b = (stored[f"{layer}{module}.lora_{x}.weight"] for x in "AB")
+        assert max_error(b @ a * 1.5, deltas[name].T) < 1e-6
+
+
+def test_what_peft_is_told(tmp_path: Path) -> None:
+    """Modules that PEFT would take for something else in models with experts are named as parameters."""
+    lora.save(ready("deepseek_v3"), tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 6)
+    attention = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
+    assert config["target_modules"] == [f"self_attn.{name}" for name in attention]
+    assert {"mlp.experts.gate_up_proj", "mlp.gate_proj.weight", "mlp.gate.weight"} < set(config["target_parameters"])
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> Path:
+    """The adapter of `ready` mixtral with its config and tensors changed."""
+    lora.save(ready("mixtral"), folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(config, tensors)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], str]] = {
+    "missing": (lambda c, t: t.pop(Q), f"missing: {Q}"),
+    "unexpected": (lambda c, t: t.update(other=np.ones(2, np.float32)), "unexpected: other"),
+    "rank": (lambda c, t: c.update(r=3), r"shape: .* has \[4, 24\], the model and rank 3 ask for \[3, 24\]"),
+    "dtype": (lambda c, t: t.update({Q: np.ones((4, 24), np.int32)}), "dtype: .* is I32"),
+    "kind": (lambda c, t: c.update(peft_type="IA3"), "peft_type 'IA3' is not 'LORA'"),
+    "dora": (lambda c, t: c.update(use_dora=True), "use_dora True is not supported"),
+    "bias": (lambda c, t: c.update(bias="all"), "bias 'all' is not supported"),
+    "init": (lambda c, t: c.update(init_lora_weights="pissa"), "init_lora_weights 'pissa' changes the base model"),
+    "rank 0": (lambda c, t: c.update(r=0), "the rank 0 of self_attn.* is not a positive integer"),
+    "alpha": (lambda c, t: c.update(lora_alpha="6"), "lora_alpha '6' is not a positive number"),
+    "pattern": (lambda c, t: c.update(rank_pattern={"(a+)+$": 2}), "rank_pattern .* only names are understood"),
+    "a layer's own": (lambda c, t: c.update(alpha_pattern={"layers.1.self_attn.q_proj": 2}), "the same for all layers"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_adapters_are_refused(tmp_path: Path, what: str) -> None:
+    """All that is wrong with tensors at once, and the model stays as it was."""
+    change, message = BROKEN[what]
+    folder, model = edited(tmp_path / "adapter", lambda c, t: change(c, t) and None), ready("mixtral")
+    lora.remove(model)
+    with pytest.raises(nnxmoe.CheckpointError, match=message):
+        lora.load(model, folder)
+    assert not adapted(model)
+
+
+def test_everything_wrong_is_listed(tmp_path: Path) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        tensors["what"] = tensors.pop(Q)
+        tensors[Q.replace("lora_A", "lora_B")] = np.ones((3, 4), np.float32)
+
+    model = ready("mixtral")
+    lora.remove(model)
+    with pytest.raises(nnxmoe.CheckpointError) as caught:
+        lora.load(model, edited(tmp_path / "adapter", change))
+    assert len(re.findall("\n  (missing|shape|unexpected): ", str(caught.value))) == 3
+
+
+def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
+    lora.save(ready("mixtral"), tmp_path / "mixtral")
+    for other in (build_tiny("llama", Strategy()), build_tiny("mixtral", Strategy(), num_local_experts=4)):
+        with pytest.raises(nnxmoe.CheckpointError, match="is not one of this model"):
+            lora.load(other, tmp_path / "mixtral")
+
+
+def test_patterns_of_names(tmp_path: Path) -> None:
+    """Scales as PEFT computes them: the first pattern that fits, and rank-stabilised ones."""
+
+    def change(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        config |= {"use_rslora": True, "alpha_pattern": {r".*\.q_proj": 3, "q_proj": 4, "experts.down_proj": 5}}
+
+    model = ready("mixtral")
+    lora.remove(model)
+    lora.load(model, edited(tmp_path / "adapter", change))
+    scales = {slot.name: slot.adapter.scale for slot in adapted(model)}
+    assert scales["attention.q"] == 3 / 2 and scales["experts.down"] == 5 / 2 and scales["attention.k"] == 6 / 2
+    lora.save(model, tmp_path / "again")
+    other = ready("mixtral")
+    lora.remove(other)
+    lora.load(other, tmp_path / "again")
+    assert {slot.name: slot.adapter.scale for slot in adapted(other)} == scales
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    lora.save(ready("llama"), tmp_path / "adapter")
+    with pytest.raises(nnxmoe.CheckpointError, match="is not an empty folder"):
+        lora.save(ready("llama"), tmp_path / "adapter")
+
+
+def test_queries_that_carry_their_scale(tmp_path: Path) -> None:
+    """A model in MaxText's form, whose queries are divided, writes the same adapter and reads it."""
+    model = build_tiny("llama", Strategy(), num_hidden_layers=2)
+    divided = maxtext.from_tree(maxtext.to_tree(model), model.config, Strategy())
+    lora.add(divided, 4, targets="attention.q", rngs=nnx.Rngs(0))
+    fill(divided)
+    lora.save(divided, tmp_path / "adapter")
+    lora.load(model, tmp_path / "adapter")
+    assert max_error(logits(model), logits(divided)) < 1e-5
+    again = maxtext.from_tree(
+        maxtext.to_tree(build_tiny("llama", Strategy(), num_hidden_layers=2)), model.config, Strategy()
+    )
+    lora.load(again, tmp_path / "adapter")
+    assert max_error(values(again)[1], values(divided)[1]) < 1e-6
+
+
+# Refusals
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "rank 0": (lambda m: lora.add(m, 0, rngs=None), "rank 0 is not a positive integer"),
+    "alpha": (lambda m: lora.add(m, 4, alpha=-1, rngs=None), "alpha -1 is not a positive number"),
+    "target": (lambda m: lora.add(m, 4, targets=["atention"], rngs=None), "atention is no projection .* attention"),
+    "another's": (
+        lambda m: lora.add(m, 4, targets=["experts"], rngs=None),
+        "experts is no projection of a llama model",
+    ),
+    "half a name": (lambda m: lora.add(m, 4, targets="attention.qk", rngs=None), "attention.qk is no projection"),
+    "no targets": (lambda m: lora.add(m, 4, targets=[], rngs=None), "none is no projection"),
+    "dtype": (lambda m: lora.add(m, 4, dtype="int8", rngs=None), "dtype int8 is not supported"),
+    "merge": (lora.merge, "cannot merge: the model has no adapters"),
+    "unmerge": (lora.unmerge, "cannot unmerge: nothing was merged"),
+    "remove": (lora.remove, "cannot remove: the model has no adapters"),
+    "save": (lambda m: lora.save(m, "/nowhere/at/all"), "cannot save: the model has no adapters"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals(what: str) -> None:
+    act, message = REFUSED[what]
+    with pytest.raises(ValueError, match=message):
+        act(build_tiny("llama", Strategy()))
+
+
+def test_a_second_adapter_is_refused(tmp_path: Path) -> None:
+    model = ready("llama")
+    lora.save(model, tmp_path / "adapter")
+    for second in (lambda: lora.add(model, 4, rngs=nnx.Rngs(0)), lambda: lora.load(model, tmp_path / "adapter")):
+        with pytest.raises(ValueError, match="the model already has 14 adapters"):
+            second()
+    lora.merge(model)
+    for act in (
+        lambda: lora.add(model, 4, rngs=None),
+        lambda: lora.save(model, tmp_path / "b"),
+        lambda: lora.merge(model),
+    ):
+        with pytest.raises(ValueError, match=r"merged.*lora\.unmerge\(model\)"):
+            act()
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("rank", [True, 4.0, "4", None])
+def test_ranks_that_are_no_integers(rank: Any) -> None:
+    with pytest.raises(ValueError, match="is not a positive integer"):
+        lora.add(build_tiny("llama", Strategy()), rank, rngs=None)
+
+
+def test_shapes_alone_are_not_saved_or_merged(tmp_path: Path) -> None:
+    model = Mixtral(config_from_hf(TINY["mixtral"]), rngs=None)
+    lora.add(model, 4, rngs=None)
+    for act in (lambda: lora.merge(model), lambda: lora.save(model, tmp_path / "adapter")):
+        with pytest.raises(ValueError, match="shapes but no values"):
+            act()
+
+
+# Meshes
+
+MESHES: dict[str, dict[str, int]] = {
+    "fsdp8": {"fsdp": 8},
+    "expert8": {"expert": 8},
+    "expert4 tensor2": {"expert": 4, "tensor": 2},
+    "fsdp2 expert2 tensor2": {"fsdp": 2, "expert": 2, "tensor": 2},
+}
+WIDE = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_local_experts": 8}
+ROWS = random_tokens(8, 5)
+
+
+def on_mesh(way: str, mesh: str | None, scan: bool) -> tuple[list[np.ndarray], list[np.ndarray], Any]:
+    """Logits and the gradients of all adapters, of one device or a mesh; fresh values; and the model."""
+    fields = TINY["mixtral"] | WIDE
+    where = None if mesh is None else nnxmoe.make_mesh(**MESHES[mesh])
+    strategy = Strategy(dispatch=WAYS[way], scan_layers=scan)
+    model = build(fields, tiny_weights(fields), strategy, mesh=where)
+    lora.add(model, 4, alpha=6, targets=EVERYTHING["mixtral"], rngs=nnx.Rngs(0))
+    fresh = [np.asarray(slot.adapter.a.get_value()) for slot in adapted(model)]
+    graph, adapters, rest = nnx.split(fill(model), lora.LoRAParam, ...)
+
+    def loss(adapters: Any, rest: Any) -> Any:
+        out = nnx.merge(graph, adapters, rest)(ROWS).logits
+        return jnp.mean(jnp.sin(out)), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(adapters, rest)
+    return [np.asarray(leaf) for leaf in [out, *jax.tree.leaves(grads)]], fresh, model
+
+
+@functools.cache
+def alone(scan: bool) -> tuple[list[np.ndarray], list[np.ndarray], Any]:
+    return on_mesh("sorted", None, scan)
+
+
+def apart(way: str, mesh: str, scan: bool) -> tuple[float, bool, int]:
+    """Largest error against one device, whether fresh values are the same, and how many adapters are split."""
+    ours, fresh, model = on_mesh(way, mesh, scan)
+    wanted, first, _ = alone(scan)
+    error = max(max_error(a, b) / max(1.0, float(np.abs(b).max())) for a, b in zip(ours, wanted, strict=True))
+    split = sum(
+        not v.get_value().sharding.is_fully_replicated for s in adapted(model) for v in (s.adapter.a, s.adapter.b)
+    )
+    return error, same(fresh, first), split
+
+
+@pytest.mark.parametrize(
+    ("way", "mesh", "scan"),
+    [
+        ("sorted", "fsdp8", False),
+        ("ragged", "expert8", True),
+        ("ring", "expert4 tensor2", False),
+        ("ragged", "fsdp2 expert2 tensor2", False),
+        ("capacity", "fsdp2 expert2 tensor2", True),
+        ("dense", "expert4 tensor2", False),
+    ],
+)
+def test_meshes_give_the_same(eight: Callable[..., Any], way: str, mesh: str, scan: bool) -> None:
+    """Logits and gradients; adapters are split as their kernels are."""
+    error, fresh, split = eight(apart, way, mesh, scan)
+    assert error < 1e-5 and fresh and split >= (4 if scan else 8)
+
+
+def files_of_a_mesh(folder: Path) -> tuple[float, bool, bool, bool]:
+    """Of a model on a mesh: the error once merged, whether kernels stay where they were and unmerging gives back their
+    bits, and whether what is saved and loaded is the same."""
+    _, _, model = on_mesh("ragged", "fsdp2 expert2 tensor2", True)
+    before, bits = logits(model, ROWS), kernels(model)
+    places = [kernel.get_value().sharding for slot in slots(model) for kernel in slot.base]
+    lora.save(model, folder)
+    lora.merge(model)
+    error = max_error(logits(model, ROWS), before)
+    still = [kernel.get_value().sharding for slot in slots(model) for kernel in slot.base] == places
+    lora.unmerge(model)
+    back, old = same(kernels(model), bits), values(model)
+    placed = [slot.adapter.b.get_value().sharding for slot in adapted(model)]
+    lora.remove(model)
+    lora.load(model, folder)
+    again = same(values(model), old) and [s.adapter.b.get_value().sharding for s in adapted(model)] == placed
+    return error, still, back, again
+
+
+def test_merging_and_files_on_a_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
+    error, still, back, again = eight(files_of_a_mesh, tmp_path / "adapter")
+    assert error < 1e-5 and still and back and again
