@@ -102,7 +102,7 @@ def test_ten_and_ten_steps_are_twenty(adapters: bool, resumes: bool, tmp_path: P
     same_bits(straight, whole)
     if adapters:
         kept = (tmp_path / "c" / "20").stat()
-        assert kept and set(whole.state.params) == {name for name in whole.state.params if ".lora." in name}
+        assert kept and all("lora" in name for name in whole.state.params)
     again = fit(model(), data(), **settings(steps=20, checkpoint=tmp_path / "c"))
     assert again.history == []
     same_bits(straight, again)
@@ -113,11 +113,11 @@ def test_on_another_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
 
 
 def on_another_mesh(folder: str) -> None:
-    straight = fit(build_tiny("mixtral", PLAIN), Draws(), **settings())
+    straight = fit(build_tiny("mixtral", PLAIN), Draws(8), **settings())
     one, other = nnxmoe.make_mesh(fsdp=4, expert=2), nnxmoe.make_mesh(data=2, expert=2, devices=jax.devices()[:4])
     stop = [lambda told: told.step == 3]
-    fit(build_tiny("mixtral", PLAIN), Draws(), **settings(mesh=one, checkpoint=folder + "/c"), callbacks=stop)
-    done = fit(build_tiny("mixtral", PLAIN), Draws(), **settings(mesh=other, checkpoint=folder + "/c"))
+    fit(build_tiny("mixtral", PLAIN), Draws(8), **settings(mesh=one, checkpoint=folder + "/c"), callbacks=stop)
+    done = fit(build_tiny("mixtral", PLAIN), Draws(8), **settings(mesh=other, checkpoint=folder + "/c"))
     assert done.history[0]["step"] == 4
     for name, array in state_of(straight).items():
         assert max_error(array, state_of(done)[name]) < 1e-4, name

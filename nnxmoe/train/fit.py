@@ -190,6 +190,8 @@ class _Run:
         bar = tqdm(total=self.steps, initial=self.first, desc="training", unit="step", disable=jax.process_index() > 0)
         with bar:
             for number in range(self.first + 1, self.steps + 1):
+                if self.checkpoints is not None and self.checkpoints.due(number):
+                    self.checkpoints.wait()  # what a kill costs is one interval at most
                 started = time.perf_counter()
                 batch, position = self.source.next()
                 with deadline("a training step"):
@@ -237,7 +239,10 @@ class _Run:
     def _refuse_nonfinite(self, report: Report, number: int) -> None:
         odd = [name for name, good in zip(self.step.names, report.finite, strict=True) if not good]
         if odd:
-            where = "" if self.checkpoints is None else f"; the last checkpoint is of step {self.checkpoints.latest()}"
+            where = ""
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+                where = f"; the last checkpoint is of step {self.checkpoints.latest()}"
             raise NotFinite(
                 f"step {number}: the gradients of {', '.join(odd[:5])}{' …' if len(odd) > 5 else ''} "
                 f"({len(odd)} of {len(self.step.names)} parameters) are NaN or infinite, the loss is "

@@ -53,7 +53,9 @@ def add(
     refuse_second(model)
     made = [(slot, slot.shapes(rank, float(alpha), kind)) for slot in found]
     key = None if rngs is None else rngs.params()
-    for slot, adapter in made if key is not None else []:
+    for slot, adapter in made:
+        if key is None:
+            break
         a, b, own = adapter.a, adapter.b, jax.random.fold_in(key, zlib.crc32(slot.name.encode()) >> 1)
         draw = _drawn(tuple(a.shape), slot.depth is not None, a.dtype, model.strategy.sharding_of(a))
         a.set_value(draw(own, slot.first, _inputs(a) ** -0.5))
