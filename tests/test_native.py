@@ -262,7 +262,7 @@ def test_an_error_or_an_interrupt_while_writing_leaves_nothing(
             raise self.failure
 
     monkeypatch.setattr(orbax_folder.tensorstore, "open", Store().open)
-    with pytest.raises(CheckpointError, match=r"cannot write .*No space left on device; make room"):
+    with pytest.raises(CheckpointError, match=r"cannot write: .*No space left on device; make room"):
         save(model, tmp_path / "a")
     assert not list(tmp_path.iterdir()) and "Traceback" not in capfd.readouterr().err
     monkeypatch.undo()
