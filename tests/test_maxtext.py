@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 
 import nnxmoe
@@ -41,14 +42,7 @@ def flat(tree: Any) -> Flat:
 
 
 def nested(arrays: Flat) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *folders, last = name.split("/")
-        branch = tree
-        for folder in folders:
-            branch = branch.setdefault(folder, {})
-        branch[last] = array
-    return tree
+    return unflatten_dict(arrays, sep="/")
 
 
 def identical(ours: Flat, theirs: Flat) -> None:

@@ -91,7 +91,7 @@ class Native:
 
     @contextlib.contextmanager
     def stored(self, folder: str) -> Iterator[Arrays]:
-        yield native.read(absolute(folder))
+        yield native.read(folder)
 
     def made(self, model: CausalLM, scan: bool) -> Arrays:
         return native.arrays(model, scan)

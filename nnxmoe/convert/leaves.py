@@ -169,15 +169,3 @@ def joined(leaf: Leaf, values: Mapping[Path, Array], change: Change, dtype: np.d
     if any(map(apart, arrays)):
         return jax.jit(join)(arrays)
     return join([np.asarray(array) for array in arrays])
-
-
-def nested(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree that names with slashes describe."""
-    tree: dict[str, Any] = {}
-    for name, value in found.items():
-        *folders, last = name.split("/")
-        branch = tree
-        for folder in folders:
-            branch = branch.setdefault(folder, {})
-        branch[last] = value
-    return tree

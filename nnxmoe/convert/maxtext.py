@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert import orbax_folder
-from nnxmoe.convert.leaves import QUERY, Later, Leaf, collect, float_dtype, made_of, nested
+from nnxmoe.convert.leaves import QUERY, Later, Leaf, collect, float_dtype, made_of
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.restore import abstract, restore
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
@@ -64,15 +65,18 @@ def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
 
 def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, Later]:
     """MaxText's name -> array, made of a model's parameters when it is asked for."""
-    dtype, change = float_dtype(dtype), Change(model, float_dtype(dtype))
-    found = made_of(model, layout(model, scan_layers), change.to_maxtext, dtype)
-    if (narrow := {a.dtype for a in found.values()} - {np.dtype(np.float32)}) and math.frexp(change.divide)[0] != 0.5:
+    dtype = float_dtype(dtype)
+    return made_of(model, layout(model, scan_layers), Change(model, dtype).to_maxtext, dtype)
+
+
+def _tell_of_rounding(model: CausalLM, found: Mapping[str, Later]) -> None:
+    narrow = {a.dtype for a in found.values()} - {np.dtype(np.float32)}
+    if narrow and math.frexp(Change(model).divide)[0] != 0.5:
         logger.warning(
             "queries divided by sqrt(%d) are rounded to %s, as MaxText does: in float32 they lose nothing",
             model.config.head_width,
             ", ".join(sorted(map(str, narrow))),
         )
-    return found
 
 
 def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dict[str, Any]:
@@ -82,7 +86,9 @@ def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dic
     Queries are divided in float32 and rounded once. That is exact where sqrt(head width) is a power of two; from
     bfloat16 it loses nothing with ``dtype=float32``.
     """
-    return {"params": nested({name: a.make(None) for name, a in arrays(model, scan_layers, dtype).items()})}
+    found = arrays(model, scan_layers, dtype)
+    _tell_of_rounding(model, found)
+    return {"params": unflatten_dict({name: a.make(None) for name, a in found.items()}, sep="/")}
 
 
 def from_tree(
@@ -96,8 +102,8 @@ def from_tree(
     """A model with the arrays of a tree, scanned or not, boxed or not, with ``params`` around it once, twice or never.
 
     Heads and rope are the config's; ``dtype`` None: as in the tree. Of a training state the optimizer's part is left,
-    which ``load_report`` says. Raises CheckpointError (a ValueError) that lists
-    every array that is missing, too much, or of another shape than the config asks for.
+    which ``load_report`` says. Raises CheckpointError (a ValueError) that lists every array that is missing, too much,
+    or of another shape than the config asks for.
     """
     tops = _TRAINING & tree.keys() if "params" in tree else set()
     found = {"/".join(path): leaf for path, leaf in _leaves(tree, ()) if path[0] not in tops}
@@ -145,8 +151,9 @@ def save(
     memory. The folder must be new or empty, and appears whole or not at all. Raises CheckpointError (a ValueError).
     """
     found = arrays(model, scan_layers)
+    _tell_of_rounding(model, found)
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
-        params = {"params": {"params": nested(found)}}
+        params = {"params": {"params": unflatten_dict(found, sep="/")}}
         if parameters_only:
             orbax_folder.write(stage, params, bar)
         else:

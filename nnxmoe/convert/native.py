@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
-from nnxmoe.convert.leaves import Later, Leaf, collect, float_dtype, made_of, nested
+from nnxmoe.convert.leaves import Later, Leaf, collect, float_dtype, made_of
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.restore import abstract, restore
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
@@ -57,7 +58,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
 
     found = arrays(model, model.strategy.scan_layers if scan_layers is None else scan_layers)
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
-        orbax_folder.write(stage / PARAMETERS, nested(found), bar)
+        orbax_folder.write(stage / PARAMETERS, unflatten_dict(found, sep="/"), bar)
         if jax.process_index() == 0:
             write_side_files(stage, model, folder)
             write_json(stage / NATIVE_FILE, {"version": _VERSION, "queries_carry_scale": query_divisor(model) != 1})
@@ -87,11 +88,11 @@ def load(
     return model
 
 
-def read(folder: Path) -> dict[str, Later]:
+def read(folder: str | os.PathLike[str]) -> dict[str, Later]:
     """Name -> array of the parameters in a folder that `save` wrote."""
     from nnxmoe.convert import orbax_folder
 
-    return orbax_folder.read(folder / PARAMETERS, None)
+    return orbax_folder.read(absolute(folder) / PARAMETERS, None)
 
 
 def _carried(path: Path) -> bool:

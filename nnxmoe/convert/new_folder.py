@@ -88,7 +88,7 @@ def refuse_unless_empty(folder: str | os.PathLike[str]) -> None:
 def _target(folder: str | os.PathLike[str]) -> Path:
     name = os.fspath(folder)
     if not name or "\0" in name:
-        raise CheckpointError(f"{short(name)} is no name of a folder: give one without a NUL, and not empty")
+        raise CheckpointError(f"{short(name)} is no name of a folder: {'it holds a NUL' if name else 'it is empty'}")
     return Path(os.path.realpath(os.path.expanduser(name)))
 
 

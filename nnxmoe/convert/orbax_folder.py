@@ -35,8 +35,6 @@ class _Writer:
     An error is kept for the end: the other processes would wait for this one.
     """
 
-    bar: Any
-
     def __init__(self, bar: Any, **options: Any):
         super().__init__(**options)
         self.bar = bar

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,9 +68,7 @@ class Reader:
 
     def natural(self, entry: Entry) -> np.dtype:
         """The dtype a parameter has when none is asked for: as stored; FP8 -> bfloat16, float64 -> float32."""
-        kinds = {self.checkpoint.info(piece.name).numpy_dtype for piece in entry.pieces}
-        narrowed = {1: np.dtype(ml_dtypes.bfloat16), 8: np.dtype(np.float32)}
-        return np.dtype(jax.numpy.result_type(*(narrowed.get(kind.itemsize, kind) for kind in kinds)))
+        return natural_dtype({self.checkpoint.info(piece.name).numpy_dtype for piece in entry.pieces})
 
     def place(self, entry: Entry, dtype: np.dtype, sharding: Sharding | None, bar: Any) -> jax.Array:
         """The parameter as one array; with a sharding, each device's part read for itself."""
@@ -153,6 +151,13 @@ class Reader:
         if bad := count_nonfinite(values):
             self.nonfinite[name] = self.nonfinite.get(name, 0) + bad
         return values
+
+
+def natural_dtype(kinds: Iterable[np.dtype]) -> np.dtype:
+    """What arrays of these dtypes are loaded as where nothing else is asked: the widest; FP8 as bfloat16, float64 as
+    float32."""
+    narrowed = {1: np.dtype(ml_dtypes.bfloat16), 8: np.dtype(np.float32)}
+    return np.dtype(jax.numpy.result_type(*(narrowed.get(kind.itemsize, kind) for kind in kinds)))
 
 
 def count_nonfinite(values: np.ndarray) -> int:

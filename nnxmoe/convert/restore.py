@@ -17,7 +17,7 @@ from jaxtyping import Array
 from nnxmoe.axes import axes_of
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.leaves import QUERY, Change, Later, Leaf
-from nnxmoe.convert.place import aligned_empty, count_nonfinite
+from nnxmoe.convert.place import aligned_empty, count_nonfinite, natural_dtype
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Path
@@ -31,7 +31,6 @@ from nnxmoe.progress import bytes_bar
 from nnxmoe.strategy import Strategy
 
 _KINDS = tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16, np.float64)))
-_NARROWED = {np.dtype(np.float64): np.dtype(np.float32)}
 _ROWS_BYTES = 32 << 20  # of a leaf that are in memory at a time
 
 
@@ -121,17 +120,17 @@ def _fill(
     for names in groups.values():
         group = [leaves[name] for name in names]
         own = {path: variables[path] for leaf in group for path, _ in leaf.parts}
-        stored = dtype or jnp.result_type(*{_NARROWED.get(arrays[name].dtype, arrays[name].dtype) for name in names})
+        stored = dtype or natural_dtype({arrays[name].dtype for name in names})
         kinds = {path: np.dtype(np.float32 if isinstance(v, RouterBias) else stored) for path, v in own.items()}
-        make = _on_host if model.strategy.mesh is None else _on_mesh
-        made, bad = make(group, [arrays[name] for name in names], own, kinds, change, model)
+        given = group, [arrays[name] for name in names], own, kinds, change
+        made, bad = _on_host(*given) if model.strategy.mesh is None else _on_mesh(*given, model)
         for path, variable in own.items():
             variables[path] = variable.replace(made[path])
         nonfinite |= {name: count for name, count in zip(names, bad, strict=True) if count}
         for name in names:
-            cast = f"{arrays[name].dtype} -> {kinds[leaves[name].parts[0][0]]}"
-            if arrays[name].dtype != kinds[leaves[name].parts[0][0]]:
-                casts.setdefault(cast, []).append(name)
+            before, after = arrays[name].dtype, kinds[leaves[name].parts[0][0]]
+            if before != after:
+                casts.setdefault(f"{before} -> {after}", []).append(name)
         bar.update(sum(arrays[name].nbytes for name in names))
         del made
         give_back()
@@ -162,7 +161,6 @@ def _on_host(
     variables: Mapping[Path, nnx.Variable],
     dtypes: Mapping[Path, np.dtype],
     change: Change,
-    model: CausalLM,
 ) -> Made:
     """Parameters from the leaves that hold all of their parts, some rows of a leaf at a time."""
     out = {path: aligned_empty(tuple(v.shape), dtypes[path]) for path, v in variables.items()}
