@@ -368,6 +368,23 @@ def test_a_resume_makes_few_documents_again(mixed: Path, tokenizer: Tokenizer, m
     assert len(made) == len(set(made)) <= 70
 
 
+def test_an_interrupt_loses_no_row(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight, other = Batches(documents, 8, 64), Batches(documents, 8, 64)
+    equal([next(straight)], [next(other)])
+    after, real, count = next(straight), Batches._next_row, [0]
+
+    def interrupted(self: Batches) -> Any:
+        count[0] += 1
+        if count[0] == 5:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(Batches, "_next_row", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(other)
+    equal([after], [next(other)])
+
+
 def test_several_processes(documents: Documents) -> None:
     """Their rows together are the batch, their states are one, and another number of them may go on."""
     assert jax.process_count() == 1

@@ -83,9 +83,13 @@ class Batches(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        rows = []
-        while len(rows) < self.batch_size and (row := self._next_row()) is not None:
-            rows.append(row)
+        rows, at = [], (self._epoch, self._start, self._row)
+        try:
+            while len(rows) < self.batch_size and (row := self._next_row()) is not None:
+                rows.append(row)
+        except BaseException:  # also where a person interrupts a notebook: no row may be lost
+            (self._epoch, self._start, self._row), self._window = at, None
+            raise
         if not rows:
             raise StopIteration
         rows += [[]] * (self.batch_size - len(rows))

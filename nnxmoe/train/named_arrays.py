@@ -12,6 +12,7 @@ from nnxmoe.convert.orbax_folder import gist
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.files import short
 
+_MAX_EXTRA = 1_000_000  # of JSON; more could not be read back within `files.MAX_JSON_VALUES`
 _SHOWN = 40  # lines of one error
 Signature = dict[str, tuple[tuple[int, ...], str]]
 
@@ -80,14 +81,17 @@ def plain(extra: Mapping[str, Any]) -> dict[str, Any]:
     """What comes back as it went in."""
     given = dict(extra)
     try:
-        same = json.loads(json.dumps(given, allow_nan=False)) == given
+        text = json.dumps(given, allow_nan=False)
+        same = json.loads(text) == given
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"extra={short(given)} cannot be kept as JSON: {error}") from None
     if not same:
         raise CheckpointError(
             f"extra={short(given)} would come back from JSON as something else: use str keys and lists"
         )
-    return json.loads(json.dumps(given))
+    if len(text) > _MAX_EXTRA:
+        raise CheckpointError(f"extra has {len(text)} bytes as JSON, more than {_MAX_EXTRA}: keep arrays as arrays")
+    return json.loads(text)
 
 
 def is_key(leaf: Any) -> bool:
