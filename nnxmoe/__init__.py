@@ -6,6 +6,7 @@
 The public names live here; see the README for the map of the package.
 """
 
+from nnxmoe import train as train
 from nnxmoe.axes import RULES as RULES
 from nnxmoe.axes import make_mesh as make_mesh
 from nnxmoe.bounds import ConfigError as ConfigError

@@ -13,7 +13,7 @@ from nnxmoe.files import absolute
 from nnxmoe.train.fit import Metrics, Progress
 
 
-class _Lines:
+class _Log:
     """Appends to a file; what an earlier run wrote of the same and later steps goes first, as it is done again."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -49,7 +49,7 @@ class _Lines:
         raise NotImplementedError
 
 
-class JsonLines(_Lines):
+class JsonLog(_Log):
     """One JSON object a step."""
 
     def read(self) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ class JsonLines(_Lines):
             file.write(json.dumps(metrics) + "\n")
 
 
-class Csv(_Lines):
+class CsvLog(_Log):
     """One line a step, under the names of the first step's metrics; ``evaluation`` is empty where there was none."""
 
     def read(self) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ class Csv(_Lines):
             return next(csv.reader(file))
 
 
-class TensorBoard:
+class TensorBoardLog:
     """Scalars for TensorBoard; needs the package ``tensorboardX``."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -89,7 +89,7 @@ class TensorBoard:
             from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ValueError(
-                "TensorBoard(…) needs a package that is not installed: pip install tensorboardX"
+                "TensorBoardLog(…) needs a package that is not installed: pip install tensorboardX"
             ) from error
         self._make: Callable[[], Any] = lambda: SummaryWriter(str(Path(absolute(folder))))
         self._writer: Any = None
