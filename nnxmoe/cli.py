@@ -1,4 +1,4 @@
-"""The command ``nnxmoe``: demo, generate, chat, inspect, convert. Results on stdout, everything else on stderr.
+"""The command ``nnxmoe``: demo, generate, chat, inspect, convert, finetune. Results on stdout, all else on stderr.
 
 Exit codes: 0 done, 1 failed (one line says why), 2 the command line is wrong.
 """
@@ -9,18 +9,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-import jax
-
 import nnxmoe
-from nnxmoe import processes
-from nnxmoe.files import plain
-from nnxmoe.progress import say
+from nnxmoe import commands
 
 DTYPES = ("float32", "bfloat16", "float16")
-DEMO = Path(__file__).resolve().parent / "models" / "demo"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,30 +57,32 @@ def _parser() -> argparse.ArgumentParser:
         **kw,
     )
     parser.add_argument("--version", action="version", version=f"nnxmoe {nnxmoe.__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str, example: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text, epilog=f"example:\n  {example}", **kw)
+        sub = subparsers.add_parser(name, help=text, description=text, epilog=f"example:\n  {example}", **kw)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         sub.set_defaults(run=run)
         return sub
 
-    demo = command("demo", _demo, "Run the embedded tiny Mixtral: text, and the experts it used.", "nnxmoe demo")
+    demo = command(
+        "demo", commands.demo, "Run the embedded tiny Mixtral: text, and the experts it uses.", "nnxmoe demo"
+    )
     demo.add_argument("--max-new-tokens", type=_count, default=80, metavar="N", help="at most N tokens a prompt")
 
     example = "nnxmoe generate mistralai/Mixtral-8x7B-v0.1 --prompt 'The three laws are' --dtype bfloat16"
-    generate = command("generate", _generate, "Continue a prompt, streaming the text.", example)
+    generate = command("generate", commands.generate, "Continue a prompt, streaming the text.", example)
     _model_options(generate)
     generate.add_argument("--prompt", required=True, help="the text to continue ('-': read it from stdin)")
     _sampling_options(generate, 64)
 
-    chat = command("chat", _chat, "Talk with a model. /clear forgets, /exit ends.", "nnxmoe chat demo")
+    chat = command("chat", commands.chat, "Talk with a model. /clear forgets, /exit ends.", "nnxmoe chat demo")
     _model_options(chat)
     chat.add_argument("--system", help="a system message that opens the conversation")
     _sampling_options(chat, 256)
 
     text = "Print what a model is and whether it fits, without reading its weights."
-    inspect = command("inspect", _inspect, text, "nnxmoe inspect deepseek-v3 --context 8192")
+    inspect = command("inspect", commands.inspect, text, "nnxmoe inspect deepseek-v3 --context 8192")
     _model_options(inspect)
     inspect.add_argument("--batch", type=_count, default=1, metavar="B", help="rows in the cache (default 1)")
     inspect.add_argument("--context", type=_count, metavar="T", help="tokens in the cache (default: 4096 at most)")
@@ -95,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     text = "Turn a checkpoint of Hugging Face, MaxText or nnxmoe.save into another, in a new folder."
-    convert = command("convert", _convert, text, "nnxmoe convert demo demo-maxtext --to maxtext --scan --verify")
+    convert = command(
+        "convert", commands.convert, text, "nnxmoe convert demo demo-maxtext --to maxtext --scan --verify"
+    )
     convert.add_argument("source", metavar="SRC", help="a folder, a hub id, or 'demo'; what it is is found out")
     convert.add_argument("target", metavar="DST", help="the folder to write; new or empty")
     convert.add_argument("--to", choices=["hf", "maxtext", "orbax"], required=True, help="orbax: for nnxmoe.load")
@@ -106,7 +104,30 @@ def _parser() -> argparse.ArgumentParser:
         "--config", metavar="FOLDER", help="with config.json, or a preset: what MaxText does not store"
     )
     convert.add_argument("--verify", action="store_true", help="read all of it back and compare, logits too")
+
+    text = "Train a model further on lines of text or chat; the same command line again goes on after a kill."
+    finetune = command("finetune", commands.finetune, text, "nnxmoe finetune demo chats.jsonl --out tuned --lora 16")
+    _model_options(finetune)
+    _finetune_options(finetune)
     return parser
+
+
+def _finetune_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "data", metavar="DATA.jsonl", help='lines such as {"text": …} or {"messages": [{"role": …}, …]}'
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; new or empty, or to go on in")
+    parser.add_argument("--lora", type=_count, metavar="RANK", help="train adapters of this rank (default: all)")
+    parser.add_argument("--adapter-only", action="store_true", help="write the adapter, for peft, not the merged model")
+    parser.add_argument("--steps", type=_count, default=200, metavar="N", help="in all (default 200)")
+    parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="rows of a step (default 8)")
+    parser.add_argument("--seq-len", type=_count, default=512, metavar="T", help="tokens of a row (default 512)")
+    parser.add_argument(
+        "--learning-rate", type=float, metavar="LR", help="the highest (default 2e-4 with --lora, else 2e-5)"
+    )
+    parser.add_argument("--save-every", type=_count, default=100, metavar="K", help="steps (default 100)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same order of the lines")
+    parser.add_argument("--mesh", type=_mesh, metavar="AXES", help="spread over devices, such as fsdp=4,expert=2")
 
 
 def _model_options(parser: argparse.ArgumentParser) -> None:
@@ -143,183 +164,6 @@ def _mesh(text: str) -> Any:
         return abstract_mesh(sizes)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _path(model: str) -> str:
-    return str(DEMO) if model == "demo" else model
-
-
-def _weights(model: str) -> str:
-    """The folder or hub id of a model to run; presets have no weights."""
-    from nnxmoe.models import preset
-
-    if preset(model) is not None:
-        raise ValueError(f"{model} is a preset, sizes without weights: give a folder or a hub id such as 'org/name'")
-    return _path(model)
-
-
-def _load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
-    hub = {"revision": options.revision, "local_files_only": options.local_files_only}
-    path = _weights(options.model)
-    tokenizer = nnxmoe.Tokenizer.from_pretrained(path, **hub)
-    model = nnxmoe.from_pretrained(path, dtype=options.dtype, **hub)
-    say("%s", model.load_report)
-    return model, tokenizer
-
-
-def _sampling(options: argparse.Namespace) -> nnxmoe.Sampling:
-    if options.temperature == 0 and (options.top_k, options.top_p, options.min_p) != (0, 1.0, 0.0):
-        say("temperature is 0, always the likeliest token: --top-k, --top-p and --min-p change nothing")
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return nnxmoe.Sampling(**{name: getattr(options, name) for name in names})
-
-
-def _generate(options: argparse.Namespace) -> None:
-    sampling = _sampling(options)
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    model, tokenizer = _load(options)
-    for piece in nnxmoe.stream(
-        model, tokenizer, prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, seed=options.seed
-    ):
-        print(piece, end="", flush=True)
-    print()
-
-
-def _chat(options: argparse.Namespace) -> None:
-    if sys.stdin.isatty():
-        import readline  # noqa: F401  arrow keys and history for input()
-    sampling = _sampling(options)
-    model, tokenizer = _load(options)
-    opening = [{"role": "system", "content": options.system}] if options.system else []
-    messages = list(opening)
-    tokenizer.apply_chat_template([*opening, {"role": "user", "content": "Hi"}])  # fail now, not after the first line
-    say("type a message; /clear forgets the conversation, /exit ends it")
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return
-        if line == "/exit":
-            return
-        if line == "/clear":
-            messages = list(opening)
-            say("forgotten")
-        elif line.startswith("/"):
-            say("%s is no command; there are /clear and /exit", line.split()[0])
-        elif line:
-            messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _answer(model, tokenizer, messages, sampling, options)})
-
-
-def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling: Any, options: Any) -> str:
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
-    answer = ""
-    try:
-        for piece in nnxmoe.stream(
-            model, tokenizer, ids, max_new_tokens=options.max_new_tokens, sampling=sampling, seed=options.seed
-        ):
-            print(piece, end="", flush=True)
-            answer += piece
-    except KeyboardInterrupt:
-        say("stopped")
-    print()
-    return answer
-
-
-def _inspect(options: argparse.Namespace) -> None:
-    from nnxmoe.memory import memory_bytes
-    from nnxmoe.summary import summarise
-
-    s = summarise(_path(options.model), options.dtype, options.revision, options.local_files_only)
-    spread = _spread(s.config, s.weight_dtype, options.mesh) if options.mesh else []
-    context = options.context or min(s.config.max_position_embeddings, 4096)
-    print(f"{s.source}: {s.config.model_type}")
-    for name, value in s.config.to_hf().items():
-        if name not in ("architectures", "model_type"):
-            print(f"  {name:32} {value}")
-    print(f"parameters  {s.parameters:>20,}")
-    for part, count in s.parts.items():
-        print(f"  {part:16}{count:>14,}  {count / s.parameters:6.1%}")
-    print(f"active      {s.active:>20,}  a token")
-    if s.stored:
-        print("stored      " + ", ".join(f"{dtype} {_bytes(size)}" for dtype, size in s.stored.items()))
-        print(f"tensors     {len(s.missing)} missing, {len(s.unexpected)} belong to no parameter")
-        for kind, names in (("missing", s.missing), ("not used", s.unexpected)):
-            for name in names[:5]:
-                print(f"  {kind:9} {plain(name)}")
-        for line in s.misshapen[:5]:
-            print(f"  wrong     {plain(line)}")
-    limit = "" if s.cache_slots is None else f", {s.cache_slots} tokens at most (sliding window)"
-    print(f"weights     {_bytes(s.weight_bytes)} in {s.weight_dtype}")
-    print(f"cache       {_bytes(s.cache_token)} a token{limit}")
-    need, (have, where) = s.needed(options.batch, context), memory_bytes()
-    verdict = "fits" if need < have else "does not fit"
-    print(
-        f"memory      {_bytes(need)} for batch {options.batch}, {context} tokens: {verdict} in {_bytes(have)} ({where})"
-    )
-    for line in spread:
-        print(line)
-    if s.missing or s.misshapen:
-        raise ValueError(
-            f"{s.source} cannot be loaded: {len(s.missing)} tensors are missing and {len(s.misshapen)} do not fit "
-            f"config.json, {plain([*s.missing, *s.misshapen][0])} among them"
-        )
-
-
-def _spread(config: Any, dtype: str, mesh: Any) -> list[str]:
-    """One line a parameter: how many there are, of what shape, bytes of them on one device, and what splits them."""
-    from nnxmoe.summary import spread
-
-    parts = spread(config, dtype, mesh)
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-    lines = [f"mesh        {axes or 'one device'}"]
-    for part in parts:
-        split = ", ".join(axis or "-" for axis in part.spec) or "whole"
-        shape = f"{part.count:>4} x {list(part.shape)}"
-        lines.append(f"  {part.name:32} {shape:28} {_bytes(part.device_bytes):>10}  {split}")
-    return [*lines, f"a device    {_bytes(sum(p.device_bytes for p in parts))} of weights, on each of {mesh.size}"]
-
-
-def _convert(options: argparse.Namespace) -> None:
-    from nnxmoe.convert.conversion import convert
-
-    mesh = None
-    if options.mesh is not None:
-        processes.initialize()
-        mesh = nnxmoe.make_mesh(**options.mesh.shape)
-    done = convert(
-        _weights(options.source),
-        options.target,
-        options.to,
-        scan=options.scan,
-        dtype=options.dtype,
-        mesh=mesh,
-        config=options.config,
-        verify=options.verify,
-    )
-    if jax.process_index() == 0:
-        print(f"{done.target}: {done.arrays} arrays, {_bytes(done.bytes)}")
-        print(f"read {_bytes(done.read_speed)}/s, written {_bytes(done.write_speed)}/s")
-        if done.difference is not None:
-            print(f"verified: every array is what was written; logits differ by {done.difference:.1e} at most")
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"
-
-
-def _demo(options: argparse.Namespace) -> None:
-    from nnxmoe.generation import demo
-
-    tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)
-    say("%s", model.load_report)
-    demo.announce(model, DEMO)
-    demo.run(model, tokenizer, options.max_new_tokens)
 
 
 if __name__ == "__main__":

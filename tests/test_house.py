@@ -39,6 +39,7 @@ LEVELS = {
     "nnxmoe.plot": 5,
     "nnxmoe.linen": 5,
     "nnxmoe.launch": 6,
+    "nnxmoe.commands": 6,
     "nnxmoe.cli": 6,
     "nnxmoe.__main__": 6,
     "nnxmoe": 6,

@@ -20,7 +20,7 @@ from nnxmoe.convert.leaves import QUERY, Change, Later, Leaf
 from nnxmoe.convert.place import aligned_empty, count_nonfinite, natural_dtype
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.table import Path
+from nnxmoe.convert.table import Path, parameters
 from nnxmoe.convert.together import AnyArray
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, carry_scale
@@ -143,7 +143,12 @@ def activations_dtype(model: CausalLM) -> Any:
     """The strategy's, or that of the matrices."""
     if model.strategy.compute_dtype is not None:
         return jnp.dtype(model.strategy.compute_dtype)
-    return jnp.result_type(*{v.dtype for _, v in nnx.to_flat_state(nnx.state(model)) if is_matrix(v)})
+    return matrices_dtype(model)
+
+
+def matrices_dtype(model: CausalLM) -> Any:
+    """The dtype that holds every matrix of a checkpoint of the model."""
+    return jnp.result_type(*{v.dtype for _, v in parameters(model) if is_matrix(v)})
 
 
 def is_matrix(variable: nnx.Variable) -> bool:

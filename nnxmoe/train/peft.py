@@ -91,9 +91,10 @@ def layout(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> Iterator[Part]
                 yield Part(name, slot, which, index, one, adapter.rank, experts)
 
 
-def save(model: CausalLM, folder: str | os.PathLike[str]) -> None:
-    """Write a model's adapters for ``peft``, and for `load`. The folder must be new or empty, and appears whole or not
-    at all. Raises ValueError where there are none, or merged ones."""
+def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Write a model's adapters for ``peft``, and for `load`. The folder must be new or empty, unless ``overwrite`` asks
+    for what is in it to be replaced, other files staying; it appears whole or not at all. Raises ValueError where there
+    are no adapters, or merged ones."""
     refuse_shapes(model)
     if model.merged is not None:
         raise ValueError("cannot save: the model's adapters are merged; lora.unmerge(model) first")
@@ -103,7 +104,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str]) -> None:
     numbers = {suffix(model, slot): (adapter.rank, adapter.alpha) for slot, adapter in adapters}
     settings = Settings.of(numbers, has_experts=any(slot.name == "router" for slot in slots(model)))
     base = None if model.load_report is None else model.load_report.source
-    with shared_folder(folder) as stage:
+    with shared_folder(folder, overwrite) as stage:
         if jax.process_index() == 0:
             write_json(stage / CONFIG_FILE, {**settings.fields, "base_model_name_or_path": base})
         shares = [(None, _tensors(model, adapters))]

@@ -1,0 +1,152 @@
+"""Fine-tuning as one command: a model and a file of texts or chats become a folder with the tuned model.
+
+While it runs the folder holds ``finetune.json`` (what was asked for), ``checkpoints`` and ``metrics.jsonl``; at the end
+also the model as transformers loads it, or the adapter as ``peft`` does.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from nnxmoe.convert.hf import from_pretrained, save_pretrained
+from nnxmoe.convert.new_folder import refuse_unless_empty
+from nnxmoe.convert.source import CheckpointError
+from nnxmoe.convert.together import from_first
+from nnxmoe.convert.write import write_json
+from nnxmoe.files import absolute, read_object, short
+from nnxmoe.generation.text import Tokenizer
+from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.layers.stack import Remat
+from nnxmoe.progress import say
+from nnxmoe.strategy import Strategy
+from nnxmoe.train import lora
+from nnxmoe.train.data import Batches
+from nnxmoe.train.documents import Documents
+from nnxmoe.train.fit import Fitted, fit
+from nnxmoe.train.metrics import JsonLog
+from nnxmoe.train.peft import WEIGHTS_FILE
+from nnxmoe.train.peft_config import CONFIG_FILE
+
+_RECORD = "finetune.json"
+_CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # norm of the gradients; steps at most; the last learning rate, as a share
+
+
+@dataclasses.dataclass(frozen=True)
+class Finetune:
+    """What decides the result. ``model``: a folder or hub id; ``data``: a JSONL file, as `nnxmoe.train.batches` takes;
+    ``lora``: the adapters' rank, None to train all parameters; ``learning_rate`` None: 2e-4 for adapters, 2e-5 for all
+    parameters, reached after a warm-up of a tenth of the steps (100 at most) and lowered to a tenth along a cosine."""
+
+    model: str
+    data: str
+    lora: int | None = None
+    steps: int = 200
+    batch_size: int = 8
+    seq_len: int = 512
+    learning_rate: float | None = None
+    seed: int = 0
+    adapter_only: bool = False
+    dtype: str | None = None
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.adapter_only and self.lora is None:
+            raise ValueError("an adapter alone is asked for, but none is trained: give its rank (--lora 16)")
+        if self.learning_rate is not None and not 0 < self.learning_rate < 1:
+            raise ValueError(f"the learning rate {self.learning_rate} is not between 0 and 1")
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Adam, with gradients clipped to a norm of 1; no weight decay."""
+        peak = self.learning_rate or (2e-5 if self.lora is None else 2e-4)
+        warmup = min(self.steps // 10, _WARMUP)
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0 if warmup else peak, peak, warmup, max(self.steps, warmup + 1), _FLOOR * peak
+        )
+        return optax.chain(optax.clip_by_global_norm(_CLIP), optax.adam(schedule))
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Those that a finished run has written last."""
+        return (CONFIG_FILE, WEIGHTS_FILE) if self.adapter_only else ("config.json",)
+
+
+def finetune(
+    task: Finetune,
+    out: str | os.PathLike[str],
+    *,
+    save_every: int = 100,
+    mesh: Mesh | None = None,
+    local_files_only: bool = False,
+) -> Fitted | None:
+    """Do it in the folder ``out``, which must be new, empty, or one in which the same was begun: then it goes on, to
+    the bit. None where it was finished already. Raises ValueErrors for another task in the folder, and what `fit`
+    raises.
+    """
+    folder = absolute(out)
+    if from_first(lambda: _begin(folder, task)) == "done":
+        say("%s: this was finished before; nothing is left to do", folder)
+        return None
+    hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
+    tokenizer = Tokenizer.from_pretrained(task.model, **hub)
+    documents = Documents(task.data, tokenizer)
+    documents.check()
+    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), **hub)
+    say("%s", model.load_report)
+    length = min(task.seq_len, model.config.max_position_embeddings)
+    if length < task.seq_len:
+        say("rows have %d tokens: the model takes no more", length)
+    if task.lora is not None:
+        lora.add(model, task.lora, rngs=nnx.Rngs(task.seed))
+    data = Batches(documents, task.batch_size, length, seed=task.seed)
+    done = fit(
+        model,
+        data,
+        optimizer=task.optimizer,
+        steps=task.steps,
+        checkpoint=folder / "checkpoints",
+        save_every=save_every,
+        callbacks=[JsonLog(folder / "metrics.jsonl")],
+        seed=task.seed,
+    )
+    _write(done.model, folder, task)
+    return done
+
+
+def _strategy() -> Strategy:
+    """One scanned stack, layers computed again in the backward pass; float32 where the processor has no bfloat16."""
+    narrow = jax.default_backend() == "cpu"
+    return Strategy(scan_layers=True, remat=Remat(), compute_dtype=jnp.float32 if narrow else None)
+
+
+def _begin(folder: Path, task: Finetune) -> str:
+    """Claim a folder for a task, or see that it is this task's; ``done`` where that is finished."""
+    record, asked = folder / _RECORD, dataclasses.asdict(task)
+    if not os.path.lexists(record):
+        refuse_unless_empty(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".{_RECORD}.{os.getpid()}.tmp"
+        write_json(beside, asked)
+        os.replace(beside, record)
+        return "begun"
+    found = read_object(record, "give a new folder", CheckpointError)
+    if odd := [name for name in asked.keys() | found.keys() if asked.get(name) != found.get(name)]:
+        what = "; ".join(f"{name} was {short(found.get(name))}, is {short(asked.get(name))}" for name in sorted(odd))
+        raise CheckpointError(f"{folder} holds another run ({what}): give the same command line, or a new folder")
+    return "done" if all((folder / name).is_file() for name in task.files) else "begun"
+
+
+def _write(model: CausalLM, folder: Path, task: Finetune) -> None:
+    if task.adapter_only:
+        lora.save(model, folder, overwrite=True)
+        return
+    if task.lora is not None:
+        lora.merge(model, keep=False)
+    save_pretrained(model, folder, overwrite=True)
