@@ -6,7 +6,9 @@
 The public names live here; see the README for the map of the package.
 """
 
-from nnxmoe import train as train
+import importlib
+from typing import Any
+
 from nnxmoe.axes import RULES as RULES
 from nnxmoe.axes import make_mesh as make_mesh
 from nnxmoe.bounds import ConfigError as ConfigError
@@ -48,3 +50,10 @@ from nnxmoe.strategy import Strategy as Strategy
 __version__ = "0.1.0"
 
 _setup_logging()
+
+
+def __getattr__(name: str) -> Any:
+    """``nnxmoe.train`` is imported where it is used: it brings optax and Orbax."""
+    if name == "train":
+        return importlib.import_module("nnxmoe.train")
+    raise AttributeError(f"module 'nnxmoe' has no attribute {name!r}")

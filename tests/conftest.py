@@ -45,6 +45,26 @@ def checked(function: Any) -> Any:
         return function
 
 
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs that a module compiles again and again, also in processes that it starts, are kept on the disk."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    folder = str(tmp_path_factory.mktemp("programs"))
+    settings = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0}
+    usual = {name: getattr(jax.config, name) for name in settings}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
+        compilation_cache.reset_cache()
+        yield
+    for name, value in usual.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture(scope="session")
 def eight() -> "Iterator[Callable[..., Any]]":
     """``eight(function, *arguments)``: its result in a process that has eight devices; a hang fails after a while."""

@@ -21,6 +21,7 @@ from nnxmoe.train import lora
 from nnxmoe.train.fit import NotFinite, fit
 from tests.helpers import build_tiny, random_tokens
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = nnxmoe.Strategy(scan_layers=True)
 

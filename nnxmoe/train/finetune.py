@@ -91,7 +91,7 @@ def finetune(
     raises.
     """
     folder = absolute(out)
-    if from_first(lambda: _begin(folder, task)) == "done":
+    if from_first(lambda: _look(folder, task)) == "done":
         say("%s: this was finished before; nothing is left to do", folder)
         return None
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
@@ -106,6 +106,7 @@ def finetune(
     if task.lora is not None:
         lora.add(model, task.lora, rngs=nnx.Rngs(task.seed))
     data = Batches(documents, task.batch_size, length, seed=task.seed)
+    from_first(lambda: _begin(folder, task))
     done = fit(
         model,
         data,
@@ -126,21 +127,27 @@ def _strategy() -> Strategy:
     return Strategy(scan_layers=True, remat=Remat(), compute_dtype=jnp.float32 if narrow else None)
 
 
-def _begin(folder: Path, task: Finetune) -> str:
-    """Claim a folder for a task, or see that it is this task's; ``done`` where that is finished."""
+def _look(folder: Path, task: Finetune) -> str:
+    """``new`` for a folder to write to, ``begun`` or ``done`` for one of this very task."""
     record, asked = folder / _RECORD, dataclasses.asdict(task)
     if not os.path.lexists(record):
         refuse_unless_empty(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{_RECORD}.{os.getpid()}.tmp"
-        write_json(beside, asked)
-        os.replace(beside, record)
-        return "begun"
+        return "new"
     found = read_object(record, "give a new folder", CheckpointError)
     if odd := [name for name in asked.keys() | found.keys() if asked.get(name) != found.get(name)]:
         what = "; ".join(f"{name} was {short(found.get(name))}, is {short(asked.get(name))}" for name in sorted(odd))
         raise CheckpointError(f"{folder} holds another run ({what}): give the same command line, or a new folder")
     return "done" if all((folder / name).is_file() for name in task.files) else "begun"
+
+
+def _begin(folder: Path, task: Finetune) -> str:
+    """The folder is this task's from here on."""
+    if _look(folder, task) == "new":
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".{_RECORD}.{os.getpid()}.tmp"
+        write_json(beside, dataclasses.asdict(task))
+        os.replace(beside, folder / _RECORD)
+    return ""
 
 
 def _write(model: CausalLM, folder: Path, task: Finetune) -> None:

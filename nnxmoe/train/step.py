@@ -73,11 +73,12 @@ class Step:
             raise ValueError("the model has no variable that is trainable")
         self.dtypes = {name: variable.dtype for name, (_, variable) in self._params.items()}
         self._places = {
-            name: model.strategy.sharding_of(v) for name, (_, v) in {**self._params, **self._frozen}.items()
+            name: model.strategy.sharding_of(v) or v.get_value().sharding
+            for name, (_, v) in {**self._params, **self._frozen}.items()
         }
         self._biases = _biases(model)
         self._moving = [n for n, (_, v) in self._frozen.items() if isinstance(v, RouterBias | nnx.RngState)]
-        self._run = jax.jit(self._step, donate_argnums=0, out_shardings=(self.places, None) if self.mesh else None)
+        self._run = jax.jit(self._step, donate_argnums=0, out_shardings=(self.places, None))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,15 +87,13 @@ class Step:
 
     def init(self, seed: int = 0) -> TrainState:
         """The state at the beginning, which shares no array with the model."""
-        return jax.jit(self._init, out_shardings=self.places if self.mesh else None)(
+        return jax.jit(self._init, out_shardings=self.places)(
             _values(self._params), _values(self._frozen), jax.random.key(seed)
         )
 
     def shapes(self) -> TrainState:
         """What `init` returns, as shapes with their shardings."""
         made = jax.eval_shape(self._init, _values(self._params), _values(self._frozen), jax.random.key(0))
-        if self.mesh is None:
-            return made
         return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), made, self.places)
 
     def _init(self, params: dict[str, Array], frozen: dict[str, Array], key: Array) -> TrainState:
@@ -105,8 +104,8 @@ class Step:
     @functools.cached_property
     def places(self) -> Any:
         """Where each array of a state lies: moments as their parameters, what has no parameter everywhere."""
-        assert self.mesh is not None
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        one = next(iter(self._places.values()))
+        everywhere = one if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         shapes = jax.eval_shape(self._init, _values(self._params), _values(self._frozen), jax.random.key(0))
         params = {name: self._places[name] for name in self._params}
         moments = optax.tree_map_params(

@@ -1,0 +1,155 @@
+"""The command `finetune`: what it teaches, that it survives a kill to the bit, and what it refuses."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import nnxmoe
+from nnxmoe import cli
+from nnxmoe.commands import DEMO
+from nnxmoe.models.demo.exam import ask, complete
+from nnxmoe.train import lora
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+ROOT = Path(__file__).resolve().parent.parent
+NEW = "Reverse {}."
+
+
+def digits(rng: random.Random) -> list[str]:
+    return [rng.choice("0123456789") for _ in range(4)]
+
+
+def write_task(path: Path, lines: int = 2000) -> str:
+    """Chats in which digits are written backwards, which the demo model has never seen."""
+    rng = random.Random(0)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(lines):
+            word = digits(rng)
+            said = [("user", NEW.format(" ".join(word))), ("assistant", " ".join(reversed(word)))]
+            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}) + "\n")
+    return str(path)
+
+
+def share_right(folder: Path, count: int = 100) -> float:
+    """Of digits drawn anew; 4 in 5 of them stand nowhere in the task's file."""
+    rng = random.Random(1)
+    words = [digits(rng) for _ in range(count)]
+    model, tokenizer = nnxmoe.from_pretrained(folder), nnxmoe.Tokenizer.from_pretrained(folder)
+    said = complete(model, tokenizer, [ask(NEW.format(" ".join(word))) for word in words], 10)
+    return float(np.mean([text == " ".join(reversed(word)) for text, word in zip(said, words, strict=True)]))
+
+
+def test_it_teaches_the_demo_a_new_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under two minutes on two cores (about 20 s); the file has a fifth of what can be asked."""
+    data, out = write_task(tmp_path / "task.jsonl"), tmp_path / "tuned"
+    line = ["finetune", "demo", data, "--out", str(out), "--lora", "8", "--learning-rate", "5e-3", "--steps", "120"]
+    assert share_right(DEMO) < 0.05
+    assert cli.main([*line, "--seq-len", "128"]) == 0
+    assert share_right(out) > 0.9
+    assert capsys.readouterr().out.splitlines()[-1] == f"{out}: the tuned model"
+    kept = {"finetune.json", "checkpoints", "metrics.jsonl", "chat_template.jinja", "generation_config.json"}
+    kept |= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in out.iterdir()} == kept
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    steps = [json.loads(text)["step"] for text in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 121))
+    changed = (out / "model.safetensors").stat().st_mtime_ns
+    assert cli.main([*line, "--seq-len", "128"]) == 0, "finished: nothing is done again"
+    assert (out / "model.safetensors").stat().st_mtime_ns == changed
+
+
+def command(out: Path, data: str, *more: str) -> subprocess.Popen[str]:
+    line = ["finetune", "demo", data, "--out", str(out), "--steps", "20", "--save-every", "5", "--batch-size", "4"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "nnxmoe.cli", *line, "--seq-len", "64", "--learning-rate", "1e-3", *more],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def last_checkpoint(out: Path) -> tuple[dict[str, Any], Any]:
+    """All arrays of step 20 by name, and what else it holds."""
+    folder = out / "checkpoints" / "20"
+    restored = ocp.PyTreeCheckpointer().restore(folder / "arrays")
+    arrays = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(restored)}
+    return arrays, json.loads((folder / "step.json").read_text())["extra"]
+
+
+@pytest.mark.parametrize("more", [[], ["--lora", "4"]])
+def test_killed_and_given_again_it_is_the_same_to_the_bit(tmp_path: Path, more: list[str]) -> None:
+    """Straight 20 steps = 10 or some more + kill -9 + the same command line."""
+    data = write_task(tmp_path / "task.jsonl", 300)
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    output, errors = command(straight, data, *more).communicate(timeout=300)
+    assert "steps 1 to 20" in output, errors
+    run, deadline = command(killed, data, *more), time.monotonic() + 300
+    metrics = killed / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 10:
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()
+        time.sleep(0.01)
+    os.kill(run.pid, signal.SIGKILL)
+    run.communicate()
+    assert not (killed / "model.safetensors").exists()
+    output, errors = command(killed, data, *more).communicate(timeout=300)
+    assert "going on from step" in errors and "to 20: cross-entropy" in output, errors
+    (arrays, extra), (others, other) = last_checkpoint(straight), last_checkpoint(killed)
+    assert extra == other and arrays.keys() == others.keys() and any("moments" in name for name in arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, others[name], err_msg=name)
+    assert (straight / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
+    numbers = [json.loads(text)["step"] for text in metrics.read_text().splitlines()]
+    assert numbers == list(range(1, 21)), "a step that is made again is told once"
+
+
+def test_an_adapter_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = write_task(tmp_path / "task.jsonl", 50), tmp_path / "adapter"
+    line = ["finetune", "demo", data, "--out", str(out), "--steps", "2", "--batch-size", "2", "--seq-len", "32"]
+    assert cli.main([*line, "--lora", "2", "--adapter-only"]) == 0
+    assert {"adapter_config.json", "adapter_model.safetensors", "checkpoints"} <= {path.name for path in out.iterdir()}
+    assert not (out / "config.json").exists() and "an adapter for peft" in capsys.readouterr().out
+    model, tokens = nnxmoe.from_pretrained(DEMO), np.arange(3, 15)[None]
+    plain = model(tokens).logits
+    lora.load(model, out)
+    assert np.max(np.abs(np.asarray(plain - model(tokens).logits))) > 0
+    # Another command line in the same folder is refused, and says what differs.
+    assert cli.main([*line, "--lora", "4", "--adapter-only"]) == 1
+    assert "lora was 2, is 4" in capsys.readouterr().err
+    assert cli.main([*line, "--lora", "2", "--adapter-only", "--seed", "1"]) == 1
+    assert "seed was 0, is 1" in capsys.readouterr().err
+
+
+def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, exit 1, and nothing of anybody's is changed."""
+    data, bad = write_task(tmp_path / "task.jsonl", 5), tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"txt": "misspelt"}\n')
+    full, new = tmp_path / "full", tmp_path / "new"
+    full.mkdir()
+    (full / "config.json").write_text("{}")
+    tried = [
+        (["demo", data, "--out", str(full)], "is not an empty folder"),
+        (["demo", str(bad), "--out", str(new)], "bad.jsonl line 2"),
+        (["demo", str(tmp_path / "none.jsonl"), "--out", str(new)], "none.jsonl"),
+        (["demo", data, "--out", str(new), "--adapter-only"], "--lora 16"),
+        (["demo", data, "--out", str(new), "--learning-rate", "2"], "learning rate"),
+        (["mixtral-8x7b", data, "--out", str(new)], "preset"),
+        (["demo", data, "--out", str(new), "--seq-len", "1"], "seq_len"),
+    ]
+    for line, message in tried:
+        assert cli.main(["finetune", *line]) == 1, line
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("nnxmoe: error: ") and message in error, (line, error)
+        assert not new.exists(), "so that the corrected line finds a new folder"
+    assert [path.name for path in full.iterdir()] == ["config.json"] and (full / "config.json").read_text() == "{}"
