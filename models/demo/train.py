@@ -1,7 +1,6 @@
 """Makes the demo checkpoint: `python -m nnxmoe.models.demo.train [--steps N] [--out DIR] [--seed S]`."""
 
 import argparse
-import functools
 import shutil
 import tempfile
 import time
@@ -9,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,12 +20,12 @@ from nnxmoe.models import Mixtral, MixtralConfig
 from nnxmoe.models.demo.corpus import BOS, END, EOS, PAD, documents
 from nnxmoe.models.demo.exam import expert_use, questions, sit
 from nnxmoe.models.demo.tokens import Packed, pack, save_tokenizer, special_ids, train_tokenizer
-from nnxmoe.moe.router import Routing
+from nnxmoe.train import Objective, fit
 
 HERE = Path(__file__).parent
 STEPS = 8000
 VOCAB, ROWS, LENGTH = 768, 8, 144  # a step sees ROWS rows of LENGTH tokens
-MATRICES, OTHERS, BALANCE = 0.014, 0.015, 0.01  # peak learning rates; weight of the balance loss
+MATRICES, OTHERS, BALANCE = 0.014, 0.015, 0.005  # peak learning rates; weight of the balance loss
 
 
 def make_config(tokenizer: Tokenizer) -> MixtralConfig:
@@ -52,30 +50,7 @@ def make_config(tokenizer: Tokenizer) -> MixtralConfig:
     )
 
 
-def balance(routing: Routing) -> jax.Array:
-    """1 when the load is even: E * sum(share of choices * mean probability) (Switch Transformer; Fedus et al. 2021)."""
-    count = routing.scores.shape[-1]
-    assert routing.valid is not None
-    real = routing.valid[..., None]
-    chosen = jnp.sum(jax.nn.one_hot(routing.experts, count), axis=-2) * real
-    load = jnp.sum(chosen, axis=(0, 1)) / jnp.sum(chosen)
-    return count * jnp.sum(load * jnp.sum(routing.scores * real, axis=(0, 1)) / jnp.sum(real))
-
-
-def loss(model: nnxmoe.CausalLM, rows: Packed) -> tuple[jax.Array, jax.Array]:
-    """Mean cross-entropy of the targets plus the balance loss; also [cross-entropy, balance]."""
-    inputs = jax.tree.map(lambda x: x[:, :-1], rows)
-    real = inputs.segments > 0
-    out = model(inputs.tokens, attention_mask=real, segment_ids=inputs.segments, return_routing=True)
-    weight = rows.learn[:, 1:] & (rows.segments[:, 1:] == inputs.segments)
-    each = optax.softmax_cross_entropy_with_integer_labels(out.logits, rows.tokens[:, 1:])
-    mean = jnp.sum(each * weight) / jnp.sum(weight)
-    assert out.routing is not None
-    even = jnp.mean(jnp.stack([balance(routing) for routing in out.routing.values()]))
-    return mean + BALANCE * even, jnp.stack([mean, even])
-
-
-def optimiser(variables: Sequence[Any], steps: int) -> optax.GradientTransformation:
+def optimizer(model: nnxmoe.CausalLM, steps: int) -> optax.GradientTransformation:
     """Muon (Jordan 2024) for the matrices of the layers; Adam for the embedding, the norms and the routers."""
 
     def matrix(variable: Any) -> MuonDimensionNumbers | None:
@@ -88,7 +63,8 @@ def optimiser(variables: Sequence[Any], steps: int) -> optax.GradientTransformat
     def schedule(peak: float) -> optax.Schedule:
         return optax.warmup_cosine_decay_schedule(0.0, peak, min(100, steps // 10), steps)
 
-    kinds: Any = [matrix(variable) for variable in variables]  # a tree like the list of leaves
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    kinds: Any = {".".join(map(str, path)): matrix(variable) for path, variable in flat}
     rule = muon(
         schedule(MATRICES),
         adam_learning_rate=schedule(OTHERS),
@@ -100,31 +76,15 @@ def optimiser(variables: Sequence[Any], steps: int) -> optax.GradientTransformat
 
 
 def train(config: MixtralConfig, data: Packed, steps: int, seed: int) -> nnxmoe.CausalLM:
-    """The model after `steps` steps in float32, cast to bfloat16; prints the mean losses of every 100 steps."""
-    graph, params, rest = nnx.split(Mixtral(config, rngs=nnx.Rngs(seed)), nnx.Param, ...)
-    leaves, tree = jax.tree.flatten(params)
-    rule = optimiser(jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable)), steps)
-
-    def merge(leaves: list[jax.Array]) -> nnxmoe.CausalLM:
-        return nnx.merge(graph, jax.tree.unflatten(tree, leaves), rest)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(leaves: list[jax.Array], state: Any, rows: Packed) -> tuple[Any, Any, jax.Array]:
-        slopes, means = jax.grad(lambda leaves: loss(merge(leaves), rows), has_aux=True)(leaves)
-        updates, state = rule.update(slopes, state, leaves)
-        return optax.apply_updates(leaves, updates), state, means
-
-    state, means, start = rule.init(leaves), [], time.monotonic()
-    for i in range(steps):
-        leaves, state, mean = step(leaves, state, Packed(*(x[i * ROWS : (i + 1) * ROWS] for x in data)))
-        means.append(mean)
-        if (i + 1) % 100 == 0 or i + 1 == steps:
-            entropy, even = np.mean(jax.device_get(means), axis=0)
-            print(f"step {i + 1}: loss {entropy:.4f}, balance {even:.3f}, {time.monotonic() - start:.0f} s", flush=True)
-            means = []
-    model = merge([leaf.astype(jnp.bfloat16) for leaf in leaves])
-    model.dtype = jnp.dtype(jnp.bfloat16)
-    return model
+    """The model after `steps` steps: parameters and activations are float32 meanwhile, bfloat16 when it is done."""
+    strategy = nnxmoe.Strategy(compute_dtype=jnp.float32)
+    model = Mixtral(config, strategy, dtype=jnp.bfloat16, rngs=nnx.Rngs(seed))
+    batches = (
+        {"tokens": rows.tokens, "segment_ids": rows.segments, "loss_mask": rows.learn}
+        for rows in (Packed(*(x[i * ROWS : (i + 1) * ROWS] for x in data)) for i in range(steps))
+    )
+    objective = Objective(balance=BALANCE)
+    return fit(model, batches, optimizer=optimizer(model, steps), steps=steps, objective=objective, seed=seed).model
 
 
 def write(model: nnxmoe.CausalLM, tokenizer: Tokenizer, out: Path) -> None:

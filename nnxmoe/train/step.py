@@ -108,12 +108,12 @@ class Step:
         everywhere = one if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         shapes = jax.eval_shape(self._init, _values(self._params), _values(self._frozen), jax.random.key(0))
         params = {name: self._places[name] for name in self._params}
-        moments = optax.tree_map_params(
-            self.optimizer,
-            lambda _, place: place,
-            jax.tree.map(lambda _: everywhere, shapes.moments),
-            params,
-        )
+
+        def beside(path: Any, leaf: Any) -> Any:
+            name = next((key.key for key in reversed(path) if getattr(key, "key", None) in params), None)
+            return params[name] if name is not None and leaf.shape == self._params[name][1].shape else everywhere
+
+        moments = jax.tree_util.tree_map_with_path(beside, shapes.moments)
         return TrainState(everywhere, params, {name: self._places[name] for name in self._frozen}, moments, everywhere)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
