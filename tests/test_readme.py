@@ -20,6 +20,7 @@ def test_there_are_examples() -> None:
 def test_example(code: str, tmp_path: Path) -> None:
     """In a folder of its own, where it may write."""
     (tmp_path / "models").symlink_to(ROOT / "models")
+    (tmp_path / "backwards.jsonl").write_text('{"text": "what a command of the README writes"}\n' * 20)
     env, command = os.environ | {"PYTHONPATH": str(ROOT)}, [sys.executable, "-c", code]
     run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-2000:]

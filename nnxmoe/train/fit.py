@@ -182,7 +182,7 @@ class _Run:
         self.step, self.source, self.checkpoints, self.steps = step, source, checkpoints, steps
         self.first = 0 if checkpoints is None else checkpoints.latest() or 0
         self.state = self._restored(seed) if self.first else step.init(seed)
-        self.flops = token_flops(step.model(self.state))
+        self.flops = token_flops(step.model(self.state), step.names)
         self.peak = peak_flops(step.mesh)
 
     def go(self, judge: _Judge | None, callbacks: Sequence[Callback]) -> Fitted:

@@ -1,6 +1,7 @@
 """What a training step computes, and what a device could: model FLOPs utilisation (PaLM; Chowdhery et al. 2022)."""
 
 import math
+from collections.abc import Container
 
 import jax
 from flax import nnx
@@ -29,17 +30,18 @@ def peak_flops(mesh: Mesh | None) -> float | None:
     return None if found is None else found * len(devices)
 
 
-def token_flops(model: CausalLM) -> float:
-    """Products of a training step a token, forward and backward: six for each parameter that a token meets.
+def token_flops(model: CausalLM, trained: Container[str]) -> float:
+    """Operations of a training step a token: two forward and two backward for each parameter that a token meets, and
+    two for its gradient where it is among the ``trained``, given by their dotted paths.
 
     Without attention's scores, and without what is computed again: it counts what is useful.
     """
-    active = 0.0
+    total = 0.0
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         share = 1.0
         if "expert" in axes_of(variable):
             share = model.config.experts_per_token / model.config.experts
         elif path[0] == "embed" and model.head is not None:
             share = 0.0  # it is looked up
-        active += share * math.prod(variable.shape)
-    return 6 * active
+        total += (6 if ".".join(map(str, path)) in trained else 4) * share * math.prod(variable.shape)
+    return total

@@ -1,0 +1,92 @@
+"""Where metrics go, and what the ones about speed mean."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe import train
+from nnxmoe.summary import summarise
+from nnxmoe.train import lora
+from nnxmoe.train.speed import peak_flops, token_flops
+from tests.helpers import build_tiny, random_tokens
+
+
+def progress(step: int, **metrics: float) -> train.Progress:
+    return train.Progress(step, 9, {"step": step, "loss": 1 / step, **metrics}, np.zeros((0, 0)), lambda: None)  # pyright: ignore
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("kind", [train.JsonLog, train.CsvLog])
+def test_a_run_that_goes_on_tells_each_step_once(kind: Any, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics"
+    first = kind(path)
+    for step in (1, 2, 3, 4):
+        first(progress(step, **({"evaluation": 0.5} if step == 2 else {})))
+    again = kind(path)
+    for step in (3, 4, 5):  # the checkpoint was of step 2
+        again(progress(step, **({"evaluation": 0.25} if step == 4 else {})))
+    text = path.read_text()
+    rows = list(csv.DictReader(text.splitlines())) if kind is train.CsvLog else list(map(json.loads, text.splitlines()))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5]
+    np.testing.assert_allclose([float(row["loss"]) for row in rows], [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
+    assert [float(row["evaluation"]) for row in rows if row.get("evaluation")] == [0.5, 0.25]
+    assert [file.name for file in path.parent.iterdir()] == ["metrics"]
+
+
+def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match="pip install tensorboardX"):
+        train.TensorBoardLog(tmp_path)
+    told: list[Any] = []
+    writer = SimpleNamespace(add_scalar=lambda *scalar: told.append(scalar), flush=lambda: told.append("flushed"))
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=lambda folder: writer))
+    log = train.TensorBoardLog(tmp_path)
+    train.fit(
+        build_tiny("llama"), [{"tokens": random_tokens(2, 5)}], optimizer=optax.sgd(0.1), steps=2, callbacks=[log]
+    )
+    assert {name for name, *_ in told if name != "f"} >= {"loss", "tokens_per_second"} and told[-1] == "flushed"
+    assert [step for name, _, step in (row for row in told if row != "flushed") if name == "loss"] == [1, 2]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
+def test_operations_are_six_for_each_active_parameter(family: str) -> None:
+    """Two forward, two backward, two for the gradient; nothing for a table that is only looked up."""
+    model = build_tiny(family)
+    names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    sizes = {path: v.size for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    config: Any = model.config
+    experts = sum(size for path, size in sizes.items() if "experts" in path and "shared" not in path)
+    active = sum(sizes.values()) - sizes["embed", "table"] * (model.head is not None)
+    active -= experts - experts * config.experts_per_token // config.experts if experts else 0
+    assert token_flops(model, names) == pytest.approx(6 * active)
+    assert token_flops(model, ()) == pytest.approx(4 * active)
+
+
+def test_published_sizes() -> None:
+    """Mixtral 8x7B: 12.9 billion active parameters, of which the embedding's table is looked up."""
+    summary = summarise("mixtral-8x7b")
+    model: Any = nnxmoe.models.Mixtral(summary.config, rngs=None)
+    names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    assert token_flops(model, names) == pytest.approx(6 * (summary.active - 32000 * 4096), rel=1e-6)
+
+
+def test_utilisation_is_told_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = build_tiny("mixtral"), {"tokens": random_tokens(2, 6)}
+    usual: dict[str, Any] = {"optimizer": optax.sgd(0.1), "steps": 1}
+    assert peak_flops(None) is None and "mfu" not in train.fit(model, [batch], **usual).history[0]
+    monkeypatch.setattr(sys.modules["nnxmoe.train.fit"], "peak_flops", lambda mesh: 1e9)
+    metrics = train.fit(model, [batch], **usual).history[0]
+    names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    assert metrics["mfu"] == pytest.approx(token_flops(model, names) * metrics["tokens_per_second"] / 1e9)
+    lora.add(model, 2, rngs=nnx.Rngs(0))
+    less = train.fit(model, [batch], **usual).history[0]
+    assert less["mfu"] / less["tokens_per_second"] < 0.9 * metrics["mfu"] / metrics["tokens_per_second"]
