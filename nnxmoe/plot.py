@@ -85,23 +85,25 @@ def over_steps(loads: Any, steps: Sequence[int] | None = None, ax: Axes = None) 
     return ax
 
 
-def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: int = 0, ax: Axes = None) -> Axes:
+def strip(
+    pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: int = 0, ax: Axes = None
+) -> Axes:
     """A text token by token: a column a token, a row a layer, in each cell the number and colour of its first expert.
 
-    ``pieces``: the text of the T tokens. ``routing``: ``{layer: Routing [B, T, …]}``; of a single Routing all choices
-    are shown, the first on top. ``row``: which of the B texts. Cells of padding stay empty.
+    ``pieces``: the text of the first tokens, or of all T. ``routing``: ``{layer: Routing [B, T, …]}``; of a single
+    Routing all choices are shown, the best on top. ``row``: which of the B texts. Cells of padding stay empty.
     """
+    many = {0: routing} if isinstance(routing, Routing) else dict(sorted(routing.items()))
+    cells = {f"layer {i}": (np.asarray(r.experts)[row, :, 0], r.valid) for i, r in many.items()}
     if isinstance(routing, Routing):
         choices = np.asarray(routing.experts)[row].T
         cells = {f"choice {i + 1}": (choice, routing.valid) for i, choice in enumerate(choices)}
-    else:
-        cells = {f"layer {i}": (np.asarray(r.experts)[row, :, 0], r.valid) for i, r in sorted(routing.items())}
-    if any(len(experts) != len(pieces) for experts, _ in cells.values()):
+    if any(len(experts) < len(pieces) for experts, _ in cells.values()):
         raise ValueError(f"{len(pieces)} pieces of text for {len(next(iter(cells.values()))[0])} tokens")
     ax = _axes(ax, (1 + 0.27 * len(pieces), 0.9 + 0.27 * len(cells)))
     for y, (experts, valid) in enumerate(cells.values()):
-        real = np.ones(len(pieces), bool) if valid is None else np.asarray(valid)[row]
-        for x in np.flatnonzero(real):
+        real = np.ones(len(experts), bool) if valid is None else np.asarray(valid)[row]
+        for x in np.flatnonzero(real[: len(pieces)]):
             color = PALETTE[experts[x] % len(PALETTE)]
             ax.bar(x, 1, 0.94, y - 0.5, color=color)
             ax.text(x, y, str(experts[x]), ha="center", va="center", fontsize=8, color=_ink(color))
