@@ -155,7 +155,8 @@ def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}"
         ax.barh(range(len(stacked)), widths, 0.7, left, color=color, label=part)
         left += widths
     for y, total in enumerate(left):
-        ax.annotate(form.format(total), (total, y), (3, 0), textcoords="offset points", va="center", fontsize=9)
+        side: dict[str, Any] = {"xytext": (3, 0)} if total >= 0 else {"xytext": (-3, 0), "ha": "right"}
+        ax.annotate(form.format(total), (total, y), textcoords="offset points", va="center", fontsize=9, **side)
     ax.set(yticks=range(len(stacked)), yticklabels=list(stacked), xlabel=unit)
     ax.set_ylim(len(stacked) - 0.5, -0.5)
     ax.margins(x=0.12)

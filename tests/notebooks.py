@@ -2,10 +2,12 @@
 
     python -m tests.notebooks notebooks/1-generate.py ...
 
-runs a notebook's text (percent format) and writes the .ipynb beside it, with its outputs; without arguments, all of them.
+runs a notebook's text (percent format) and writes the .ipynb beside it, with its outputs; without arguments, all.
 Needs the extra 'notebooks'.
 """
 
+import base64
+import io
 import os
 import sys
 import tempfile
@@ -40,8 +42,18 @@ def light(notebook: Any) -> Any:
             cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]  # progress, with its times
             for out in cell.outputs:
                 if "data" in out and "image/png" in out.data:
-                    out.data, out.metadata = {"image/png": out.data["image/png"]}, {}
+                    out.data, out.metadata = {"image/png": small(out.data["image/png"])}, {}
     return notebook
+
+
+def small(png: str) -> str:
+    """The same picture in 64 colours, in base64."""
+    from PIL import Image
+
+    packed = io.BytesIO()
+    image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+    image.quantize(64).save(packed, "png", optimize=True)
+    return base64.b64encode(packed.getvalue()).decode()
 
 
 def write(text: Path) -> None:
