@@ -85,9 +85,7 @@ def over_steps(loads: Any, steps: Sequence[int] | None = None, ax: Axes = None) 
     return ax
 
 
-def strip(
-    pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: int = 0, ax: Axes = None
-) -> Axes:
+def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: int = 0, ax: Axes = None) -> Axes:
     """A text token by token: a column a token, a row a layer, in each cell the number and colour of its first expert.
 
     ``pieces``: the text of the first tokens, or of all T. ``routing``: ``{layer: Routing [B, T, …]}``; of a single
@@ -148,7 +146,7 @@ def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}"
     parts are stacked in the order in which they first appear. ``form``: how a number is written."""
     stacked = {label: dict(v) if isinstance(v, Mapping) else {"": v} for label, v in values.items()}
     parts = list(dict.fromkeys(part for bar in stacked.values() for part in bar))
-    ax = _axes(ax, (6, 0.7 + 0.32 * len(stacked) + 0.2 * (len(parts) > 1)))
+    ax = _axes(ax, (6 + 1.5 * (len(parts) > 1), 0.7 + 0.32 * len(stacked)))
     left = np.zeros(len(stacked))
     for part, color in zip(parts, itertools.cycle(("#0072B2", *PALETTE) if len(parts) == 1 else PALETTE), strict=False):
         widths = np.array([bar.get(part, 0.0) for bar in stacked.values()], float)
@@ -162,7 +160,7 @@ def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}"
     ax.margins(x=0.12)
     ax.spines[["top", "right"]].set_visible(False)
     if len(parts) > 1:
-        ax.legend(frameon=False, ncols=len(parts), loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
+        ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
     return ax
 
 
@@ -176,10 +174,11 @@ def errors(differences: Mapping[str, float], tolerance: float | None = None, ax:
     for y, value in enumerate(values):
         color = "#D55E00" if value > (np.inf if tolerance is None else tolerance) or np.isinf(value) else "#0072B2"
         ax.plot(np.clip(value, low, high), y, "o", color=color, markerfacecolor=color if value else "none")
+    told = "hollow: 0"
     if tolerance is not None:
-        ax.axvline(tolerance, color="black", linestyle=":", label=f"tolerance {tolerance:g}")
-        ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
-    ax.set(xscale="log", xlim=(low / 2, high * 2), xlabel="largest difference (hollow: 0)")
+        ax.axvline(tolerance, color="black", linestyle=":")
+        told += f"; dotted: tolerance {tolerance:g}"
+    ax.set(xscale="log", xlim=(low / 2, high * 2), xlabel=f"largest difference ({told})")
     ax.set(ylim=(len(values) - 0.5, -0.5), yticks=range(len(values)), yticklabels=list(differences))
     ax.grid(axis="x", alpha=0.3)
     return ax

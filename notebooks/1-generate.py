@@ -68,8 +68,8 @@ plt.show()
 # %% [markdown]
 # ## One forward pass
 #
-# `model(tokens)` takes ids `[B, T]`. Logits are float32 `[B, T, V]`; routing and hidden states are returned when you ask
-# for them. The chat template is the checkpoint's own.
+# `model(tokens)` takes ids `[B, T]`. Logits are float32 `[B, T, V]`; routing and hidden states are returned when you
+# ask for them. The chat template is the checkpoint's own.
 
 # %%
 question = [{"role": "user", "content": "What is 47 + 38?"}]
@@ -91,25 +91,25 @@ new = nnxmoe.generate(model, ids, max_new_tokens=16)
 print(tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True))
 
 # %% [markdown]
-# How sure was it? One more pass over question and answer gives the probability of every token that was chosen. The sum
-# is harder than the words around it.
+# How sure was it? One pass over a text gives the probability of every token after those before it. In a story most
+# tokens are nearly certain; where it could go on in many ways (who, where, what) they are not.
 
 # %%
-length = ids.shape[1]
-probabilities = jax.nn.softmax(model(new[:, :-1]).logits[0], axis=-1)
+story = nnxmoe.generate(model, [tokenizer.encode("Once upon a time")], max_new_tokens=20)
+probabilities = jax.nn.softmax(model(story[:, :-1]).logits[0], axis=-1)
 chosen = {}
-for place in range(length, new.shape[1]):
-    piece = tokenizer.decode([new[0, place]])
-    chosen[f"{place - length}: {piece!r}"] = float(probabilities[place - 1, new[0, place]])
-ax = plot.bars(chosen, "probability of the chosen token", form="{:.3f}")
+for place in range(4, story.shape[1]):
+    piece = tokenizer.decode(story[0, place : place + 1])
+    chosen[f"{place}: {piece!r}"] = float(probabilities[place - 1, story[0, place]])
+plot.bars(chosen, "probability of the chosen token", form="{:.2f}")
 plt.show()
 
 # %% [markdown]
 # ## The cache
 #
 # Without memory, every new token costs a pass over the whole text. A cache keeps what later tokens attend to. It is a
-# plain pytree: you pass it in, and get the next one back. Let us read the prompt in two halves and compare with the pass
-# above.
+# plain pytree: you pass it in, and get the next one back. Let us read the prompt in two halves and compare with the
+# pass above.
 
 # %%
 cache = model.empty_cache(batch=1, capacity=32)
@@ -123,7 +123,8 @@ print(f"{int(second.cache.length)} of {second.cache.capacity} slots are taken")
 print("the same next tokens:", bool((halves.argmax(-1) == out.logits.argmax(-1)).all()))
 
 # %% [markdown]
-# What a cache costs depends on the attention. Three kinds, in models with random weights and the same number of heads:
+# What a cache costs depends on the attention. Three kinds, in models of the same width and number of heads (made
+# without `rngs` they are shapes without values, which is all that sizes need):
 #
 # - **Mixtral**: keys and values of every token, for each of its key heads (fewer than query heads);
 # - **Mixtral with a sliding window**: a *ring* with as many slots as the window is wide, however long the text: token
@@ -133,15 +134,15 @@ print("the same next tokens:", bool((halves.argmax(-1) == out.logits.argmax(-1))
 # %%
 shape = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
 mixtral = {**shape, "intermediate_size": 64, "num_key_value_heads": 4, "head_dim": 16, "num_local_experts": 4}
-full = models.Mixtral(models.MixtralConfig(**mixtral), rngs=nnx.Rngs(0))
-window = models.Mixtral(models.MixtralConfig(**mixtral, sliding_window=128), rngs=nnx.Rngs(0))
+full = models.Mixtral(models.MixtralConfig(**mixtral), rngs=None)
+window = models.Mixtral(models.MixtralConfig(**mixtral, sliding_window=128), rngs=None)
 latent = models.DeepSeekV3(
     models.DeepSeekV3Config(
         **shape, num_key_value_heads=8, intermediate_size=64, moe_intermediate_size=32, n_routed_experts=4,
         num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=32,
         qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
     ),
-    rngs=nnx.Rngs(0),
+    rngs=None,
 )  # fmt: skip
 
 
@@ -153,15 +154,15 @@ def kilobytes(model, capacity):
 
 fig, ax = plt.subplots(figsize=(6, 3))
 lengths = [64, 128, 256, 512, 1024]
-for color, (name, one) in zip(plot.PALETTE, {"keys and values": full, "ring of 128": window, "latents": latent}.items()):
-    ax.plot(lengths, [kilobytes(one, length) for length in lengths], "o-", color=color, label=name)
+for name, one in {"keys and values": full, "a ring of 128": window, "latents": latent}.items():
+    ax.plot(lengths, [kilobytes(one, count) for count in lengths], "o-", label=name)
 ax.set(xlabel="tokens the cache can hold", ylabel="kB a row")
 ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
 # And what a ring holds. `cache.slots.index` is the bookkeeping that all layers share: which token lies in which slot. A
-# ring of 8 slots after 6, 12 and 18 tokens (−1: nothing yet):
+# ring of 8 slots after 6, 12 and 18 tokens (-1: nothing yet):
 
 # %%
 small = models.Mixtral(models.MixtralConfig(**mixtral, sliding_window=8), rngs=nnx.Rngs(0))
@@ -176,7 +177,7 @@ for start in (0, 6, 12):
 #
 # ## Sampling
 #
-# `nnxmoe.Sampling` is a small frozen object; `None` means greedy. To see what a knob does, let the model finish the same
+# `nnxmoe.Sampling` is a small frozen object; `None` means greedy. To see what a knob does, let the model finish one
 # beginning 400 times with one token each (a batch of 400 equal rows, each with randomness of its own) and count.
 
 # %%
@@ -194,16 +195,16 @@ drawn = {
 }
 common = np.argsort(-np.bincount(drawn["temperature 1"], minlength=config.vocab_size))[:8]
 fig, axes = plt.subplots(1, len(drawn), figsize=(11, 2.6), sharey=True, sharex=True, layout="constrained")
-for ax, (name, tokens) in zip(axes, drawn.items()):
+for ax, (name, tokens) in zip(axes, drawn.items(), strict=True):
     counts = {tokenizer.decode([token]).strip(): int((tokens == token).sum()) for token in common}
     plot.bars({**counts, "(others)": len(tokens) - sum(counts.values())}, ax=ax)
     ax.set_title(name, fontsize=10)
 plt.show()
 
 # %% [markdown]
-# From left to right: what the model believes; flattened by a temperature of 2, which lets odd words in; and three ways to
-# keep the odd words out again: only the three likeliest; the likeliest that together reach one half; those at least half as
-# likely as the best. (`repetition_penalty` is the fifth knob: it makes tokens seen before less likely.)
+# From left to right: what the model believes; flattened by a temperature of 2, which lets odd words in; and three ways
+# to keep the odd words out again: only the three likeliest; the likeliest that together reach one half; those at least
+# half as likely as the best. (`repetition_penalty` is the fifth knob: it makes tokens seen before less likely.)
 #
 # The same seed gives the same text, always:
 
@@ -216,8 +217,8 @@ for seed in (1, 1, 2):
 # %% [markdown]
 # ## Stream and chat
 #
-# `stream` yields pieces of text as they are made, never half a character. A chat is a list of messages; the template makes
-# a prompt of it, and the answer is appended.
+# `stream` yields pieces of text as they are made, never half a character. A chat is a list of messages; the template
+# makes a prompt of it, and the answer is appended.
 
 # %%
 messages = []
@@ -229,7 +230,7 @@ for question in ["What is the capital of Italy?", "How much is 8 plus 5?", "Coun
     print(f"{question}\n    {' | '.join(pieces)}")
 
 # %% [markdown]
-# Two commands do the same without a line of Python: `nnxmoe generate demo --prompt "Once upon a time"` and
-# `nnxmoe chat demo`.
+# Two commands do the same without a line of Python: `nnxmoe generate demo --prompt "Once upon a time"` and `nnxmoe chat
+# demo`.
 #
 # Next: notebook 2 teaches this model something new; notebook 3 looks at what its experts do.

@@ -36,8 +36,8 @@ plt.rcParams["figure.dpi"] = 70
 # ## Who reads what
 #
 # The embedded demo is a Mixtral of 3 layers with 8 experts each. In every layer a router, one small matrix, scores the
-# experts for each token; the two best compute, and their results are added with the router's weights. Five kinds of text
-# that the model knows, padded to one batch (padding counts in no statistics):
+# experts for each token; the two best compute, and their results are added with the router's weights. Five kinds of
+# text that the model knows, padded to one batch (padding counts in no statistics):
 
 # %%
 DEMO = Path(models.__file__).parent / "demo"
@@ -47,7 +47,7 @@ texts = {
     "sums": "47 + 38 = 85. 52 + 6 = 58. 90 + 9 = 99. 13 + 24 = 37.",
     "counting": "3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15",
     "facts": "The capital of Italy is Rome. The capital of Germany is Berlin.",
-    "story": "Once upon a time there was a little rabbit named Leo. He lived in an old barn. One day Leo found a red ball.",
+    "story": "Once upon a time there was a little rabbit named Leo. He lived in an old barn. One day Leo ran a race.",
     "code": "def add(a, b):\n    return a + b\n\ndef double(x):\n    return x * 2",
 }
 encoded = [tokenizer.encode(text) for text in texts.values()]
@@ -58,11 +58,11 @@ for row, ids in enumerate(encoded):
 
 out = model(tokens, attention_mask=mask, return_routing=True)
 for layer, routing in out.routing.items():
-    print(f"layer {layer}: experts {routing.experts.shape}, weights {routing.weights.shape}, scores {routing.scores.shape}")
+    print(f"layer {layer}: experts {routing.experts.shape}, scores {routing.scores.shape}")
 
 # %% [markdown]
-# `experts [B, T, X]` are the choices, best first; `weights` what they count; `scores` the router's probabilities over all
-# eight. Token by token, the first choice in each layer:
+# `experts [B, T, X]` are the choices, best first; `weights` what they count; `scores` the router's probabilities over
+# all eight. Token by token, the first choice in each layer:
 
 # %%
 pieces = [[tokenizer.decode([i]) for i in ids] for ids in encoded]
@@ -72,9 +72,9 @@ for kind in ("sums", "story"):
     plt.show()
 
 # %% [markdown]
-# Look down a column: the layers choose independently, expert 3 of one layer has nothing to do with expert 3 of the next.
-# Look along a row: the same character often goes to the same expert (all the `+`, all the `=`), but where it stands counts
-# as well: digits of a summand and of a result part ways.
+# Look down a column: the layers choose independently, expert 3 of one layer has nothing to do with expert 3 of the
+# next. Look along a row: the same piece often goes to the same expert, and yet it is not a dictionary: what stands
+# before counts as well. Compare the digits of summands and of results, in the first and in the last layer.
 #
 # Both choices of the last layer, for the sums:
 
@@ -98,7 +98,7 @@ for expert, counts in enumerate(read):
 # ## How evenly
 #
 # `plot.load` shows each expert's load over the mean of its layer: 1 is even, 0 an expert that no token needs, and 4 the
-# most there can be here (8 experts, 2 choices: two experts have everything).
+# most there can be here (8 experts, 2 choices): an expert that every token chooses.
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(10, 2), width_ratios=(2, 1), layout="constrained")
@@ -107,26 +107,26 @@ plot.entropy(out.routing, ax=right)
 plt.show()
 
 # %% [markdown]
-# Over all texts together the load is fairly even: the demo was trained with a balance loss. A single kind of text is
-# another matter. This is the middle layer:
+# Over all texts together the load is fairly even: the demo was trained with a balance loss. (Entropy over log(experts)
+# is the same in one number: 1 is even.) A single kind of text is another matter. This is the middle layer:
 
 # %%
 kinds = []
-for row, kind in enumerate(texts):
+for row in range(len(texts)):
     one = model(tokens[row : row + 1], attention_mask=mask[row : row + 1], return_routing=True)
     kinds.append(plot.shares(one.routing))
 plot.load(np.stack(kinds)[:, 1], names=list(texts)).set_title("load of layer 1")
 plt.show()
 
 # %% [markdown]
-# Numbers and words have experts of their own. That is what one hopes for, and a practical problem: in a batch of nothing
-# but sums, the devices that hold two or three of the experts do most of the work.
+# Each kind of text has its favourites. That is what one hopes for, and a practical problem: in a batch of nothing but
+# sums, the devices that hold a few of the experts do most of the work.
 #
 # ## Without balancing
 #
-# Where do even loads come from? Not by themselves. An expert that is chosen often learns more, so it is chosen more often.
-# To watch it, train a tiny Mixtral on a language whose words are as unequal as real ones: in a random table of what follows
-# what, the n-th word is about `n ** -1.3` as common as the first.
+# Where do even loads come from? Not by themselves. An expert that is chosen often learns more, so it is chosen more
+# often. To watch it, train a tiny Mixtral on a language whose words are as unequal as real ones: in a random table of
+# what follows what, the n-th word is about `n ** -1.3` as common as the first.
 
 # %%
 WORDS, STEPS = 64, 80
@@ -149,7 +149,7 @@ def train(model, **options):
     """The fitted model, and the load of its experts after every step, `[S, L, E]`."""
     loads = []
     keep = lambda progress: loads.append(progress.load)  # noqa: E731
-    optimizer = optax.adam(1e-2)
+    optimizer = optax.adam(5e-3)
     fitted = nnxmoe.train.fit(model, sentences(), optimizer=optimizer, steps=STEPS, callbacks=[keep], **options)
     return fitted, np.array(loads)
 
@@ -164,16 +164,17 @@ alone, alone_loads = train(models.Mixtral(mixtral, rngs=nnx.Rngs(0)))
 # %%
 plot.over_steps(alone_loads[:, 1]).set_title("no balancing")
 plt.show()
-print(f"busiest expert: {alone_loads[-1, 1].max() * 8:.2f} times the mean; 4 is the most there can be")
+busiest = alone_loads[-20:, 1].max(axis=-1).mean() * 8
+print(f"busiest expert in the last 20 steps: {busiest:.1f} times the mean; 4 is the most there can be")
 
 # %% [markdown]
-# Within a few steps all tokens go to the same two experts. The other six have learnt nothing since; on a machine that
-# spreads experts over devices, all but two of the devices wait.
+# Soon nearly all tokens go to the same two experts. The others see too little to learn anything; and where experts are
+# spread over devices, most devices wait for two of them.
 #
 # ## Cure 1: a balance loss
 #
-# The Switch Transformer's loss multiplies each expert's share of the tokens with its mean probability, and sums: it is least
-# when both are even. It is one field of the objective. The weight is a compromise: the router now serves two masters.
+# The Switch Transformer's loss multiplies each expert's share of the tokens with its mean probability, and sums: it is
+# least when both are even. It is one field of the objective. The weight is a compromise: the router serves two masters.
 
 # %%
 objective = nnxmoe.train.Objective(balance=0.1)
@@ -185,14 +186,15 @@ plot.history({"no balancing": alone.history, "balance loss": balanced.history}, 
 plt.show()
 
 # %% [markdown]
-# `busiest_expert` is among the metrics of every MoE model that `fit` trains, as are `balance` (the loss itself, without its
-# weight) and `idle_experts`: worth a look in every training.
+# `busiest_expert` is among the metrics of every MoE model that `fit` trains, as are `balance` (the loss itself, without
+# its weight) and `idle_experts`: worth a look in every training. A batch here has 512 tokens, hence the flicker.
 #
 # ## Cure 2: DeepSeek's correction bias
 #
-# DeepSeek-V3 adds a bias to each expert's score, *for the choice only*: what an expert counts is still its own score. After
-# each step the bias of overloaded experts goes down by a fixed rate, and that of the others up. There is no gradient in
-# it, so that nothing pulls on the loss; the bias is no `nnx.Param` and no optimizer sees it. The option is `bias_rate`.
+# DeepSeek-V3 adds a bias to each expert's score, *for the choice only*: what an expert counts is still its own score.
+# After each step the bias of overloaded experts goes down by a fixed rate, and that of the others up. There is no
+# gradient in it, so that nothing pulls on the loss; the bias is no `nnx.Param` and no optimizer sees it. The option is
+# `bias_rate`.
 
 # %%
 deepseek = models.DeepSeekV3Config(
@@ -236,5 +238,5 @@ for name, run in runs.items():
 # %% [markdown]
 # In a task this small every cure is free. What it buys is capacity: all eight experts learn, and all devices work.
 #
-# `nnxmoe.moe.balance` has more losses of the kind (DeepSeek's within a sequence, MaxText's, the router's z-loss): pass one as
+# `nnxmoe.moe.balance` has more losses of the kind (DeepSeek's within a sequence, MaxText's): pass one as
 # `Objective(balance_loss=…)`. Notebook 5 shows what happens when the experts live on different devices.
