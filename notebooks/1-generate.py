@@ -153,6 +153,7 @@ def kilobytes(model, capacity):
 
 
 fig, ax = plt.subplots(figsize=(6, 3))
+ax.set_prop_cycle(color=plot.PALETTE)
 lengths = [64, 128, 256, 512, 1024]
 for name, one in {"keys and values": full, "a ring of 128": window, "latents": latent}.items():
     ax.plot(lengths, [kilobytes(one, count) for count in lengths], "o-", label=name)

@@ -1,0 +1,231 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 5 · One model, every execution strategy
+#
+# **What you learn**
+#
+# - that a *strategy* says how a model is computed, and never what it computes: loss and gradients stay the same;
+# - how experts and tokens meet on a mesh of devices: who holds what, and what travels;
+# - how to count collectives and memory in what the compiler made, before renting a single accelerator;
+# - what a capacity factor costs.
+#
+# All of it on 8 virtual devices of one CPU. Times would mean nothing here, so there are none; collectives and bytes are
+# those of the compiled programs.
+
+# %%
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nnxmoe
+from nnxmoe import models, plot
+
+jax.config.update("jax_num_cpu_devices", 8)  # before the first use of a device; JAX_NUM_CPU_DEVICES=8 does it too
+jax.config.update("jax_default_matmul_precision", "highest")
+plt.rcParams["figure.dpi"] = 70
+print(jax.device_count(), "devices")
+
+# %% [markdown]
+# ## Six ways
+#
+# Two decisions make a way to compute a mixture of experts on many devices. *Where do the experts' weights lie?* Either
+# each kernel is cut into slices (`fsdp`) that are gathered when they are needed, or each device keeps some experts
+# whole (`expert`). *And how do tokens and experts meet?* That is the dispatch:
+#
+# | | the weights travel (`fsdp=8`) | the tokens travel (`expert=8`) |
+# |---|---|---|
+# | exactly what was routed | `Sorted()` | `ExpertParallel(Sorted(), RaggedAllToAll())` or `RingOfExperts()` |
+# | fixed slots, some may be dropped | | `Capacity(factor)` |
+# | every expert on every token | `Dense()` | |
+#
+# `Dense()` on one device is the oracle: slow, obvious, and what all others are held against.
+
+# %%
+fsdp, expert = nnxmoe.make_mesh(fsdp=8), nnxmoe.make_mesh(expert=8)
+ragged, ring = nnxmoe.RaggedAllToAll(), nnxmoe.RingOfExperts()
+ways = {
+    "Dense, one device": nnxmoe.Strategy(dispatch=nnxmoe.Dense()),
+    "Dense, fsdp": nnxmoe.Strategy(dispatch=nnxmoe.Dense(), mesh=fsdp),
+    "Sorted, fsdp": nnxmoe.Strategy(dispatch=nnxmoe.Sorted(), mesh=fsdp),
+    "Capacity, expert": nnxmoe.Strategy(dispatch=nnxmoe.Capacity(4.0), mesh=expert),
+    "ragged all-to-all, expert": nnxmoe.Strategy(dispatch=nnxmoe.ExpertParallel(nnxmoe.Sorted(), ragged), mesh=expert),
+    "ring of experts, expert": nnxmoe.Strategy(dispatch=nnxmoe.ExpertParallel(nnxmoe.Sorted(), ring), mesh=expert),
+}
+
+# %% [markdown]
+# The same config and the same seed for all. A model that is made with a mesh is made on it, every array where it lies:
+
+# %%
+config = models.MixtralConfig(
+    vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, num_local_experts=8, num_experts_per_tok=2,
+)  # fmt: skip
+
+
+def make(strategy):
+    return models.Mixtral(config, strategy, rngs=nnx.Rngs(0))
+
+
+for name in ("Dense, one device", "Sorted, fsdp", "ring of experts, expert"):
+    kernel = make(ways[name]).stacks[0].layers[0].moe.experts.gate[...]
+    shard = kernel.addressable_shards[0].data
+    print(f"{name:24} experts' kernel {kernel.shape}: the first device holds {shard.shape}")
+
+# %% [markdown]
+# ## Compile once, look twice
+#
+# One function gives the loss and the gradients of all parameters. Compiled, it can be run, and it can be read: its text
+# has the collectives, its analysis the bytes. A batch of 16 rows is spread over the devices, two rows each.
+
+# %%
+tokens = np.random.default_rng(0).integers(0, config.vocab_size, (16, 64))
+ROWS = PartitionSpec(("data", "fsdp", "expert"))  # the mesh axes that the rows of a batch are divided over
+objective = nnxmoe.train.Objective()
+
+
+def compiled(strategy):
+    """The program, and its arguments."""
+    graph, params, rest = nnx.split(make(strategy), nnx.Param, ...)
+    batch = jnp.asarray(tokens)
+    if strategy.mesh is not None:
+        batch = jax.device_put(batch, NamedSharding(strategy.mesh, ROWS))
+
+    def loss(params, batch):
+        return objective(nnx.merge(graph, params, rest), {"tokens": batch})[0]
+
+    return jax.jit(jax.value_and_grad(loss)).lower(params, batch).compile(), (params, batch)
+
+
+programs, results = {}, {}
+for name, strategy in ways.items():
+    programs[name], arguments = compiled(strategy)
+    loss, gradients = programs[name](*arguments)
+    results[name] = float(loss), jax.device_get(nnx.to_pure_dict(gradients))
+    print(f"{name:26} loss {results[name][0]:.5f}")
+
+# %% [markdown]
+# ## The numbers are the same
+#
+# Held against the oracle, the largest difference in any gradient of any parameter, divided by the largest value of that
+# gradient. What is left is float32's rounding: sums are taken in another order.
+
+
+# %%
+def apart(one, other):
+    return max(
+        float(np.abs(a - b).max() / np.abs(b).max())
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
+oracle = results["Dense, one device"][1]
+plot.errors({name: apart(gradients, oracle) for name, (_, gradients) in results.items()}, tolerance=1e-5)
+plt.show()
+
+# %% [markdown]
+# ## What travels
+#
+# Every collective of the forward and backward pass, counted in the compiled text.
+
+# %%
+KINDS = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
+counts = {}
+for name, program in programs.items():
+    found = Counter(re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", program.as_text()))
+    counts[name] = {kind: found[kind] for kind in KINDS}
+plot.bars(counts, "collectives, forward and backward")
+plt.show()
+
+# %% [markdown]
+# Read it like this:
+#
+# - **fsdp** gathers weights (`all-gather`), for every layer and every kernel, and scatters or sums their gradients. The
+#   traffic grows with the model, not with the batch.
+# - **ragged all-to-all** sends each row to the device of its expert and the result back, in the forward and in the
+#   backward pass. The traffic grows with the tokens; the experts' weights and gradients never leave home.
+# - **the ring of experts** shows all tokens to all devices (`all-gather`), and each adds what its experts have to say
+#   (`reduce-scatter`). More bytes, fewer and simpler messages.
+# - **Capacity** needs nothing but sharding constraints: the compiler makes the exchange of it.
+#
+# All of them sum the gradients of what every device has a copy of (`all-reduce`).
+#
+# How many bytes? The shapes are in the text as well:
+
+# %%
+WIDTH = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
+
+
+def kilobytes(text, kind):
+    """What one device receives in all collectives of a kind."""
+    total = 0
+    for line in re.findall(rf" = (.*?) {kind}(?:-start)?\(", text):
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", line):
+            total += WIDTH.get(dtype, 0) * int(np.prod([int(d) for d in shape.split(",") if d]))
+    return total / 1e3
+
+
+traffic = {name: {kind: kilobytes(program.as_text(), kind) for kind in KINDS} for name, program in programs.items()}
+plot.bars(traffic, "kB that one device receives, forward and backward", form="{:,.0f}")
+plt.show()
+
+# %% [markdown]
+# ## Memory
+#
+# What one device must hold: its share of the parameters, of the gradients, and the temporaries, of which most are
+# activations kept for the backward pass.
+
+# %%
+memory = {}
+for name, program in programs.items():
+    analysis = program.memory_analysis()
+    memory[name] = {
+        "parameters": analysis.argument_size_in_bytes / 1e3,
+        "gradients": analysis.output_size_in_bytes / 1e3,
+        "temporaries": analysis.temp_size_in_bytes / 1e3,
+    }
+plot.bars(memory, "kB a device", form="{:,.0f}")
+plt.show()
+
+# %% [markdown]
+# One device alone has all parameters and the whole batch. With `fsdp=8` everything is divided by eight; with `expert=8`
+# the experts are, and the rest is where the rules say (`nnxmoe.RULES`, one table). The temporaries can be made smaller
+# still: `remat=nnxmoe.Remat()` computes activations again, `Chunked(dispatch, n)` takes a slice of the sequence at a
+# time. Both are strategies: again, the numbers stay.
+#
+# ## The price of fixed slots
+#
+# Of these, `Capacity` alone may change the result: an expert has `factor` times its even share of slots in each row,
+# and what finds no room is dropped, and counted. Above, a factor of 4 left room for everything (8 experts, 2 choices).
+# With less:
+
+# %%
+factors = (0.5, 1.0, 1.5, 2.0)
+dropped = {}
+for factor in factors:
+    model = make(nnxmoe.Strategy(dispatch=nnxmoe.Capacity(factor)))
+    info = model(tokens, return_routing=True).dispatch
+    dropped[f"factor {factor:g}"] = sum(100 * int(i.dropped) / int(i.load.sum()) for i in info.values()) / len(info)
+plot.bars(dropped, "% of the assignments that found no room", form="{:.1f}%")
+plt.show()
+
+# %% [markdown]
+# And this router is random, hence fairly even. Notebook 3 has routers that are not.
+#
+# On real devices the choice is a line: `nnxmoe.from_pretrained(path, mesh=nnxmoe.make_mesh(fsdp=2, expert=4),
+# strategy=…)`, and `fit(…, mesh=…)` for training. `nnxmoe inspect mixtral-8x7b --mesh fsdp=4,expert=8` says beforehand
+# what each device would hold.
