@@ -23,6 +23,7 @@
 
 # %%
 import re
+import tempfile
 from collections import Counter
 
 import jax
@@ -34,6 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
 from nnxmoe import models, plot
+from nnxmoe.convert import maxtext
 
 jax.config.update("jax_num_cpu_devices", 8)  # before the first use of a device; JAX_NUM_CPU_DEVICES=8 does it too
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -68,21 +70,20 @@ ways = {
 }
 
 # %% [markdown]
-# The same config and the same seed for all. A model that is made with a mesh is made on it, every array where it lies:
+# One checkpoint, loaded in six ways. (A random one, and of one layer: the next ones would repeat it.) `from_pretrained`
+# puts every array where it lies; no device ever sees more than it holds.
 
 # %%
 config = models.MixtralConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, num_local_experts=8, num_experts_per_tok=2,
 )  # fmt: skip
-
-
-def make(strategy):
-    return models.Mixtral(config, strategy, rngs=nnx.Rngs(0))
-
+with tempfile.TemporaryDirectory() as folder:
+    nnxmoe.save_pretrained(models.Mixtral(config, rngs=nnx.Rngs(0)), folder)
+    made = {name: nnxmoe.from_pretrained(folder, strategy=strategy) for name, strategy in ways.items()}
 
 for name in ("Dense, one device", "Sorted, fsdp", "ring of experts, expert"):
-    kernel = make(ways[name]).stacks[0].layers[0].moe.experts.gate[...]
+    kernel = made[name].stacks[0].layers[0].moe.experts.gate[...]
     shard = kernel.addressable_shards[0].data
     print(f"{name:24} experts' kernel {kernel.shape}: the first device holds {shard.shape}")
 
@@ -98,12 +99,12 @@ ROWS = PartitionSpec(("data", "fsdp", "expert"))  # the mesh axes that the rows 
 objective = nnxmoe.train.Objective()
 
 
-def compiled(strategy):
+def compiled(model):
     """The program, and its arguments."""
-    graph, params, rest = nnx.split(make(strategy), nnx.Param, ...)
-    batch = jnp.asarray(tokens)
-    if strategy.mesh is not None:
-        batch = jax.device_put(batch, NamedSharding(strategy.mesh, ROWS))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    batch, mesh = jnp.asarray(tokens), model.strategy.mesh
+    if mesh is not None:
+        batch = jax.device_put(batch, NamedSharding(mesh, ROWS))
 
     def loss(params, batch):
         return objective(nnx.merge(graph, params, rest), {"tokens": batch})[0]
@@ -112,8 +113,8 @@ def compiled(strategy):
 
 
 programs, results = {}, {}
-for name, strategy in ways.items():
-    programs[name], arguments = compiled(strategy)
+for name, model in made.items():
+    programs[name], arguments = compiled(model)
     loss, gradients = programs[name](*arguments)
     results[name] = float(loss), jax.device_get(nnx.to_pure_dict(gradients))
     print(f"{name:26} loss {results[name][0]:.5f}")
@@ -154,7 +155,7 @@ plt.show()
 # %% [markdown]
 # Read it like this:
 #
-# - **fsdp** gathers weights (`all-gather`), for every layer and every kernel, and scatters or sums their gradients. The
+# - **fsdp** gathers weights (`all-gather`), every kernel of every layer, and scatters or sums their gradients. The
 #   traffic grows with the model, not with the batch.
 # - **ragged all-to-all** sends each row to the device of its expert and the result back, in the forward and in the
 #   backward pass. The traffic grows with the tokens; the experts' weights and gradients never leave home.
@@ -214,12 +215,11 @@ plt.show()
 # With less:
 
 # %%
-factors = (0.5, 1.0, 1.5, 2.0)
-dropped = {}
-for factor in factors:
-    model = make(nnxmoe.Strategy(dispatch=nnxmoe.Capacity(factor)))
-    info = model(tokens, return_routing=True).dispatch
-    dropped[f"factor {factor:g}"] = sum(100 * int(i.dropped) / int(i.load.sum()) for i in info.values()) / len(info)
+tree, dropped = maxtext.to_tree(made["Dense, one device"]), {}
+for factor in (1.0, 1.5, 2.0, 4.0):
+    model = maxtext.from_tree(tree, config, nnxmoe.Strategy(dispatch=nnxmoe.Capacity(factor)))
+    info = model(tokens, return_routing=True).dispatch[0]
+    dropped[f"factor {factor:g}"] = 100 * int(info.dropped) / int(info.load.sum())
 plot.bars(dropped, "% of the assignments that found no room", form="{:.1f}%")
 plt.show()
 
