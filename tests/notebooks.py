@@ -39,11 +39,22 @@ def light(notebook: Any) -> Any:
     for number, cell in enumerate(notebook.cells):
         cell.metadata, cell.id = {}, f"cell-{number}"
         if cell.cell_type == "code":
-            cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]  # progress, with its times
+            cell.outputs = joined([out for out in cell.outputs if out.get("name") != "stderr"])  # progress, with times
             for out in cell.outputs:
                 if "data" in out and "image/png" in out.data:
                     out.data, out.metadata = {"image/png": small(out.data["image/png"])}, {}
     return notebook
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """Printed text in one piece, however the kernel sent it."""
+    kept: list[Any] = []
+    for out in outputs:
+        if kept and out.output_type == kept[-1].output_type == "stream":
+            kept[-1].text += out.text
+        else:
+            kept.append(out)
+    return kept
 
 
 def small(png: str) -> str:
