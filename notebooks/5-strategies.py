@@ -24,7 +24,6 @@
 # %%
 import re
 import tempfile
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +108,9 @@ def compiled(model):
     def loss(params, batch):
         return objective(nnx.merge(graph, params, rest), {"tokens": batch})[0]
 
-    return jax.jit(jax.value_and_grad(loss)).lower(params, batch).compile(), (params, batch)
+    places = jax.tree.map(lambda array: array.sharding, params)  # a gradient lies where its parameter does
+    program = jax.jit(jax.value_and_grad(loss), out_shardings=(None, places))
+    return program.lower(params, batch).compile(), (params, batch)
 
 
 programs, results = {}, {}
@@ -141,48 +142,45 @@ plt.show()
 # %% [markdown]
 # ## What travels
 #
-# Every collective of the forward and backward pass, counted in the compiled text.
+# Every collective of the forward and backward pass is in the compiled text, with the shape of its result on one device.
 
 # %%
 KINDS = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
-counts = {}
+BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1}
+
+
+def collectives(program):
+    """Kind and kB of every collective in which a device meets another one."""
+    for shapes, kind, rest in re.findall(rf" = (.*?) ({'|'.join(KINDS)})(?:-start)?\((.*)", program.as_text()):
+        if not re.search(r"replica_groups=(\{\{0\},|\[\d+,1\]<=)", rest):  # those are each device by itself
+            arrays = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
+            yield kind, sum(BYTES[t] * np.prod([int(d) for d in dims.split(",") if d]) for t, dims in arrays) / 1e3
+
+
+counts, sizes = {}, {}
 for name, program in programs.items():
-    found = Counter(re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", program.as_text()))
-    counts[name] = {kind: found[kind] for kind in KINDS}
-plot.bars(counts, "collectives, forward and backward")
+    found = list(collectives(program))
+    counts[name] = {kind: sum(kind == other for other, _ in found) for kind in KINDS}
+    sizes[name] = {kind: sum(size for other, size in found if kind == other) for kind in KINDS}
+plot.bars(counts, "collectives")
+plot.bars(sizes, "kB of their results on one device", form="{:,.0f}")
 plt.show()
 
 # %% [markdown]
 # Read it like this:
 #
-# - **fsdp** gathers weights (`all-gather`), every kernel of every layer, and scatters or sums their gradients. The
-#   traffic grows with the model, not with the batch.
-# - **ragged all-to-all** sends each row to the device of its expert and the result back, in the forward and in the
-#   backward pass. The traffic grows with the tokens; the experts' weights and gradients never leave home.
+# - **fsdp** gathers weights (`all-gather`), every kernel of every layer, and scatters or sums their gradients. That
+#   grows with the model, whatever the batch.
+# - **ragged all-to-all** sends each row to the device of its expert and the result back, and the same for the
+#   gradients: four exchanges. That grows with the tokens; the experts' weights and their gradients never leave home.
+#   CPUs have no ragged exchange: here it is padded for the worst case, all rows to one device, so its bytes are an
+#   upper bound.
 # - **the ring of experts** shows all tokens to all devices (`all-gather`), and each adds what its experts have to say
-#   (`reduce-scatter`). More bytes, fewer and simpler messages.
-# - **Capacity** needs nothing but sharding constraints: the compiler makes the exchange of it.
+#   (`reduce-scatter`). That grows with tokens times devices, whatever the routing is.
+# - **Capacity** needs no more than sharding constraints: the compiler makes the exchange of them. Its bytes are those
+#   of the slots, full or empty.
 #
-# All of them sum the gradients of what every device has a copy of (`all-reduce`).
-#
-# How many bytes? The shapes are in the text as well:
-
-# %%
-WIDTH = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
-
-
-def kilobytes(text, kind):
-    """What one device receives in all collectives of a kind."""
-    total = 0
-    for line in re.findall(rf" = (.*?) {kind}(?:-start)?\(", text):
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", line):
-            total += WIDTH.get(dtype, 0) * int(np.prod([int(d) for d in shape.split(",") if d]))
-    return total / 1e3
-
-
-traffic = {name: {kind: kilobytes(program.as_text(), kind) for kind in KINDS} for name, program in programs.items()}
-plot.bars(traffic, "kB that one device receives, forward and backward", form="{:,.0f}")
-plt.show()
+# What every device has a copy of has its gradients summed over all of them (`all-reduce`).
 
 # %% [markdown]
 # ## Memory
@@ -195,11 +193,11 @@ memory = {}
 for name, program in programs.items():
     analysis = program.memory_analysis()
     memory[name] = {
-        "parameters": analysis.argument_size_in_bytes / 1e3,
-        "gradients": analysis.output_size_in_bytes / 1e3,
-        "temporaries": analysis.temp_size_in_bytes / 1e3,
+        "parameters": analysis.argument_size_in_bytes / 1e6,
+        "gradients": analysis.output_size_in_bytes / 1e6,
+        "temporaries": analysis.temp_size_in_bytes / 1e6,
     }
-plot.bars(memory, "kB a device", form="{:,.0f}")
+plot.bars(memory, "MB a device", form="{:.1f}")
 plt.show()
 
 # %% [markdown]
