@@ -201,10 +201,10 @@ plot.bars(memory, "MB a device", form="{:.1f}")
 plt.show()
 
 # %% [markdown]
-# One device alone has all parameters and the whole batch. With `fsdp=8` everything is divided by eight; with `expert=8`
-# the experts are, and the rest is where the rules say (`nnxmoe.RULES`, one table). The temporaries can be made smaller
-# still: `remat=nnxmoe.Remat()` computes activations again, `Chunked(dispatch, n)` takes a slice of the sequence at a
-# time. Both are strategies: again, the numbers stay.
+# One device alone has all parameters and the whole batch. With `fsdp=8` the parameters are divided by eight; with
+# `expert=8` the experts are, and the rest is where the rules say (`nnxmoe.RULES`, one table). The temporaries can be
+# made smaller still: `remat=nnxmoe.Remat()` computes activations again, `Chunked(dispatch, n)` takes a slice of the
+# sequence at a time. Both are strategies: again, the numbers stay.
 #
 # ## The price of fixed slots
 #
