@@ -65,7 +65,7 @@ def same_bits(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(array, second[name], err_msg=name)
 
 
-def test_the_loss_falls_and_the_given_model_stays() -> None:
+def test_the_loss_falls_and_the_given_model_stays(capsys: pytest.CaptureFixture[str]) -> None:
     model, told = build_tiny("mixtral", PLAIN), []
     before = jax.tree.map(np.asarray, nnx.state(model))
     batch = {"tokens": random_tokens(2, 8)}
@@ -80,6 +80,7 @@ def test_the_loss_falls_and_the_given_model_stays() -> None:
     targets = jax.nn.log_softmax(done.model(batch["tokens"]).logits[:, :-1])
     chosen = -np.take_along_axis(np.asarray(targets), batch["tokens"][:, 1:, None], -1).mean()
     assert chosen == pytest.approx(evaluations[30], rel=1e-5)
+    assert "training" not in capsys.readouterr().err  # TQDM_DISABLE, which the tests set, is heeded
 
 
 @pytest.mark.parametrize("adapters", [False, True])

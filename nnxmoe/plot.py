@@ -1,0 +1,231 @@
+"""Pictures for notebooks: which experts are used, how a training goes, how ways to compute a model compare.
+
+    plot.load(model(tokens, return_routing=True).routing)
+    plot.history(fitted.history, ["loss", "evaluation"])
+
+Every function draws into ``ax`` (None: a new figure), returns it, and takes arrays, plain lists and dicts, or what the
+models return. The colours differ for colour-blind eyes too: cividis, and the palette of Okabe and Ito (2008). Needs
+matplotlib, which is imported when the first picture is drawn: ``pip install 'nnxmoe[notebooks]'``.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nnxmoe.moe.router import Routing
+
+Axes = Any  # matplotlib's, which need not be installed; or None
+Loads = Mapping[int, Routing] | Sequence[Any] | Any  # {layer: Routing}, or counts or shares [L, E]
+Numbers = Mapping[str, float] | Mapping[str, Mapping[str, float]]
+
+PALETTE = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#BBBBBB")
+_MAP, _CELLS = "cividis", 160  # the map of heat maps; up to so many cells have their number written in
+
+
+def shares(loads: Loads) -> np.ndarray:
+    """Shares ``[L, E]`` of the assignments that went to each expert; a row of an idle layer is 0.
+
+    ``loads``: the routings of a model's output, whose padding does not count, or counts or shares ``[L, E]``.
+    """
+    if isinstance(loads, Mapping):
+        loads = [_counts(loads[layer]) for layer in sorted(loads)]
+    array = np.asarray(loads, np.float64)
+    if array.ndim != 2 or not array.size or not (array >= 0).all():
+        raise ValueError(f"loads: {list(array.shape)}, give numbers from 0 as [layers, experts], or {{layer: Routing}}")
+    total = array.sum(axis=1, keepdims=True)
+    return np.divide(array, total, out=np.zeros_like(array), where=total > 0)
+
+
+def load(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> Axes:
+    """Heat map, layers down and experts across: each expert's load over the mean of its layer, so that 1 is even.
+
+    ``loads``: see `shares`; its rows need not be layers: ``names`` says what they are.
+    """
+    values = shares(loads)
+    values = values * values.shape[1]
+    names = _names(loads, values, names)
+    ax = _axes(ax, (1.5 + 0.5 * values.shape[1], 1.1 + 0.34 * len(values)))
+    _heat(ax, values, "load / even load")
+    ax.set(xlabel="expert", yticks=range(len(names)), yticklabels=names)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    if values.size <= _CELLS:
+        ax.set_xticks(range(values.shape[1]))
+        _write_in(ax, values)
+    return ax
+
+
+def entropy(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> Axes:
+    """A bar a layer: the entropy of its load over log(E). 1: all experts have the same, 0: one has all of it.
+
+    ``loads``: see `shares`.
+    """
+    share = shares(loads)
+    names = _names(loads, share, names)
+    logs = np.log(share, out=np.zeros_like(share), where=share > 0)
+    values = -(share * logs).sum(axis=1) / np.log(max(share.shape[1], 2))
+    ax = bars(dict(zip(names, values.tolist(), strict=True)), "entropy / log(experts)", ax, form="{:.3f}")
+    ax.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    return ax
+
+
+def over_steps(loads: Any, steps: Sequence[int] | None = None, ax: Axes = None) -> Axes:
+    """Heat map, experts down and training steps across, of one layer's load over even load.
+
+    ``loads``: counts or shares ``[S, E]``, one row a step. ``steps``: their numbers, evenly spaced; default 1 … S.
+    """
+    values = shares(loads)
+    values = values.T * values.shape[1]
+    first, last = (1, values.shape[1]) if steps is None else (steps[0], steps[-1])
+    half = (last - first) / max(values.shape[1] - 1, 1) / 2 or 0.5
+    ax = _axes(ax, (6, 1.1 + 0.22 * len(values)))
+    _heat(ax, values, "load / even load", extent=(first - half, last + half, len(values) - 0.5, -0.5))
+    ax.set(xlabel="step", ylabel="expert")
+    return ax
+
+
+def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: int = 0, ax: Axes = None) -> Axes:
+    """A text token by token: a column a token, a row a layer, in each cell the number and colour of its first expert.
+
+    ``pieces``: the text of the first tokens, or of all T. ``routing``: ``{layer: Routing [B, T, …]}``; of a single
+    Routing all choices are shown, the best on top. ``row``: which of the B texts. Cells of padding stay empty.
+    """
+    many = {0: routing} if isinstance(routing, Routing) else dict(sorted(routing.items()))
+    cells = {f"layer {i}": (np.asarray(r.experts)[row, :, 0], r.valid) for i, r in many.items()}
+    if isinstance(routing, Routing):
+        choices = np.asarray(routing.experts)[row].T
+        cells = {f"choice {i + 1}": (choice, routing.valid) for i, choice in enumerate(choices)}
+    if any(len(experts) < len(pieces) for experts, _ in cells.values()):
+        raise ValueError(f"{len(pieces)} pieces of text for {len(next(iter(cells.values()))[0])} tokens")
+    ax = _axes(ax, (1 + 0.27 * len(pieces), 0.9 + 0.27 * len(cells)))
+    for y, (experts, valid) in enumerate(cells.values()):
+        real = np.ones(len(experts), bool) if valid is None else np.asarray(valid)[row]
+        for x in np.flatnonzero(real[: len(pieces)]):
+            color = PALETTE[experts[x] % len(PALETTE)]
+            ax.bar(x, 1, 0.94, y - 0.5, color=color)
+            ax.text(x, y, str(experts[x]), ha="center", va="center", fontsize=8, color=_ink(color))
+    ax.set(xlim=(-0.5, len(pieces) - 0.5), ylim=(len(cells) - 0.5, -0.5), yticks=range(len(cells)), yticklabels=cells)
+    shown = [_visible(piece) for piece in pieces]
+    ax.set_xticks(range(len(pieces)), shown, rotation=90, fontsize=8, family="monospace")
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    return ax
+
+
+def history(
+    runs: Sequence[Mapping[str, float]] | Mapping[str, Sequence[Mapping[str, float]]],
+    metrics: str | Sequence[str] = "loss",
+    ax: Axes = None,
+) -> Axes:
+    """Curves of metrics by step. ``runs``: a `Fitted.history`, or ``{label: history}`` to compare several.
+
+    Steps without a metric, as those between two evaluations, are passed over; one that no step has is a ValueError.
+    """
+    runs = runs if isinstance(runs, Mapping) else {"": runs}
+    metrics = [metrics] if isinstance(metrics, str) else list(metrics)
+    ax = _axes(ax, (6, 3))
+    colors = itertools.cycle(color for color in PALETTE if color != "#F0E442")  # yellow lines fade on white
+    for (label, steps), metric in itertools.product(runs.items(), metrics):
+        found = [(step["step"], step[metric]) for step in steps if metric in step]
+        if not found:
+            known = ", ".join(sorted({name for step in steps for name in step} - {"step"}))
+            raise ValueError(f"no step has the metric {metric!r}; there are: {known or 'none'}")
+        named = " ".join(part for part in (label, metric if len(metrics) > 1 else "") if part)
+        few = "o" if len(found) < 10 else ""
+        ax.plot(*zip(*found, strict=True), label=named, color=next(colors), marker=few, linewidth=1.6)
+    ax.set(xlabel="step", ylabel=metrics[0] if len(metrics) == 1 else "")
+    ax.grid(alpha=0.3)
+    if len(runs) * len(metrics) > 1:
+        ax.legend(frameon=False)
+    return ax
+
+
+def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}") -> Axes:
+    """Horizontal bars, the first on top, with their numbers: ``{label: number}``, or ``{label: {part: number}}``, whose
+    parts are stacked in the order in which they first appear. ``form``: how a number is written."""
+    stacked = {label: dict(v) if isinstance(v, Mapping) else {"": v} for label, v in values.items()}
+    parts = list(dict.fromkeys(part for bar in stacked.values() for part in bar))
+    ax = _axes(ax, (6 + 1.5 * (len(parts) > 1), 0.7 + 0.32 * len(stacked)))
+    left = np.zeros(len(stacked))
+    for part, color in zip(parts, itertools.cycle(("#0072B2", *PALETTE) if len(parts) == 1 else PALETTE), strict=False):
+        widths = np.array([bar.get(part, 0.0) for bar in stacked.values()], float)
+        ax.barh(range(len(stacked)), widths, 0.7, left, color=color, label=part)
+        left += widths
+    for y, total in enumerate(left):
+        side: dict[str, Any] = {"xytext": (3, 0)} if total >= 0 else {"xytext": (-3, 0), "ha": "right"}
+        ax.annotate(form.format(total), (total, y), textcoords="offset points", va="center", fontsize=9, **side)
+    ax.set(yticks=range(len(stacked)), yticklabels=list(stacked), xlabel=unit)
+    ax.set_ylim(len(stacked) - 0.5, -0.5)
+    ax.margins(x=0.12)
+    ax.spines[["top", "right"]].set_visible(False)
+    if len(parts) > 1:
+        ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
+    return ax
+
+
+def errors(differences: Mapping[str, float], tolerance: float | None = None, ax: Axes = None) -> Axes:
+    """A dot a place, first on top, at its largest difference on a logarithmic axis; a hollow one at the left edge where
+    there is none at all. ``tolerance``: a line; what lies above it, or is NaN or infinite, is red at the right edge."""
+    values = np.nan_to_num(np.array([abs(v) for v in differences.values()], float), nan=np.inf)
+    finite = [*values[(values > 0) & np.isfinite(values)], tolerance or 1e-5]
+    low, high = min(finite) / 10, max(finite) * 10
+    ax = _axes(ax, (6, 0.8 + 0.24 * len(values)))
+    for y, value in enumerate(values):
+        color = "#D55E00" if value > (np.inf if tolerance is None else tolerance) or np.isinf(value) else "#0072B2"
+        ax.plot(np.clip(value, low, high), y, "o", color=color, markerfacecolor=color if value else "none")
+    told = "hollow: 0"
+    if tolerance is not None:
+        ax.axvline(tolerance, color="black", linestyle=":")
+        told += f"; dotted: tolerance {tolerance:g}"
+    ax.set(xscale="log", xlim=(low / 2, high * 2), xlabel=f"largest difference ({told})")
+    ax.set(ylim=(len(values) - 0.5, -0.5), yticks=range(len(values)), yticklabels=list(differences))
+    ax.grid(axis="x", alpha=0.3)
+    return ax
+
+
+def _axes(ax: Axes, size: tuple[float, float]) -> Axes:
+    """The given one, or the only one of a new figure of so many inches."""
+    if ax is not None:
+        return ax
+    try:
+        import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise ImportError("nnxmoe.plot needs matplotlib: pip install 'nnxmoe[notebooks]'") from error
+    return plt.subplots(figsize=size, layout="constrained")[1]
+
+
+def _counts(routing: Routing) -> np.ndarray:
+    """Assignments to each expert, ``[E]``; padding does not count."""
+    experts = np.asarray(routing.experts)
+    real = experts if routing.valid is None else experts[np.asarray(routing.valid)]
+    return np.bincount(real.reshape(-1), minlength=routing.scores.shape[-1])
+
+
+def _names(loads: Loads, values: np.ndarray, names: Sequence[str] | None) -> list[str]:
+    layers = sorted(loads) if isinstance(loads, Mapping) else range(len(values))
+    found = [f"layer {i}" for i in layers] if names is None else list(names)
+    if len(found) != len(values):
+        raise ValueError(f"{len(found)} names for {len(values)} rows of loads")
+    return found
+
+
+def _heat(ax: Axes, values: np.ndarray, label: str, **options: Any) -> None:
+    image = ax.imshow(values, cmap=_MAP, vmin=0, vmax=max(2.0, values.max()), aspect="auto", **options)
+    ax.figure.colorbar(image, ax=ax, label=label, pad=0.02)
+
+
+def _write_in(ax: Axes, values: np.ndarray) -> None:
+    middle = max(2.0, values.max()) / 2
+    for (y, x), value in np.ndenumerate(values):
+        ax.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=8, color="wk"[int(value > middle)])
+
+
+def _ink(color: str) -> str:
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 128 else "white"
+
+
+def _visible(piece: str) -> str:
+    """Spaces and line ends as signs; a dollar would begin a formula."""
+    return piece.replace(" ", "·").replace("\n", "↵").replace("$", r"\$")

@@ -1,0 +1,82 @@
+"""The notebooks: their texts run top to bottom, and what is kept of the outputs.
+
+    python -m tests.notebooks notebooks/1-generate.py ...
+
+runs a notebook's text (percent format) and writes the .ipynb beside it, with its outputs; without arguments, all.
+Needs the extra 'notebooks'.
+"""
+
+import base64
+import io
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "notebooks"
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+PAIRED = {"formats": "ipynb,py:percent"}
+
+
+def executed(notebook: Any, seconds: int = 300) -> Any:
+    """The same notebook after running it in an empty folder, by this Python; raises what a cell raises."""
+    from nbclient import NotebookClient
+
+    paths = [str(ROOT), *(str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(
+            notebook, timeout=seconds, kernel_name="python3", resources={"metadata": {"path": folder}}
+        )
+        return client.execute(env=env)
+
+
+def light(notebook: Any) -> Any:
+    """The same notebook with what is worth keeping: results and pictures, nothing of this machine or of the run."""
+    notebook.metadata = {"jupytext": PAIRED, "kernelspec": KERNEL, "language_info": {"name": "python"}}
+    for number, cell in enumerate(notebook.cells):
+        cell.metadata, cell.id = {}, f"cell-{number}"
+        if cell.cell_type == "code":
+            cell.outputs = joined([out for out in cell.outputs if out.get("name") != "stderr"])  # progress, with times
+            for out in cell.outputs:
+                if "data" in out and "image/png" in out.data:
+                    out.data, out.metadata = {"image/png": small(out.data["image/png"])}, {}
+    return notebook
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """Printed text in one piece, however the kernel sent it."""
+    kept: list[Any] = []
+    for out in outputs:
+        if kept and out.output_type == kept[-1].output_type == "stream":
+            kept[-1].text += out.text
+        else:
+            kept.append(out)
+    return kept
+
+
+def small(png: str) -> str:
+    """The same picture in 64 colours, in base64."""
+    from PIL import Image
+
+    packed = io.BytesIO()
+    image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+    image.quantize(64).save(packed, "png", optimize=True)
+    return base64.b64encode(packed.getvalue()).decode()
+
+
+def write(text: Path) -> None:
+    """The .ipynb beside a notebook's text."""
+    import jupytext
+    import nbformat
+
+    notebook = light(executed(jupytext.read(text)))
+    nbformat.write(notebook, text.with_suffix(".ipynb"))
+    print(f"{text.with_suffix('.ipynb').name}: {text.with_suffix('.ipynb').stat().st_size / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or sorted(map(str, FOLDER.glob("*.py"))):
+        write(Path(name))

@@ -1,0 +1,131 @@
+"""The notebooks run, their outputs are light and tell nothing of a machine, and they use what is public only."""
+
+import ast
+import base64
+import re
+from typing import Any
+
+import pytest
+
+from tests.notebooks import FOLDER, PAIRED, executed, light
+
+pytestmark = pytest.mark.notebooks
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+PUBLIC = {"nnxmoe", *(f"nnxmoe.{name}" for name in ("convert", "linen", "models", "plot", "testing", "train"))}
+PUBLIC |= {"nnxmoe.convert.maxtext", "nnxmoe.moe.balance"}
+PATHS = re.compile(r"(?<![\w.:/])/(?:home|root|tmp|usr|opt|var|work|private|Users|mnt|data|content)/|[A-Z]:\\\\")
+LIMIT = 200_000
+
+
+def stored(name: str) -> Any:
+    import nbformat
+
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def text(name: str) -> Any:
+    import jupytext
+
+    return jupytext.read(FOLDER / f"{name}.py")
+
+
+def cells(notebook: Any) -> list[tuple[str, str]]:
+    return [(cell.cell_type, cell.source) for cell in notebook.cells]
+
+
+def outputs(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def printed(output: Any) -> str:
+    """All that an output says in words."""
+    data = output.get("data", {})
+    return "".join([output.get("text", ""), *(str(data[kind]) for kind in data if kind.startswith("text/"))])
+
+
+def test_every_notebook_has_both_forms() -> None:
+    assert NAMES == sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+    assert {"1-generate", "2-finetune", "3-inside-the-moe", "4-parity", "5-strategies"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs(name: str) -> None:
+    """Top to bottom, in an empty folder; every cell gives text and pictures where it has them stored."""
+    notebook = light(executed(text(name)))
+    assert kinds(notebook) == kinds(stored(name))
+
+
+def kinds(notebook: Any) -> Any:
+    """Of the outputs of every cell."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [[(output.output_type, sorted(output.get("data", {}))) for output in cell.outputs] for cell in code]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_forms_are_the_same(name: str) -> None:
+    assert cells(stored(name)) == cells(text(name))
+    assert stored(name).metadata.jupytext == PAIRED == {"formats": text(name).metadata.jupytext.formats}
+    assert stored(name).metadata.kernelspec.name == "python3" == text(name).metadata.kernelspec.name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stored_outputs_are_light_and_clean(name: str) -> None:
+    assert (FOLDER / f"{name}.ipynb").stat().st_size < LIMIT
+    found = outputs(stored(name))
+    pictures = [output.data["image/png"] for output in found if "image/png" in output.get("data", {})]
+    assert pictures and all(base64.b64decode(png).startswith(b"\x89PNG") for png in pictures)
+    for output in found:
+        assert output.output_type != "error" and output.get("name") != "stderr"
+        said = printed(output)
+        assert not PATHS.search(said) and "Warning" not in said and "0x" not in said, said
+
+
+def test_paths_are_noticed() -> None:
+    assert PATHS.search("reading /home/me/models") and PATHS.search("'/tmp/x'") and not PATHS.search("a/b, B/T/work")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_opens_with_what_you_learn(name: str) -> None:
+    first = cells(stored(name))[0]
+    assert first[0] == "markdown" and first[1].startswith(f"# {name[0]} · ") and "**What you learn**" in first[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_what_is_public(name: str) -> None:
+    assert not private((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
+
+
+def private(source: str) -> list[str]:
+    """Modules of the package that are not for users, and attributes with an underscore."""
+    odd = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            odd += [alias.name for alias in node.names if is_ours(alias.name) and alias.name not in PUBLIC]
+        elif isinstance(node, ast.ImportFrom) and is_ours(node.module or ""):
+            odd += [] if node.module in PUBLIC else [str(node.module)]
+            odd += [alias.name for alias in node.names if alias.name.startswith("_")]
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            odd.append(node.attr)
+    return odd
+
+
+def is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("nnxmoe", "tests", "models")
+
+
+def test_private_things_are_noticed() -> None:
+    assert private("from nnxmoe.layers import mlp\nimport tests.helpers\nmodel._forward()") == [
+        "nnxmoe.layers",
+        "tests.helpers",
+        "_forward",
+    ]
+    assert not private("import nnxmoe\nfrom nnxmoe import plot\nfrom nnxmoe.convert import maxtext\nmodel.__file__")
+
+
+def test_a_cell_that_fails_fails() -> None:
+    import jupytext
+    from nbclient.exceptions import CellExecutionError
+
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        executed(jupytext.reads("# %%\n1 / 0\n", fmt="py:percent"))

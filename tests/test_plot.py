@@ -1,0 +1,186 @@
+"""What the pictures show, read back from the artists that matplotlib was given."""
+
+import subprocess
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nnxmoe import plot
+from nnxmoe.moe.balance import utilisation
+from nnxmoe.moe.router import Routing, SoftmaxTopK
+
+pytestmark = pytest.mark.notebooks
+
+EXPERTS = np.array([[[0, 1], [0, 2], [3, 0]], [[2, 0], [1, 3], [1, 0]]])  # [B=2, T=3, X=2] of 4 experts
+COUNTS = [5, 3, 2, 2]
+UNPADDED = [3, 2, 2, 1]  # without the last token of either row
+
+
+@pytest.fixture(autouse=True)
+def no_window() -> Any:
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("agg")
+    yield
+    plt.close("all")
+
+
+def routing(valid: Any = None) -> Routing:
+    scores = jnp.zeros((2, 3, 4))
+    return Routing(jnp.asarray(EXPERTS), jnp.full((2, 3, 2), 0.5), scores, scores, valid)
+
+
+def texts(ax: Any) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def ticks(ax: Any) -> list[str]:
+    return [label.get_text() for label in ax.get_yticklabels()]
+
+
+def test_shares_are_counted_without_padding() -> None:
+    np.testing.assert_allclose(plot.shares({0: routing()}), [np.array(COUNTS) / 12])
+    padded = routing(jnp.array([[True, True, False], [True, True, False]]))
+    np.testing.assert_allclose(plot.shares({3: padded, 1: routing()}), [np.array(COUNTS) / 12, np.array(UNPADDED) / 8])
+    np.testing.assert_allclose(plot.shares([[1, 3], [0, 0]]), [[0.25, 0.75], [0, 0]])
+
+
+@pytest.mark.parametrize("bad", [[1, 2], [[1, -1]], [[np.nan, 1]], [], {}])
+def test_loads_that_are_none(bad: Any) -> None:
+    with pytest.raises(ValueError, match="layers, experts"):
+        plot.shares(bad)
+
+
+def test_load() -> None:
+    """A cell is the load over the mean: of 12 assignments to 4 experts the mean is 3."""
+    ax = plot.load({2: routing(), 7: routing(jnp.zeros((2, 3), bool))})
+    np.testing.assert_allclose(ax.images[0].get_array(), [[5 / 3, 1, 2 / 3, 2 / 3], [0, 0, 0, 0]])
+    assert texts(ax) == ["1.7", "1.0", "0.7", "0.7", *["0.0"] * 4]
+    assert ticks(ax) == ["layer 2", "layer 7"] and ax.images[0].get_clim() == (0, 2)
+    assert ticks(plot.load([[1, 1]], names=["sums"])) == ["sums"]
+    assert plot.load([[4, 0, 0]]).images[0].get_clim() == (0, 3)
+    with pytest.raises(ValueError, match="1 names for 2 rows"):
+        plot.load([[1, 1], [1, 1]], names=["a"])
+
+
+def test_many_cells_have_no_numbers() -> None:
+    assert not texts(plot.load(np.ones((10, 64))))
+
+
+def test_entropy_is_that_of_the_statistics() -> None:
+    loads = np.array([[5, 3, 2, 2], [12, 0, 0, 0], [3, 3, 3, 3]])
+    ax = plot.entropy(loads)
+    widths = [bar.get_width() for bar in ax.patches]
+    np.testing.assert_allclose(widths, utilisation(jnp.asarray(loads), jnp.zeros(3, jnp.int32)).entropy, atol=1e-6)
+    assert widths[1:] == [0, 1] and ticks(ax) == ["layer 0", "layer 1", "layer 2"]
+
+
+def test_over_steps() -> None:
+    """Experts down, steps across, each step in the middle of its column."""
+    ax = plot.over_steps([[1, 1], [2, 0], [0, 4]], steps=[10, 20, 30])
+    np.testing.assert_allclose(ax.images[0].get_array(), [[1, 2, 0], [1, 0, 2]])
+    assert ax.images[0].get_extent() == [5, 35, 1.5, -0.5]
+    assert plot.over_steps([[1, 1]]).images[0].get_extent()[:2] == [0.5, 1.5]
+
+
+def test_strip_of_layers() -> None:
+    """The first choice of the second text; its last token is padding in layer 5."""
+    valid = jnp.array([[True, True, True], [True, True, False]])
+    ax = plot.strip(["a b", "\n", "$"], {5: routing(valid), 4: routing()}, row=1)
+    cells = {(text.get_position()): text.get_text() for text in ax.texts}
+    assert cells == {(0, 0): "2", (1, 0): "1", (2, 0): "1", (0, 1): "2", (1, 1): "1"}
+    assert ticks(ax) == ["layer 4", "layer 5"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["a·b", "↵", r"\$"]
+    from matplotlib.colors import to_hex
+
+    colors = [to_hex(patch.get_facecolor()).upper() for patch in ax.patches]
+    assert colors == [plot.PALETTE[int(text)].upper() for text in texts(ax)]
+    ax.figure.canvas.draw()  # a lone dollar would be an error here
+
+
+def test_strip_of_choices() -> None:
+    ax = plot.strip(["a", "b"], routing())
+    assert texts(ax) == ["0", "0", "1", "2"] and ticks(ax) == ["choice 1", "choice 2"]
+    with pytest.raises(ValueError, match="4 pieces of text for 3 tokens"):
+        plot.strip(list("abcd"), routing())
+
+
+def test_strip_of_more_experts_than_colours() -> None:
+    chosen = SoftmaxTopK(1)(jnp.eye(20)[None], None)
+    assert texts(plot.strip(["x"] * 20, {0: chosen})) == [str(i) for i in range(20)]
+
+
+def test_history() -> None:
+    steps = [{"step": i, "loss": 1 / i} | ({"evaluation": 2 / i} if i % 2 == 0 else {}) for i in (1, 2, 3, 4)]
+    ax = plot.history(steps, ["loss", "evaluation"])
+    curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
+    assert curves == {"loss": ([1, 2, 3, 4], [1, 1 / 2, 1 / 3, 1 / 4]), "evaluation": ([2, 4], [1, 1 / 2])}
+    two = plot.history({"a": steps, "b": steps[:2]}, "loss")
+    assert [line.get_label() for line in two.lines] == ["a", "b"] and two.get_ylabel() == "loss"
+    assert len({line.get_color() for line in two.lines}) == 2
+    with pytest.raises(ValueError, match="no step has the metric 'mfu'; there are: evaluation, loss"):
+        plot.history(steps, "mfu")
+
+
+def test_bars() -> None:
+    ax = plot.bars({"a": 3, "b": -1.5}, "kB")
+    assert [bar.get_width() for bar in ax.patches] == [3, -1.5] and texts(ax) == ["3", "-1.5"]
+    assert ticks(ax) == ["a", "b"] and ax.get_xlabel() == "kB" and ax.yaxis_inverted()
+
+
+def test_stacked_bars() -> None:
+    """A part begins where the one before it ends; one that a bar lacks has no width."""
+    ax = plot.bars({"a": {"gather": 1, "reduce": 2}, "b": {"reduce": 4}})
+    assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [(0, 1), (0, 0), (1, 2), (0, 4)]
+    assert texts(ax) == ["3", "4"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["gather", "reduce"]
+
+
+def test_errors() -> None:
+    """Hollow at 0, red beyond the tolerance, and NaN is at the right edge and red."""
+    ax = plot.errors({"a": 0, "b": 1e-6, "c": -1e-2, "d": float("nan")}, 1e-5)
+    dots = [line for line in ax.lines if line.get_marker() == "o"]
+    x = [float(dot.get_xdata()[0]) for dot in dots]
+    assert x[1:3] == [1e-6, 1e-2] and x[0] < 1e-6 and x[3] > 1e-2
+    assert [dot.get_markerfacecolor() == "none" for dot in dots] == [True, False, False, False]
+    assert [dot.get_color() == "#D55E00" for dot in dots] == [False, False, True, True]
+    assert ax.get_xscale() == "log" and "1e-05" in ax.get_xlabel()
+    assert all(ax.get_xlim()[0] < value < ax.get_xlim()[1] for value in x)
+
+
+DRAWN: dict[str, tuple[Any, ...]] = {
+    "load": ([[1, 2]],),
+    "entropy": ([[1, 2]],),
+    "over_steps": ([[1, 2]],),
+    "strip": (["a"], {0: SoftmaxTopK(1)(jnp.zeros((1, 1, 2)), None)}),
+    "history": ([{"step": 1, "loss": 2.0}],),
+    "bars": ({"a": 1},),
+    "errors": ({"a": 1},),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_into_the_axes_that_are_given(name: str) -> None:
+    import matplotlib.pyplot as plt
+
+    _, ax = plt.subplots()
+    before = plt.get_fignums()
+    assert getattr(plot, name)(*DRAWN[name], ax=ax) is ax and ax.has_data()
+    assert plt.get_fignums() == before
+    assert getattr(plot, name)(*DRAWN[name]).figure is not ax.figure
+
+
+def test_without_matplotlib() -> None:
+    """The module can be imported, a picture says what to install."""
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from nnxmoe import plot\n"
+        "assert plot.shares([[1, 3]]).tolist() == [[0.25, 0.75]]\n"
+        "plot.bars({'a': 1})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ImportError: nnxmoe.plot needs matplotlib: pip install 'nnxmoe[notebooks]'"
