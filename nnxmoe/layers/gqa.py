@@ -17,13 +17,13 @@ from nnxmoe.layers.rope import Rotate, Rotation, rotate_halves
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What every layer of one forward pass shares: rotations, mask, first slot to write, which tokens are real, and
-    where there is randomness its key."""
+    """What every layer of one forward pass shares: rotations, mask, first slot to write, which tokens are real (None:
+    all are), and where there is randomness its key."""
 
     rotation: Rotation
     mask: Mask
     start: Int[Array, ""]
-    valid: Bool[Array, "B T"]
+    valid: Bool[Array, "B T"] | None
     key: Key[Array, ""] | None = None
 
     def of_layer(self, index: int | Int[Array, ""]) -> "Context":
