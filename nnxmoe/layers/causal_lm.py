@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -166,12 +166,17 @@ class CausalLM(nnx.Module):
         segment_ids: Ids | None = None,
         cache: Cache | None = None,
         key: Key[Array, ""] | None = None,
+        of_routing: Callable[[Routing], Any] | None = None,
     ) -> Body:
-        """Everything but the head, for callers that want the logits of some tokens only."""
+        """Everything but the head, for callers that want the logits of some tokens only.
+
+        ``of_routing``: what the infos are to hold of each layer's routing, computed in the layer: less to keep.
+        """
         tokens = jnp.asarray(tokens)
         valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0
         segment = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
         context, moved = self._context(tokens.shape, valid, positions, segment, cache, key)
+        context = dataclasses.replace(context, of_routing=of_routing)
         x = split_batch(self.embed(tokens).astype(self.dtype), self.strategy.mesh)
         infos, hidden, caches, first = {}, [x], [], 0
         for i, stack in enumerate(self.stacks):

@@ -1,6 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023), with an optional sliding window (Mistral)."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -18,13 +19,14 @@ from nnxmoe.layers.rope import Rotate, Rotation, rotate_halves
 @dataclasses.dataclass(frozen=True)
 class Context:
     """What every layer of one forward pass shares: rotations, mask, first slot to write, which tokens are real (None:
-    all are), and where there is randomness its key."""
+    all are), where there is randomness its key, and what is kept of each layer's routing (None: all of it)."""
 
     rotation: Rotation
     mask: Mask
     start: Int[Array, ""]
     valid: Bool[Array, "B T"] | None
     key: Key[Array, ""] | None = None
+    of_routing: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
 
     def of_layer(self, index: int | Int[Array, ""]) -> "Context":
         """The same with a key of its own for a layer, or a stack."""
