@@ -20,11 +20,12 @@ def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"]) -> Float[Arr
     So are the products of its backward, which JAX would compute in float32, of float32 copies of bfloat16 operands;
     and the gradient of a float32 kernel is what was accumulated, never rounded to ``x``'s dtype.
     """
-    return matmul_f32(x, kernel.astype(x.dtype)).astype(x.dtype)
+    return _matmul_forward(x, kernel)[0]
 
 
 def _matmul_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return matmul(x, kernel), (x, kernel)
+    # The product itself, not a call of `matmul`: policies of remat are to find it.
+    return matmul_f32(x, kernel.astype(x.dtype)).astype(x.dtype), (x, kernel)
 
 
 def _matmul_backward(kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
