@@ -3,6 +3,7 @@
 What is compiled here is read, not timed: machine code is made in haste.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,7 @@ from nnxmoe.models import Llama, LlamaConfig, config_from_hf, model_class
 from nnxmoe.moe import dispatch, permute
 from nnxmoe.moe.router import SoftmaxTopK
 from nnxmoe.train.step import Step
-from tests.helpers import TINY, max_error
+from tests.helpers import TINY, max_error, random_tokens
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 LENGTH = 48  # tokens a row: no other dimension here has this size
@@ -389,14 +390,15 @@ def test_a_policy_keeps_more_and_changes_nothing() -> None:
     """The same loss and gradients; temporary bytes in the order of what is kept."""
     names = (None, "dots_with_no_batch_dims_saveable", "dots_saveable", "everything_saveable")
     results, sizes, config = [], [], LlamaConfig.from_hf(TINY["llama"])
+    batch = {"tokens": random_tokens(2, LENGTH)}
+    state = Step(Llama(config, rngs=nnx.Rngs(0), strategy=REMAT), optax.sgd(1.0)).init()
     for name in names:
         policy = None if name is None else getattr(jax.checkpoint_policies, name)
-        strategy = nnxmoe.Strategy(scan_layers=True, remat=nnxmoe.Remat(policy))
-        step = Step(Llama(config, strategy, rngs=nnx.Rngs(0)), optax.sgd(1.0))
-        batch = {"tokens": np.random.default_rng(0).integers(0, 53, (2, LENGTH)).astype(np.int32)}
-        program = compiled(step._step, step.shapes(), batch)
-        state, report = program(step.init(), batch)
-        results.append((state.params, report.losses.total))
+        strategy = dataclasses.replace(REMAT, remat=nnxmoe.Remat(policy))
+        step = Step(Llama(config, strategy, rngs=None), optax.sgd(1.0))
+        program = compiled(step._step, state, batch)
+        after, report = program(state, batch)
+        results.append((after.params, report.losses.total))
         sizes.append(program.memory_analysis().temp_size_in_bytes)
     print(dict(zip(names, sizes, strict=True)))
     assert sizes == sorted(sizes) and len(set(sizes)) == len(sizes)
