@@ -369,12 +369,13 @@ def test_caches_are_written_in_place(kind: str, changes: Any, monkeypatch: pytes
             model = shapes(kind, nnxmoe.Strategy(scan_layers=True), num_hidden_layers=layers, **changes)
             graph, state = nnx.split(model)
             cache = model.empty_cache(2, 512)
+            leaves, tree = jax.tree.flatten(cache)
 
-            def run(state: Any, token: Any, cache: Any, graph: Any = graph) -> Any:
-                body = nnx.merge(graph, state).body(token, cache=cache)
-                return body.x, body.cache
+            def run(state: Any, token: Any, leaves: Any, graph: Any = graph, tree: Any = tree) -> Any:
+                body = nnx.merge(graph, state).body(token, cache=jax.tree.unflatten(tree, leaves))
+                return body.x, jax.tree.leaves(body.cache)
 
-            sizes.append(temporary(run, state, shape(2, 1, dtype=jnp.int32), cache, donate_argnums=2))
+            sizes.append(temporary(run, state, shape(2, 1, dtype=jnp.int32), leaves, donate_argnums=2))
             caches.append(sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache.layers)))
         return (sizes[1] - sizes[0]) / (caches[1] - caches[0])
 
