@@ -15,12 +15,11 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe.convert import maxtext
-from nnxmoe.models import LlamaConfig
 from nnxmoe.moe import balance
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.train.loss import Chunked, Objective, Whole, targets_of
 from nnxmoe.train.step import Step
-from tests.benchmarks import modes
+from tests.benchmarks import growth, modes
 from tests.helpers import build_tiny, max_error, random_tokens
 from tests.test_maxtext import flat
 
@@ -240,25 +239,12 @@ def test_bfloat16_models_have_float32_masters() -> None:
     assert out(fields["tokens"]).logits.dtype == jnp.float32 and out.dtype == jnp.bfloat16
 
 
-def temporary_bytes(layers: int) -> int:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4
-    )
-    strategy = nnxmoe.Strategy(scan_layers=True, remat=nnxmoe.Remat())
-    step = Step(nnxmoe.models.Llama(config, strategy, rngs=nnx.Rngs(0)), optax.sgd(0.1))
-    batch = {"tokens": jax.ShapeDtypeStruct((4, 128), jnp.int32)}
-    program = step._run.lower(step.shapes(), batch).compile()
-    return program.memory_analysis().temp_size_in_bytes
-
-
-def test_a_layer_more_costs_its_input() -> None:
-    """And its gradients, which the update needs at once; nothing else of a scanned layer is kept."""
-    sizes = {layers: temporary_bytes(layers) for layers in (4, 8, 16, 32)}
-    weights = 4 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64)
-    inputs = 4 * 128 * 64 * 4
-    growth = (sizes[32] - sizes[4]) / 28
-    print("temporary bytes:", sizes, "a layer:", growth, "its input:", inputs, "its gradients:", weights)
-    assert growth <= inputs + weights
+@pytest.mark.parametrize("kind", list(growth.MODELS))
+def test_a_layer_more_costs_its_input(kind: str) -> None:
+    """And its gradients, which are all there before the update; nothing else of a scanned layer is kept."""
+    found = growth.measure(kind, (4, 8))
+    print(found)
+    assert found.layer <= found.inputs + found.gradients + 256  # the load of its experts
 
 
 # What is refused

@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +20,42 @@ class Mask:
     """Who may see whom, as indices: a key is seen if it is real, not later, in the window and in the same segment.
 
     ``window`` W lets a query see W keys, its own included. Kernels may use the structure; ``allowed`` spells it out.
+    Without segments (None) there is one. ``causal``: query t and key t are the same token, and there is no cache.
     """
 
     query_index: Int[Array, "T"]
-    query_segment: Int[Array, "B T"]
+    query_segment: Int[Array, "B T"] | None
     keys: Slots
     window: int | None = dataclasses.field(metadata={"static": True})
+    causal: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def allowed(self) -> Bool[Array, "B T S"]:
+    @property
+    def plain(self) -> bool:
+        """Whether order and window alone decide."""
+        return self.causal and self.query_segment is None and self.keys.valid is None
+
+    def allowed(self) -> Bool[Array, "#B T S"]:
         """True where query t of a row may attend to key s."""
         query, key = self.query_index[:, None], self.keys.index[None, :]
         near = (key >= 0) & (key <= query)
         if self.window is not None:
             near &= key > query - self.window
-        same = self.query_segment[:, :, None] == self.keys.segment[:, None, :]
-        return near[None] & same & self.keys.valid[:, None, :]
+        seen = near[None]
+        if self.query_segment is not None:
+            assert self.keys.segment is not None
+            seen &= self.query_segment[:, :, None] == self.keys.segment[:, None, :]
+        return seen if self.keys.valid is None else seen & self.keys.valid[:, None, :]
+
+    def bias(self, after: Array) -> Float[Array, "#B T S"]:
+        """0 where a query may attend, else the least float32, for scores that depend on ``after``.
+
+        JAX and XLA would compute it before the first layer and keep it: of T x S, and for every head. What waits for
+        ``after`` is not the same in any two layers, so each compares the indices where it adds up. Added, unlike
+        chosen with, it is nothing that a backward pass needs.
+        """
+        least = jnp.float32(jnp.finfo(jnp.float32).min)
+        mask, least, _ = jax.lax.optimization_barrier((self, least, jax.lax.stop_gradient(after)))
+        return least * ~mask.allowed()
 
 
 class Attend(Protocol):
@@ -70,7 +91,7 @@ class Reference:
         grouped = q.reshape(batch, kv_heads, heads // kv_heads * count, q.shape[3])
         scores = einsum("BKQH,BKSH->BKQS", grouped, k) * scale
         scores = scores.reshape(batch, kv_heads, heads // kv_heads, count, k.shape[2])
-        scores = jnp.where(mask.allowed()[:, None, None], scores, jnp.finfo(jnp.float32).min)
+        scores = scores + mask.bias(q)[:, None, None]
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         weights = weights.reshape(batch, kv_heads, -1, k.shape[2])
         out = einsum("BKQS,BKSH->BKQH", weights, v).astype(q.dtype)
@@ -79,7 +100,10 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """``jax.nn.dot_product_attention``: cuDNN or XLA's own fusion on accelerators; slower than Reference on CPU."""
+    """``jax.nn.dot_product_attention``: cuDNN or XLA's own fusion on accelerators; slower than Reference on CPU.
+
+    It takes causal order and a window as such; caches, padding and segments as an array of who may see whom.
+    """
 
     implementation: Literal["xla", "cudnn"] | None = None
 
@@ -98,6 +122,10 @@ class Fused:
             )
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[3] - width)))  # the library wants one head width
         q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k.astype(q.dtype), v.astype(q.dtype)))
-        allowed = mask.allowed()[:, None]
-        out = jax.nn.dot_product_attention(q, k, v, mask=allowed, scale=scale, implementation=self.implementation)
+        if mask.plain:
+            near = None if mask.window is None else (mask.window - 1, 0)
+            seen: dict[str, Any] = {"is_causal": True, "local_window_size": near}
+        else:
+            seen = {"mask": mask.allowed()[:, None]}
+        out = jax.nn.dot_product_attention(q, k, v, scale=scale, implementation=self.implementation, **seen)
         return jnp.swapaxes(out, 1, 2)[..., :width]

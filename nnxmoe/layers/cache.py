@@ -84,11 +84,12 @@ class LatentCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Which token each slot holds: its index in the stream (-1: none), whether it is real, its segment."""
+    """Which token each slot holds: its index in the stream (-1: none), whether it is real (None: all are), its segment
+    (None: there is one)."""
 
     index: Int[Array, "S"]
-    valid: Bool[Array, "B S"]
-    segment: Int[Array, "B S"]
+    valid: Bool[Array, "B S"] | None
+    segment: Int[Array, "B S"] | None
 
 
 @jax.tree_util.register_dataclass
@@ -117,6 +118,7 @@ class Cache:
         """Count in T tokens; returns the new bookkeeping (layers not yet appended) and the slots that they may see."""
         write = append_ring if self.ring else append_full
         count = valid.shape[1]
+        assert self.slots.valid is not None and self.slots.segment is not None  # a cache has to know
         index, seen_index = write(self.slots.index, self.length + jnp.arange(count, dtype=jnp.int32), self.length, 0)
         valids, seen_valid = write(self.slots.valid, valid, self.length, 1)
         segments, seen_segment = write(self.slots.segment, segment, self.length, 1)

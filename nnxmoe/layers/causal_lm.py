@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -166,12 +166,17 @@ class CausalLM(nnx.Module):
         segment_ids: Ids | None = None,
         cache: Cache | None = None,
         key: Key[Array, ""] | None = None,
+        of_routing: Callable[[Routing], Any] | None = None,
     ) -> Body:
-        """Everything but the head, for callers that want the logits of some tokens only."""
+        """Everything but the head, for callers that want the logits of some tokens only.
+
+        ``of_routing``: what the infos are to hold of each layer's routing, computed in the layer: less to keep.
+        """
         tokens = jnp.asarray(tokens)
-        valid = jnp.ones(tokens.shape, bool) if attention_mask is None else jnp.asarray(attention_mask) != 0
-        segment = jnp.zeros(tokens.shape, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
-        context, moved = self._context(tokens.shape[1], valid, positions, segment, cache, key)
+        valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0
+        segment = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
+        context, moved = self._context(tokens.shape, valid, positions, segment, cache, key)
+        context = dataclasses.replace(context, of_routing=of_routing)
         x = split_batch(self.embed(tokens).astype(self.dtype), self.strategy.mesh)
         infos, hidden, caches, first = {}, [x], [], 0
         for i, stack in enumerate(self.stacks):
@@ -200,20 +205,28 @@ class CausalLM(nnx.Module):
         return Cache.empty(layers, batch, slots, capacity, ring)
 
     def _context(
-        self, count: int, valid: Array, positions: Ids | None, segment: Array, cache: Cache | None, key: Any
+        self,
+        shape: tuple[int, ...],
+        valid: Array | None,
+        positions: Ids | None,
+        segment: Array | None,
+        cache: Cache | None,
+        key: Any,
     ) -> tuple[Context, Cache | None]:
-        index = jnp.arange(count, dtype=jnp.int32)
+        index = jnp.arange(shape[1], dtype=jnp.int32)
         if cache is None:
             start, moved, keys = jnp.int32(0), None, Slots(index, valid, segment)
             if positions is None:
-                positions = jnp.broadcast_to(index, valid.shape)
+                positions = jnp.broadcast_to(index, shape)
         else:
             start = cache.length
+            valid = jnp.ones(shape, bool) if valid is None else valid
+            segment = jnp.zeros(shape, jnp.int32) if segment is None else segment
             moved, keys = cache.advance(valid, segment)
             if positions is None:
                 before = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
                 positions = jnp.maximum(cache.next_position[:, None] + before, 0)
-        mask = Mask(start + index, segment, keys, self.window)
+        mask = Mask(start + index, segment, keys, self.window, causal=cache is None)
         return Context(self.rope(jnp.asarray(positions)), mask, start, valid, key), moved
 
     def _check(self, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any, cache: Cache | None) -> None:

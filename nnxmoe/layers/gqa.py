@@ -1,6 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023), with an optional sliding window (Mistral)."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -17,14 +18,15 @@ from nnxmoe.layers.rope import Rotate, Rotation, rotate_halves
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What every layer of one forward pass shares: rotations, mask, first slot to write, which tokens are real, and
-    where there is randomness its key."""
+    """What every layer of one forward pass shares: rotations, mask, first slot to write, which tokens are real (None:
+    all are), where there is randomness its key, and what is kept of each layer's routing (None: all of it)."""
 
     rotation: Rotation
     mask: Mask
     start: Int[Array, ""]
-    valid: Bool[Array, "B T"]
+    valid: Bool[Array, "B T"] | None
     key: Key[Array, ""] | None = None
+    of_routing: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
 
     def of_layer(self, index: int | Int[Array, ""]) -> "Context":
         """The same with a key of its own for a layer, or a stack."""

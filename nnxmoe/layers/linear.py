@@ -13,16 +13,40 @@ from nnxmoe.axes import parameter
 from nnxmoe.layers.lora import LoRA
 
 
+@jax.custom_vjp
 def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
-    """``x @ kernel`` accumulated in float32 and returned in ``x``'s dtype; the kernel is cast to ``x``'s dtype."""
-    return matmul_f32(x, kernel.astype(x.dtype)).astype(x.dtype)
+    """``x @ kernel`` accumulated in float32 and returned in ``x``'s dtype; the kernel is cast to ``x``'s dtype.
+
+    So are the products of its backward, which JAX would compute in float32, of float32 copies of bfloat16 operands;
+    and the gradient of a float32 kernel is what was accumulated, never rounded to ``x``'s dtype.
+    """
+    return _matmul_forward(x, kernel)[0]
+
+
+def _matmul_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    # The product itself, not a call of `matmul`: policies of remat are to find it.
+    return matmul_f32(x, kernel.astype(x.dtype)).astype(x.dtype), (x, kernel)
+
+
+def _matmul_backward(kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
+    x, kernel = kept
+    rows, d_rows = x.reshape(-1, x.shape[-1]), d_out.reshape(-1, d_out.shape[-1])
+    d_x = _dot(d_rows, kernel.astype(x.dtype), 1, 1).astype(x.dtype)
+    return d_x.reshape(x.shape), _dot(rows, d_rows, 0, 0).astype(kernel.dtype)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _dot(x: Float[Array, "_ _"], y: Float[Array, "_ _"], of_x: int, of_y: int) -> Float[Array, "_ _"]:
+    """The sum over a dimension of each, in float32."""
+    return jax.lax.dot_general(x, y, (((of_x,), (of_y,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def matmul_f32(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
     """``x @ kernel`` in the operands' own precision, returned as the float32 it was accumulated in."""
     rows = x.reshape(-1, x.shape[-1])  # rank 2: XLA:CPU has no kernel for some batched bfloat16 -> float32 dots
-    out = jax.lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return out.reshape(*x.shape[:-1], kernel.shape[-1])
+    return _dot(rows, kernel, 1, 0).reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:

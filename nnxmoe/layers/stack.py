@@ -51,7 +51,8 @@ class MoELayer(nnx.Module):
         mixed, cache = self.attention(self.attention_norm(x), context, cache)
         x = x + mixed
         y, routing, info = self.moe(self.moe_norm(x), context.valid, context.key)
-        return x + y, cache, MoEInfo(routing, info)
+        kept = routing if context.of_routing is None else context.of_routing(routing)
+        return x + y, cache, MoEInfo(kept, info)
 
 
 MakeLayer = Callable[[nnx.Rngs | None], Layer | MoELayer]

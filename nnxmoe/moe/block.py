@@ -1,6 +1,7 @@
 """The feed-forward block of a mixture-of-experts layer."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from flax import nnx
@@ -16,9 +17,10 @@ from nnxmoe.moe.router import Router, Routing
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEInfo:
-    """What a MoE layer did: its routing, and what the dispatch reported."""
+    """What a MoE layer did: its routing, or what was asked of it (`Context.of_routing`), and what the dispatch
+    reported."""
 
-    routing: Routing
+    routing: Any
     dispatch: DispatchInfo
 
 

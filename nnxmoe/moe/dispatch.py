@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh, batch_axes, constrain, divided_over, shards
+from nnxmoe.layers.linear import einsum
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
-from nnxmoe.moe.permute import combine, fitting, permute
+from nnxmoe.moe.permute import combine, fitting, permute, weighted_sum
 from nnxmoe.moe.router import Routing
 
 
@@ -55,7 +56,7 @@ class Dense:
         outs = constrain(experts(rows, None), mesh, *axes)
         ids, scales = assignments(routing)
         weights = jnp.sum((ids[..., None] == jnp.arange(count)) * scales[..., None], axis=-2)
-        y = jnp.einsum("NE,END->ND", weights.reshape(tokens, count), outs.astype(jnp.float32))
+        y = weighted_sum(weights.reshape(tokens, count).T, outs, axis=0)
         return y.reshape(x.shape).astype(x.dtype), information(routing)
 
 
@@ -133,11 +134,11 @@ class Capacity:
         # A token goes to an expert once, so the choices can be added up before the slots are laid out.
         slot = jax.nn.one_hot(jnp.sum(place * kept, axis=2), slots, dtype=x.dtype)
         mask = slot * jnp.sum(kept, axis=2)[..., None].astype(x.dtype)
-        weights = jnp.sum(kept * scales[..., None], axis=2)[..., None] * mask
+        weights = jnp.sum(kept * scales[..., None], axis=2).astype(x.dtype)[..., None] * mask
         sent = self._to_experts(jnp.einsum("BTEC,BTD->EBCD", mask, x), mesh)
         rows = sent.reshape(count, batch * slots, x.shape[-1])
         back = self._from_experts(experts(rows, None).reshape(sent.shape), mesh)
-        y = jnp.einsum("BTEC,EBCD->BTD", weights, back.astype(jnp.float32))
+        y = einsum("BTEC,EBCD->BTD", weights, back)
         return y.astype(x.dtype), information(routing, jnp.sum(wanted) - jnp.sum(kept))
 
     def _to_experts(self, rows: Float[Array, "E B C D"], mesh: AnyMesh | None) -> Float[Array, "E B C D"]:

@@ -57,7 +57,19 @@ def unpermute(rows: Float[Array, "rows D"], order: Order) -> Float[Array, "R D"]
 def combine(rows: Float[Array, "rows D"], order: Order, weights: Float[Array, "N X"]) -> Float[Array, "N D"]:
     """Undo `permute` and add up each token's rows by weight, in float32."""
     back = unpermute(rows, order).reshape(*weights.shape, rows.shape[-1])
-    return jnp.einsum("NX,NXD->ND", weights, back.astype(jnp.float32))
+    return weighted_sum(weights, back, axis=1)
+
+
+def weighted_sum(weights: Float[Array, "*lead"], rows: Float[Array, "*lead D"], axis: int) -> Float[Array, "*rest D"]:
+    """``sum(weights * rows)`` over an axis, in float32, without an array of float32 rows.
+
+    Compilers fuse the cast, the product and the sum, where a dot would be given an array; and the backward casts again.
+    """
+
+    def add(weights: Array, rows: Array) -> Array:
+        return jnp.sum(weights[..., None] * rows.astype(jnp.float32), axis=axis)
+
+    return jax.checkpoint(add)(weights, rows)
 
 
 def fitting(sizes: Int[Array, "E"], rows: int) -> Int[Array, "E"]:

@@ -228,7 +228,7 @@ class Objective:
         check_batch(batch)
         segments = batch.get("segment_ids")
         mask = real_tokens(batch) if segments is not None or "attention_mask" in batch else None
-        body = model.body(batch["tokens"], mask, batch.get("positions"), segments, None, key)
+        body = model.body(batch["tokens"], mask, batch.get("positions"), segments, None, key, self._of_routing)
         targets, weights = targets_of(batch)
         count = jnp.maximum(jnp.sum(weights), 1.0) if tokens is None else tokens
         tied = model.head is None
@@ -239,13 +239,16 @@ class Objective:
         total, entropy = self.head(x, kernel, targets, weights, self.z_loss, tied)
         total, entropy = total / count, entropy / count
         infos = [body.infos[i] for i in sorted(body.infos)]
-        even = share * _mean([self.balance_loss(info.routing) for info in infos])
-        router_z = share * _mean([balancing.z_loss(info.routing) for info in infos])
+        even, router_z = (share * _mean([info.routing[i] for info in infos]) for i in range(2))
         total += self.balance * even + self.router_z_loss * router_z
         experts = infos[0].dispatch.load.shape[-1] if infos else 0
         load = jnp.stack([info.dispatch.load for info in infos]) if infos else jnp.zeros((0, experts), jnp.int32)
         dropped = jnp.stack([info.dispatch.dropped for info in infos]) if infos else jnp.zeros((0,), jnp.int32)
         return total, Losses(total, entropy, jnp.sum(weights), even, router_z, load, dropped)
+
+    def _of_routing(self, routing: Routing) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """A layer's terms, made in the layer: its scores are not kept until all layers are done."""
+        return self.balance_loss(routing), balancing.z_loss(routing)
 
 
 def _mean(values: list[Array]) -> Array:

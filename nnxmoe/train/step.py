@@ -208,7 +208,7 @@ def _variables(state: Any) -> dict[str, tuple[Any, nnx.Variable]]:
     return {".".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)}
 
 
-def _values(variables: Mapping[str, tuple[Any, nnx.Variable]]) -> dict[str, Array]:
+def _values(variables: Mapping[str, tuple[Any, nnx.Variable]]) -> dict[str, Any]:
     return {name: variable.get_value() for name, (_, variable) in variables.items()}
 
 

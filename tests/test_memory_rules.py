@@ -1,0 +1,407 @@
+"""Temporaries: each rule on the program as it is traced or compiled, and each check on a program that breaks the rule.
+
+What is compiled here is read, not timed: machine code is made in haste.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+
+import nnxmoe
+from nnxmoe import axes
+from nnxmoe.layers import linear
+from nnxmoe.layers.attend import Mask
+from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.stack import Scanned, StackOutput
+from nnxmoe.models import Llama, LlamaConfig, config_from_hf, model_class
+from nnxmoe.moe import dispatch, permute
+from nnxmoe.moe.router import SoftmaxTopK
+from nnxmoe.train.step import Step
+from tests.helpers import TINY, max_error, random_tokens
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+LENGTH = 48  # tokens a row: no other dimension here has this size
+REMAT = nnxmoe.Strategy(scan_layers=True, remat=nnxmoe.Remat())
+
+
+def shape(*dims: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def compiled(function: Any, *given: Any, **options: Any) -> Any:
+    return jax.jit(function, **options).lower(*given).compile({"xla_backend_optimization_level": 0})
+
+
+def temporary(function: Any, *given: Any, **options: Any) -> int:
+    return compiled(function, *given, **options).memory_analysis().temp_size_in_bytes
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Of a traced program, those of its inner ones too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def shapes(kind: str, strategy: nnxmoe.Strategy, **changes: Any) -> nnxmoe.CausalLM:
+    """A tiny model without arrays."""
+    config = config_from_hf(TINY[kind] | changes)
+    return model_class(config)(config, strategy, rngs=None)
+
+
+def step_of(model: nnxmoe.CausalLM, *fields: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A step's program, its state and its batch, as shapes."""
+    step = Step(model, optax.sgd(0.1))
+    return step._run, step.shapes(), {name: shape(2, LENGTH, dtype=jnp.int32) for name in ("tokens", *fields)}
+
+
+# Norms
+
+
+class Contracting(RMSNorm):
+    """Scales by an einsum, as some do."""
+
+    def __call__(self, x: Any) -> Any:
+        unit = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
+        return jnp.einsum("...D,D->...D", unit, self.scale[...])
+
+
+@pytest.mark.parametrize(("kind", "dots"), [(RMSNorm, False), (Contracting, True)])
+def test_norms_multiply(kind: type[RMSNorm], dots: bool) -> None:
+    graph, state = nnx.split(kind(8, 1e-6, dtype=F32, rngs=None))
+
+    def loss(state: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(nnx.merge(graph, state)(x)))
+
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(state, shape(2, 3, 8)).as_text()
+    assert ("dot_general" in text) == dots
+
+
+# Masks
+
+
+def masks(text: str) -> set[str]:
+    """Of a compiled program, the arrays of all tokens by all tokens that outlive a layer: those that a loop is given,
+    constants, and those without heads (which scores have) that more than one layer reads."""
+    within = set(re.findall(r" fusion\(.*calls=%?([\w.-]+)", text))  # what is in a fusion is not in memory
+    here, found = "", set[str]()
+    for line in text.splitlines():
+        if head := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            here = head[1]
+        parts = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(", line)
+        if parts is None or here in within or parts[3] == "parameter":
+            continue
+        for dims in re.findall(rf"\w+\[((?:\d+,)*{LENGTH},{LENGTH})\]", parts[2]):
+            readers = len(re.findall(rf"%{re.escape(parts[1])}[,)]", text))
+            if parts[3] in ("while", "constant") or (dims.count(",") < 3 and readers > 1):
+                found.add(f"{parts[3]} {dims}")
+    return found
+
+
+def chosen(self: Mask, after: Any) -> Any:
+    """`Mask.bias` as one would write it."""
+    return jnp.where(self.allowed(), 0.0, jnp.finfo(jnp.float32).min)
+
+
+class Choice:
+    """What scores are chosen with, where `Mask.bias` is added."""
+
+    def __init__(self, allowed: Any):
+        self.allowed = allowed
+
+    def __getitem__(self, index: Any) -> "Choice":
+        return Choice(self.allowed[index])
+
+    def __radd__(self, scores: Any) -> Any:
+        return jnp.where(self.allowed, scores, jnp.finfo(jnp.float32).min)
+
+
+@pytest.mark.parametrize("fields", [(), ("segment_ids",), ("segment_ids", "attention_mask")])
+def test_training_keeps_no_mask(fields: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> Any:
+        run, *given = step_of(shapes("llama", REMAT), *fields)
+        return masks(run.lower(*given).compile({"xla_backend_optimization_level": 0}).as_text())
+
+    assert not found()
+    if not fields:
+        monkeypatch.setattr(Mask, "bias", chosen)
+        assert any(mask.startswith("while") for mask in found())
+
+
+def test_scores_need_no_mask_for_their_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without remat too: what is kept of attention are its operands and weights."""
+    operands = [shape(2, heads, LENGTH, 8) for heads in (4, 2, 2)]
+    slots = Slots(jnp.arange(LENGTH), None, None)
+
+    def kept() -> int:
+        mask = Mask(slots.index, None, slots, None)
+        back = jax.eval_shape(
+            lambda *a: jax.vjp(lambda q, k, v: nnxmoe.Reference()(q, k, v, mask, 0.3), *a)[1], *operands
+        )
+        return sum(a.dtype == bool and a.shape[-2:] == (LENGTH, LENGTH) for a in jax.tree.leaves(back))
+
+    assert kept() == 0
+    monkeypatch.setattr(Mask, "bias", lambda self, _: Choice(self.allowed()))
+    assert kept() > 0
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_kernels_are_told_of_causal_order(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where order and window are all there is, they get no array of who may see whom; and attend to the same."""
+    given, library = [], jax.nn.dot_product_attention
+
+    def kernel(*operands: Any, **options: Any) -> Any:
+        given.append(options)
+        return library(*operands, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    rng, index = np.random.default_rng(0), jnp.arange(LENGTH)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, heads, LENGTH, 8)), F32) for heads in (4, 2, 2))
+    segment = jnp.asarray(index // 20 * jnp.ones((2, 1), int), jnp.int32)
+    for segments in (None, segment):
+        mask = Mask(index, segments, Slots(index, None, segments), window, causal=True)
+        outs = [attend(q, k, v, mask, 0.3) for attend in (nnxmoe.Reference(), nnxmoe.Fused())]
+        assert max_error(*outs) < 1e-5
+    assert given[0]["is_causal"] and not given[0].keys() & {"mask", "bias"} and "mask" in given[1]
+
+
+# The embedding
+
+
+class OneHot(Embed):
+    """Looks tokens up by a product."""
+
+    def __call__(self, tokens: Any) -> Any:
+        return jax.nn.one_hot(tokens, self.table.shape[0]) @ self.table[...]
+
+
+@pytest.mark.parametrize(("kind", "dots"), [(Embed, False), (OneHot, True)])
+def test_tokens_are_gathered(kind: type[Embed], dots: bool) -> None:
+    """Nothing is as large as tokens times vocabulary, forward and backward."""
+    vocab, dim, count = 2048, 8, 512
+    graph, state = nnx.split(kind(vocab, dim, dtype=F32, rngs=None))
+
+    def loss(state: Any, tokens: Any) -> Any:
+        return jnp.sum(jnp.sin(nnx.merge(graph, state)(tokens)))
+
+    given = state, shape(2, count // 2, dtype=jnp.int32)
+    text = jax.jit(jax.grad(loss)).lower(*given).as_text()
+    assert ("dot_general" in text) == dots and ('"stablehlo.gather"' in text) == (not dots)
+    assert (temporary(jax.grad(loss), *given) < count * vocab) == (not dots)
+
+
+# Sums by weight
+
+
+def multiplied(weights: Any, rows: Any, axis: int) -> Any:
+    """`weighted_sum` as a product of matrices in float32."""
+    spec = "NX,NXD->ND" if axis else "EN,END->ND"
+    return jnp.einsum(spec, weights, rows.astype(jnp.float32))
+
+
+class Doubling:
+    """Experts that all do the same."""
+
+    rules, count = axes.RULES, 4
+
+    def __call__(self, rows: Any, sizes: Any) -> Any:
+        return rows * 2
+
+
+@pytest.mark.parametrize("way", [nnxmoe.Dense(), nnxmoe.Sorted()])
+def test_weight_sums_make_no_float32_rows(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bfloat16 rows, neither for the sum nor for its backward."""
+    x, logits = shape(2, 64, 32, dtype=BF16), shape(2, 64, 4)
+    rows = 2 * 64 * 32 * (4 if isinstance(way, nnxmoe.Dense) else 2)  # of all experts, or of two a token
+
+    def run(x: Any, logits: Any) -> Any:
+        return way(x, SoftmaxTopK(2)(logits, None), Doubling())[0]
+
+    def found() -> tuple[bool, bool]:
+        """Whether float32 rows are kept for the backward, and whether a product is given some."""
+        kept = jax.tree.leaves(jax.eval_shape(lambda x, logits: jax.vjp(run, x, logits)[1], x, logits))
+        dots = [
+            e
+            for e in equations(jax.make_jaxpr(lambda *a: run(*a))(x, logits).jaxpr)
+            if e.primitive.name == "dot_general"
+        ]
+        operands = [v.aval for e in dots for v in e.invars]
+        kept_rows, made_rows = (any(a.dtype == F32 and a.size >= rows for a in each) for each in (kept, operands))
+        return kept_rows, made_rows
+
+    assert found() == (False, False)
+    for module in (dispatch, permute):
+        monkeypatch.setattr(module, "weighted_sum", multiplied)
+    assert found() == (True, True)
+
+
+# Casts and constraints
+
+
+def traced(strategy: nnxmoe.Strategy) -> list[Any]:
+    run, *given = step_of(shapes("mixtral", strategy))
+    return list(equations(run.trace(*given).jaxpr.jaxpr))
+
+
+def casts(found: list[Any]) -> list[Any]:
+    """Those between floating-point dtypes. (One to the same dtype JAX leaves out by itself.)"""
+    every = [e for e in found if e.primitive.name == "convert_element_type"]
+    return [e for e in every if all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*e.invars, *e.outvars))]
+
+
+def round_trips(found: list[Any]) -> int:
+    """Casts of what was just cast from the dtype that it is cast to."""
+    made = {e.outvars[0]: e.invars[0].aval.dtype for e in casts(found)}
+    return sum(made.get(e.invars[0]) == e.outvars[0].aval.dtype for e in casts(found))
+
+
+def plain_matmul(x: Any, kernel: Any) -> Any:
+    """`matmul` with JAX's own backward."""
+    return linear.matmul_f32(x, kernel.astype(x.dtype)).astype(x.dtype)
+
+
+def test_casts_change_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 model's step has none at all; in a bfloat16 one's nothing goes there and back, gradients included."""
+    narrow = nnxmoe.Strategy(scan_layers=True, remat=nnxmoe.Remat(), compute_dtype=BF16)
+    assert not casts(traced(REMAT))
+    found = traced(narrow)
+    assert casts(found) and not round_trips(found)
+    monkeypatch.setattr(linear, "matmul", plain_matmul)
+    assert round_trips(traced(narrow))
+
+
+def test_products_of_the_backward_have_one_dtype() -> None:
+    """Left to JAX, bfloat16 weights and activations would be multiplied by float32 gradients, as float32 copies."""
+
+    def mixed(product: Any) -> bool:
+        jaxpr = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(product(x, w).astype(F32)), (0, 1)))
+        found = [e for e in equations(jaxpr(shape(3, 4, dtype=BF16), shape(4, 5))) if e.primitive.name == "dot_general"]
+        assert len(found) >= 2
+        return any(e.invars[0].aval.dtype != e.invars[1].aval.dtype for e in found)
+
+    assert not mixed(linear.matmul)
+    assert mixed(plain_matmul)
+    rng = np.random.default_rng(0)
+    x, w = jnp.asarray(rng.normal(size=(3, 4)), F32), jnp.asarray(rng.normal(size=(4, 5)), F32)
+    ours, plain = (jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), (0, 1))(x, w) for f in (linear.matmul, jnp.matmul))
+    assert max(map(max_error, ours, plain)) < 1e-6
+
+
+def test_a_step_on_one_device_has_no_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What splits nothing is not said (of several devices: test_collectives.py)."""
+    mesh = nnxmoe.make_mesh(devices=jax.devices()[:1])
+
+    def constraints() -> int:
+        run, *given = step_of(shapes("mixtral", nnxmoe.Strategy(scan_layers=True, remat=nnxmoe.Remat(), mesh=mesh)))
+        return len(re.findall(r"sharding_constraint|custom_call @Sharding", run.lower(*given).as_text()))
+
+    assert constraints() == 0
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    monkeypatch.setattr(axes, "constrain", lambda x, *_: jax.lax.with_sharding_constraint(x, everywhere))
+    assert constraints() > 0
+
+
+# Stacks: the weights of a layer, and its cache
+
+
+def sliced_outside(self: Scanned, x: Any, context: Any, cache: Any) -> StackOutput:
+    """Each layer's weights taken out of the stack before the part that is computed again."""
+    graph, state = nnx.split(self.layer)
+    assert self.remat is not None and cache is None
+    run = self.remat(lambda weights, x: nnx.merge(graph, weights)(x, context, None)[0], scanned=False)
+    for i in range(self.depth):
+        x = run(jax.tree.map(lambda a, i=i: a[i], state), x)
+    return StackOutput(x, None, [None] * self.depth, [])
+
+
+def test_weights_are_selected_inside_remat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer more costs its input and its gradients, no second copy of its weights."""
+
+    def growth() -> float:
+        sizes = []
+        for layers in (2, 6):
+            run, *given = step_of(shapes("llama", REMAT, num_hidden_layers=layers))
+            done = run.lower(*given).compile({"xla_backend_optimization_level": 0})
+            sizes.append(done.memory_analysis().temp_size_in_bytes)
+        return (sizes[1] - sizes[0]) / 4
+
+    layer = nnx.state(shapes("llama", REMAT, num_hidden_layers=1).stacks, nnx.Param)
+    weights, inputs = (4 * sum(a.size for a in jax.tree.leaves(found)) for found in (layer, shape(2, LENGTH, 24)))
+    assert growth() <= inputs + weights
+    monkeypatch.setattr(Scanned, "__call__", sliced_outside)
+    assert growth() > inputs + 1.5 * weights
+
+
+def handed_along(self: Scanned, x: Any, context: Any, cache: Any) -> StackOutput:
+    """The caches as what the scan reads and writes, not in its carry."""
+    graph, state = nnx.split(self.layer)
+
+    def step(x: Any, inputs: Any) -> Any:
+        x, one, _ = nnx.merge(graph, inputs[0])(x, context, inputs[1])
+        return x, one
+
+    x, cache = jax.lax.scan(step, x, (state, cache))
+    return StackOutput(x, cache, [None] * self.depth, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("llama", {}), ("mistral", {"sliding_window": 256}), ("deepseek_v3", {})]
+)
+def test_caches_are_written_in_place(kind: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values, a window's ring, and latents: a decode step has no second copy of them."""
+
+    def copied() -> float:
+        """How much of a layer's cache each layer adds to the temporary bytes."""
+        sizes, caches = [], []
+        for layers in (3, 7):
+            model = shapes(kind, nnxmoe.Strategy(scan_layers=True), num_hidden_layers=layers, **changes)
+            graph, state = nnx.split(model)
+            cache = model.empty_cache(2, 512)
+            leaves, tree = jax.tree.flatten(cache)
+
+            def run(state: Any, token: Any, leaves: Any, graph: Any = graph, tree: Any = tree) -> Any:
+                body = nnx.merge(graph, state).body(token, cache=jax.tree.unflatten(tree, leaves))
+                return body.x, jax.tree.leaves(body.cache)
+
+            sizes.append(temporary(run, state, shape(2, 1, dtype=jnp.int32), leaves, donate_argnums=2))
+            caches.append(sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache.layers)))
+        return (sizes[1] - sizes[0]) / (caches[1] - caches[0])
+
+    assert copied() < 0.1
+    monkeypatch.setattr(Scanned, "__call__", handed_along)
+    assert copied() > 0.9
+
+
+# What is computed again
+
+
+def test_a_policy_keeps_more_and_changes_nothing() -> None:
+    """The same loss and gradients; temporary bytes in the order of what is kept."""
+    names = (None, "dots_with_no_batch_dims_saveable", "dots_saveable", "everything_saveable")
+    results, sizes, config = [], [], LlamaConfig.from_hf(TINY["llama"])
+    batch = {"tokens": random_tokens(2, LENGTH)}
+    state = Step(Llama(config, rngs=nnx.Rngs(0), strategy=REMAT), optax.sgd(1.0)).init()
+    for name in names:
+        policy = None if name is None else getattr(jax.checkpoint_policies, name)
+        strategy = dataclasses.replace(REMAT, remat=nnxmoe.Remat(policy))
+        step = Step(Llama(config, strategy, rngs=None), optax.sgd(1.0))
+        program = compiled(step._step, state, batch)
+        after, report = program(state, batch)
+        results.append((after.params, report.losses.total))
+        sizes.append(program.memory_analysis().temp_size_in_bytes)
+    print(dict(zip(names, sizes, strict=True)))
+    assert sizes == sorted(sizes) and len(set(sizes)) == len(sizes)
+    for other in results[1:]:
+        assert max(map(max_error, jax.tree.leaves(results[0]), jax.tree.leaves(other))) < 1e-6
