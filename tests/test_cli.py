@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nnxmoe
-from nnxmoe import cli
+from nnxmoe import cli, commands
 from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.models import PRESETS
 from nnxmoe.summary import summarise
@@ -109,7 +109,7 @@ def test_chat_keeps_and_forgets_the_conversation(
         seen.append([dict(m) for m in messages])
         return f"answer {len(seen)}"
 
-    monkeypatch.setattr(cli, "_answer", answer)
+    monkeypatch.setattr(commands, "_answer", answer)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n/clear\nthree\n/what\n/exit\nnever\n"))
     assert cli.main(["chat", MIXTRAL, "--system", "Be brief."]) == 0
     assert [[m["content"] for m in messages] for messages in seen] == [
@@ -181,7 +181,7 @@ def test_a_window_bounds_the_cache() -> None:
 INSPECT = """
 import sys, time
 import nnxmoe
-from nnxmoe import cli
+from nnxmoe import cli, commands
 code = cli.main(["inspect", "deepseek-v3"])
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(peak, time.process_time(), file=sys.stderr)
