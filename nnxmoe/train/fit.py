@@ -187,7 +187,8 @@ class _Run:
 
     def go(self, judge: _Judge | None, callbacks: Sequence[Callback]) -> Fitted:
         history: list[Metrics] = []
-        silent: dict[str, Any] = {"disable": True} if jax.process_index() > 0 else {}  # False would overrule TQDM_DISABLE
+        # disable=False would overrule TQDM_DISABLE
+        silent: dict[str, Any] = {"disable": True} if jax.process_index() > 0 else {}
         bar = tqdm(total=self.steps, initial=self.first, desc="training", unit="step", **silent)
         with bar:
             for number in range(self.first + 1, self.steps + 1):
