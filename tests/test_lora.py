@@ -250,7 +250,7 @@ def test_saving_asks_for_merging(tmp_path: Path, way: str, scan: bool) -> None:
     """No format of whole models drops an adapter without a word; merged, it is in what is written."""
     save, load = WRITERS[way]
     model = ready("mixtral", scan)
-    with pytest.raises(ValueError, match=r"the model has adapters .* lora\.merge\(model\)"):
+    with pytest.raises(ValueError, match=r"the model has adapters .*lora\.merge\(model\)"):
         save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     lora.merge(model)
@@ -339,7 +339,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], 
 def test_broken_adapters_are_refused(tmp_path: Path, what: str) -> None:
     """All that is wrong with tensors at once, and the model stays as it was."""
     change, message = BROKEN[what]
-    folder, model = edited(tmp_path / "adapter", lambda c, t: change(c, t) and None), ready("mixtral")
+    folder, model = edited(tmp_path / "adapter", change), ready("mixtral")
     lora.remove(model)
     with pytest.raises(nnxmoe.CheckpointError, match=message):
         lora.load(model, folder)

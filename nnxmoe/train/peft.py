@@ -153,7 +153,7 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
         for which, variable in (("a", adapter.a), ("b", adapter.b)):
             layers = values.pop((slot.place, which))
             host = layers[0] if slot.depth is None else np.stack(layers)
-            variable.set_value(_placed(host.astype(kind or host.dtype), model.strategy.sharding_of(variable)))
+            variable.set_value(placed(host.astype(kind or host.dtype), model.strategy.sharding_of(variable)))
     for slot, adapter in adapters:
         slot.put(adapter)
 
@@ -195,5 +195,6 @@ def _values(info: TensorInfo) -> np.ndarray:
         return np.frombuffer(file.read(info.nbytes), info.numpy_dtype).reshape(info.shape)
 
 
-def _placed(host: np.ndarray, place: Any) -> jax.Array:
+def placed(host: np.ndarray, place: Any) -> jax.Array:
+    """An array where it belongs: on the default device where ``place`` is None."""
     return jnp.asarray(host) if place is None else jax.make_array_from_callback(host.shape, place, host.__getitem__)
