@@ -1,8 +1,8 @@
 """Training: loss, step, fit, LoRA, data, checkpoints.
 
-    data = nnxmoe.train.batches("chats.jsonl", tokenizer, batch_size=8, seq_len=512)
-    nnxmoe.train.lora.add(model, rank=16, rngs=nnx.Rngs(0))
-    model = nnxmoe.train.fit(model, data, optimizer=optax.adamw(1e-4), steps=500, checkpoint="run").model
+data = nnxmoe.train.batches("chats.jsonl", tokenizer, batch_size=8, seq_len=512)
+nnxmoe.train.lora.add(model, rank=16, rngs=nnx.Rngs(0))
+model = nnxmoe.train.fit(model, data, optimizer=optax.adamw(1e-4), steps=500, checkpoint="run").model
 """
 
 from nnxmoe.train import lora as lora
