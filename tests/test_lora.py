@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
@@ -17,10 +18,17 @@ from safetensors.numpy import load_file, save_file
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, Strategy
 from nnxmoe.convert import maxtext
+from nnxmoe.convert.safetensors import dtype_code
+from nnxmoe.convert.write import write_safetensors
+from nnxmoe.layers.linear import Linear, matmul
 from nnxmoe.models import Mixtral, config_from_hf
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.grouped_matmul import equal_groups
 from nnxmoe.train import lora
+from nnxmoe.train.fit import fit
 from nnxmoe.train.slots import adapted, slots
 from tests.helpers import TINY, build, build_tiny, max_error, random_tokens, tiny_weights
+from tests.test_load import FP8, quantise
 
 KINDS = ("llama", "mixtral", "deepseek_v3")
 EVERYTHING = {
@@ -107,6 +115,27 @@ def test_fresh_adapters_change_nothing(kind: str, scan: bool) -> None:
     assert (logits(model) == logits(plain)).all()
 
 
+def test_without_adapters_programs_are_the_plain_ones() -> None:
+    """Operation for operation, those of the formulas without adapters."""
+    linear = Linear((4,), (3, 2), ("embed", "heads", "head"), bias=True, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    experts = Experts(4, 6, 2, matmul=nnxmoe.Masked(), dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    kernel, bias = linear.kernel[...], linear.bias[...]
+
+    def projection(x: Any) -> Any:
+        return (matmul(x, kernel.reshape(4, 6)) + bias).reshape(5, 3, 2)
+
+    def feed_forward(x: Any) -> Any:
+        gate, up = equal_groups(x, experts.gate[...]), equal_groups(x, experts.up[...])
+        return equal_groups(jax.nn.silu(gate) * up, experts.down[...])
+
+    def program(run: Any, shape: tuple[int, ...]) -> str:
+        return jax.jit(lambda x: run(x)).lower(jnp.ones(shape)).as_text()
+
+    assert program(linear, (5, 4)) == program(projection, (5, 4))
+    assert program(lambda x: experts(x, None), (2, 5, 4)) == program(feed_forward, (2, 5, 4))
+    assert linear.whole() is linear.kernel.get_value()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_by_default_everything_but_the_router(kind: str) -> None:
     """In float32, whatever the base; without ``rngs`` they are shapes."""
@@ -149,9 +178,7 @@ def test_gradients_only_in_adapters() -> None:
     assert not any(isinstance(v, lora.LoRAParam) for _, v in nnx.to_flat_state(rest))
 
 
-@pytest.mark.parametrize(
-    ("way", "scan"), [("dense", False), ("sorted", False), ("capacity", True)]
-)
+@pytest.mark.parametrize(("way", "scan"), [("dense", False), ("sorted", False), ("capacity", True)])
 def test_an_experts_adapter_reaches_its_tokens_only(way: str, scan: bool) -> None:
     """In a model of one layer, for every expert: its adapter moves the tokens routed to it, and no other."""
     model = build_tiny("mixtral", Strategy(dispatch=WAYS[way], scan_layers=scan), num_hidden_layers=1)
@@ -260,9 +287,7 @@ WRITERS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("way", "scan"), [("hf", True), ("native", True), ("maxtext", True), ("tree", False)]
-)
+@pytest.mark.parametrize(("way", "scan"), [("hf", True), ("native", True), ("maxtext", True), ("tree", False)])
 def test_saving_asks_for_merging(tmp_path: Path, way: str, scan: bool) -> None:
     """No format of whole models drops an adapter without a word; merged, it is in what is written."""
     save, load = WRITERS[way]
@@ -274,6 +299,51 @@ def test_saving_asks_for_merging(tmp_path: Path, way: str, scan: bool) -> None:
     save(model, tmp_path / "out")
     if load is not None:
         assert max_error(logits(load(tmp_path / "out", strategy=model.strategy)), logits(model)) < 1e-5
+
+
+# Training
+
+
+def quantised(folder: Path) -> Path:
+    """A tiny DeepSeek-V3 whose projections are stored in FP8."""
+    fields = TINY["deepseek_v3"] | {"num_hidden_layers": 2}
+    stored: dict[str, np.ndarray] = {}
+    for name, weight in tiny_weights(fields).items():
+        if "_proj" in name and weight.ndim == 2:
+            stored[name], stored[name + "_scale_inv"] = quantise(weight, (24, 40))
+        else:
+            stored[name] = weight if "bias" in name else weight.astype(jnp.bfloat16)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": FP8}))
+    tensors = [(n, dtype_code(t.dtype), t.shape, lambda t=t: t) for n, t in stored.items()]
+    write_safetensors(folder, tensors, 10**9)
+    return folder
+
+
+def test_fit_trains_the_adapters_of_an_fp8_checkpoint(tmp_path: Path) -> None:
+    """Over a base in bfloat16 that keeps its bits; the optimizer has moments of the adapters only."""
+    folder, strategy = quantised(tmp_path / "base"), Strategy(scan_layers=True)
+    model = nnxmoe.from_pretrained(folder, strategy=strategy)
+    assert {kernel.dtype for kernel in kernels(model)} == {np.dtype(jnp.bfloat16)}
+    lora.add(model, 4, alpha=6, rngs=nnx.Rngs(0))
+    fresh, base = values(model), kernels(model)
+    done = fit(model, [{"tokens": TOKENS}], optimizer=optax.adam(2e-2), steps=4)
+    assert done.history[-1]["loss"] < done.history[0]["loss"]
+    assert len(done.state.params) == len(fresh) and all("lora" in name for name in done.state.params)
+    shapes = sorted(value.shape for value in fresh)
+    assert sorted(leaf.shape for leaf in jax.tree.leaves(done.state.moments) if leaf.ndim) == sorted(2 * shapes)
+    trained = done.model
+    assert same(kernels(trained), base) and all((a != b).any() for a, b in zip(values(trained), fresh, strict=True))
+    lora.save(trained, tmp_path / "adapter")
+    other = nnxmoe.from_pretrained(folder, strategy=strategy)
+    lora.load(other, tmp_path / "adapter")
+    assert same(values(other), values(trained)) and (logits(other) == logits(trained)).all()
+    lora.merge(trained)
+    nnxmoe.save_pretrained(trained, tmp_path / "merged")
+    assert same(kernels(nnxmoe.from_pretrained(tmp_path / "merged", strategy=strategy)), kernels(trained))
+    assert not same(kernels(trained), base)
+    lora.unmerge(trained)
+    assert same(kernels(trained), base) and same(values(trained), values(other))
 
 
 # Files
@@ -348,6 +418,9 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], 
     "rank 0": (lambda c, t: c.update(r=0), "the rank 0 of self_attn.* is not a positive integer"),
     "alpha": (lambda c, t: c.update(lora_alpha="6"), "lora_alpha '6' is not a positive number"),
     "pattern": (lambda c, t: c.update(rank_pattern={"(a+)+$": 2}), "rank_pattern .* only names are understood"),
+    "list": (lambda c, t: c.update(alpha_pattern=[1]), r"alpha_pattern \[1\] is not an object"),
+    "number": (lambda c, t: c.update(target_parameters=7), "target_parameters 7 is no list of names"),
+    "text": (lambda c, t: c.update(use_rslora="no"), "use_rslora 'no' is not true or false"),
     "a layer's own": (lambda c, t: c.update(alpha_pattern={"layers.1.self_attn.q_proj": 2}), "the same for all layers"),
 }
 
@@ -361,6 +434,44 @@ def test_broken_adapters_are_refused(tmp_path: Path, what: str) -> None:
     with pytest.raises(nnxmoe.CheckpointError, match=message):
         lora.load(model, folder)
     assert not adapted(model)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
+    "no config": ("adapter_config.json", lambda data: None),
+    "empty config": ("adapter_config.json", lambda data: b""),
+    "half a config": ("adapter_config.json", lambda data: data[: len(data) // 2]),
+    "list": ("adapter_config.json", lambda data: b"[]"),
+    "no tensors": ("adapter_model.safetensors", lambda data: None),
+    "empty tensors": ("adapter_model.safetensors", lambda data: b""),
+    "half a header": ("adapter_model.safetensors", lambda data: data[:100]),
+    "cut tensors": ("adapter_model.safetensors", lambda data: data[:-1]),
+    "long header": ("adapter_model.safetensors", lambda data: b"\xff" * 8 + data[8:]),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damaged_files_are_refused_by_name(tmp_path: Path, what: str) -> None:
+    model, (name, damage) = ready("llama"), DAMAGES[what]
+    lora.save(model, tmp_path / "adapter")
+    lora.remove(model)
+    file = tmp_path / "adapter" / name
+    data = damage(file.read_bytes())
+    file.unlink() if data is None else file.write_bytes(data)
+    with pytest.raises(nnxmoe.CheckpointError, match=re.escape(str(file))):
+        lora.load(model, tmp_path / "adapter")
+    assert not adapted(model)
+
+
+def test_a_part_of_an_adapter_is_not_saved(tmp_path: Path) -> None:
+    for change, message in (
+        (lambda slot: slot.put(None), r"stacks\.0\.layers\.1\.attention\.q\.lora has no adapter"),
+        (lambda slot: setattr(slot.adapter, "alpha", 3.0), r"layers\.1\.attention\.q\.lora has one of .* alpha 3\.0"),
+    ):
+        model = ready("llama")
+        change(next(slot for slot in slots(model) if slot.name == "attention.q" and slot.first == 1))
+        with pytest.raises(ValueError, match=message):
+            lora.save(model, tmp_path / "adapter")
+        assert not (tmp_path / "adapter").exists()
 
 
 def test_everything_wrong_is_listed(tmp_path: Path) -> None:
@@ -556,3 +667,29 @@ def files_of_a_mesh(folder: Path) -> tuple[float, bool, bool, bool]:
 def test_merging_and_files_on_a_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
     error, still, back, again = eight(files_of_a_mesh, tmp_path / "adapter")
     assert error < 1e-5 and still and back and again
+
+
+def trained_on_a_mesh(folder: Path) -> tuple[float, bool, bool]:
+    """The error of what a mesh has trained and one device has loaded; whether all of it moved, and whether moments lie
+    as adapters do."""
+    fields = TINY["mixtral"] | WIDE
+    mesh, strategy = nnxmoe.make_mesh(**MESHES["fsdp2 expert2 tensor2"]), Strategy(WAYS["ragged"], scan_layers=True)
+    model = build(fields, tiny_weights(fields), strategy, mesh=mesh)
+    lora.add(model, 4, alpha=6, rngs=nnx.Rngs(0))
+    fresh = values(model)
+    done = fit(model, [{"tokens": ROWS}], optimizer=optax.adam(2e-2), steps=2)
+    moved = all((a != b).any() for a, b in zip(values(done.model), fresh, strict=True))
+    places = [v.get_value().sharding for s in adapted(done.model) for v in (s.adapter.a, s.adapter.b)]
+    first = jax.tree.leaves(done.state.moments[0].mu)
+    held = {(a.shape, a.sharding.spec) for a in first} == {
+        (v.shape, place.spec) for v, place in zip(fresh, places, strict=True)
+    }
+    lora.save(done.model, folder)
+    alone = build(fields, tiny_weights(fields), Strategy())
+    lora.load(alone, folder)
+    return max_error(logits(alone, ROWS), logits(done.model, ROWS)), moved, held
+
+
+def test_trained_on_a_mesh_and_loaded_elsewhere(eight: Callable[..., Any], tmp_path: Path) -> None:
+    error, moved, held = eight(trained_on_a_mesh, tmp_path / "adapter")
+    assert error < 1e-5 and moved and held
