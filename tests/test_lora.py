@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,22 @@ def test_by_default_everything_but_the_router(kind: str) -> None:
     for slot in adapted(model):
         assert slot.adapter.a.dtype == slot.adapter.b.dtype == jnp.float32 and slot.adapter.scale == 1
         assert slot.adapter.a.shape[-1] == slot.adapter.rank == 3
+
+
+def test_fresh_values_are_as_peft_draws_them() -> None:
+    """Uniform up to 1 / sqrt(ins), other values for every projection, layer, expert and seed; ``b`` is 0."""
+    model, drawn = build_tiny("mixtral", Strategy(scan_layers=True)), []
+    for seed in range(2):
+        lora.add(model, 16, rngs=nnx.Rngs(seed), dtype=None)
+        for slot in adapted(model):
+            a, bound = np.asarray(slot.adapter.a.get_value()), 28**-0.5 if slot.name == "experts.down" else 24**-0.5
+            bound = 32**-0.5 if slot.name == "attention.o" else bound
+            assert a.dtype == np.float32 and not np.asarray(slot.adapter.b.get_value()).any()
+            assert 0.98 * bound < np.abs(a).max() <= bound and abs(a.std() * 3**0.5 / bound - 1) < 0.05
+            assert abs(a.mean()) < 0.1 * bound
+            drawn += [one.ravel()[:16].tolist() for one in a.reshape(-1, *a.shape[-2:])]
+        lora.remove(model)
+    assert len({tuple(one) for one in drawn}) == len(drawn)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -667,6 +684,24 @@ def files_of_a_mesh(folder: Path) -> tuple[float, bool, bool, bool]:
 def test_merging_and_files_on_a_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
     error, still, back, again = eight(files_of_a_mesh, tmp_path / "adapter")
     assert error < 1e-5 and still and back and again
+
+
+def collectives(adapters: bool) -> dict[str, int]:
+    """How many of each kind are in the program of a layer, whose experts are split in two ways."""
+    fields = TINY["mixtral"] | WIDE | {"num_hidden_layers": 1}
+    mesh = nnxmoe.make_mesh(**MESHES["expert4 tensor2"])
+    model = build(fields, tiny_weights(fields), Strategy(dispatch=WAYS["capacity"]), mesh=mesh)
+    if adapters:
+        lora.add(model, 4, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    text = jax.jit(lambda state: nnx.merge(graph, state)(ROWS).logits).lower(state).compile().as_text()
+    return Counter(re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text))
+
+
+def test_adapters_need_no_collectives(eight: Callable[..., Any]) -> None:
+    """Beyond those of their kernels: they are split alike."""
+    plain = eight(collectives, False)
+    assert plain and eight(collectives, True) == plain
 
 
 def trained_on_a_mesh(folder: Path) -> tuple[float, bool, bool]:

@@ -51,7 +51,7 @@ def add(
     alpha = rank if alpha is None else alpha
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ValueError(f"alpha {alpha!r} is not a positive number")
-    kind, found = float_dtype(dtype), chosen(model, targets)
+    kind, found = float_dtype(dtype) or np.dtype(np.float32), chosen(model, targets)
     refuse_second(model)
     made = [(slot, slot.shapes(rank, float(alpha), kind)) for slot in found]
     if rngs is not None:
