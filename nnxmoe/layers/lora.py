@@ -54,6 +54,14 @@ class LoRA(nnx.Module):
         a, b = self.factors()
         return product(product(x, a), b) * self.scale
 
+    def each(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]:
+        """The same of an adapter of maps side by side, ``b [*lead, rank, maps, O]``, for each of them.
+
+        Cut after the product, what a mesh has split would change places.
+        """
+        low = product(x, self.factors()[0])
+        return [product(low, self.b[...][..., i, :]) * self.scale for i in range(self.b.shape[-2])]
+
     def delta(self) -> Float[Array, "*lead I O"]:
         """What the adapter adds to its flat kernel, in float32."""
         a, b = (factor.astype(jnp.float32) for factor in self.factors())

@@ -69,7 +69,7 @@ class Experts(nnx.Module):
 
         gate, up = product(rows, self.gate[...]), product(rows, self.up[...])
         if self.lora_gate_up is not None:
-            more, over = jnp.split(self.lora_gate_up(rows, product), 2, axis=-1)
+            more, over = self.lora_gate_up.each(rows, product)
             gate, up = gate + more, up + over
         hidden = jax.nn.silu(gate) * up
         y = product(hidden, self.down[...])

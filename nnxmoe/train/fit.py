@@ -197,7 +197,7 @@ class _Run:
                 batch, position = self.source.next()
                 with deadline("a training step"):
                     self.state, report = self.step(self.state, placed(batch, self.step.mesh))
-                    report = jax.device_get(report)
+                    report = jax.block_until_ready(report)
                 self._refuse_nonfinite(report, number)
                 metrics = self._metrics(report, number, time.perf_counter() - started, np.size(batch["tokens"]))
                 stop = self._after(number, position, metrics, report, judge, callbacks)
@@ -238,7 +238,7 @@ class _Run:
         return self.step.restored(arrays, start)
 
     def _refuse_nonfinite(self, report: Report, number: int) -> None:
-        odd = [name for name, good in zip(self.step.names, report.finite, strict=True) if not good]
+        odd = [name for name, good in zip(self.step.names, np.asarray(report.finite), strict=True) if not good]
         if odd:
             where = ""
             if self.checkpoints is not None:

@@ -16,8 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from nnxmoe.axes import axes_of
 from nnxmoe.convert.leaves import float_dtype
@@ -25,6 +26,7 @@ from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.lora import LEAD, Kept, LoRA
 from nnxmoe.layers.lora import LoRAParam as LoRAParam
 from nnxmoe.train.peft import load as load
+from nnxmoe.train.peft import placed
 from nnxmoe.train.peft import save as save
 from nnxmoe.train.slots import Slot, adapted, chosen, refuse_second, refuse_shapes, slots
 
@@ -49,38 +51,30 @@ def add(
     alpha = rank if alpha is None else alpha
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ValueError(f"alpha {alpha!r} is not a positive number")
-    kind, found = float_dtype(dtype), chosen(model, targets)
+    kind, found = float_dtype(dtype) or np.dtype(np.float32), chosen(model, targets)
     refuse_second(model)
     made = [(slot, slot.shapes(rank, float(alpha), kind)) for slot in found]
-    key = None if rngs is None else rngs.params()
-    for slot, adapter in made:
-        if key is None:
-            break
-        a, b, own = adapter.a, adapter.b, jax.random.fold_in(key, zlib.crc32(slot.name.encode()) >> 1)
-        draw = _drawn(tuple(a.shape), slot.depth is not None, a.dtype, model.strategy.sharding_of(a))
-        a.set_value(draw(own, slot.first, _inputs(a) ** -0.5))
-        b.set_value(jnp.zeros(b.shape, b.dtype, device=model.strategy.sharding_of(b)))
+    if rngs is not None:
+        seed = np.asarray(jax.random.key_data(rngs.params())).tolist()
+        for slot, adapter in made:
+            a, b = adapter.a, adapter.b
+            for variable, host in ((a, _drawn(seed, slot, a)), (b, np.zeros(b.shape, b.dtype))):
+                variable.set_value(placed(host, model.strategy.sharding_of(variable)))
     for slot, adapter in made:
         slot.put(adapter)
 
 
-def _inputs(a: nnx.Variable) -> int:
-    """How many numbers go into each of the rank's."""
-    return math.prod(n for n, axis in zip(a.shape[:-1], axes_of(a), strict=False) if axis not in LEAD)
+def _drawn(seed: list[int], slot: Slot, a: nnx.Variable) -> np.ndarray:
+    """Values of an ``a``: uniform up to a bound, as PEFT has it, from a stream of random numbers for each layer.
 
-
-@functools.cache
-def _drawn(shape: tuple[int, ...], stacked: bool, dtype: Any, place: Any) -> Any:
-    """The program that makes an ``a`` where it lies: uniform up to a bound, as PEFT has it, by a key for each layer."""
-
-    def one(key: Key[Array, ""], layer: Any, bound: Any) -> Float[Array, "..."]:
-        value = jax.random.uniform(jax.random.fold_in(key, layer), shape[stacked:], jnp.float32, -1, 1)
-        return (value * bound).astype(dtype)
-
-    def every(key: Key[Array, ""], first: Any, bound: Any) -> Float[Array, "..."]:
-        return jax.vmap(one, (None, 0, None))(key, first + jnp.arange(shape[0]), bound)
-
-    return jax.jit(every if stacked else one, out_shardings=place)
+    NumPy's: to compile JAX's for every shape takes longer than to draw.
+    """
+    bound = math.prod(n for n, axis in zip(a.shape[:-1], axes_of(a), strict=False) if axis not in LEAD) ** -0.5
+    stream, layers = zlib.crc32(slot.name.encode()), range(slot.first, slot.first + (slot.depth or 1))
+    rngs = (np.random.Generator(np.random.Philox(np.random.SeedSequence([*seed, stream, i]))) for i in layers)
+    one = a.shape[slot.depth is not None :]
+    drawn = [((2 * rng.random(one, np.float32) - 1) * np.float32(bound)).astype(a.dtype) for rng in rngs]
+    return drawn[0] if slot.depth is None else np.stack(drawn)
 
 
 def remove(model: CausalLM) -> None:

@@ -94,13 +94,14 @@ def layout(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> Iterator[Part]
 def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a model's adapters for ``peft``, and for `load`. The folder must be new or empty, unless ``overwrite`` asks
     for what is in it to be replaced, other files staying; it appears whole or not at all. Raises ValueError where there
-    are no adapters, or merged ones."""
+    are no adapters, merged ones, or only a part of them."""
     refuse_shapes(model)
     if model.merged is not None:
         raise ValueError("cannot save: the model's adapters are merged; lora.unmerge(model) first")
     adapters = [(slot, slot.adapter) for slot in adapted(model) if slot.adapter is not None]
     if not adapters:
         raise ValueError("cannot save: the model has no adapters; nnxmoe.save_pretrained writes whole models")
+    _refuse_parts(model, adapters)
     numbers = {suffix(model, slot): (adapter.rank, adapter.alpha) for slot, adapter in adapters}
     settings = Settings.of(numbers, has_experts=any(slot.name == "router" for slot in slots(model)))
     base = None if model.load_report is None else model.load_report.source
@@ -109,6 +110,21 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
             write_json(stage / CONFIG_FILE, {**settings.fields, "base_model_name_or_path": base})
         shares = [(None, _tensors(model, adapters))]
         write_shares(stage, shares, 1 << 62, process=jax.process_index(), single=WEIGHTS_FILE)
+
+
+def _refuse_parts(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> None:
+    """ValueError unless a projection has adapters in all of its layers, of one rank and alpha: else the file would be
+    another adapter than the model's."""
+    numbers = {slot.place: (adapter.rank, adapter.alpha) for slot, adapter in adapters}
+    first = {slot.name: (slot, numbers[slot.place]) for slot, _ in reversed(adapters)}
+    for slot in slots(model):
+        if slot.name in first and (found := numbers.get(slot.place)) != first[slot.name][1]:
+            what = "no adapter" if found is None else "one of rank {} and alpha {}".format(*found)
+            other, both = first[slot.name]
+            raise ValueError(
+                f"cannot save: {slot.place} has {what}, {other.place} one of rank {both[0]} and alpha {both[1]}; "
+                "an adapter is saved whole"
+            )
 
 
 def _tensors(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> Tensors:
@@ -154,7 +170,7 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
         for which, variable in (("a", adapter.a), ("b", adapter.b)):
             layers = values.pop((slot.place, which))
             host = layers[0] if slot.depth is None else np.stack(layers)
-            variable.set_value(_placed(host.astype(kind or host.dtype), model.strategy.sharding_of(variable)))
+            variable.set_value(placed(host.astype(kind or host.dtype), model.strategy.sharding_of(variable)))
     for slot, adapter in adapters:
         slot.put(adapter)
 
@@ -171,7 +187,7 @@ def _asked(model: CausalLM, settings: Settings, infos: Mapping[str, TensorInfo])
             if alone or f"{module}.base_layer" in there:
                 asked.add(slot.name)
     numbers = {slot.name: settings.numbers(suffix(model, slot)) for slot in every if slot.name in asked}
-    return [(slot, slot.shapes(*numbers[slot.name], jnp.float32)) for slot in every if slot.name in asked]
+    return [(slot, slot.shapes(*numbers[slot.name], np.dtype(np.float32))) for slot in every if slot.name in asked]
 
 
 def _refuse_misfits(where: Path, parts: list[Part], infos: Mapping[str, TensorInfo]) -> None:
@@ -196,5 +212,6 @@ def _values(info: TensorInfo) -> np.ndarray:
         return np.frombuffer(file.read(info.nbytes), info.numpy_dtype).reshape(info.shape)
 
 
-def _placed(host: np.ndarray, place: Any) -> jax.Array:
+def placed(host: np.ndarray, place: Any) -> jax.Array:
+    """An array where it belongs: on the default device where ``place`` is None."""
     return jnp.asarray(host) if place is None else jax.make_array_from_callback(host.shape, place, host.__getitem__)

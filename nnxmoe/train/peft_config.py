@@ -77,6 +77,11 @@ class Settings:
                 raise CheckpointError(f"{path}: {name} {short(value)} is not supported; {_REMEDY}")
         if fields.get("bias", "none") != "none":
             raise CheckpointError(f"{path}: bias {short(fields['bias'])} is not supported; {_REMEDY}")
+        parameters, stable = fields.get("target_parameters"), fields.get("use_rslora")
+        if not (isinstance(parameters, list | None) and all(isinstance(name, str) for name in parameters or ())):
+            raise CheckpointError(f"{path}: target_parameters {short(parameters)} is no list of names; {_REMEDY}")
+        if not isinstance(stable, bool | None):
+            raise CheckpointError(f"{path}: use_rslora {short(stable)} is not true or false; {_REMEDY}")
         init = fields.get("init_lora_weights")
         if not (isinstance(init, bool | str | None) and init in _HARMLESS_INIT):
             raise CheckpointError(
@@ -87,8 +92,7 @@ class Settings:
 
     def has_parameter(self, name: str) -> bool:
         """Whether ``target_parameters`` has a parameter of a layer: ``mlp.experts.gate_up_proj``."""
-        found = self.fields.get("target_parameters") or ()
-        return any(isinstance(target, str) and _ends(name, target) for target in found)
+        return any(_ends(name, target) for target in self.fields.get("target_parameters") or ())
 
     def numbers(self, name: str) -> tuple[int, float]:
         """(rank, alpha over which the scale is alpha / rank) of a parameter, called as in one layer."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from nnxmoe.axes import parameter
@@ -54,7 +55,7 @@ class Slot:
         kernel = self.base[0]
         return kernel.shape[0] if kernel.get_metadata()["axes"][0] == "layers" else None
 
-    def shapes(self, rank: int, alpha: float, dtype: Any) -> LoRA:
+    def shapes(self, rank: int, alpha: float, dtype: np.dtype) -> LoRA:
         """An adapter without values, labelled so that it is split over a mesh as its kernel is."""
         kernel, meta = self.base[0], self.base[0].get_metadata()
         axes, shape = tuple(meta["axes"]), tuple(kernel.shape)
