@@ -89,6 +89,8 @@ def fit(
     """
     if isinstance(steps, bool) or steps < 1:
         raise ValueError(f"steps={steps}: how many in all, at least 1")
+    if model.merged is not None:
+        raise ValueError("the model's adapters are merged: lora.unmerge(model), or lora.merge(model, keep=False) it")
     model = model if mesh is None else on_mesh(model, mesh)
     if trainable is None:
         trainable = LoRAParam if jax.tree.leaves(nnx.state(model, LoRAParam)) else nnx.Param
