@@ -110,22 +110,9 @@ def masks(text: str) -> set[str]:
     return found
 
 
-def chosen(self: Mask, after: Any) -> Any:
-    """`Mask.bias` as one would write it."""
-    return jnp.where(self.allowed(), 0.0, jnp.finfo(jnp.float32).min)
-
-
-class Choice:
-    """What scores are chosen with, where `Mask.bias` is added."""
-
-    def __init__(self, allowed: Any):
-        self.allowed = allowed
-
-    def __getitem__(self, index: Any) -> "Choice":
-        return Choice(self.allowed[index])
-
-    def __radd__(self, scores: Any) -> Any:
-        return jnp.where(self.allowed, scores, jnp.finfo(jnp.float32).min)
+def chosen(self: Mask, scores: Any, after: Any) -> Any:
+    """`Mask.hide` as one would write it."""
+    return jnp.where(self.allowed()[:, None, None], scores, jnp.finfo(jnp.float32).min)
 
 
 @pytest.mark.parametrize("fields", [(), ("segment_ids",), ("segment_ids", "attention_mask")])
@@ -136,7 +123,7 @@ def test_training_keeps_no_mask(fields: tuple[str, ...], monkeypatch: pytest.Mon
 
     assert not found()
     if not fields:
-        monkeypatch.setattr(Mask, "bias", chosen)
+        monkeypatch.setattr(Mask, "hide", chosen)
         assert any(mask.startswith("while") for mask in found())
 
 
@@ -153,7 +140,7 @@ def test_scores_need_no_mask_for_their_backward(monkeypatch: pytest.MonkeyPatch)
         return sum(a.dtype == bool and a.shape[-2:] == (LENGTH, LENGTH) for a in jax.tree.leaves(back))
 
     assert kept() == 0
-    monkeypatch.setattr(Mask, "bias", lambda self, _: Choice(self.allowed()))
+    monkeypatch.setattr(Mask, "hide", chosen)
     assert kept() > 0
 
 

@@ -46,16 +46,27 @@ class Mask:
             seen &= self.query_segment[:, :, None] == self.keys.segment[:, None, :]
         return seen if self.keys.valid is None else seen & self.keys.valid[:, None, :]
 
-    def bias(self, after: Array) -> Float[Array, "#B T S"]:
-        """0 where a query may attend, else the least float32, for scores that depend on ``after``.
+    def hide(self, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
+        """The scores, made of ``after``, but the least float32 where a query may not attend.
 
-        JAX and XLA would compute it before the first layer and keep it: of T x S, and for every head. What waits for
-        ``after`` is not the same in any two layers, so each compares the indices where it adds up. Added, unlike
-        chosen with, it is nothing that a backward pass needs.
+        JAX and XLA would compare the indices before the first layer and keep the result, of T x S, for all of them.
+        What waits for ``after`` is not the same in any two layers, so each compares them where it chooses.
         """
         least = jnp.float32(jnp.finfo(jnp.float32).min)
         mask, least, _ = jax.lax.optimization_barrier((self, least, jax.lax.stop_gradient(after)))
-        return least * ~mask.allowed()
+        return _hidden(scores, mask.allowed()[:, None, None], least)
+
+
+@jax.custom_jvp
+def _hidden(scores: Float[Array, "B K G T S"], allowed: Bool[Array, "#B 1 1 T S"], least: Float[Array, ""]) -> Array:
+    """With slope 1 everywhere, so that a backward pass needs no ``allowed``: the softmax that follows gives what is
+    hidden a slope of 0."""
+    return jnp.where(allowed, scores, least)
+
+
+@_hidden.defjvp
+def _hidden_slope(given: tuple[Array, ...], slopes: tuple[Array, ...]) -> tuple[Array, Array]:
+    return _hidden(*given), slopes[0]
 
 
 class Attend(Protocol):
@@ -91,7 +102,7 @@ class Reference:
         grouped = q.reshape(batch, kv_heads, heads // kv_heads * count, q.shape[3])
         scores = einsum("BKQH,BKSH->BKQS", grouped, k) * scale
         scores = scores.reshape(batch, kv_heads, heads // kv_heads, count, k.shape[2])
-        scores = scores + mask.bias(q)[:, None, None]
+        scores = mask.hide(scores, q)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         weights = weights.reshape(batch, kv_heads, -1, k.shape[2])
         out = einsum("BKQS,BKSH->BKQH", weights, v).astype(q.dtype)
