@@ -177,9 +177,41 @@ def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
         fit(model, [], **settings())
     with pytest.raises(ValueError, match="steps=0: how many in all"):
         fit(model, [batch], **settings(steps=0))
+    for wrong, message in (
+        ({"steps": 2.0}, r"steps=2\.0: how many"),
+        ({"accumulate": 2.0}, r"accumulate=2\.0: how many"),
+        ({"evaluate": [batch], "evaluate_every": 0}, "evaluate_every=0: give a whole number"),
+        ({"evaluate": iter([batch])}, "evaluate: an iterator is spent"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(model, [batch], **settings(**wrong))
     with pytest.raises(ValueError, match="no tokens that count"):
         silent = {"tokens": random_tokens(2, 5), "loss_mask": np.zeros((2, 5), np.int32)}
         fit(model, [batch], **settings(steps=1, evaluate=[silent]))
     fit(model, [batch], **settings(steps=2, checkpoint=tmp_path / "c"))
+    with pytest.raises(ValueError, match="is at step 2, which is beyond steps=1"):
+        fit(model, [batch], **settings(steps=1, checkpoint=tmp_path / "c"))
     with pytest.raises(CheckpointError, match="does not hold what is asked for"):
         fit(model, [batch], **settings(steps=4, checkpoint=tmp_path / "c", optimizer=optax.sgd(0.1)))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"tokens": np.full((2, 5), 53)}, "tokens has the id 53, and the model knows 0 to 52"),
+        ({"tokens": np.ones((2, 5), int), "targets": np.full((2, 5), -100)}, "targets has the id -100"),
+        ({"tokens": np.ones((2, 5))}, "tokens is float64: give whole numbers"),
+        ({"tokens": np.ones((2, 5), int), "segment_ids": np.ones((2, 5))}, "segment_ids is float64"),
+        ("tokens", "a batch is a dict of arrays, got str"),
+    ],
+)
+def test_batches_that_would_give_nan_or_nonsense(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(build_tiny("llama", PLAIN), [batch], **settings())
+
+
+def test_a_callback_stops_with_numpys_true_as_well() -> None:
+    told: list[int] = []
+    stop = [lambda progress: told.append(progress.step), lambda progress: np.float64(progress.step) > 1]
+    fit(build_tiny("llama", PLAIN), [{"tokens": random_tokens(2, 5)}], **settings(), callbacks=stop)
+    assert told == [1, 2]

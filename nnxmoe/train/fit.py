@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,7 +21,7 @@ from nnxmoe.processes import deadline
 from nnxmoe.progress import logger
 from nnxmoe.train.checkpoint import Checkpoints
 from nnxmoe.train.lora import LoRAParam
-from nnxmoe.train.loss import Batch, Objective, check_batch
+from nnxmoe.train.loss import Batch, Objective, check_batch, check_ids
 from nnxmoe.train.speed import peak_flops, token_flops
 from nnxmoe.train.step import Report, Step, TrainState
 
@@ -35,7 +35,8 @@ class NotFinite(ValueError):
 @dataclasses.dataclass(frozen=True)
 class Progress:
     """What a callback is told after a step: ``metrics`` of it, and ``load``, the shares ``[L, E]`` of the MoE layers'
-    assignments that went to each expert."""
+    assignments that went to each expert. ``model()`` is the model now: the next step takes its arrays, so copy what is
+    to be kept (``jax.tree.map(jnp.copy, nnx.state(model))``) or save it."""
 
     step: int
     steps: int
@@ -45,9 +46,9 @@ class Progress:
 
 
 class Callback(Protocol):
-    """Returns True to end the training after this step."""
+    """Returns True (also NumPy's) to end the training after this step."""
 
-    def __call__(self, progress: Progress) -> bool | None: ...
+    def __call__(self, progress: Progress, /) -> bool | np.bool_ | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +88,8 @@ def fit(
     ``evaluate``: batches whose cross-entropy is a metric every ``evaluate_every`` steps and at the end.
     Raises NotFinite for gradients that are not, and ValueErrors for what cannot be.
     """
-    if isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps={steps}: how many in all, at least 1")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r}: how many in all, at least 1")
     model = model if mesh is None else on_mesh(model, mesh)
     if trainable is None:
         trainable = LoRAParam if jax.tree.leaves(nnx.state(model, LoRAParam)) else nnx.Param
@@ -161,6 +162,10 @@ class _Judge:
     """Mean cross-entropy of held-out batches."""
 
     def __init__(self, step: Step, data: Iterable[Batch], every: int | None) -> None:
+        if isinstance(data, Iterator):
+            raise ValueError("evaluate: an iterator is spent after the first time: give batches in a list, list(…)")
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"evaluate_every={every!r}: give a whole number from 1, or None")
         self.step, self.data, self.every = step, data, every
         self.losses = jax.jit(lambda state, batch: step.losses(state, batch))
 
@@ -168,7 +173,7 @@ class _Judge:
         return last or (self.every is not None and step % self.every == 0)
 
     def __call__(self, state: TrainState) -> float:
-        found = [self.losses(state, placed(batch, self.step.mesh)) for batch in self.data]
+        found = [self.losses(state, placed(batch, self.step)) for batch in self.data]
         weights = [float(losses.tokens) for losses in found]
         if not sum(weights):
             raise ValueError("evaluate: the data has no tokens that count")
@@ -181,13 +186,18 @@ class _Run:
     def __init__(self, step: Step, source: _Source, checkpoints: Checkpoints | None, steps: int, seed: int) -> None:
         self.step, self.source, self.checkpoints, self.steps = step, source, checkpoints, steps
         self.first = 0 if checkpoints is None else checkpoints.latest() or 0
-        self.state = self._restored(seed) if self.first else step.init(seed)
+        if checkpoints is not None and self.first > steps:
+            raise ValueError(
+                f"{checkpoints.folder} is at step {self.first}, which is beyond steps={steps}, how many in all: give "
+                "more, or another folder"
+            )
+        self.state = self._restored() if self.first else step.init(seed)
         self.flops = token_flops(step.model(self.state), step.names)
         self.peak = peak_flops(step.mesh)
 
     def go(self, judge: _Judge | None, callbacks: Sequence[Callback]) -> Fitted:
         history: list[Metrics] = []
-        silent = {"disable": True} if jax.process_index() > 0 else {}  # False would overrule TQDM_DISABLE
+        silent: dict[str, Any] = {"disable": True} if jax.process_index() > 0 else {}  # False would overrule TQDM_DISABLE
         bar = tqdm(total=self.steps, initial=self.first, desc="training", unit="step", **silent)
         with bar:
             for number in range(self.first + 1, self.steps + 1):
@@ -195,11 +205,12 @@ class _Run:
                     self.checkpoints.wait()  # what a kill costs is one interval at most
                 started = time.perf_counter()
                 batch, position = self.source.next()
+                batch = placed(batch, self.step)
                 with deadline("a training step"):
-                    self.state, report = self.step(self.state, placed(batch, self.step.mesh))
+                    self.state, report = self.step(self.state, batch)
                     report = jax.device_get(report)
                 self._refuse_nonfinite(report, number)
-                metrics = self._metrics(report, number, time.perf_counter() - started, np.size(batch["tokens"]))
+                metrics = self._metrics(report, number, time.perf_counter() - started, batch["tokens"].size)
                 stop = self._after(number, position, metrics, report, judge, callbacks)
                 history.append(metrics)
                 bar.set_postfix(_shown(metrics), refresh=False)
@@ -224,18 +235,18 @@ class _Run:
         load = np.asarray(report.losses.load, np.float64)
         load = load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
         told = Progress(number, self.steps, metrics, load, lambda: self.step.model(self.state))
-        stop = any([callback(told) is True for callback in callbacks])
+        answers = [callback(told) for callback in callbacks]
+        stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
         if self.checkpoints is not None:
             self.checkpoints.save(number, self.step.saved(self.state), {"data": position}, force=last or stop)
         return last or stop
 
-    def _restored(self, seed: int) -> TrainState:
+    def _restored(self) -> TrainState:
         assert self.checkpoints is not None
-        start = self.step.init(seed)
         arrays, extra = self.checkpoints.restore(self.first, self.step.saved(self.step.shapes()))
         self.source.go_to(extra["data"])
         logger.info("going on from step %d of %s", self.first, self.checkpoints.folder)
-        return self.step.restored(arrays, start)
+        return self.step.restored(arrays)
 
     def _refuse_nonfinite(self, report: Report, number: int) -> None:
         odd = [name for name, good in zip(self.step.names, report.finite, strict=True) if not good]
@@ -275,14 +286,18 @@ class _Run:
         return metrics
 
 
-def placed(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
+def placed(batch: Batch, step: Step) -> dict[str, Any]:
     """A batch where the step wants it: rows over the mesh; of several processes each gives its own rows."""
     check_batch(batch)
+    check_ids(batch, step.vocab)
+    mesh = step.mesh
     if mesh is None:
         return {name: jax.numpy.asarray(array) for name, array in batch.items()}
     rows, parts = np.shape(batch["tokens"])[0] * jax.process_count(), shards(mesh, batch_axes(mesh))
     if rows % parts:
-        raise ValueError(f"a batch of {rows} rows does not divide over the {parts} parts of {dict(mesh.shape)}")
+        raise ValueError(
+            f"a batch of {rows} rows does not divide over the {parts} parts of {dict(mesh.shape)}: give a multiple"
+        )
     place = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
     return {name: jax.make_array_from_process_local_data(place, np.asarray(a)) for name, a in batch.items()}
 
