@@ -18,7 +18,9 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.train import lora
+from nnxmoe.train.checkpoint import Checkpoints
 from nnxmoe.train.fit import NotFinite, fit
+from nnxmoe.train.loss import Chunked, Objective
 from tests.helpers import build_tiny, random_tokens
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -162,11 +164,23 @@ fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=30, checkpoint=folder,
 
 def test_gradients_that_are_not_finite_stop_it_by_name(tmp_path: Path) -> None:
     model = build_tiny("llama", PLAIN)
-    table = model.embed.table
-    table.set_value(table.get_value().at[7].set(jnp.inf))
+
+    def head(x: Any, kernel: Any, targets: Any, *rest: Any) -> Any:
+        total, entropy = Chunked()(x, kernel, targets, *rest)
+        return total * jnp.where(jnp.any(targets == 7), jnp.inf, 1.0), entropy
+
     good, bad = {"tokens": np.ones((2, 5), np.int32)}, {"tokens": np.full((2, 5), 7, np.int32)}
     with pytest.raises(NotFinite, match=r"step 3: the gradients of .*embed.table.* the last checkpoint is of step 2"):
-        fit(model, [good, good, bad], **settings(checkpoint=tmp_path / "c"))
+        fit(model, [good, good, bad], **settings(checkpoint=tmp_path / "c", objective=Objective(head=head)))
+
+
+def test_parameters_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
+    """The gradients were, and a run could never go on from there."""
+    with pytest.raises(NotFinite, match=r"step 4: the new values of .*embed.table.* the last checkpoint is of step 2"):
+        spoilt = optax.sgd(lambda step: jnp.where(step == 3, jnp.nan, 0.1))
+        batch = {"tokens": np.ones((2, 5), np.int32)}
+        fit(build_tiny("llama", PLAIN), [batch], **settings(checkpoint=tmp_path / "c", optimizer=spoilt))
+    assert Checkpoints(tmp_path / "c").latest() == 2
 
 
 def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -29,7 +30,7 @@ Metrics = dict[str, float]
 
 
 class NotFinite(ValueError):
-    """Gradients that are NaN or infinite; the message names the parameters."""
+    """Gradients, or parameters about to be kept, that are NaN or infinite; the message names the parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,10 +195,15 @@ class _Run:
         self.state = self._restored() if self.first else step.init(seed)
         self.flops = token_flops(step.model(self.state), step.names)
         self.peak = peak_flops(step.mesh)
+        self.finite = jax.jit(
+            lambda params: [jnp.all(jnp.isfinite(value)) for value in params.values()], out_shardings=step.places.step
+        )
 
     def go(self, judge: _Judge | None, callbacks: Sequence[Callback]) -> Fitted:
         history: list[Metrics] = []
-        silent: dict[str, Any] = {"disable": True} if jax.process_index() > 0 else {}  # False would overrule TQDM_DISABLE
+        silent: dict[str, Any] = (
+            {"disable": True} if jax.process_index() > 0 else {}
+        )  # False would overrule TQDM_DISABLE
         bar = tqdm(total=self.steps, initial=self.first, desc="training", unit="step", **silent)
         with bar:
             for number in range(self.first + 1, self.steps + 1):
@@ -209,7 +215,7 @@ class _Run:
                 with deadline("a training step"):
                     self.state, report = self.step(self.state, batch)
                     report = jax.device_get(report)
-                self._refuse_nonfinite(report, number)
+                self._refuse_nonfinite("gradients", report.finite, report, number)
                 metrics = self._metrics(report, number, time.perf_counter() - started, batch["tokens"].size)
                 stop = self._after(number, position, metrics, report, judge, callbacks)
                 history.append(metrics)
@@ -237,6 +243,8 @@ class _Run:
         told = Progress(number, self.steps, metrics, load, lambda: self.step.model(self.state))
         answers = [callback(told) for callback in callbacks]
         stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
+        if last or stop or (self.checkpoints is not None and self.checkpoints.due(number)):
+            self._refuse_nonfinite("new values", jax.device_get(self.finite(self.state.params)), report, number)
         if self.checkpoints is not None:
             self.checkpoints.save(number, self.step.saved(self.state), {"data": position}, force=last or stop)
         return last or stop
@@ -248,15 +256,18 @@ class _Run:
         logger.info("going on from step %d of %s", self.first, self.checkpoints.folder)
         return self.step.restored(arrays)
 
-    def _refuse_nonfinite(self, report: Report, number: int) -> None:
-        odd = [name for name, good in zip(self.step.names, report.finite, strict=True) if not good]
+    def _refuse_nonfinite(self, what: str, finite: Sequence[bool], report: Report, number: int) -> None:
+        odd = [name for name, good in zip(self.step.names, finite, strict=True) if not good]
         if odd:
             where = ""
             if self.checkpoints is not None:
                 self.checkpoints.wait()
-                where = f"; the last checkpoint is of step {self.checkpoints.latest()}"
+                latest = self.checkpoints.latest()
+                where = (
+                    "; there is no checkpoint yet" if latest is None else f"; the last checkpoint is of step {latest}"
+                )
             raise NotFinite(
-                f"step {number}: the gradients of {', '.join(odd[:5])}{' …' if len(odd) > 5 else ''} "
+                f"step {number}: the {what} of {', '.join(odd[:5])}{' …' if len(odd) > 5 else ''} "
                 f"({len(odd)} of {len(self.step.names)} parameters) are NaN or infinite, the loss is "
                 f"{float(report.losses.total):.4g}: lower the learning rate, clip, or look at the batch{where}"
             )
@@ -292,7 +303,7 @@ def placed(batch: Batch, step: Step) -> dict[str, Any]:
     check_ids(batch, step.vocab)
     mesh = step.mesh
     if mesh is None:
-        return {name: jax.numpy.asarray(array) for name, array in batch.items()}
+        return {name: jnp.asarray(array) for name, array in batch.items()}
     rows, parts = np.shape(batch["tokens"])[0] * jax.process_count(), shards(mesh, batch_axes(mesh))
     if rows % parts:
         raise ValueError(
