@@ -165,8 +165,8 @@ fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=30, checkpoint=folder,
 def test_gradients_that_are_not_finite_stop_it_by_name(tmp_path: Path) -> None:
     model = build_tiny("llama", PLAIN)
 
-    def head(x: Any, kernel: Any, targets: Any, *rest: Any) -> Any:
-        total, entropy = Chunked()(x, kernel, targets, *rest)
+    def head(x: Any, kernel: Any, targets: Any, weights: Any, z: float, tied: bool) -> Any:
+        total, entropy = Chunked()(x, kernel, targets, weights, z, tied)
         return total * jnp.where(jnp.any(targets == 7), jnp.inf, 1.0), entropy
 
     good, bad = {"tokens": np.ones((2, 5), np.int32)}, {"tokens": np.full((2, 5), 7, np.int32)}
@@ -192,8 +192,6 @@ def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="steps=0: how many in all"):
         fit(model, [batch], **settings(steps=0))
     for wrong, message in (
-        ({"steps": 2.0}, r"steps=2\.0: how many"),
-        ({"accumulate": 2.0}, r"accumulate=2\.0: how many"),
         ({"evaluate": [batch], "evaluate_every": 0}, "evaluate_every=0: give a whole number"),
         ({"evaluate": iter([batch])}, "evaluate: an iterator is spent"),
     ):
@@ -216,12 +214,19 @@ def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
         ({"tokens": np.ones((2, 5), int), "targets": np.full((2, 5), -100)}, "targets has the id -100"),
         ({"tokens": np.ones((2, 5))}, "tokens is float64: give whole numbers"),
         ({"tokens": np.ones((2, 5), int), "segment_ids": np.ones((2, 5))}, "segment_ids is float64"),
-        ("tokens", "a batch is a dict of arrays, got str"),
+        pytest.param("tokens", "a batch is a dict of arrays, got str", marks=pytest.mark.wrong_types),
     ],
 )
 def test_batches_that_would_give_nan_or_nonsense(batch: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(build_tiny("llama", PLAIN), [batch], **settings())
+
+
+@pytest.mark.wrong_types
+def test_numbers_that_are_not_whole() -> None:
+    for name in ("steps", "accumulate"):
+        with pytest.raises(ValueError, match=rf"{name}=2\.0: how many"):
+            fit(build_tiny("llama", PLAIN), [], **settings(**{name: 2.0}))
 
 
 def test_a_callback_stops_with_numpys_true_as_well() -> None:

@@ -214,8 +214,8 @@ class _Run:
                 batch = placed(batch, self.step)
                 with deadline("a training step"):
                     self.state, report = self.step(self.state, batch)
-                    report = jax.device_get(report)
-                self._refuse_nonfinite("gradients", report.finite, report, number)
+                    jax.block_until_ready(report)
+                self._refuse_nonfinite("gradients", np.asarray(report.finite), report, number)
                 metrics = self._metrics(report, number, time.perf_counter() - started, batch["tokens"].size)
                 stop = self._after(number, position, metrics, report, judge, callbacks)
                 history.append(metrics)
@@ -256,7 +256,7 @@ class _Run:
         logger.info("going on from step %d of %s", self.first, self.checkpoints.folder)
         return self.step.restored(arrays)
 
-    def _refuse_nonfinite(self, what: str, finite: Sequence[bool], report: Report, number: int) -> None:
+    def _refuse_nonfinite(self, what: str, finite: Iterable[Any], report: Report, number: int) -> None:
         odd = [name for name, good in zip(self.step.names, finite, strict=True) if not good]
         if odd:
             where = ""
