@@ -56,6 +56,14 @@ def test_half_a_line_is_made_again(kind: Any, tmp_path: Path) -> None:
         assert [int(row["step"]) for row in log.read()] == {13: [1, 2, 13], 14: [1, 2, 13, 14]}.get(step, [1, 2][:step])
 
 
+def test_a_table_has_no_place_for_later_metrics(tmp_path: Path) -> None:
+    log = train.CsvLog(tmp_path / "metrics.csv")
+    log._begin(1)
+    log.add({"step": 1})
+    with pytest.raises(ValueError, match=r"metrics\.csv has no column for mfu: give a new file, or use JsonLog"):
+        log.add({"step": 2, "mfu": 0.5})
+
+
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match="pip install tensorboardX"):

@@ -74,6 +74,8 @@ class CsvLog(_Log):
     def add(self, metrics: Metrics) -> None:
         new = not self.path.stat().st_size
         names = list(dict.fromkeys([*metrics, "evaluation"])) if new else list(self._names())
+        if odd := [name for name in metrics if name not in names]:
+            raise ValueError(f"{self.path} has no column for {', '.join(odd)}: give a new file, or use JsonLog")
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names, extrasaction="raise")
             if new:
