@@ -146,6 +146,7 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["demo", data, "--out", str(new), "--learning-rate", "2"], "learning rate"),
         (["mixtral-8x7b", data, "--out", str(new)], "preset"),
         (["demo", data, "--out", str(new), "--seq-len", "1"], "seq_len"),
+        (["demo", data, "--out", str(new), "--seq-len", "4"], "no chat has an answer in its first 4 tokens"),
     ]
     for line, message in tried:
         assert cli.main(["finetune", *line]) == 1, line

@@ -19,7 +19,9 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.train import lora
+from nnxmoe.train.checkpoint import Checkpoints
 from nnxmoe.train.fit import NotFinite, fit
+from nnxmoe.train.loss import Chunked, Objective
 from tests.helpers import build_tiny, random_tokens
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -168,11 +170,23 @@ fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=steps, checkpoint=fold
 
 def test_gradients_that_are_not_finite_stop_it_by_name(tmp_path: Path) -> None:
     model = build_tiny("llama", PLAIN)
-    table = model.embed.table
-    table.set_value(table.get_value().at[7].set(jnp.inf))
+
+    def head(x: Any, kernel: Any, targets: Any, weights: Any, z: float, tied: bool) -> Any:
+        total, entropy = Chunked()(x, kernel, targets, weights, z, tied)
+        return total * jnp.where(jnp.any(targets == 7), jnp.inf, 1.0), entropy
+
     good, bad = {"tokens": np.ones((2, 5), np.int32)}, {"tokens": np.full((2, 5), 7, np.int32)}
     with pytest.raises(NotFinite, match=r"step 3: the gradients of .*embed.table.* the last checkpoint is of step 2"):
-        fit(model, [good, good, bad], **settings(checkpoint=tmp_path / "c"))
+        fit(model, [good, good, bad], **settings(checkpoint=tmp_path / "c", objective=Objective(head=head)))
+
+
+def test_parameters_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
+    """The gradients were, and a run could never go on from there."""
+    with pytest.raises(NotFinite, match=r"step 4: the new values of .*embed.table.* the last checkpoint is of step 2"):
+        spoilt = optax.sgd(lambda step: jnp.where(step == 3, jnp.nan, 0.1))
+        batch = {"tokens": np.ones((2, 5), np.int32)}
+        fit(build_tiny("llama", PLAIN), [batch], **settings(checkpoint=tmp_path / "c", optimizer=spoilt))
+    assert Checkpoints(tmp_path / "c").latest() == 2
 
 
 def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
@@ -183,6 +197,12 @@ def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
         fit(model, [], **settings())
     with pytest.raises(ValueError, match="steps=0: how many in all"):
         fit(model, [batch], **settings(steps=0))
+    for wrong, message in (
+        ({"evaluate": [batch], "evaluate_every": 0}, "evaluate_every=0: give a whole number"),
+        ({"evaluate": iter([batch])}, "evaluate: an iterator is spent"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(model, [batch], **settings(**wrong))
     with pytest.raises(ValueError, match="no tokens that count"):
         silent = {"tokens": random_tokens(2, 5), "loss_mask": np.zeros((2, 5), np.int32)}
         fit(model, [batch], **settings(steps=1, evaluate=[silent]))
@@ -192,5 +212,36 @@ def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="adapters are merged"):
         fit(merged, [batch], **settings())
     fit(model, [batch], **settings(steps=2, checkpoint=tmp_path / "c"))
+    with pytest.raises(ValueError, match="is at step 2, which is beyond steps=1"):
+        fit(model, [batch], **settings(steps=1, checkpoint=tmp_path / "c"))
     with pytest.raises(CheckpointError, match="does not hold what is asked for"):
         fit(model, [batch], **settings(steps=4, checkpoint=tmp_path / "c", optimizer=optax.sgd(0.1)))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"tokens": np.full((2, 5), 53)}, "tokens has the id 53, and the model knows 0 to 52"),
+        ({"tokens": np.ones((2, 5), int), "targets": np.full((2, 5), -100)}, "targets has the id -100"),
+        ({"tokens": np.ones((2, 5))}, "tokens is float64: give whole numbers"),
+        ({"tokens": np.ones((2, 5), int), "segment_ids": np.ones((2, 5))}, "segment_ids is float64"),
+        pytest.param("tokens", "a batch is a dict of arrays, got str", marks=pytest.mark.wrong_types),
+    ],
+)
+def test_batches_that_would_give_nan_or_nonsense(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(build_tiny("llama", PLAIN), [batch], **settings())
+
+
+@pytest.mark.wrong_types
+def test_numbers_that_are_not_whole() -> None:
+    for name in ("steps", "accumulate"):
+        with pytest.raises(ValueError, match=rf"{name}=2\.0: how many"):
+            fit(build_tiny("llama", PLAIN), [], **settings(**{name: 2.0}))
+
+
+def test_a_callback_stops_with_numpys_true_as_well() -> None:
+    told: list[int] = []
+    stop = [lambda progress: told.append(progress.step), lambda progress: np.float64(progress.step) > 1]
+    fit(build_tiny("llama", PLAIN), [{"tokens": random_tokens(2, 5)}], **settings(), callbacks=stop)
+    assert told == [1, 2]

@@ -42,6 +42,28 @@ def test_a_run_that_goes_on_tells_each_step_once(kind: Any, tmp_path: Path) -> N
     assert [file.name for file in path.parent.iterdir()] == ["metrics"]
 
 
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("kind", [train.JsonLog, train.CsvLog])
+def test_half_a_line_is_made_again(kind: Any, tmp_path: Path) -> None:
+    """As a full disk leaves it; and another run with the same log begins it anew."""
+    log = kind(tmp_path / "metrics")
+    for step in (1, 2, 13):
+        log(progress(step))
+    log.path.write_text(log.path.read_text()[:-15])
+    assert [int(row["step"]) for row in log.read()] == [1, 2]
+    for step in (13, 14, 1, 2):
+        log(progress(step))
+        assert [int(row["step"]) for row in log.read()] == {13: [1, 2, 13], 14: [1, 2, 13, 14]}.get(step, [1, 2][:step])
+
+
+def test_a_table_has_no_place_for_later_metrics(tmp_path: Path) -> None:
+    log = train.CsvLog(tmp_path / "metrics.csv")
+    log._begin(1)
+    log.add({"step": 1})
+    with pytest.raises(ValueError, match=r"metrics\.csv has no column for mfu: give a new file, or use JsonLog"):
+        log.add({"step": 2, "mfu": 0.5})
+
+
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match="pip install tensorboardX"):

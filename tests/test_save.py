@@ -370,6 +370,25 @@ def test_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert version_in(folder) == 1
 
 
+def test_the_current_folder_with_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `finetune --out .` has it at its end: they stay, and nothing of theirs is replaced."""
+    monkeypatch.chdir(tmp_path)
+    Path("checkpoints").mkdir()
+    Path("finetune.json").write_text("{}")
+    Path("model.safetensors.index.json").write_text("{}")
+    with pytest.raises(nnxmoe.CheckpointError, match="current folder"):
+        nnxmoe.save_pretrained(model_of(1), ".", "2KB", overwrite=True)
+    Path("model.safetensors.index.json").unlink()
+    with new_folder(".", overwrite=True) as stage:
+        (stage / "config.json").write_text("1")
+    Path("config.json").unlink()
+    with pytest.raises(nnxmoe.CheckpointError, match=r"finetune\.json in it not"), new_folder(".", True) as stage:
+        (stage / "finetune.json").write_text("other")
+    assert sorted(os.listdir()) == ["checkpoints", "finetune.json"] and Path("finetune.json").read_text() == "{}"
+    nnxmoe.save_pretrained(model_of(1), ".", overwrite=True)
+    assert version_in(tmp_path) == 1 and {"checkpoints", "finetune.json"} < set(os.listdir())
+
+
 @pytest.mark.parametrize("size", ["0", "-1", "9" * 400, "\u0665GB", "1e9", "5XB", ""])
 def test_sizes_that_are_none(tmp_path: Path, size: str) -> None:
     with pytest.raises(ValueError, match="max_shard_size"):

@@ -39,7 +39,7 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool | None = None) ->
         target.parent.mkdir(parents=True, exist_ok=True)
         _warn_of_leftovers(target)
         inside = os.path.isdir(target) and _must_stay(target)
-        if inside and present:
+        if inside and any(map(_CHECKPOINT_FILE.fullmatch, present)):
             raise CheckpointError(
                 f"{target} cannot be replaced in one step where it is: {inside}; save to a new folder"
             )
@@ -170,8 +170,14 @@ def _link(old: str | Path, new: str | Path) -> None:
 def _move_in(stage: Path, target: Path) -> None:
     """File by file; without config.json, which comes last, the folder holds no checkpoint."""
     moved: list[Path] = []
+    names = sorted(os.listdir(stage), key=lambda name: name == "config.json")
+    if there := [name for name in names if os.path.lexists(target / name)]:
+        raise CheckpointError(
+            f"{target} cannot be renamed, and {some(there)} in it not be replaced in one step with the other files: "
+            "move it away, or save to a new folder"
+        )
     try:
-        for name in sorted(os.listdir(stage), key=lambda name: name == "config.json"):
+        for name in names:
             os.rename(stage / name, target / name)
             moved.append(target / name)
     except OSError:

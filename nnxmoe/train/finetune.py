@@ -29,7 +29,7 @@ from nnxmoe.strategy import Strategy
 from nnxmoe.train import lora
 from nnxmoe.train.data import Batches
 from nnxmoe.train.documents import Documents
-from nnxmoe.train.fit import Fitted, fit
+from nnxmoe.train.fit import Fitted, Progress, fit
 from nnxmoe.train.metrics import JsonLog
 from nnxmoe.train.peft import WEIGHTS_FILE
 from nnxmoe.train.peft_config import CONFIG_FILE
@@ -106,7 +106,11 @@ def finetune(
     if task.lora is not None:
         lora.add(model, task.lora, rngs=nnx.Rngs(task.seed))
     data = Batches(documents, task.batch_size, length, seed=task.seed)
-    from_first(lambda: _begin(folder, task))
+
+    def begin(progress: Progress) -> None:  # after a step, so that a task that cannot be leaves the folder to another
+        if progress.step == 1:
+            from_first(lambda: _begin(folder, task))
+
     done = fit(
         model,
         data,
@@ -114,7 +118,7 @@ def finetune(
         steps=task.steps,
         checkpoint=folder / "checkpoints",
         save_every=save_every,
-        callbacks=[JsonLog(folder / "metrics.jsonl")],
+        callbacks=[begin, JsonLog(folder / "metrics.jsonl")],
         seed=task.seed,
     )
     _write(done.model, folder, task)

@@ -4,10 +4,11 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -21,7 +22,7 @@ from nnxmoe.processes import deadline
 from nnxmoe.progress import logger
 from nnxmoe.train.checkpoint import Checkpoints
 from nnxmoe.train.lora import LoRAParam
-from nnxmoe.train.loss import Batch, Objective, check_batch
+from nnxmoe.train.loss import Batch, Objective, check_batch, check_ids
 from nnxmoe.train.speed import peak_flops, token_flops
 from nnxmoe.train.step import Report, Step, TrainState
 
@@ -29,13 +30,14 @@ Metrics = dict[str, float]
 
 
 class NotFinite(ValueError):
-    """Gradients that are NaN or infinite; the message names the parameters."""
+    """Gradients, or parameters about to be kept, that are NaN or infinite; the message names the parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
     """What a callback is told after a step: ``metrics`` of it, and ``load``, the shares ``[L, E]`` of the MoE layers'
-    assignments that went to each expert."""
+    assignments that went to each expert. ``model()`` is the model now: the next step takes its arrays, so copy what is
+    to be kept (``jax.tree.map(jnp.copy, nnx.state(model))``) or save it."""
 
     step: int
     steps: int
@@ -45,9 +47,9 @@ class Progress:
 
 
 class Callback(Protocol):
-    """Returns True to end the training after this step."""
+    """Returns True (also NumPy's) to end the training after this step."""
 
-    def __call__(self, progress: Progress) -> bool | None: ...
+    def __call__(self, progress: Progress, /) -> bool | np.bool_ | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +89,8 @@ def fit(
     ``evaluate``: batches whose cross-entropy is a metric every ``evaluate_every`` steps and at the end.
     Raises NotFinite for gradients that are not, and ValueErrors for what cannot be.
     """
-    if isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps={steps}: how many in all, at least 1")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r}: how many in all, at least 1")
     if model.merged is not None:
         raise ValueError("the model's adapters are merged: lora.unmerge(model), or lora.merge(model, keep=False) it")
     model = model if mesh is None else on_mesh(model, mesh)
@@ -163,6 +165,10 @@ class _Judge:
     """Mean cross-entropy of held-out batches."""
 
     def __init__(self, step: Step, data: Iterable[Batch], every: int | None) -> None:
+        if isinstance(data, Iterator):
+            raise ValueError("evaluate: an iterator is spent after the first time: give batches in a list, list(…)")
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"evaluate_every={every!r}: give a whole number from 1, or None")
         self.step, self.data, self.every = step, data, every
         self.losses = jax.jit(lambda state, batch: step.losses(state, batch))
 
@@ -170,7 +176,7 @@ class _Judge:
         return last or (self.every is not None and step % self.every == 0)
 
     def __call__(self, state: TrainState) -> float:
-        found = [self.losses(state, placed(batch, self.step.mesh)) for batch in self.data]
+        found = [self.losses(state, placed(batch, self.step)) for batch in self.data]
         weights = [float(losses.tokens) for losses in found]
         if not sum(weights):
             raise ValueError("evaluate: the data has no tokens that count")
@@ -183,9 +189,17 @@ class _Run:
     def __init__(self, step: Step, source: _Source, checkpoints: Checkpoints | None, steps: int, seed: int) -> None:
         self.step, self.source, self.checkpoints, self.steps = step, source, checkpoints, steps
         self.first = 0 if checkpoints is None else checkpoints.latest() or 0
-        self.state = self._restored(seed) if self.first else step.init(seed)
+        if checkpoints is not None and self.first > steps:
+            raise ValueError(
+                f"{checkpoints.folder} is at step {self.first}, which is beyond steps={steps}, how many in all: give "
+                "more, or another folder"
+            )
+        self.state = self._restored() if self.first else step.init(seed)
         self.flops = token_flops(step.model(self.state), step.names)
         self.peak = peak_flops(step.mesh)
+        self.finite = jax.jit(
+            lambda params: [jnp.all(jnp.isfinite(value)) for value in params.values()], out_shardings=step.places.step
+        )
 
     def go(self, judge: _Judge | None, callbacks: Sequence[Callback]) -> Fitted:
         history: list[Metrics] = []
@@ -197,11 +211,12 @@ class _Run:
                     self.checkpoints.wait()  # what a kill costs is one interval at most
                 started = time.perf_counter()
                 batch, position = self.source.next()
+                batch = placed(batch, self.step)
                 with deadline("a training step"):
-                    self.state, report = self.step(self.state, placed(batch, self.step.mesh))
-                    report = jax.block_until_ready(report)
-                self._refuse_nonfinite(report, number)
-                metrics = self._metrics(report, number, time.perf_counter() - started, np.size(batch["tokens"]))
+                    self.state, report = self.step(self.state, batch)
+                    jax.block_until_ready(report)
+                self._refuse_nonfinite("gradients", np.asarray(report.finite), report, number)
+                metrics = self._metrics(report, number, time.perf_counter() - started, batch["tokens"].size)
                 stop = self._after(number, position, metrics, report, judge, callbacks)
                 history.append(metrics)
                 bar.set_postfix(_shown(metrics), refresh=False)
@@ -226,28 +241,33 @@ class _Run:
         load = np.asarray(report.losses.load, np.float64)
         load = load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
         told = Progress(number, self.steps, metrics, load, lambda: self.step.model(self.state))
-        stop = any([callback(told) is True for callback in callbacks])
+        answers = [callback(told) for callback in callbacks]
+        stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
+        if last or stop or (self.checkpoints is not None and self.checkpoints.due(number)):
+            self._refuse_nonfinite("new values", jax.device_get(self.finite(self.state.params)), report, number)
         if self.checkpoints is not None:
             self.checkpoints.save(number, self.step.saved(self.state), {"data": position}, force=last or stop)
         return last or stop
 
-    def _restored(self, seed: int) -> TrainState:
+    def _restored(self) -> TrainState:
         assert self.checkpoints is not None
-        start = self.step.init(seed)
         arrays, extra = self.checkpoints.restore(self.first, self.step.saved(self.step.shapes()))
         self.source.go_to(extra["data"])
         logger.info("going on from step %d of %s", self.first, self.checkpoints.folder)
-        return self.step.restored(arrays, start)
+        return self.step.restored(arrays)
 
-    def _refuse_nonfinite(self, report: Report, number: int) -> None:
-        odd = [name for name, good in zip(self.step.names, np.asarray(report.finite), strict=True) if not good]
+    def _refuse_nonfinite(self, what: str, finite: Iterable[Any], report: Report, number: int) -> None:
+        odd = [name for name, good in zip(self.step.names, finite, strict=True) if not good]
         if odd:
             where = ""
             if self.checkpoints is not None:
                 self.checkpoints.wait()
-                where = f"; the last checkpoint is of step {self.checkpoints.latest()}"
+                latest = self.checkpoints.latest()
+                where = (
+                    "; there is no checkpoint yet" if latest is None else f"; the last checkpoint is of step {latest}"
+                )
             raise NotFinite(
-                f"step {number}: the gradients of {', '.join(odd[:5])}{' …' if len(odd) > 5 else ''} "
+                f"step {number}: the {what} of {', '.join(odd[:5])}{' …' if len(odd) > 5 else ''} "
                 f"({len(odd)} of {len(self.step.names)} parameters) are NaN or infinite, the loss is "
                 f"{float(report.losses.total):.4g}: lower the learning rate, clip, or look at the batch{where}"
             )
@@ -277,14 +297,18 @@ class _Run:
         return metrics
 
 
-def placed(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
+def placed(batch: Batch, step: Step) -> dict[str, Any]:
     """A batch where the step wants it: rows over the mesh; of several processes each gives its own rows."""
     check_batch(batch)
+    check_ids(batch, step.vocab)
+    mesh = step.mesh
     if mesh is None:
-        return {name: jax.numpy.asarray(array) for name, array in batch.items()}
+        return {name: jnp.asarray(array) for name, array in batch.items()}
     rows, parts = np.shape(batch["tokens"])[0] * jax.process_count(), shards(mesh, batch_axes(mesh))
     if rows % parts:
-        raise ValueError(f"a batch of {rows} rows does not divide over the {parts} parts of {dict(mesh.shape)}")
+        raise ValueError(
+            f"a batch of {rows} rows does not divide over the {parts} parts of {dict(mesh.shape)}: give a multiple"
+        )
     place = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
     return {name: jax.make_array_from_process_local_data(place, np.asarray(a)) for name, a in batch.items()}
 

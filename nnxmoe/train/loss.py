@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.layers.causal_lm import CausalLM
@@ -14,6 +15,7 @@ from nnxmoe.moe import balance as balancing
 from nnxmoe.moe.router import Routing
 
 FIELDS = ("tokens", "targets", "loss_mask", "segment_ids", "positions", "attention_mask")
+MASKS = ("loss_mask", "attention_mask")
 Batch = Mapping[str, Any]
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
 
@@ -143,7 +145,9 @@ def _chunks(step: int, *arrays: Array) -> tuple[Array, ...]:
 
 
 def check_batch(batch: Batch) -> None:
-    """ValueError for fields that no batch has, and for shapes that differ."""
+    """ValueError for fields that no batch has, and for shapes that differ; ids are whole numbers."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch is a dict of arrays, got {type(batch).__name__}: give an iterable of such dicts")
     if odd := [name for name in batch if name not in FIELDS]:
         raise ValueError(f"a batch has no field {odd[0]!r}: only {', '.join(FIELDS)}")
     if "tokens" not in batch:
@@ -154,6 +158,21 @@ def check_batch(batch: Batch) -> None:
             raise ValueError(
                 f"{name} {list(jnp.shape(array))}: every array of a batch is [B, T], as tokens {list(shape)}"
             )
+        dtype = np.asarray(array).dtype if isinstance(array, list | tuple) else array.dtype
+        if name not in MASKS and not jnp.issubdtype(dtype, jnp.integer):
+            raise ValueError(f"{name} is {dtype}: give whole numbers, int32")
+
+
+def check_ids(batch: Batch, vocab: int) -> None:
+    """ValueError for ids that the model has not. Reads the arrays, so not for a compiled function."""
+    for name in ("tokens", "targets"):
+        ids = np.asarray(batch.get(name, 0))
+        for found in (int(np.min(ids, initial=0)), int(np.max(ids, initial=0))):
+            if not 0 <= found < vocab:
+                raise ValueError(
+                    f"{name} has the id {found}, and the model knows 0 to {vocab - 1}: give ids of its own tokenizer; "
+                    "where nothing is to be predicted put 0 here and in loss_mask"
+                )
 
 
 def real_tokens(batch: Batch) -> Array:

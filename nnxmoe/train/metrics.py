@@ -17,15 +17,15 @@ class _Log:
     """Appends to a file; what an earlier run wrote of the same and later steps goes first, as it is done again."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path, self._begun = absolute(path), False
+        self.path, self._next = absolute(path), -1
 
     def __call__(self, progress: Progress) -> None:
         if jax.process_index() > 0:
             return
-        if not self._begun:
+        if progress.step != self._next:  # the first one, or another run that has the same log
             self._begin(progress.step)
-            self._begun = True
         self.add(progress.metrics)
+        self._next = progress.step + 1
 
     def _begin(self, step: int) -> None:
         kept = [metrics for metrics in self.read() if int(metrics["step"]) < step] if self.path.exists() else []
@@ -40,6 +40,11 @@ class _Log:
         finally:
             self.path = final
 
+    def lines(self) -> list[str]:
+        """Without one that was not written to its end, as on a disk that was full."""
+        with self.path.open(newline="", encoding="utf-8") as file:
+            return [line for line in file if line.endswith("\n")]
+
     def read(self) -> list[dict[str, Any]]:
         """What the file holds, a dict a step."""
         raise NotImplementedError
@@ -53,7 +58,7 @@ class JsonLog(_Log):
     """One JSON object a step."""
 
     def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in self.lines()]
 
     def add(self, metrics: Metrics) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -64,12 +69,13 @@ class CsvLog(_Log):
     """One line a step, under the names of the first step's metrics; ``evaluation`` is empty where there was none."""
 
     def read(self) -> list[dict[str, Any]]:
-        with self.path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
+        return list(csv.DictReader(self.lines()))
 
     def add(self, metrics: Metrics) -> None:
         new = not self.path.stat().st_size
         names = list(dict.fromkeys([*metrics, "evaluation"])) if new else list(self._names())
+        if odd := [name for name in metrics if name not in names]:
+            raise ValueError(f"{self.path} has no column for {', '.join(odd)}: give a new file, or use JsonLog")
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names, extrasaction="raise")
             if new:

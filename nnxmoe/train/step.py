@@ -62,11 +62,11 @@ class Step:
         accumulate: int = 1,
         bias_rate: float = 0.0,
     ):
-        if isinstance(accumulate, bool) or accumulate < 1:
-            raise ValueError(f"accumulate={accumulate}: how many parts a batch is cut into, at least 1")
+        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+            raise ValueError(f"accumulate={accumulate!r}: how many parts a batch is cut into, at least 1")
         self.optimizer, self.objective = optimizer, objective or Objective()
         self.accumulate, self.bias_rate = accumulate, bias_rate
-        self.mesh = model.strategy.mesh
+        self.mesh, self.vocab = model.strategy.mesh, model.config.vocab_size
         self.graph, params, frozen = nnx.split(model, trainable, ...)
         self._params, self._frozen = _variables(params), _variables(frozen)
         if not self._params:
@@ -136,11 +136,13 @@ class Step:
         moving = {name: state.frozen[name] for name in self._moving}
         return {"step": state.step, "key": state.key, "params": state.params, "moving": moving, "moments": moments}
 
-    def restored(self, arrays: Mapping[str, Any], start: TrainState) -> TrainState:
-        """The state that was saved, the rest of it from the beginning's."""
+    def restored(self, arrays: Mapping[str, Any]) -> TrainState:
+        """The state that was saved; the rest is the model's. Params and moments are there once, so it takes no more
+        memory to go on than to begin."""
         leaves = list(arrays["moments"].values())
-        moments = jax.tree.unflatten(jax.tree.structure(start.moments), leaves)
-        frozen = {**start.frozen, **arrays["moving"]}
+        moments = jax.tree.unflatten(jax.tree.structure(self.places.moments), leaves)
+        copied = jax.jit(lambda kept: jax.tree.map(jnp.copy, kept), out_shardings=self.places.frozen)
+        frozen = copied(_values(self._frozen)) | dict(arrays["moving"])
         return TrainState(arrays["step"], dict(arrays["params"]), frozen, moments, arrays["key"])
 
     def merge(self, params: Mapping[str, Array], frozen: Mapping[str, Array]) -> CausalLM:
