@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from tqdm import tqdm
 
-from nnxmoe.axes import batch_axes, shards
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.moe.balance import utilisation
 from nnxmoe.processes import deadline
 from nnxmoe.progress import logger
 from nnxmoe.train.checkpoint import Checkpoints
+from nnxmoe.train.feed import Source, placed
 from nnxmoe.train.lora import LoRAParam
-from nnxmoe.train.loss import Batch, Objective, check_batch, check_ids
+from nnxmoe.train.loss import Batch, Objective
 from nnxmoe.train.speed import peak_flops, token_flops
 from nnxmoe.train.step import Report, Step, TrainState
 
@@ -99,7 +99,7 @@ def fit(
     step = Step(model, optimizer, objective, trainable=trainable, accumulate=accumulate, bias_rate=bias_rate)
     kept = contextlib.nullcontext() if checkpoint is None else Checkpoints(checkpoint, keep, save_every)
     with kept as checkpoints:
-        run = _Run(step, _Source(data), checkpoints, steps, seed)
+        run = _Run(step, Source(data), checkpoints, steps, seed)
         judge = None if evaluate is None else _Judge(step, evaluate, evaluate_every)
         return run.go(judge, callbacks)
 
@@ -118,47 +118,6 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     ]
     nnx.update(model, nnx.from_flat_state(flat))
     return model
-
-
-class _Source:
-    """The batches, and where in them we are: the data's own state, or how many were taken."""
-
-    def __init__(self, data: Iterable[Batch]) -> None:
-        self.data, self.taken = data, 0
-        self.batches: Any = iter(data)
-
-    def next(self) -> tuple[Batch, dict[str, Any]]:
-        """A batch, and the position after it."""
-        batch = next(self.batches, None)
-        if batch is None and iter(self.data) is not self.data:
-            self.batches = iter(self.data)
-            batch = next(self.batches, None)
-        if batch is None:
-            raise ValueError(f"the data ended after {self.taken} batches: give more, or fewer steps")
-        self.taken += 1
-        return batch, self.position()
-
-    def position(self) -> dict[str, Any]:
-        """What `go_to` takes."""
-        own = self.batches.get_state() if _resumes(self.batches) else None
-        return {"taken": self.taken, "state": own}
-
-    def go_to(self, position: Mapping[str, Any]) -> None:
-        """Where another run was."""
-        if position["state"] is not None:
-            if not _resumes(self.batches):
-                raise ValueError("the checkpoint has the position of data that could be resumed: give the same data")
-            self.batches.set_state(position["state"])
-            self.taken = position["taken"]
-            return
-        if position["taken"]:
-            logger.warning("the data has no set_state: going through %d batches again", position["taken"])
-        while self.taken < position["taken"]:
-            self.next()
-
-
-def _resumes(batches: Any) -> bool:
-    return hasattr(batches, "get_state") and hasattr(batches, "set_state")
 
 
 class _Judge:
@@ -186,7 +145,7 @@ class _Judge:
 class _Run:
     """From the last checkpoint, or the start, to the last step."""
 
-    def __init__(self, step: Step, source: _Source, checkpoints: Checkpoints | None, steps: int, seed: int) -> None:
+    def __init__(self, step: Step, source: Source, checkpoints: Checkpoints | None, steps: int, seed: int) -> None:
         self.step, self.source, self.checkpoints, self.steps = step, source, checkpoints, steps
         self.first = 0 if checkpoints is None else checkpoints.latest() or 0
         if checkpoints is not None and self.first > steps:
@@ -295,22 +254,6 @@ class _Run:
                 "dropped": float(np.max(used.dropped)),
             }
         return metrics
-
-
-def placed(batch: Batch, step: Step) -> dict[str, Any]:
-    """A batch where the step wants it: rows over the mesh; of several processes each gives its own rows."""
-    check_batch(batch)
-    check_ids(batch, step.vocab)
-    mesh = step.mesh
-    if mesh is None:
-        return {name: jnp.asarray(array) for name, array in batch.items()}
-    rows, parts = np.shape(batch["tokens"])[0] * jax.process_count(), shards(mesh, batch_axes(mesh))
-    if rows % parts:
-        raise ValueError(
-            f"a batch of {rows} rows does not divide over the {parts} parts of {dict(mesh.shape)}: give a multiple"
-        )
-    place = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
-    return {name: jax.make_array_from_process_local_data(place, np.asarray(a)) for name, a in batch.items()}
 
 
 def _shown(metrics: Metrics) -> dict[str, str]:
