@@ -602,7 +602,7 @@ def test_the_compiled_program_is_no_larger(scan: bool) -> None:
         (bridge.instructions(done), done.memory_analysis().temp_size_in_bytes)
         for done in (bridge.program(bridge.MAKERS[n], 2, scan).compile(QUICK) for n in ("Linen", "nnxmoe.linen"))
     )
-    assert ours <= theirs and mine == size
+    assert ours <= theirs and mine <= size
 
 
 @pytest.mark.parametrize("scan", [False, True])

@@ -60,11 +60,13 @@ def combine(rows: Float[Array, "rows D"], order: Order, weights: Float[Array, "N
     return weighted_sum(weights, back, axis=1)
 
 
-def weighted_sum(weights: Float[Array, "*lead"], rows: Float[Array, "*lead D"], axis: int) -> Float[Array, "*rest D"]:
-    """``sum(weights * rows)`` over an axis, in float32, without an array of float32 rows.
+def weighted_sum(weights: Float[Array, "M N"], rows: Float[Array, "M N D"], axis: int) -> Float[Array, "_ D"]:
+    """``sum(weights * rows)`` over one of the first two axes, in float32, without an array of float32 rows.
 
     Compilers fuse the cast, the product and the sum, where a dot would be given an array; and the backward casts again.
     """
+    if rows.dtype == jnp.float32:
+        return jnp.einsum("MN,MND->ND" if axis == 0 else "MN,MND->MD", weights, rows)
 
     def add(weights: Array, rows: Array) -> Array:
         return jnp.sum(weights[..., None] * rows.astype(jnp.float32), axis=axis)
