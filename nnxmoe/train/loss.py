@@ -208,15 +208,16 @@ def targets_of(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
 @dataclasses.dataclass(frozen=True)
 class Losses:
     """Of one batch: what is minimised; the mean cross-entropy; the tokens that count; the balance and router terms
-    without their weights; every MoE layer's assignments to its experts, and how many found no room."""
+    without their weights; every MoE layer's assignments to its experts, int ``[L, E]``, and how many found no room,
+    int ``[L]``. Or the shapes of all that."""
 
-    total: Float[Array, ""]
-    cross_entropy: Float[Array, ""]
-    tokens: Float[Array, ""]
-    balance: Float[Array, ""]
-    router_z: Float[Array, ""]
-    load: Int[Array, "L E"]
-    dropped: Int[Array, "L"]
+    total: Any
+    cross_entropy: Any
+    tokens: Any
+    balance: Any
+    router_z: Any
+    load: Any
+    dropped: Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -223,4 +223,4 @@ def _biases(model: CausalLM) -> dict[str, np.ndarray]:
         own = np.arange(variable.shape[0]) if len(variable.shape) > 1 else np.asarray(path[3])
         numbers[".".join(map(str, path))] = first + own
     every = np.unique(np.concatenate([np.ravel(n) for n in numbers.values()])) if numbers else np.zeros(0, int)
-    return {name: np.searchsorted(every, found) for name, found in numbers.items()}
+    return {name: np.asarray(np.searchsorted(every, found)) for name, found in numbers.items()}
