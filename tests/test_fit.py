@@ -113,6 +113,21 @@ def test_ten_and_ten_steps_are_twenty(adapters: bool, resumes: bool, tmp_path: P
     same_bits(straight, again)
 
 
+def test_grain_goes_on_where_it_was(tmp_path: Path) -> None:
+    grain = pytest.importorskip("grain")
+    rows = [{"tokens": row} for row in random_tokens(12, 9, seed=5)]
+
+    def data() -> Any:
+        return grain.MapDataset.source(rows).shuffle(seed=1).repeat(2).batch(4).to_iter_dataset()
+
+    straight = fit(build_tiny("llama", PLAIN), data(), **settings(steps=6))
+    stop, run = [lambda told: told.step == 3], settings(steps=6, checkpoint=tmp_path / "c")
+    fit(build_tiny("llama", PLAIN), data(), **run, callbacks=stop)
+    done = fit(build_tiny("llama", PLAIN), data(), **run)
+    assert [metrics["step"] for metrics in done.history] == [4, 5, 6]
+    same_bits(straight, done)
+
+
 def test_on_another_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
     eight(on_another_mesh, str(tmp_path))
 
