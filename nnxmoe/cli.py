@@ -84,32 +84,38 @@ def _parser() -> argparse.ArgumentParser:
     text = "Print what a model is and whether it fits, without reading its weights."
     inspect = command("inspect", commands.inspect, text, "nnxmoe inspect deepseek-v3 --context 8192")
     _model_options(inspect)
-    inspect.add_argument("--batch", type=_count, default=1, metavar="B", help="rows in the cache (default 1)")
-    inspect.add_argument("--context", type=_count, metavar="T", help="tokens in the cache (default: 4096 at most)")
-    inspect.add_argument(
-        "--mesh", type=_mesh, metavar="AXES", help="how parameters would lie on a mesh, such as fsdp=4,expert=8"
-    )
+    _inspect_options(inspect)
 
     text = "Turn a checkpoint of Hugging Face, MaxText or nnxmoe.save into another, in a new folder."
     convert = command(
         "convert", commands.convert, text, "nnxmoe convert demo demo-maxtext --to maxtext --scan --verify"
     )
-    convert.add_argument("source", metavar="SRC", help="a folder, a hub id, or 'demo'; what it is is found out")
-    convert.add_argument("target", metavar="DST", help="the folder to write; new or empty")
-    convert.add_argument("--to", choices=["hf", "maxtext", "orbax"], required=True, help="orbax: for nnxmoe.load")
-    convert.add_argument("--scan", action="store_true", help="all layers of a stack as one array")
-    convert.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as stored)")
-    convert.add_argument("--mesh", type=_mesh, metavar="AXES", help="spread over devices, such as fsdp=4,expert=2")
-    convert.add_argument(
-        "--config", metavar="FOLDER", help="with config.json, or a preset: what MaxText does not store"
-    )
-    convert.add_argument("--verify", action="store_true", help="read all of it back and compare, logits too")
+    _convert_options(convert)
 
     text = "Train a model further on lines of text or chat; the same command line again goes on after a kill."
     finetune = command("finetune", commands.finetune, text, "nnxmoe finetune demo chats.jsonl --out tuned --lora 16")
     _model_options(finetune)
     _finetune_options(finetune)
     return parser
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=_count, default=1, metavar="B", help="rows in the cache (default 1)")
+    parser.add_argument("--context", type=_count, metavar="T", help="tokens in the cache (default: 4096 at most)")
+    parser.add_argument(
+        "--mesh", type=_mesh, metavar="AXES", help="how parameters would lie on a mesh, such as fsdp=4,expert=8"
+    )
+
+
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="a folder, a hub id, or 'demo'; what it is is found out")
+    parser.add_argument("target", metavar="DST", help="the folder to write; new or empty")
+    parser.add_argument("--to", choices=["hf", "maxtext", "orbax"], required=True, help="orbax: for nnxmoe.load")
+    parser.add_argument("--scan", action="store_true", help="all layers of a stack as one array")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as stored)")
+    parser.add_argument("--mesh", type=_mesh, metavar="AXES", help="spread over devices, such as fsdp=4,expert=2")
+    parser.add_argument("--config", metavar="FOLDER", help="with config.json, or a preset: what MaxText does not store")
+    parser.add_argument("--verify", action="store_true", help="read all of it back and compare, logits too")
 
 
 def _finetune_options(parser: argparse.ArgumentParser) -> None:

@@ -65,6 +65,7 @@ def from_first(make: Callable[[], str]) -> str:
 
 
 def all_went_well(failure: Exception | None) -> None:
+    """Raises in every process where one of them has failed: there its own error, elsewhere a CheckpointError."""
     failed = np.ravel(multihost_utils.process_allgather(np.asarray([failure is not None])))
     if failure is not None:
         raise failure

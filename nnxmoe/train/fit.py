@@ -99,7 +99,7 @@ def fit(
     step = Step(model, optimizer, objective, trainable=trainable, accumulate=accumulate, bias_rate=bias_rate)
     kept = contextlib.nullcontext() if checkpoint is None else Checkpoints(checkpoint, keep, save_every)
     with kept as checkpoints:
-        run = _Run(step, Source(data), checkpoints, steps, seed)
+        run = _Run(step, Source(data), checkpoints, steps, seed, token_flops(model, step.names))
         judge = None if evaluate is None else _Judge(step, evaluate, evaluate_every)
         return run.go(judge, callbacks)
 
@@ -145,8 +145,10 @@ class _Judge:
 class _Run:
     """From the last checkpoint, or the start, to the last step."""
 
-    def __init__(self, step: Step, source: Source, checkpoints: Checkpoints | None, steps: int, seed: int) -> None:
-        self.step, self.source, self.checkpoints, self.steps = step, source, checkpoints, steps
+    def __init__(
+        self, step: Step, source: Source, checkpoints: Checkpoints | None, steps: int, seed: int, flops: float
+    ) -> None:
+        self.step, self.source, self.checkpoints, self.steps, self.flops = step, source, checkpoints, steps, flops
         self.first = 0 if checkpoints is None else checkpoints.latest() or 0
         if checkpoints is not None and self.first > steps:
             raise ValueError(
@@ -154,7 +156,6 @@ class _Run:
                 "more, or another folder"
             )
         self.state = self._restored() if self.first else step.init(seed)
-        self.flops = token_flops(step.model(self.state), step.names)
         self.peak = peak_flops(step.mesh)
         self.finite = jax.jit(
             lambda params: [jnp.all(jnp.isfinite(value)) for value in params.values()], out_shardings=step.places.step

@@ -1,5 +1,6 @@
 """Where metrics go: callbacks of `fit` that write them to files."""
 
+import abc
 import csv
 import json
 import os
@@ -13,7 +14,7 @@ from nnxmoe.files import absolute
 from nnxmoe.train.fit import Metrics, Progress
 
 
-class _Log:
+class _Log(abc.ABC):
     """Appends to a file; what an earlier run wrote of the same and later steps goes first, as it is done again."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -45,13 +46,13 @@ class _Log:
         with self.path.open(newline="", encoding="utf-8") as file:
             return [line for line in file if line.endswith("\n")]
 
+    @abc.abstractmethod
     def read(self) -> list[dict[str, Any]]:
         """What the file holds, a dict a step."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def add(self, metrics: Metrics) -> None:
         """One step more."""
-        raise NotImplementedError
 
 
 class JsonLog(_Log):

@@ -48,6 +48,7 @@ def nested_as(like: Mapping[str, Any], values: Mapping[str, Any], path: str = ""
 
 
 def signature(arrays: Mapping[str, Any]) -> Signature:
+    """Shape and dtype of each array."""
     return {name: (tuple(array.shape), str(array.dtype)) for name, array in arrays.items()}
 
 
@@ -95,6 +96,7 @@ def plain(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_key(leaf: Any) -> bool:
+    """Whether an array is of random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -105,9 +107,11 @@ def stored(leaf: Any, place: Any) -> jax.ShapeDtypeStruct:
 
 
 def empty(leaf: Any, place: Any) -> jax.Array:
+    """An array without elements, which Orbax does not keep, where it belongs."""
     return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=place)()
 
 
 def listed(title: str, lines: list[str]) -> str:
+    """A message with the first of many lines, and how many more there are."""
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return f"{title}:\n  " + "\n  ".join(lines[:_SHOWN]) + more

@@ -115,6 +115,7 @@ def finished(folder: Path) -> Iterator[int]:
 
 
 def steps_in(folder: Path) -> list[int]:
+    """The steps that have a folder, newest first, whole or not."""
     names = os.listdir(folder) if folder.is_dir() else []
     found = [int(name) for name in names if _STEP.fullmatch(name) and (folder / name).is_dir()]
     return sorted(found, reverse=True)
