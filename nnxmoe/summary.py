@@ -16,7 +16,8 @@ from nnxmoe.axes import RULES, AnyMesh, Rules, partition_spec
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.account import head_for_embedding, refuse_unjustified
 from nnxmoe.convert.checkpoint import Checkpoint, hub_headers
-from nnxmoe.convert.place import FLOATS, fp8_block
+from nnxmoe.convert.fp8 import fp8_block
+from nnxmoe.convert.place import FLOATS
 from nnxmoe.convert.safetensors import DTYPES
 from nnxmoe.convert.side_files import check_generation, parse_config
 from nnxmoe.convert.source import CheckpointError, find_config, has_weights

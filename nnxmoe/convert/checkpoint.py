@@ -113,12 +113,14 @@ class Checkpoint:
         """Reads a tensor, or a range `rows` of its first and `cols` of its last dimension, in its stored dtype."""
         info = self.info(name)
         out = np.empty(_window(info, rows, cols)[0], info.numpy_dtype)
-        self.read_into(name, out, rows, cols)
+        self.read_into(info, out, rows, cols)
         return out
 
-    def read_into(self, name: str, out: np.ndarray, rows: slice | None = None, cols: slice | None = None) -> None:
-        """Like `read`, into a C-contiguous array of the stored dtype and the range's shape."""
-        info = self.info(name)
+    def read_into(
+        self, tensor: str | TensorInfo, out: np.ndarray, rows: slice | None = None, cols: slice | None = None
+    ) -> None:
+        """Like `read`, of a tensor or a part of one, into a C-contiguous array of its dtype and the range's shape."""
+        info = self.info(tensor) if isinstance(tensor, str) else tensor
         shape, (first, last), (left, right) = _window(info, rows, cols)
         if out.dtype != info.numpy_dtype or out.shape != shape or not out.flags.c_contiguous:
             raise ValueError(f"out must be a C-contiguous {info.numpy_dtype} array of shape {list(shape)}")

@@ -1,7 +1,8 @@
 """DeepSeek's FP8 blocks: one float32 scale for each block of an 8-bit weight."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -60,3 +61,22 @@ def dequantize_blocks(
                 out[part] *= scales
             row = end
     return out
+
+
+def fp8_block(fields: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """The FP8 block size that a config.json declares; None without quantization. Others are refused by name."""
+    quantization = fields.get("quantization_config")
+    if quantization is None:
+        return None
+    where = f"{where}: quantization_config"
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise CheckpointError(
+            f"{where}: method {short(method)} is not supported; supported: 'fp8' in blocks, as DeepSeek-V3"
+        )
+    if quantization.get("fmt", "e4m3") != "e4m3":
+        raise CheckpointError(f"{where}: fmt {short(quantization['fmt'])} is not supported; supported: 'e4m3'")
+    block = quantization.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in block):
+        raise CheckpointError(f"{where}: weight_block_size must be two positive integers, got {short(block)}")
+    return block[0], block[1]

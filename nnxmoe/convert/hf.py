@@ -98,25 +98,24 @@ def _fill(model: CausalLM, checkpoint: Checkpoint, dtype: np.dtype | None, notes
     plan = head_for_embedding(entries(model, model.hf_table, checkpoint.tensors), checkpoint.tensors)
     reader = Reader(checkpoint, plan)
     report = account(model, checkpoint, plan, reader, notes)
-    state, casts = {}, {}
-    variables = dict(nnx.to_flat_state(nnx.state(model)))
+    variables, wanted, casts = dict(nnx.to_flat_state(nnx.state(model))), [], {}
+    for entry in plan:
+        variable = variables[entry.path]
+        target = np.dtype(np.float32) if isinstance(variable, RouterBias) else dtype or reader.natural(entry)
+        for name in {piece.name for piece in entry.pieces}:
+            stored = checkpoint.tensors[name].numpy_dtype
+            if stored != target:
+                casts.setdefault(f"{stored} -> {target}", []).append(name)
+        try:
+            wanted.append((entry, target, model.strategy.sharding_of(variable)))
+        except ValueError as error:
+            raise ValueError(f"{entry.key}: {error}") from None
     total = sum(checkpoint.tensors[name].nbytes for name in report.loaded)
     with bytes_bar(total, f"loading {checkpoint.folder.name}") as bar:
-        for entry in plan:
-            variable = variables[entry.path]
-            target = np.dtype(np.float32) if isinstance(variable, RouterBias) else dtype or reader.natural(entry)
-            for name in {piece.name for piece in entry.pieces}:
-                stored = checkpoint.tensors[name].numpy_dtype
-                if stored != target:
-                    casts.setdefault(f"{stored} -> {target}", []).append(name)
-            try:
-                place = model.strategy.sharding_of(variable)
-            except ValueError as error:
-                raise ValueError(f"{entry.key}: {error}") from None
-            value = reader.place(entry, target, place, bar)
-            state[entry.path] = variable.replace(value)
+        values = reader.place(wanted, bar)
+    state = {path: variables[path].replace(value) for path, value in values.items()}
     nnx.update(model, nnx.from_flat_state(state))
-    model.dtype = activations_dtype(model)
+    model.dtype = activations_dtype(model.strategy, state.values())
     model.load_report = dataclasses.replace(
         report,
         casts={cast: tuple(sorted(names)) for cast, names in sorted(casts.items())},

@@ -2,7 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from typing import Any
 
 import jax
@@ -11,15 +13,19 @@ import numpy as np
 from jax.sharding import Sharding
 
 from nnxmoe.convert.checkpoint import Checkpoint
-from nnxmoe.convert.fp8 import check_scale_grid, dequantize_blocks
+from nnxmoe.convert.fp8 import check_scale_grid, dequantize_blocks, fp8_block
+from nnxmoe.convert.host import Blocks, Scratch, copy_into, count_nonfinite, few_threads, transpose_into
 from nnxmoe.convert.safetensors import TensorInfo
 from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.table import Entry, Piece
-from nnxmoe.files import short
+from nnxmoe.convert.table import Entry, Path, Piece
 
-PIECE_BYTES = 16 << 20
+CHUNK_BYTES = 2 << 20  # what a thread does at a time: in the caches, and rare enough to leave the interpreter free
+AHEAD_BYTES = 128 << 20  # of parameters begun before the first of them is placed
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
 Index = Sequence[slice]
+Ranges = tuple[tuple[int, int], ...]  # (start, stop) of each dimension
+Chunk = tuple[TensorInfo, slice, slice | None, np.ndarray | None, np.ndarray]  # rows, columns, scales, where they go
+Begun = tuple[np.ndarray, list[Future[tuple[str, int]]]]
 
 
 class Reader:
@@ -31,6 +37,7 @@ class Reader:
         self.block = fp8_block(checkpoint.config, str(checkpoint.folder / "config.json"))
         self.nonfinite: dict[str, int] = {}
         self._scales: dict[str, np.ndarray] = {}
+        self._scratch, self._blocks = Scratch(), Blocks()
 
     def faults(self) -> list[str]:
         """Every wrong shape, dtype or quantization among the tensors that are there."""
@@ -70,87 +77,117 @@ class Reader:
         """The dtype a parameter has when none is asked for: as stored; FP8 -> bfloat16, float64 -> float32."""
         return natural_dtype({self.checkpoint.info(piece.name).numpy_dtype for piece in entry.pieces})
 
-    def place(self, entry: Entry, dtype: np.dtype, sharding: Sharding | None, bar: Any) -> jax.Array:
-        """The parameter as one array; with a sharding, each device's part read for itself."""
-        if sharding is None:
-            return jax.device_put(self.read(entry, dtype, tuple(slice(0, n) for n in entry.shape), bar))
-        shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+    def place(self, wanted: Iterable[tuple[Entry, np.dtype, Sharding | None]], bar: Any) -> dict[Path, jax.Array]:
+        """The parameters, each as one array of that dtype; with a sharding, each device's part read for itself.
 
-        def part(index: Index | None) -> np.ndarray:
-            assert index is not None
-            full = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, entry.shape, strict=True))
-            key = tuple((s.start, s.stop) for s in full)
-            if key not in shards:  # devices that hold the same part share one read
-                shards[key] = self.read(entry, dtype, full, bar)
-            return shards[key]
+        A few threads read while this one places what is complete. Memory not yet placed is that of one parameter, or
+        of several whose bytes are at most AHEAD_BYTES.
+        """
+        placed: dict[Path, jax.Array] = {}
+        begun: deque[tuple[Entry, Sharding | None, dict[Ranges, Begun]]] = deque()
+        ahead = 0
 
-        return jax.make_array_from_callback(entry.shape, sharding, part)
+        def place_first() -> int:
+            entry, sharding, parts = begun.popleft()
+            arrays = {key: self.finish(part, bar) for key, part in parts.items()}
+            if sharding is None:
+                placed[entry.path] = jax.device_put(*arrays.values())
+            else:
+                placed[entry.path] = jax.make_array_from_callback(
+                    entry.shape, sharding, lambda index: arrays[_ranges(index, entry.shape)]
+                )
+            return sum(array.nbytes for array in arrays.values())
 
-    def read(self, entry: Entry, dtype: np.dtype, index: Index, bar: Any = None) -> np.ndarray:
-        """Our slice ``index`` of a parameter, read piece by piece into one aligned buffer."""
+        with few_threads() as pool:
+            for entry, dtype, sharding in wanted:
+                everywhere: Any = {None: (slice(None),) * len(entry.shape)}
+                indices = everywhere if sharding is None else sharding.addressable_devices_indices_map(entry.shape)
+                keys = {_ranges(index, entry.shape) for index in indices.values()}  # devices may share one read
+                size = sum(math.prod(stop - start for start, stop in key) for key in keys) * dtype.itemsize
+                while begun and ahead + size > AHEAD_BYTES:
+                    ahead -= place_first()
+                begun.append((entry, sharding, {key: self.begin(entry, dtype, key, pool) for key in sorted(keys)}))
+                ahead += size
+            while begun:
+                place_first()
+        return placed
+
+    def begin(self, entry: Entry, dtype: np.dtype, part: Ranges, pool: Executor) -> Begun:
+        """Starts to read a part of a parameter, piece by piece, into one aligned buffer."""
+        index = [slice(start, stop) for start, stop in part]
+        out = self._blocks.empty(tuple(stop - start for start, stop in part), dtype)
+        return out, [pool.submit(self._read, *chunk) for chunk in self._chunks(entry, index, out)]
+
+    def finish(self, begun: Begun, bar: Any = None) -> np.ndarray:
+        """Waits for a part; what went wrong in a thread is raised here."""
+        out, reads = begun
+        running: set[Any] = {None}
+        while running:  # woken seldom: this thread's steps are time that the others cannot use
+            done, running = wait(reads, timeout=0.1, return_when=FIRST_EXCEPTION)
+            found = [read.result() for read in done]
+            if bar is not None:
+                bar.update(self.checkpoint.bytes_read - bar.n)
+        for name, bad in found:
+            if bad:
+                self.nonfinite[name] = self.nonfinite.get(name, 0) + bad
+        return out
+
+    def _chunks(self, entry: Entry, index: Index, out: np.ndarray) -> Iterator[Chunk]:
+        """What there is to read for a part of a parameter."""
         lead, inner = index[: entry.lead], index[entry.lead :]
-        out = aligned_empty(tuple(s.stop - s.start for s in index), dtype)
         for piece in entry.pieces:
             if not all(s.start <= i < s.stop for i, s in zip(piece.at, lead, strict=False)):
                 continue
             where = tuple(i - s.start for i, s in zip(piece.at, lead, strict=False))
-            if piece.experts:
-                experts = lead[-1]
-                for e in range(experts.start, experts.stop):
-                    self._read_piece(entry, piece, inner, out[(*where, e - experts.start)], bar, expert=e)
-            else:
-                self._read_piece(entry, piece, inner, out[where], bar)
-        return out
+            info = self.checkpoint.info(piece.name)
+            if not piece.experts:
+                yield from self._cut(entry, piece, info, inner, out[where])
+                continue
+            for e in range(lead[-1].start, lead[-1].stop):
+                yield from self._cut(entry, piece, info.at(e), inner, out[(*where, e - lead[-1].start)])
 
-    def _read_piece(
-        self, entry: Entry, piece: Piece, inner: Index, out: np.ndarray, bar: Any, expert: int | None = None
-    ) -> None:
-        if entry.inputs is None:
-            if entry.inner:
-                self._copy(piece.name, inner, out, bar)
-            return
-        ins, outs = entry.inner[: entry.inputs], entry.inner[entry.inputs :]
-        cols, rows = _flatten(inner[: entry.inputs], ins), _flatten(inner[entry.inputs :], outs)
-        offset = piece.part * math.prod(outs)
-        rows = slice(rows.start + offset, rows.stop + offset)
-        flat = out.reshape(cols.stop - cols.start, rows.stop - rows.start)
-        step = max(16, PIECE_BYTES // max(1, (cols.stop - cols.start) * 4) // 16 * 16)
-        for begin in range(rows.start, rows.stop, step):
-            chunk = slice(begin, min(begin + step, rows.stop))
-            values = self._values(piece.name, chunk, cols, out.dtype, expert, bar)
-            _transpose_into(flat[:, chunk.start - rows.start : chunk.stop - rows.start], values)
-
-    def _copy(self, name: str, inner: Index, out: np.ndarray, bar: Any) -> None:
-        """A parameter stored as it is: rows of the first dimension, perhaps a range of the last."""
-        cols = inner[-1] if len(inner) > 1 else None
-        row_bytes = max(1, math.prod(out.shape[1:]) * 4)
-        step = max(1, PIECE_BYTES // row_bytes)
-        for begin in range(inner[0].start, inner[0].stop, step):
-            chunk = slice(begin, min(begin + step, inner[0].stop))
-            target = out[chunk.start - inner[0].start : chunk.stop - inner[0].start]
-            target[...] = self._values(name, chunk, cols, out.dtype, None, bar)
-
-    def _values(
-        self, name: str, rows: slice, cols: slice | None, dtype: np.dtype, expert: int | None, bar: Any
-    ) -> np.ndarray:
-        """Stored rows and columns, dequantized and cast."""
-        if expert is None:
-            raw = self.checkpoint.read(name, rows, cols)
+    def _cut(self, entry: Entry, piece: Piece, info: TensorInfo, inner: Index, out: np.ndarray) -> Iterator[Chunk]:
+        """Some rows at a time of a stored tensor, and the view of the parameter where they go."""
+        if entry.inputs is None:  # stored as it is: rows of the first dimension, perhaps a range of the last
+            rows, cols = inner[0], inner[-1] if len(inner) > 1 else None
         else:
-            raw = self.checkpoint.read(name, slice(expert, expert + 1), cols)[0, rows]
-        if bar is not None:
-            bar.update(raw.nbytes)
-        if raw.dtype.itemsize == 1:
+            ins, outs = entry.inner[: entry.inputs], entry.inner[entry.inputs :]
+            cols, rows = _flatten(inner[: entry.inputs], ins), _flatten(inner[entry.inputs :], outs)
+            offset = piece.part * math.prod(outs)
+            rows = slice(rows.start + offset, rows.stop + offset)
+            out = out.reshape(cols.stop - cols.start, rows.stop - rows.start).T
+        scales = self._scales_of(info) if info.numpy_dtype.itemsize == 1 else None
+        step = max(1, CHUNK_BYTES // max(1, math.prod(out.shape[1:]) * out.itemsize))
+        step = step if entry.inputs is None else max(64, step // 64 * 64)  # columns of whole cache lines
+        for start in range(rows.start, rows.stop, step):
+            some = slice(start, min(start + step, rows.stop))
+            yield info, some, cols, scales, out[some.start - rows.start : some.stop - rows.start]
+
+    def _scales_of(self, info: TensorInfo) -> np.ndarray:
+        if info.name not in self._scales:
+            self._scales = {info.name: self.checkpoint.read(info.name + "_scale_inv")}
+        return self._scales[info.name]
+
+    def _read(
+        self, info: TensorInfo, rows: slice, cols: slice | None, scales: np.ndarray | None, out: np.ndarray
+    ) -> tuple[str, int]:
+        """Reads, dequantizes, casts and transposes; (the tensor's name, how many values are not finite)."""
+        shape = len(out), math.prod(out.shape[1:])
+        straight, same = out.flags.c_contiguous, info.numpy_dtype == out.dtype
+        raw = out
+        if not (straight and same):
+            raw = self._scratch.empty("raw", shape, info.numpy_dtype).reshape(out.shape)
+        self.checkpoint.read_into(info, raw, rows, cols)
+        values = raw
+        if scales is not None:
             assert self.block is not None and cols is not None
-            if name not in self._scales:
-                self._scales = {name: self.checkpoint.read(name + "_scale_inv")}
-                if bar is not None:
-                    bar.update(self._scales[name].nbytes)
-            raw = dequantize_blocks(raw, self._scales[name], self.block, rows.start, cols.start)
-        values = raw.astype(dtype, copy=False)
-        if bad := count_nonfinite(values):
-            self.nonfinite[name] = self.nonfinite.get(name, 0) + bad
-        return values
+            values = dequantize_blocks(raw, scales, self.block, rows.start, cols.start)
+        cast = out if straight else self._scratch.apart("cast", shape, out.dtype)
+        if cast is not raw:
+            copy_into(cast, values)
+        if not straight:
+            transpose_into(out.T, cast)
+        return info.name, count_nonfinite(raw if same else cast)
 
 
 def natural_dtype(kinds: Iterable[np.dtype]) -> np.dtype:
@@ -160,35 +197,9 @@ def natural_dtype(kinds: Iterable[np.dtype]) -> np.dtype:
     return np.dtype(jax.numpy.result_type(*(narrowed.get(kind.itemsize, kind) for kind in kinds)))
 
 
-def count_nonfinite(values: np.ndarray) -> int:
-    """How many of an array's floats are NaN or infinite.
-
-    Two maxima over the bits, which take no memory and little time, find out whether there are any: with the sign bit
-    away, these are the floats that as integers reach infinity.
-    """
-    if values.size == 0:
-        return 0
-    bits = values.view(np.dtype(f"u{values.dtype.itemsize}"))
-    infinity, sign = (int(np.asarray(x, values.dtype).view(bits.dtype)) for x in (np.inf, -0.0))
-    if bits.max() < sign + infinity and bits.view(np.dtype(f"i{values.dtype.itemsize}")).max() < infinity:
-        return 0
-    return int(np.count_nonzero((bits & (sign - 1)) >= infinity))
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:
-    """An uninitialised array that JAX can take over on CPU without a copy."""
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + alignment, np.uint8)
-    start = -raw.ctypes.data % alignment
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _transpose_into(out: np.ndarray, values: np.ndarray, tile: int = 16) -> None:
-    """``out[...] = values.T`` a few source rows at a time, which keeps the cache lines in use (5x faster)."""
-    bits = np.dtype(f"u{out.dtype.itemsize}")  # plain integers copy faster than bfloat16
-    out, values = out.view(bits), np.ascontiguousarray(values).view(bits)
-    for row in range(0, len(values), tile):
-        out[:, row : row + tile] = values[row : row + tile].T
+def _ranges(index: Index | None, shape: tuple[int, ...]) -> Ranges:
+    assert index is not None
+    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
 
 
 def _flatten(index: Index, shape: tuple[int, ...]) -> slice:
@@ -198,22 +209,3 @@ def _flatten(index: Index, shape: tuple[int, ...]) -> slice:
             raise ValueError(f"only the first of the dimensions {shape} can be split, got {index}: change the rules")
     rest = math.prod(shape[1:])
     return slice(index[0].start * rest, index[0].stop * rest)
-
-
-def fp8_block(fields: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """The FP8 block size that a config.json declares; None without quantization. Others are refused by name."""
-    quantization = fields.get("quantization_config")
-    if quantization is None:
-        return None
-    where = f"{where}: quantization_config"
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(
-            f"{where}: method {short(method)} is not supported; supported: 'fp8' in blocks, as DeepSeek-V3"
-        )
-    if quantization.get("fmt", "e4m3") != "e4m3":
-        raise CheckpointError(f"{where}: fmt {short(quantization['fmt'])} is not supported; supported: 'e4m3'")
-    block = quantization.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in block):
-        raise CheckpointError(f"{where}: weight_block_size must be two positive integers, got {short(block)}")
-    return block[0], block[1]

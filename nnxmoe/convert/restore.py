@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,11 +16,12 @@ from jaxtyping import Array
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config import DecoderConfig
+from nnxmoe.convert.host import aligned_empty, copy_into, count_nonfinite
 from nnxmoe.convert.leaves import QUERY, Change, Later, Leaf
-from nnxmoe.convert.place import aligned_empty, count_nonfinite, natural_dtype
+from nnxmoe.convert.place import natural_dtype
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.table import Path, parameters
+from nnxmoe.convert.table import Path
 from nnxmoe.convert.together import AnyArray
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, carry_scale
@@ -135,20 +136,18 @@ def _fill(
         del made
         give_back()
     nnx.update(model, nnx.from_flat_state(variables))
-    model.dtype = activations_dtype(model)
+    model.dtype = activations_dtype(model.strategy, variables.values())
     return nonfinite, {cast: tuple(sorted(names)) for cast, names in sorted(casts.items())}
 
 
-def activations_dtype(model: CausalLM) -> Any:
-    """The strategy's, or that of the matrices."""
-    if model.strategy.compute_dtype is not None:
-        return jnp.dtype(model.strategy.compute_dtype)
-    return matrices_dtype(model)
+def activations_dtype(strategy: Strategy, variables: Iterable[nnx.Variable]) -> Any:
+    """The strategy's, or that of the matrices among a model's parameters."""
+    return matrices_dtype(variables) if strategy.compute_dtype is None else jnp.dtype(strategy.compute_dtype)
 
 
-def matrices_dtype(model: CausalLM) -> Any:
-    """The dtype that holds every matrix of a checkpoint of the model."""
-    return jnp.result_type(*{v.dtype for _, v in parameters(model) if is_matrix(v)})
+def matrices_dtype(variables: Iterable[nnx.Variable]) -> Any:
+    """The dtype that holds every matrix among a model's parameters."""
+    return jnp.result_type(*{v.dtype for v in variables if is_matrix(v)})
 
 
 def is_matrix(variable: nnx.Variable) -> bool:
@@ -183,8 +182,7 @@ def _on_host(
                     target, piece = whole, block[j - start]
                 else:
                     target, piece = whole[rows], block[:, j] if leaf.stacked else block
-                with np.errstate(over="ignore"):  # it is counted
-                    target[...] = change(leaf, piece)
+                copy_into(target, change(leaf, piece))
                 nonfinite[at] += count_nonfinite(target)
     return {path: jax.device_put(value) for path, value in out.items()}, nonfinite
 

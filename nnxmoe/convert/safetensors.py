@@ -5,7 +5,7 @@ Every header is checked twice, by the rules below and by the safetensors library
 
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,12 @@ class TensorInfo:
     def numpy_dtype(self) -> np.dtype:
         """The stored dtype; BF16 and FP8 are those of ml_dtypes."""
         return DTYPES[self.dtype]
+
+    def at(self, index: int) -> "TensorInfo":
+        """One part along the first dimension, as a tensor of its own."""
+        size = self.nbytes // self.shape[0]
+        begin = self.begin + index * size
+        return replace(self, shape=self.shape[1:], begin=begin, end=begin + size)
 
 
 def dtype_code(dtype: Any) -> str:

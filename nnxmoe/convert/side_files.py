@@ -9,6 +9,7 @@ from nnxmoe.bounds import ConfigError, check_token_ids
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.restore import matrices_dtype
 from nnxmoe.convert.source import CheckpointError, find_config
+from nnxmoe.convert.table import parameters
 from nnxmoe.convert.write import write_bytes, write_json
 from nnxmoe.files import absolute, read_bounded, read_object
 from nnxmoe.frozen import FrozenDict
@@ -27,7 +28,8 @@ _MAX_BYTES = 100_000_000
 def write_side_files(stage: Path, model: CausalLM, target: str | os.PathLike[str]) -> None:
     """Config, generation config, and the tokenizer's files from where the model was loaded; those that ``target``
     has already stay its own."""
-    write_json(stage / "config.json", model.config.to_hf() | {"dtype": str(matrices_dtype(model))})
+    dtype = matrices_dtype(variable for _, variable in parameters(model))
+    write_json(stage / "config.json", model.config.to_hf() | {"dtype": str(dtype)})
     if model.generation_config:
         write_json(stage / GENERATION, model.generation_config)
     if model.load_report is None or model.load_report.files is None:

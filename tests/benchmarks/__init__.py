@@ -1,1 +1,1 @@
-"""Measurements anyone can rerun: ``python -m tests.benchmarks.NAME``."""
+"""Measurements anyone can rerun: ``python -m tests.benchmarks`` beside transformers, and the single files."""

@@ -23,28 +23,9 @@ import optax
 import nnxmoe
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.train.step import Step
+from tests.benchmarks.models import TINY
 
-BATCH, LENGTH, DIM = 4, 128, 64
-_SMALL = {"vocab_size": 64, "hidden_size": DIM, "intermediate_size": 96, "num_attention_heads": 4}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": _SMALL,
-    "mixtral": _SMALL | {"num_key_value_heads": 2, "num_local_experts": 8},
-    "deepseek_v3": _SMALL
-    | {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 6,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-    },
-}
+BATCH, LENGTH = 4, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +45,7 @@ class Growth:
 
 def step_of(kind: str, layers: int, dtype: Any, accumulate: int) -> Step:
     """The training step of a model without arrays."""
-    config = config_from_hf(MODELS[kind] | {"model_type": kind, "num_hidden_layers": layers})
+    config = config_from_hf(TINY[kind] | {"num_hidden_layers": layers})
     strategy = nnxmoe.Strategy(scan_layers=True, remat=nnxmoe.Remat(), compute_dtype=dtype)
     model = model_class(config)(config, strategy, rngs=None)
     return Step(model, optax.sgd(0.1), accumulate=accumulate)
@@ -82,7 +63,7 @@ def measure(kind: str, counts: Sequence[int], dtype: Any = jnp.float32, accumula
         parameters[layers] = sum(4 * a.size for a in jax.tree.leaves(state.params))
     few, many = min(counts), max(counts)
     gradients = (parameters[many] - parameters[few]) // (many - few)
-    return Growth(temporary, BATCH * LENGTH * DIM * jnp.dtype(dtype).itemsize, gradients)
+    return Growth(temporary, BATCH * LENGTH * TINY[kind]["hidden_size"] * jnp.dtype(dtype).itemsize, gradients)
 
 
 def plot(found: dict[str, Growth], file: Path) -> None:
@@ -118,7 +99,7 @@ def main() -> int:
     )
     print("|---" * (len(options.layers) + 5) + "|")
     found = {}
-    for kind in MODELS:
+    for kind in TINY:
         growth = found[kind] = measure(kind, options.layers, options.dtype, options.accumulate)
         rest = growth.layer - growth.inputs - growth.gradients
         sizes = " | ".join(str(size) for size in growth.temporary.values())

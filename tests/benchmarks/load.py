@@ -1,35 +1,15 @@
-"""Load a synthetic sharded Mixtral in a process of its own: peak memory beside the model's bytes, and GB/s.
+"""Load a sharded Mixtral of any size: what ``tests.benchmarks.ours`` measures of it, peak memory and GB/s.
 
-    python -m tests.benchmarks.load [--megabytes 800] [--dtype bfloat16]
-
-Prints one JSON line. ``peak_ratio`` is the peak resident memory over what importing costs, in model sizes.
+python -m tests.benchmarks.load [--megabytes 800] [--dtype bfloat16]
 """
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from tests.benchmarks.checkpoints import write_random
-
-CHILD = """
-import json, sys, time
-def peak():
-    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
-import jax, nnxmoe
-from flax import nnx
-jax.device_put(1.0).block_until_ready()
-before = peak()
-started = time.perf_counter()
-model = nnxmoe.from_pretrained(sys.argv[1])
-for leaf in jax.tree.leaves(nnx.state(model)):
-    leaf.block_until_ready()
-seconds = time.perf_counter() - started
-size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-print(json.dumps({"bytes": size, "import_bytes": before, "peak_bytes": peak(), "seconds": seconds}))
-"""
+from tests.benchmarks.processes import call
 
 
 def config(megabytes: int, dtype: str) -> dict[str, object]:
@@ -50,17 +30,6 @@ def make(folder: Path, megabytes: int, dtype: str) -> None:
     write_random(folder, config(megabytes, dtype), megabytes * 1_000_000 // 5)
 
 
-def measure(folder: Path) -> dict[str, float]:
-    """Load in a fresh process; sizes in bytes."""
-    run = subprocess.run([sys.executable, "-c", CHILD, str(folder)], capture_output=True, text=True, timeout=300)
-    if run.returncode:
-        raise RuntimeError(run.stderr)
-    found = json.loads(run.stdout.splitlines()[-1])
-    found["peak_ratio"] = (found["peak_bytes"] - found["import_bytes"]) / found["bytes"]
-    found["gigabytes_per_second"] = found["bytes"] / found["seconds"] / 1e9
-    return found
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -69,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder) / "model", options.megabytes, options.dtype)
-        print(json.dumps(measure(Path(folder) / "model")))
+        print(json.dumps(call("ours", Path(folder) / "model", "load")))
 
 
 if __name__ == "__main__":
