@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.layers.cache import Slots
-from nnxmoe.layers.linear import einsum
+from nnxmoe.layers.linear import batched
 
 
 @jax.tree_util.register_dataclass
@@ -100,12 +100,12 @@ class Reference:
         batch, heads, count, _ = q.shape
         kv_heads = k.shape[1]
         grouped = q.reshape(batch, kv_heads, heads // kv_heads * count, q.shape[3])
-        scores = einsum("BKQH,BKSH->BKQS", grouped, k) * scale
+        scores = batched(grouped, k.astype(q.dtype), -1) * scale
         scores = scores.reshape(batch, kv_heads, heads // kv_heads, count, k.shape[2])
         scores = mask.hide(scores, q)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         weights = weights.reshape(batch, kv_heads, -1, k.shape[2])
-        out = einsum("BKQS,BKSH->BKQH", weights, v).astype(q.dtype)
+        out = batched(weights, v, -2).astype(q.dtype)
         return out.reshape(batch, heads, count, v.shape[3])
 
 

@@ -1,5 +1,6 @@
 """Matrix products: the one home of every dot, and the projection built on it."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -31,28 +32,62 @@ def _matmul_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]
 def _matmul_backward(kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
     x, kernel = kept
     rows, d_rows = x.reshape(-1, x.shape[-1]), d_out.reshape(-1, d_out.shape[-1])
-    d_x = _dot(d_rows, kernel.astype(x.dtype), 1, 1).astype(x.dtype)
-    return d_x.reshape(x.shape), _dot(rows, d_rows, 0, 0).astype(kernel.dtype)
+    d_x = _dot(d_rows, kernel.astype(x.dtype), -1, -1).astype(x.dtype)
+    return d_x.reshape(x.shape), _dot(rows, d_rows, -2, -2).astype(kernel.dtype)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _dot(x: Float[Array, "_ _"], y: Float[Array, "_ _"], of_x: int, of_y: int) -> Float[Array, "_ _"]:
-    """The sum over a dimension of each, in float32."""
-    return jax.lax.dot_general(x, y, (((of_x,), (of_y,)), ((), ())), preferred_element_type=jnp.float32)
+def _dot(x: Float[Array, "*b _ _"], y: Float[Array, "*b _ _"], of_x: int, of_y: int) -> Float[Array, "*b _ _"]:
+    """The sum over one of the last two dimensions (-2, -1) of each, in float32; what leads is the same in both.
+
+    Dimensions that are for each matrix lead, and one row of 16 bits is computed as two: XLA:CPU fails to run some other
+    bfloat16 products, and casts all of y for one with a vector.
+    """
+    rows = -3 - of_x
+    alone = x.shape[rows] == 1 and jnp.finfo(x.dtype).bits == 16 and jax.default_backend() == "cpu"
+    if alone:
+        x = jax.lax.optimization_barrier(jnp.concatenate([x, jnp.zeros_like(x)], axis=rows))
+    lead = tuple(range(x.ndim - 2))
+    dims = ((x.ndim + of_x,), (y.ndim + of_y,)), (lead, lead)
+    out = jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
+    return out[..., :1, :] if alone else out
 
 
 def matmul_f32(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
     """``x @ kernel`` in the operands' own precision, returned as the float32 it was accumulated in."""
-    rows = x.reshape(-1, x.shape[-1])  # rank 2: XLA:CPU has no kernel for some batched bfloat16 -> float32 dots
-    return _dot(rows, kernel, 1, 0).reshape(*x.shape[:-1], kernel.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    return _dot(rows, kernel, -1, -2).reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def batched(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], of_y: int) -> Float[Array, "*b M N"]:
+    """``x @ y`` for each matrix (``of_y`` -2), or ``x @ y.T`` (-1), accumulated and returned in float32.
+
+    Its backward computes in float32, and casts what it returns.
+    """
+    return _dot(x, y, -1, of_y)
+
+
+def _batched_forward(x: Array, y: Array, of_y: int) -> tuple[Array, tuple[Array, Array]]:
+    return _dot(x, y, -1, of_y), (x, y)
+
+
+def _batched_backward(of_y: int, kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
+    x, y = (operand.astype(jnp.float32) for operand in kept)
+    d_x = _dot(d_out, y, -1, -3 - of_y)
+    d_y = _dot(d_out, x, -2, -2) if of_y == -1 else _dot(x, d_out, -2, -2)
+    return d_x.astype(kept[0].dtype), d_y.astype(kept[1].dtype)
+
+
+batched.defvjp(_batched_forward, _batched_backward)
 
 
 def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A batched contraction accumulated and returned in float32.
+    """A contraction accumulated and returned in float32, of any dimensions, which compilers split over devices.
 
-    XLA:CPU compiles some batched bfloat16 -> float32 dots and fails when it runs them, so there the operands are cast.
+    XLA:CPU compiles some bfloat16 -> float32 dots and fails when it runs them, so there the operands are cast.
     """
     if jax.default_backend() == "cpu":
         operands = tuple(operand.astype(jnp.float32) for operand in operands)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from nnxmoe.layers.attend import Attend, Mask
 from nnxmoe.layers.cache import LatentCache
 from nnxmoe.layers.gqa import Context
-from nnxmoe.layers.linear import Linear, einsum, matmul
+from nnxmoe.layers.linear import Linear, batched, matmul
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import Rotate
 
@@ -60,12 +60,19 @@ class Absorbed:
 
     def __call__(self, x: Latents, mask: Mask, scale: float, attend: Attend) -> Float[Array, "B T N v"]:
         kv_rank, dtype = x.kv_b.shape[0], x.q_nope.dtype
-        k_up, v_up = jnp.split(x.kv_b.astype(dtype), [x.q_nope.shape[-1]], axis=-1)
-        q_latent = einsum("BTNH,RNH->BNTR", x.q_nope, k_up).astype(dtype)
+        k_up, v_up = jnp.split(jnp.swapaxes(x.kv_b, 0, 1).astype(dtype), [x.q_nope.shape[-1]], axis=-1)
+        q_latent = _each_head(jnp.swapaxes(x.q_nope, 1, 2), k_up, -1)
         q = jnp.concatenate([q_latent, jnp.swapaxes(x.q_rope, 1, 2)], axis=-1)
         shared = x.seen[:, None].astype(dtype)
         out = attend(q, shared, shared, mask, scale)[..., :kv_rank]  # values carry the rope part along, unread
-        return einsum("BNTR,RNH->BTNH", out, v_up).astype(dtype)
+        return jnp.swapaxes(_each_head(out, v_up, -2), 1, 2)
+
+
+def _each_head(x: Float[Array, "B N T I"], y: Float[Array, "N _ _"], of_y: int) -> Float[Array, "B N T O"]:
+    batch, heads, count, width = x.shape
+    rows = jnp.swapaxes(x, 0, 1).reshape(heads, batch * count, width)
+    out = batched(rows, y, of_y).astype(x.dtype).reshape(heads, batch, count, -1)
+    return jnp.swapaxes(out, 0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
