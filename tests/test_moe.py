@@ -296,9 +296,9 @@ def count_products(monkeypatch: pytest.MonkeyPatch, backend: Any, sizes: list[in
     seen: list[int] = []
     true = grouped_matmul.matmul
 
-    def counted(x: Any, kernel: Any) -> Any:
+    def counted(x: Any, kernel: Any, *transpose: bool) -> Any:
         jax.debug.callback(lambda _: seen.append(1), x[:1, :1])
-        return true(x, kernel)
+        return true(x, kernel, *transpose)
 
     with monkeypatch.context() as patch:
         patch.setattr(grouped_matmul, "matmul", counted)

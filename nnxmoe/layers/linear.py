@@ -14,32 +14,34 @@ from nnxmoe.axes import parameter
 from nnxmoe.layers.lora import LoRA
 
 
-@jax.custom_vjp
-def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
-    """``x @ kernel`` accumulated in float32 and returned in ``x``'s dtype; the kernel is cast to ``x``'s dtype.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False) -> Float[Array, "*rows O"]:
+    """``x @ kernel``, or with ``transpose`` ``x @ kernel.T``, accumulated in float32 and returned in ``x``'s dtype, to
+    which the kernel is cast.
 
     So are the products of its backward, which JAX would compute in float32, of float32 copies of bfloat16 operands;
     and the gradient of a float32 kernel is what was accumulated, never rounded to ``x``'s dtype.
     """
-    return _matmul_forward(x, kernel)[0]
+    return _matmul_forward(x, kernel, transpose)[0]
 
 
-def _matmul_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+def _matmul_forward(x: Array, kernel: Array, transpose: bool) -> tuple[Array, tuple[Array, Array]]:
     # The product itself, not a call of `matmul`: policies of remat are to find it.
-    return matmul_f32(x, kernel.astype(x.dtype)).astype(x.dtype), (x, kernel)
+    return matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype), (x, kernel)
 
 
-def _matmul_backward(kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
+def _matmul_backward(transpose: bool, kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
     x, kernel = kept
     rows, d_rows = x.reshape(-1, x.shape[-1]), d_out.reshape(-1, d_out.shape[-1])
-    d_x = _dot(d_rows, kernel.astype(x.dtype), -1, -1).astype(x.dtype)
-    return d_x.reshape(x.shape), _dot(rows, d_rows, -2, -2).astype(kernel.dtype)
+    d_x = dot_f32(d_rows, kernel.astype(x.dtype), -1, -2 if transpose else -1).astype(x.dtype)
+    d_kernel = dot_f32(d_rows, rows, -2, -2) if transpose else dot_f32(rows, d_rows, -2, -2)
+    return d_x.reshape(x.shape), d_kernel.astype(kernel.dtype)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _dot(x: Float[Array, "*b _ _"], y: Float[Array, "*b _ _"], of_x: int, of_y: int) -> Float[Array, "*b _ _"]:
+def dot_f32(x: Float[Array, "*b _ _"], y: Float[Array, "*b _ _"], of_x: int, of_y: int) -> Float[Array, "*b _ _"]:
     """The sum over one of the last two dimensions (-2, -1) of each, in float32; what leads is the same in both.
 
     Dimensions that are for each matrix lead, and one row of 16 bits is computed as two: XLA:CPU fails to run some other
@@ -55,10 +57,12 @@ def _dot(x: Float[Array, "*b _ _"], y: Float[Array, "*b _ _"], of_x: int, of_y: 
     return out[..., :1, :] if alone else out
 
 
-def matmul_f32(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
-    """``x @ kernel`` in the operands' own precision, returned as the float32 it was accumulated in."""
-    rows = x.reshape(-1, x.shape[-1])
-    return _dot(rows, kernel, -1, -2).reshape(*x.shape[:-1], kernel.shape[-1])
+def matmul_f32(
+    x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False
+) -> Float[Array, "*rows O"]:
+    """``x @ kernel`` or ``x @ kernel.T`` in the operands' own precision, as the float32 it was accumulated in."""
+    out = dot_f32(x.reshape(-1, x.shape[-1]), kernel, -1, -1 if transpose else -2)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -67,17 +71,17 @@ def batched(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], of_y: int) -> 
 
     Its backward computes in float32, and casts what it returns.
     """
-    return _dot(x, y, -1, of_y)
+    return dot_f32(x, y, -1, of_y)
 
 
 def _batched_forward(x: Array, y: Array, of_y: int) -> tuple[Array, tuple[Array, Array]]:
-    return _dot(x, y, -1, of_y), (x, y)
+    return dot_f32(x, y, -1, of_y), (x, y)
 
 
 def _batched_backward(of_y: int, kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
     x, y = (operand.astype(jnp.float32) for operand in kept)
-    d_x = _dot(d_out, y, -1, -3 - of_y)
-    d_y = _dot(d_out, x, -2, -2) if of_y == -1 else _dot(x, d_out, -2, -2)
+    d_x = dot_f32(d_out, y, -1, -3 - of_y)
+    d_y = dot_f32(d_out, x, -2, -2) if of_y == -1 else dot_f32(x, d_out, -2, -2)
     return d_x.astype(kept[0].dtype), d_y.astype(kept[1].dtype)
 
 

@@ -5,13 +5,15 @@ Rows beyond ``sum(sizes)`` belong to no group and come out as zeros, on every ba
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.layers.linear import einsum, matmul, matmul_f32
+from nnxmoe.layers.linear import dot_f32, einsum, matmul
 from nnxmoe.moe.permute import gather_rows
 
 
@@ -104,8 +106,8 @@ def _moved(ours: Int[Array, "E"], theirs: Int[Array, "E"], count: int, nowhere: 
 class Blocked:
     """A loop over blocks of rows of one group, as many as there are: work grows with the rows, not with the experts.
 
-    A group's last block may run into the next group's rows; those are written again, rightly, by the next block.
-    ``block`` None: about the mean group size. Its own backward keeps nothing but the inputs.
+    ``block`` None: of the smallest of some sizes that holds the group, fewer sizes where there are gradients. Its own
+    backward keeps nothing but the inputs.
     """
 
     block: int | None = None
@@ -117,74 +119,136 @@ class Blocked:
     def __call__(
         self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
     ) -> Float[Array, "R O"]:
-        if rows.shape[0] == 0:
+        count, groups = rows.shape[0], kernel.shape[0]
+        if count == 0:
             return jnp.zeros((0, kernel.shape[2]), rows.dtype)
-        return _blocked(self.block or _block_size(rows.shape[0], kernel.shape[0], rows.dtype), rows, kernel, sizes)
+        if self.block is not None:
+            return _blocked((min(self.block, count),), (min(self.block, count),), rows, kernel, sizes)
+        fewer = block_sizes(count, groups, FEW)
+        # A loop for few rows waits for the kernels; what is computed in vain costs nothing.
+        return _blocked(block_sizes(count, groups, MANY) if count >= 16 * groups else fewer, fewer, rows, kernel, sizes)
 
 
-def _block_size(rows: int, groups: int, dtype: jnp.dtype) -> int:
+FEW = (0.5, 1, 2)
+MANY = (0.5, 0.75, 1, 1.5, 2, 3, 4, 8)
+
+
+def block_sizes(rows: int, groups: int, means: Sequence[float]) -> tuple[int, ...]:
+    """Sizes of blocks, ascending: so many times the mean size of a group, 1024 at most. Each is compiled by itself."""
     mean = max(1, rows // groups)
-    smallest = 1 if dtype == jnp.float32 else 2  # XLA:CPU has no fast matrix-vector product in bfloat16
-    return max(smallest, min(128, 1 << (mean - 1).bit_length()))
+    return tuple(sorted({min(math.ceil(mean * times), rows, 1024) for times in means}))
 
 
-def _for_each_block(block, sizes, body, init):
-    """Fold ``body(group, first row, end of group, carry)`` over the blocks in row order; empty groups have none."""
+def _for_each_group(blocks, sizes, body, init):
+    """Fold ``body(block, first row, end, group, carry)`` over the groups that have rows, with the smallest block that
+    holds them, or the largest. There is a loop for each size: a choice within one would copy what it is given."""
     ends = jnp.cumsum(sizes)
-    counts = (sizes + block - 1) // block
-    last = jnp.cumsum(counts)
+    which = jnp.sum(sizes[:, None] > jnp.asarray(blocks[:-1], sizes.dtype), axis=1)
+    which = jnp.where(sizes == 0, len(blocks), which)
+    order, stops = jnp.argsort(which, stable=True), jnp.sum(which[:, None] <= jnp.arange(len(blocks)), axis=0)
+    carry, first = init, 0
+    for i, block in enumerate(blocks):
 
-    def step(i, carry):
-        group = jnp.searchsorted(last, i, side="right")
-        within = i - (last[group] - counts[group])
-        return body(group, ends[group] - sizes[group] + within * block, ends[group], carry)
+        def step(j, carry, block=block):
+            group = order[j]
+            return body(block, ends[group] - sizes[group], ends[group], group, carry)
 
-    return jax.lax.fori_loop(0, last[-1], step, init)
+        carry = jax.lax.fori_loop(first, stops[i], step, carry)
+        first = stops[i]
+    return carry
 
 
-def _pad(rows, block):
-    return jnp.pad(rows, ((0, block), (0, 0)))
+def _for_each_block(block, several, start, end, body, init):
+    """Fold ``body(first row, carry)`` over the blocks of a group, if there may be ``several``."""
+    if not several:
+        return body(start, init)
+    count = (end - start + block - 1) // block
+    return jax.lax.fori_loop(0, count, lambda i, carry: body(start + i * block, carry), init)
+
+
+def _window(block, start, end, rows):
+    """Where a block is cut from so many rows, and which of its rows are its own."""
+    first = jnp.minimum(start, rows - block)
+    index = first + jnp.arange(block)
+    return first, ((index >= start) & (index < end))[:, None]
+
+
+def _carried(*arrays):
+    """Arrays that go round with a loop: what a loop does not change, XLA:CPU (jax 0.10) casts to float32 before it,
+    whole, where it is of 16 bits. They are not copied."""
+    return jax.lax.optimization_barrier(arrays)
+
+
+def _bits(array):
+    """As integers, of which XLA:CPU writes a part; an array of 16-bit floats it would cast whole, there and back."""
+    return jax.lax.bitcast_convert_type(array, jnp.uint16) if array.dtype.itemsize == 2 else array
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))  # called eagerly, a loop would compile at every call
-def _apply(block, rows, kernel, sizes, transpose):
+def _apply(blocks, rows, kernel, sizes, transpose):
     """The grouped product, or with ``transpose`` the product with each kernel's transpose."""
-    padded = _pad(rows, block)
+    count, width = rows.shape[0], kernel.shape[1] if transpose else kernel.shape[2]
 
-    def body(group, start, _, out):
-        tile = jax.lax.dynamic_slice_in_dim(padded, start, block)
+    def group_product(block, start, end, group, carry):
+        rows, kernel, out = carry
         one = jax.lax.dynamic_index_in_dim(kernel, group, keepdims=False)
-        return jax.lax.dynamic_update_slice_in_dim(out, matmul(tile, one.T if transpose else one), start, 0)
 
-    width = kernel.shape[1] if transpose else kernel.shape[2]
-    out = _for_each_block(block, sizes, body, jnp.zeros((padded.shape[0], width), rows.dtype))
-    inside = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
-    return jnp.where(inside[:, None], out[: rows.shape[0]], 0)
+        def block_product(start, carry):
+            rows, one, out = carry
+            first, mine = _window(block, start, end, count)
+            tile = jax.lax.dynamic_slice_in_dim(rows, first, block)
+            tile = _bits(matmul(tile, one, transpose))
+            old = jax.lax.dynamic_slice_in_dim(out, first, block)
+            out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, tile, old), first, 0)
+            return *_carried(rows, one), out
 
+        out = _for_each_block(block, block == blocks[-1], start, end, block_product, (rows, one, out))[-1]
+        return *_carried(rows, kernel), out
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocked(block, rows, kernel, sizes):
-    return _apply(block, rows, kernel, sizes, False)
-
-
-def _blocked_forward(block, rows, kernel, sizes):
-    return _apply(block, rows, kernel, sizes, False), (rows, kernel, sizes)
+    out = _bits(jnp.zeros((count, width), rows.dtype))
+    out = _for_each_group(blocks, sizes, group_product, (rows, kernel, out))[-1]
+    return jax.lax.bitcast_convert_type(out, rows.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _blocked_backward(block, kept, d_out):
+def _kernel_gradient(blocks, rows, d_out, sizes, kernel):
+    """``rows.T @ d_out`` of each group, in the kernel's dtype."""
+
+    def group_product(block, start, end, group, carry):
+        rows, d_out, d_kernel = carry
+
+        def block_product(start, carry):
+            rows, d_out, total = carry
+            first, mine = _window(block, start, end, rows.shape[0])
+            tile = jax.lax.dynamic_slice_in_dim(rows, first, block)
+            d_tile = jnp.where(mine, jax.lax.dynamic_slice_in_dim(d_out, first, block), 0)
+            product = dot_f32(tile, d_tile, -2, -2)
+            return *_carried(rows, d_out), product if total is None else total + product
+
+        several = block == blocks[-1]
+        total = jnp.zeros(kernel.shape[1:], jnp.float32) if several else None
+        total = _for_each_block(block, several, start, end, block_product, (rows, d_out, total))[-1]
+        d_kernel = jax.lax.dynamic_update_index_in_dim(d_kernel, _bits(total.astype(kernel.dtype)), group, 0)
+        return *_carried(rows, d_out), d_kernel
+
+    d_kernel = _bits(jnp.zeros(kernel.shape, kernel.dtype))
+    d_kernel = _for_each_group(blocks, sizes, group_product, (rows, d_out, d_kernel))[-1]
+    return jax.lax.bitcast_convert_type(d_kernel, kernel.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _blocked(blocks, fewer, rows, kernel, sizes):
+    """``blocks``: the sizes that there are, ascending; ``fewer``: those where there are gradients."""
+    return _apply(blocks, rows, kernel, sizes, False)
+
+
+def _blocked_forward(blocks, fewer, rows, kernel, sizes):
+    return _apply(fewer, rows, kernel, sizes, False), (rows, kernel, sizes)
+
+
+def _blocked_backward(blocks, fewer, kept, d_out):
     rows, kernel, sizes = kept
-    x, dy = _pad(rows, block), _pad(d_out, block)
-
-    def body(group, start, end, d_kernel):
-        mine = (start + jnp.arange(block) < end)[:, None]
-        tile = jax.lax.dynamic_slice_in_dim(x, start, block)
-        d_tile = jnp.where(mine, jax.lax.dynamic_slice_in_dim(dy, start, block), 0)
-        old = jax.lax.dynamic_index_in_dim(d_kernel, group, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(d_kernel, old + matmul_f32(tile.T, d_tile), group, 0)
-
-    d_kernel = _for_each_block(block, sizes, body, jnp.zeros(kernel.shape, jnp.float32)).astype(kernel.dtype)
-    return _apply(block, d_out, kernel, sizes, True), d_kernel, None
+    return _apply(fewer, d_out, kernel, sizes, True), _kernel_gradient(fewer, rows, d_out, sizes, kernel), None
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
