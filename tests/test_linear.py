@@ -1,0 +1,131 @@
+"""The dots: every one of them runs, in every dtype and with one row too, and is right; none casts a whole kernel."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nnxmoe import Blocked, Masked
+from nnxmoe.layers.linear import batched, einsum, matmul, matmul_f32
+from nnxmoe.moe.grouped_matmul import FEW, MANY, block_sizes
+from tests.helpers import PART_TOLERANCE, max_error
+
+DTYPES = ["float32", "bfloat16"]
+
+
+def arrays(dtype: str, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    rng = np.random.default_rng(sum(shapes[0]))
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def exact(*given: jax.Array) -> list[np.ndarray]:
+    return [np.asarray(array, np.float64) for array in given]
+
+
+def close(got: Any, wanted: np.ndarray, dtype: Any) -> bool:
+    """Within the rounding of what it is returned in; sums are in float32."""
+    return max_error(got, wanted) <= max(PART_TOLERANCE, float(jnp.finfo(dtype).eps)) * max(1.0, np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("lead", [(1,), (8, 1), (2, 3)])
+def test_products_with_a_kernel(lead: tuple[int, ...], transpose: bool, dtype: str) -> None:
+    for ins, outs in itertools.product((1, 64), (1, 96)):
+        x, kernel, dy = arrays(dtype, (*lead, ins), (outs, ins) if transpose else (ins, outs), (*lead, outs))
+        a, b, c = exact(x, kernel, dy)
+        wanted = a @ (b.T if transpose else b)
+        y = jax.jit(matmul_f32, static_argnums=2)(x, kernel, transpose)
+        assert y.dtype == jnp.float32 and close(y, wanted, jnp.float32)
+        y, pull = jax.vjp(lambda x, kernel: matmul(x, kernel, transpose), x, kernel)
+        assert y.dtype == x.dtype and y.shape == wanted.shape and close(y, wanted, dtype)
+        d_x, d_kernel = pull(dy)
+        rows, d_rows = a.reshape(-1, ins), c.reshape(-1, outs)
+        assert d_x.dtype == x.dtype and close(d_x, c @ (b if transpose else b.T), dtype)
+        assert close(d_kernel, d_rows.T @ rows if transpose else rows.T @ d_rows, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_y", [-2, -1])
+@pytest.mark.parametrize("lead", [(1,), (8,), (1, 4), (8, 2)])
+def test_products_for_each_matrix(lead: tuple[int, ...], of_y: int, dtype: str) -> None:
+    for count, ins, outs in itertools.product((1, 2, 8), (1, 33), (1, 24)):
+        x, y = arrays(dtype, (*lead, count, ins), (*lead, ins, outs) if of_y == -2 else (*lead, outs, ins))
+        (dz,) = arrays("float32", (*lead, count, outs))
+        a, b, c = exact(x, y, dz)
+        z, pull = jax.jit(lambda x, y: jax.vjp(lambda x, y: batched(x, y, of_y), x, y))(x, y)
+        assert z.dtype == jnp.float32 and close(z, a @ (b if of_y == -2 else np.swapaxes(b, -1, -2)), jnp.float32)
+        d_x, d_y = pull(dz)
+        assert d_x.dtype == d_y.dtype == x.dtype
+        assert close(d_x, c @ (np.swapaxes(b, -1, -2) if of_y == -2 else b), dtype)
+        assert close(d_y, np.swapaxes(a, -1, -2) @ c if of_y == -2 else np.swapaxes(c, -1, -2) @ a, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_contractions_of_any_dimensions(batch: int, dtype: str) -> None:
+    """Some of these are what XLA:CPU compiles and cannot run in bfloat16."""
+    for spec, *shapes in (
+        ("BTNH,RNH->BNTR", (batch, 1, 4, 8), (6, 4, 8)),
+        ("BNTR,RNH->BTNH", (batch, 4, 1, 6), (6, 4, 8)),
+        ("BTEC,EBCD->BTD", (batch, 5, 3, 2), (3, batch, 2, 7)),
+        ("ERI,EIO->ERO", (4, batch, 5), (4, 5, 6)),
+    ):
+        x, y = arrays(dtype, *shapes)
+        got = jax.jit(einsum, static_argnums=0)(spec, x, y)
+        assert got.dtype == jnp.float32 and close(got, np.einsum(spec, *exact(x, y)), jnp.float32)
+
+
+def temporary_bytes(run: Callable[..., Any], *given: jax.Array) -> int:
+    analysis = jax.jit(run).lower(*given).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU does")
+def test_one_row_casts_no_kernel() -> None:
+    x, kernel = arrays("bfloat16", (1, 256), (256, 1024))
+    assert temporary_bytes(matmul, x, kernel) < kernel.nbytes
+    assert temporary_bytes(lambda x, kernel: matmul(x, kernel, True), x, kernel.T.copy()) < kernel.nbytes
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU does")
+@pytest.mark.parametrize("rows", [2, 64, 512])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_grouped_products_copy_few_kernels(dtype: str, rows: int) -> None:
+    """Neither all kernels nor the output once for each of its blocks."""
+    groups, width = 16, 128
+    x, kernel = arrays(dtype, (rows, width), (groups, width, width))
+    sizes = jnp.full((groups,), rows // groups, jnp.int32)
+    assert temporary_bytes(Blocked(), x, kernel, sizes) < 3 * kernel[0].nbytes + 4 * x.nbytes + 20_000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [[2500, 0, 1, 700], [1, 3100, 0, 99], [1024, 1025, 1023, 128], [0, 0, 3200, 0]])
+def test_groups_of_very_different_sizes(sizes: list[int], dtype: str) -> None:
+    """Larger than the largest block, and blocks cut off at the end of the rows."""
+    given, counts = arrays(dtype, (3205, 6), (4, 6, 5), (3205, 5)), jnp.asarray(sizes, jnp.int32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(backend: Any, rows: jax.Array, kernel: jax.Array, dy: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda rows, kernel: backend(rows, kernel, counts), rows, kernel)
+        return y, *pull(dy)
+
+    wanted = run(Masked(), *(array.astype(jnp.float32) for array in given))
+    for a, b in zip(run(Blocked(), *given), wanted, strict=True):
+        assert close(a, np.asarray(b, np.float64), dtype)
+    rows, kernel, _ = given
+    assert close(jax.jit(Blocked())(rows, kernel, counts), np.asarray(wanted[0], np.float64), dtype)
+
+
+def test_sizes_of_blocks() -> None:
+    assert block_sizes(1024, 8, MANY) == (64, 96, 128, 192, 256, 384, 512, 1024)
+    assert block_sizes(1024, 8, FEW) == (64, 128, 256)
+    assert (
+        block_sizes(2, 8, FEW) == (1, 2) and block_sizes(1, 8, FEW) == (1,) and block_sizes(10**6, 2, MANY) == (1024,)
+    )
