@@ -136,6 +136,77 @@ def test_masks_of_any_kind_mean_nonzero() -> None:
         assert np.array_equal(forward(model, tokens, attention_mask=same).logits, wanted)
 
 
+# Prefill
+
+
+def prefill(model: nnxmoe.CausalLM, tokens: np.ndarray, mask: np.ndarray, capacity: int, **options: Any) -> Any:
+    """Logits, cache and infos of a prompt in an empty cache, compiled; what is asked for is static."""
+
+    def run(tokens: Any, mask: Any) -> Any:
+        body = model.body(tokens, mask, cache=model.empty_cache(len(tokens), capacity), **options)
+        return model.logits(body.x), body.cache, body.infos
+
+    return jax.jit(run)(tokens, mask)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fresh_cache_is_not_looked_at(name: str) -> None:
+    """The same logits and the same cache as with a look at its slots, whatever the padding; longer than the window."""
+    kind, strategy, changes = MODELS[name]
+    model, tokens = build_tiny(kind, strategy, **changes), random_tokens(2, LENGTH)
+    for mask in masks(LENGTH).values():
+        (one, cache, _), (other, whole, _) = (prefill(model, tokens, mask, 24, fresh=fresh) for fresh in (True, False))
+        assert max_error(one, other, mask) < 2 * PART_TOLERANCE
+        real = mask.astype(bool)[:, cache.slots.index]  # of padding, keys are what nobody should read
+        assert jax.tree.map(np.array_equal, cache.slots, whole.slots) and int(cache.length) == LENGTH
+        for a, b in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(whole.layers), strict=True):
+            rows, slots = (a.ndim - 3 if kind == "deepseek_v3" else a.ndim - 4), a.ndim - 2
+            where = np.expand_dims(
+                real & np.asarray(cache.slots.valid), [i for i in range(a.ndim) if i not in (rows, slots)]
+            )
+            assert max_error(a, b, np.broadcast_to(where, a.shape)) < 2 * PART_TOLERANCE
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Asked:
+    """Reference, and how many queries and keys it was given, and whether the mask was causal."""
+
+    calls: list[tuple[int, int, bool]] = dataclasses.field(default_factory=list)
+
+    def __call__(self, q: Any, k: Any, v: Any, mask: Mask, scale: float) -> Any:
+        self.calls.append((q.shape[2], k.shape[2], mask.causal))
+        return Reference()(q, k, v, mask, scale)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "deepseek_v3"])
+def test_prefill_attends_to_its_own_tokens(kind: str, scan: bool) -> None:
+    """Of the model as it is called: a prompt in an empty cache; not one in a cache that holds something, nor one whose
+    length is traced, nor a single token."""
+    asked = Asked()
+    model = build_tiny(kind, dataclasses.replace(ORACLE, attend=asked, scan_layers=scan), sliding_window=40)
+    tokens, seen = random_tokens(1, 9), []
+
+    def run(part: slice, cache: Any) -> Any:
+        asked.calls.clear()
+        out = model(tokens[:, part], cache=cache)
+        seen.append(set(asked.calls))
+        return out.cache
+
+    run(slice(4, 9), run(slice(0, 4), model.empty_cache(1, 30)))
+    run(slice(0, 1), model.empty_cache(1, 30))
+    jax.jit(lambda cache: run(slice(0, 4), cache))(model.empty_cache(1, 30))
+    more = {"mistral": 30 + 5}.get(kind, 30), {"mistral": 30 + 4}.get(kind, 30)  # a ring is followed by what is new
+    assert seen == [{(4, 4, True)}, {(5, more[0], False)}, {(1, 30, False)}, {(4, more[1], False)}]
+
+
+def test_a_cache_that_is_not_fresh_is_refused() -> None:
+    model, tokens = build_tiny("llama"), random_tokens(1, 6)
+    _, cache = feed(model, tokens, [6], mask=None, capacity=20)
+    with pytest.raises(ValueError, match=r"fresh=True: 6 tokens are in the cache"):
+        model.body(tokens, cache=cache, fresh=True)
+
+
 # Capacity and memory
 
 
@@ -374,11 +445,11 @@ def test_blockwise_equals_reference(
                 assert max_error(a, b) < PART_TOLERANCE * max(1.0, float(jnp.abs(b).max()))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Told:
     """No attention, but what it was asked: tokens of the queries, of the keys, and whether the mask is causal."""
 
-    calls: list[tuple[list[int], list[int], bool]] = dataclasses.field(default_factory=list, hash=False)
+    calls: list[tuple[list[int], list[int], bool]] = dataclasses.field(default_factory=list)
 
     def __call__(self, q: Any, k: Any, v: Any, mask: Mask, scale: float) -> Any:
         assert q.shape[2] == mask.query_index.size and k.shape[2] == v.shape[2] == mask.keys.index.size

@@ -19,7 +19,10 @@ from nnxmoe.layers.rope import Rotate, Rotation, rotate_halves
 @dataclasses.dataclass(frozen=True)
 class Context:
     """What every layer of one forward pass shares: rotations, mask, first slot to write, which tokens are real (None:
-    all are), where there is randomness its key, and what is kept of each layer's routing (None: all of it)."""
+    all are), where there is randomness its key, and what is kept of each layer's routing (None: all of it).
+
+    ``fresh``: the cache was empty, and the mask is of these tokens alone: they attend to each other, not to its slots.
+    """
 
     rotation: Rotation
     mask: Mask
@@ -27,6 +30,7 @@ class Context:
     valid: Bool[Array, "B T"] | None
     key: Key[Array, ""] | None = None
     of_routing: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
+    fresh: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def of_layer(self, index: int | Int[Array, ""]) -> "Context":
         """The same with a key of its own for a layer, or a stack."""
@@ -83,7 +87,8 @@ class GQA(nnx.Module):
         k = jnp.swapaxes(self.rotate(self.k(x), context.rotation), 1, 2)
         v = jnp.swapaxes(self.v(x), 1, 2)
         if cache is not None:
-            cache, (k, v) = cache.append((k, v), context.start)
+            cache, seen = cache.append((k, v), context.start)
+            k, v = (k, v) if context.fresh else seen
         y = self.attend(q, k, v, context.mask, self.scale)
         return self.o(jnp.swapaxes(y, 1, 2)), cache
 
