@@ -51,12 +51,12 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """A forward pass without the head: the normed hidden state of every token and what was met on the way."""
+    """A forward pass without the head: the normed hidden states that were asked for and what was met on the way."""
 
-    x: Float[Array, "B T D"]
+    x: Float[Array, "B asked D"]
     cache: Cache | None
     infos: dict[int, MoEInfo]
-    hidden: tuple[Float[Array, "B T D"], ...]
+    hidden: tuple[Float[Array, "B _ D"], ...]
 
 
 class CausalLM(nnx.Module):
@@ -171,12 +171,15 @@ class CausalLM(nnx.Module):
         of_routing: Callable[[Routing], Any] | None = None,
         *,
         fresh: bool = False,
+        last: bool = False,
     ) -> Body:
         """Everything but the head, for callers that want the logits of some tokens only.
 
         ``of_routing``: what the infos are to hold of each layer's routing, computed in the layer: less to keep.
         ``fresh``: the caller knows that the cache is empty, so that its slots need not be looked at; ValueError where
         it is not, as far as one sees.
+        ``last``: only the last token's ``x`` is wanted, ``[B, 1, D]``. Where the last layer can leave out the others
+        (but for their keys and values), what ``infos`` and ``hidden`` hold of it is of that token alone.
         """
         if fresh and cache is not None and cache.known_length:
             raise ValueError(
@@ -190,7 +193,8 @@ class CausalLM(nnx.Module):
         x = split_batch(self.embed(tokens).astype(self.dtype), self.strategy.mesh)
         infos, hidden, caches, first = {}, [x], [], 0
         for i, stack in enumerate(self.stacks):
-            out = stack(x, context.of_layer(i), None if cache is None else cache.layers[i])
+            of_stack = dataclasses.replace(context.of_layer(i), last=last and i + 1 == len(self.stacks))
+            out = stack(x, of_stack, None if cache is None else cache.layers[i])
             x = out.x
             infos |= {first + j: info for j, info in enumerate(out.infos) if info is not None}
             hidden += out.hidden
@@ -198,7 +202,7 @@ class CausalLM(nnx.Module):
             first += stack.depth
         if moved is not None:
             moved = dataclasses.replace(moved, layers=tuple(caches))
-        x = self.norm(x)
+        x = self.norm(x[:, -1:] if last else x)
         return Body(x, moved, infos, (*hidden, x))
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
