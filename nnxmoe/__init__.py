@@ -24,6 +24,7 @@ from nnxmoe.generation.decode import stream as stream
 from nnxmoe.generation.sampling import Sampling as Sampling
 from nnxmoe.generation.text import Tokenizer as Tokenizer
 from nnxmoe.generation.text import TokenizerError as TokenizerError
+from nnxmoe.layers.attend import Blockwise as Blockwise
 from nnxmoe.layers.attend import Fused as Fused
 from nnxmoe.layers.attend import Reference as Reference
 from nnxmoe.layers.causal_lm import CausalLM as CausalLM

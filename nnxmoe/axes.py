@@ -6,7 +6,7 @@ Dimension letters, the same in every signature and einsum:
     N query heads    K key/value heads G = N / K          H head width     F feed-forward width
     E experts        X experts a token C slots an expert  R routed rows    L layers
 
-MLA's widths are words: ``q_rank kv_rank nope rope``.
+MLA's widths are words: ``q_rank kv_rank nope rope``. ``asked``: T, or 1 where the last token's output alone is wanted.
 """
 
 import math

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from nnxmoe.axes import RULES, Rules, sharding_of
 from nnxmoe.frozen import FrozenDict
-from nnxmoe.layers.attend import Attend, Reference
+from nnxmoe.layers.attend import Attend, Blockwise
 from nnxmoe.layers.mla import ByLength, LatentAttend
 from nnxmoe.layers.stack import MakeLayer, Remat, Scanned, Stack, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
@@ -36,7 +36,7 @@ def _default_matmul() -> GroupedMatmul:
     return RaggedDot() if jax.default_backend() == "tpu" else Blocked()
 
 
-_DEFAULTS = {"dispatch": Sorted(), "matmul": Blocked(), "attend": Reference(), "latent": ByLength()}
+_DEFAULTS = {"dispatch": Sorted(), "matmul": Blocked(), "attend": Blockwise(), "latent": ByLength()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Strategy:
 
     dispatch: Dispatch = Sorted()
     matmul: GroupedMatmul = dataclasses.field(default_factory=_default_matmul)
-    attend: Attend = Reference()
+    attend: Attend = Blockwise()
     latent: LatentAttend = ByLength()
     scan_layers: bool = False
     remat: Remat | None = None

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe import Absorbed, ByLength, Fused, Naive, Reference
+from nnxmoe import Absorbed, Blockwise, ByLength, Fused, Naive, Reference
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import KVCache, LatentCache, RingCache, Slots, append_full, append_ring
 from nnxmoe.layers.gqa import GQA, Context
@@ -324,6 +324,125 @@ def test_fused_refuses_wide_values() -> None:
     mask = Mask(jnp.arange(2), jnp.zeros((1, 2), jnp.int32), slots, None)
     with pytest.raises(ValueError, match="5 > 4: use Reference"):
         Fused()(q, q, jnp.zeros((1, 1, 2, 5)), mask, 1.0)
+
+
+# Blocks of queries
+
+
+def causal_mask(length: int, window: int | None, padding: str, segments: bool) -> tuple[Mask, np.ndarray]:
+    """Of two rows of a pass without a cache; and which of their tokens are real."""
+    real = masks(length)[padding].astype(bool)
+    index, valid = jnp.arange(length), None if padding == "full" else jnp.asarray(real)
+    segment = None
+    if segments:
+        segment = jnp.asarray(np.sort(np.random.default_rng(length).integers(0, 4, (2, length)), axis=1), jnp.int32)
+    return Mask(index, segment, Slots(index, valid, segment), window, causal=True), real
+
+
+def operands(length: int, heads: int, kv_heads: int) -> list[jax.Array]:
+    rng = np.random.default_rng(length)
+    dims = ((heads, 8), (kv_heads, 8), (kv_heads, 5))
+    return [jnp.asarray(rng.standard_normal((2, n, length, width)), jnp.float32) for n, width in dims]
+
+
+@pytest.mark.parametrize("paddings", [["full"], ["left", "right", "holes"]])
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize(
+    ("length", "blocks", "window", "heads", "kv_heads"),
+    [(192, 3, None, 4, 2), (197, 2, 70, 3, 1), (263, 8, 1, 2, 2), (323, 8, 90, 6, 2)],
+)
+def test_blockwise_equals_reference(
+    length: int, blocks: int, window: int | None, heads: int, kv_heads: int, paddings: list[str], segments: bool
+) -> None:
+    """Outputs of real tokens, and every gradient of those, relative to its size; also of the kernel that takes causal
+    order as such."""
+    arrays = operands(length, heads, kv_heads)
+
+    def compiled(attend: Any) -> Any:
+        def loss(arrays: Any, mask: Mask, real: Any) -> Any:
+            out = attend(*arrays, mask, 0.4) * real[:, None, :, None]
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.grad(loss, has_aux=True))
+
+    oracle, *runs = (compiled(way) for way in (Reference(), Blockwise(blocks=blocks), Blockwise(Fused(), blocks)))
+    for padding in paddings:
+        given = arrays, *causal_mask(length, window, padding, segments)
+        wanted = jax.tree.leaves(oracle(*given))
+        for run in runs:
+            for a, b in zip(jax.tree.leaves(run(*given)), wanted, strict=True):
+                assert max_error(a, b) < PART_TOLERANCE * max(1.0, float(jnp.abs(b).max()))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Told:
+    """No attention, but what it was asked: tokens of the queries, of the keys, and whether the mask is causal."""
+
+    calls: list[tuple[list[int], list[int], bool]] = dataclasses.field(default_factory=list)
+
+    def __call__(self, q: Any, k: Any, v: Any, mask: Mask, scale: float) -> Any:
+        assert q.shape[2] == mask.query_index.size and k.shape[2] == v.shape[2] == mask.keys.index.size
+        self.calls.append((mask.query_index.tolist(), mask.keys.index.tolist(), mask.causal))
+        return jnp.zeros((*q.shape[:3], v.shape[3]))
+
+
+@pytest.mark.parametrize("window", [None, 1, 30, 100])
+@pytest.mark.parametrize(("length", "blocks", "cut"), [(191, 8, 1), (192, 8, 3), (600, 8, 8), (600, 5, 5), (300, 1, 1)])
+def test_blocks_are_given_the_keys_they_may_see(length: int, blocks: int, cut: int, window: int | None) -> None:
+    """All of those, no other but in the triangle at the block's end; 64 queries or more; only the same are causal."""
+    mask, _ = causal_mask(length, window, "full", False)
+    told = Told()
+    Blockwise(told, blocks)(*operands(length, 2, 1), mask, 1.0)
+    assert len(told.calls) == cut
+    assert [token for queries, _, _ in told.calls for token in queries] == list(range(length))
+    for queries, keys, causal in told.calls:
+        first = 0 if window is None or cut == 1 else max(queries[0] - window + 1, 0)
+        assert keys == list(range(first, queries[-1] + 1)) and (cut == 1 or len(queries) >= 64)
+        assert causal == (queries == keys)
+
+
+def test_what_is_not_causal_is_not_cut() -> None:
+    """With a cache the keys are others: their order is in their indices."""
+    told, mask = Told(), some_mask(np.random.default_rng(0), 2, 200, 300, None)
+    q, k, v = operands(300, 2, 1)
+    Blockwise(told)(q[:, :, :200], k, v, mask, 0.4)
+    assert told.calls == [(list(range(100, 300)), list(range(300)), False)]
+
+
+def test_parts_of_a_mask() -> None:
+    for padding, segments, window in (("full", False, None), ("left", True, 3), ("holes", False, 4)):
+        mask, _ = causal_mask(19, window, padding, segments)
+        for queries, keys in ((slice(5, 9), slice(2, 9)), (slice(0, 7), slice(0, 7)), (slice(7, 19), slice(7, 19))):
+            part, whole = mask.part(queries, keys), np.asarray(mask.allowed())
+            assert np.array_equal(part.allowed(), whole[:, queries, keys])
+            assert part.causal == (queries == keys) and part.plain == (part.causal and mask.plain)
+
+
+@pytest.mark.parametrize(("window", "least", "most"), [(None, 0.54, 0.6), (64, 0.2, 0.3)])
+def test_blocks_compute_less(window: int | None, least: float, most: float) -> None:
+    """Operations of a compiled pass: 36 of 64 blocks, and with a window of one block 15; its bytes shrink alike."""
+
+    def cost(attend: Any) -> tuple[float, int]:
+        mask, _ = causal_mask(512, window, "full", False)
+        program = jax.jit(lambda q, k, v: attend(q, k, v, mask, 0.4)).lower(*operands(512, 4, 2)).compile()
+        return program.cost_analysis()["flops"], program.memory_analysis().temp_size_in_bytes
+
+    (ours, our_bytes), (theirs, their_bytes) = cost(Blockwise()), cost(Reference())
+    assert least < ours / theirs < most and our_bytes < most * their_bytes
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("blocks", [0, -1, True, 2.0, "8", None])
+def test_blocks_that_are_no_number(blocks: Any) -> None:
+    with pytest.raises(ValueError, match=r"Blockwise\(blocks=.*positive integer"):
+        Blockwise(blocks=blocks)
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("inner", [Reference, "reference", None])
+def test_blocks_of_no_attention(inner: Any) -> None:
+    with pytest.raises(ValueError, match=r"Blockwise\(inner=.*such as Reference\(\)"):
+        Blockwise(inner)
 
 
 # The modules

@@ -239,10 +239,11 @@ def test_bfloat16_models_have_float32_masters() -> None:
     assert out(fields["tokens"]).logits.dtype == jnp.float32 and out.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("kind", list(growth.TINY))
-def test_a_layer_more_costs_its_input(kind: str) -> None:
-    """And its gradients, which are all there before the update; nothing else of a scanned layer is kept."""
-    found = growth.measure(kind, (4, 8))
+@pytest.mark.parametrize(("kind", "length"), [*((kind, 128) for kind in growth.TINY), ("llama", 256)])
+def test_a_layer_more_costs_its_input(kind: str, length: int) -> None:
+    """And its gradients, which are all there before the update; nothing else of a scanned layer is kept, of attention
+    in blocks (256) neither."""
+    found = growth.measure(kind, (4, 8), length=length)
     print(found)
     assert found.layer <= found.inputs + found.gradients + 256  # the load of its experts
 

@@ -165,8 +165,9 @@ class _Programs:
             key: Key[Array, ""],
         ) -> tuple[Int[Array, "B"], Int[Array, ""], Memory]:
             model = merge(leaves)
-            body = model.body(ids, valid, cache=model.empty_cache(ids.shape[0], capacity))
-            logits = model.logits(body.x[:, -1:])[:, 0]
+            cache = model.empty_cache(ids.shape[0], capacity)
+            body = model.body(ids, valid, cache=cache, fresh=True, last=True)
+            logits = model.logits(body.x)[:, 0]
             rows = jnp.arange(ids.shape[0])[:, None]
             seen = jnp.zeros(logits.shape, bool).at[rows, ids].max(valid) if steps.penalty else None
             token = pick(logits, seen, steps, knobs, jax.random.fold_in(key, 0))

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -113,6 +114,11 @@ class Cache:
         zeros = jnp.zeros((batch, slots), jnp.int32)
         book = Slots(jnp.full((slots,), -1, jnp.int32), zeros.astype(bool), zeros)
         return cls(layers, book, jnp.int32(0), jnp.zeros((batch,), jnp.int32), capacity, ring)
+
+    @property
+    def known_length(self) -> int | None:
+        """``length`` as a number; None where it is traced."""
+        return None if isinstance(self.length, Tracer) else int(self.length)
 
     def advance(self, valid: Bool[Array, "B T"], segment: Int[Array, "B T"]) -> tuple[Self, Slots]:
         """Count in T tokens; returns the new bookkeeping (layers not yet appended) and the slots that they may see."""

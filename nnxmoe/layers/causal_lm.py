@@ -51,12 +51,12 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """A forward pass without the head: the normed hidden state of every token and what was met on the way."""
+    """A forward pass without the head: the normed hidden states that were asked for and what was met on the way."""
 
-    x: Float[Array, "B T D"]
+    x: Float[Array, "B asked D"]
     cache: Cache | None
     infos: dict[int, MoEInfo]
-    hidden: tuple[Float[Array, "B T D"], ...]
+    hidden: tuple[Float[Array, "B _ D"], ...]
 
 
 class CausalLM(nnx.Module):
@@ -138,13 +138,15 @@ class CausalLM(nnx.Module):
         ``positions``: rotary positions; default 0 … T-1, and with a cache the count of real tokens before.
         ``segment_ids``: tokens see their own segment only (packed documents). ``cache``: from ``empty_cache``.
         ``key``: of the router's jitter, where the config has one; without it there is none.
-        Called with arrays it compiles once for each shape; within a transformation it is traced like any function.
+        Called with arrays it compiles once for each shape, and once more for several tokens and an empty cache, which
+        attend to each other alone; within a transformation it is traced like any function.
         Raises ValueError for ids outside the vocabulary, wrong shapes, or a full cache.
         """
         arrays = (attention_mask, positions, segment_ids, cache, key)
         tokens = np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
         self._check(tokens, attention_mask, positions, segment_ids, cache)
-        asked = (return_routing, return_hidden)
+        empty = cache is not None and cache.known_length == 0
+        asked = (return_routing, return_hidden, empty and np.shape(tokens)[1] > 1)  # one token: as any step
         graph, state = nnx.split(self)
         leaves, tree = jax.tree.flatten(state)
         given = jax.tree.leaves((leaves, tokens, arrays))
@@ -152,8 +154,8 @@ class CausalLM(nnx.Module):
             return _compiled(graph, tree)(leaves, tokens, arrays, asked)
         return self._forward(tokens, arrays, asked)
 
-    def _forward(self, tokens: Any, arrays: tuple[Any, ...], asked: tuple[bool, bool]) -> Output:
-        body = self.body(tokens, *arrays)
+    def _forward(self, tokens: Any, arrays: tuple[Any, ...], asked: tuple[bool, bool, bool]) -> Output:
+        body = self.body(tokens, *arrays, fresh=asked[2])
         routing = {i: info.routing for i, info in body.infos.items()} if asked[0] else None
         dispatch = {i: info.dispatch for i, info in body.infos.items()} if asked[0] else None
         return Output(self.logits(body.x), body.cache, routing, body.hidden if asked[1] else None, dispatch)
@@ -167,20 +169,32 @@ class CausalLM(nnx.Module):
         cache: Cache | None = None,
         key: Key[Array, ""] | None = None,
         of_routing: Callable[[Routing], Any] | None = None,
+        *,
+        fresh: bool = False,
+        last: bool = False,
     ) -> Body:
         """Everything but the head, for callers that want the logits of some tokens only.
 
         ``of_routing``: what the infos are to hold of each layer's routing, computed in the layer: less to keep.
+        ``fresh``: the caller knows that the cache is empty, so that its slots need not be looked at; ValueError where
+        it is not, as far as one sees.
+        ``last``: only the last token's ``x`` is wanted, ``[B, 1, D]``. Where the last layer can leave out the others
+        (but for their keys and values), what ``infos`` and ``hidden`` hold of it is of that token alone.
         """
+        if fresh and cache is not None and cache.known_length:
+            raise ValueError(
+                f"fresh=True: {cache.known_length} tokens are in the cache; give an empty one, or leave it"
+            )
         tokens = jnp.asarray(tokens)
         valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0
         segment = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
-        context, moved = self._context(tokens.shape, valid, positions, segment, cache, key)
+        context, moved = self._context(tokens.shape, valid, positions, segment, cache, key, fresh)
         context = dataclasses.replace(context, of_routing=of_routing)
         x = split_batch(self.embed(tokens).astype(self.dtype), self.strategy.mesh)
         infos, hidden, caches, first = {}, [x], [], 0
         for i, stack in enumerate(self.stacks):
-            out = stack(x, context.of_layer(i), None if cache is None else cache.layers[i])
+            of_stack = dataclasses.replace(context.of_layer(i), last=last and i + 1 == len(self.stacks))
+            out = stack(x, of_stack, None if cache is None else cache.layers[i])
             x = out.x
             infos |= {first + j: info for j, info in enumerate(out.infos) if info is not None}
             hidden += out.hidden
@@ -188,7 +202,7 @@ class CausalLM(nnx.Module):
             first += stack.depth
         if moved is not None:
             moved = dataclasses.replace(moved, layers=tuple(caches))
-        x = self.norm(x)
+        x = self.norm(x[:, -1:] if last else x)
         return Body(x, moved, infos, (*hidden, x))
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -212,22 +226,26 @@ class CausalLM(nnx.Module):
         segment: Array | None,
         cache: Cache | None,
         key: Any,
+        fresh: bool,
     ) -> tuple[Context, Cache | None]:
         index = jnp.arange(shape[1], dtype=jnp.int32)
+        start, moved = jnp.int32(0), None
+        mask = Mask(index, segment, Slots(index, valid, segment), self.window, causal=True)  # of these tokens alone
         if cache is None:
-            start, moved, keys = jnp.int32(0), None, Slots(index, valid, segment)
             if positions is None:
                 positions = jnp.broadcast_to(index, shape)
         else:
             start = cache.length
             valid = jnp.ones(shape, bool) if valid is None else valid
             segment = jnp.zeros(shape, jnp.int32) if segment is None else segment
-            moved, keys = cache.advance(valid, segment)
+            moved, seen = cache.advance(valid, segment)
+            if not fresh:
+                mask = Mask(start + index, segment, seen, self.window)
             if positions is None:
                 before = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
                 positions = jnp.maximum(cache.next_position[:, None] + before, 0)
-        mask = Mask(start + index, segment, keys, self.window, causal=cache is None)
-        return Context(self.rope(jnp.asarray(positions)), mask, start, valid, key), moved
+        rotation = self.rope(jnp.asarray(positions))
+        return Context(rotation, mask, start, valid, key, fresh=fresh and cache is not None), moved
 
     def _check(self, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any, cache: Cache | None) -> None:
         shape = np.shape(tokens)
@@ -245,19 +263,18 @@ class CausalLM(nnx.Module):
             low, high = min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
             if low < 0 or high >= vocab:
                 raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {low if low < 0 else high}")
-        if cache is not None and not isinstance(cache.length, Tracer):
-            if int(cache.length) + shape[1] > cache.capacity:
-                raise ValueError(
-                    f"the cache holds {cache.capacity} tokens; {int(cache.length)} are in and {shape[1]} more do not "
-                    "fit: make it larger with empty_cache(batch, capacity)"
-                )
+        if cache is not None and (cache.known_length or 0) + shape[1] > cache.capacity:
+            raise ValueError(
+                f"the cache holds {cache.capacity} tokens; {cache.known_length or 0} are in and {shape[1]} more do not "
+                "fit: make it larger with empty_cache(batch, capacity)"
+            )
 
 
 @functools.lru_cache(maxsize=32)
 def _compiled(graph: Any, tree: Any) -> Any:
     """The forward pass of one model structure as a compiled function of its flat list of weights."""
 
-    def run(leaves: list[Array], tokens: Array, arrays: tuple[Any, ...], asked: tuple[bool, bool]) -> Output:
+    def run(leaves: list[Array], tokens: Array, arrays: tuple[Any, ...], asked: tuple[bool, bool, bool]) -> Output:
         model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         return model._forward(tokens, arrays, asked)
 

@@ -138,13 +138,15 @@ class MLA(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None
-    ) -> tuple[Float[Array, "B T D"], LatentCache | None]:
-        q_nope, q_rope = jnp.split(self.q(x), [self.nope], axis=-1)
+    ) -> tuple[Float[Array, "B asked D"], LatentCache | None]:
         latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
         k_rope = self.rotate(k_rope[:, :, None, :], context.rotation)[:, :, 0, :]
-        seen = jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
+        new = seen = jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
         if cache is not None:
-            cache, seen = cache.append(seen, context.start)
+            cache, seen = cache.append(new, context.start)
+        seen = new if context.fresh else seen
+        x, context = context.asking(x)
+        q_nope, q_rope = jnp.split(self.q(x), [self.nope], axis=-1)
         q_rope = self.rotate(q_rope, context.rotation)
         y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.whole()), context.mask, self.scale, self.attend)
         return self.o(y), cache

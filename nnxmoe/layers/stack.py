@@ -30,10 +30,14 @@ class Layer(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any
-    ) -> tuple[Float[Array, "B T D"], Any, None]:
+    ) -> tuple[Float[Array, "B asked D"], Any, None]:
         mixed, cache = self.attention(self.attention_norm(x), context, cache)
-        x = x + mixed
+        x = context.asking(x)[0] + mixed
         return x + self.mlp(self.mlp_norm(x)), cache, None
+
+    def by_token(self, context: Context) -> bool:
+        """Whether a token that has attended is for itself."""
+        return True
 
 
 class MoELayer(nnx.Module):
@@ -47,12 +51,17 @@ class MoELayer(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any
-    ) -> tuple[Float[Array, "B T D"], Any, MoEInfo]:
+    ) -> tuple[Float[Array, "B asked D"], Any, MoEInfo]:
         mixed, cache = self.attention(self.attention_norm(x), context, cache)
+        x, context = context.asking(x)
         x = x + mixed
         y, routing, info = self.moe(self.moe_norm(x), context.valid, context.key)
         kept = routing if context.of_routing is None else context.of_routing(routing)
         return x + y, cache, MoEInfo(kept, info)
+
+    def by_token(self, context: Context) -> bool:
+        """Whether a token that has attended is for itself: none takes another's room, or the place of its noise."""
+        return self.moe.by_token and (context.key is None or not self.moe.router.jitter)
 
 
 MakeLayer = Callable[[nnx.Rngs | None], Layer | MoELayer]
@@ -71,16 +80,20 @@ class Remat:
 
 @dataclasses.dataclass(frozen=True)
 class StackOutput:
-    """``infos`` and ``hidden`` hold one entry a layer (None where the layer has no experts)."""
+    """``infos`` and ``hidden`` hold one entry a layer (None where the layer has no experts), of what it computed."""
 
-    x: Float[Array, "B T D"]
+    x: Float[Array, "B asked D"]
     cache: Any
     infos: list[MoEInfo | None]
-    hidden: list[Float[Array, "B T D"]]
+    hidden: list[Float[Array, "B _ D"]]
 
 
 class Unrolled(nnx.Module):
-    """L layers one after the other; cache: a tuple of the layers' caches."""
+    """L layers one after the other; cache: a tuple of the layers' caches.
+
+    Where the last token alone is wanted, the last layer computes nothing else but keys and values of the others, if it
+    treats each token for itself.
+    """
 
     def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None):
         self.layers = nnx.List([make(rngs) for _ in range(count)])
@@ -95,7 +108,8 @@ class Unrolled(nnx.Module):
         caches, infos, hidden = [], [], []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
             run = layer if self.remat is None else self.remat(layer, scanned=False)
-            x, layer_cache, info = run(x, context.of_layer(i), layer_cache)
+            last = context.last and i + 1 == self.depth and layer.by_token(context)
+            x, layer_cache, info = run(x, dataclasses.replace(context.of_layer(i), last=last), layer_cache)
             caches.append(layer_cache)
             infos.append(info)
             hidden.append(x)
@@ -107,7 +121,10 @@ class Unrolled(nnx.Module):
 
 
 class Scanned(nnx.Module):
-    """L layers as one, with a leading axis ``layers`` on every parameter; cache: one pytree with the same axis."""
+    """L layers as one, with a leading axis ``layers`` on every parameter; cache: one pytree with the same axis.
+
+    Every layer computes the same, all tokens.
+    """
 
     def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None):
         self.depth = count
@@ -125,6 +142,7 @@ class Scanned(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> StackOutput:
         graph, state = nnx.split(self.layer)
+        context = dataclasses.replace(context, last=False)
 
         def run(layer_state: Any, x: Array, context: Context, cache: Any) -> Any:
             return nnx.merge(graph, layer_state)(x, context, cache)

@@ -36,6 +36,11 @@ class MoE(nnx.Module):
         self.shared = shared
         self.mesh = mesh
 
+    @property
+    def by_token(self) -> bool:
+        """Whether what a token gets does not depend on which others are there."""
+        return getattr(self.dispatch, "by_token", False) and self.router.select.by_row
+
     def __call__(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None, key: Key[Array, ""] | None = None
     ) -> tuple[Float[Array, "B T D"], Routing, DispatchInfo]:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,11 @@ class DispatchInfo:
 
 
 class Dispatch(Protocol):
-    """One way to bring tokens to experts, on one device or on a mesh."""
+    """One way to bring tokens to experts, on one device or on a mesh.
+
+    One whose class says ``by_token = True`` gives a token the same whichever others there are: nobody takes another's
+    room. What says nothing of it is taken for one where tokens compete, and is always given all of them.
+    """
 
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
@@ -44,6 +48,8 @@ class Dispatch(Protocol):
 @dataclasses.dataclass(frozen=True)
 class Dense:
     """Every expert on every token, then the weighted sum. Slow and obvious: the oracle of the others."""
+
+    by_token: ClassVar[bool] = True
 
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
@@ -67,6 +73,8 @@ class Sorted:
     On a mesh every shard of the batch sorts its own tokens and gathers the experts' weights; where the batch does not
     divide, every device computes all of it.
     """
+
+    by_token: ClassVar[bool] = True
 
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
@@ -108,6 +116,8 @@ class Capacity:
     Slots: ``max(ceil(T * X / E) * factor, factor)`` rounded down, as in MaxText. On a mesh the dispatched tokens lie by
     expert: their expert dimension takes the ``expert`` axis, which their batch dimension gives up.
     """
+
+    by_token: ClassVar[bool] = False
 
     factor: float
 
@@ -152,6 +162,8 @@ class Capacity:
 class Chunked:
     """Another dispatch on one slice of the sequence after the other, recomputed in the backward: activations of one
     slice at a time. (``Capacity`` counts its slots a slice.)"""
+
+    by_token: ClassVar[bool] = False
 
     inner: Dispatch
     chunks: int

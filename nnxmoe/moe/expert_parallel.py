@@ -7,7 +7,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,8 @@ class ExpertParallel:
     ``inner`` computes the local experts' rows: ``Sorted()``. Raises ValueError where numbers do not divide, and for
     axes that the mesh lacks or that are named twice. Without a mesh it is ``inner``.
     """
+
+    by_token: ClassVar[bool] = False  # a buffer may be too small for all of them
 
     inner: Sorted
     exchange: Exchange

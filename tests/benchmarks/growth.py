@@ -51,9 +51,11 @@ def step_of(kind: str, layers: int, dtype: Any, accumulate: int) -> Step:
     return Step(model, optax.sgd(0.1), accumulate=accumulate)
 
 
-def measure(kind: str, counts: Sequence[int], dtype: Any = jnp.float32, accumulate: int = 1) -> Growth:
+def measure(
+    kind: str, counts: Sequence[int], dtype: Any = jnp.float32, accumulate: int = 1, length: int = LENGTH
+) -> Growth:
     """Compiles a step for each number of layers; a part of a batch has the same shape however many there are."""
-    batch = {"tokens": jax.ShapeDtypeStruct((BATCH * accumulate, LENGTH), jnp.int32)}
+    batch = {"tokens": jax.ShapeDtypeStruct((BATCH * accumulate, length), jnp.int32)}
     temporary, parameters = {}, {}
     for layers in counts:
         step = step_of(kind, layers, dtype, accumulate)
@@ -63,7 +65,7 @@ def measure(kind: str, counts: Sequence[int], dtype: Any = jnp.float32, accumula
         parameters[layers] = sum(4 * a.size for a in jax.tree.leaves(state.params))
     few, many = min(counts), max(counts)
     gradients = (parameters[many] - parameters[few]) // (many - few)
-    return Growth(temporary, BATCH * LENGTH * TINY[kind]["hidden_size"] * jnp.dtype(dtype).itemsize, gradients)
+    return Growth(temporary, BATCH * length * TINY[kind]["hidden_size"] * jnp.dtype(dtype).itemsize, gradients)
 
 
 def plot(found: dict[str, Growth], file: Path) -> None:

@@ -1,0 +1,230 @@
+"""A prompt in an empty cache: what prefill leaves out changes neither logits nor cache, and is really left out."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, Reference, RingOfExperts, Sorted
+from nnxmoe.layers.attend import Mask
+from nnxmoe.layers.cache import KVCache, LatentCache
+from nnxmoe.moe.router import RandomTopK
+from nnxmoe.train import lora
+from tests.helpers import ORACLE, PART_TOLERANCE, build_tiny, feed, max_error, random_tokens, randomise
+from tests.test_attention import DENSE, LENGTH, MODELS, SCANNED, masks
+
+FAMILIES: dict[str, tuple[str, nnxmoe.Strategy, dict[str, Any]]] = MODELS | {
+    "mixtral": ("mixtral", nnxmoe.Strategy(), {}),
+    "mixtral-scanned": ("mixtral", nnxmoe.Strategy(scan_layers=True), {"num_hidden_layers": 1}),
+    "deepseek": ("deepseek_v3", nnxmoe.Strategy(), {"num_hidden_layers": 2}),
+    "deepseek-absorbed": ("deepseek_v3", dataclasses.replace(ORACLE, latent=nnxmoe.Absorbed()), DENSE),
+    "remat-fused": ("mistral", nnxmoe.Strategy(remat=nnxmoe.Remat(), attend=nnxmoe.Fused()), {}),
+}
+
+
+def build(name: str) -> nnxmoe.CausalLM:
+    kind, strategy, changes = FAMILIES[name]
+    return build_tiny(kind, strategy, **changes)
+
+
+def prefill(model: nnxmoe.CausalLM, capacity: int = 24, **options: Any) -> Any:
+    """Compiled: tokens and mask -> logits, cache and infos of a prompt in an empty cache."""
+
+    def run(tokens: Any, mask: Any) -> Any:
+        body = model.body(tokens, mask, cache=model.empty_cache(len(tokens), capacity), **options)
+        return model.logits(body.x), body.cache, body.infos
+
+    return jax.jit(run)
+
+
+def caches_apart(one: Any, other: Any, mask: np.ndarray) -> float:
+    """The largest difference of what two caches remember of real tokens; of padding, nobody should read it."""
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), one.slots, other.slots))
+    assert int(one.length) == int(other.length) == mask.shape[1]
+    layers = jax.tree.leaves(one.layers, is_leaf=lambda layer: isinstance(layer, KVCache | LatentCache))
+    valid, errors = np.asarray(one.slots.valid), []
+    where = valid[..., None] if isinstance(layers[0], LatentCache) else valid[:, None, :, None]
+    for a, b in zip(jax.tree.leaves(one.layers), jax.tree.leaves(other.layers), strict=True):
+        errors.append(max_error(a, b, np.broadcast_to(where, a.shape)))
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_left_out_changes_nothing(name: str) -> None:
+    """Logits of the last token and the whole cache, whatever the padding; from a prompt longer than the window."""
+    model, tokens = build(name), random_tokens(2, LENGTH)
+    plain, fresh, last, both = (
+        prefill(model, **options) for options in ({}, {"fresh": True}, {"last": True}, {"fresh": True, "last": True})
+    )
+    for padding, mask in masks(LENGTH).items():
+        logits, cache, _ = plain(tokens, mask)
+        for run, real in ((fresh, mask), (last, mask[:, -1:]), (both, mask[:, -1:])):
+            ours, our_cache, _ = run(tokens, mask)
+            assert ours.shape == (*real.shape, 53)
+            assert max_error(ours, logits[:, -real.shape[1] :], real) < 2 * PART_TOLERANCE, padding
+            assert caches_apart(our_cache, cache, mask) < 2 * PART_TOLERANCE, padding
+
+
+@pytest.mark.parametrize("name", ["full", "ring-scanned", "mixtral", "deepseek", "deepseek-absorbed"])
+def test_greedy_tokens_are_those_of_whole_passes(name: str) -> None:
+    """Two prompts of unequal lengths, one padded on the left."""
+    model, tokens, mask = build(name), random_tokens(2, 9), np.ones((2, 9), np.int32)
+    mask[0, :4] = 0
+    ids = nnxmoe.generate(model, tokens, mask, max_new_tokens=5, eos_token_id=None)[:, 9:]
+    for row in range(2):
+        prompt = tokens[row : row + 1, 4 * (1 - row) :]
+        whole = np.concatenate([prompt, ids[row : row + 1]], axis=1)
+        logits = np.asarray(model(whole).logits)[0, prompt.shape[1] - 1 : -1]
+        assert logits.argmax(axis=-1).tolist() == ids[row].tolist()
+
+
+# A cache that is empty is not looked at
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Asked:
+    """Reference, and how many queries and keys it was given, and whether the mask was causal."""
+
+    calls: list[tuple[int, int, bool]] = dataclasses.field(default_factory=list)
+
+    def __call__(self, q: Any, k: Any, v: Any, mask: Mask, scale: float) -> Any:
+        self.calls.append((q.shape[2], k.shape[2], mask.causal))
+        return Reference()(q, k, v, mask, scale)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "deepseek_v3"])
+def test_prefill_attends_to_its_own_tokens(kind: str, scan: bool) -> None:
+    """Of the model as it is called: a prompt in an empty cache; not one in a cache that holds something, nor one whose
+    length is traced, nor a single token."""
+    asked = Asked()
+    model = build_tiny(kind, dataclasses.replace(ORACLE, attend=asked, scan_layers=scan), sliding_window=40)
+    tokens, seen = random_tokens(1, 9), []
+
+    def run(part: slice, cache: Any) -> Any:
+        asked.calls.clear()
+        out = model(tokens[:, part], cache=cache)
+        seen.append(set(asked.calls))
+        return out.cache
+
+    run(slice(4, 9), run(slice(0, 4), model.empty_cache(1, 30)))
+    run(slice(0, 1), model.empty_cache(1, 30))
+    jax.jit(lambda cache: run(slice(0, 4), cache))(model.empty_cache(1, 30))
+    ring = kind == "mistral"  # which is followed by what is new
+    five, four = (30 + 5 * ring, 30 + 4 * ring)
+    assert seen == [{(4, 4, True)}, {(5, five, False)}, {(1, 30, False)}, {(4, four, False)}]
+
+
+def test_a_cache_that_is_not_fresh_is_refused() -> None:
+    model, tokens = build_tiny("llama"), random_tokens(1, 6)
+    _, cache = feed(model, tokens, [6], mask=None, capacity=20)
+    with pytest.raises(ValueError, match=r"fresh=True: 6 tokens are in the cache"):
+        model.body(tokens, cache=cache, fresh=True)
+
+
+# The last layer computes the last token
+
+
+def operations(model: nnxmoe.CausalLM, capacity: int = 64, **options: Any) -> float:
+    """Of a compiled prefill of two prompts, without the head."""
+
+    def run(tokens: Any) -> Any:
+        body = model.body(tokens, cache=model.empty_cache(2, capacity), **options)
+        return body.x, body.cache
+
+    return jax.jit(run).lower(random_tokens(2, LENGTH)).compile().cost_analysis()["flops"]
+
+
+def products(*modules: nnx.Module) -> int:
+    """Operations of each token's products with all the kernels of some modules."""
+    return 2 * sum(a.size for module in modules for a in jax.tree.leaves(nnx.state(module, nnx.Param)) if a.ndim > 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3"])
+def test_prefill_computes_less(kind: str) -> None:
+    """By the last layer's queries, outputs and feed-forward of all tokens but the last; and a larger cache costs the
+    scores with its empty slots only where it is looked at."""
+    model = build_tiny(kind)
+    layer = model.stacks[-1].layers[-1]
+    parts = layer.mlp if kind == "llama" else layer.moe
+    saved = 2 * (LENGTH - 1) * products(layer.attention.q, layer.attention.o, parts)
+    whole, last, fresh = (operations(model, **options) for options in ({}, {"last": True}, {"fresh": True}))
+    assert whole - last >= saved
+    assert fresh < whole
+    assert operations(model, 640, fresh=True) == pytest.approx(fresh, rel=0.01)
+    assert operations(model, 640) > 1.5 * whole
+
+
+def test_a_scanned_layer_computes_all() -> None:
+    model = build_tiny("llama", SCANNED)
+    assert operations(model, last=True) == pytest.approx(operations(model), rel=0.01)
+
+
+def tokens_routed(model: nnxmoe.CausalLM, **options: Any) -> list[int]:
+    """How many tokens of a prompt each layer with experts chose for."""
+    infos = model.body(random_tokens(2, LENGTH), last=True, **options).infos
+    return [infos[i].routing.experts.shape[1] for i in sorted(infos)]
+
+
+class Silent:
+    """A dispatch that does not say whether tokens compete."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        return Sorted()(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "alone"),
+    [
+        (Sorted(), True),
+        (Dense(), True),
+        (Capacity(0.5), False),
+        (Chunked(Sorted(), 2), False),
+        (ExpertParallel(Sorted(), RingOfExperts()), False),
+        (Silent(), False),
+    ],
+)
+def test_tokens_that_compete_are_all_there(dispatch: Any, alone: bool) -> None:
+    """Only where each is for itself is the last one routed alone; what is dropped stays the same."""
+    model, tokens = build_tiny("mixtral", nnxmoe.Strategy(dispatch=dispatch)), random_tokens(2, LENGTH)
+    (logits, _, infos), (ours, _, our_infos) = (prefill(model, last=last)(tokens, None) for last in (False, True))
+    assert max_error(ours, logits[:, -1:]) < 2 * PART_TOLERANCE
+    assert tokens_routed(model) == [LENGTH, 1 if alone else LENGTH]
+    drops = [int(sum(info.dispatch.dropped for info in each.values())) for each in (infos, our_infos)]
+    assert drops[0] == drops[1] and (drops[0] > 0) == isinstance(dispatch, Capacity)
+
+
+def test_randomness_sees_all_tokens() -> None:
+    """The place of a token decides its noise, and its experts where they are chosen at random."""
+    model = build_tiny("mixtral", nnxmoe.Strategy(), router_jitter_noise=0.1)
+    assert tokens_routed(model) == [LENGTH, 1]
+    assert tokens_routed(model, key=jax.random.key(0)) == [LENGTH, LENGTH]
+    model.stacks[-1].layers[-1].moe.router.select = RandomTopK(2)
+    assert tokens_routed(model) == [LENGTH, LENGTH]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_adapters_are_part_of_it(kind: str) -> None:
+    model, tokens = build_tiny(kind, nnxmoe.Strategy()), random_tokens(2, LENGTH)
+    before = model.logits(model.body(tokens).x)
+    lora.add(model, rank=2, rngs=nnx.Rngs(0))
+    randomise(model)
+    after = model.logits(model.body(tokens).x)
+    assert max_error(before, after) > 1e-2
+    assert max_error(model.logits(model.body(tokens, last=True).x), after[:, -1:]) < 2 * PART_TOLERANCE
+
+
+def test_what_was_asked_of_the_routing_and_hidden_states() -> None:
+    """Of the last layer they are of the last token; a pass without a cache can be asked for it as well."""
+    model, tokens = build_tiny("mixtral", nnxmoe.Strategy()), random_tokens(2, LENGTH)
+    whole, last = (model.body(tokens, of_routing=lambda r: r.experts, last=last) for last in (False, True))
+    assert [h.shape[1] for h in last.hidden] == [LENGTH, LENGTH, 1, 1] and last.x.shape[1] == 1
+    for ours, theirs in zip(last.hidden, whole.hidden, strict=True):
+        assert max_error(ours, theirs[:, -ours.shape[1] :]) < 2 * PART_TOLERANCE
+    for i, info in whole.infos.items():
+        ours = last.infos[i].routing
+        assert np.array_equal(ours, info.routing[:, -ours.shape[1] :])
