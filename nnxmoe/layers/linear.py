@@ -1,6 +1,5 @@
 """Matrix products: the one home of every dot, and the projection built on it."""
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -14,7 +13,6 @@ from nnxmoe.axes import parameter
 from nnxmoe.layers.lora import LoRA
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False) -> Float[Array, "*rows O"]:
     """``x @ kernel``, or with ``transpose`` ``x @ kernel.T``, accumulated in float32 and returned in ``x``'s dtype, to
     which the kernel is cast.
@@ -22,12 +20,16 @@ def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: b
     So are the products of its backward, which JAX would compute in float32, of float32 copies of bfloat16 operands;
     and the gradient of a float32 kernel is what was accumulated, never rounded to ``x``'s dtype.
     """
-    return _matmul_forward(x, kernel, transpose)[0]
+    return _matmul(x, kernel, transpose)
+
+
+def _product(x: Array, kernel: Array, transpose: bool) -> Array:
+    # The product itself, not a call of `matmul`: policies of remat are to find it.
+    return matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype)
 
 
 def _matmul_forward(x: Array, kernel: Array, transpose: bool) -> tuple[Array, tuple[Array, Array]]:
-    # The product itself, not a call of `matmul`: policies of remat are to find it.
-    return matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype), (x, kernel)
+    return _product(x, kernel, transpose), (x, kernel)
 
 
 def _matmul_backward(transpose: bool, kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
@@ -38,7 +40,8 @@ def _matmul_backward(transpose: bool, kept: tuple[Array, Array], d_out: Array) -
     return d_x.reshape(x.shape), d_kernel.astype(kernel.dtype)
 
 
-matmul.defvjp(_matmul_forward, _matmul_backward)
+_matmul = jax.custom_vjp(_product, nondiff_argnums=(2,))
+_matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def dot_f32(x: Float[Array, "*b _ _"], y: Float[Array, "*b _ _"], of_x: int, of_y: int) -> Float[Array, "*b _ _"]:
@@ -65,17 +68,20 @@ def matmul_f32(
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def batched(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], of_y: int) -> Float[Array, "*b M N"]:
     """``x @ y`` for each matrix (``of_y`` -2), or ``x @ y.T`` (-1), accumulated and returned in float32.
 
     Its backward computes in float32, and casts what it returns.
     """
+    return _batched(x, y, of_y)
+
+
+def _batched_product(x: Array, y: Array, of_y: int) -> Array:
     return dot_f32(x, y, -1, of_y)
 
 
 def _batched_forward(x: Array, y: Array, of_y: int) -> tuple[Array, tuple[Array, Array]]:
-    return dot_f32(x, y, -1, of_y), (x, y)
+    return _batched_product(x, y, of_y), (x, y)
 
 
 def _batched_backward(of_y: int, kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
@@ -85,7 +91,8 @@ def _batched_backward(of_y: int, kept: tuple[Array, Array], d_out: Array) -> tup
     return d_x.astype(kept[0].dtype), d_y.astype(kept[1].dtype)
 
 
-batched.defvjp(_batched_forward, _batched_backward)
+_batched = jax.custom_vjp(_batched_product, nondiff_argnums=(2,))
+_batched.defvjp(_batched_forward, _batched_backward)
 
 
 def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
