@@ -43,7 +43,8 @@ def prefill(model: nnxmoe.CausalLM, capacity: int = 24, **options: Any) -> Any:
 
 def caches_apart(one: Any, other: Any, mask: np.ndarray) -> float:
     """The largest difference of what two caches remember of real tokens; of padding, nobody should read it."""
-    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), one.slots, other.slots))
+    books = jax.tree.leaves(one.slots), jax.tree.leaves(other.slots)
+    assert all(np.array_equal(a, b) for a, b in zip(*books, strict=True))
     assert int(one.length) == int(other.length) == mask.shape[1]
     layers = jax.tree.leaves(one.layers, is_leaf=lambda layer: isinstance(layer, KVCache | LatentCache))
     valid, errors = np.asarray(one.slots.valid), []

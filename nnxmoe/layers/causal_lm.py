@@ -145,17 +145,17 @@ class CausalLM(nnx.Module):
         arrays = (attention_mask, positions, segment_ids, cache, key)
         tokens = np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
         self._check(tokens, attention_mask, positions, segment_ids, cache)
-        empty = cache is not None and cache.known_length == 0
-        asked = (return_routing, return_hidden, empty and np.shape(tokens)[1] > 1)  # one token: as any step
+        asked = (return_routing, return_hidden)
+        fresh = cache is not None and cache.known_length == 0 and np.shape(tokens)[1] > 1  # one token: as any step
         graph, state = nnx.split(self)
         leaves, tree = jax.tree.flatten(state)
         given = jax.tree.leaves((leaves, tokens, arrays))
         if all(isinstance(a, jax.Array | np.ndarray) and not isinstance(a, Tracer) for a in given):
-            return _compiled(graph, tree)(leaves, tokens, arrays, asked)
-        return self._forward(tokens, arrays, asked)
+            return _compiled(graph, tree)(leaves, tokens, arrays, asked, fresh)
+        return self._forward(tokens, arrays, asked, fresh)
 
-    def _forward(self, tokens: Any, arrays: tuple[Any, ...], asked: tuple[bool, bool, bool]) -> Output:
-        body = self.body(tokens, *arrays, fresh=asked[2])
+    def _forward(self, tokens: Any, arrays: tuple[Any, ...], asked: tuple[bool, bool], fresh: bool = False) -> Output:
+        body = self.body(tokens, *arrays, fresh=fresh)
         routing = {i: info.routing for i, info in body.infos.items()} if asked[0] else None
         dispatch = {i: info.dispatch for i, info in body.infos.items()} if asked[0] else None
         return Output(self.logits(body.x), body.cache, routing, body.hidden if asked[1] else None, dispatch)
@@ -274,8 +274,10 @@ class CausalLM(nnx.Module):
 def _compiled(graph: Any, tree: Any) -> Any:
     """The forward pass of one model structure as a compiled function of its flat list of weights."""
 
-    def run(leaves: list[Array], tokens: Array, arrays: tuple[Any, ...], asked: tuple[bool, bool, bool]) -> Output:
+    def run(
+        leaves: list[Array], tokens: Array, arrays: tuple[Any, ...], asked: tuple[bool, bool], fresh: bool
+    ) -> Output:
         model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-        return model._forward(tokens, arrays, asked)
+        return model._forward(tokens, arrays, asked, fresh)
 
-    return jax.jit(run, static_argnums=3)
+    return jax.jit(run, static_argnums=(3, 4))

@@ -97,14 +97,14 @@ class GQA(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
     ) -> tuple[Float[Array, "B asked D"], KVCache | None]:
+        asking, asked = context.asking(x)
+        q = jnp.swapaxes(self.rotate(self.q(asking), asked.rotation), 1, 2)
         k = jnp.swapaxes(self.rotate(self.k(x), context.rotation), 1, 2)
         v = jnp.swapaxes(self.v(x), 1, 2)
         if cache is not None:
             cache, seen = cache.append((k, v), context.start)
             k, v = (k, v) if context.fresh else seen
-        x, context = context.asking(x)
-        q = jnp.swapaxes(self.rotate(self.q(x), context.rotation), 1, 2)
-        y = self.attend(q, k, v, context.mask, self.scale)
+        y = self.attend(q, k, v, asked.mask, self.scale)
         return self.o(jnp.swapaxes(y, 1, 2)), cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:

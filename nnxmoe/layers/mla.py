@@ -139,16 +139,16 @@ class MLA(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None
     ) -> tuple[Float[Array, "B asked D"], LatentCache | None]:
+        asking, asked = context.asking(x)
+        q_nope, q_rope = jnp.split(self.q(asking), [self.nope], axis=-1)
         latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
         k_rope = self.rotate(k_rope[:, :, None, :], context.rotation)[:, :, 0, :]
         new = seen = jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
         if cache is not None:
             cache, seen = cache.append(new, context.start)
         seen = new if context.fresh else seen
-        x, context = context.asking(x)
-        q_nope, q_rope = jnp.split(self.q(x), [self.nope], axis=-1)
-        q_rope = self.rotate(q_rope, context.rotation)
-        y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.whole()), context.mask, self.scale, self.attend)
+        q_rope = self.rotate(q_rope, asked.rotation)
+        y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.whole()), asked.mask, self.scale, self.attend)
         return self.o(y), cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> LatentCache:
