@@ -102,6 +102,7 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling
 def inspect(options: argparse.Namespace) -> None:
     """What a model is, and whether it fits."""
     from nnxmoe.memory import memory_bytes
+    from nnxmoe.strategy import Strategy
     from nnxmoe.summary import summarise
 
     s = summarise(_path(options.model), options.dtype, options.revision, options.local_files_only)
@@ -131,6 +132,9 @@ def inspect(options: argparse.Namespace) -> None:
     print(
         f"memory      {_bytes(need)} for batch {options.batch}, {context} tokens: {verdict} in {_bytes(have)} ({where})"
     )
+    print("strategy    on this machine, by default:")
+    for line in Strategy.auto().explain().splitlines():
+        print(f"  {line}")
     for line in spread:
         print(line)
     if s.missing or s.misshapen:

@@ -135,6 +135,7 @@ def test_inspect_reads_no_weights(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     out = capsys.readouterr().out
     for part in ("routed experts", "147,456", "214,336", "active", "F32", "0 missing", "cache", "fits"):
         assert part in out, out
+    assert all(f"  {line}\n" in out for line in nnxmoe.Strategy.auto().explain().splitlines())
 
 
 def test_inspect_of_a_config_alone_and_of_misfits(tmp_path: Path) -> None:
