@@ -13,9 +13,22 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 
+def written(buffer: Array, new: Array, start: Int[Array, ""], axis: int) -> Array:
+    """In place, where the buffer is donated or goes round with a loop.
+
+    XLA:CPU fuses the writing with each use of what was written, and copies the whole buffer for each; not what comes
+    out of a loop. One of a single turn would be no loop, so this one writes twice.
+    """
+
+    def write(_: Any, buffer: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(buffer, new, start, axis)
+
+    return jax.lax.fori_loop(0, 2, write, buffer) if jax.default_backend() == "cpu" else write(0, buffer)
+
+
 def append_full(buffer: Array, new: Array, start: Int[Array, ""], axis: int) -> tuple[Array, Array]:
     """Write ``new`` at slot ``start``; what may be attended to is the whole buffer. Returns (buffer, seen)."""
-    buffer = jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis)
+    buffer = written(buffer, new.astype(buffer.dtype), start, axis)
     return buffer, buffer
 
 
@@ -24,7 +37,7 @@ def append_ring(buffer: Array, new: Array, start: Int[Array, ""], axis: int) -> 
     size, count = buffer.shape[axis], new.shape[axis]
     new = new.astype(buffer.dtype)
     if count == 1:
-        buffer = jax.lax.dynamic_update_slice_in_dim(buffer, new, start % size, axis)
+        buffer = written(buffer, new, start % size, axis)
         return buffer, buffer
     seen = jnp.concatenate([buffer, new], axis=axis)
     if count >= size:
