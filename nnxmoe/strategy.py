@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from nnxmoe.arguments import check_object
 from nnxmoe.axes import RULES, Rules, sharding_of
 from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.attend import Attend, Blockwise
@@ -74,11 +75,7 @@ class Strategy:
             if not jnp.issubdtype(self.compute_dtype, jnp.floating):
                 raise ValueError(f"Strategy(compute_dtype={self.compute_dtype}): give a floating-point dtype")
         for name in ("dispatch", "matmul", "attend", "latent"):
-            value = getattr(self, name)
-            if isinstance(value, type) or not callable(value):
-                raise ValueError(
-                    f"Strategy({name}={value!r}): give an object such as {type(_DEFAULTS[name]).__name__}()"
-                )
+            check_object("Strategy", name, getattr(self, name), f"{type(_DEFAULTS[name]).__name__}()")
 
     def _check_mesh(self) -> None:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):

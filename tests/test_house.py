@@ -16,6 +16,7 @@ PACKAGE = ROOT / "nnxmoe"
 # Lower may not import from higher. Folders and files of the package; a longer name wins.
 LEVELS = {
     "nnxmoe.frozen": 0,
+    "nnxmoe.arguments": 0,
     "nnxmoe.axes": 0,
     "nnxmoe.progress": 0,
     "nnxmoe.processes": 0,

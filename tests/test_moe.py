@@ -253,6 +253,20 @@ def test_rows_of_no_group_may_hold_anything() -> None:
         assert max_error(y, clean[0]) < PART_TOLERANCE, label
 
 
+@pytest.mark.parametrize("name", ["blocked", "blocked-3", "aligned-4"])
+def test_rows_of_no_group_do_not_reach_the_gradients(name: str) -> None:
+    """Not even what is not a number, in the rows or in the slopes of what they gave."""
+    rows, kernel, _ = problem("uneven", jnp.float32)
+    sizes = jnp.asarray([1, 4, 0, 2])
+
+    def gradients(beyond: float) -> Any:
+        _, pull = jax.vjp(lambda r, k: BACKENDS[name](r, k, sizes), rows.at[7:].set(beyond), kernel)
+        return pull(jnp.ones((rows.shape[0], kernel.shape[2])).at[7:].set(beyond))
+
+    for spoiled, clean in zip(gradients(jnp.nan), gradients(0.0), strict=True):
+        assert max_error(spoiled, clean) < PART_TOLERANCE
+
+
 def test_sizes_are_data() -> None:
     """One compilation for every distribution of rows over groups."""
     rows, kernel, _ = problem("uneven", jnp.float32)

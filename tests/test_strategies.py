@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
-from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
+from nnxmoe import Blockwise, Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.axes import BATCH_AXES, sharding_of
 from nnxmoe.models import Mixtral, MixtralConfig
 from nnxmoe.moe.block import MoE
@@ -388,7 +388,11 @@ def test_what_no_mode_can_be() -> None:
         (lambda: nnxmoe.Strategy(rules={"embed": None}), "give a dict of all of them"),
         (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "embed": 3}), "'embed' -> 3"),
         (lambda: nnxmoe.make_mesh(fsdp="2"), "give integers"),
-        (lambda: Chunked(Sorted, 2), "an? dispatch"),
+        (lambda: Chunked(Sorted, 2), r"Chunked\(inner=.*give an object such as Sorted\(\)"),
+        (lambda: Blockwise(nnxmoe.Reference), r"Blockwise\(inner=.*give an object such as Reference\(\)"),
+        (lambda: nnxmoe.Strategy(dispatch=Sorted), r"Strategy\(dispatch=.*give an object such as Sorted\(\)"),
+        (lambda: Blockwise(blocks=True), r"Blockwise\(blocks=True\): give a positive integer"),
+        (lambda: nnxmoe.Aligned(nnxmoe.Blocked(), 1.0), r"Aligned\(block=1\.0\): give a positive integer"),
     ):
         with pytest.raises(ValueError, match=message):
             make_one()

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from nnxmoe.arguments import check_object, check_positive
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.linear import batched
 
@@ -166,10 +167,8 @@ class Blockwise:
     blocks: int = 8
 
     def __post_init__(self) -> None:
-        if isinstance(self.blocks, bool) or not isinstance(self.blocks, int) or self.blocks < 1:
-            raise ValueError(f"Blockwise(blocks={self.blocks!r}): the number of blocks is a positive integer")
-        if isinstance(self.inner, type) or not callable(self.inner):
-            raise ValueError(f"Blockwise(inner={self.inner!r}): give an attention such as Reference()")
+        check_positive("Blockwise", "blocks", self.blocks)
+        check_object("Blockwise", "inner", self.inner, "Reference()")
 
     def __call__(
         self,

@@ -20,4 +20,4 @@ class Embed(nnx.Module):
 
     def attend(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in float32 with the table as the head's weights."""
-        return matmul_f32(x, self.table[...].astype(x.dtype).T)
+        return matmul_f32(x, self.table[...].astype(x.dtype), transpose=True)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.arguments import check_object, check_positive
 from nnxmoe.axes import AnyMesh, batch_axes, constrain, divided_over, shards
 from nnxmoe.layers.linear import einsum
 from nnxmoe.moe.experts import ExpertFn
@@ -169,10 +170,8 @@ class Chunked:
     chunks: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
-            raise ValueError(f"Chunked(chunks={self.chunks!r}): the number of chunks is a positive integer")
-        if isinstance(self.inner, type) or not callable(self.inner):
-            raise ValueError(f"Chunked(inner={self.inner!r}): give a dispatch such as Sorted()")
+        check_positive("Chunked", "chunks", self.chunks)
+        check_object("Chunked", "inner", self.inner, "Sorted()")
 
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.arguments import check_object
 from nnxmoe.axes import AnyMesh
 from nnxmoe.moe.dispatch import DispatchInfo, Sorted, assignments, check_batch, check_factor, information, sorted_rows
 from nnxmoe.moe.experts import ExpertFn
@@ -54,10 +55,7 @@ class ExpertParallel:
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Sorted):
             raise ValueError(f"ExpertParallel(inner={self.inner!r}): local experts are computed by Sorted()")
-        if isinstance(self.exchange, type) or not callable(self.exchange):
-            raise ValueError(
-                f"ExpertParallel(exchange={self.exchange!r}): give RaggedAllToAll() or RingOfExperts(), an object"
-            )
+        check_object("ExpertParallel", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
         if isinstance(self.data_axes, str):
             raise ValueError(f"ExpertParallel(data_axes={self.data_axes!r}): give a tuple of axes")
         object.__setattr__(self, "data_axes", tuple(self.data_axes))

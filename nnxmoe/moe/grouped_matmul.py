@@ -7,12 +7,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.arguments import check_positive
 from nnxmoe.layers.linear import dot_f32, einsum, matmul
 from nnxmoe.moe.permute import gather_rows
 
@@ -73,7 +74,7 @@ class Aligned:
     block: int
 
     def __post_init__(self) -> None:
-        _check_block(self)
+        check_positive("Aligned", "block", self.block)
 
     def __call__(
         self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
@@ -86,11 +87,6 @@ class Aligned:
         source, place = _moved(filled, sizes, room, have), _moved(sizes, filled, have, room)
         out = self.inner(gather_rows(rows, source, place[:, None]), kernel, filled)
         return gather_rows(out, place, source[:, None])
-
-
-def _check_block(backend: Any) -> None:
-    if isinstance(backend.block, bool) or not isinstance(backend.block, int) or backend.block < 1:
-        raise ValueError(f"{type(backend).__name__}(block={backend.block!r}): the number of rows, a positive integer")
 
 
 def _moved(ours: Int[Array, "E"], theirs: Int[Array, "E"], count: int, nowhere: int) -> Int[Array, "count"]:
@@ -114,7 +110,7 @@ class Blocked:
 
     def __post_init__(self) -> None:
         if self.block is not None:
-            _check_block(self)
+            check_positive("Blocked", "block", self.block)
 
     def __call__(
         self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
@@ -220,8 +216,8 @@ def _kernel_gradient(blocks, rows, d_out, sizes, kernel):
         def block_product(start, carry):
             rows, d_out, total = carry
             first, mine = _window(block, start, end, rows.shape[0])
-            tile = jax.lax.dynamic_slice_in_dim(rows, first, block)
-            d_tile = jnp.where(mine, jax.lax.dynamic_slice_in_dim(d_out, first, block), 0)
+            # Of both: 0 times what another row holds may be NaN.
+            tile, d_tile = (jnp.where(mine, jax.lax.dynamic_slice_in_dim(a, first, block), 0) for a in (rows, d_out))
             product = dot_f32(tile, d_tile, -2, -2)
             return *_carried(rows, d_out), product if total is None else total + product
 
