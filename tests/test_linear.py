@@ -124,8 +124,12 @@ def test_groups_of_very_different_sizes(sizes: list[int], dtype: str) -> None:
 
 
 def test_sizes_of_blocks() -> None:
-    assert block_sizes(1024, 8, MANY) == (64, 96, 128, 192, 256, 384, 512, 1024)
-    assert block_sizes(1024, 8, FEW) == (64, 128, 256)
-    assert (
-        block_sizes(2, 8, FEW) == (1, 2) and block_sizes(1, 8, FEW) == (1,) and block_sizes(10**6, 2, MANY) == (1024,)
-    )
+    assert block_sizes(1024, 8, MANY) == (64, 96, 128, 144, 160, 192, 256, 512)
+    assert block_sizes(1024, 8, FEW) == (64, 144, 192, 256)
+    assert block_sizes(8192, 8, FEW) == (512, 1152, 1536, 2048, 512) and block_sizes(10**6, 2, MANY) == (512,)
+    assert block_sizes(2, 8, FEW) == (1, 2) and block_sizes(1, 8, FEW) == (1,)
+    for mean in (48, 128, 1024, 1500):  # of loads that are nearly even, none has a block of which much is empty
+        for means in (FEW, MANY):
+            assert min(size for size in block_sizes(8 * mean, 8, means) if size >= 1.1 * mean) <= 1.34 * mean
+    for rows in range(1, 99):
+        assert all(1 <= size <= rows for size in block_sizes(rows, 8, MANY))

@@ -125,29 +125,40 @@ class Blocked:
         return _blocked(block_sizes(count, groups, MANY) if count >= 16 * groups else fewer, fewer, rows, kernel, sizes)
 
 
-FEW = (0.5, 1, 2)
-MANY = (0.5, 0.75, 1, 1.5, 2, 3, 4, 8)
+# Closest above 1: of even loads, half lie a little above the mean.
+FEW = (0.5, 1.125, 1.5, 2)
+MANY = (0.5, 0.75, 1, 1.125, 1.25, 1.5, 2, 4)
 
 
 def block_sizes(rows: int, groups: int, means: Sequence[float]) -> tuple[int, ...]:
-    """Sizes of blocks, ascending: so many times the mean size of a group, 1024 at most. Each is compiled by itself."""
+    """Sizes of blocks, each compiled by itself: so many times the mean size of a group, ascending, 2048 at most, which
+    hold a group each. A larger group is cut into blocks of the last size, 512 at most: little of them is empty."""
     mean = max(1, rows // groups)
-    return tuple(sorted({min(math.ceil(mean * times), rows, 1024) for times in means}))
+    sizes = sorted({min(_rounded_up(math.ceil(mean * times)), rows) for times in means})
+    whole = tuple(size for size in sizes if size <= 2048)
+    return whole if sizes[-1] <= 512 else (*whole, 512)
+
+
+def _rounded_up(size: int) -> int:
+    """To 16 rows, which products are made of, if that is little in proportion."""
+    return -(-size // 16) * 16 if size >= 32 else size
 
 
 def _for_each_group(blocks, sizes, body, init):
-    """Fold ``body(block, first row, end, group, carry)`` over the groups that have rows, with the smallest block that
-    holds them, or the largest. There is a loop for each size: a choice within one would copy what it is given."""
+    """Fold ``body(block, several, first row, end, group, carry)`` over the groups that have rows, with the smallest
+    block that holds them, or the last, of which they may need ``several``. There is a loop for each size: a choice
+    within one would copy what it is given."""
     ends = jnp.cumsum(sizes)
     which = jnp.sum(sizes[:, None] > jnp.asarray(blocks[:-1], sizes.dtype), axis=1)
     which = jnp.where(sizes == 0, len(blocks), which)
     order, stops = jnp.argsort(which, stable=True), jnp.sum(which[:, None] <= jnp.arange(len(blocks)), axis=0)
     carry, first = init, 0
     for i, block in enumerate(blocks):
+        several = i == len(blocks) - 1
 
-        def step(j, carry, block=block):
+        def step(j, carry, block=block, several=several):
             group = order[j]
-            return body(block, ends[group] - sizes[group], ends[group], group, carry)
+            return body(block, several, ends[group] - sizes[group], ends[group], group, carry)
 
         carry = jax.lax.fori_loop(first, stops[i], step, carry)
         first = stops[i]
@@ -185,7 +196,7 @@ def _apply(blocks, rows, kernel, sizes, transpose):
     """The grouped product, or with ``transpose`` the product with each kernel's transpose."""
     count, width = rows.shape[0], kernel.shape[1] if transpose else kernel.shape[2]
 
-    def group_product(block, start, end, group, carry):
+    def group_product(block, several, start, end, group, carry):
         rows, kernel, out = carry
         one = jax.lax.dynamic_index_in_dim(kernel, group, keepdims=False)
 
@@ -198,7 +209,7 @@ def _apply(blocks, rows, kernel, sizes, transpose):
             out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, tile, old), first, 0)
             return *_carried(rows, one), out
 
-        out = _for_each_block(block, block == blocks[-1], start, end, block_product, (rows, one, out))[-1]
+        out = _for_each_block(block, several, start, end, block_product, (rows, one, out))[-1]
         return *_carried(rows, kernel), out
 
     out = _bits(jnp.zeros((count, width), rows.dtype))
@@ -210,7 +221,7 @@ def _apply(blocks, rows, kernel, sizes, transpose):
 def _kernel_gradient(blocks, rows, d_out, sizes, kernel):
     """``rows.T @ d_out`` of each group, in the kernel's dtype."""
 
-    def group_product(block, start, end, group, carry):
+    def group_product(block, several, start, end, group, carry):
         rows, d_out, d_kernel = carry
 
         def block_product(start, carry):
@@ -221,7 +232,6 @@ def _kernel_gradient(blocks, rows, d_out, sizes, kernel):
             product = dot_f32(tile, d_tile, -2, -2)
             return *_carried(rows, d_out), product if total is None else total + product
 
-        several = block == blocks[-1]
         total = jnp.zeros(kernel.shape[1:], jnp.float32) if several else None
         total = _for_each_block(block, several, start, end, block_product, (rows, d_out, total))[-1]
         d_kernel = jax.lax.dynamic_update_index_in_dim(d_kernel, _bits(total.astype(kernel.dtype)), group, 0)
@@ -234,7 +244,7 @@ def _kernel_gradient(blocks, rows, d_out, sizes, kernel):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _blocked(blocks, fewer, rows, kernel, sizes):
-    """``blocks``: the sizes that there are, ascending; ``fewer``: those where there are gradients."""
+    """``blocks``: the sizes that there are; ``fewer``: those where there are gradients."""
     return _apply(blocks, rows, kernel, sizes, False)
 
 
