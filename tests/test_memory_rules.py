@@ -376,20 +376,20 @@ def test_caches_are_written_in_place(kind: str, changes: Any, monkeypatch: pytes
 @pytest.mark.parametrize("kind", [KVCache, RingCache])
 def test_each_cache_is_written_in_place(kind: type[KVCache], dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where layer after layer writes a cache of its own and reads it, nor has it; as wide as those of real models."""
-    caches = [kind(*[shape(1, 4, 512, 64, dtype=dtype)] * 2) for _ in range(4)]
+    buffers = [(shape(1, 4, 512, 64, dtype=dtype),) * 2] * 4
 
-    def decode(caches: list[KVCache], x: Any, start: Any) -> Any:
+    def decode(buffers: Any, x: Any, start: Any) -> Any:
         after = []
-        for old in caches:
-            new, (keys, values) = old.append((x[:, :, :1], x[:, :, 1:2]), start)
+        for k, v in buffers:
+            new, (keys, values) = kind(k, v).append((x[:, :, :1], x[:, :, 1:2]), start)
             scores = linear.batched(x, keys, -1)
             x = linear.batched(jax.nn.softmax(scores).astype(dtype), values, -2).astype(dtype)
-            after.append(new)
+            after.append((new.k, new.v))
         return after, x
 
     def copied() -> float:
         """Temporary bytes, in caches."""
-        given = caches, shape(1, 4, 4, 64, dtype=dtype), shape(dtype=jnp.int32)
+        given = buffers, shape(1, 4, 4, 64, dtype=dtype), shape(dtype=jnp.int32)
         again = functools.partial(decode)  # which JAX has not traced before
         return temporary(again, *given, donate_argnums=0) / (4 * 512 * 64 * dtype.itemsize)
 
