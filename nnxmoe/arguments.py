@@ -3,9 +3,14 @@
 from typing import Any
 
 
+def is_positive(value: Any) -> bool:
+    """Whether this is an integer from 1: True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def check_positive(where: str, name: str, value: Any) -> None:
     """ValueError where ``where(name=value)`` is given something else than a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_positive(value):
         raise ValueError(f"{where}({name}={value!r}): give a positive integer")
 
 

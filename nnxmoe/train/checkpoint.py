@@ -15,6 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
+from nnxmoe.arguments import is_positive
 from nnxmoe.convert.orbax_folder import check_name
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.together import all_went_well, apart, from_first
@@ -50,7 +51,7 @@ class Checkpoints:
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3, every: int = 1) -> None:
         for name, value in (("keep", keep), ("every", every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_positive(value):
                 raise ValueError(f"{name}={value!r}: give a whole number from 1")
         self.folder, self.keep, self.every = absolute(folder), keep, every
         check_name(self.folder)

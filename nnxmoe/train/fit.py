@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from nnxmoe.arguments import is_positive
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.moe.balance import utilisation
 from nnxmoe.processes import deadline
@@ -89,7 +90,7 @@ def fit(
     ``evaluate``: batches whose cross-entropy is a metric every ``evaluate_every`` steps and at the end.
     Raises NotFinite for gradients that are not, and ValueErrors for what cannot be.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if not is_positive(steps):
         raise ValueError(f"steps={steps!r}: how many in all, at least 1")
     if model.merged is not None:
         raise ValueError("the model's adapters are merged: lora.unmerge(model), or lora.merge(model, keep=False) it")
@@ -126,7 +127,7 @@ class _Judge:
     def __init__(self, step: Step, data: Iterable[Batch], every: int | None) -> None:
         if isinstance(data, Iterator):
             raise ValueError("evaluate: an iterator is spent after the first time: give batches in a list, list(…)")
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        if every is not None and not is_positive(every):
             raise ValueError(f"evaluate_every={every!r}: give a whole number from 1, or None")
         self.step, self.data, self.every = step, data, every
         self.losses = jax.jit(lambda state, batch: step.losses(state, batch))

@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from nnxmoe.arguments import is_positive
 from nnxmoe.axes import axes_of
 from nnxmoe.convert.leaves import float_dtype
 from nnxmoe.layers.causal_lm import CausalLM
@@ -46,7 +47,7 @@ def add(
     "experts.down"]``; None: everything but the router. The same ``rngs`` give the same values, layers scanned or not,
     on whatever mesh; None makes shapes. Raises ValueError for what cannot be, and where there are adapters already.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+    if not is_positive(rank):
         raise ValueError(f"rank {rank!r} is not a positive integer")
     alpha = rank if alpha is None else alpha
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from nnxmoe.arguments import is_positive
 from nnxmoe.convert.table import first_layers
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.moe.balance import updated_bias
@@ -62,7 +63,7 @@ class Step:
         accumulate: int = 1,
         bias_rate: float = 0.0,
     ):
-        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        if not is_positive(accumulate):
             raise ValueError(f"accumulate={accumulate!r}: how many parts a batch is cut into, at least 1")
         self.optimizer, self.objective = optimizer, objective or Objective()
         self.accumulate, self.bias_rate = accumulate, bias_rate
