@@ -417,6 +417,29 @@ def test_a_broken_off_step_shows_its_own_error(monkeypatch: pytest.MonkeyPatch) 
         next(tokens)
 
 
+def test_each_step_is_started_before_the_one_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And none that cannot be asked for; drops are counted up to the last token that was handed out."""
+    model = build_tiny("mixtral", nnxmoe.Strategy())
+    programs = decode._programs(*_structure(model))
+    step, started = programs.decode, []
+
+    def one_more_dropped(*arguments: Any) -> Any:
+        started.append(None)
+        token, dropped, memory = step(*arguments)
+        return token, dropped + 1, memory
+
+    monkeypatch.setattr(programs, "decode", one_more_dropped)
+    tokens = decode.generate_tokens(model, np.ones((1, 4), np.int32), None, 5, None, 0)
+    assert [len(started) for _ in tokens] == [0, 2, 3, 4, 4]
+    tokens = decode.generate_tokens(model, np.ones((1, 4), np.int32), None, 5, None, 0)
+    next(tokens), next(tokens), next(tokens)
+    caplog.clear()
+    tokens.close()  # type: ignore[attr-defined]
+    assert [record.args and record.args[0] for record in caplog.records] == [2]
+
+
 def _structure(model: nnxmoe.CausalLM) -> tuple[object, object]:
     graph, state = nnx.split(model)
     return graph, jax.tree.flatten(state)[1]

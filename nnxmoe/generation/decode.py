@@ -1,14 +1,15 @@
 """Prefill and decode: ``generate`` for batches of ids, ``stream`` for text as it is made.
 
 Shapes are rounded up to a few sizes and the cache is written in place, so that a new prompt length or a new token
-compiles nothing. Each step is one call of a jitted function over a flat list of arrays.
+compiles nothing. Each step is one call of a jitted function over a flat list of arrays, made before the step before it
+is waited for.
 """
 
 import functools
 import math
 from collections.abc import Iterator, Sequence
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from nnxmoe.memory import memory_bytes
 from nnxmoe.processes import deadline
 from nnxmoe.progress import logger, say
 
+Item = TypeVar("Item")
 Eos = int | np.integer | Sequence[int] | None | EllipsisType
 
 
@@ -115,17 +117,33 @@ def generate_tokens(
     with deadline("compiling, and computing the first new token"):
         token, dropped, memory = programs.prefill(leaves, ids, valid, capacity, steps, knobs, key)
         new = np.asarray(token)
+
+    def following(token: Array, count: Array, memory: Memory) -> Iterator[tuple[Array, Array]]:
+        for i in range(1, max_new_tokens):
+            given = token, count, real, memory
+            token, count, memory = programs.decode(leaves, *given, steps, knobs, key, np.int32(i))
+            yield token, count
+
+    started = _one_ahead(following(token, dropped, memory))
     try:
         yield new[:rows]
-        for i in range(1, max_new_tokens):
+        for _ in range(1, max_new_tokens):
             with deadline("computing a new token"):
-                now = token, dropped, real, memory
-                token, dropped, memory = programs.decode(leaves, *now, steps, knobs, key, np.int32(i))
+                token, dropped = next(started)
                 new = np.asarray(token)
             yield new[:rows]
     finally:  # the count is not donated: it is there also where a step was broken off
         if count := int(dropped):
             logger.warning("%d assignments to experts found no room: %s", count, model.strategy.dispatch)
+
+
+def _one_ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """Each item is begun before the one before it is handed out: a device has its next step while Python reads."""
+    for now in items:
+        for after in items:
+            yield now
+            now = after
+        yield now
 
 
 def _check_room(model: CausalLM, batch: int, capacity: int) -> None:
