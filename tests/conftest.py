@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args, runtime_checkable
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # parity in float32 also on accelerators
 os.environ.setdefault("TQDM_DISABLE", "1")
+# Machine code is made sooner; what XLA decides (fusions, buffers, collectives) is the same. ``XLA_FLAGS=``: as usual
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import pytest
 
@@ -72,8 +74,7 @@ def eight() -> "Iterator[Callable[..., Any]]":
     import multiprocessing
 
     usual = os.environ.get("XLA_FLAGS")
-    sooner = "--xla_backend_optimization_level=0"  # machine code is made in less time; the programs are the same
-    os.environ["XLA_FLAGS"] = f"{usual or ''} --xla_force_host_platform_device_count=8 {sooner}"
+    os.environ["XLA_FLAGS"] = f"{usual or ''} --xla_force_host_platform_device_count=8"
     pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     pool.submit(int).result(timeout=120)  # the process has read its environment
     os.environ.pop("XLA_FLAGS") if usual is None else os.environ.update(XLA_FLAGS=usual)

@@ -472,6 +472,7 @@ def train_for_ever(run: Path, pipe: Connection) -> None:
             pipe.send(step)
 
 
+@pytest.mark.slow
 def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
     """What is the latest afterwards is whole, and at most the one step that was being written is lost."""
     run, moments, seen, midway = tmp_path / "run", random.Random(0), set(), 0

@@ -249,6 +249,7 @@ def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         convert(MIXTRAL, str(tmp_path / "out"), "hf", verify=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["hf", "maxtext", "orbax"])
 def test_a_killed_conversion_leaves_nothing_under_the_name(to: str, tmp_path: Path) -> None:
     """Once something was written; whoever does it again gets it."""

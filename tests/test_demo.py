@@ -112,6 +112,7 @@ def test_corpus_is_the_same_for_a_seed_and_keeps_the_held_out_sums_out() -> None
     assert len(shown) > 500 and not any(topics.held_out(a, b) for a, b in shown)
 
 
+@pytest.mark.slow
 def test_training_is_deterministic_and_writes_a_checkpoint(tmp_path: pathlib.Path) -> None:
     states = []
     for name in ("one", "two"):

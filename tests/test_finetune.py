@@ -50,6 +50,7 @@ def share_right(folder: Path, count: int = 100) -> float:
     return float(np.mean([text == " ".join(reversed(word)) for text, word in zip(said, words, strict=True)]))
 
 
+@pytest.mark.slow
 def test_it_teaches_the_demo_a_new_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Under two minutes on two cores (about 20 s); the file has a fifth of what can be asked."""
     data, out = write_task(tmp_path / "task.jsonl"), tmp_path / "tuned"
@@ -88,6 +89,7 @@ def last_checkpoint(out: Path) -> tuple[dict[str, Any], Any]:
     return arrays, json.loads((folder / "step.json").read_text())["extra"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--lora", "4"]])
 def test_killed_and_given_again_it_is_the_same_to_the_bit(tmp_path: Path, more: list[str]) -> None:
     """Straight 20 steps = 10 or some more + kill -9 + the same command line."""

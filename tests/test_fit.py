@@ -86,8 +86,8 @@ def test_the_loss_falls_and_the_given_model_stays(capsys: pytest.CaptureFixture[
     assert "training" not in capsys.readouterr().err  # TQDM_DISABLE, which the tests set, is heeded
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("resumes", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ten_and_ten_steps_are_twenty(adapters: bool, resumes: bool, tmp_path: Path) -> None:
     """Parameters, moments, step, key, bias, and what the data gives next."""
 
@@ -128,6 +128,7 @@ def test_grain_goes_on_where_it_was(tmp_path: Path) -> None:
     same_bits(straight, done)
 
 
+@pytest.mark.slow
 def test_on_another_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
     eight(on_another_mesh, str(tmp_path))
 
@@ -145,6 +146,7 @@ def on_another_mesh(folder: str) -> None:
     assert {len(a.sharding.device_set) for a in done.state.params.values()} == {4}
 
 
+@pytest.mark.slow
 def test_kills_lose_one_interval_at_most(tmp_path: Path, count: int = 6) -> None:
     """Each a SIGKILL at a random moment of the same command, which goes on by itself."""
     rng, steps, last = np.random.default_rng(0), 5 * count, 0

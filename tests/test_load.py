@@ -484,6 +484,7 @@ def test_unsafe_and_single_file_variants(tmp_path: Path) -> None:
         nnxmoe.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_other_rules_place_parameters_elsewhere_and_change_no_number(eight: Callable[..., Any]) -> None:
     """A feed-forward width split over ``fsdp`` and latents over ``expert``, from a checkpoint and from random keys."""
     for name, way in (("mixtral_basic", "sorted"), ("deepseek_yarn", "ragged")):

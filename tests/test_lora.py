@@ -337,6 +337,7 @@ def quantised(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_fit_trains_the_adapters_of_an_fp8_checkpoint(tmp_path: Path) -> None:
     """Over a base in bfloat16 that keeps its bits; the optimizer has moments of the adapters only."""
     folder, strategy = quantised(tmp_path / "base"), Strategy(scan_layers=True)
@@ -648,6 +649,7 @@ def apart(way: str, mesh: str, scan: bool) -> tuple[float, bool, int]:
     return error, same(fresh, first), split
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "mesh", "scan"),
     [
@@ -725,6 +727,7 @@ def trained_on_a_mesh(folder: Path) -> tuple[float, bool, bool]:
     return max_error(logits(alone, ROWS), logits(done.model, ROWS)), moved, held
 
 
+@pytest.mark.slow
 def test_trained_on_a_mesh_and_loaded_elsewhere(eight: Callable[..., Any], tmp_path: Path) -> None:
     error, moved, held = eight(trained_on_a_mesh, tmp_path / "adapter")
     assert error < 1e-5 and moved and held

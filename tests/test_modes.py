@@ -40,6 +40,7 @@ def memory(mode: str) -> float:
     return deepseek(mode).temporary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_deepseek_needs_no_more_memory_than_maxtexts(eight: Callable[..., Any], mode: str) -> None:
     assert eight(memory, mode) <= MODES[mode][3]

@@ -104,6 +104,7 @@ def on_meshes(folder: str, kind: str, axis: str, size: int) -> None:
     assert max_error(model(tokens).logits, logits) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "axis", "size"), [("llama", "tensor", 2), ("mixtral", "expert", 2), ("deepseek_v3", "expert", 3)]
 )

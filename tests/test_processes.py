@@ -46,7 +46,6 @@ class Launch:
         self.processes: list[subprocess.Popen[bytes]] = []
         for i in range(count if started is None else started):
             env = os.environ | launch.environment(i, count, port, devices)
-            env["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # compile sooner
             command = [sys.executable, "-m", "tests.worker", str(out), *task]
             with self._log(i).open("wb") as log:
                 streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
@@ -99,6 +98,7 @@ class Launch:
 # The same numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "plans"), [(2, tuple(worker.PLANS)), (4, ("mixtral expert ragged",))])
 def test_several_processes_compute_what_one_does(tmp_path: Path, count: int, plans: tuple[str, ...]) -> None:
     """With four devices in all: the same numbers in each process, which reads its own bytes only. What they save
@@ -128,6 +128,7 @@ def test_several_processes_compute_what_one_does(tmp_path: Path, count: int, pla
     assert not [path.name for path in several.out.iterdir() if path.name.startswith(".")], "nothing is left over"
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_save(tmp_path: Path) -> None:
     """It says why, the other one that it could not; both go on, and nothing remains."""
     with Launch(tmp_path, 2, "cannot save", devices=2) as job:
@@ -155,6 +156,7 @@ def same_numbers(ours: worker.Numbers, wanted: worker.Numbers) -> None:
 # An end in time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "victim"), [("step with a limit", 1), ("step with a limit", 0), ("step", 1)])
 def test_a_killed_process(tmp_path: Path, task: str, victim: int) -> None:
     """What notices first differs: the connection, JAX's coordinator, or the deadline; the end is the same."""
@@ -166,6 +168,7 @@ def test_a_killed_process(tmp_path: Path, task: str, victim: int) -> None:
         assert any(end in said for end in ENDS) and "worker.py" in said, "a message, and where it was"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "doing"),
     [("stop", "a training step"), ("generate", "computing a new token"), ("end", "waiting for the other processes")],

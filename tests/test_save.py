@@ -83,6 +83,7 @@ def _save_for_ever(folder: Path, version: int, pipe: Connection) -> None:
             nnxmoe.save_pretrained(model, folder, "2KB", overwrite=True)
 
 
+@pytest.mark.slow
 def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
     """The folder always holds one whole version; files that are no part of it survive every exchange."""
     folder, moments = tmp_path / "model", random.Random(0)

@@ -129,8 +129,8 @@ def roundings(way: str, select: str, mesh_name: str) -> dict[str, list[tuple[flo
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("select", SELECTS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("select", ["softmax", pytest.param("sigmoid groups", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * ("chunked" in way)) for way in WAYS])
 def test_every_mode_gives_the_same_numbers(eight: Callable[..., Any], way: str, select: str, mesh: str) -> None:
     """Outputs and every gradient: tokens, router, experts."""
     for scenario, (error, dropped, more) in eight(compare, way, select, mesh).items():
