@@ -134,6 +134,7 @@ def test_stray_files_beside_an_orbax_checkpoint(kinds: dict[str, Path], tmp_path
         assert kind_of(str(folder)) == kind
 
 
+@pytest.mark.slow
 def test_a_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
     eight(convert_on_a_mesh, str(tmp_path))
     identical(tensors(nnxmoe.from_pretrained(tmp_path / "hf")), tensors(nnxmoe.from_pretrained(MIXTRAL)))

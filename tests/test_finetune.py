@@ -116,6 +116,7 @@ def test_killed_and_given_again_it_is_the_same_to_the_bit(tmp_path: Path, more: 
     assert numbers == list(range(1, 21)), "a step that is made again is told once"
 
 
+@pytest.mark.slow
 def test_an_adapter_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = write_task(tmp_path / "task.jsonl", 50), tmp_path / "adapter"
     line = ["finetune", "demo", data, "--out", str(out), "--steps", "2", "--batch-size", "2", "--seq-len", "32"]

@@ -101,6 +101,7 @@ def test_published_sizes() -> None:
     assert token_flops(model, names) == pytest.approx(6 * (summary.active - 32000 * 4096), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_utilisation_is_told_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = build_tiny("mixtral"), {"tokens": random_tokens(2, 6)}
     usual: dict[str, Any] = {"optimizer": optax.sgd(0.1), "steps": 1}

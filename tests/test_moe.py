@@ -617,6 +617,7 @@ def test_jitter_needs_a_key_and_is_for_the_router_alone() -> None:
     assert 0.75 - 1e-5 <= ratio.min() < 0.77 and 1.23 < ratio.max() <= 1.25 + 1e-5 and abs(ratio.mean() - 1) < 0.02
 
 
+@pytest.mark.slow
 def test_jitter_of_a_model_is_the_keys_and_the_same_in_every_stack() -> None:
     models = {
         name: build_tiny("mixtral", strategy, router_jitter_noise=0.5)

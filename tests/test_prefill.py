@@ -208,6 +208,7 @@ def test_randomness_sees_all_tokens() -> None:
     assert tokens_routed(model) == [LENGTH, LENGTH]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
 def test_adapters_are_part_of_it(kind: str) -> None:
     model, tokens = build_tiny(kind, nnxmoe.Strategy()), random_tokens(2, LENGTH)

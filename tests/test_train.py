@@ -49,7 +49,8 @@ def eight_steps(mesh: dict[str, int] | None, accumulate: int) -> tuple[list[floa
 
 
 @pytest.mark.parametrize(
-    ("mesh", "accumulate"), [(None, 1), (None, 4), ({"fsdp": 8}, 2), ({"fsdp": 2, "expert": 4}, 1)]
+    ("mesh", "accumulate"),
+    [(None, 1), (None, 4), pytest.param({"fsdp": 8}, 2, marks=pytest.mark.slow), ({"fsdp": 2, "expert": 4}, 1)],
 )
 def test_eight_steps_are_maxtexts(mesh: Any, accumulate: int, eight: Callable[..., Any]) -> None:
     losses, params = (eight if mesh else lambda f, *a: f(*a))(eight_steps, mesh, accumulate)
