@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -128,9 +128,13 @@ def roundings(way: str, select: str, mesh_name: str) -> dict[str, list[tuple[flo
     return found
 
 
+def _slow_if(names: Iterable[str], slow: Callable[[str], bool]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if slow(name) else name for name in names]
+
+
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("select", ["softmax", pytest.param("sigmoid groups", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * ("chunked" in way)) for way in WAYS])
+@pytest.mark.parametrize("select", _slow_if(SELECTS, lambda select: select != "softmax"))
+@pytest.mark.parametrize("way", _slow_if(WAYS, lambda way: "chunked" in way))
 def test_every_mode_gives_the_same_numbers(eight: Callable[..., Any], way: str, select: str, mesh: str) -> None:
     """Outputs and every gradient: tokens, router, experts."""
     for scenario, (error, dropped, more) in eight(compare, way, select, mesh).items():
