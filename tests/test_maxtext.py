@@ -256,6 +256,15 @@ def test_from_hugging_face_to_maxtext_and_back(kind: str, scan: bool, tmp_path: 
                 np.testing.assert_array_equal(ours[tensor].astype(array.dtype), array, err_msg=tensor)
 
 
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_llama_3_rope_under_either_key_is_interleaved(key: str) -> None:
+    """transformers 4 called the field ``type``; both spellings must give MaxText's arrangement of queries and keys."""
+    fields = {name: value for name, value in LLAMA_3.items() if name != "rope_type"}
+    model, tokens = build_tiny("llama", nnxmoe.Strategy(), rope_scaling=fields | {key: "llama3"}), random_tokens(2, 9)
+    found = LinenCausalLM(model.config).apply(maxtext.to_tree(model, scan_layers=False), tokens).logits
+    assert max_error(found, forward(model, tokens).logits) < 2e-5
+
+
 def test_a_tree_has_the_models_dtypes(caplog: pytest.LogCaptureFixture) -> None:
     """Where queries are rounded more than they need be, it is said."""
     exact = build_tiny("mixtral", nnxmoe.Strategy(), head_dim=4)

@@ -32,6 +32,7 @@ from nnxmoe.convert.together import shared_folder
 from nnxmoe.files import absolute, some
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, query_divisor
+from nnxmoe.layers.rope import Llama3Rope
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.progress import bytes_bar, logger
 from nnxmoe.strategy import Strategy
@@ -242,7 +243,7 @@ class Change:
     def __init__(self, model: CausalLM, dtype: Any = None):
         grouped = bool(attentions(model))
         self.divide = model.config.head_width**0.5 if grouped and query_divisor(model) == 1 else 1.0
-        self.interleave = grouped and model.config.rope_fields.get("rope_type") == "llama3"
+        self.interleave = grouped and isinstance(model.config.rope, Llama3Rope)
         self.dtype = dtype
 
     def alters(self, leaf: Leaf) -> bool:
