@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,30 @@ def test_activations_have_the_dtype_of_the_matrices(tmp_path: Path) -> None:
     tokens, tree = random_tokens(2, 5), maxtext.to_tree(model)
     bridged = LinenCausalLM(config, model.strategy, scan_layers=True).apply(tree, tokens).logits
     assert max_error(bridged, model(tokens).logits) < 1e-5
+
+
+def compiled_in(run: Callable[[], Any]) -> int:
+    """Number of programs that a call compiles."""
+    count = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            count.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return len(count)
+
+
+def test_loading_onto_a_mesh_again_compiles_nothing() -> None:
+    model, mesh = build_tiny("llama", nnxmoe.Strategy(), rope_scaling=LLAMA_3), nnxmoe.make_mesh(fsdp=1)
+    tree = maxtext.to_tree(model)
+    for dtype in (None, "bfloat16"):
+        maxtext.from_tree(tree, model.config, mesh=mesh, dtype=dtype)
+        assert compiled_in(lambda dtype=dtype: maxtext.from_tree(tree, model.config, mesh=mesh, dtype=dtype)) == 0
 
 
 # Wrong trees

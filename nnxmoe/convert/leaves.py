@@ -102,7 +102,7 @@ class Later:
 
 
 QUERY = "layer.attention.q."
-Change = Callable[[Leaf, AnyArray], AnyArray]  # of one layer's values, from one layout to the other
+Change = Callable[[Leaf, AnyArray], AnyArray]  # one layer's values between layouts; hashable, programs are kept by it
 
 
 # (key, path, number of the layer, shape without layers) -> name, the same for all that are stacked; leaf without parts

@@ -67,12 +67,12 @@ def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
 def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, Later]:
     """MaxText's name -> array, made of a model's parameters when it is asked for."""
     dtype = float_dtype(dtype)
-    return made_of(model, layout(model, scan_layers), Change(model, dtype).to_maxtext, dtype)
+    return made_of(model, layout(model, scan_layers), ToMaxText.of(model, dtype), dtype)
 
 
 def _tell_of_rounding(model: CausalLM, found: Mapping[str, Later]) -> None:
     narrow = {a.dtype for a in found.values()} - {np.dtype(np.float32)}
-    if narrow and math.frexp(Change(model).divide)[0] != 0.5:
+    if narrow and math.frexp(ToMaxText.of(model).divide)[0] != 0.5:
         logger.warning(
             "queries divided by sqrt(%d) are rounded to %s, as MaxText does: in float32 they lose nothing",
             model.config.head_width,
@@ -133,7 +133,7 @@ def _model(
         model,
         wanted,
         {name: _from_aux(a) if aux and scanned else a for name, (a, aux) in names.items() if name not in aside},
-        Change(model).from_maxtext,
+        FromMaxText(ToMaxText.of(model).interleave),
         carried=True,
         dtype=float_dtype(dtype),
         misfit=f"{report.source} does not fit the config ({config.model_type})",
@@ -237,21 +237,28 @@ def _has_experts(model: Any, path: Path) -> bool:
     return hasattr(stack.layers[0] if path[2] == "layers" else stack.layer, "moe")
 
 
-class Change:
-    """What is done to a layer's queries and keys between the layouts; ``dtype`` None: MaxText's array has ours."""
+@dataclasses.dataclass(frozen=True)
+class ToMaxText:
+    """``(leaf, our layer's values) -> MaxText's``. ``divide``: what queries are divided by; ``interleave``: whether the
+    halves of a query or key head alternate there; ``dtype`` None: as in the model."""
 
-    def __init__(self, model: CausalLM, dtype: Any = None):
+    divide: float
+    interleave: bool
+    dtype: Any = None
+
+    @classmethod
+    def of(cls, model: CausalLM, dtype: Any = None) -> "ToMaxText":
+        """The transform for a model."""
         grouped = bool(attentions(model))
-        self.divide = model.config.head_width**0.5 if grouped and query_divisor(model) == 1 else 1.0
-        self.interleave = grouped and isinstance(model.config.rope, Llama3Rope)
-        self.dtype = dtype
+        divide = model.config.head_width**0.5 if grouped and query_divisor(model) == 1 else 1.0
+        return cls(divide, grouped and isinstance(model.config.rope, Llama3Rope), dtype)
 
     def alters(self, leaf: Leaf) -> bool:
         """Whether an array has other numbers, or another order, in the two layouts."""
         turned = self.interleave and leaf.key.startswith(_ROTATED)
         return turned or (self.divide != 1 and leaf.key.startswith(QUERY))
 
-    def to_maxtext(self, leaf: Leaf, array: Any) -> Any:
+    def __call__(self, leaf: Leaf, array: Any) -> Any:
         xp, dtype = array.__array_namespace__(), jnp.dtype(self.dtype or array.dtype)
         if self.interleave and leaf.key.startswith(_ROTATED):
             half = array.shape[-1] // 2
@@ -260,7 +267,14 @@ class Change:
             array = array.astype(np.float32) / np.float32(self.divide)
         return array if array.dtype == dtype else array.astype(dtype)
 
-    def from_maxtext(self, leaf: Leaf, array: Any) -> Any:
+
+@dataclasses.dataclass(frozen=True)
+class FromMaxText:
+    """``(leaf, MaxText's values of a layer) -> ours``; the queries' scale is `restore`'s to undo."""
+
+    interleave: bool
+
+    def __call__(self, leaf: Leaf, array: Any) -> Any:
         if self.interleave and leaf.key.startswith(_ROTATED):
             array = array.__array_namespace__().concatenate([array[..., ::2], array[..., 1::2]], axis=-1)
         return array

@@ -66,7 +66,7 @@ def restore(
     if carried and (dtype is None or all(array.dtype == dtype for array in arrays.values())):
         carry_scale(model)
     elif carried:
-        change = _undivided(model, change)
+        change = _Undivided(change, model.config.head_width**0.5 if attentions(model) else 1.0)
     size = sum(array.nbytes for array in arrays.values())
     with bytes_bar(size, f"loading {os.path.basename(report.source)}") as bar:
         nonfinite, casts = _fill(model, leaves, arrays, change, dtype, bar)
@@ -96,16 +96,18 @@ def refuse_misfits(arrays: Mapping[str, Later], wanted: Mapping[str, Leaf], wher
         raise CheckpointError(f"{where}:\n  " + "\n  ".join(faults))
 
 
-def _undivided(model: CausalLM, change: Change) -> Change:
-    """Also multiplies queries that were divided by sqrt(head width), in float32: so they are cast to another dtype as
-    they were before the division, and rounded once."""
-    factor = np.float32(model.config.head_width**0.5 if attentions(model) else 1)
+@dataclasses.dataclass(frozen=True)
+class _Undivided:
+    """A change that also multiplies queries by what they were divided by, in float32: cast to another dtype, they are
+    rounded once."""
 
-    def both(leaf: Leaf, array: AnyArray) -> AnyArray:
-        array = change(leaf, array)
-        return array.astype(np.float32) * factor if leaf.key.startswith(QUERY) and factor != 1 else array
+    change: Change
+    factor: float
 
-    return both
+    def __call__(self, leaf: Leaf, array: AnyArray) -> AnyArray:
+        array = self.change(leaf, array)
+        scaled = leaf.key.startswith(QUERY) and self.factor != 1
+        return array.astype(np.float32) * np.float32(self.factor) if scaled else array
 
 
 def _fill(
