@@ -7,6 +7,7 @@ wrong with it and the remedy.
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 
 MAX_JSON_BYTES = 16_000_000
 MAX_JSON_VALUES = 1_000_000  # a value of one byte in a file takes some 60 bytes once parsed
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # possessive, and also an unclosed one: linear on any input
 _LFS_MAGIC = b"version https://git-lfs"
 
 
@@ -70,10 +72,11 @@ def parse_json(
 ) -> object:
     """Parses JSON to the letter of the standard: names unique in their object, no NaN or Infinity.
 
-    Which of two equal names counts is nobody's to guess. Too many values are refused before they take memory.
+    Two equal names in one object are ambiguous and refused. Too many values are refused before they take memory; marks
+    within strings are no values, and are left out where they could matter.
     """
-    count = sum(data.count(mark) for mark in b",[{")
-    if count > values:
+    count = _count_values(data)
+    if count > values and (count := _count_values(_STRING.sub(b"", data))) > values:
         raise error(f"{where} holds some {count} values, more than {values}; {remedy}")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -96,6 +99,10 @@ def parse_json(
         raise
     except (ValueError, RecursionError) as failure:
         raise error(f"{where} is not valid JSON: {failure}; {remedy}") from failure
+
+
+def _count_values(data: bytes) -> int:
+    return sum(data.count(mark) for mark in b",[{")
 
 
 def short(value: object, limit: int = 160) -> str:

@@ -98,6 +98,17 @@ def test_lines(tmp_path: Path) -> None:
         lines[3]
 
 
+def test_punctuation_in_a_text_is_no_value(tmp_path: Path) -> None:
+    """The bound on the values of a line is on objects, lists and their items, not on commas in strings."""
+    text = '1,[{\\",' * 250_000
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    assert JsonLines(tmp_path / "a.jsonl")[0].text == text
+    for values in ("[1" + ",1" * 1_100_000, '"' + '\\"' * 1_100_000 + ",1" * 1_100_000):
+        (tmp_path / "b.jsonl").write_text(values)
+        with pytest.raises(DataError, match=r"b\.jsonl line 1 "):
+            JsonLines(tmp_path / "b.jsonl")
+
+
 GOOD = b'{"text": "good"}\n'
 BAD: list[tuple[bytes, str]] = [
     (b"hello", "is not valid JSON"),
