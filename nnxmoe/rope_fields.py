@@ -48,6 +48,8 @@ def rope_from_fields(
             raise ConfigError(f"rope: low_freq_factor {low} must be below high_freq_factor {high}")
         return Llama3Rope(dim, theta, _number(fields, "factor"), low, high, trained)
     if kind == "yarn":
+        if "factor" not in fields:
+            raise ConfigError("rope: yarn needs factor: give it, or null for the ratio of the two lengths")
         scale = _number(fields, "factor", positions / trained)
         betas = _number(fields, "beta_fast", 32.0), _number(fields, "beta_slow", 1.0)
         truncate = fields.get("truncate", True)

@@ -191,8 +191,8 @@ def test_yarn() -> None:
     assert read("llama", rope_scaling=rope | {"mscale": 1.0}).rope.attention_factor == pytest.approx(temperature(40))
     one = read("llama", rope_scaling=rope | {"mscale": 0.7, "mscale_all_dim": 1.3}).rope.attention_factor
     assert one == pytest.approx(temperature(40, 0.7) / temperature(40, 1.3))
-    absent = {"type": "yarn", "original_max_position_embeddings": 512}
-    assert read("llama", rope_scaling=absent, max_position_embeddings=2048).rope.scale == 4
+    null = {"type": "yarn", "factor": None, "original_max_position_embeddings": 512}
+    assert read("llama", rope_scaling=null, max_position_embeddings=2048).rope.scale == 4
     plain = read("deepseek_v3")
     assert plain.softmax_scale == pytest.approx(192**-0.5)
     scaled = read("deepseek_v3", rope_scaling=rope | {"mscale": 1.0, "mscale_all_dim": 1.0})
@@ -237,6 +237,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "factor must be a positive number, got None"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor .* 0"),
+    ("llama", {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 16}}, "rope: yarn needs factor"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": "2"}}, "factor .* '2'"),
     ("llama", {"rope_scaling": {"type": "yarn", "factor": 2, "mscale": "1", "mscale_all_dim": 1}}, "mscale .* '1'"),
     (
