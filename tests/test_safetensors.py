@@ -139,7 +139,11 @@ def test_iter_rows_covers_the_range_in_bounded_pieces(tmp_path: Path) -> None:
         assert list(checkpoint.iter_rows("t", slice(5, 5))) == []
 
 
-def test_reads_from_many_threads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("positional", [True, False])
+def test_reads_from_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, positional: bool) -> None:
+    """Also on platforms without preadv."""
+    if not positional:
+        monkeypatch.delattr(os, "preadv")
     array = random_array("U8", (64, 5000))
     with Checkpoint.open(make_folder(tmp_path, {"model.safetensors": pack({"t": array})})) as checkpoint:
         wrong: list[int] = []

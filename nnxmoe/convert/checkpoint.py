@@ -169,7 +169,7 @@ class Checkpoint:
         done = 0
         while done < len(buffer):
             try:
-                count = os.preadv(descriptor, [buffer[done : done + _PIECE]], offset + done)
+                count = self._read_at(descriptor, buffer[done : done + _PIECE], offset + done)
             except OSError as error:
                 raise CheckpointError(f"{info.file}: reading tensor {short(info.name)}: {error}") from error
             if count == 0:
@@ -178,6 +178,15 @@ class Checkpoint:
                     "short after it was opened; do not write to a checkpoint while it is read"
                 )
             done += count
+
+    def _read_at(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(descriptor, [buffer], offset)
+        with self._lock:  # Windows and older macOS: the position in the file is shared by all threads
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            data = os.read(descriptor, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
     def _descriptor(self, file: Path) -> int:
         """Opens a file at its first read and keeps it open; it must still be the one whose header was checked."""
@@ -189,7 +198,7 @@ class Checkpoint:
                 raise ValueError(f"the checkpoint {self.folder} is closed")
             if file not in self._descriptors:
                 try:
-                    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
                 except OSError as error:
                     raise CheckpointError(f"{file}: {error.strerror or error}; was it moved while in use?") from error
                 self._descriptors[file] = descriptor
