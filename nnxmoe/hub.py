@@ -11,6 +11,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# The files that a tokenizer may consist of: what is downloaded, and what saving copies from the model's folder.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+)
+
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 _REMEDIES: tuple[tuple[str, str], ...] = (
     ("GatedRepoError", "access is gated: accept its terms at https://huggingface.co/{id} and run `hf auth login`"),

@@ -553,11 +553,13 @@ def test_download_asks_for_safe_files_only(monkeypatch: pytest.MonkeyPatch, tmp_
     assert same(Checkpoint.open("org/tiny", revision="v1").read("a"), A)
     assert (seen["repo_id"], seen["revision"], seen["local_files_only"]) == ("org/tiny", "v1", False)
     names = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json", "model.py"]
-    names += ["pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors", "chat_template.jinja"]
+    names += ["pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors"]
+    # What saving copies from a local folder is also fetched from the hub.
+    names += (tokenizer := ["chat_template.jinja", "added_tokens.json", "tokenizer.model", "vocab.txt", "merges.txt"])
     kept = huggingface_hub.utils.filter_repo_objects(
         names, allow_patterns=seen["allow_patterns"], ignore_patterns=seen["ignore_patterns"]
     )
-    assert set(kept) == {*names[:4], "chat_template.jinja"}
+    assert set(kept) == {*names[:4], *tokenizer}
 
 
 # FP8 blocks

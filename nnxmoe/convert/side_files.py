@@ -13,15 +13,12 @@ from nnxmoe.convert.table import parameters
 from nnxmoe.convert.write import write_bytes, write_json
 from nnxmoe.files import absolute, read_bounded, read_object
 from nnxmoe.frozen import FrozenDict
+from nnxmoe.hub import TOKENIZER_FILES
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf
 from nnxmoe.progress import logger
 
 GENERATION = "generation_config.json"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
-)
 _MAX_BYTES = 100_000_000
 
 

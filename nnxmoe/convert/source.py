@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nnxmoe.files import read_object, short, some
-from nnxmoe.hub import check_hub_id, hub_call, local_folder, snapshot
+from nnxmoe.hub import TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +22,7 @@ MAX_TENSORS = 250_000  # in all files together; DeepSeek-V3 has 92,000
 _MAX_INDEX_BYTES = 32_000_000  # DeepSeek-V3's has 9 MB
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
-_DOWNLOAD = [
-    *("config.json", "generation_config.json", "*.safetensors", INDEX_FILE),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-    "chat_template.json",
-]
+_DOWNLOAD = ["config.json", "generation_config.json", "*.safetensors", INDEX_FILE, *TOKENIZER_FILES]
 _SKIP = ["consolidated*", "*/*"]  # the original layout, and sub-folders such as original/
 
 

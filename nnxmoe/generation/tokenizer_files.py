@@ -14,7 +14,7 @@ import tokenizers
 
 from nnxmoe.files import MAX_JSON_VALUES, parse_json, read_bounded, read_object, refuse_lfs_pointer, regular_file, short
 from nnxmoe.generation.chat_template import TEMPLATE_CHARACTERS
-from nnxmoe.hub import local_folder, snapshot
+from nnxmoe.hub import TOKENIZER_FILES, local_folder, snapshot
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
@@ -33,8 +33,7 @@ def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_on
     folder = local_folder(path_or_hub_id, TokenizerError)
     if folder is not None:
         return folder
-    files = [TOKENIZER, CONFIG, TEMPLATE, OLD_TEMPLATE, SPECIAL]
-    return snapshot(str(path_or_hub_id), revision, local_files_only, files, [], TokenizerError)
+    return snapshot(str(path_or_hub_id), revision, local_files_only, TOKENIZER_FILES, [], TokenizerError)
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
