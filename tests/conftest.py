@@ -1,27 +1,40 @@
 """Settings that must be made before JAX starts, and the reference cases as fixtures.
 
-The package is imported inside the fixtures only: an import hook that checks every annotation, shapes included, is
-installed after this file is read: ``pytest --jaxtyping-packages=nnxmoe,tests.conftest.checked``.
+The package is imported inside the fixtures only, because the import hook that checks every annotation, shapes included,
+is installed after this file is read: ``pytest --jaxtyping-packages=nnxmoe,tests.conftest.checked``.
 """
 
 import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, runtime_checkable
+
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # parity in float32 also on accelerators
 os.environ.setdefault("TQDM_DISABLE", "1")
-# Machine code is made sooner; what XLA decides (fusions, buffers, collectives) is the same. ``XLA_FLAGS=``: as usual
+# Shortens LLVM's part of compiling; XLA's own decisions (fusions, buffers, collectives) stay. ``XLA_FLAGS=`` undoes it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-
-import pytest
+# Compiled programs are shared by the workers and the processes that tests start, and are kept for the next run.
+PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / f"xla-{version('jaxlib')}-py{sys.version_info.minor}"
+PROGRAMS_LIMIT = 2 * 2**30  # bytes; each change of the package adds programs, and JAX deletes none by itself
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(PROGRAMS))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 if TYPE_CHECKING:
-    from tests.helpers import Case
+    from tests.support.cases import Case
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "wrong_types: passes wrong types; skipped where annotations are checked")
+    if not hasattr(config, "workerinput") and PROGRAMS.is_dir():  # the first process only, before any other starts
+        if sum(file.stat().st_size for file in PROGRAMS.iterdir()) > PROGRAMS_LIMIT:
+            shutil.rmtree(PROGRAMS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,26 +60,6 @@ def checked(function: Any) -> Any:
         return function
 
 
-@pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Programs that a module compiles again and again, also in processes that it starts, are kept on the disk."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    folder = str(tmp_path_factory.mktemp("programs"))
-    settings = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0}
-    usual = {name: getattr(jax.config, name) for name in settings}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-            patch.setenv(name.upper(), str(value))
-        compilation_cache.reset_cache()
-        yield
-    for name, value in usual.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 @pytest.fixture(scope="session")
 def eight() -> "Iterator[Callable[..., Any]]":
     """``eight(function, *arguments)``: its result in a process that has eight devices; a hang fails after a while."""
@@ -85,7 +78,7 @@ def eight() -> "Iterator[Callable[..., Any]]":
 @pytest.fixture(scope="session")
 def case() -> "Callable[[str], Case]":
     """``case(name)``: a reference case of ``tests/data/hf``; read once."""
-    from tests.helpers import load_case
+    from tests.support.cases import load_case
 
     return load_case
 
@@ -93,6 +86,6 @@ def case() -> "Callable[[str], Case]":
 @pytest.fixture(scope="session")
 def case_model() -> Callable[..., Any]:
     """``case_model(name, strategy=ORACLE)``: the model of a case; loaded once for each strategy, not to be changed."""
-    from tests.helpers import load_case_model
+    from tests.support.cases import load_case_model
 
     return load_case_model

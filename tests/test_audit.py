@@ -15,7 +15,7 @@ from tests.corpus import texts
 from tests.corpus.case import FAMILIES, Draft
 
 ROOT = Path(__file__).resolve().parent.parent
-WATCHED = Path(__file__).with_name("watched.py")
+WATCHED = Path(__file__).parent / "support" / "watched.py"
 
 
 class Payload:

@@ -11,7 +11,7 @@ import pytest
 from nnxmoe.moe import balance
 from nnxmoe.moe.dispatch import count_experts
 from nnxmoe.moe.router import Routing, SigmoidGroupTopK, SoftmaxTopK
-from tests.helpers import max_error
+from tests.support.arrays import max_error
 
 E, X = 8, 2
 SELECTS = {"softmax": SoftmaxTopK(X), "sigmoid": SigmoidGroupTopK(X, 4, 2, True, 2.5)}

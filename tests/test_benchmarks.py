@@ -19,7 +19,8 @@ from tests.benchmarks.bandwidth import weights_read
 from tests.benchmarks.checkpoints import write_random
 from tests.benchmarks.models import TINY
 from tests.benchmarks.results import Result
-from tests.helpers import PART_TOLERANCE, max_error
+from tests.support.arrays import max_error
+from tests.support.running import PART_TOLERANCE
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE = {

@@ -8,24 +8,11 @@ import pytest
 
 import nnxmoe
 from nnxmoe import Absorbed, Blocked, ByLength, Capacity, Dense, Fused, Masked, Naive, RaggedDot, Sorted, Strategy
-from tests.helpers import (
-    DEEPSEEK_NAMES,
-    LLAMA_NAMES,
-    MODEL_TOLERANCE,
-    NAMES,
-    ORACLE,
-    TINY,
-    Case,
-    as_weights,
-    build,
-    eager_logits,
-    forward,
-    max_error,
-    random_tokens,
-    reference_logits,
-    tiny_weights,
-    variables,
-)
+from tests.support.arrays import max_error
+from tests.support.cases import DEEPSEEK_NAMES, LLAMA_NAMES, NAMES, Case
+from tests.support.numpy_decoder import as_weights, reference_logits
+from tests.support.running import MODEL_TOLERANCE, eager_logits, forward, variables
+from tests.support.tiny import ORACLE, TINY, build, random_tokens, tiny_weights
 
 PLAIN = {
     "unrolled": Strategy(),

@@ -23,7 +23,7 @@ import nnxmoe
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.train import checkpoint as checkpoint_module
 from nnxmoe.train.checkpoint import Checkpoints
-from tests.test_processes import Launch
+from tests.support.launch import Launch
 
 Tree = dict[str, Any]
 

@@ -24,7 +24,7 @@ from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import Blocked
 from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
-from tests.helpers import HF_CASES
+from tests.support.cases import HF_CASES
 
 B, T = 8, 32
 WAYS = {

@@ -28,7 +28,8 @@ from nnxmoe.models import (
     config_from_hf,
     model_class,
 )
-from tests.helpers import NAMES, TINY, load_case
+from tests.support.cases import NAMES, load_case
+from tests.support.tiny import TINY
 
 
 def read(kind: str, **fields: Any) -> Any:

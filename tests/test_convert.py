@@ -21,11 +21,13 @@ from nnxmoe.convert import conversion, maxtext, native
 from nnxmoe.convert.conversion import convert, kind_of
 from nnxmoe.convert.leaves import Later
 from nnxmoe.convert.source import CheckpointError
-from tests.helpers import TINY, tiny_weights, write_checkpoint
-from tests.test_maxtext import CASES, config_of, identical, params_of
-from tests.test_native import HF_CASES, plain, tensors
+from tests.support.arrays import identical, tensors
+from tests.support.cases import HF_CASES
+from tests.support.maxtext_cases import CASES, config_of, params_of
+from tests.support.tiny import TINY, tiny_weights, write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
+PLAIN = nnxmoe.Strategy(scan_layers=False)
 MIXTRAL = str(HF_CASES / "mixtral_basic" / "model")  # head width 16: dividing queries by 4 is exact
 
 
@@ -44,7 +46,7 @@ def start() -> nnxmoe.CausalLM:
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model as each kind of checkpoint."""
     where = tmp_path_factory.mktemp("kinds")
-    model = nnxmoe.from_pretrained(MIXTRAL, strategy=plain())
+    model = nnxmoe.from_pretrained(MIXTRAL, strategy=PLAIN)
     nnxmoe.save_pretrained(model, where / "hf")
     maxtext.save(model, where / "maxtext")
     maxtext.save(model, where / "parameters only", parameters_only=True)
@@ -263,7 +265,10 @@ def test_a_killed_conversion_leaves_nothing_under_the_name(to: str, tmp_path: Pa
     assert all(name == "out" or name.endswith(".tmp") for name in left)
     if "out" not in left:
         convert(MIXTRAL, str(tmp_path / "out"), to)
-    identical(tensors(conversion.KINDS[to].load(str(tmp_path / "out"), None, None, plain())), tensors(start()))
+    identical(
+        tensors(conversion.KINDS[to].load(str(tmp_path / "out"), None, None, PLAIN)),
+        tensors(start()),
+    )
 
 
 def test_it_says_how_much_memory_it_will_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,9 @@ from nnxmoe.train.data import Batches, Rows, batches
 from nnxmoe.train.documents import Document, Documents
 from nnxmoe.train.jsonl import DataError, JsonLines
 from nnxmoe.train.packing import fill, pieces, place
-from tests.helpers import HF_CASES, build_tiny, forward
+from tests.support.cases import HF_CASES
+from tests.support.running import forward
+from tests.support.tiny import build_tiny
 
 DEMO = Path(nnxmoe.models.__file__).parent / "demo"
 USER, ASSISTANT = "user", "assistant"

@@ -21,7 +21,6 @@ from nnxmoe.commands import DEMO
 from nnxmoe.models.demo.exam import ask, complete
 from nnxmoe.train import lora
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 ROOT = Path(__file__).resolve().parent.parent
 NEW = "Reverse {}."
 

@@ -22,9 +22,8 @@ from nnxmoe.train import lora
 from nnxmoe.train.checkpoint import Checkpoints
 from nnxmoe.train.fit import NotFinite, fit
 from nnxmoe.train.loss import Chunked, Objective
-from tests.helpers import build_tiny, random_tokens
+from tests.support.tiny import build_tiny, random_tokens
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = nnxmoe.Strategy(scan_layers=True)
 
@@ -173,7 +172,7 @@ RUN = """
 import sys
 from nnxmoe.train.checkpoint import Checkpoints
 from nnxmoe.train.fit import fit
-from tests.helpers import build_tiny
+from tests.support.tiny import build_tiny
 from tests.test_fit import PLAIN, Draws, settings
 folder, steps = sys.argv[1] + "/c", int(sys.argv[2])
 print(Checkpoints(folder).latest() or 0, flush=True)

@@ -19,7 +19,7 @@ from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.convert.safetensors import read_header
 from tests.corpus.case import CONFIG, INDEX, ONE, TWO, layout, pack
 from tests.corpus.second_opinion import WIDTHS, sound_config, sound_container, sound_index
-from tests.helpers import TINY
+from tests.support.tiny import TINY
 
 HEADERS, INDEXES, CONFIGS = 4000, 2500, 3500
 

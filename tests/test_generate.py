@@ -18,7 +18,8 @@ from nnxmoe import Sampling
 from nnxmoe.generation import decode
 from nnxmoe.generation.decode import bucket, eos_ids, left_padded
 from nnxmoe.generation.sampling import pick, prepare
-from tests.helpers import HF_CASES, build_tiny, load_case_model, random_tokens
+from tests.support.cases import HF_CASES, load_case_model
+from tests.support.tiny import build_tiny, random_tokens
 
 PROMPT = random_tokens(2, 7, seed=5)
 

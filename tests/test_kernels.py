@@ -9,8 +9,10 @@ import pytest
 import nnxmoe
 from nnxmoe.kernels import tokamax
 from nnxmoe.kernels.tokamax import Tokamax
-from tests.helpers import PART_TOLERANCE, build_tiny, max_error, random_tokens
-from tests.test_moe import GROUPS, problem, product_and_gradients
+from tests.support.arrays import max_error
+from tests.support.grouped import GROUPS, problem, product_and_gradients
+from tests.support.running import PART_TOLERANCE
+from tests.support.tiny import build_tiny, random_tokens
 
 
 @pytest.mark.kernels

@@ -13,7 +13,8 @@ import pytest
 from nnxmoe import Blocked, Masked
 from nnxmoe.layers.linear import batched, einsum, matmul, matmul_f32
 from nnxmoe.moe.grouped_matmul import FEW, MANY, block_sizes
-from tests.helpers import PART_TOLERANCE, max_error
+from tests.support.arrays import max_error
+from tests.support.running import PART_TOLERANCE
 
 DTYPES = ["float32", "bfloat16"]
 

@@ -25,10 +25,12 @@ from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.moe import balance
 from nnxmoe.moe.router import Router, SoftmaxTopK
-from tests import linen_modules as hand
 from tests.benchmarks import bridge
-from tests.helpers import TINY, max_error, random_tokens, randomise
-from tests.test_maxtext import CASES, LLAMA_3, NAMES, config_of, flat, nested, params_of
+from tests.support import linen_modules as hand
+from tests.support.arrays import flat, max_error, nested
+from tests.support.maxtext_cases import CASES, LLAMA_3, NAMES, config_of, params_of
+from tests.support.running import randomise
+from tests.support.tiny import TINY, random_tokens
 
 F32 = hand.F32
 TOKENS = random_tokens(2, 9)

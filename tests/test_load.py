@@ -32,7 +32,9 @@ from nnxmoe.convert.table import entries
 from nnxmoe.convert.write import write_safetensors
 from tests.benchmarks import load as load_benchmark
 from tests.benchmarks.processes import call
-from tests.helpers import load_case, max_error
+from tests.support.arrays import max_error
+from tests.support.cases import load_case
+from tests.support.fp8 import FP8, quantise
 
 CASES = Path(__file__).parent / "data" / "hf"
 
@@ -144,19 +146,6 @@ def test_mixed_dtypes_in_one_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits(model, "llama_basic"), logits(rounded, "llama_basic"))
 
 
-def quantise(weight: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """FP8 codes and their scales: each block's largest value becomes 448."""
-    grid = [-(-n // b) for n, b in zip(weight.shape, block, strict=True)]
-    scales = np.ones(grid, np.float32)
-    codes = np.zeros(weight.shape, ml_dtypes.float8_e4m3fn)
-    for i in range(grid[0]):
-        for j in range(grid[1]):
-            part = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
-            scales[i, j] = np.abs(weight[part]).max() / 448
-            codes[part] = (weight[part] / scales[i, j]).astype(ml_dtypes.float8_e4m3fn)
-    return codes, scales
-
-
 def by_the_rule(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     """value[i, j] = float32(code) * scale[i // rows, j // cols], one by one."""
     out = np.zeros(codes.shape, np.float32)
@@ -164,9 +153,6 @@ def by_the_rule(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -
         for j in range(codes.shape[1]):
             out[i, j] = np.float32(codes[i, j]) * scales[i // block[0], j // block[1]]
     return out
-
-
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 40]}
 
 
 @pytest.mark.parametrize("scan", [False, True])

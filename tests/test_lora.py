@@ -28,8 +28,10 @@ from nnxmoe.moe.grouped_matmul import equal_groups
 from nnxmoe.train import lora
 from nnxmoe.train.fit import fit
 from nnxmoe.train.slots import adapted, slots
-from tests.helpers import TINY, build, build_tiny, max_error, random_tokens, tiny_weights
-from tests.test_load import FP8, quantise
+from tests.support.adapters import fill
+from tests.support.arrays import max_error
+from tests.support.fp8 import FP8, quantise
+from tests.support.tiny import TINY, build, build_tiny, random_tokens, tiny_weights
 
 KINDS = ("llama", "mixtral", "deepseek_v3")
 EVERYTHING = {
@@ -54,19 +56,6 @@ def quick_compiles() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-
-
-def fill(model: Any) -> Any:
-    """Values for every ``b``, which starts as 0; those of a layer are the same stacked or not, on whatever mesh."""
-    for slot in adapted(model):
-        b = slot.adapter.b
-        whole = np.array(b.get_value())
-        for i in range(slot.depth or 1):
-            rng = np.random.default_rng([slot.first + i, *map(ord, slot.name)])
-            at = slice(None) if slot.depth is None else i
-            whole[at] = 0.2 * rng.standard_normal(b.shape[slot.depth is not None :])
-        b.set_value(jax.device_put(whole, b.get_value().sharding))
-    return model
 
 
 def with_adapters(kind: str, strategy: Strategy | None = None, **changes: Any) -> Any:

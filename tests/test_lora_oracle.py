@@ -11,8 +11,9 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe.train import lora
-from tests.helpers import TINY, max_error, random_tokens, tiny_weights, write_checkpoint
-from tests.test_lora import fill
+from tests.support.adapters import fill
+from tests.support.arrays import max_error
+from tests.support.tiny import TINY, random_tokens, tiny_weights, write_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

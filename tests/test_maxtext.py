@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 
 import nnxmoe
@@ -21,36 +20,10 @@ from nnxmoe.convert import maxtext
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.moe import balance
-from tests.helpers import build_tiny, forward, max_error, random_tokens
-
-CASES = Path(__file__).parent / "data" / "maxtext"
-NAMES = sorted(path.name for path in CASES.iterdir() if (path / "params.safetensors").is_file())
-Flat = dict[str, np.ndarray]
-
-
-def config_of(name: str) -> Any:
-    return nnxmoe.config_from_hf(json.loads((CASES / name / "hf_config.json").read_text()))
-
-
-def params_of(name: str) -> Flat:
-    return load_file(CASES / name / "params.safetensors")
-
-
-def flat(tree: Any) -> Flat:
-    """``params/decoder/…`` -> array."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
-
-
-def nested(arrays: Flat) -> dict[str, Any]:
-    return unflatten_dict(arrays, sep="/")
-
-
-def identical(ours: Flat, theirs: Flat) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, array in theirs.items():
-        assert ours[name].dtype == array.dtype and ours[name].shape == array.shape, name
-        np.testing.assert_array_equal(ours[name], array, err_msg=name)
+from tests.support.arrays import Flat, flat, identical, max_error, nested
+from tests.support.maxtext_cases import CASES, KINDS, NAMES, config_of, params_of
+from tests.support.running import forward
+from tests.support.tiny import build_tiny, random_tokens
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -234,21 +207,6 @@ def test_scanned_arrays_under_unscanned_names() -> None:
 
 
 # Hugging Face and back
-
-
-LLAMA_3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, biased and tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "llama 3.1": ("llama", {"rope_scaling": LLAMA_3}),
-    "mixtral": ("mixtral", {}),
-    "deepseek, biased": ("deepseek_v3", {"attention_bias": True}),
-}
 
 
 def saved(model: nnxmoe.CausalLM, folder: Path) -> Flat:

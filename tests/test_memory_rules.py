@@ -29,7 +29,8 @@ from nnxmoe.models import Llama, LlamaConfig, config_from_hf, model_class
 from nnxmoe.moe import dispatch, permute
 from nnxmoe.moe.router import SoftmaxTopK
 from nnxmoe.train.step import Step
-from tests.helpers import TINY, max_error, random_tokens
+from tests.support.arrays import max_error
+from tests.support.tiny import TINY, random_tokens
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 LENGTH = 48  # tokens a row: no other dimension here has this size

@@ -17,7 +17,7 @@ from nnxmoe import train
 from nnxmoe.summary import summarise
 from nnxmoe.train import lora
 from nnxmoe.train.speed import peak_flops, token_flops
-from tests.helpers import build_tiny, random_tokens
+from tests.support.tiny import build_tiny, random_tokens
 
 
 def progress(step: int, **metrics: float) -> train.Progress:

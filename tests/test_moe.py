@@ -1,7 +1,6 @@
 """Routing, dispatch and grouped products: every fast way against the obvious one, gradients included."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,16 +21,11 @@ from nnxmoe.moe.dispatch import DispatchInfo
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.permute import combine, fitting, gather_rows, permute, sort_by_expert, unpermute
 from nnxmoe.moe.router import RandomTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
-from tests.helpers import (
-    PART_TOLERANCE,
-    as_weights,
-    build_tiny,
-    max_error,
-    random_tokens,
-    randomise,
-    sigmoid_weights,
-    softmax_weights,
-)
+from tests.support.arrays import max_error
+from tests.support.grouped import GROUPS, problem, product_and_gradients
+from tests.support.numpy_decoder import as_weights, sigmoid_weights, softmax_weights
+from tests.support.running import PART_TOLERANCE, randomise
+from tests.support.tiny import build_tiny, random_tokens
 
 # Selection
 
@@ -156,21 +150,6 @@ def test_router_computes_in_float32() -> None:
 
 
 # Grouped products
-
-GROUPS: dict[str, tuple[int, list[int]]] = {
-    "even": (23, [6, 6, 6, 5]),
-    "uneven": (23, [1, 9, 0, 13]),
-    "empty-ends": (23, [0, 0, 23, 0]),
-    "all-on-the-first": (23, [23, 0, 0, 0]),
-    "all-on-the-last": (23, [0, 0, 0, 23]),
-    "rows-left-over": (23, [3, 0, 4, 0]),
-    "all-left-over": (23, [0, 0, 0, 0]),
-    "one-row": (1, [0, 1, 0]),
-    "one-row-no-group": (1, [0, 0, 0]),
-    "one-group": (7, [7]),
-    "more-groups-than-rows": (5, [0, 1, 0, 0, 2, 0, 1, 0, 0, 1, 0]),
-    "no-rows": (0, [0, 0, 0]),
-}
 BACKENDS = {
     "blocked": Blocked(),
     "blocked-1": Blocked(1),
@@ -181,27 +160,6 @@ BACKENDS = {
     "aligned-4": Aligned(Blocked(4), 4),
     "aligned-8": Aligned(RaggedDot(), 8),
 }
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def product_and_gradients(backend: Any, rows: Any, kernel: Any, sizes: Any) -> tuple[Any, Any, Any]:
-    """y, and the gradients of a loss that weighs every output differently and not linearly."""
-
-    def loss(rows: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = backend(rows, kernel, sizes)
-        scale = jnp.linspace(0.5, 1.5, max(y.size, 1))[: y.size].reshape(y.shape)
-        return jnp.sum(jnp.sin(y.astype(jnp.float32)) * scale), y
-
-    (_, y), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(rows, kernel)
-    return y, *grads
-
-
-def problem(name: str, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    count, sizes = GROUPS[name]
-    rng = np.random.default_rng(count)
-    rows = jnp.asarray(rng.standard_normal((count, 6)), dtype)
-    kernel = jnp.asarray(rng.standard_normal((len(sizes), 6, 5)) / 6**0.5, dtype)
-    return rows, kernel, jnp.asarray(sizes, jnp.int32)
 
 
 def by_hand(name: str, rows: Any, kernel: Any) -> np.ndarray:

@@ -19,18 +19,11 @@ from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import Rope, rotate_halves, rotate_pairs
 from nnxmoe.moe import router
 from nnxmoe.moe.router import RouterBias, Routing
-from tests.helpers import (
-    MODEL_TOLERANCE,
-    TINY,
-    build,
-    eager_logits,
-    load_case,
-    max_error,
-    random_tokens,
-    reference_logits,
-    tiny_weights,
-    variables,
-)
+from tests.support.arrays import max_error
+from tests.support.cases import load_case
+from tests.support.numpy_decoder import reference_logits
+from tests.support.running import MODEL_TOLERANCE, eager_logits, variables
+from tests.support.tiny import TINY, build, random_tokens, tiny_weights
 
 NOTICED = 1e-3
 Plant = Callable[[Any, pytest.MonkeyPatch], None]

@@ -16,18 +16,14 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe.convert import hf, maxtext, native, orbax_folder
+from nnxmoe.convert import maxtext, native, orbax_folder
 from nnxmoe.convert.source import CheckpointError
-from tests.helpers import TINY, build_tiny, max_error, random_tokens, tiny_weights, write_checkpoint
-from tests.test_maxtext import CASES, KINDS, config_of, flat, identical, params_of
+from tests.support.arrays import flat, identical, max_error, tensors
+from tests.support.cases import HF_CASES
+from tests.support.maxtext_cases import CASES, KINDS, config_of, params_of
+from tests.support.tiny import TINY, build_tiny, random_tokens, tiny_weights, write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-HF_CASES = Path(__file__).parent / "data" / "hf"
-
-
-def tensors(model: nnxmoe.CausalLM) -> dict[str, np.ndarray]:
-    """Every tensor under its name on the hub: the same whatever a model is computed like."""
-    return {name: array.make(None) for name, (array, _) in hf.arrays(model).items()}
 
 
 def plain(scan: bool = False, mesh: Any = None) -> nnxmoe.Strategy:
@@ -281,7 +277,7 @@ import _thread, signal, sys, time
 from importlib import import_module
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background does not have
 from nnxmoe.convert import orbax_folder
-from tests.helpers import build_tiny
+from tests.support.tiny import build_tiny
 
 real = orbax_folder._HostWriter._write
 

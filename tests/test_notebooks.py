@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.notebooks import FOLDER, PAIRED, executed, light
+from tests.support.notebooks import FOLDER, PAIRED, executed, light
 
 pytestmark = pytest.mark.notebooks
 
@@ -115,9 +115,9 @@ def is_ours(module: str) -> bool:
 
 
 def test_private_things_are_noticed() -> None:
-    assert private("from nnxmoe.layers import mlp\nimport tests.helpers\nmodel._forward()") == [
+    assert private("from nnxmoe.layers import mlp\nimport tests.support.tiny\nmodel._forward()") == [
         "nnxmoe.layers",
-        "tests.helpers",
+        "tests.support.tiny",
         "_forward",
     ]
     assert not private("import nnxmoe\nfrom nnxmoe import plot\nfrom nnxmoe.convert import maxtext\nmodel.__file__")

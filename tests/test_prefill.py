@@ -14,8 +14,10 @@ from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import KVCache, LatentCache
 from nnxmoe.moe.router import RandomTopK
 from nnxmoe.train import lora
-from tests.helpers import ORACLE, PART_TOLERANCE, build_tiny, feed, max_error, random_tokens, randomise
-from tests.test_attention import DENSE, LENGTH, MODELS, SCANNED, masks
+from tests.support.arrays import max_error
+from tests.support.attention import DENSE, LENGTH, MODELS, SCANNED, masks
+from tests.support.running import PART_TOLERANCE, feed, randomise
+from tests.support.tiny import ORACLE, build_tiny, random_tokens
 
 FAMILIES: dict[str, tuple[str, nnxmoe.Strategy, dict[str, Any]]] = MODELS | {
     "mixtral": ("mixtral", nnxmoe.Strategy(), {}),

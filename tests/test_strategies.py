@@ -22,7 +22,9 @@ from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import Blocked
 from nnxmoe.moe.ragged import ragged_all_to_all
 from nnxmoe.moe.router import RandomTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
-from tests.helpers import HF_CASES, build_tiny, load_case, max_error, random_tokens
+from tests.support.arrays import max_error
+from tests.support.cases import HF_CASES, load_case
+from tests.support.tiny import build_tiny, random_tokens
 
 B, T, D, F, E = 8, 5, 16, 24, 8
 RAGGED, RING = ExpertParallel(Sorted(), RaggedAllToAll()), ExpertParallel(Sorted(), RingOfExperts())

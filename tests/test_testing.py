@@ -25,7 +25,8 @@ from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.models import Llama, LlamaConfig, Mixtral, MixtralConfig
 from nnxmoe.parity.rows import compare_trees
-from tests.helpers import build_tiny, randomise
+from tests.support.running import randomise
+from tests.support.tiny import build_tiny
 
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD = 3, 12, 4, 2, 6
 

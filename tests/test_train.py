@@ -20,8 +20,8 @@ from nnxmoe.moe.router import RouterBias
 from nnxmoe.train.loss import Chunked, Objective, Whole, targets_of
 from nnxmoe.train.step import Step
 from tests.benchmarks import growth, modes
-from tests.helpers import build_tiny, max_error, random_tokens
-from tests.test_maxtext import flat
+from tests.support.arrays import flat, max_error
+from tests.support.tiny import build_tiny, random_tokens
 
 PLAIN = nnxmoe.Strategy(scan_layers=True)
 

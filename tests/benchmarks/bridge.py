@@ -21,7 +21,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from nnxmoe.models import MixtralConfig
-from tests import linen_modules as hand
+from tests.support import linen_modules as hand
 
 CONFIG = MixtralConfig(
     vocab_size=128,

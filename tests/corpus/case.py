@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from nnxmoe.convert.safetensors import dtype_code
-from tests.helpers import TINY, Fields, Weights, tiny_weights
+from tests.support.tiny import TINY, Fields, Weights, tiny_weights
 
 FAMILIES = ("llama", "mixtral", "deepseek_v3")
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

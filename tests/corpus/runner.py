@@ -24,7 +24,10 @@ from nnxmoe.config import DecoderConfig
 from nnxmoe.models import model_class
 from tests.corpus import configs, files, tensors, texts
 from tests.corpus.case import Case, Draft
-from tests.helpers import MODEL_TOLERANCE, ORACLE, max_error, random_tokens, reference_logits
+from tests.support.arrays import max_error
+from tests.support.numpy_decoder import reference_logits
+from tests.support.running import MODEL_TOLERANCE
+from tests.support.tiny import ORACLE, random_tokens
 
 SECONDS, WALL = 2.0, 60.0  # of processor time for an answer; of the clock, on a busy machine, until the kill
 MEGABYTES = 200  # more than before

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.corpus.case import CONFIG, FAMILIES, SINGLE, Case, Draft, container, entry
-from tests.helpers import Weights
+from tests.support.tiny import Weights
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 ROUTER = {"mixtral": "model.layers.1.block_sparse_moe.gate.weight", "deepseek_v3": "model.layers.2.mlp.gate.weight"}

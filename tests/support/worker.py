@@ -1,6 +1,6 @@
-"""What one process of a test does: ``python -m tests.worker OUT TASK``, with the environment of `nnxmoe.launch`.
+"""One of several processes: ``python -m tests.support.worker OUT TASK`` in the environment of `nnxmoe.launch`.
 
-``numbers`` computes what `test_processes` compares and writes it to OUT. The other tasks end badly, each in its way.
+``numbers`` computes what `test_processes` compares and writes it to OUT. The other tasks fail, each in its own way.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from nnxmoe.convert.source import CheckpointError
 from nnxmoe.generation.decode import generate_tokens
 from nnxmoe.processes import deadline, initialize
 from nnxmoe.train.checkpoint import Checkpoints
+from tests.support.cases import HF_CASES
 
-HF_CASES = Path(__file__).parent / "data" / "hf"
 DEVICES = 4
 PLANS: dict[str, tuple[str, Any, dict[str, int]]] = {
     "mixtral fsdp sorted": ("mixtral_basic", Sorted(), {"fsdp": DEVICES}),

@@ -1,6 +1,6 @@
 """The notebooks: their texts run top to bottom, and what is kept of the outputs.
 
-    python -m tests.notebooks notebooks/1-generate.py ...
+    python -m tests.support.notebooks notebooks/1-generate.py ...
 
 runs a notebook's text (percent format) and writes the .ipynb beside it, with its outputs; without arguments, all.
 Needs the extra 'notebooks'.
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "notebooks"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 PAIRED = {"formats": "ipynb,py:percent"}

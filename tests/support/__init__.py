@@ -1,0 +1,1 @@
+"""Code shared by several test files. Test files import from here, never from each other."""

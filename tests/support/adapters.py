@@ -1,0 +1,21 @@
+"""Adapters (LoRA) with values that are not zero."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from nnxmoe.train.slots import adapted
+
+
+def fill(model: Any) -> Any:
+    """Values for every ``b``, which starts as 0; those of a layer are the same stacked or not, on whatever mesh."""
+    for slot in adapted(model):
+        b = slot.adapter.b
+        whole = np.array(b.get_value())
+        for i in range(slot.depth or 1):
+            rng = np.random.default_rng([slot.first + i, *map(ord, slot.name)])
+            at = slice(None) if slot.depth is None else i
+            whole[at] = 0.2 * rng.standard_normal(b.shape[slot.depth is not None :])
+        b.set_value(jax.device_put(whole, b.get_value().sharding))
+    return model

@@ -1,0 +1,47 @@
+"""Parameters of models and trees as NumPy arrays by name, and how two sets of them compare."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+import nnxmoe
+from nnxmoe.convert import hf
+
+Flat = dict[str, np.ndarray]
+
+
+def max_error(a: Any, b: Any, where: Any = None) -> float:
+    """Largest absolute difference (where a mask says so); a difference of shapes or a NaN is infinite."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if a.shape != b.shape:
+        return math.inf
+    error = np.abs(a - b)
+    if where is not None:
+        error = error[np.asarray(where, bool)]
+    worst = float(error.max(initial=0.0))
+    return math.inf if math.isnan(worst) else worst
+
+
+def flat(tree: Any) -> Flat:
+    """``params/decoder/…`` -> array."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def nested(arrays: Flat) -> dict[str, Any]:
+    return unflatten_dict(arrays, sep="/")
+
+
+def identical(ours: Flat, theirs: Flat) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        assert ours[name].dtype == array.dtype and ours[name].shape == array.shape, name
+        np.testing.assert_array_equal(ours[name], array, err_msg=name)
+
+
+def tensors(model: nnxmoe.CausalLM) -> dict[str, np.ndarray]:
+    """Every tensor under its name on the hub: the same whatever a model is computed like."""
+    return {name: array.make(None) for name, (array, _) in hf.arrays(model).items()}

@@ -1,0 +1,64 @@
+"""Run models the way the tests need it: compiled, eagerly, chunk by chunk, and with random parameters."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import nnxmoe
+
+MODEL_TOLERANCE = 2e-4
+PART_TOLERANCE = 1e-5
+
+
+def forward(model: nnxmoe.CausalLM, tokens: Any, **arrays: Any) -> nnxmoe.Output:
+    """The model as users call it, compiled once a shape; everything is returned."""
+    return model(tokens, **arrays, return_routing=True, return_hidden=True)
+
+
+def eager_logits(model: nnxmoe.CausalLM, tokens: Any, mask: Any = None) -> jax.Array:
+    """Logits without compiling: quick where a model is used once, and blind to what was compiled before."""
+    return model.logits(model.body(tokens, mask).x)
+
+
+def feed(
+    model: nnxmoe.CausalLM, tokens: np.ndarray, chunks: Sequence[int], *, mask: np.ndarray | None, capacity: int
+) -> tuple[np.ndarray, Any]:
+    """Logits of tokens given to an empty cache a chunk at a time, and the cache at the end."""
+    assert sum(chunks) == tokens.shape[1], (chunks, tokens.shape)
+    cache, start, logits = model.empty_cache(tokens.shape[0], capacity), 0, []
+    mask = np.ones(tokens.shape, np.int32) if mask is None else mask
+    for count in chunks:
+        part = slice(start, start + count)
+        out = model(tokens[:, part], attention_mask=mask[:, part], cache=cache)
+        cache, start = out.cache, start + count
+        logits.append(np.asarray(out.logits))
+    return np.concatenate(logits, axis=1), cache
+
+
+def variables(model: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:
+    """Every variable of a model with its dotted path."""
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        yield ".".join(map(str, path)), variable
+
+
+def randomise(model: Any, seed: int = 0) -> Any:
+    """New values for every variable: kernels that keep their input's scale, norms around 1, and biases that matter."""
+    rng, state = np.random.default_rng(seed), []
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        axes, inputs = variable.get_metadata()["axes"], variable.get_metadata()["inputs"]
+        value = rng.standard_normal(variable.shape)
+        if path[-1] == "scale":
+            value = 1 + 0.3 * value
+        elif path[-1] == "bias":
+            value = 0.3 * value
+        elif inputs is not None:
+            first = sum(axis in ("layers", "expert") for axis in axes)
+            value = value / math.sqrt(math.prod(variable.shape[first : first + inputs]))
+        state.append((path, variable.replace(jnp.asarray(value, variable.dtype))))
+    nnx.update(model, nnx.from_flat_state(state))
+    return model
