@@ -6,8 +6,8 @@
 The public names live here; see the README for the map of the package.
 """
 
-import importlib
-from typing import Any
+import importlib as _importlib
+from types import ModuleType as _ModuleType
 
 from nnxmoe.axes import RULES as RULES
 from nnxmoe.axes import make_mesh as make_mesh
@@ -53,8 +53,17 @@ __version__ = "0.1.0"
 _setup_logging()
 
 
-def __getattr__(name: str) -> Any:
-    """``nnxmoe.train`` is imported where it is used: it brings optax and Orbax."""
-    if name == "train":
-        return importlib.import_module("nnxmoe.train")
+_SUBMODULES = ("convert", "kernels", "linen", "models", "plot", "processes", "testing", "train")
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """Public submodules are imported on first use: some bring large libraries, such as Orbax."""
+    if name in _SUBMODULES:
+        return _importlib.import_module(f"nnxmoe.{name}")
     raise AttributeError(f"module 'nnxmoe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Public names: everything imported above, and the public submodules."""
+    names = [name for name, value in globals().items() if not isinstance(value, _ModuleType)]
+    return sorted({*names, *_SUBMODULES})

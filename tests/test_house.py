@@ -172,6 +172,31 @@ def test_importing_is_light() -> None:
     assert found["backends"] == 0
 
 
+LAZY = """
+import json, sys
+import nnxmoe
+before = [name for name in ("orbax", "torch", "transformers", "matplotlib", "tokamax") if name in sys.modules]
+listed = dir(nnxmoe)
+for name in ("convert", "kernels", "linen", "plot", "testing", "train"):
+    assert getattr(nnxmoe, name).__name__ == "nnxmoe." + name, name
+    assert name in listed, name
+assert nnxmoe.processes.deadline and nnxmoe.kernels.tokamax.Tokamax
+assert nnxmoe.convert.maxtext.to_tree and nnxmoe.train.lora.add
+unwanted = [name for name in ("Any", "importlib", "frozen", "bounds") if name in listed]
+try:
+    nnxmoe.nonsense
+except AttributeError as error:
+    print(json.dumps([before, unwanted, str(error)]))
+"""
+
+
+def test_submodules_are_attributes_and_load_when_used() -> None:
+    """`import nnxmoe` is enough to use every public submodule, and loads none of the large ones."""
+    done = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[], [], "module 'nnxmoe' has no attribute 'nonsense'"]
+
+
 def test_models_have_one_name_only() -> None:
     """In a checkout ``models/`` is importable by accident, which would make every class twice."""
     code = "import models"
