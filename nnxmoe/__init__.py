@@ -45,12 +45,9 @@ from nnxmoe.moe.grouped_matmul import Aligned as Aligned
 from nnxmoe.moe.grouped_matmul import Blocked as Blocked
 from nnxmoe.moe.grouped_matmul import Masked as Masked
 from nnxmoe.moe.grouped_matmul import RaggedDot as RaggedDot
-from nnxmoe.progress import setup_logging as _setup_logging
 from nnxmoe.strategy import Strategy as Strategy
 
 __version__ = "0.1.0"
-
-_setup_logging()
 
 
 _SUBMODULES = ("convert", "kernels", "linen", "models", "plot", "processes", "testing", "train")

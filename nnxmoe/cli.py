@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import nnxmoe
 from nnxmoe import commands
+from nnxmoe.progress import messages_on_stderr
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(output, io.TextIOWrapper):
             output.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     try:
-        options.run(options)
+        with messages_on_stderr():
+            options.run(options)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:

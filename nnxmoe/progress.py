@@ -1,41 +1,40 @@
-"""What a person waiting sees: short messages and progress bars, on stderr.
+"""Short messages and progress bars for the person who waits, on stderr.
 
-Messages go through the logger ``nnxmoe`` (level INFO; ``logging.getLogger("nnxmoe").setLevel("WARNING")`` silences
-them); bars are tqdm's (``TQDM_DISABLE=1`` switches them off).
+Messages go through the logger ``nnxmoe``. Importing the package adds only a ``NullHandler``: a program sees them once
+it has set up logging: ``logging.basicConfig(level="INFO")``. The command line sets up its own handler. Bars are tqdm's
+(``TQDM_DISABLE=1`` switches them off).
 """
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from tqdm import tqdm
 
 logger = logging.getLogger("nnxmoe")
+logger.addHandler(logging.NullHandler())
 
 
-class _Stderr(logging.StreamHandler):
-    """Writes to whatever ``sys.stderr`` is when the message comes, so that redirection works."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return sys.stderr
-
-
-def setup_logging() -> None:
-    """Give the package's logger a handler, once, unless the program has made its own arrangements."""
-    if not logger.handlers and not logging.getLogger().handlers:
-        handler = _Stderr()
-        handler.setFormatter(logging.Formatter("nnxmoe: %(message)s"))
+@contextlib.contextmanager
+def messages_on_stderr() -> Iterator[None]:
+    """Within this block the package's messages appear on stderr, unless the program has set up logging itself."""
+    level, handler = logger.level, logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("nnxmoe: %(message)s"))
+    own = not logging.getLogger().handlers
+    logger.setLevel(logging.INFO)
+    if own:
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def say(message: str, *args: Any) -> None:
-    """Tell the waiting person something that is no warning."""
+    """Log a message that is not a warning (level INFO)."""
     logger.info(message, *args)
 
 

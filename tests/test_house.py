@@ -197,6 +197,26 @@ def test_submodules_are_attributes_and_load_when_used() -> None:
     assert json.loads(done.stdout) == [[], [], "module 'nnxmoe' has no attribute 'nonsense'"]
 
 
+LOGGING = """
+import logging, sys
+import nnxmoe
+logger = logging.getLogger("nnxmoe")
+assert [type(handler).__name__ for handler in logger.handlers] == ["NullHandler"]
+assert logger.propagate and logger.level == logging.NOTSET
+logger.warning("no handler yet")  # must not reach stderr through logging.lastResort
+logging.basicConfig(filename=sys.argv[1], format="%(name)s %(message)s")
+logger.warning("careful")
+"""
+
+
+def test_importing_leaves_logging_to_the_program(tmp_path: Path) -> None:
+    """Handlers that the program sets up after the import receive the package's warnings, once."""
+    log = tmp_path / "log"
+    done = subprocess.run([sys.executable, "-c", LOGGING, log], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert log.read_text() == "nnxmoe careful\n"
+
+
 def test_models_have_one_name_only() -> None:
     """In a checkout ``models/`` is importable by accident, which would make every class twice."""
     code = "import models"

@@ -136,9 +136,10 @@ def test_an_exception_ends_all(tmp_path: Path) -> None:
 # Alone, and the launcher
 
 SCRIPT = """
-import sys, time
+import logging, sys, time
 from nnxmoe import processes
 from nnxmoe.processes import deadline, initialize
+logging.basicConfig(level="INFO")
 initialize(timeout=60)
 import jax
 if jax.process_count() > 1:
