@@ -1,6 +1,7 @@
 """What each command of ``nnxmoe`` does with its options; ``cli`` says what these are."""
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def generate(options: argparse.Namespace) -> None:
 def chat(options: argparse.Namespace) -> None:
     """A conversation, a line at a time."""
     if sys.stdin.isatty():
-        import readline  # noqa: F401  arrow keys and history for input()
+        with contextlib.suppress(ImportError):  # Windows has no readline
+            import readline  # noqa: F401  arrow keys and history for input()
     sampling = _sampling(options)
     model, tokenizer = _load(options)
     opening = [{"role": "system", "content": options.system}] if options.system else []

@@ -160,7 +160,8 @@ class _Watchdog:
 
 
 _watchdog = _Watchdog()
-os.register_at_fork(after_in_child=_watchdog.__init__)  # a fork has none of its parent's threads and deadlines
+if hasattr(os, "register_at_fork"):  # a forked child has none of its parent's threads and deadlines
+    os.register_at_fork(after_in_child=_watchdog.__init__)
 
 
 def _give_up(doing: str, seconds: float) -> None:

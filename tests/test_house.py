@@ -217,6 +217,29 @@ def test_importing_leaves_logging_to_the_program(tmp_path: Path) -> None:
     assert log.read_text() == "nnxmoe careful\n"
 
 
+POSIX_NAMES = """
+import os, signal, sys
+import jax, flax.nnx, optax, orbax.checkpoint, tokenizers, huggingface_hub, readline
+names = "register_at_fork fork preadv pread sysconf sched_getaffinity getuid O_CLOEXEC killpg".split()
+for module, name in [*((os, name) for name in names), (signal, "SIGALRM"), (signal, "setitimer")]:
+    if hasattr(module, name):
+        delattr(module, name)
+for name in ("fcntl", "resource", "readline", "termios", "pwd", "grp"):
+    sys.modules[name] = None  # importing it is an ImportError
+import nnxmoe
+from nnxmoe import cli, launch
+for name in dir(nnxmoe):
+    getattr(nnxmoe, name)
+assert cli.main(["inspect", "llama-3.1-8b"]) == 0
+"""
+
+
+def test_importing_needs_no_posix_names() -> None:
+    """What Windows (and in part macOS) lacks is used only where it exists."""
+    done = subprocess.run([sys.executable, "-c", POSIX_NAMES], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "llama-3.1-8b: llama" in done.stdout, done.stderr
+
+
 def test_models_have_one_name_only() -> None:
     """In a checkout ``models/`` is importable by accident, which would make every class twice."""
     code = "import models"
