@@ -1,11 +1,10 @@
 """The command ``nnxmoe``: demo, generate, chat, inspect, convert, finetune. Results on stdout, all else on stderr.
 
-Exit codes: 0 done, 1 failed (one line says why), 2 the command line is wrong.
+Exit codes: 0 success, 1 failure (one line on stderr says why), 2 a wrong command line, 130 Ctrl-C, 141 a closed pipe.
 """
 
 import argparse
 import io
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -13,9 +12,22 @@ from typing import Any, NoReturn
 
 import nnxmoe
 from nnxmoe import commands
+from nnxmoe.interrupts import INTERRUPTED, PIPE_CLOSED, end_on_interrupt, leave
 from nnxmoe.progress import messages_on_stderr
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+def command() -> NoReturn:
+    """Run the process's command line and end the process with its exit code."""
+    end_on_interrupt()
+    try:
+        status = main()
+    except KeyboardInterrupt:  # a second one, while the first was handled
+        status = INTERRUPTED
+    if status in (INTERRUPTED, PIPE_CLOSED):
+        leave(status)
+    sys.exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):
-            output.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+            output.reconfigure(errors="replace")  # terminals with a small character set show "?" instead of failing
     try:
         with messages_on_stderr():
             options.run(options)
@@ -31,10 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         print("nnxmoe: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output is gone, e.g. `| head`
+        return PIPE_CLOSED
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if options.debug:
             raise
@@ -175,4 +186,4 @@ def _mesh(text: str) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

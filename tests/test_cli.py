@@ -3,8 +3,10 @@
 import io
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,6 +78,61 @@ def test_failures_are_one_line_and_exit_1(line: list[str], message: str, capsys:
 def test_debug_shows_the_traceback() -> None:
     with pytest.raises(ValueError, match="no such folder"):
         cli.main(["inspect", "./nowhere", "--debug"])
+
+
+INTERRUPTED = """
+import hashlib, sys
+import jax, jax.numpy as jnp
+from nnxmoe import cli, commands
+
+def many(x):
+    for i in range(800):
+        x = jnp.sort(jnp.sin(x + i))
+    return x
+
+class Lost:
+    def __del__(self):
+        print("ready", flush=True)
+        while True:
+            pass
+
+def compiling(options):
+    lowered = jax.jit(many).lower(jnp.ones((4, 8)))
+    print("ready", flush=True)
+    lowered.compile()
+
+def in_c(options):
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000_000)
+
+def in_a_destructor(options):
+    Lost()
+
+commands.inspect = globals()[sys.argv.pop()]
+cli.command()
+"""
+
+
+@pytest.mark.parametrize("where", ["compiling", "in_c", "in_a_destructor"])
+def test_ctrl_c_ends_the_process_at_once_with_130(where: str) -> None:
+    """During a compile (a regular exit crashes XLA), in C code that sees no signals, and where exceptions are lost."""
+    line = [sys.executable, "-c", INTERRUPTED, "inspect", "demo", where]
+    process = subprocess.Popen(line, cwd=CASES.parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "nnxmoe: interrupted\n")
+    assert time.monotonic() - start < 8
+
+
+def test_a_closed_pipe_ends_the_process_silently() -> None:
+    line = [sys.executable, "-m", "nnxmoe.cli", "inspect", "deepseek-v3"]
+    process = subprocess.Popen(line, cwd=CASES.parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert (process.wait(60), process.stderr and process.stderr.read()) == (141, "")
 
 
 def test_generate_streams_the_same_text_for_the_same_seed(capsys: pytest.CaptureFixture[str]) -> None:

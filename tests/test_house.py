@@ -20,6 +20,7 @@ LEVELS = {
     "nnxmoe.progress": 0,
     "nnxmoe.processes": 0,
     "nnxmoe.files": 0,
+    "nnxmoe.interrupts": 0,
     "nnxmoe.hub": 0,
     "nnxmoe.memory": 0,
     "nnxmoe.layers": 1,
