@@ -93,6 +93,7 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling
         for piece in nnxmoe.stream(
             model, tokenizer, ids, max_new_tokens=options.max_new_tokens, sampling=sampling, seed=options.seed
         ):
+            piece = piece if answer else piece.lstrip()  # SentencePiece answers begin with a space
             print(piece, end="", flush=True)
             answer += piece
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from nnxmoe.generation import chat_template
+from nnxmoe.generation import chat_template, decode
 from nnxmoe.generation.chat_template import ChatTemplateError, render_chat_template
 from nnxmoe.generation.text import TextStream, Tokenizer, TokenizerError
 
@@ -297,6 +297,26 @@ def test_stream_keeps_the_space_after_the_prompt() -> None:
     hello, fox = 3, 4
     assert stream_all(tokenizer, [hello, fox])[0] == ["Hello", " fox"]
     assert stream_all(tokenizer, [fox], context=[1, 2, hello])[0] == [" fox"]
+
+
+def test_stream_continues_a_prompt_that_ends_in_special_tokens() -> None:
+    """Prompt and pieces add up to the text of all ids; skipped tokens are no text that a space could follow."""
+    tokenizer = sentencepiece_like(llama2_decoder())
+    end, hello, fox = 1, 3, 4
+    for prompt in ([hello], [hello, *[end] * 9], [end], [fox, end, hello, end]):
+        pieces, rest = stream_all(tokenizer, [fox, hello], context=prompt)
+        text = tokenizer.decode(prompt, skip_special_tokens=True) + "".join(pieces) + rest
+        assert text == tokenizer.decode([*prompt, fox, hello], skip_special_tokens=True)
+
+
+def test_stream_of_a_model_continues_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = sentencepiece_like(llama2_decoder())
+    hello, fox = 3, 4
+    new = [np.array([i]) for i in (fox, hello, fox)]
+    monkeypatch.setattr(decode, "generate_tokens", lambda *_: iter(new))
+    model: Any = None  # the only use of it is patched away
+    pieces = list(decode.stream(model, tokenizer, [hello], eos_token_id=None))
+    assert "Hello" + "".join(pieces) == tokenizer.decode([hello, fox, hello, fox]) == "Hello fox Hello fox"
 
 
 def test_stream_special_tokens_and_reuse() -> None:

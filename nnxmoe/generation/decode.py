@@ -66,9 +66,12 @@ def stream(
     eos_token_id: Eos = ...,
     seed: int = 0,
 ) -> Iterator[str]:
-    """The continuation of one prompt (text, or ids already encoded), piece by piece, without its end token."""
+    """The continuation of one prompt (text, or ids already encoded), piece by piece, without its end token.
+
+    The prompt's text followed by the pieces is the text of all ids: a first piece may begin with a space.
+    """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    eos, text = eos_ids(model, eos_token_id), TextStream(tokenizer)
+    eos, text = eos_ids(model, eos_token_id), TextStream(tokenizer, context=ids)
     for new in generate_tokens(model, _ids([ids]), None, max_new_tokens, sampling, seed):
         if int(new[0]) in eos:
             break

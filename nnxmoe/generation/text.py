@@ -165,8 +165,8 @@ class TextStream:
     """Decodes tokens one by one: ``put`` returns the text a token completes, ``end`` what is left over.
 
     Characters cut in two between tokens are held back until they are whole. Each step decodes a short window only,
-    which begins with tokens already told, because decoders treat the start of a text differently (leading spaces).
-    ``context``: the prompt's ids, for a stream that continues it.
+    which begins with tokens whose text is out already: decoders treat the start of a text differently (leading spaces).
+    ``context``: the prompt's ids. The prompt's text followed by the pieces is then the text of all ids.
     """
 
     LONGEST_WAIT = 64  # tokens; only broken UTF-8 takes longer than a few
@@ -174,7 +174,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window = [int(i) for i in context][-8:]
+        shown = (int(i) for i in context)
+        self._window = [i for i in shown if not (skip_special_tokens and i in tokenizer.special_ids)][-8:]
         self._told = len(self._decode())  # characters of the window's text
         self._settled = len(self._window)  # tokens of the window
 
