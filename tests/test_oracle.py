@@ -919,3 +919,5 @@ def test_tokenizer(name: str) -> None:
             assert ours.apply_chat_template(chat, add_generation_prompt=prompt) == rendered
             ids = theirs.apply_chat_template(chat, add_generation_prompt=prompt)["input_ids"]
             assert ours.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=True) == ids
+        rendered = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+        assert ours.apply_chat_template(chat, continue_final_message=True) == rendered

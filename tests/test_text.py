@@ -347,6 +347,53 @@ def test_stream_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(lengths) <= 2 * TextStream.LONGEST_WAIT
 
 
+# Arguments of chats
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused() -> None:
+    tokenizer = made_with("{% if date is not defined %}{% set date = 'today' %}{% endif %}{{ date }}")
+    assert tokenizer.apply_chat_template(HI, date="Monday") == "Monday"
+    assert tokenizer.apply_chat_template(HI) == "today"
+    with pytest.raises(TypeError, match=r"unexpected argument 'dat'.*did you mean 'date'"):
+        tokenizer.apply_chat_template(HI, dat="Monday")
+    with pytest.raises(TypeError, match=r"unexpected argument 'add_generation_promt'.*did you mean 'add_gen"):
+        tokenizer.apply_chat_template(HI, add_generation_promt=True)
+    with pytest.raises(TypeError, match=r"unexpected argument 'return_tensors'.*leave it out"):
+        tokenizer.apply_chat_template(HI, return_tensors="np")
+
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+TRIMMED = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>{% endfor %}"
+BLOCKS = "{% for m in messages %}{% for b in m.content %}{{ b.text }}{% endfor %}<end>{% endfor %}"
+THOUGHTS = "{% for m in messages %}<think>{{ m.thinking }}</think>{{ m.content }}<end>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "field", "expected"),
+    [
+        (PLAIN, {"role": "assistant", "content": "It is "}, True, "<user>hi<end><assistant>It is "),
+        (TRIMMED, {"role": "assistant", "content": " It is "}, True, "<user>hi<end><assistant>It is"),
+        (BLOCKS, {"content": [{"text": "a"}, {"text": "b"}, {"image": 1}]}, True, "<end>ab"),
+        (THOUGHTS, {"reasoning": "well", "content": "x"}, "reasoning", "<think></think>hi<end><think>well"),
+    ],
+)
+def test_the_final_message_can_be_left_open(template: str, last: dict[str, Any], field: Any, expected: str) -> None:
+    before = json.dumps(last)
+    assert made_with(template).apply_chat_template([*HI, last], continue_final_message=field) == expected
+    assert json.dumps(last) == before
+
+
+def test_final_messages_that_cannot_be_left_open() -> None:
+    with pytest.raises(TokenizerError, match="not both"):
+        made_with(PLAIN).apply_chat_template(HI, add_generation_prompt=True, continue_final_message=True)
+    for last in ({"role": "assistant"}, {"content": [{"image": 1}]}):
+        with pytest.raises(TokenizerError, match="the last message has no text 'content'"):
+            made_with(PLAIN).apply_chat_template([*HI, last], continue_final_message=True)
+    for template in ("{{ messages[0].role }}", "{{ messages[0].content | upper }}"):
+        with pytest.raises(TokenizerError, match="leaves out the last message"):
+            made_with(template).apply_chat_template(HI, continue_final_message=True)
+
+
 # What templates may do
 
 LLAMA3 = """{{- bos_token }}

@@ -5,6 +5,7 @@ One worker process serves all templates; it starts with the first render, is rep
 
 import atexit
 import contextlib
+import difflib
 import importlib.util
 import io
 import json
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -189,15 +191,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renderer.forget)
 
 
-def render_chat_template(template: str, variables: dict[str, Any]) -> str:
-    """Render a template written by a stranger: within about a second and 64 MB, without files or code.
+def render_chat_template(template: str, variables: dict[str, Any], required: Iterable[str] = ()) -> str:
+    """Render a template from an untrusted source: within about a second and 64 MB, without access to files or code.
 
-    ``variables`` must be plain data, as JSON holds it. Raises ChatTemplateError.
+    ``variables`` must be plain data, as in JSON. Raises ChatTemplateError, and TypeError if the template does not read
+    a variable named in ``required``.
     """
     if len(template) > TEMPLATE_CHARACTERS:
         raise _fault(f"is {len(template)} characters long, {TEMPLATE_CHARACTERS} are allowed. Shorten it")
     try:
-        asked = json.dumps({"template": template, "variables": variables}, ensure_ascii=False)
+        request = {"template": template, "variables": variables, "required": list(required)}
+        asked = json.dumps(request, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         why = f"cannot be given these messages or variables: {error}. Use strings, numbers, lists and dicts only"
         raise _fault(why) from None
@@ -207,9 +211,18 @@ def render_chat_template(template: str, variables: dict[str, Any]) -> str:
     text = reply.get("text")
     if isinstance(text, str):
         return text
+    if unused := reply.get("unused"):
+        raise TypeError(_unused(str(unused), [*variables, *map(str, reply.get("names", ()))]))
     why = _WHY.get(str(reply.get("error")), _WHY["failed"])
     detail = _printable(str(reply.get("detail", ""))).rstrip(". ")
     raise _fault(why.format(detail=detail), reply.get("line"))
+
+
+def _unused(name: str, known: list[str]) -> str:
+    arguments = ("continue_final_message", "chat_template", "tokenize")
+    near = difflib.get_close_matches(name, {*known, *arguments} - {name}, 1)
+    hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+    return f"unexpected argument {name!r}: the chat template has no such variable; {hint}"
 
 
 def _fault(why: str, line: int | None = None) -> ChatTemplateError:

@@ -6,7 +6,8 @@ kernel limits in time, memory and files. Standard library and jinja2 only.
 
 Started as ``python -I -S template_worker.py SETTINGS``; SETTINGS is a JSON object ``{path, seconds, memory, output}``:
 folders for ``sys.path``, seconds and bytes per render, characters of output. It says ``{"ready": true}``, then answers
-each line ``{template, variables}`` with ``{"text"}`` or ``{"error", "detail", "line"}``.
+each line ``{template, variables, required}`` with ``{"text"}``, ``{"error", "detail", "line"}``, or, if the template
+does not read a required variable, ``{"unused", "names"}``: that variable, and the names that the template does read.
 """
 
 import functools
@@ -151,6 +152,14 @@ def render(compiled: jinja2.Template, variables: dict[str, Any], longest: int) -
     return "".join(pieces)
 
 
+def unused_variable(environment: jinja2.Environment, template: str, required: list[str]) -> dict[str, Any]:
+    """The reply for a required variable that the template never reads; empty if there is none."""
+    if not required:
+        return {}
+    names = {node.name for node in environment.parse(template).find_all(jinja2.nodes.Name) if node.ctx == "load"}
+    return next(({"unused": name, "names": sorted(names)} for name in required if name not in names), {})
+
+
 # In this order: an error is called by the first kind that fits.
 KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (RaisedByTemplate, "raised"),
@@ -220,7 +229,8 @@ def serve(requests: BinaryIO, replies: BinaryIO, settings: dict[str, Any]) -> No
         try:
             asked = json.loads(request)
             compiled = compile_template(asked["template"])
-            reply = {"text": render(compiled, asked["variables"], settings["output"])}
+            reply = unused_variable(environment, asked["template"], asked["required"])
+            reply = reply or {"text": render(compiled, asked["variables"], settings["output"])}
             line = json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except Exception as error:
             line = json.dumps(describe(error, compiled)).encode()

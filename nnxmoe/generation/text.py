@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 
 from nnxmoe.generation.chat_template import ChatTemplateError, render_chat_template
+from nnxmoe.generation.messages import cut_at_mark, mark_end, plain_messages
 from nnxmoe.generation.tokenizer_files import (
     CONFIG,
     SPECIAL,
@@ -27,8 +28,6 @@ from nnxmoe.generation.tokenizer_files import (
 )
 
 __all__ = ["TextStream", "Tokenizer", "TokenizerError"]
-
-REASONING = ("reasoning_content", "thinking", "reasoning")  # the names of one field in templates of different makers
 
 
 class Tokenizer:
@@ -121,25 +120,35 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        continue_final_message: bool | str = False,
         **variables: Any,
     ) -> Any:
         """Render a conversation as the prompt the model was trained on: a str, or its ids with ``tokenize=True``.
 
-        ``tools`` are JSON schemas; ``chat_template`` names one of several templates; ``variables`` go to the template.
-        Raises TokenizerError, also when the template misbehaves (it runs apart, within a second and 64 MB).
+        ``tools`` are JSON schemas; ``chat_template`` names one of several templates. ``continue_final_message`` leaves
+        the last message open, for the model to continue its "content" (or the field of the given name). Other keyword
+        arguments are variables of the template, such as ``enable_thinking``: TypeError for one that it does not read.
+        Raises TokenizerError, also if the template fails (it runs in its own process, within a second and 64 MB).
         """
+        plain, end = plain_messages(messages), None
+        if continue_final_message:
+            if add_generation_prompt:
+                raise TokenizerError("give add_generation_prompt or continue_final_message, not both")
+            field = "content" if continue_final_message is True else continue_final_message
+            plain, end = mark_end(plain, field)
         given = {
             **self.special_tokens,
             **variables,
-            "messages": _plain_messages(messages),
+            "messages": plain,
             "tools": tools if tools is None else list(tools),
             "documents": documents if documents is None else list(documents),
             "add_generation_prompt": bool(add_generation_prompt),
         }
         try:
-            text = render_chat_template(self._template(chat_template, tools is not None), given)
+            text = render_chat_template(self._template(chat_template, tools is not None), given, variables)
         except ChatTemplateError as error:
             raise TokenizerError(f"{self._template_file}: {error}") from None
+        text = text if end is None else cut_at_mark(text, end)
         # The template writes the special tokens itself.
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -207,20 +216,3 @@ class TextStream:
         piece = text[self._told :]
         self._told = max(self._told, len(text))
         return piece
-
-
-def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: no fields that are None, reasoning under every name in use."""
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
-    if not is_list or not all(isinstance(message, Mapping) for message in messages):
-        raise TokenizerError('messages must be a list of dicts like {"role": "user", "content": "Hello"}')
-    if not messages:
-        raise TokenizerError("messages is empty: give at least one message")
-    plain = []
-    for message in messages:
-        fields = {name: value for name, value in message.items() if value is not None}
-        reasoning = next((fields[name] for name in REASONING if name in fields), None)
-        if reasoning is not None:
-            fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
-        plain.append(fields)
-    return plain

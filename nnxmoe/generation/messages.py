@@ -1,0 +1,56 @@
+"""Chat messages as templates expect them, and prompts that end inside the last message."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnxmoe.generation.tokenizer_files import TokenizerError
+
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field in templates by different authors
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims its messages
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of the messages without fields that are None, and with reasoning under every name in use."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not is_list or not all(isinstance(message, Mapping) for message in messages):
+        raise TokenizerError('messages must be a list of dicts like {"role": "user", "content": "Hello"}')
+    if not messages:
+        raise TokenizerError("messages is empty: give at least one message")
+    plain = []
+    for message in messages:
+        fields = {name: value for name, value in message.items() if value is not None}
+        reasoning = next((fields[name] for name in REASONING if name in fields), None)
+        if reasoning is not None:
+            fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+        plain.append(fields)
+    return plain
+
+
+def mark_end(messages: list[dict[str, Any]], field: str) -> tuple[list[dict[str, Any]], str]:
+    """Appends a mark to a field of the last message; returns the messages and the field's text without the mark.
+
+    ``field`` holds a text, or a list of blocks, of which the last with a "text" is marked. Reasoning is marked under
+    each of its names.
+    """
+    *before, last = messages
+    value = last.get(field)
+    if isinstance(value, str):
+        same = [name for name in REASONING if last.get(name) == value] if field in REASONING else [field]
+        return [*before, last | {name: value + _MARK for name in same}], value
+    blocks = list(value) if isinstance(value, list | tuple) else []
+    for i, block in reversed(list(enumerate(blocks))):
+        if isinstance(block, Mapping) and isinstance(text := block.get("text"), str):
+            blocks[i] = {**block, "text": text + _MARK}
+            return [*before, last | {field: blocks}], text
+    raise TokenizerError(f"continue_final_message: the last message has no text {field!r:.60} to continue. Add one")
+
+
+def cut_at_mark(rendered: str, text: str) -> str:
+    """The rendered chat up to the mark after ``text``, the end of the last message."""
+    at = rendered.rfind(_MARK.strip())
+    if at < 0 or text.strip() not in rendered:
+        raise TokenizerError(
+            "continue_final_message: the chat template changes or leaves out the last message, so its end cannot be "
+            "found. Use add_generation_prompt=True and append the text to the prompt"
+        )
+    return rendered[:at] if rendered.startswith(_MARK, at) else rendered[:at].rstrip()
