@@ -51,6 +51,13 @@ def draw(logits: Sequence[float], sampling: Sampling | None, count: int = 20000,
     return np.bincount(np.asarray(tokens), minlength=len(logits)) / count
 
 
+def test_sampling_broadcasts_no_array_implicitly() -> None:
+    """Research code often runs with ``jax_numpy_rank_promotion="raise"``."""
+    sampling = Sampling(temperature=0.7, top_k=3, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+    with jax.numpy_rank_promotion("raise"):
+        assert run(count=2, sampling=sampling).shape == (2, 2)
+
+
 def softmax(x: Any) -> np.ndarray:
     e = np.exp(np.asarray(x, np.float64))
     return e / e.sum()

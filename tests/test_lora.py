@@ -112,7 +112,8 @@ def test_without_adapters_programs_are_the_plain_ones() -> None:
     kernel, bias = linear.kernel[...], linear.bias[...]
 
     def projection(x: Any) -> Any:
-        return (matmul(x, kernel.reshape(4, 6)) + bias).reshape(5, 3, 2)
+        y = matmul(x, kernel.reshape(4, 6))
+        return (y + jnp.broadcast_to(bias, y.shape)).reshape(5, 3, 2)
 
     def feed_forward(x: Any) -> Any:
         gate, up = equal_groups(x, experts.gate[...]), equal_groups(x, experts.up[...])

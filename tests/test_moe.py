@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 import nnxmoe
 from nnxmoe import Aligned, Blocked, Capacity, Dense, Masked, RaggedDot, Sorted
+from nnxmoe.layers.lora import LoRA, LoRAParam
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.moe import experts as experts_module
 from nnxmoe.moe import grouped_matmul
@@ -147,6 +149,32 @@ def test_router_computes_in_float32() -> None:
     assert routing.logits.dtype == routing.weights.dtype == routing.scores.dtype == jnp.float32
     assert max_error(routing.logits, exact) < PART_TOLERANCE
     assert routing.valid is not None and routing.valid.shape == (2, 3)
+
+
+def test_router_products_have_full_precision() -> None:
+    """Without the tests' global setting: TPUs and NVIDIA GPUs round float32 operands unless the product forbids it."""
+    router = Router(6, 4, SoftmaxTopK(2), bias=False, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    labels = {"inputs": 1, "eager_sharding": False}
+    a = LoRAParam(jnp.ones((6, 2)), axes=("embed", "rank"), **labels)
+    router.lora = nnx.data(LoRA(a, LoRAParam(jnp.ones((2, 4)), axes=("rank", "router"), **labels), 1.0))
+    graph, state = nnx.split(router)
+    rows, order = permute(jnp.ones((3, 6)), jnp.zeros((3, 2), jnp.int32), 6)
+
+    def route(state: Any, x: Any) -> Any:
+        routing = nnx.merge(graph, state)(x)
+        return jnp.sum(combine(rows, order, routing.weights)) + jnp.sum(routing.logits)
+
+    with jax.default_matmul_precision(None):
+        jaxpr = jax.make_jaxpr(jax.grad(route, (0, 1)))(state, jnp.ones((3, 6)))
+        assert products(jax.make_jaxpr(jnp.dot)(jnp.ones(3), jnp.ones(3)).jaxpr) == [None]
+    found = products(jaxpr.jaxpr)
+    assert len(found) >= 9 and set(found) == {(jax.lax.Precision.HIGHEST,) * 2}
+
+
+def products(jaxpr: Any) -> list[Any]:
+    """The precision of every dot, those of inner programs included."""
+    found = [e.params["precision"] for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    return found + [p for e in jaxpr.eqns for inner in jaxprs_in_params(e.params) for p in products(inner)]
 
 
 # Grouped products

@@ -15,15 +15,37 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe.convert import maxtext
+from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe import balance
 from nnxmoe.moe.router import RouterBias
+from nnxmoe.train import lora
 from nnxmoe.train.loss import Chunked, Objective, Whole, targets_of
 from nnxmoe.train.step import Step
 from tests.benchmarks import growth, modes
 from tests.support.arrays import flat, max_error
-from tests.support.tiny import build_tiny, random_tokens
+from tests.support.tiny import TINY, build_tiny, random_tokens
 
 PLAIN = nnxmoe.Strategy(scan_layers=True)
+
+
+def test_no_array_is_broadcast_implicitly(eight: Callable[..., Any]) -> None:
+    """Research code often runs with ``jax_numpy_rank_promotion="raise"``."""
+    for kind, changes in (("llama", {}), ("mixtral", {"dispatch": nnxmoe.Capacity(2.0)}), ("deepseek_v3", {})):
+        trace_strictly(kind, dataclasses.replace(PLAIN, **changes))
+    eight(trace_strictly, "mixtral", dataclasses.replace(PLAIN, dispatch=modes.RAGGED), {"fsdp": 4, "expert": 2})
+
+
+def trace_strictly(kind: str, strategy: nnxmoe.Strategy, mesh: dict[str, int] | None = None) -> None:
+    """Traces a forward pass with padding and segments, and a step with every loss term and adapters."""
+    strategy = dataclasses.replace(strategy, mesh=None if mesh is None else nnxmoe.make_mesh(**mesh))
+    config, objective = config_from_hf(TINY[kind]), Objective(z_loss=0.1, balance=0.1, router_z_loss=0.1)
+    model = model_class(config)(config, strategy, rngs=None)
+    lora.add(model, 2, rngs=None)
+    step = Step(model, optax.adamw(0.1), objective, bias_rate=0.1)
+    batch = {"tokens": jnp.ones((8, 9), jnp.int32), "segment_ids": jnp.ones((8, 9), jnp.int32)}
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(step._step, step.shapes(), batch)
+        jax.eval_shape(lambda state: step.merge(state.params, state.frozen)(**batch).logits, step.shapes())
 
 
 # MaxText's own training

@@ -86,7 +86,7 @@ def pick(
 def _threshold(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B"]:
     """The smallest logit that may be chosen: top-k, then top-p among those, then min-p."""
     ordered = -jnp.sort(-logits, axis=-1)
-    rank = jnp.arange(logits.shape[-1])
+    rank = jnp.arange(logits.shape[-1])[None, :]
     least = jnp.take(ordered, knobs.top_k - 1, axis=-1)[:, None]
     ordered = jnp.where(ordered < least, -jnp.inf, ordered)  # equals of the k-th stay, as in transformers
     probabilities = jax.nn.softmax(ordered, axis=-1)

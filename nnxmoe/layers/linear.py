@@ -1,4 +1,8 @@
-"""Matrix products: the one home of every dot, and the projection built on it."""
+"""Matrix products: the one home of every dot, and the projection built on it.
+
+Products of float32 operands have the precision that ``jax.default_matmul_precision`` sets, which by default is TF32 on
+NVIDIA GPUs and bfloat16 on TPUs. A caller that needs float32 everywhere passes ``precision``.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -44,11 +48,13 @@ _matmul = jax.custom_vjp(_product, nondiff_argnums=(2,))
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def dot_f32(x: Float[Array, "*b _ _"], y: Float[Array, "*b _ _"], of_x: int, of_y: int) -> Float[Array, "*b _ _"]:
-    """The sum over one of the last two dimensions (-2, -1) of each, in float32; what leads is the same in both.
+def dot_f32(
+    x: Float[Array, "*b _ _"], y: Float[Array, "*b _ _"], of_x: int, of_y: int, precision: jax.lax.PrecisionLike = None
+) -> Float[Array, "*b _ _"]:
+    """Sum over dimension ``of_x`` of x and ``of_y`` of y (-2 or -1), accumulated in float32; batch dimensions lead.
 
-    Dimensions that are for each matrix lead, and one row of 16 bits is computed as two: XLA:CPU fails to run some other
-    bfloat16 products, and casts all of y for one with a vector.
+    XLA:CPU fails to run some bfloat16 products whose batch dimensions do not lead, and casts all of y to float32 where
+    x has a single row: one row of 16 bits is computed as two.
     """
     rows = -3 - of_x
     alone = x.shape[rows] == 1 and jnp.finfo(x.dtype).bits == 16 and jax.default_backend() == "cpu"
@@ -56,22 +62,25 @@ def dot_f32(x: Float[Array, "*b _ _"], y: Float[Array, "*b _ _"], of_x: int, of_
         x = jax.lax.optimization_barrier(jnp.concatenate([x, jnp.zeros_like(x)], axis=rows))
     lead = tuple(range(x.ndim - 2))
     dims = ((x.ndim + of_x,), (y.ndim + of_y,)), (lead, lead)
-    out = jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
+    out = jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
     return out[..., :1, :] if alone else out
 
 
 def matmul_f32(
-    x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False
+    x: Float[Array, "*rows I"],
+    kernel: Float[Array, "_ _"],
+    transpose: bool = False,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*rows O"]:
-    """``x @ kernel`` or ``x @ kernel.T`` in the operands' own precision, as the float32 it was accumulated in."""
-    out = dot_f32(x.reshape(-1, x.shape[-1]), kernel, -1, -1 if transpose else -2)
+    """``x @ kernel`` or ``x @ kernel.T`` of operands in their own dtype, accumulated and returned in float32."""
+    out = dot_f32(x.reshape(-1, x.shape[-1]), kernel, -1, -1 if transpose else -2, precision)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def batched(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], of_y: int) -> Float[Array, "*b M N"]:
     """``x @ y`` for each matrix (``of_y`` -2), or ``x @ y.T`` (-1), accumulated and returned in float32.
 
-    Its backward computes in float32, and casts what it returns.
+    The backward casts both operands to float32, and its results back to the operands' dtypes.
     """
     return _batched(x, y, of_y)
 
@@ -144,7 +153,7 @@ class Linear(nnx.Module):
         lead = x.shape[: x.ndim - self.rank]
         x = x.reshape(*lead, math.prod(ins))
         y = matmul(x, kernel.reshape(math.prod(ins), math.prod(outs)))
-        y = y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        y = y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(y.dtype), y.shape)
         y = y if self.lora is None else y + self.lora(x, matmul)
         return y.reshape(*lead, *outs)
 

@@ -18,4 +18,4 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         x32 = x.astype(jnp.float32)
         unit = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return unit.astype(x.dtype) * self.scale[...].astype(x.dtype)
+        return unit.astype(x.dtype) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)

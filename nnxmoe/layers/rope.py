@@ -54,7 +54,7 @@ class Rope:
 
     def __call__(self, positions: Int[Array, "B T"]) -> Rotation:
         frequencies = self.frequencies(jnp.max(positions) + 1)
-        angles = positions[:, :, None].astype(jnp.float32) * frequencies
+        angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
         return Rotation(jnp.cos(angles) * self.factor(), jnp.sin(angles) * self.factor())
 
     def _plain(self) -> np.ndarray:

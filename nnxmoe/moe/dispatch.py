@@ -62,7 +62,7 @@ class Dense:
         rows = constrain(jnp.broadcast_to(flat, (count, *flat.shape)), mesh, *axes)
         outs = constrain(experts(rows, None), mesh, *axes)
         ids, scales = assignments(routing)
-        weights = jnp.sum((ids[..., None] == jnp.arange(count)) * scales[..., None], axis=-2)
+        weights = jnp.sum(jax.nn.one_hot(ids, count, dtype=bool) * scales[..., None], axis=-2)
         y = weighted_sum(weights.reshape(tokens, count).T, outs, axis=0)
         return y.reshape(x.shape).astype(x.dtype), information(routing)
 
@@ -231,5 +231,5 @@ def information(routing: Routing, dropped: Any = 0, by_shard: Any = None) -> Dis
 
 def count_experts(routing: Routing) -> Int[Array, "E"]:
     """Assignments to each expert, padding left out."""
-    hits = assignments(routing)[0][..., None] == jnp.arange(routing.scores.shape[-1])
+    hits = jax.nn.one_hot(assignments(routing)[0], routing.scores.shape[-1], dtype=bool)
     return jnp.sum(hits, axis=tuple(range(hits.ndim - 1)), dtype=jnp.int32)

@@ -39,7 +39,7 @@ class Masked:
         self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
     ) -> Float[Array, "R O"]:
         ends = jnp.cumsum(sizes)
-        index = jnp.arange(rows.shape[0])
+        index = jnp.arange(rows.shape[0])[None, :]
         member = (index >= (ends - sizes)[:, None]) & (index < ends[:, None])
         outs = [jnp.where(mine[:, None], matmul(rows, k), 0) for mine, k in zip(member, kernel, strict=True)]
         return functools.reduce(jnp.add, outs)
@@ -149,9 +149,9 @@ def _for_each_group(blocks, sizes, body, init):
     block that holds them, or the last, of which they may need ``several``. There is a loop for each size: a choice
     within one would copy what it is given."""
     ends = jnp.cumsum(sizes)
-    which = jnp.sum(sizes[:, None] > jnp.asarray(blocks[:-1], sizes.dtype), axis=1)
+    which = jnp.sum(sizes[:, None] > jnp.asarray(blocks[:-1], sizes.dtype)[None, :], axis=1)
     which = jnp.where(sizes == 0, len(blocks), which)
-    order, stops = jnp.argsort(which, stable=True), jnp.sum(which[:, None] <= jnp.arange(len(blocks)), axis=0)
+    order, stops = jnp.argsort(which, stable=True), jnp.sum(which[:, None] <= jnp.arange(len(blocks))[None, :], axis=0)
     carry, first = init, 0
     for i, block in enumerate(blocks):
         several = i == len(blocks) - 1

@@ -66,7 +66,9 @@ def weighted_sum(weights: Float[Array, "M N"], rows: Float[Array, "M N D"], axis
     Compilers fuse the cast, the product and the sum, where a dot would be given an array; and the backward casts again.
     """
     if rows.dtype == jnp.float32:
-        return jnp.einsum("MN,MND->ND" if axis == 0 else "MN,MND->MD", weights, rows)
+        return jnp.einsum(
+            "MN,MND->ND" if axis == 0 else "MN,MND->MD", weights, rows, precision=jax.lax.Precision.HIGHEST
+        )
 
     def add(weights: Array, rows: Array) -> Array:
         return jnp.sum(weights[..., None] * rows.astype(jnp.float32), axis=axis)

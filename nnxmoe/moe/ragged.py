@@ -34,7 +34,7 @@ def _move(rows: Any, send: Side, receive: Side, room: int, have: int, axis: str,
         out = jnp.zeros((room, rows.shape[1]), rows.dtype)
         sizes = (send.here, send.count, send.there, receive.count)
         return jax.lax.ragged_all_to_all(rows, out, *sizes, axis_name=axis)
-    shards, within, place = send.count.shape[0], jnp.arange(most), jnp.arange(room)
+    shards, within, place = send.count.shape[0], jnp.arange(most)[None, :], jnp.arange(room)
     index = jnp.where(within < send.count[:, None], send.here[:, None] + within, have)
     pieces = rows.at[index].get(mode="fill", fill_value=0)
     pieces = jax.lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0).reshape(shards * most, -1)

@@ -1,6 +1,6 @@
-"""Which experts each token goes to, and with what weight. All of it in float32.
+"""Which experts each token goes to, and with what weight. All of it in float32, products included, on every platform.
 
-A token whose logits are NaN goes to some experts with weights that are NaN: it shows in the output, it is not hidden.
+A token with NaN logits gets NaN weights, so its output is NaN.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import AnyMesh, divided_over, parameter
-from nnxmoe.layers.linear import fan_in, matmul, matmul_f32
+from nnxmoe.layers.linear import fan_in, matmul_f32
 from nnxmoe.layers.lora import LoRA
 
 
@@ -82,7 +82,7 @@ class RandomTopK:
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
         rows, count = logits.shape[:-1], logits.shape[-1]
         place = jax.random.permutation(jax.random.key(self.seed), math.prod(rows)).astype(jnp.int32)
-        experts = (place[:, None] * self.k + jnp.arange(self.k, dtype=jnp.int32)) % count
+        experts = (place[:, None] * self.k + jnp.arange(self.k, dtype=jnp.int32)[None, :]) % count
         even = jnp.full((*rows, self.k), 1 / self.k, jnp.float32)
         return Routing(experts.reshape(*rows, self.k), even, jax.nn.softmax(logits, axis=-1), logits)
 
@@ -105,11 +105,11 @@ class SigmoidGroupTopK:
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
         scores = jax.nn.sigmoid(logits)
-        choice = scores if bias is None else scores + jax.lax.stop_gradient(bias)
+        choice = scores if bias is None else scores + jnp.broadcast_to(jax.lax.stop_gradient(bias), scores.shape)
         grouped = choice.reshape(*choice.shape[:-1], self.groups, -1)
         group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
         _, best = jax.lax.top_k(group_scores, self.top_groups)
-        kept = jnp.any(best[..., None] == jnp.arange(self.groups), axis=-2)
+        kept = jnp.any(jax.nn.one_hot(best, self.groups, dtype=bool), axis=-2)
         choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
         _, experts = jax.lax.top_k(choice, self.k)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
@@ -125,6 +125,11 @@ def _normalised(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
     tiny = total < 1e-15
     usual = weights / (jnp.where(tiny, 1.0, total) + 1e-20)
     return jnp.where(tiny, jax.lax.stop_gradient(weights / (total + 1e-20)), usual)
+
+
+def _product(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
+    """``x @ kernel`` of float32 operands without a faster, less precise form: near ties decide which experts run."""
+    return matmul_f32(x, kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 class Router(nnx.Module):
@@ -164,8 +169,8 @@ class Router(nnx.Module):
         x = x.astype(jnp.float32)
         if self.jitter and key is not None:
             x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
-        logits = matmul_f32(x, self.kernel[...].astype(jnp.float32))
-        logits = logits if self.lora is None else logits + self.lora(x, matmul)
+        logits = _product(x, self.kernel[...])
+        logits = logits if self.lora is None else logits + self.lora(x, _product)
         bias = None if self.bias is None else self.bias[...]
         axes = divided_over(x.shape[0], mesh)
         # XLA:CPU gathers all tokens for a top-k: keep it local.

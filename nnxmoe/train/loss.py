@@ -194,7 +194,7 @@ def targets_of(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     counts = real & (jnp.asarray(batch["loss_mask"]) != 0) if "loss_mask" in batch else real
     if "targets" in batch:
         return jnp.asarray(batch["targets"]), counts.astype(jnp.float32)
-    follows = jnp.roll(counts, -1, axis=1) & real & (jnp.arange(real.shape[1]) < real.shape[1] - 1)
+    follows = jnp.roll(counts, -1, axis=1) & real & (jnp.arange(real.shape[1]) < real.shape[1] - 1)[None, :]
     if "segment_ids" in batch:
         segment = jnp.asarray(batch["segment_ids"])
         follows &= jnp.roll(segment, -1, axis=1) == segment
