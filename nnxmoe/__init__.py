@@ -45,6 +45,7 @@ from nnxmoe.moe.grouped_matmul import Aligned as Aligned
 from nnxmoe.moe.grouped_matmul import Blocked as Blocked
 from nnxmoe.moe.grouped_matmul import Masked as Masked
 from nnxmoe.moe.grouped_matmul import RaggedDot as RaggedDot
+from nnxmoe.runtime import processes as processes
 from nnxmoe.strategy import Strategy as Strategy
 
 __version__ = "0.1.0"

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnxmoe.frozen import FrozenDict
-from nnxmoe.progress import logger
+from nnxmoe.runtime.progress import logger
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")  # the batch is split over all of them; attention then needs no communication

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import nnxmoe
 from nnxmoe import commands
 from nnxmoe.interrupts import INTERRUPTED, PIPE_CLOSED, end_on_interrupt, leave
-from nnxmoe.progress import messages_on_stderr
+from nnxmoe.runtime.progress import messages_on_stderr
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 import nnxmoe
-from nnxmoe import processes
 from nnxmoe.files import plain
-from nnxmoe.progress import say
+from nnxmoe.runtime import processes
+from nnxmoe.runtime.progress import say
 
 DEMO = Path(__file__).resolve().parent / "models" / "demo"
 
@@ -104,7 +104,7 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling
 
 def inspect(options: argparse.Namespace) -> None:
     """What a model is, and whether it fits."""
-    from nnxmoe.memory import memory_bytes
+    from nnxmoe.runtime.memory import memory_bytes
     from nnxmoe.strategy import Strategy
     from nnxmoe.summary import summarise
 

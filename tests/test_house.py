@@ -14,15 +14,13 @@ PACKAGE = ROOT / "nnxmoe"
 
 # Lower may not import from higher. Folders and files of the package; a longer name wins.
 LEVELS = {
+    "nnxmoe.runtime": 0,
     "nnxmoe.frozen": 0,
     "nnxmoe.arguments": 0,
     "nnxmoe.axes": 0,
-    "nnxmoe.progress": 0,
-    "nnxmoe.processes": 0,
     "nnxmoe.files": 0,
     "nnxmoe.interrupts": 0,
     "nnxmoe.hub": 0,
-    "nnxmoe.memory": 0,
     "nnxmoe.layers": 1,
     "nnxmoe.moe": 1,
     "nnxmoe.kernels": 1,
@@ -39,7 +37,6 @@ LEVELS = {
     "nnxmoe.testing": 5,
     "nnxmoe.plot": 5,
     "nnxmoe.linen": 5,
-    "nnxmoe.launch": 6,
     "nnxmoe.commands": 6,
     "nnxmoe.cli": 6,
     "nnxmoe.__main__": 6,
@@ -228,7 +225,8 @@ for module, name in [*((os, name) for name in names), (signal, "SIGALRM"), (sign
 for name in ("fcntl", "resource", "readline", "termios", "pwd", "grp"):
     sys.modules[name] = None  # importing it is an ImportError
 import nnxmoe
-from nnxmoe import cli, launch
+from nnxmoe import cli
+from nnxmoe.runtime import launch
 for name in dir(nnxmoe):
     getattr(nnxmoe, name)
 assert cli.main(["inspect", "llama-3.1-8b"]) == 0

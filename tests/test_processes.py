@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe import launch
 from nnxmoe.convert import maxtext
-from nnxmoe.processes import GAVE_UP, deadline, initialize
+from nnxmoe.runtime import launch
+from nnxmoe.runtime.processes import GAVE_UP, deadline, initialize
 from tests.support import worker
 from tests.support.arrays import flat, identical, tensors
 from tests.support.launch import Launch, wait
@@ -137,8 +137,8 @@ def test_an_exception_ends_all(tmp_path: Path) -> None:
 
 SCRIPT = """
 import logging, sys, time
-from nnxmoe import processes
-from nnxmoe.processes import deadline, initialize
+from nnxmoe.runtime import processes
+from nnxmoe.runtime.processes import deadline, initialize
 logging.basicConfig(level="INFO")
 initialize(timeout=60)
 import jax
@@ -199,7 +199,7 @@ def test_a_timeout_is_some_seconds(timeout: float) -> None:
 
 LATER = """
 import os, sys, time
-from nnxmoe.processes import deadline
+from nnxmoe.runtime.processes import deadline
 with deadline("something long", 1e300):
     time.sleep(0.05)
 if "fork" in sys.argv and (child := os.fork()):
@@ -246,20 +246,20 @@ def test_jax_finds_slurm(script: str) -> None:
 
 
 def test_launcher(script: str) -> None:
-    done = python("-m", "nnxmoe.launch", "--devices", "3", "2", script, "one", "--two")
+    done = python("-m", "nnxmoe.runtime.launch", "--devices", "3", "2", script, "one", "--two")
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.endswith("]"))
     assert lines == [f"{i} 2 3 6 ['one', '--two']" for i in range(2)]
 
 
 def test_launcher_ends_all_when_one_fails(script: str) -> None:
-    done = python("-m", "nnxmoe.launch", "2", script, "fail")
+    done = python("-m", "nnxmoe.runtime.launch", "2", script, "fail")
     assert done.returncode == 1 and "KeyError: 'here'" in done.stderr
     assert "process 1 of 2 ended with status 1; stopping all" in done.stderr
 
 
 # The launcher, and a job in the background hears Ctrl-C.
-HEARS = "import signal as s, sys; s.signal(s.SIGINT, s.default_int_handler); from nnxmoe import launch; "
+HEARS = "import signal as s, sys; s.signal(s.SIGINT, s.default_int_handler); from nnxmoe.runtime import launch; "
 HEARS += "sys.exit(launch.main())"
 
 
@@ -285,4 +285,4 @@ def test_launcher_ends_all_when_it_is_ended(tmp_path: Path, number: int, status:
 def test_launcher_refuses(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         launch.main(arguments)
-    assert "usage: python -m nnxmoe.launch" in capsys.readouterr().err
+    assert "usage: python -m nnxmoe.runtime.launch" in capsys.readouterr().err

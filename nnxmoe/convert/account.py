@@ -13,7 +13,7 @@ from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Piece
 from nnxmoe.files import some
 from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.progress import logger
+from nnxmoe.runtime.progress import logger
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER, _EXPERT = re.compile(r"model\.layers\.([0-9]{1,9})\."), re.compile(r".*\.experts\.([0-9]{1,9})\.")

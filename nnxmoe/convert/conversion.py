@@ -23,9 +23,9 @@ from nnxmoe.convert.source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, Checkpoi
 from nnxmoe.files import absolute
 from nnxmoe.hub import local_folder
 from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.memory import memory_bytes
 from nnxmoe.models import PRESETS, preset
-from nnxmoe.progress import bytes_bar, logger, say
+from nnxmoe.runtime.memory import memory_bytes
+from nnxmoe.runtime.progress import bytes_bar, logger, say
 from nnxmoe.strategy import Strategy
 
 Arrays = Mapping[str, Later]

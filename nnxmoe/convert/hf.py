@@ -36,7 +36,7 @@ from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
 from nnxmoe.models import model_class
 from nnxmoe.moe.router import RouterBias
-from nnxmoe.progress import bytes_bar, logger
+from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.strategy import Strategy
 
 

@@ -34,7 +34,7 @@ from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, query_divisor
 from nnxmoe.layers.rope import Llama3Rope
 from nnxmoe.moe.router import RouterBias
-from nnxmoe.progress import bytes_bar, logger
+from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.strategy import Strategy
 
 Tree = Mapping[str, Any]

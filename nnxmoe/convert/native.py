@@ -22,7 +22,7 @@ from nnxmoe.convert.write import write_json
 from nnxmoe.files import absolute, read_object, short
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
-from nnxmoe.progress import bytes_bar
+from nnxmoe.runtime.progress import bytes_bar
 from nnxmoe.strategy import Strategy
 
 PARAMETERS = "parameters"

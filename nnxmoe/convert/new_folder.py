@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nnxmoe.convert.source import NATIVE_FILE, CheckpointError
 from nnxmoe.files import short, some
-from nnxmoe.progress import logger
+from nnxmoe.runtime.progress import logger
 
 _CHECKPOINT_FILE = re.compile(
     r"(generation_)?config\.json|model\.safetensors(\.index\.json)?|model-[0-9]+-of-[0-9]+\.safetensors"

@@ -17,7 +17,7 @@ from orbax.checkpoint import type_handlers
 
 from nnxmoe.convert.leaves import Later
 from nnxmoe.convert.source import CheckpointError
-from nnxmoe.memory import give_back
+from nnxmoe.runtime.memory import give_back
 
 _CHUNK_BYTES = 64 << 20  # what is compressed, or read, at a time
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.files import plain, some
-from nnxmoe.progress import logger
+from nnxmoe.runtime.progress import logger
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

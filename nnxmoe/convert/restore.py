@@ -25,10 +25,10 @@ from nnxmoe.convert.table import Path
 from nnxmoe.convert.together import AnyArray
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, carry_scale
-from nnxmoe.memory import give_back
 from nnxmoe.models import model_class
 from nnxmoe.moe.router import RouterBias
-from nnxmoe.progress import bytes_bar
+from nnxmoe.runtime.memory import give_back
+from nnxmoe.runtime.progress import bytes_bar
 from nnxmoe.strategy import Strategy
 
 _KINDS = tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16, np.float64)))

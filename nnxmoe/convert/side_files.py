@@ -16,7 +16,7 @@ from nnxmoe.frozen import FrozenDict
 from nnxmoe.hub import TOKENIZER_FILES
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf
-from nnxmoe.progress import logger
+from nnxmoe.runtime.progress import logger
 
 GENERATION = "generation_config.json"
 _MAX_BYTES = 100_000_000

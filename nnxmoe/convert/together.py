@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from nnxmoe.convert.new_folder import new_folder
 from nnxmoe.convert.source import CheckpointError
-from nnxmoe.processes import deadline
+from nnxmoe.runtime.processes import deadline
 
 AnyArray = Any  # of NumPy or JAX
 _MESSAGE = 4000  # bytes of what one process tells the others

@@ -22,9 +22,9 @@ from nnxmoe.generation.sampling import Knobs, Sampling, Steps, pick, prepare
 from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.causal_lm import Body, CausalLM
-from nnxmoe.memory import memory_bytes
-from nnxmoe.processes import deadline
-from nnxmoe.progress import logger, say
+from nnxmoe.runtime.memory import memory_bytes
+from nnxmoe.runtime.processes import deadline
+from nnxmoe.runtime.progress import logger, say
 
 Item = TypeVar("Item")
 Eos = int | np.integer | Sequence[int] | None | EllipsisType

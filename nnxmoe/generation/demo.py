@@ -8,7 +8,7 @@ import numpy as np
 from nnxmoe.generation.decode import stream
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.progress import say
+from nnxmoe.runtime.progress import say
 
 QUESTION, TEXT = "question", "text"
 PROMPTS = (

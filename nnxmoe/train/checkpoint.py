@@ -20,7 +20,7 @@ from nnxmoe.convert.orbax_folder import check_name
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.together import all_went_well, apart, from_first
 from nnxmoe.files import absolute
-from nnxmoe.processes import deadline
+from nnxmoe.runtime.processes import deadline
 from nnxmoe.train.claim import claim, release, remove_unfinished, tidy
 from nnxmoe.train.named_arrays import (
     Signature,

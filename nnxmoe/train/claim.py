@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.files import some
-from nnxmoe.progress import logger
+from nnxmoe.runtime.progress import logger
 from nnxmoe.train.step_folder import MARKER, VERSION, finished, steps_in
 
 try:

@@ -15,7 +15,7 @@ import numpy as np
 
 from nnxmoe.files import short
 from nnxmoe.generation.text import Tokenizer
-from nnxmoe.progress import logger
+from nnxmoe.runtime.progress import logger
 from nnxmoe.train.documents import Document, Documents
 from nnxmoe.train.jsonl import DataError
 from nnxmoe.train.packing import Row, fill, pieces, place

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnxmoe.axes import batch_axes, shards
-from nnxmoe.progress import logger
+from nnxmoe.runtime.progress import logger
 from nnxmoe.train.loss import Batch, check_batch, check_ids
 from nnxmoe.train.step import Step
 

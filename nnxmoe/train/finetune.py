@@ -24,7 +24,7 @@ from nnxmoe.files import absolute, read_object, short
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.stack import Remat
-from nnxmoe.progress import say
+from nnxmoe.runtime.progress import say
 from nnxmoe.strategy import Strategy
 from nnxmoe.train import lora
 from nnxmoe.train.data import Batches

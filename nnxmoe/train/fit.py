@@ -18,8 +18,8 @@ from tqdm import tqdm
 from nnxmoe.arguments import is_positive
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.moe.balance import utilisation
-from nnxmoe.processes import deadline
-from nnxmoe.progress import logger
+from nnxmoe.runtime.processes import deadline
+from nnxmoe.runtime.progress import logger
 from nnxmoe.train.checkpoint import Checkpoints
 from nnxmoe.train.feed import Source, placed
 from nnxmoe.train.lora import LoRAParam

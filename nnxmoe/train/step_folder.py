@@ -16,7 +16,7 @@ from typing import Any
 
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.files import read_object, short, some
-from nnxmoe.progress import logger
+from nnxmoe.runtime.progress import logger
 from nnxmoe.train.named_arrays import Signature
 
 MARKER = "checkpoints.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nnxmoe import launch
+from nnxmoe.runtime import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 

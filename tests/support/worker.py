@@ -1,4 +1,4 @@
-"""One of several processes: ``python -m tests.support.worker OUT TASK`` in the environment of `nnxmoe.launch`.
+"""One of several processes: ``python -m tests.support.worker OUT TASK`` in the environment of `nnxmoe.runtime.launch`.
 
 ``numbers`` computes what `test_processes` compares and writes it to OUT. The other tasks fail, each in its own way.
 """
@@ -19,12 +19,13 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
-from nnxmoe import ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, processes
+from nnxmoe import ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.axes import sharding_of
 from nnxmoe.convert import maxtext, orbax_folder, write
 from nnxmoe.convert.source import CheckpointError
 from nnxmoe.generation.decode import generate_tokens
-from nnxmoe.processes import deadline, initialize
+from nnxmoe.runtime import processes
+from nnxmoe.runtime.processes import deadline, initialize
 from nnxmoe.train.checkpoint import Checkpoints
 from tests.support.cases import HF_CASES
 

@@ -1,6 +1,6 @@
-"""Try a script as several processes on this machine: ``python -m nnxmoe.launch 2 script.py …``.
+"""Try a script as several processes on this machine: ``python -m nnxmoe.runtime.launch 2 script.py …``.
 
-Each gets CPU devices of its own and the environment in which ``nnxmoe.processes.initialize()`` finds the others. A
+Each gets its own CPU devices and the environment in which ``nnxmoe.processes.initialize()`` finds the others. A
 convenience: on a cluster its own launcher does this.
 """
 
@@ -17,7 +17,7 @@ from typing import NoReturn
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the processes until all have ended or one has failed, which ends the others; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m nnxmoe.launch", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m nnxmoe.runtime.launch", description=__doc__)
     parser.add_argument("--devices", type=_positive, default=1, metavar="N", help="CPU devices of each process")
     parser.add_argument("count", type=_positive, help="how many processes")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what python runs: script.py …, or -m module …")

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from nnxmoe.progress import say
+from nnxmoe.runtime.progress import say
 
 GAVE_UP = 124  # the exit status, as of timeout(1)
 _LATER = 30  # seconds by which JAX's own limits, which end a process without a word from us, come after ours

@@ -1,0 +1,1 @@
+"""The machine: processes, memory, and messages to the person who waits."""
