@@ -81,37 +81,28 @@ class CausalLM(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        vocab, dim = config.vocab_size, config.hidden_size
         self.config = config
         self.strategy = strategy
         self.merged: Any = None  # adapters, by `nnxmoe.train.lora.merge`
-        spread = strategy.mesh is not None and rngs is not None
-        kw["rngs"] = None if spread else rngs
-        self.embed = Embed(vocab, dim, **kw)
-        self.stacks = nnx.List([strategy.stack(count, make, kw["rngs"]) for count, make in layers if count])
-        self.norm = RMSNorm(dim, config.rms_norm_eps, **kw)
-        self.head = None if config.tie_word_embeddings else Linear((dim,), (vocab,), ("embed", "vocab"), **kw)
+        key = None if rngs is None else rngs.params()
+        on_mesh = strategy.mesh is not None
+        parts = _Parts(config, strategy, layers, dtype, None if on_mesh else key)
+        self.embed, self.stacks, self.norm, self.head = parts.embed, parts.stacks, parts.norm, parts.head
         self.rope = config.rope
         self.window = config.window
         self.dtype = jnp.dtype(strategy.compute_dtype or dtype)
-        if spread:
-            self._initialise_on_mesh(config, layers, dtype, rngs)
+        if on_mesh and key is not None:
+            self._initialise_on_mesh(lambda key: _Parts(config, strategy, layers, dtype, key), key)
 
-    def _initialise_on_mesh(
-        self, config: DecoderConfig, layers: Sequence[tuple[int, MakeLayer]], dtype: jnp.dtype, rngs: nnx.Rngs | None
-    ) -> None:
-        """The values that one device would have been given, each made where it lies: none is ever whole elsewhere."""
+    def _initialise_on_mesh(self, make: "Callable[[Array], _Parts]", key: Array) -> None:
+        """Sets the values that one device would compute, each shard computed on the device that holds it."""
         shapes = nnx.to_flat_state(nnx.state(self))
-        places = [self.strategy.sharding_of(variable) for _, variable in shapes]
-        alone = dataclasses.replace(self.strategy, mesh=None)
-        seeds, keys = nnx.split(rngs)
+        shardings = [self.strategy.sharding_of(variable) for _, variable in shapes]
 
-        def values(keys: Any) -> list[Array]:
-            made = CausalLM(config, alone, layers, dtype=dtype, rngs=nnx.merge(seeds, keys))
-            return [variable.get_value() for _, variable in nnx.to_flat_state(nnx.state(made))]
+        def values(key: Array) -> list[Array]:
+            return [variable.get_value() for _, variable in nnx.to_flat_state(nnx.state(make(key)))]
 
-        made = jax.jit(values, out_shardings=places)(keys)
+        made = jax.jit(values, out_shardings=shardings)(key)
         nnx.update(self, nnx.from_flat_state([(p, v.replace(a)) for (p, v), a in zip(shapes, made, strict=True)]))
 
     @classmethod
@@ -268,6 +259,25 @@ class CausalLM(nnx.Module):
                 f"the cache holds {cache.capacity} tokens; {cache.known_length or 0} are in and {shape[1]} more do not "
                 "fit: make it larger with empty_cache(batch, capacity)"
             )
+
+
+class _Parts(nnx.Module):
+    """What a model is made of: a function of one key, or without one (None) of shapes."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        strategy: "Strategy",
+        layers: Sequence[tuple[int, MakeLayer]],
+        dtype: jnp.dtype,
+        key: Array | None,
+    ):
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": None if key is None else nnx.Rngs(key)}
+        vocab, dim = config.vocab_size, config.hidden_size
+        self.embed = Embed(vocab, dim, **kw)
+        self.stacks = nnx.List([strategy.stack(count, make, kw["rngs"]) for count, make in layers if count])
+        self.norm = RMSNorm(dim, config.rms_norm_eps, **kw)
+        self.head = None if config.tie_word_embeddings else Linear((dim,), (vocab,), ("embed", "vocab"), **kw)
 
 
 @functools.lru_cache(maxsize=32)

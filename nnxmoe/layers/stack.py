@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from nnxmoe.layers.gqa import Attention, Context
 from nnxmoe.layers.mlp import MLP
@@ -67,6 +67,11 @@ class MoELayer(nnx.Module):
 MakeLayer = Callable[[nnx.Rngs | None], Layer | MoELayer]
 
 
+def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
+    """One key per layer, the same for every kind of stack: layer i's is folded from the stack's key and i."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(rngs.params(), jnp.arange(count))
+
+
 @dataclasses.dataclass(frozen=True)
 class Remat:
     """Compute a layer's activations again in the backward pass instead of keeping them, but for what ``policy`` (of
@@ -96,7 +101,8 @@ class Unrolled(nnx.Module):
     """
 
     def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None):
-        self.layers = nnx.List([make(rngs) for _ in range(count)])
+        keys = [None] * count if rngs is None else layer_keys(rngs, count)
+        self.layers = nnx.List([make(None if key is None else nnx.Rngs(key)) for key in keys])
         self.remat = remat
 
     @property
@@ -132,7 +138,7 @@ class Scanned(nnx.Module):
         self.layer = make(None)
         state = nnx.state(self.layer)
         if rngs is not None:
-            state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(jax.random.split(rngs.params(), count))
+            state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(layer_keys(rngs, count))
         else:
             state = jax.tree.map(lambda a: jax.ShapeDtypeStruct((count, *a.shape), a.dtype), state)
         nnx.update(self.layer, state)

@@ -1,0 +1,65 @@
+"""Models as objects: how they are made, what they refuse, what users may change."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe.layers.stack import Scanned
+from nnxmoe.models import config_from_hf, model_class
+from tests.helpers import TINY, max_error, variables
+
+KINDS = ("llama", "mixtral", "deepseek_v3")
+
+
+def made(kind: str, rngs: nnx.Rngs | None = None, **strategy: Any) -> nnxmoe.CausalLM:
+    """A tiny model with random values, or without ``rngs`` one of shapes."""
+    config = config_from_hf(TINY[kind])
+    return model_class(config)(config, nnxmoe.Strategy(**strategy), rngs=rngs)  # pyright: ignore[reportCallIssue]
+
+
+# Initial values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scanned_and_unrolled_models_draw_the_same_values(kind: str) -> None:
+    unrolled, scanned = (made(kind, nnx.Rngs(0), scan_layers=scan) for scan in (False, True))
+    stacks: Any = zip(unrolled.stacks, scanned.stacks, strict=True)
+    for stack, of_scan in stacks:
+        for path, stacked in variables(of_scan.layer):
+            each = [dict(variables(layer))[path].get_value() for layer in stack.layers]
+            assert max_error(jnp.stack(each), stacked.get_value()) < 1e-6, path
+            assert "norm" in path or path.endswith("bias") or max_error(each[0], each[-1]) > 0.01 or len(each) == 1
+    assert max_error(unrolled.embed.table[...], scanned.embed.table[...]) == 0
+
+
+def drawn_on_a_mesh(kind: str) -> list[list[np.ndarray]]:
+    """Values of two models from one ``Rngs``, and then a number of it: on one device, on a mesh, and scanned there."""
+    found = []
+    for strategy in ({}, {"mesh": True}, {"mesh": True, "scan_layers": True}):
+        mesh = nnxmoe.make_mesh(fsdp=2, devices=jax.devices()[:2]) if strategy.pop("mesh", False) else None
+        rngs = nnx.Rngs(0)
+        models = [made(kind, rngs, mesh=mesh, **strategy) for _ in range(2)]
+        values = [np.asarray(model.embed.table[...]) for model in models]
+        stacks: list[Any] = [model.stacks[0] for model in models]
+        for stack in stacks:
+            scanned = isinstance(stack, Scanned)
+            gate = stack.layer.moe.experts.gate[...][1] if scanned else stack.layers[1].moe.experts.gate[...]
+            values.append(np.asarray(gate))
+        found.append([*values, np.asarray(jax.random.uniform(rngs.params()))])
+    return found
+
+
+def test_a_mesh_draws_the_values_of_one_device_and_advances_the_rngs(eight: Callable[..., Any]) -> None:
+    """In particular, two models made from one ``Rngs`` differ."""
+    alone, spread, scanned = eight(drawn_on_a_mesh, "mixtral")
+    assert max_error(alone[0], alone[1]) > 0.01
+    for other in (spread, scanned):
+        assert max_error(alone[-1], other[-1]) == 0
+        for one, same in zip(alone, other, strict=True):
+            assert max_error(one, same) < 1e-6
