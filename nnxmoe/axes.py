@@ -118,10 +118,18 @@ def divided_over(batch: int, mesh: AnyMesh | None) -> tuple[str, ...]:
     return () if batch % shards(mesh, axes) else axes
 
 
-def partition_spec(axes: Sequence[str], shape: Sequence[int], mesh: AnyMesh, rules: Rules = RULES) -> PartitionSpec:
-    """Which mesh axis splits each dimension. Mesh axes of size 1 are dropped; impossible splits raise ValueError."""
+def partition_spec(
+    axes: Sequence[str | None], shape: Sequence[int], mesh: AnyMesh, rules: Rules = RULES
+) -> PartitionSpec:
+    """The mesh axis that splits each dimension; a dimension without a name (None) is kept whole.
+
+    Mesh axes of size 1 are dropped. Raises ValueError for impossible splits.
+    """
     entries: list[str | None] = []
     for name, size in zip(axes, shape, strict=True):
+        if name is None:
+            entries.append(None)
+            continue
         if name not in rules:
             raise ValueError(f"no rule for the logical axis {name!r} of a parameter with axes {tuple(axes)}")
         axis = rules[name]
@@ -161,10 +169,13 @@ def everywhere(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
-def axes_of(variable: nnx.Variable) -> tuple[str, ...]:
-    """The logical axes of a parameter's dimensions; within a scan over layers, that axis is gone from its value."""
-    axes = tuple(variable.get_metadata()["axes"])
-    return axes[len(axes) - len(variable.shape) :]
+def axes_of(variable: nnx.Variable) -> tuple[str | None, ...]:
+    """The logical axes of a parameter's dimensions; None for each dimension of a parameter without labels.
+
+    Within a scan over layers the axis ``layers`` is absent, as it is from the value.
+    """
+    axes, rank = variable.get_metadata().get("axes"), len(variable.shape)
+    return (None,) * rank if axes is None else tuple(axes[len(axes) - rank :])
 
 
 def sharding_of(variable: nnx.Variable, mesh: Mesh, rules: Rules = RULES) -> NamedSharding:

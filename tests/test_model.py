@@ -1,18 +1,21 @@
 """Models as objects: how they are made, what they refuse, what users may change."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.layers.stack import Scanned
-from nnxmoe.models import config_from_hf, model_class
-from tests.helpers import TINY, max_error, variables
+from nnxmoe.convert import maxtext, native
+from nnxmoe.models import Mixtral, config_from_hf, model_class
+from nnxmoe.train import fit
+from tests.helpers import TINY, max_error, random_tokens, variables
 
 KINDS = ("llama", "mixtral", "deepseek_v3")
 
@@ -48,7 +51,7 @@ def drawn_on_a_mesh(kind: str) -> list[list[np.ndarray]]:
         values = [np.asarray(model.embed.table[...]) for model in models]
         stacks: list[Any] = [model.stacks[0] for model in models]
         for stack in stacks:
-            scanned = isinstance(stack, Scanned)
+            scanned = hasattr(stack, "layer")
             gate = stack.layer.moe.experts.gate[...][1] if scanned else stack.layers[1].moe.experts.gate[...]
             values.append(np.asarray(gate))
         found.append([*values, np.asarray(jax.random.uniform(rngs.params()))])
@@ -63,3 +66,30 @@ def test_a_mesh_draws_the_values_of_one_device_and_advances_the_rngs(eight: Call
         assert max_error(alone[-1], other[-1]) == 0
         for one, same in zip(alone, other, strict=True):
             assert max_error(one, same) < 1e-6
+
+
+# Parameters of the user's own
+
+
+class Extended(Mixtral):
+    """A Mixtral with a parameter of the user's own, which has no labels."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.extra = nnx.Param(jnp.ones((3, 5)))
+
+
+def test_a_parameter_without_labels(tmp_path: Path) -> None:
+    """It is trained, kept whole on a mesh, and saved; other formats refuse it by its name."""
+    config = config_from_hf(TINY["mixtral"])
+    strategy = nnxmoe.Strategy(mesh=nnxmoe.make_mesh())
+    model = Extended(config, strategy, rngs=nnx.Rngs(0))
+    batch = {"tokens": random_tokens(2, 6)}
+    fitted = fit(model, [batch], optimizer=optax.adamw(1.0, weight_decay=0.5), steps=1)
+    assert max_error(fitted.model.extra[...], 0.5 * np.ones((3, 5))) < 1e-6
+    nnxmoe.save(fitted.model, tmp_path / "native")
+    assert max_error(np.asarray(native.read(tmp_path / "native")["extra"]), fitted.model.extra[...]) == 0
+    with pytest.raises(Exception, match="extra"):
+        nnxmoe.save_pretrained(model, tmp_path / "hf")
+    with pytest.raises(Exception, match="extra"):
+        maxtext.to_tree(model)

@@ -114,7 +114,7 @@ def collect(model: CausalLM, describe: Describe) -> dict[str, Leaf]:
     firsts, found = first_layers(model), dict[str, Leaf]()
     for path, variable in parameters(model):
         key, first = table_key(path, firsts)
-        own = "layers" in variable.get_metadata()["axes"]
+        own = "layers" in axes_of(variable)
         for i in range(variable.shape[0]) if own else [None]:
             number = None if first is None else first + (i or 0)
             name, leaf = describe(key, path, number, tuple(variable.shape[own:]))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
+from nnxmoe.axes import axes_of
 from nnxmoe.layers.gqa import Attention, Context
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -141,10 +142,11 @@ class Scanned(nnx.Module):
             state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(layer_keys(rngs, count))
         else:
             state = jax.tree.map(lambda a: jax.ShapeDtypeStruct((count, *a.shape), a.dtype), state)
+        each = [variable for _, variable in nnx.iter_graph(self.layer) if isinstance(variable, nnx.Variable)]
+        labels = [("layers", *axes_of(variable)) for variable in each]
         nnx.update(self.layer, state)
-        for _, variable in nnx.iter_graph(self.layer):
-            if isinstance(variable, nnx.Variable):
-                variable.set_metadata(axes=("layers", *variable.get_metadata()["axes"]))
+        for variable, axes in zip(each, labels, strict=True):
+            variable.set_metadata(axes=axes)
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> StackOutput:
         graph, state = nnx.split(self.layer)

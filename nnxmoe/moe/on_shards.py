@@ -54,6 +54,7 @@ def on_shards(
     return run(x, ids, weights, kernels)
 
 
-def _split_dims(names: Sequence[str], spec: PartitionSpec) -> list[tuple[str, int, str]]:
+def _split_dims(names: Sequence[str | None], spec: PartitionSpec) -> list[tuple[str, int, str]]:
     """(logical name, dimension, mesh axis) of the dimensions that are split."""
-    return [(name, dim, axis) for dim, (name, axis) in enumerate(zip(names, spec, strict=False)) if axis is not None]
+    split = enumerate(zip(names, spec, strict=False))
+    return [(name, dim, axis) for dim, (name, axis) in split if name is not None and axis is not None]
