@@ -13,7 +13,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.convert import maxtext, native
-from nnxmoe.models import Mixtral, config_from_hf, model_class
+from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
 from nnxmoe.train import fit
 from tests.helpers import TINY, max_error, random_tokens, variables
 
@@ -66,6 +66,66 @@ def test_a_mesh_draws_the_values_of_one_device_and_advances_the_rngs(eight: Call
         assert max_error(alone[-1], other[-1]) == 0
         for one, same in zip(alone, other, strict=True):
             assert max_error(one, same) < 1e-6
+
+
+# Arguments
+
+
+@pytest.mark.wrong_types
+def test_rngs_that_are_none() -> None:
+    config = config_from_hf(TINY["llama"])
+    for wrong in (0, jax.random.key(0), nnx.Rngs(0).params):
+        with pytest.raises(ValueError, match=r"Llama\(config, rngs=nnx\.Rngs\(0\)\).*got rngs="):
+            Llama(config, rngs=wrong)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"strategy=Rngs.*Llama\(config, rngs=nnx\.Rngs\(0\)\)"):
+        Llama(config, nnx.Rngs(0), rngs=None)  # pyright: ignore
+    with pytest.raises(TypeError, match="rngs"):
+        Llama(config, nnx.Rngs(0))  # pyright: ignore
+
+
+def test_a_model_of_shapes_says_so() -> None:
+    model, tokens = made("llama"), random_tokens(1, 3)
+    for call in (lambda: model(tokens), lambda: nnxmoe.generate(model, tokens)):
+        with pytest.raises(ValueError, match="the model has shapes only: load weights first"):
+            call()
+    assert jax.eval_shape(lambda: nnx.state(model)) is not None
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("name", ["attention_mask", "positions", "segment_ids"])
+def test_lists_are_taken_for_arrays(name: str, case_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks as lists run the compiled program of masks as arrays."""
+    model, tokens, given = case_model("mixtral_basic"), [[0, 5, 9]], [[1, 1, 2]]
+    expected = model(np.array(tokens), **{name: np.array(given)}).logits
+    monkeypatch.setattr(type(model), "body", None)  # what is compiled is not traced again
+    assert max_error(model(tokens, **{name: given}).logits, expected) == 0
+
+
+def test_a_generation_config_may_be_a_dict() -> None:
+    model, tokens = made("llama", nnx.Rngs(0)), random_tokens(1, 3)
+    model.generation_config = {"eos_token_id": [5, 6], "nested": {"a": [1]}}
+    assert model.generation_config["eos_token_id"] == (5, 6)
+    assert model(tokens).logits.shape == (1, 3, 53)
+    again = nnx.merge(*nnx.split(model))
+    assert again.generation_config == model.generation_config
+    with pytest.raises(ValueError, match="generation_config must be a mapping"):
+        model.generation_config = 5  # pyright: ignore
+
+
+# Caches under transformations
+
+
+@pytest.mark.parametrize("kind", ["mistral", "deepseek_v3"])
+def test_a_full_cache_inside_a_transformation_gives_nan(kind: str) -> None:
+    """Its length is known only when the program runs, so an error is impossible there."""
+    model, tokens = made(kind, nnx.Rngs(0)), random_tokens(2, 4)
+    step = jax.jit(lambda cache, tokens: model(tokens, cache=cache))
+    out = step(model.empty_cache(2, 6), tokens)
+    assert bool(jnp.isfinite(out.logits).all())
+    full = step(out.cache, tokens)
+    assert bool(jnp.isnan(full.logits).all())
+    with pytest.raises(ValueError, match=r"holds 6 tokens; 8 are in"):
+        model(tokens, cache=full.cache)
 
 
 # Parameters of the user's own

@@ -21,7 +21,7 @@ from nnxmoe.axes import batch_axes, constrain, everywhere, shards
 from nnxmoe.generation.sampling import Knobs, Sampling, Steps, pick, prepare
 from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.layers.cache import Cache
-from nnxmoe.layers.causal_lm import Body, CausalLM
+from nnxmoe.layers.causal_lm import Body, CausalLM, refuse_shapes
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.processes import deadline
 from nnxmoe.runtime.progress import logger, say
@@ -112,6 +112,7 @@ def generate_tokens(
     steps, knobs = prepare(sampling, vocab)
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
+    refuse_shapes(leaves)
     programs = _programs(graph, tree)
     capacity = bucket(ids.shape[1] + max_new_tokens, smallest=64)
     _check_room(model, ids.shape[0], capacity)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import jax
@@ -16,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import split_batch
 from nnxmoe.config import DecoderConfig
+from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Cache, Slots
 from nnxmoe.layers.embed import Embed
@@ -70,7 +70,6 @@ class CausalLM(nnx.Module):
     maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]]  # name there, logical axes there
     maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # of dense layers, of layers with experts
     load_report: Any = None
-    generation_config: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -81,8 +80,10 @@ class CausalLM(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
+        _check_arguments(type(self).__name__, strategy, rngs)
         self.config = config
         self.strategy = strategy
+        self.generation_config = {}
         self.merged: Any = None  # adapters, by `nnxmoe.train.lora.merge`
         key = None if rngs is None else rngs.params()
         on_mesh = strategy.mesh is not None
@@ -104,6 +105,17 @@ class CausalLM(nnx.Module):
 
         made = jax.jit(values, out_shardings=shardings)(key)
         nnx.update(self, nnx.from_flat_state([(p, v.replace(a)) for (p, v), a in zip(shapes, made, strict=True)]))
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The checkpoint's defaults for generation; assigning a dict stores a frozen copy."""
+        return self._generation_config
+
+    @generation_config.setter
+    def generation_config(self, fields: Mapping[str, Any]) -> None:
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"generation_config must be a mapping, got {fields!r}")
+        self._generation_config = FrozenDict(fields)
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> Self:
@@ -131,10 +143,12 @@ class CausalLM(nnx.Module):
         ``key``: of the router's jitter, where the config has one; without it there is none.
         Called with arrays it compiles once for each shape, and once more for several tokens and an empty cache, which
         attend to each other alone; within a transformation it is traced like any function.
-        Raises ValueError for ids outside the vocabulary, wrong shapes, or a full cache.
+        Raises ValueError for ids outside the vocabulary, wrong shapes, a full cache, or a model without values. Within
+        a transformation the cache's length is unknown: logits of tokens that do not fit are NaN there.
         """
+        tokens = _array(tokens)
+        attention_mask, positions, segment_ids = map(_array, (attention_mask, positions, segment_ids))
         arrays = (attention_mask, positions, segment_ids, cache, key)
-        tokens = np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
         self._check(tokens, attention_mask, positions, segment_ids, cache)
         asked = (return_routing, return_hidden)
         fresh = cache is not None and cache.known_length == 0 and np.shape(tokens)[1] > 1  # one token: as any step
@@ -143,6 +157,7 @@ class CausalLM(nnx.Module):
         given = jax.tree.leaves((leaves, tokens, arrays))
         if all(isinstance(a, jax.Array | np.ndarray) and not isinstance(a, Tracer) for a in given):
             return _compiled(graph, tree)(leaves, tokens, arrays, asked, fresh)
+        refuse_shapes(leaves)
         return self._forward(tokens, arrays, asked, fresh)
 
     def _forward(self, tokens: Any, arrays: tuple[Any, ...], asked: tuple[bool, bool], fresh: bool = False) -> Output:
@@ -193,6 +208,7 @@ class CausalLM(nnx.Module):
             first += stack.depth
         if moved is not None:
             moved = dataclasses.replace(moved, layers=tuple(caches))
+            x = jnp.where(moved.length > moved.capacity, jnp.nan, x)
         x = self.norm(x[:, -1:] if last else x)
         return Body(x, moved, infos, (*hidden, x))
 
@@ -259,6 +275,24 @@ class CausalLM(nnx.Module):
                 f"the cache holds {cache.capacity} tokens; {cache.known_length or 0} are in and {shape[1]} more do not "
                 "fit: make it larger with empty_cache(batch, capacity)"
             )
+
+
+def _array(given: Any) -> Any:
+    return np.asarray(given) if isinstance(given, list | tuple) else given
+
+
+def refuse_shapes(leaves: Sequence[Any]) -> None:
+    """Raises ValueError if a model's variables have no values."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise ValueError("the model has shapes only: load weights first, or make it with rngs=nnx.Rngs(0)")
+
+
+def _check_arguments(name: str, strategy: Any, rngs: Any) -> None:
+    remedy = f"give random keys as {name}(config, rngs=nnx.Rngs(0)), or rngs=None for shapes without values"
+    if isinstance(strategy, nnx.Rngs):
+        raise ValueError(f"strategy=Rngs(…) is no nnxmoe.Strategy: {remedy}")
+    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+        raise ValueError(f"{remedy}, got rngs={rngs!r}")
 
 
 class _Parts(nnx.Module):
