@@ -15,7 +15,9 @@ import nnxmoe
 from nnxmoe.convert import maxtext, native
 from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
 from nnxmoe.train import fit
-from tests.helpers import TINY, max_error, random_tokens, variables
+from tests.support.arrays import max_error
+from tests.support.running import variables
+from tests.support.tiny import TINY, random_tokens
 
 KINDS = ("llama", "mixtral", "deepseek_v3")
 
@@ -145,10 +147,10 @@ def test_a_parameter_without_labels(tmp_path: Path) -> None:
     strategy = nnxmoe.Strategy(mesh=nnxmoe.make_mesh())
     model = Extended(config, strategy, rngs=nnx.Rngs(0))
     batch = {"tokens": random_tokens(2, 6)}
-    fitted = fit(model, [batch], optimizer=optax.adamw(1.0, weight_decay=0.5), steps=1)
-    assert max_error(fitted.model.extra[...], 0.5 * np.ones((3, 5))) < 1e-6
-    nnxmoe.save(fitted.model, tmp_path / "native")
-    assert max_error(np.asarray(native.read(tmp_path / "native")["extra"]), fitted.model.extra[...]) == 0
+    trained: Any = fit(model, [batch], optimizer=optax.adamw(1.0, weight_decay=0.5), steps=1).model
+    assert max_error(trained.extra[...], 0.5 * np.ones((3, 5))) < 1e-6
+    nnxmoe.save(trained, tmp_path / "native")
+    assert max_error(np.asarray(native.read(tmp_path / "native")["extra"]), trained.extra[...]) == 0
     with pytest.raises(Exception, match="extra"):
         nnxmoe.save_pretrained(model, tmp_path / "hf")
     with pytest.raises(Exception, match="extra"):
