@@ -71,11 +71,11 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
     if not isinstance(model, CausalLM):
         raise ValueError(f"mapping None means MaxText's names, which {type(model).__name__} has not: give a mapping")
     scanned = any(name.startswith(f"decoder/{group}/") for name in shapes for group in model.maxtext_layers)
-    change = maxtext.Change(model)
+    change = maxtext.ToMaxText.of(model)
 
     def row(leaf: maxtext.Leaf) -> Row:
         def make(*arrays: Array) -> Array:
-            changed = [change.to_maxtext(leaf, a.reshape(leaf.inner)) for a in arrays]
+            changed = [change(leaf, a.reshape(leaf.inner)) for a in arrays]
             return jnp.stack(changed, axis=1) if leaf.stacked else changed[0]
 
         return Row(tuple(("/".join(map(str, path)), i) for path, i in leaf.parts), make, change.alters(leaf))
