@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 import nnxmoe
-from nnxmoe import cli, commands
+from nnxmoe import cli
+from nnxmoe.cli import commands
+from nnxmoe.cli.inspect import summarise
 from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.models import PRESETS
-from nnxmoe.summary import summarise
 from tests.corpus.case import Draft
 
 CASES = Path(__file__).parent / "data" / "hf"
@@ -83,7 +84,8 @@ def test_debug_shows_the_traceback() -> None:
 INTERRUPTED = """
 import hashlib, sys
 import jax, jax.numpy as jnp
-from nnxmoe import cli, commands
+from nnxmoe import cli
+from nnxmoe.cli import commands
 
 def many(x):
     for i in range(800):
@@ -239,7 +241,8 @@ def test_a_window_bounds_the_cache() -> None:
 INSPECT = """
 import sys, time
 import nnxmoe
-from nnxmoe import cli, commands
+from nnxmoe import cli
+from nnxmoe.cli import commands
 code = cli.main(["inspect", "deepseek-v3"])
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(peak, time.process_time(), file=sys.stderr)

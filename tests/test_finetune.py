@@ -17,7 +17,7 @@ import pytest
 
 import nnxmoe
 from nnxmoe import cli
-from nnxmoe.commands import DEMO
+from nnxmoe.cli.commands import DEMO
 from nnxmoe.models.demo.exam import ask, complete
 from nnxmoe.train import lora
 

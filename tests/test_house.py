@@ -19,7 +19,6 @@ LEVELS = {
     "nnxmoe.arguments": 0,
     "nnxmoe.axes": 0,
     "nnxmoe.files": 0,
-    "nnxmoe.interrupts": 0,
     "nnxmoe.hub": 0,
     "nnxmoe.layers": 1,
     "nnxmoe.moe": 1,
@@ -32,14 +31,11 @@ LEVELS = {
     "nnxmoe.convert": 4,
     "nnxmoe.generation": 4,
     "nnxmoe.train": 4,
-    "nnxmoe.summary": 5,
     "nnxmoe.parity": 5,
     "nnxmoe.testing": 5,
     "nnxmoe.plot": 5,
     "nnxmoe.linen": 5,
-    "nnxmoe.commands": 6,
     "nnxmoe.cli": 6,
-    "nnxmoe.__main__": 6,
     "nnxmoe": 6,
     "nnxmoe.models.demo": 7,  # programs that make the demo checkpoint; nothing of the package imports them
 }

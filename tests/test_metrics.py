@@ -14,7 +14,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import train
-from nnxmoe.summary import summarise
+from nnxmoe.cli.inspect import summarise
 from nnxmoe.train import lora
 from nnxmoe.train.speed import peak_flops, token_flops
 from tests.support.tiny import build_tiny, random_tokens

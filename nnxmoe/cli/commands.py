@@ -13,7 +13,7 @@ from nnxmoe.files import plain
 from nnxmoe.runtime import processes
 from nnxmoe.runtime.progress import say
 
-DEMO = Path(__file__).resolve().parent / "models" / "demo"
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 
 
 def _path(model: str) -> str:
@@ -104,9 +104,9 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling
 
 def inspect(options: argparse.Namespace) -> None:
     """What a model is, and whether it fits."""
+    from nnxmoe.cli.inspect import summarise
     from nnxmoe.runtime.memory import memory_bytes
     from nnxmoe.strategy import Strategy
-    from nnxmoe.summary import summarise
 
     s = summarise(_path(options.model), options.dtype, options.revision, options.local_files_only)
     spread = _spread(s.config, s.weight_dtype, options.mesh) if options.mesh else []
@@ -149,7 +149,7 @@ def inspect(options: argparse.Namespace) -> None:
 
 def _spread(config: Any, dtype: str, mesh: Any) -> list[str]:
     """One line a parameter: how many there are, of what shape, bytes of them on one device, and what splits them."""
-    from nnxmoe.summary import spread
+    from nnxmoe.cli.inspect import spread
 
     parts = spread(config, dtype, mesh)
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
@@ -222,7 +222,7 @@ def _bytes(size: float) -> str:
 
 def demo(options: argparse.Namespace) -> None:
     """The embedded model shows itself."""
-    from nnxmoe.generation import demo as shown
+    from nnxmoe.cli import demo as shown
 
     tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)
     say("%s", model.load_report)

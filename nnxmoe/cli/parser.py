@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import nnxmoe
-from nnxmoe import commands
-from nnxmoe.interrupts import INTERRUPTED, PIPE_CLOSED, end_on_interrupt, leave
+from nnxmoe.cli import commands
+from nnxmoe.cli.interrupts import INTERRUPTED, PIPE_CLOSED, end_on_interrupt, leave
 from nnxmoe.runtime.progress import messages_on_stderr
 
 DTYPES = ("float32", "bfloat16", "float16")

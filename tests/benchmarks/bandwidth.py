@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnxmoe.summary import summarise
+from nnxmoe.cli.inspect import summarise
 from tests.benchmarks.clock import interleaved
 from tests.benchmarks.results import Result
 
