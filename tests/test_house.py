@@ -31,7 +31,6 @@ LEVELS = {
     "nnxmoe.convert": 4,
     "nnxmoe.generation": 4,
     "nnxmoe.train": 4,
-    "nnxmoe.parity": 5,
     "nnxmoe.testing": 5,
     "nnxmoe.plot": 5,
     "nnxmoe.linen": 5,

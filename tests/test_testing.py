@@ -24,7 +24,7 @@ from nnxmoe.layers.gqa import GQA, Context
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.models import Llama, LlamaConfig, Mixtral, MixtralConfig
-from nnxmoe.parity.rows import compare_trees
+from nnxmoe.testing.rows import compare_trees
 from tests.support.running import randomise
 from tests.support.tiny import build_tiny
 
@@ -572,7 +572,5 @@ def test_what_cannot_be_compared() -> None:
 
 
 def test_the_package_does_not_import_it() -> None:
-    code = (
-        "import sys, nnxmoe; assert not [n for n in sys.modules if n.startswith(('nnxmoe.testing', 'nnxmoe.parity'))]"
-    )
+    code = "import sys, nnxmoe; assert not [n for n in sys.modules if n.startswith('nnxmoe.testing')]"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,8 +12,8 @@ from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from nnxmoe.parity.record import Call, Tape, is_floating
-from nnxmoe.parity.rows import Arrays, Row
+from nnxmoe.testing.record import Call, Tape, is_floating
+from nnxmoe.testing.rows import Arrays, Row
 
 
 class Arguments:

@@ -2,7 +2,7 @@
 
     print(testing.assert_module_parity(nnx_module, linen_module, {"kernel": "kernel"}, (x,)))
 
-How it is done stands in ``nnxmoe.parity``.
+The modules beside this file hold its parts: rows (parameters), record (calls), sides, compare.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from nnxmoe.parity import sides
-from nnxmoe.parity.compare import compare_gradients, compare_outputs, pairs_of
-from nnxmoe.parity.rows import Names, compare_trees
+from nnxmoe.testing import sides
+from nnxmoe.testing.compare import compare_gradients, compare_outputs, pairs_of
+from nnxmoe.testing.rows import Names, compare_trees
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""An NNX and a Linen module side by side: what `nnxmoe.testing` is made of."""
