@@ -1,7 +1,7 @@
 """A thin bridge: our NNX modules as Linen modules, with MaxText's parameter tree.
 
 ``init`` declares names, shapes and logical axes as boxes. ``apply`` reads the arrays from Linen's scope, puts them into
-a structure that was built once (`convert.linen_tree`), and calls it: no constructor runs again.
+a structure that was built once (`nnxmoe.linen.plan`), and calls it: no constructor runs again.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.linen_tree import (
+from nnxmoe.layers.causal_lm import CausalLM, Output
+from nnxmoe.linen.plan import (
     Blueprint,
     Names,
     Plan,
@@ -31,7 +32,6 @@ from nnxmoe.convert.linen_tree import (
     model_plan,
     part_plan,
 )
-from nnxmoe.layers.causal_lm import CausalLM, Output
 from nnxmoe.strategy import Strategy
 
 
