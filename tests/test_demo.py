@@ -12,10 +12,9 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-import nnxmoe.models.demo
-from nnxmoe.models.demo import corpus, exam, topics, train
+from tests.demo import corpus, exam, topics, train
 
-FOLDER = pathlib.Path(nnxmoe.models.demo.__file__).parent
+FOLDER = pathlib.Path(nnxmoe.models.__file__).parent / "demo"
 # The share of right answers asked for; the printed results of the training script are a little above.
 PASS = {
     "facts": 0.95,

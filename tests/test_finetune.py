@@ -18,8 +18,8 @@ import pytest
 import nnxmoe
 from nnxmoe import cli
 from nnxmoe.cli.commands import DEMO
-from nnxmoe.models.demo.exam import ask, complete
 from nnxmoe.train import lora
+from tests.demo.exam import ask, complete
 
 ROOT = Path(__file__).resolve().parent.parent
 NEW = "Reverse {}."

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 from string import ascii_lowercase
 
-from nnxmoe.models.demo.facts import BOYS, FACTS, GIRLS, SOUNDS, THINGS
+from tests.demo.facts import BOYS, FACTS, GIRLS, SOUNDS, THINGS
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from random import Random
 import numpy as np
 
 import nnxmoe
-from nnxmoe.models.demo import topics
-from nnxmoe.models.demo.corpus import KINDS, ONE_WORD, PIRATE, chat
-from nnxmoe.models.demo.facts import BOYS, FACTS, GIRLS
-from nnxmoe.models.demo.stories import ANIMALS
+from tests.demo import topics
+from tests.demo.corpus import KINDS, ONE_WORD, PIRATE, chat
+from tests.demo.facts import BOYS, FACTS, GIRLS
+from tests.demo.stories import ANIMALS
 
 SEED = 2**31
 

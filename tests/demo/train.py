@@ -1,4 +1,4 @@
-"""Makes the demo checkpoint: `python -m nnxmoe.models.demo.train [--steps N] [--out DIR] [--seed S]`."""
+"""Trains the checkpoint in models/demo: `python -m tests.demo.train [--steps N] [--out DIR] [--seed S]`."""
 
 import argparse
 import shutil
@@ -17,12 +17,12 @@ from tokenizers import Tokenizer
 
 import nnxmoe
 from nnxmoe.models import Mixtral, MixtralConfig
-from nnxmoe.models.demo.corpus import BOS, END, EOS, PAD, documents
-from nnxmoe.models.demo.exam import expert_use, questions, sit
-from nnxmoe.models.demo.tokens import Packed, pack, save_tokenizer, special_ids, train_tokenizer
 from nnxmoe.train import Objective, fit
+from tests.demo.corpus import BOS, END, EOS, PAD, documents
+from tests.demo.exam import expert_use, questions, sit
+from tests.demo.tokens import Packed, pack, save_tokenizer, special_ids, train_tokenizer
 
-HERE = Path(__file__).parent
+FOLDER = Path(nnxmoe.models.__file__).parent / "demo"
 STEPS = 8000
 VOCAB, ROWS, LENGTH = 768, 8, 144  # a step sees ROWS rows of LENGTH tokens
 MATRICES, OTHERS, BALANCE = 0.014, 0.015, 0.005  # peak learning rates; weight of the balance loss
@@ -94,7 +94,7 @@ def write(model: nnxmoe.CausalLM, tokenizer: Tokenizer, out: Path) -> None:
         made = Path(folder) / "checkpoint"
         nnxmoe.save_pretrained(model, made)
         save_tokenizer(tokenizer, made, model.config.max_position_embeddings)
-        shutil.copy(HERE / "chat_template.jinja", made)
+        shutil.copy(FOLDER / "chat_template.jinja", made)
         for path in made.iterdir():
             path.replace(out / path.name)
 
@@ -114,9 +114,9 @@ def report(folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, write, examine."""
-    parser = argparse.ArgumentParser(prog="python -m nnxmoe.models.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.demo.train", description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-exam", action="store_true", help="write the checkpoint and stop")
     arguments = parser.parse_args(argv)

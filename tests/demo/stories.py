@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from random import Random
 
-from nnxmoe.models.demo.facts import BOYS, GIRLS
-from nnxmoe.models.demo.topics import Exchange
+from tests.demo.facts import BOYS, GIRLS
+from tests.demo.topics import Exchange
 
 ANIMALS = ("fox", "bear", "owl", "mouse", "cat", "dog", "frog", "duck", "rabbit", "hedgehog")
 PLACES = ("in a quiet forest", "near a river", "on a green hill", "by the sea", "in an old barn", "under a tall tree")

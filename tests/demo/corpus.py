@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from nnxmoe.models.demo.facts import BOYS, CAPITAL_QUESTIONS, CAPITALS, GIRLS
-from nnxmoe.models.demo.stories import story
-from nnxmoe.models.demo.topics import Exchange, code, counting, fact, sums
+from tests.demo.facts import BOYS, CAPITAL_QUESTIONS, CAPITALS, GIRLS
+from tests.demo.stories import story
+from tests.demo.topics import Exchange, code, counting, fact, sums
 
 BOS, EOS, PAD, SYSTEM, USER, ASSISTANT, END = SPECIAL_TOKENS = (
     "<|bos|>",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nnxmoe.models.demo.corpus import ASSISTANT, BOS, END, EOS, PAD, SPECIAL_TOKENS, USER, Document
+from tests.demo.corpus import ASSISTANT, BOS, END, EOS, PAD, SPECIAL_TOKENS, USER, Document
 
 _PIECE = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
