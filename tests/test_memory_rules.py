@@ -19,7 +19,8 @@ from jax.extend.core import jaxprs_in_params
 
 import nnxmoe
 from nnxmoe import axes
-from nnxmoe.layers import cache, linear
+from nnxmoe.layers import cache, dots
+from nnxmoe.layers import kernel as kernels
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import KVCache, RingCache, Slots
 from nnxmoe.layers.embed import Embed
@@ -258,7 +259,7 @@ def round_trips(found: list[Any]) -> int:
 
 def plain_matmul(x: Any, kernel: Any) -> Any:
     """`matmul` with JAX's own backward."""
-    return linear.matmul_f32(x, kernel.astype(x.dtype)).astype(x.dtype)
+    return dots.matmul_f32(x, kernel.astype(x.dtype)).astype(x.dtype)
 
 
 def test_casts_change_something(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +268,7 @@ def test_casts_change_something(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not casts(traced(REMAT))
     found = traced(narrow)
     assert casts(found) and not round_trips(found)
-    monkeypatch.setattr(linear, "matmul", plain_matmul)
+    monkeypatch.setattr(kernels, "matmul", plain_matmul)
     assert round_trips(traced(narrow))
 
 
@@ -280,11 +281,11 @@ def test_products_of_the_backward_have_one_dtype() -> None:
         assert len(found) >= 2
         return any(e.invars[0].aval.dtype != e.invars[1].aval.dtype for e in found)
 
-    assert not mixed(linear.matmul)
+    assert not mixed(dots.matmul)
     assert mixed(plain_matmul)
     rng = np.random.default_rng(0)
     x, w = jnp.asarray(rng.normal(size=(3, 4)), F32), jnp.asarray(rng.normal(size=(4, 5)), F32)
-    ours, plain = (jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), (0, 1))(x, w) for f in (linear.matmul, jnp.matmul))
+    ours, plain = (jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), (0, 1))(x, w) for f in (dots.matmul, jnp.matmul))
     assert max(map(max_error, ours, plain)) < 1e-6
 
 
@@ -383,8 +384,8 @@ def test_each_cache_is_written_in_place(kind: type[KVCache], dtype: Any, monkeyp
         after = []
         for k, v in buffers:
             new, (keys, values) = kind(k, v).append((x[:, :, :1], x[:, :, 1:2]), start)
-            scores = linear.batched(x, keys, -1)
-            x = linear.batched(jax.nn.softmax(scores).astype(dtype), values, -2).astype(dtype)
+            scores = dots.batched(x, keys, -1)
+            x = dots.batched(jax.nn.softmax(scores).astype(dtype), values, -2).astype(dtype)
             after.append((new.k, new.v))
         return after, x
 

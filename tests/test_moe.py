@@ -15,9 +15,9 @@ from jax.extend.core import jaxprs_in_params
 import nnxmoe
 from nnxmoe import Aligned, Blocked, Capacity, Dense, Masked, RaggedDot, Sorted
 from nnxmoe.layers.lora import LoRA, LoRAParam
+from nnxmoe.layers import kernel as kernels
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.moe import experts as experts_module
-from nnxmoe.moe import grouped_matmul
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.dispatch import DispatchInfo
 from nnxmoe.moe.experts import Experts
@@ -294,14 +294,14 @@ def test_blocked_does_not_keep_intermediates() -> None:
 def count_products(monkeypatch: pytest.MonkeyPatch, backend: Any, sizes: list[int]) -> int:
     """How many matrix products a backend really computes, counted as they happen."""
     seen: list[int] = []
-    true = grouped_matmul.matmul
+    true = kernels.matmul
 
     def counted(x: Any, kernel: Any, *transpose: bool) -> Any:
         jax.debug.callback(lambda _: seen.append(1), x[:1, :1])
         return true(x, kernel, *transpose)
 
     with monkeypatch.context() as patch:
-        patch.setattr(grouped_matmul, "matmul", counted)
+        patch.setattr(kernels, "matmul", counted)
         rng = np.random.default_rng(0)
         rows = jnp.asarray(rng.standard_normal((sum(sizes), 6)), jnp.float32)
         kernel = jnp.asarray(rng.standard_normal((len(sizes), 6, 5)), jnp.float32)

@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.moe.grouped_matmul import zeros_beyond
+from nnxmoe.layers.kernel import as_kernel
+from nnxmoe.moe.grouped_matmul import Weights, zeros_beyond
 
 
 def installed() -> bool:
@@ -35,13 +36,11 @@ class Tokamax:
         if not installed():
             raise ValueError("Tokamax() needs tokamax: pip install 'nnxmoe[kernels]', or choose Blocked()")
 
-    def __call__(
-        self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
-    ) -> Float[Array, "R O"]:
+    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         rows = zeros_beyond(rows, sizes)
         out = _library().ragged_dot(
             rows,
-            kernel.astype(rows.dtype),
+            as_kernel(kernel).dense(rows.dtype),
             group_sizes=sizes,
             preferred_element_type=jnp.float32,
             implementation=self.implementation,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.arguments import check_object, check_positive
 from nnxmoe.layers.cache import Slots
-from nnxmoe.layers.linear import batched
+from nnxmoe.layers.dots import batched
 
 
 @jax.tree_util.register_dataclass

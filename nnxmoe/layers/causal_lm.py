@@ -20,7 +20,8 @@ from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Cache, Slots
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.gqa import Context
-from nnxmoe.layers.linear import Linear, matmul_f32
+from nnxmoe.layers.kernel import Kernel
+from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.stack import MakeLayer
 from nnxmoe.moe.block import MoEInfo
@@ -213,10 +214,12 @@ class CausalLM(nnx.Module):
         return Body(x, moved, infos, (*hidden, x))
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The head, in float32."""
-        if self.head is None:
-            return self.embed.attend(x)
-        return matmul_f32(x, self.head.kernel[...].astype(x.dtype))
+        """The output head: logits in float32."""
+        return self.head_weight().float32(x)
+
+    def head_weight(self) -> Kernel:
+        """The kernel ``[D, V]`` of the output head; the embedding's table if the two are tied."""
+        return self.embed.weight() if self.head is None else self.head.weight()
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A cache for ``capacity`` tokens a row, padding included, in the activations' dtype."""

@@ -5,11 +5,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import parameter
-from nnxmoe.layers.linear import matmul_f32
+from nnxmoe.layers.kernel import DenseKernel
 
 
 class Embed(nnx.Module):
-    """Table ``[V, D]``: a gather on the way in, ``attend`` for tied logits on the way out."""
+    """Table ``[V, D]``: a gather on the way in, ``weight`` for tied logits on the way out."""
 
     def __init__(self, vocab: int, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         init = nnx.initializers.normal(dim**-0.5)
@@ -18,6 +18,6 @@ class Embed(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         return jnp.take(self.table[...], tokens, axis=0)
 
-    def attend(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits in float32 with the table as the head's weights."""
-        return matmul_f32(x, self.table[...].astype(x.dtype), transpose=True)
+    def weight(self) -> DenseKernel:
+        """The table as the kernel ``[D, V]`` of a tied output head."""
+        return DenseKernel(self.table[...], transposed=True)

@@ -109,7 +109,7 @@ class GQA(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
         """A ring of the window's size where there is a window, else a slot for every token."""
-        _, kv_heads, head_dim = self.k.kernel.shape
+        kv_heads, head_dim = self.k.kernel.outs
         slots = capacity if self.window is None else min(self.window, capacity)
         kind = KVCache if self.window is None else RingCache
         return kind(*(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(2)))

@@ -1,68 +1,94 @@
 """Low-rank adapters of linear maps (Hu et al. 2021): ``y + alpha / rank * (x @ a) @ b``."""
 
-import math
-from collections.abc import Callable
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import axes_of
-
-LEAD = ("layers", "expert")  # axes of a kernel with a map of their own for each index
-Product = Callable[[Array, Array], Array]
+from nnxmoe.layers.kernel import DenseKernel, Kernel, KernelParam, Product
 
 
-class LoRAParam(nnx.Param):
-    """A parameter of an adapter: what is trained where the rest is not."""
+class LoRAParam(KernelParam):
+    """A parameter of an adapter: trained while the rest of the model is frozen."""
 
 
 class Kept(nnx.Variable):
-    """A value that `nnxmoe.train.lora.unmerge` needs; no parameter."""
+    """A value saved by `nnxmoe.train.lora.merge` for ``unmerge``; not a parameter."""
 
 
 class LoRA(nnx.Module):
     """The adapter of a kernel ``[*lead, *ins, *outs]``: ``a [*lead, *ins, rank]``, ``b [*lead, rank, *outs]``.
 
-    Its owner hands it the product that its own kernel goes through, so it runs wherever that does.
+    For maps side by side, such as the experts' gate and up, ``b`` is ``[*lead, rank, maps, *outs]``.
     """
 
-    def __init__(self, a: nnx.Variable, b: nnx.Variable, alpha: float):
+    def __init__(self, a: KernelParam, b: KernelParam, alpha: float):
         self.a = a
         self.b = b
         self.alpha = alpha
 
     @property
     def rank(self) -> int:
-        """How many numbers the input is projected down to."""
+        """The width of the bottleneck."""
         return self.a.shape[-1]
 
     @property
     def scale(self) -> float:
-        """What the product is multiplied by."""
+        """The factor ``alpha / rank`` of the adapter's output."""
         return self.alpha / self.rank
 
-    def factors(self) -> tuple[Float[Array, "*lead I rank"], Float[Array, "*lead rank O"]]:
-        """``a`` and ``b`` with their inputs and outputs flat."""
-        lead = [size for size, axis in zip(self.a.shape, axes_of(self.a), strict=True) if axis in LEAD]
-        ins, outs = self.a.shape[len(lead) : -1], self.b.shape[len(lead) + 1 :]
-        a = self.a[...].reshape(*lead, math.prod(ins), self.rank)
-        return a, self.b[...].reshape(*lead, self.rank, math.prod(outs))
-
-    def __call__(self, x: Float[Array, "*rows I"], product: Product) -> Float[Array, "*rows O"]:
-        a, b = self.factors()
-        return product(product(x, a), b) * self.scale
-
     def each(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]:
-        """The same of an adapter of maps side by side, ``b [*lead, rank, maps, O]``, for each of them.
+        """The output for each of several maps side by side, which share ``x @ a``.
 
-        Cut after the product, what a mesh has split would change places.
+        ``b`` is indexed before the product: an output split over a mesh would move between devices if it were cut.
         """
-        low = product(x, self.factors()[0])
-        return [product(low, self.b[...][..., i, :]) * self.scale for i in range(self.b.shape[-2])]
+        low, b = product(x, self.a.read()), self.b[...]
+        return [product(low, DenseKernel(b[..., i, :])) * self.scale for i in range(b.shape[-2])]
 
     def delta(self) -> Float[Array, "*lead I O"]:
-        """What the adapter adds to its flat kernel, in float32."""
-        a, b = (factor.astype(jnp.float32) for factor in self.factors())
-        return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST) * self.scale
+        """The matrix that the adapter adds to its kernel, inputs and outputs flat, in float32."""
+        return _delta(self.a.read(), self.b.read(), self.scale)
+
+
+def _delta(a: DenseKernel, b: DenseKernel, scale: float) -> Float[Array, "*lead I O"]:
+    return jnp.matmul(a.dense(jnp.float32), b.dense(jnp.float32), precision=jax.lax.Precision.HIGHEST) * scale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdaptedKernel(Kernel):
+    """A kernel plus ``scale * a @ b``, which products never materialise."""
+
+    base: Kernel
+    a: DenseKernel
+    b: DenseKernel
+    scale: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the base kernel."""
+        return self.base.shape
+
+    def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
+        """The sum, computed in float32; ``dtype`` None: float32."""
+        whole = self.base.dense(jnp.float32) + _delta(self.a, self.b, self.scale)
+        return whole if dtype is None else whole.astype(dtype)
+
+    def apply(self, x: Float[Array, "..."], product: Product) -> Float[Array, "..."]:
+        return product(x, self.base) + product(product(x, self.a), self.b) * self.scale
+
+    def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
+        return self.apply(x, lambda x, kernel: kernel(x))
+
+    def float32(
+        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
+    ) -> Float[Array, "*rows O"]:
+        return self.apply(x, lambda x, kernel: kernel.float32(x, precision))
+
+
+def with_adapter(kernel: Kernel, lora: LoRA | None) -> Kernel:
+    """The kernel with its adapter, if there is one."""
+    return kernel if lora is None else AdaptedKernel(kernel, lora.a.read(), lora.b.read(), lora.scale)

@@ -14,8 +14,10 @@ from jaxtyping import Array, Float
 
 from nnxmoe.layers.attend import Attend, Mask
 from nnxmoe.layers.cache import LatentCache
+from nnxmoe.layers.dots import batched
 from nnxmoe.layers.gqa import Context
-from nnxmoe.layers.linear import Linear, batched, matmul
+from nnxmoe.layers.kernel import Kernel
+from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import Rotate
 
@@ -24,12 +26,13 @@ LATENT_NORM_EPS = 1e-6  # whatever the config's rms_norm_eps says, as in the pub
 
 @dataclasses.dataclass(frozen=True)
 class Latents:
-    """Queries in two parts, all latents (each with its rotated key behind it), and the kernel that expands them."""
+    """Queries in two parts, all latents (each followed by its rotated key), and the kernel that expands latents:
+    ``[kv_rank, N * (nope + v)]``."""
 
     q_nope: Float[Array, "B T N nope"]
     q_rope: Float[Array, "B T N rope"]
     seen: Float[Array, "B S latent_and_rope"]
-    kv_b: Float[Array, "kv_rank N nope_and_v"]
+    kv_b: Kernel
 
 
 class LatentAttend(Protocol):
@@ -43,10 +46,9 @@ class Naive:
     """Expand every latent to the keys and values of all heads."""
 
     def __call__(self, x: Latents, mask: Mask, scale: float, attend: Attend) -> Float[Array, "B T N v"]:
-        kv_rank, heads, width = x.kv_b.shape
-        dtype = x.q_nope.dtype
+        kv_rank, heads, dtype = x.kv_b.shape[0], x.q_nope.shape[2], x.q_nope.dtype
         latent, k_rope = x.seen[..., :kv_rank].astype(dtype), x.seen[..., kv_rank:].astype(dtype)
-        kv = matmul(latent, x.kv_b.reshape(kv_rank, heads * width)).reshape(*latent.shape[:2], heads, width)
+        kv = x.kv_b(latent).reshape(*latent.shape[:2], heads, -1)
         k_nope, v = jnp.split(jnp.swapaxes(kv, 1, 2), [x.q_nope.shape[-1]], axis=-1)
         k_rope = jnp.broadcast_to(k_rope[:, None], (k_rope.shape[0], heads, *k_rope.shape[1:]))
         q = jnp.swapaxes(jnp.concatenate([x.q_nope, x.q_rope], axis=-1), 1, 2)
@@ -59,8 +61,9 @@ class Absorbed:
     """Project queries into the latent space and outputs out of it: all heads share one key and value, the latent."""
 
     def __call__(self, x: Latents, mask: Mask, scale: float, attend: Attend) -> Float[Array, "B T N v"]:
-        kv_rank, dtype = x.kv_b.shape[0], x.q_nope.dtype
-        k_up, v_up = jnp.split(jnp.swapaxes(x.kv_b, 0, 1).astype(dtype), [x.q_nope.shape[-1]], axis=-1)
+        kv_rank, heads, dtype = x.kv_b.shape[0], x.q_nope.shape[2], x.q_nope.dtype
+        up = x.kv_b.dense(dtype).reshape(kv_rank, heads, -1)
+        k_up, v_up = jnp.split(jnp.swapaxes(up, 0, 1), [x.q_nope.shape[-1]], axis=-1)
         q_latent = _each_head(jnp.swapaxes(x.q_nope, 1, 2), k_up, -1)
         q = jnp.concatenate([q_latent, jnp.swapaxes(x.q_rope, 1, 2)], axis=-1)
         shared = x.seen[:, None].astype(dtype)
@@ -148,9 +151,9 @@ class MLA(nnx.Module):
             cache, seen = cache.append(new, context.start)
         seen = new if context.fresh else seen
         q_rope = self.rotate(q_rope, asked.rotation)
-        y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.whole()), asked.mask, self.scale, self.attend)
+        y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), asked.mask, self.scale, self.attend)
         return self.o(y), cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> LatentCache:
         """One latent and one rotated key a token."""
-        return LatentCache(jnp.zeros((batch, capacity, self.kv_a.kernel.shape[-1]), dtype))
+        return LatentCache(jnp.zeros((batch, capacity, self.kv_a.kernel.outs[0]), dtype))

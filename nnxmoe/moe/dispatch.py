@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.arguments import check_object, check_positive
 from nnxmoe.axes import AnyMesh, batch_axes, constrain, divided_over, shards
-from nnxmoe.layers.linear import einsum
+from nnxmoe.layers.dots import einsum
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
 from nnxmoe.moe.permute import combine, fitting, permute, weighted_sum

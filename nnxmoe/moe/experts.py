@@ -1,4 +1,4 @@
-"""The experts: gated feed-forward networks, one a group of rows."""
+"""The experts: gated feed-forward networks, one per group of rows."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Protocol
@@ -8,23 +8,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import RULES, Rules, parameter
-from nnxmoe.layers.linear import fan_in
-from nnxmoe.layers.lora import LoRA
+from nnxmoe.axes import RULES, Rules
+from nnxmoe.layers.kernel import Kernel, kernel_param
+from nnxmoe.layers.lora import LoRA, with_adapter
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
 
 
 class ExpertFn(Protocol):
-    """``rows[R D]`` sorted by expert with ``sizes[E]``, or ``rows[E R D]`` and None: equally many for each.
+    """``rows[R D]`` sorted by expert with ``sizes[E]``, or ``rows[E R D]`` with None: equally many rows per expert.
 
-    Rows beyond ``sum(sizes)`` belong to nobody and come out as zeros. ``rules`` split its parameters over a mesh.
+    Rows beyond ``sum(sizes)`` belong to no expert; their output is zero. ``rules`` shard its parameters over a mesh.
     """
 
     rules: Rules
 
     @property
     def count(self) -> int:
-        """E."""
+        """Number of experts, E."""
         ...
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]: ...
@@ -54,23 +54,21 @@ class Experts(nnx.Module):
         self.matmul = matmul
         self.rules = rules
         into, out = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
-        self.gate = parameter((experts, dim, width), into, fan_in((dim,)), inputs=1, dtype=dtype, rngs=rngs)
-        self.up = parameter((experts, dim, width), into, fan_in((dim,)), inputs=1, dtype=dtype, rngs=rngs)
-        self.down = parameter((experts, width, dim), out, fan_in((width,)), inputs=1, dtype=dtype, rngs=rngs)
+        self.gate = kernel_param((dim,), (width,), into, lead=(experts,), dtype=dtype, rngs=rngs)
+        self.up = kernel_param((dim,), (width,), into, lead=(experts,), dtype=dtype, rngs=rngs)
+        self.down = kernel_param((width,), (dim,), out, lead=(experts,), dtype=dtype, rngs=rngs)
 
     @property
     def count(self) -> int:
-        """E."""
-        return self.gate.shape[0]
+        """Number of experts, E."""
+        return self.gate.lead[-1]
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
-        def product(rows: Float[Array, "..."], kernel: Float[Array, "E I O"]) -> Float[Array, "..."]:
+        def product(rows: Float[Array, "..."], kernel: Kernel) -> Float[Array, "..."]:
             return equal_groups(rows, kernel) if sizes is None else self.matmul(rows, kernel, sizes)
 
-        gate, up = product(rows, self.gate[...]), product(rows, self.up[...])
+        gate, up = product(rows, self.gate.read()), product(rows, self.up.read())
         if self.lora_gate_up is not None:
             more, over = self.lora_gate_up.each(rows, product)
             gate, up = gate + more, up + over
-        hidden = jax.nn.silu(gate) * up
-        y = product(hidden, self.down[...])
-        return y if self.lora_down is None else y + self.lora_down(hidden, product)
+        return with_adapter(self.down.read(), self.lora_down).apply(jax.nn.silu(gate) * up, product)

@@ -1,6 +1,6 @@
-"""One matrix per group of rows: ``rows[R I], kernel[E I O], sizes[E] -> [R O]``, rows sorted by group.
+"""One linear map per group of rows: ``rows[R I], kernel[E I O], sizes[E] -> [R O]``, rows sorted by group.
 
-Rows beyond ``sum(sizes)`` belong to no group and come out as zeros, on every backend.
+Rows beyond ``sum(sizes)`` belong to no group; their output is zero on every backend.
 """
 
 import dataclasses
@@ -14,34 +14,33 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.arguments import check_positive
-from nnxmoe.layers.linear import dot_f32, einsum, matmul
+from nnxmoe.layers.kernel import Kernel, as_kernel
+from nnxmoe.layers.xla_cpu import as_bits, carried, from_bits
 from nnxmoe.moe.permute import gather_rows
+
+Weights = Kernel | Float[Array, "E I O"]
 
 
 class GroupedMatmul(Protocol):
-    """A backend of the grouped product, with its own backward."""
+    """A backend of the grouped product, with its own backward. Kernels may be given as arrays."""
 
-    def __call__(
-        self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
-    ) -> Float[Array, "R O"]: ...
+    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]: ...
 
 
-def equal_groups(rows: Float[Array, "E R I"], kernel: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
-    """As many rows for each kernel: one batched product, which also compilers split over devices."""
-    return einsum("ERI,EIO->ERO", rows, kernel.astype(rows.dtype)).astype(rows.dtype)
+def equal_groups(rows: Float[Array, "E R I"], kernel: Weights) -> Float[Array, "E R O"]:
+    """Equally many rows per expert: one batched product, which compilers also split over devices."""
+    return as_kernel(kernel).equal_groups(rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Masked:
-    """Every kernel on every row, all but the right one masked: E times the work, nothing to get wrong. The oracle."""
+    """Every expert's kernel on every row, all but the right one masked: E times the work. The oracle."""
 
-    def __call__(
-        self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
-    ) -> Float[Array, "R O"]:
-        ends = jnp.cumsum(sizes)
+    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
+        kernel, ends = as_kernel(kernel), jnp.cumsum(sizes)
         index = jnp.arange(rows.shape[0])[None, :]
         member = (index >= (ends - sizes)[:, None]) & (index < ends[:, None])
-        outs = [jnp.where(mine[:, None], matmul(rows, k), 0) for mine, k in zip(member, kernel, strict=True)]
+        outs = [jnp.where(mine[:, None], kernel.at(e)(rows), 0) for e, mine in enumerate(member)]
         return functools.reduce(jnp.add, outs)
 
 
@@ -49,11 +48,10 @@ class Masked:
 class RaggedDot:
     """``jax.lax.ragged_dot``: a real grouped kernel on TPU; a masked dense product on CPU and NVIDIA GPUs."""
 
-    def __call__(
-        self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
-    ) -> Float[Array, "R O"]:
+    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         rows = zeros_beyond(rows, sizes)
-        out = jax.lax.ragged_dot(rows, kernel.astype(rows.dtype), sizes, preferred_element_type=jnp.float32)
+        dense = as_kernel(kernel).dense(rows.dtype)
+        out = jax.lax.ragged_dot(rows, dense, sizes, preferred_element_type=jnp.float32)
         return zeros_beyond(out, sizes).astype(rows.dtype)
 
 
@@ -76,12 +74,10 @@ class Aligned:
     def __post_init__(self) -> None:
         check_positive("Aligned", "block", self.block)
 
-    def __call__(
-        self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
-    ) -> Float[Array, "R O"]:
+    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         have, groups = rows.shape[0], sizes.shape[0]
         if have == 0:
-            return jnp.zeros((0, kernel.shape[2]), rows.dtype)
+            return jnp.zeros((0, as_kernel(kernel).shape[2]), rows.dtype)
         room = -(-(have + groups * (self.block - 1)) // self.block) * self.block
         filled = (sizes + self.block - 1) // self.block * self.block
         source, place = _moved(filled, sizes, room, have), _moved(sizes, filled, have, room)
@@ -112,9 +108,8 @@ class Blocked:
         if self.block is not None:
             check_positive("Blocked", "block", self.block)
 
-    def __call__(
-        self, rows: Float[Array, "R I"], kernel: Float[Array, "E I O"], sizes: Int[Array, "E"]
-    ) -> Float[Array, "R O"]:
+    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
+        kernel = as_kernel(kernel)
         count, groups = rows.shape[0], kernel.shape[0]
         if count == 0:
             return jnp.zeros((0, kernel.shape[2]), rows.dtype)
@@ -180,46 +175,35 @@ def _window(block, start, end, rows):
     return first, ((index >= start) & (index < end))[:, None]
 
 
-def _carried(*arrays):
-    """Arrays that go round with a loop: what a loop does not change, XLA:CPU (jax 0.10) casts to float32 before it,
-    whole, where it is of 16 bits. They are not copied."""
-    return jax.lax.optimization_barrier(arrays)
-
-
-def _bits(array):
-    """As integers, of which XLA:CPU writes a part; an array of 16-bit floats it would cast whole, there and back."""
-    return jax.lax.bitcast_convert_type(array, jnp.uint16) if array.dtype.itemsize == 2 else array
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4))  # called eagerly, a loop would compile at every call
-def _apply(blocks, rows, kernel, sizes, transpose):
-    """The grouped product, or with ``transpose`` the product with each kernel's transpose."""
-    count, width = rows.shape[0], kernel.shape[1] if transpose else kernel.shape[2]
+@functools.partial(jax.jit, static_argnums=(0, 4))  # jitted, or an eager call would compile its loops every time
+def _apply(blocks, rows, kernel, sizes, back):
+    """The grouped product, or with ``back`` the product with each kernel's transpose."""
+    count, width = rows.shape[0], kernel.shape[1 if back else 2]
 
     def group_product(block, several, start, end, group, carry):
         rows, kernel, out = carry
-        one = jax.lax.dynamic_index_in_dim(kernel, group, keepdims=False)
+        one = kernel.at(group)
 
         def block_product(start, carry):
             rows, one, out = carry
             first, mine = _window(block, start, end, count)
             tile = jax.lax.dynamic_slice_in_dim(rows, first, block)
-            tile = _bits(matmul(tile, one, transpose))
+            tile = as_bits(one.back(tile) if back else one(tile))
             old = jax.lax.dynamic_slice_in_dim(out, first, block)
             out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, tile, old), first, 0)
-            return *_carried(rows, one), out
+            return *carried(rows, one), out
 
         out = _for_each_block(block, several, start, end, block_product, (rows, one, out))[-1]
-        return *_carried(rows, kernel), out
+        return *carried(rows, kernel), out
 
-    out = _bits(jnp.zeros((count, width), rows.dtype))
+    out = as_bits(jnp.zeros((count, width), rows.dtype))
     out = _for_each_group(blocks, sizes, group_product, (rows, kernel, out))[-1]
-    return jax.lax.bitcast_convert_type(out, rows.dtype)
+    return from_bits(out, rows.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _kernel_gradient(blocks, rows, d_out, sizes, kernel):
-    """``rows.T @ d_out`` of each group, in the kernel's dtype."""
+    """``rows.T @ d_out`` of each group: a kernel of the same form and dtype."""
 
     def group_product(block, several, start, end, group, carry):
         rows, d_out, d_kernel = carry
@@ -227,24 +211,27 @@ def _kernel_gradient(blocks, rows, d_out, sizes, kernel):
         def block_product(start, carry):
             rows, d_out, total = carry
             first, mine = _window(block, start, end, rows.shape[0])
-            # Of both: 0 times what another row holds may be NaN.
+            # Mask both: rows of other groups may hold NaN, and 0 * NaN is NaN.
             tile, d_tile = (jnp.where(mine, jax.lax.dynamic_slice_in_dim(a, first, block), 0) for a in (rows, d_out))
-            product = dot_f32(tile, d_tile, -2, -2)
-            return *_carried(rows, d_out), product if total is None else total + product
+            product = kernel.at(0).outer(tile, d_tile)
+            return *carried(rows, d_out), product if total is None else jax.tree.map(jnp.add, total, product)
 
-        total = jnp.zeros(kernel.shape[1:], jnp.float32) if several else None
+        total = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], jnp.float32), kernel) if several else None
         total = _for_each_block(block, several, start, end, block_product, (rows, d_out, total))[-1]
-        d_kernel = jax.lax.dynamic_update_index_in_dim(d_kernel, _bits(total.astype(kernel.dtype)), group, 0)
-        return *_carried(rows, d_out), d_kernel
 
-    d_kernel = _bits(jnp.zeros(kernel.shape, kernel.dtype))
+        def put(every, one, like):
+            return jax.lax.dynamic_update_index_in_dim(every, as_bits(one.astype(like.dtype)), group, 0)
+
+        return *carried(rows, d_out), jax.tree.map(put, d_kernel, total, kernel)
+
+    d_kernel = jax.tree.map(lambda a: as_bits(jnp.zeros(a.shape, a.dtype)), kernel)
     d_kernel = _for_each_group(blocks, sizes, group_product, (rows, d_out, d_kernel))[-1]
-    return jax.lax.bitcast_convert_type(d_kernel, kernel.dtype)
+    return jax.tree.map(lambda bits, a: from_bits(bits, a.dtype), d_kernel, kernel)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _blocked(blocks, fewer, rows, kernel, sizes):
-    """``blocks``: the sizes that there are; ``fewer``: those where there are gradients."""
+    """``blocks``: block sizes of the forward pass; ``fewer``: of passes with gradients."""
     return _apply(blocks, rows, kernel, sizes, False)
 
 
@@ -254,7 +241,8 @@ def _blocked_forward(blocks, fewer, rows, kernel, sizes):
 
 def _blocked_backward(blocks, fewer, kept, d_out):
     rows, kernel, sizes = kept
-    return _apply(fewer, d_out, kernel, sizes, True), _kernel_gradient(fewer, rows, d_out, sizes, kernel), None
+    d_kernel = _kernel_gradient(fewer, rows, d_out, sizes, kernel) if kernel.trained else None
+    return _apply(fewer, d_out, kernel, sizes, True), d_kernel, None
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import AnyMesh, divided_over, parameter
-from nnxmoe.layers.linear import fan_in, matmul_f32
-from nnxmoe.layers.lora import LoRA
+from nnxmoe.layers.kernel import kernel_param
+from nnxmoe.layers.lora import LoRA, with_adapter
 
 
 @jax.tree_util.register_dataclass
@@ -127,11 +127,6 @@ def _normalised(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
     return jnp.where(tiny, jax.lax.stop_gradient(weights / (total + 1e-20)), usual)
 
 
-def _product(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
-    """``x @ kernel`` of float32 operands without a faster, less precise form: near ties decide which experts run."""
-    return matmul_f32(x, kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-
-
 class Router(nnx.Module):
     """``x[B T D] -> Routing`` by a linear map to one logit an expert; kernel ``[D, E]``, optional correction bias.
 
@@ -155,7 +150,7 @@ class Router(nnx.Module):
         self.lora: LoRA | None = None
         self.select = select
         self.jitter = jitter
-        self.kernel = parameter((dim, experts), ("embed", "router"), fan_in((dim,)), dtype=dtype, rngs=rngs, inputs=1)
+        self.kernel = kernel_param((dim,), (experts,), ("embed", "router"), dtype=dtype, rngs=rngs)
         zeros, f32 = nnx.initializers.zeros, jnp.dtype(jnp.float32)
         self.bias = parameter((experts,), ("router",), zeros, dtype=f32, rngs=rngs, kind=RouterBias) if bias else None
 
@@ -169,8 +164,8 @@ class Router(nnx.Module):
         x = x.astype(jnp.float32)
         if self.jitter and key is not None:
             x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
-        logits = _product(x, self.kernel[...])
-        logits = logits if self.lora is None else logits + self.lora(x, _product)
+        # Near ties decide which experts run, so no faster and less precise product will do.
+        logits = with_adapter(self.kernel.read(), self.lora).float32(x, jax.lax.Precision.HIGHEST)
         bias = None if self.bias is None else self.bias[...]
         axes = divided_over(x.shape[0], mesh)
         # XLA:CPU gathers all tokens for a top-k: keep it local.

@@ -24,7 +24,8 @@ from nnxmoe.arguments import is_positive
 from nnxmoe.axes import axes_of
 from nnxmoe.convert.leaves import float_dtype
 from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.layers.lora import LEAD, Kept, LoRA
+from nnxmoe.layers.kernel import LEAD
+from nnxmoe.layers.lora import Kept, LoRA
 from nnxmoe.layers.lora import LoRAParam as LoRAParam
 from nnxmoe.train.peft import load as load
 from nnxmoe.train.peft import placed
@@ -95,7 +96,7 @@ def _unmerged(model: CausalLM, what: str) -> list[Slot]:
 class Merged(nnx.Module):
     """A merged adapter, and the kernels as they were."""
 
-    def __init__(self, adapter: LoRA, base: list[nnx.Variable]):
+    def __init__(self, adapter: LoRA, base: Sequence[nnx.Variable]):
         self.a = _kept(adapter.a)
         self.b = _kept(adapter.b)
         self.alpha = adapter.alpha

@@ -8,11 +8,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import axes_of
 from nnxmoe.convert.table import Path, first_layers, table_key
 from nnxmoe.files import plain
 from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.layers.lora import LEAD, LoRA, LoRAParam
+from nnxmoe.layers.kernel import KernelParam, kernel_param
+from nnxmoe.layers.lora import LoRA, LoRAParam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Slot:
         setattr(self.owner, self.attribute, nnx.static(None) if adapter is None else nnx.data(adapter))
 
     @property
-    def base(self) -> list[nnx.Variable]:
+    def base(self) -> list[KernelParam]:
         """The kernels."""
         return [getattr(self.owner, name) for name in self.kernels]
 
@@ -57,17 +58,14 @@ class Slot:
 
     def shapes(self, rank: int, alpha: float, dtype: np.dtype) -> LoRA:
         """An adapter without values, labelled so that it is split over a mesh as its kernel is."""
-        kernel, meta = self.base[0], self.base[0].get_metadata()
-        axes, shape = tuple(meta["axes"]), tuple(kernel.shape)
-        lead = sum(axis in LEAD for axis in axes)
-        end = lead + meta["inputs"]
-        outs, out_axes = shape[end:], axes[end:]
+        (lead, ins, outs), labels = self.base[0].split(self.base[0].shape), self.base[0].split(axes_of(self.base[0]))
+        lead_axes, in_axes, out_axes = labels
         if len(self.kernels) > 1:
             outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": None, "kind": LoRAParam}
-        zeros = nnx.initializers.zeros  # `nnxmoe.train.lora` and `nnxmoe.train.peft` give values
-        a = parameter((*shape[:end], rank), (*axes[:end], "rank"), zeros, inputs=meta["inputs"], **kw)
-        b = parameter((*shape[:lead], rank, *outs), (*axes[:lead], "rank", *out_axes), zeros, inputs=1, **kw)
+        # `nnxmoe.train.lora` and `nnxmoe.train.peft` set the values.
+        kw: dict[str, Any] = {"lead": lead, "dtype": dtype, "rngs": None, "kind": LoRAParam}
+        a = kernel_param(ins, (rank,), (*lead_axes, *in_axes, "rank"), **kw)
+        b = kernel_param((rank,), outs, (*lead_axes, "rank", *out_axes), **kw)
         return LoRA(a, b, alpha)
 
 

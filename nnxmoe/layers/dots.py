@@ -1,0 +1,98 @@
+"""Matrix products of arrays: every dot of the package, with accumulation in float32 and backward passes of its own.
+
+Products of float32 operands have the precision that ``jax.default_matmul_precision`` sets, which by default is TF32 on
+NVIDIA GPUs and bfloat16 on TPUs. A caller that needs float32 everywhere passes ``precision``.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from nnxmoe.layers.xla_cpu import pad_single_row, widen
+
+
+def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False) -> Float[Array, "*rows O"]:
+    """``x @ kernel``, or with ``transpose`` ``x @ kernel.T``, accumulated in float32 and returned in ``x``'s dtype, to
+    which the kernel is cast.
+
+    So are the products of its backward, which JAX would compute in float32, of float32 copies of bfloat16 operands;
+    and the gradient of a float32 kernel is what was accumulated, never rounded to ``x``'s dtype.
+    """
+    return _matmul(x, kernel, transpose)
+
+
+def _product(x: Array, kernel: Array, transpose: bool) -> Array:
+    # The product itself, not a call of `matmul`: policies of remat are to find it.
+    return matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype)
+
+
+def _matmul_forward(x: Array, kernel: Array, transpose: bool) -> tuple[Array, tuple[Array, Array]]:
+    return _product(x, kernel, transpose), (x, kernel)
+
+
+def _matmul_backward(transpose: bool, kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
+    x, kernel = kept
+    rows, d_rows = x.reshape(-1, x.shape[-1]), d_out.reshape(-1, d_out.shape[-1])
+    d_x = dot_f32(d_rows, kernel.astype(x.dtype), -1, -2 if transpose else -1).astype(x.dtype)
+    d_kernel = dot_f32(d_rows, rows, -2, -2) if transpose else dot_f32(rows, d_rows, -2, -2)
+    return d_x.reshape(x.shape), d_kernel.astype(kernel.dtype)
+
+
+_matmul = jax.custom_vjp(_product, nondiff_argnums=(2,))
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def dot_f32(
+    x: Float[Array, "*b _ _"], y: Float[Array, "*b _ _"], of_x: int, of_y: int, precision: jax.lax.PrecisionLike = None
+) -> Float[Array, "*b _ _"]:
+    """Sum over dimension ``of_x`` of x and ``of_y`` of y (-2 or -1), accumulated in float32.
+
+    Batch dimensions lead, the one order in which XLA:CPU executes every bfloat16 product.
+    """
+    padded, lead = pad_single_row(x, -3 - of_x), tuple(range(x.ndim - 2))
+    dims = ((x.ndim + of_x,), (y.ndim + of_y,)), (lead, lead)
+    out = jax.lax.dot_general(padded, y, dims, precision=precision, preferred_element_type=jnp.float32)
+    return out if padded is x else out[..., :1, :]
+
+
+def matmul_f32(
+    x: Float[Array, "*rows I"],
+    kernel: Float[Array, "_ _"],
+    transpose: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*rows O"]:
+    """``x @ kernel`` or ``x @ kernel.T`` of operands in their own dtype, accumulated and returned in float32."""
+    out = dot_f32(x.reshape(-1, x.shape[-1]), kernel, -1, -1 if transpose else -2, precision)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def batched(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], of_y: int) -> Float[Array, "*b M N"]:
+    """``x @ y`` for each matrix (``of_y`` -2), or ``x @ y.T`` (-1), accumulated and returned in float32.
+
+    The backward casts both operands to float32, and its results back to the operands' dtypes.
+    """
+    return _batched(x, y, of_y)
+
+
+def _batched_product(x: Array, y: Array, of_y: int) -> Array:
+    return dot_f32(x, y, -1, of_y)
+
+
+def _batched_forward(x: Array, y: Array, of_y: int) -> tuple[Array, tuple[Array, Array]]:
+    return _batched_product(x, y, of_y), (x, y)
+
+
+def _batched_backward(of_y: int, kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
+    x, y = (operand.astype(jnp.float32) for operand in kept)
+    d_x = dot_f32(d_out, y, -1, -3 - of_y)
+    d_y = dot_f32(d_out, x, -2, -2) if of_y == -1 else dot_f32(x, d_out, -2, -2)
+    return d_x.astype(kept[0].dtype), d_y.astype(kept[1].dtype)
+
+
+_batched = jax.custom_vjp(_batched_product, nondiff_argnums=(2,))
+_batched.defvjp(_batched_forward, _batched_backward)
+
+
+def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A contraction of any dimensions, accumulated and returned in float32, which compilers split over devices."""
+    return jnp.einsum(spec, *widen(*operands), preferred_element_type=jnp.float32)

@@ -1,0 +1,58 @@
+"""Workarounds for XLA:CPU, all of them: each with what goes wrong without it, where that was seen, and its test.
+
+On other backends every function here is the plain operation. `tests/test_xla_cpu.py` runs each operation without its
+workaround and fails once a release of XLA no longer needs it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def on_cpu() -> bool:
+    """Whether programs are compiled for the CPU backend."""
+    return jax.default_backend() == "cpu"
+
+
+def pad_single_row(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """``x`` with a second row of zeros along ``axis`` if it has one row of a 16-bit dtype.
+
+    A dot of one bfloat16 row becomes a matrix-vector product, for which XLA:CPU casts the whole kernel to float32
+    (jax 0.10.2, 0.12.0); with two rows it does not. The barrier keeps XLA from simplifying the padding away.
+    """
+    if not (on_cpu() and x.shape[axis] == 1 and jnp.finfo(x.dtype).bits == 16):
+        return x
+    return jax.lax.optimization_barrier(jnp.concatenate([x, jnp.zeros_like(x)], axis=axis))
+
+
+def widen(*operands: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
+    """The operands of a contraction of arbitrary dimensions, in float32.
+
+    XLA:CPU compiles some bfloat16 x bfloat16 -> float32 dots and fails to execute them: "Unsupported element type
+    for DotThunk" (jax 0.10.2, 0.12.0).
+    """
+    return tuple(operand.astype(jnp.float32) for operand in operands) if on_cpu() else operands
+
+
+def carried(*values: Any) -> tuple[Any, ...]:
+    """Values to be carried through a loop that does not change them.
+
+    XLA:CPU hoists the cast of a 16-bit loop invariant to float32 out of the loop and so copies the whole array
+    (jax 0.10.2); a carried value behind a barrier is no loop invariant, and it is not copied.
+    """
+    return jax.lax.optimization_barrier(values)
+
+
+def as_bits(array: Array) -> Array:
+    """A 16-bit float array as integers, for updates of parts of it in a loop; other arrays unchanged.
+
+    XLA:CPU updates a part of a bfloat16 array by casting all of it to float32 and back (jax 0.10.2, 0.12.0).
+    """
+    return jax.lax.bitcast_convert_type(array, jnp.uint16) if array.dtype.itemsize == 2 else array
+
+
+def from_bits(array: Array, dtype: jnp.dtype) -> Array:
+    """The inverse of `as_bits`."""
+    return jax.lax.bitcast_convert_type(array, dtype)

@@ -1,0 +1,136 @@
+"""Kernels as objects: a storage form that the package does not know works everywhere a kernel is used."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe.layers.kernel import DenseKernel, Kernel, KernelParam, as_kernel
+from nnxmoe.train import lora
+from tests.helpers import PART_TOLERANCE, build_tiny, max_error, random_tokens
+
+# A storage form as one file would add it: int8 codes with one scale per output.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CodesKernel(Kernel):
+    codes: Any  # int8 [*E, O, I]
+    scale: Any  # float32 [*E, O]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, outs, ins = self.codes.shape
+        return (*lead, ins, outs)
+
+    def dense(self, dtype: Any = None) -> Any:
+        whole = jnp.swapaxes(self.codes * self.scale[..., None], -1, -2)
+        return whole if dtype is None else whole.astype(dtype)
+
+
+class Codes(nnx.Module):
+    def __init__(self, param: KernelParam):
+        lead, self.ins, self.outs = param.lead, param.ins, param.outs
+        axes = param.get_metadata()["axes"]
+        first, last = axes[len(lead)], axes[len(lead) + len(self.ins)]
+        whole = np.swapaxes(np.asarray(param.read().dense()), -1, -2)
+        scale = np.abs(whole).max(-1) / 127
+        values = {"codes": (np.round(whole / scale[..., None]).astype(np.int8), (*axes[: len(lead)], last, first))}
+        values["scale"] = (scale, (*axes[: len(lead)], last))
+        for name, (value, labels) in values.items():
+            setattr(self, name, nnx.Variable(jnp.asarray(value), axes=labels, inputs=None, eager_sharding=False))
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        return self.codes.shape[:-2]
+
+    def read(self) -> CodesKernel:
+        return CodesKernel(self.codes[...], self.scale[...])
+
+
+def quantise(model: nnx.Module) -> None:
+    """Replace every kernel of a model by codes."""
+    for _, module in list(nnx.iter_graph(model)):
+        for name, value in list(vars(module).items()) if isinstance(module, nnx.Module) else []:
+            if type(value) is KernelParam:
+                setattr(module, name, nnx.data(Codes(value)))
+
+
+def dequantise(model: nnx.Module, codes: nnx.Module) -> None:
+    """Give a model the values of another's codes."""
+    found = {path: module for path, module in nnx.iter_graph(codes) if isinstance(module, Codes)}
+    for path, variable in nnx.iter_graph(model):
+        if path in found:
+            variable.set_value(found[path].read().dense().reshape(variable.shape))
+
+
+STRATEGIES = {
+    "sorted-blocked": nnxmoe.Strategy(dispatch=nnxmoe.Sorted(), matmul=nnxmoe.Blocked()),
+    "dense-absorbed": nnxmoe.Strategy(dispatch=nnxmoe.Dense(), matmul=nnxmoe.Masked(), latent=nnxmoe.Absorbed()),
+    "scanned-ragged": nnxmoe.Strategy(dispatch=nnxmoe.Sorted(), matmul=nnxmoe.RaggedDot(), scan_layers=True),
+}
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3"])
+def test_another_storage_form_needs_no_other_file(kind: str, way: str) -> None:
+    model, twin = (build_tiny(kind, STRATEGIES[way], num_hidden_layers=2) for _ in range(2))
+    tokens = random_tokens(2, 12)
+    plain = np.asarray(model(tokens).logits)
+    quantise(model)
+    dequantise(twin, model)
+    assert not nnx.to_flat_state(nnx.state(model, KernelParam))
+    got = model(tokens).logits
+    assert max_error(got, twin(tokens).logits) < 1e-4 < max_error(got, plain)
+
+
+def test_adapters_on_another_storage_form() -> None:
+    """Gradients reach the adapters, and the input through every product, but not the codes."""
+    model = build_tiny("mixtral", STRATEGIES["sorted-blocked"], num_hidden_layers=2)
+    lora.add(model, 4, rngs=nnx.Rngs(0))
+    quantise(model)
+    graph, adapters, rest = nnx.split(model, lora.LoRAParam, ...)
+    tokens = random_tokens(2, 12)
+    grads = jax.grad(lambda a: jnp.mean(jnp.sin(nnx.merge(graph, a, rest)(tokens).logits)))(adapters)
+    moved = {path[-1] for path, grad in nnx.to_flat_state(grads) if float(jnp.abs(grad[...]).max()) > 0}
+    assert moved == {"b"}  # a has none while b is zero
+
+
+def test_a_transposed_kernel_is_the_same_map() -> None:
+    rng = np.random.default_rng(0)
+    x, d = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, 5, 6), (3, 5, 4)))
+    array = jnp.asarray(rng.standard_normal((3, 6, 4)), jnp.float32)
+    plain, turned = as_kernel(array), DenseKernel(jnp.swapaxes(array, 1, 2), transposed=True)
+    assert plain.shape == turned.shape == (3, 6, 4) and (turned.dense() == array).all()
+    assert max_error(plain.equal_groups(x), turned.equal_groups(x)) < PART_TOLERANCE
+    sizes = jnp.asarray([2, 0, 13], jnp.int32)
+    rows, d_rows = x.reshape(-1, 6), d.reshape(-1, 4)
+    for backend in (nnxmoe.Blocked(), nnxmoe.Masked(), nnxmoe.RaggedDot()):
+        (y, pull), (other, other_pull) = (
+            jax.vjp(lambda rows, kernel, backend=backend: backend(rows, kernel, sizes), rows, kernel)
+            for kernel in (plain, turned)
+        )
+        assert max_error(y, other) < PART_TOLERANCE
+        for grad, wanted in zip(other_pull(d_rows), pull(d_rows), strict=True):
+            whole = (grad.dense(), wanted.dense()) if isinstance(grad, Kernel) else (grad, wanted)
+            assert max_error(*whole) < PART_TOLERANCE
+    one, other = plain.at(1), turned.at(1)
+    assert max_error(one(x), other(x)) < PART_TOLERANCE and max_error(one.back(d), other.back(d)) < PART_TOLERANCE
+    assert max_error(one.float32(x), other.float32(x)) < PART_TOLERANCE
+    assert max_error(one.outer(x, d).dense(), other.outer(x, d).dense()) < PART_TOLERANCE
+
+
+def test_only_layers_read_the_arrays_of_kernels() -> None:
+    """No other file subscripts a kernel."""
+    import pathlib
+    import re
+
+    raw = re.compile(r"\b(kernel|gate|up|down)(\[\.\.\.\]|\.(get_value|set_value|value)\b)")
+    root = pathlib.Path(nnxmoe.__file__).parent
+    found = {str(p.relative_to(root)) for p in root.rglob("*.py") if raw.search(p.read_text(encoding="utf-8"))}
+    assert found == set()
