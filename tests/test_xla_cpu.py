@@ -1,0 +1,71 @@
+"""The workarounds for XLA:CPU: each operation without its workaround still goes wrong, or the workaround can go."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from nnxmoe.layers import xla_cpu
+from nnxmoe.layers.kernel import DenseKernel
+from nnxmoe.moe import grouped_matmul
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU does")
+BF16 = jnp.bfloat16
+
+
+def temporary_bytes(run: Any, *shapes: tuple[int, ...]) -> int:
+    given = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
+    analysis = jax.jit(run).lower(*given).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def test_one_row_of_16_bits_casts_the_kernel() -> None:
+    shapes, nbytes = ((1, 256), (256, 1024)), 256 * 1024 * 2
+    assert temporary_bytes(product, *shapes) > nbytes
+    assert temporary_bytes(lambda x, kernel: product(xla_cpu.pad_single_row(x, 0), kernel)[:1], *shapes) < nbytes
+
+
+def test_batch_dimensions_that_do_not_lead_cannot_be_executed() -> None:
+    x, y = jnp.ones((2, 4, 8), BF16), jnp.ones((4, 8, 6), BF16)
+
+    def contract(*operands: jax.Array) -> jax.Array:
+        return jnp.einsum("bhn,hnr->bhr", *operands, preferred_element_type=jnp.float32)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="DotThunk"):
+        jax.block_until_ready(jax.jit(contract)(x, y))
+    assert jax.jit(contract)(*xla_cpu.widen(x, y)).shape == (2, 4, 6)
+
+
+def test_loop_invariants_of_16_bits_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, sizes = jax.ShapeDtypeStruct((16, 128, 128), BF16), jax.ShapeDtypeStruct((16,), jnp.int32)
+
+    def temporary() -> int:
+        def grouped(rows: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
+            apply: Any = grouped_matmul._apply
+            return apply.__wrapped__((2, 5, 8), rows, DenseKernel(kernel), sizes, False)
+
+        rows = jax.ShapeDtypeStruct((64, 128), BF16)
+        analysis = jax.jit(grouped).lower(rows, kernels, sizes).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    assert temporary() < kernels.size * 2
+    monkeypatch.setattr(grouped_matmul, "carried", lambda *values: values)
+    assert (temporary() > kernels.size * 2) == xla_cpu.COPIES_16_BITS
+
+
+def test_updates_of_16_bits_cast_the_whole_array() -> None:
+    def update(array: jax.Array) -> jax.Array:
+        def write(i: Any, array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(array, (array[0] * 2 + i).astype(BF16), i, 0)
+
+        return jax.lax.fori_loop(0, array.shape[0], write, array)
+
+    text = jax.jit(update).lower(jax.ShapeDtypeStruct((16, 64, 64), BF16)).compile().as_text()
+    assert ("f32[16,64,64]" in text) == xla_cpu.COPIES_16_BITS
