@@ -48,9 +48,7 @@ class Kernel:
         """``x @ kernel`` in ``x``'s dtype, accumulated in float32."""
         return matmul(x, self.dense(x.dtype))
 
-    def float32(
-        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
-    ) -> Float[Array, "*rows O"]:
+    def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
         """``x @ kernel`` with the kernel cast to ``x``'s dtype, returned in float32 as accumulated."""
         return matmul_f32(x, self.dense(x.dtype), precision=precision)
 
@@ -99,9 +97,7 @@ class DenseKernel(Kernel):
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         return matmul(x, self.array, self.transposed)
 
-    def float32(
-        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
-    ) -> Float[Array, "*rows O"]:
+    def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
         return matmul_f32(x, self.array.astype(x.dtype), self.transposed, precision)
 
     def back(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:

@@ -83,9 +83,7 @@ class AdaptedKernel(Kernel):
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         return self.apply(x, lambda x, kernel: kernel(x))
 
-    def float32(
-        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
-    ) -> Float[Array, "*rows O"]:
+    def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
         return self.apply(x, lambda x, kernel: kernel.float32(x, precision))
 
 
