@@ -187,8 +187,8 @@ fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=steps, checkpoint=fold
 def test_gradients_that_are_not_finite_stop_it_by_name(tmp_path: Path) -> None:
     model = build_tiny("llama", PLAIN)
 
-    def head(x: Any, kernel: Any, targets: Any, weights: Any, z: float, tied: bool) -> Any:
-        total, entropy = Chunked()(x, kernel, targets, weights, z, tied)
+    def head(x: Any, kernel: Any, targets: Any, weights: Any, z: float, tied: bool, shards: int) -> Any:
+        total, entropy = Chunked()(x, kernel, targets, weights, z, tied, shards)
         return total * jnp.where(jnp.any(targets == 7), jnp.inf, 1.0), entropy
 
     good, bad = {"tokens": np.ones((2, 5), np.int32)}, {"tokens": np.full((2, 5), 7, np.int32)}
@@ -239,6 +239,11 @@ def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
     [
         ({"tokens": np.full((2, 5), 53)}, "tokens has the id 53, and the model knows 0 to 52"),
         ({"tokens": np.ones((2, 5), int), "targets": np.full((2, 5), -100)}, "targets has the id -100"),
+        (
+            {"tokens": np.ones((2, 5), int), "segment_ids": np.zeros((2, 5), int)},
+            "step 1: the batch has no tokens to predict: segment 0",
+        ),
+        ({"tokens": np.ones((2, 1), int)}, "step 1: the batch has no tokens to predict"),
         ({"tokens": np.ones((2, 5))}, "tokens is float64: give whole numbers"),
         ({"tokens": np.ones((2, 5), int), "segment_ids": np.ones((2, 5))}, "segment_ids is float64"),
         pytest.param("tokens", "a batch is a dict of arrays, got str", marks=pytest.mark.wrong_types),

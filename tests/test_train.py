@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +123,35 @@ def test_bfloat16_activations_keep_a_float32_gradient_of_the_head() -> None:
     (by_x, by_kernel), (by_x_2, by_kernel_2) = (run(x, kernel) for run in runs)
     assert by_x.dtype == by_x_2.dtype == jnp.bfloat16 and by_kernel.dtype == by_kernel_2.dtype == jnp.float32
     assert max_error(by_x, by_x_2) < 0.05 and max_error(by_kernel, by_kernel_2) < 0.05
+
+
+@pytest.mark.parametrize("count", [700, 900])
+def test_the_mean_over_tokens_does_not_bias_bfloat16_gradients(count: int) -> None:
+    """1 / 700 and 1 / 900 are 0.13 % and 0.25 % from the nearest bfloat16."""
+    x, kernel, *rest = head_case(2, False, jnp.bfloat16, (1, count))
+    wanted, ours = (
+        np.asarray(jax.grad(lambda x, head=head: head(x, kernel, *rest, 0.0, False)[0] / count)(x), np.float64)
+        for head in (Whole(), Chunked(256 * 29))
+    )
+    assert abs(np.sum(ours * wanted) / np.sum(wanted * wanted) - 1) < 3e-4
+
+
+def test_chunks_are_limited_per_device(eight: Callable[..., Any]) -> None:
+    """However many rows the mesh adds, a device loops as often, so it gathers the head as often."""
+    assert {loops({"fsdp": 1}, 2), eight(loops, {"fsdp": 8}, 16), eight(loops, {"fsdp": 2, "expert": 4}, 16)} == {5}
+
+
+def loops(mesh: dict[str, int], rows: int) -> int:
+    """The chunks of 9 tokens per row, of which two rows' share fits into the limit twice."""
+    made = nnxmoe.make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())])
+    config = config_from_hf(TINY["llama"])
+    model = model_class(config)(config, dataclasses.replace(PLAIN, mesh=made), rngs=None)
+    step = Step(model, optax.sgd(0.1), Objective(head=Chunked(2 * 2 * config.vocab_size)))
+    batch = {"tokens": jax.ShapeDtypeStruct((rows, 9), jnp.int32)}
+    text = str(jax.make_jaxpr(step._step)(step.shapes(), batch))
+    found = {int(length) for length in re.findall(r"length=(\d+)", text)} - {config.num_hidden_layers}
+    assert len(found) == 1, found
+    return found.pop()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -288,6 +319,30 @@ def test_batches_that_are_none(batch: Any, message: str) -> None:
     step = Step(build_tiny("llama", PLAIN), optax.sgd(0.1), accumulate=2)
     with pytest.raises(ValueError, match=message):
         step(step.init(), batch)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_optimizers_may_ask_for_the_loss_and_its_gradients(accumulate: int) -> None:
+    """Line searches and plateau schedules take ``value``, ``grad`` and ``value_fn``, of the whole batch."""
+
+    def update(updates: Any, state: Any, params: Any, *, value: Any, grad: Any, value_fn: Any) -> Any:
+        moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grad)
+        return updates, jnp.stack([value, value_fn(params), value_fn(moved)])
+
+    asking = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(3), update)
+    step = Step(build_tiny("mixtral", PLAIN), optax.chain(asking, optax.sgd(0.1)), accumulate=accumulate)
+    batch = {"tokens": random_tokens(2, 9)}
+    state, report = step(step.init(), batch)
+    (value, again, moved), _ = state.moments
+    state, second = step(state, batch)
+    assert value == report.losses.total == pytest.approx(float(again), rel=1e-6)
+    assert moved == pytest.approx(float(second.losses.total), rel=1e-6) and moved < value
+
+
+def test_lbfgs_traces() -> None:
+    step = Step(build_tiny("llama", PLAIN), optax.lbfgs())
+    state, _ = jax.eval_shape(step._step, step.shapes(), {"tokens": jax.ShapeDtypeStruct((2, 9), jnp.int32)})
+    assert jax.tree.structure(state) == jax.tree.structure(step.shapes())
 
 
 def test_settings_that_are_none() -> None:

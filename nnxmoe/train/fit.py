@@ -176,6 +176,11 @@ class _Run:
                 with deadline("a training step"):
                     self.state, report = self.step(self.state, batch)
                     jax.block_until_ready(report)
+                if not float(report.losses.tokens):
+                    raise ValueError(
+                        f"step {number}: the batch has no tokens to predict: segment 0, attention_mask 0 and loss_mask "
+                        "0 each leave a token out, and a row of one token has no next one; check the data"
+                    )
                 self._refuse_nonfinite("gradients", np.asarray(report.finite), report, number)
                 metrics = self._metrics(report, number, time.perf_counter() - started, batch["tokens"].size)
                 stop = self._after(number, position, metrics, report, judge, callbacks)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.axes import divided_over, shards
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.moe import balance as balancing
 from nnxmoe.moe.router import Routing
@@ -21,10 +22,11 @@ Sums = tuple[Float[Array, ""], Float[Array, ""]]
 
 
 class Head(Protocol):
-    """``(x, kernel, targets, weights, z) -> (sum, sum of cross-entropies)``, both weighted.
+    """``(x, kernel, targets, weights, z, tied, shards) -> (loss, cross-entropy)``, weighted sums over all tokens.
 
-    The first sum also has ``z * logsumexp(logits) ** 2`` a token, and is the one to differentiate. ``kernel``:
-    ``[D V]``, or with ``tied`` the embedding's table ``[V D]``. Logits are float32, products in ``x``'s dtype.
+    The loss adds ``z * logsumexp(logits) ** 2`` per token and is the sum to differentiate. ``kernel`` is ``[D V]``, or
+    with ``tied`` the embedding table ``[V D]``. Logits are float32, products take operands of ``x``'s dtype. Rows are
+    split over ``shards`` devices.
     """
 
     def __call__(
@@ -35,14 +37,17 @@ class Head(Protocol):
         weights: Float[Array, "B T"],
         z: float,
         tied: bool,
+        shards: int = 1,
     ) -> Sums: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """All logits at once; the oracle."""
+    """All logits at once: the oracle."""
 
-    def __call__(self, x: Array, kernel: Array, targets: Array, weights: Array, z: float, tied: bool) -> Sums:
+    def __call__(
+        self, x: Array, kernel: Array, targets: Array, weights: Array, z: float, tied: bool, shards: int = 1
+    ) -> Sums:
         logits = _product(x, kernel.astype(x.dtype), tied)
         each, entropy, _ = _losses(logits, targets, z)
         return jnp.sum(each * weights), jax.lax.stop_gradient(jnp.sum(entropy * weights))
@@ -50,10 +55,10 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Chunked:
-    """Some tokens' logits at a time, ``logits`` in all; the gradients are made in the same pass, so that nothing is
-    computed twice and no logits are kept. Exact: the softmax of a token is never cut.
+    """At most ``logits`` logits per device at a time; the full logits are never materialised.
 
-    Rows of a batch on a mesh stay where they are: there the chunks are of each row's tokens.
+    The same pass computes the gradients, so no product runs twice. Exact: a token's softmax is never split. Each chunk
+    takes the same number of tokens from every row, so that rows stay on their devices.
     """
 
     logits: int = 1 << 26
@@ -62,10 +67,12 @@ class Chunked:
         if self.logits < 1:
             raise ValueError(f"Chunked(logits={self.logits}): how many logits at a time, at least 1")
 
-    def __call__(self, x: Array, kernel: Array, targets: Array, weights: Array, z: float, tied: bool) -> Sums:
+    def __call__(
+        self, x: Array, kernel: Array, targets: Array, weights: Array, z: float, tied: bool, shards: int = 1
+    ) -> Sums:
         vocab = kernel.shape[0 if tied else 1]
         batch, length = targets.shape
-        step = min(length, max(1, self.logits // (vocab * batch)))
+        step = min(length, max(1, self.logits // (vocab * -(-batch // shards))))
         sums: Any = _chunked(x, kernel, targets, weights, step, z, tied)
         return sums[0], jax.lax.stop_gradient(sums[1])
 
@@ -123,8 +130,9 @@ def _forward(x: Array, kernel: Array, targets: Array, weights: Array, step: int,
 
 
 def _backward(step: int, z: float, tied: bool, slopes: tuple[Array, Array], by: Sums) -> Any:
-    by_x, by_kernel = slopes
-    return by_x * by[0].astype(by_x.dtype), by_kernel * by[0].astype(by_kernel.dtype), None, None
+    # In bfloat16 the scale, often 1 / tokens, would itself be off by up to 0.4 %, and every gradient with it.
+    by_x, by_kernel = ((slope.astype(jnp.float32) * by[0]).astype(slope.dtype) for slope in slopes)
+    return by_x, by_kernel, None, None
 
 
 _chunked.defvjp(_forward, _backward)
@@ -256,7 +264,8 @@ class Objective:
         x = body.x
         if model.strategy.mesh is None:  # the chunks may cut rows anywhere
             x, targets, weights = (a.reshape(1, -1, *a.shape[2:]) for a in (x, targets, weights))
-        total, entropy = self.head(x, kernel, targets, weights, self.z_loss, tied)
+        parts = shards(model.strategy.mesh, divided_over(len(targets), model.strategy.mesh))
+        total, entropy = self.head(x, kernel, targets, weights, self.z_loss, tied, parts)
         total, entropy = total / count, entropy / count
         infos = [body.infos[i] for i in sorted(body.infos)]
         even, router_z = (share * _mean([info.routing[i] for info in infos]) for i in range(2))

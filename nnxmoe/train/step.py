@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -65,7 +65,7 @@ class Step:
     ):
         if not is_positive(accumulate):
             raise ValueError(f"accumulate={accumulate!r}: how many parts a batch is cut into, at least 1")
-        self.optimizer, self.objective = optimizer, objective or Objective()
+        self.optimizer, self.objective = optax.with_extra_args_support(optimizer), objective or Objective()
         self.accumulate, self.bias_rate = accumulate, bias_rate
         self.mesh, self.vocab = model.strategy.mesh, model.config.vocab_size
         self.graph, params, frozen = nnx.split(model, trainable, ...)
@@ -164,7 +164,14 @@ class Step:
         key, later = jax.random.split(state.key)
         grads, losses = self._gradients(state, batch, key)
         finite = jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in grads.values()])
-        updates, moments = self.optimizer.update(grads, state.moments, state.params)
+        updates, moments = self.optimizer.update(
+            grads,
+            state.moments,
+            state.params,
+            value=losses.total,
+            grad=grads,
+            value_fn=lambda params: self._total(params, state.frozen, batch, key),
+        )
         params, good = optax.apply_updates(state.params, updates), jnp.all(finite)
         params, moments = jax.tree.map(
             lambda new, old: jnp.where(good, new, old), (params, moments), (state.params, state.moments)
@@ -177,25 +184,33 @@ class Step:
         return TrainState(state.step + 1, params, frozen, moments, later), report
 
     def _gradients(self, state: TrainState, batch: dict[str, Array], key: Array) -> tuple[dict[str, Array], Losses]:
-        def loss(params: dict[str, Array], part: Any, key: Array, tokens: Array | None) -> Any:
-            return self.objective(self.merge(params, state.frozen), part, key, tokens, 1 / self.accumulate)
+        slope = jax.grad(functools.partial(self._loss, state.frozen), has_aux=True)
+        return self._accumulated(functools.partial(slope, state.params), batch, key)
 
-        slope = jax.grad(loss, has_aux=True)
+    def _total(self, params: Any, frozen: dict[str, Array], batch: dict[str, Array], key: Array) -> Float[Array, ""]:
+        """The loss of a batch for other parameters, which line searches ask for."""
+        return self._accumulated(functools.partial(self._loss, frozen, params), batch, key)[0]
+
+    def _loss(
+        self, frozen: dict[str, Array], params: dict[str, Array], part: Any, key: Array, tokens: Array | None
+    ) -> tuple[Float[Array, ""], Losses]:
+        return self.objective(self.merge(params, frozen), part, key, tokens, 1 / self.accumulate)
+
+    def _accumulated(self, run: Callable[..., Any], batch: dict[str, Array], key: Array) -> Any:
+        """``run(part, key, tokens)`` summed over the parts of a batch, one after the other."""
         if self.accumulate == 1:
-            return slope(state.params, batch, key, None)
+            return run(batch, key, None)
         tokens = jnp.maximum(jnp.sum(targets_of(batch)[1]), 1.0)
-        count = self.accumulate
 
         def add(sums: Any, inputs: Any) -> tuple[Any, None]:
             part, key = inputs
-            return jax.tree.map(jnp.add, sums, slope(state.params, part, key, tokens)), None
+            return jax.tree.map(jnp.add, sums, run(part, key, tokens)), None
 
         parts = {name: self._cut(array) for name, array in batch.items()}
-        keys = jax.random.split(key, count)
-        like = jax.eval_shape(slope, state.params, jax.tree.map(lambda a: a[0], parts), key, tokens)
+        keys = jax.random.split(key, self.accumulate)
+        like = jax.eval_shape(run, jax.tree.map(lambda a: a[0], parts), key, tokens)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-        (grads, losses), _ = jax.lax.scan(add, zeros, (parts, keys))
-        return grads, losses
+        return jax.lax.scan(add, zeros, (parts, keys))[0]
 
     def _cut(self, array: Array) -> Array:
         """``[B, T] -> [parts, B / parts, T]``: every part has rows of every device."""
