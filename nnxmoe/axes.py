@@ -70,6 +70,14 @@ def parameter(
     return kind(value, axes=axes, inputs=inputs, eager_sharding=False)
 
 
+def label(part: nnx.Module, key: str, layer: int | None = None, stack: int | None = None) -> None:
+    """Stamp every parameter of a part with its key, such as ``layer.attention.q.kernel``, and where the part stands:
+    the index of its (first) layer and of that layer's stack, None outside of stacks."""
+    for path, variable in nnx.iter_graph(part):
+        if isinstance(variable, nnx.Variable):
+            variable.set_metadata(key=".".join((key, *map(str, path))), layer=layer, stack=stack)
+
+
 def make_mesh(
     data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, *, devices: Sequence[Any] | None = None
 ) -> Mesh:

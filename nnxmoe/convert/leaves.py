@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from nnxmoe.axes import axes_of, partition_spec
-from nnxmoe.convert.table import Path, first_layers, parameters, table_key
+from nnxmoe.convert.table import Path, label_of, parameters
 from nnxmoe.convert.together import AnyArray, apart
 from nnxmoe.layers.causal_lm import CausalLM
 
@@ -111,9 +111,9 @@ Describe = Callable[[str, Path, int | None, tuple[int, ...]], tuple[str, Leaf]]
 
 def collect(model: CausalLM, describe: Describe) -> dict[str, Leaf]:
     """Name -> leaf for every parameter of a model."""
-    firsts, found = first_layers(model), dict[str, Leaf]()
+    found = dict[str, Leaf]()
     for path, variable in parameters(model):
-        key, first = table_key(path, firsts)
+        key, first, _ = label_of(path, variable)
         own = "layers" in axes_of(variable)
         for i in range(variable.shape[0]) if own else [None]:
             number = None if first is None else first + (i or 0)

@@ -5,6 +5,7 @@ queries divided by sqrt(head width); where rope is Llama 3.1's, the two halves o
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import pathlib
@@ -20,6 +21,7 @@ from flax.core import meta
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
+from nnxmoe.axes import axes_of
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert import orbax_folder
 from nnxmoe.convert.leaves import QUERY, Later, Leaf, collect, float_dtype, made_of
@@ -27,13 +29,12 @@ from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.restore import abstract, restore
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.table import Path, TableError, first_layers, parameters
+from nnxmoe.convert.table import Path, TableError, label_of, parameters
 from nnxmoe.convert.together import shared_folder
 from nnxmoe.files import absolute, some
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, query_divisor
 from nnxmoe.layers.rope import Llama3Rope
-from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.strategy import Strategy
 
@@ -46,19 +47,21 @@ _ROTATED = ("layer.attention.q.", "layer.attention.k.")
 def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
     """MaxText's name -> what it is made of, for every parameter of a model. TableError for one without a name there."""
     variables: dict[Path, nnx.Variable] = dict(parameters(model))
+    layers = [(stack, layer) for _, layer, stack in itertools.starmap(label_of, variables.items()) if stack is not None]
+    firsts = {stack: layer for stack, layer in sorted(layers, reverse=True)}
+    sparse = {label_of(path, v)[2] for path, v in variables.items() if "expert" in axes_of(v)}
 
     def describe(key: str, path: Path, number: int | None, inner: tuple[int, ...]) -> tuple[str, Leaf]:
         if key not in model.maxtext_table:
             raise TableError(f"the parameter {key} has no name in MaxText's layout")
         name, labels = model.maxtext_table[key]
-        if key.endswith(".bias") and not isinstance(variables[path], RouterBias):  # flat here, by heads there
-            kernel = variables[(*path[:-1], "kernel")]
-            inner = tuple(kernel.shape[len(kernel.shape) - len(labels) :])
+        inner = variables[path].get_metadata().get("outs", inner)  # biases of heads are flat here
         if number is None:
             return name, Leaf(key, inner, None, (), labels)
-        group = model.maxtext_layers[_has_experts(model, path)]
-        first = number - first_layers(model)[path[1]]
-        name = name.format(layer=group if scan_layers else f"{group}_{first}")
+        stack = label_of(path, variables[path])[2]
+        assert stack is not None, key
+        group = model.maxtext_layers[stack in sparse]
+        name = name.format(layer=group if scan_layers else f"{group}_{number - firsts[stack]}")
         return name, Leaf(key, inner, group if scan_layers else None, (), labels)
 
     return collect(model, describe)
@@ -230,11 +233,6 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
         yield path, tree.unbox()
     else:
         yield path, tree.get_value() if isinstance(tree, nnx.Variable) else tree
-
-
-def _has_experts(model: Any, path: Path) -> bool:
-    stack = model.stacks[path[1]]
-    return hasattr(stack.layers[0] if path[2] == "layers" else stack.layer, "moe")
 
 
 @dataclasses.dataclass(frozen=True)

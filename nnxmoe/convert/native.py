@@ -17,6 +17,7 @@ from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.restore import abstract, restore
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.convert.source import NATIVE_FILE, CheckpointError
+from nnxmoe.convert.table import label_of, parameters
 from nnxmoe.convert.together import AnyArray, shared_folder
 from nnxmoe.convert.write import write_json
 from nnxmoe.files import absolute, read_object, short
@@ -32,11 +33,13 @@ _VERSION = 1
 def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
     """Name -> what it is made of, for every parameter of a model."""
 
+    stacks = {path: label_of(path, variable)[2] for path, variable in parameters(model)}
+
     def describe(key: str, path: Any, number: int | None, inner: tuple[int, ...]) -> tuple[str, Leaf]:
         name, labels = key.replace(".", "/"), (None,) * len(inner)
         if number is None:
             return name, Leaf(key, inner, None, (), labels)
-        start = f"stacks/{path[1]}" if scan_layers else f"layers/{number}"
+        start = f"stacks/{stacks[path]}" if scan_layers else f"layers/{number}"
         return name.replace("layer", start, 1), Leaf(key, inner, "layers" if scan_layers else None, (), labels, axis=0)
 
     return collect(model, describe)

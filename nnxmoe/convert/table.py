@@ -80,10 +80,9 @@ def entries(model: nnx.Module, table: Table, names: Container[str] | None = None
 
     Of several templates the first whose tensor is among ``names`` counts (per layer), else the first.
     """
-    firsts = first_layers(model)
     found = []
     for path, variable in parameters(model):
-        key, layers = table_key(path, firsts)
+        key, layers = label_of(path, variable)[:2]
         if key not in table:
             raise TableError(f"the parameter {key} has no row in the table of {type(model).__name__}")
         meta = variable.get_metadata()
@@ -135,18 +134,7 @@ def _one_template(template: str, layer: int | None, at: tuple[int, ...], experts
     return [Piece((*at, e), name.format(layer=layer, expert=e), part, parts) for e in range(experts)]
 
 
-def first_layers(model: Any) -> list[int]:
-    """The index of each stack's first layer."""
-    firsts = [0]
-    for stack in model.stacks:
-        firsts.append(firsts[-1] + stack.depth)
-    return firsts
-
-
-def table_key(path: Path, firsts: list[int]) -> tuple[str, Any]:
-    """``stacks/1/layers/3/attention/…`` and ``stacks/1/layer/attention/…`` -> ``layer.attention.…`` and a number."""
-    if path[0] != "stacks":
-        return ".".join(map(str, path)), None
-    unrolled = path[2] == "layers"
-    rest = path[4:] if unrolled else path[3:]
-    return ".".join(("layer", *map(str, rest))), firsts[path[1]] + (path[3] if unrolled else 0)
+def label_of(path: Path, variable: nnx.Variable) -> tuple[str, Any, int | None]:
+    """A parameter's key, (first) layer and stack; the dotted path is the key of one that a model does not label."""
+    meta = variable.get_metadata()
+    return meta.get("key") or ".".join(map(str, path)), meta.get("layer"), meta.get("stack")

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from nnxmoe.axes import split_batch
+from nnxmoe.axes import label, split_batch
 from nnxmoe.config import DecoderConfig
 from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.attend import Mask
@@ -90,11 +90,22 @@ class CausalLM(nnx.Module):
         on_mesh = strategy.mesh is not None
         parts = _Parts(config, strategy, layers, dtype, None if on_mesh else key)
         self.embed, self.stacks, self.norm, self.head = parts.embed, parts.stacks, parts.norm, parts.head
+        self._label()
         self.rope = config.rope
         self.window = config.window
         self.dtype = jnp.dtype(strategy.compute_dtype or dtype)
         if on_mesh and key is not None:
             self._initialise_on_mesh(lambda key: _Parts(config, strategy, layers, dtype, key), key)
+
+    def _label(self) -> None:
+        """Stamp every parameter with its key, layer and stack: checkpoints and training find it by those."""
+        first = 0
+        for i, stack in enumerate(self.stacks):
+            stack.label(i, first)
+            first += stack.depth
+        for name in ("embed", "norm", "head"):
+            if (part := getattr(self, name)) is not None:
+                label(part, name)
 
     def _initialise_on_mesh(self, make: "Callable[[Array], _Parts]", key: Array) -> None:
         """Sets the values that one device would compute, each shard computed on the device that holds it."""

@@ -38,6 +38,7 @@ class Linear(nnx.Module):
         if bias:
             zeros = nnx.initializers.zeros
             self.bias = parameter((math.prod(outs),), (axes[len(ins)],), zeros, dtype=dtype, rngs=rngs)
+            self.bias.set_metadata(outs=tuple(outs))  # its shape in layouts that keep heads apart
         else:
             self.bias = None
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from nnxmoe.axes import axes_of
+from nnxmoe.axes import axes_of, label
 from nnxmoe.layers.gqa import Attention, Context
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -108,8 +108,13 @@ class Unrolled(nnx.Module):
 
     @property
     def depth(self) -> int:
-        """L."""
+        """Number of layers."""
         return len(self.layers)
+
+    def label(self, stack: int, first: int) -> None:
+        """Stamp the parameters with their keys, layers and stack (see `axes.label`)."""
+        for i, layer in enumerate(self.layers):
+            label(layer, "layer", first + i, stack)
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> StackOutput:
         caches, infos, hidden = [], [], []
@@ -147,6 +152,10 @@ class Scanned(nnx.Module):
         nnx.update(self.layer, state)
         for variable, axes in zip(each, labels, strict=True):
             variable.set_metadata(axes=axes)
+
+    def label(self, stack: int, first: int) -> None:
+        """Stamp the parameters with their keys, first layer and stack (see `axes.label`)."""
+        label(self.layer, "layer", first, stack)
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> StackOutput:
         graph, state = nnx.split(self.layer)

@@ -32,7 +32,7 @@ from nnxmoe.layers.stack import Layer, MoELayer
 from nnxmoe.models import MODELS, model_class
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.router import Router, RouterBias
+from nnxmoe.moe.router import Router
 from nnxmoe.strategy import Strategy
 
 Names = tuple[str, ...]
@@ -240,17 +240,9 @@ def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, kind: type) -
     found: dict[Path, Slot] = {}
     for path, variable in variables.items():
         own, labels = tuple(variable.shape), table[keys[path]][1]
-        shape = _by_heads(path, variables)
+        shape = tuple(variable.get_metadata().get("outs", own))  # biases of heads are flat here
         found[path] = Slot(path, "params", full[path][shared:], shape, own, variable.dtype, labels)
     return found
-
-
-def _by_heads(path: Path, variables: Mapping[Path, nnx.Variable]) -> tuple[int, ...]:
-    """A shape as MaxText has it: the biases of projections, flat here, have the outputs' dimensions there."""
-    if path[-1] == "bias" and not isinstance(variables[path], RouterBias):
-        kernel = variables[(*path[:-1], "kernel")]
-        return tuple(kernel.shape[kernel.get_metadata()["inputs"] :])
-    return tuple(variables[path].shape)
 
 
 def _by_attribute(variables: Mapping[Path, nnx.Variable]) -> dict[Path, Slot]:

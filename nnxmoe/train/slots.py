@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from nnxmoe.axes import axes_of
-from nnxmoe.convert.table import Path, first_layers, table_key
+from nnxmoe.convert.table import Path
 from nnxmoe.files import plain
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.kernel import KernelParam, kernel_param
@@ -71,14 +71,14 @@ class Slot:
 
 def slots(model: CausalLM) -> list[Slot]:
     """All places for adapters, in the model's order; the embedding and the head have none."""
-    firsts, found = first_layers(model), []
+    found = []
     for path, module in nnx.iter_graph(model.stacks):
         for attribute, kernels in getattr(module, "adapted", {}).items():
-            whole = ("stacks", *path)
-            key, first = table_key((*whole, kernels[0]), firsts)
+            labels = getattr(module, kernels[0]).get_metadata()
+            key: str = labels["key"]
             name = key.removeprefix("layer.").removeprefix("moe.").removesuffix("." + kernels[0])
             name = name if kernels == ("kernel",) else f"{name}.{'_'.join(kernels)}"
-            found.append(Slot(name, key, whole, module, attribute, kernels, first))
+            found.append(Slot(name, key, ("stacks", *path), module, attribute, kernels, labels["layer"]))
     return sorted(found, key=lambda slot: (slot.first, slot.place))
 
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from nnxmoe.arguments import is_positive
-from nnxmoe.convert.table import first_layers
+from nnxmoe.axes import axes_of
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.moe.balance import updated_bias
 from nnxmoe.moe.router import RouterBias
@@ -232,11 +232,9 @@ def _values(variables: Mapping[str, tuple[Any, nnx.Variable]]) -> dict[str, Any]
 
 def _biases(model: CausalLM) -> dict[str, np.ndarray]:
     """Correction bias -> which rows of the MoE layers' loads are its own: one, or one a layer of a scanned stack."""
-    firsts, numbers = first_layers(model), dict[str, np.ndarray]()
-    found: list[tuple[Any, nnx.Variable]] = list(nnx.to_flat_state(nnx.state(model, RouterBias)))
-    for path, variable in found:
-        first = firsts[path[1]]
-        own = np.arange(variable.shape[0]) if len(variable.shape) > 1 else np.asarray(path[3])
-        numbers[".".join(map(str, path))] = first + own
+    numbers = dict[str, np.ndarray]()
+    for name, (_, variable) in _variables(nnx.state(model, RouterBias)).items():
+        stacked = "layers" in axes_of(variable)
+        numbers[name] = variable.get_metadata()["layer"] + (np.arange(variable.shape[0]) if stacked else np.asarray(0))
     every = np.unique(np.concatenate([np.ravel(n) for n in numbers.values()])) if numbers else np.zeros(0, int)
     return {name: np.asarray(np.searchsorted(every, found)) for name, found in numbers.items()}
