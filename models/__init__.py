@@ -9,7 +9,6 @@ from typing import Any
 
 from nnxmoe.bounds import ConfigError
 from nnxmoe.config import DecoderConfig
-from nnxmoe.files import short
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models.deepseek_v3 import PRESETS as _DEEPSEEK
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
@@ -17,6 +16,7 @@ from nnxmoe.models.llama import PRESETS as _LLAMA
 from nnxmoe.models.llama import Llama, LlamaConfig, MistralConfig
 from nnxmoe.models.mixtral import PRESETS as _MIXTRAL
 from nnxmoe.models.mixtral import Mixtral, MixtralConfig
+from nnxmoe.storage.files import short
 
 MODELS: dict[str, tuple[type[DecoderConfig], type[CausalLM]]] = {
     "llama": (LlamaConfig, Llama),

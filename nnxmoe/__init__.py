@@ -18,7 +18,6 @@ from nnxmoe.convert.native import load as load
 from nnxmoe.convert.native import save as save
 from nnxmoe.convert.report import LoadError as LoadError
 from nnxmoe.convert.report import LoadReport as LoadReport
-from nnxmoe.convert.source import CheckpointError as CheckpointError
 from nnxmoe.generation.decode import generate as generate
 from nnxmoe.generation.decode import stream as stream
 from nnxmoe.generation.sampling import Sampling as Sampling
@@ -46,6 +45,7 @@ from nnxmoe.moe.grouped_matmul import Blocked as Blocked
 from nnxmoe.moe.grouped_matmul import Masked as Masked
 from nnxmoe.moe.grouped_matmul import RaggedDot as RaggedDot
 from nnxmoe.runtime import processes as processes
+from nnxmoe.storage.errors import CheckpointError as CheckpointError
 from nnxmoe.strategy import Strategy as Strategy
 
 __version__ = "0.1.0"

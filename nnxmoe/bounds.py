@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from nnxmoe.files import short
+from nnxmoe.storage.files import short
 
 
 class ConfigError(ValueError):

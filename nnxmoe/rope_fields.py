@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nnxmoe.bounds import ConfigError, check_number
-from nnxmoe.files import short
 from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope, yarn_mscale
+from nnxmoe.storage.files import short
 
 NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
            "attention_factor", "mscale", "mscale_all_dim")  # fmt: skip

@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
-from nnxmoe.convert.source import CheckpointError
+from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train import checkpoint as checkpoint_module
 from nnxmoe.train.checkpoint import Checkpoints
 from tests.support.launch import Launch

@@ -16,8 +16,8 @@ import nnxmoe
 from nnxmoe import cli
 from nnxmoe.cli import commands
 from nnxmoe.cli.inspect import summarise
-from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.models import PRESETS
+from nnxmoe.storage.checkpoint import Checkpoint
 from tests.corpus.case import Draft
 
 CASES = Path(__file__).parent / "data" / "hf"

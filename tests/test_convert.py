@@ -20,7 +20,7 @@ from nnxmoe import cli
 from nnxmoe.convert import conversion, maxtext, native
 from nnxmoe.convert.conversion import convert, kind_of
 from nnxmoe.convert.leaves import Later
-from nnxmoe.convert.source import CheckpointError
+from nnxmoe.storage.errors import CheckpointError
 from tests.support.arrays import identical, tensors
 from tests.support.cases import HF_CASES
 from tests.support.maxtext_cases import CASES, config_of, params_of

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.convert.source import CheckpointError
+from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train import lora
 from nnxmoe.train.checkpoint import Checkpoints
 from nnxmoe.train.fit import NotFinite, fit

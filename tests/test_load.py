@@ -23,13 +23,14 @@ from safetensors.numpy import load_file, save_file
 
 import nnxmoe
 from nnxmoe.axes import axes_of, partition_spec, sharding_of
-from nnxmoe.convert import host, place
-from nnxmoe.convert.checkpoint import Checkpoint
-from nnxmoe.convert.host import few_threads
+from nnxmoe.convert import place
 from nnxmoe.convert.place import Reader
-from nnxmoe.convert.safetensors import TensorInfo
 from nnxmoe.convert.table import entries
-from nnxmoe.convert.write import write_safetensors
+from nnxmoe.storage import host
+from nnxmoe.storage.checkpoint import Checkpoint
+from nnxmoe.storage.host import few_threads
+from nnxmoe.storage.safetensors import TensorInfo
+from nnxmoe.storage.write import write_safetensors
 from tests.benchmarks import load as load_benchmark
 from tests.benchmarks.processes import call
 from tests.support.arrays import max_error
@@ -53,7 +54,7 @@ def write(folder: Path, case: str, tensors: dict[str, np.ndarray], **changes: ob
     (folder / "config.json").write_text(json.dumps(config))
     write_safetensors(
         folder,
-        [(n, nnxmoe.convert.safetensors.dtype_code(t.dtype), t.shape, lambda t=t: t) for n, t in tensors.items()],
+        [(n, nnxmoe.storage.safetensors.dtype_code(t.dtype), t.shape, lambda t=t: t) for n, t in tensors.items()],
         10**9,
     )
     return folder

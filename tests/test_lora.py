@@ -19,13 +19,13 @@ from safetensors.numpy import load_file, save_file
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, Strategy
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.safetensors import dtype_code
-from nnxmoe.convert.write import write_safetensors
 from nnxmoe.layers.dots import matmul
 from nnxmoe.layers.linear import Linear
 from nnxmoe.models import Mixtral, config_from_hf
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import equal_groups
+from nnxmoe.storage.safetensors import dtype_code
+from nnxmoe.storage.write import write_safetensors
 from nnxmoe.train import lora
 from nnxmoe.train.fit import fit
 from nnxmoe.train.slots import adapted, slots

@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.source import CheckpointError
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.moe import balance
+from nnxmoe.storage.errors import CheckpointError
 from tests.support.arrays import Flat, flat, identical, max_error, nested
 from tests.support.maxtext_cases import CASES, KINDS, NAMES, config_of, params_of
 from tests.support.running import forward

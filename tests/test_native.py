@@ -17,7 +17,7 @@ import pytest
 
 import nnxmoe
 from nnxmoe.convert import maxtext, native, orbax_folder
-from nnxmoe.convert.source import CheckpointError
+from nnxmoe.storage.errors import CheckpointError
 from tests.support.arrays import flat, identical, max_error, tensors
 from tests.support.cases import HF_CASES
 from tests.support.maxtext_cases import CASES, KINDS, config_of, params_of

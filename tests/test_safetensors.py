@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from nnxmoe.convert.checkpoint import Checkpoint, hub_headers
-from nnxmoe.convert.fp8 import check_scale_grid, dequantize_blocks
-from nnxmoe.convert.new_folder import new_folder
-from nnxmoe.convert.safetensors import DTYPES, dtype_code, read_header
-from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.write import write_json, write_safetensors
+from nnxmoe.storage.atomic_dir import new_folder
+from nnxmoe.storage.checkpoint import Checkpoint, hub_headers
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.fp8 import check_scale_grid, dequantize_blocks
+from nnxmoe.storage.safetensors import DTYPES, dtype_code, read_header
+from nnxmoe.storage.write import write_json, write_safetensors
 from tests.corpus.case import container, entry, pack
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}

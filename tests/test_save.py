@@ -19,10 +19,10 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.convert import new_folder as new_folder_module
-from nnxmoe.convert.checkpoint import Checkpoint
-from nnxmoe.convert.new_folder import new_folder
 from nnxmoe.models import Llama, LlamaConfig
+from nnxmoe.storage import atomic_dir as new_folder_module
+from nnxmoe.storage.atomic_dir import new_folder
+from nnxmoe.storage.checkpoint import Checkpoint
 
 SMALL: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 2, "max_position_embeddings": 32}

@@ -15,17 +15,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnxmoe.axes import RULES, AnyMesh, Rules, partition_spec
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.account import head_for_embedding, refuse_unjustified
-from nnxmoe.convert.checkpoint import Checkpoint, hub_headers
-from nnxmoe.convert.fp8 import fp8_block
 from nnxmoe.convert.place import FLOATS
-from nnxmoe.convert.safetensors import DTYPES
 from nnxmoe.convert.side_files import check_generation, parse_config
-from nnxmoe.convert.source import CheckpointError, find_config, has_weights
 from nnxmoe.convert.table import Entry, entries
-from nnxmoe.hub import local_folder
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import PRESETS, model_class, preset
 from nnxmoe.moe.router import RouterBias
+from nnxmoe.storage.checkpoint import Checkpoint, hub_headers
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.fp8 import fp8_block
+from nnxmoe.storage.hub import local_folder
+from nnxmoe.storage.safetensors import DTYPES
+from nnxmoe.storage.source import find_config, has_weights
 
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor -> dtype code, shape
 

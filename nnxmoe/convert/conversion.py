@@ -15,17 +15,18 @@ from jax.sharding import Mesh
 
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert import hf, maxtext, native
-from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.convert.leaves import Later
-from nnxmoe.convert.new_folder import refuse_unless_empty
 from nnxmoe.convert.side_files import has_tokenizer, read_config, read_generation_config
-from nnxmoe.convert.source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, CheckpointError
-from nnxmoe.files import absolute
-from nnxmoe.hub import local_folder
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import PRESETS, preset
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import bytes_bar, logger, say
+from nnxmoe.storage.atomic_dir import refuse_unless_empty
+from nnxmoe.storage.checkpoint import Checkpoint
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import absolute
+from nnxmoe.storage.hub import local_folder
+from nnxmoe.storage.source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE
 from nnxmoe.strategy import Strategy
 
 Arrays = Mapping[str, Later]

@@ -20,23 +20,23 @@ from jax.sharding import Mesh
 from nnxmoe.axes import Rules
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.account import EMBED, HEAD, account, head_for_embedding, refuse_unjustified
-from nnxmoe.convert.checkpoint import Checkpoint
 from nnxmoe.convert.leaves import Later, float_dtype
 from nnxmoe.convert.place import Reader
 from nnxmoe.convert.restore import activations_dtype
-from nnxmoe.convert.safetensors import dtype_code
 from nnxmoe.convert.side_files import check_generation, parse_config, write_side_files
-from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Piece, entries, parameters
-from nnxmoe.convert.together import gathered, held, holders, shared_folder
-from nnxmoe.convert.write import Tensors, write_shares
-from nnxmoe.files import short
 from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
 from nnxmoe.models import model_class
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.progress import bytes_bar, logger
+from nnxmoe.storage.checkpoint import Checkpoint
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import short
+from nnxmoe.storage.multihost import gathered, held, holders, shared_folder
+from nnxmoe.storage.safetensors import dtype_code
+from nnxmoe.storage.write import Tensors, write_shares
 from nnxmoe.strategy import Strategy
 
 

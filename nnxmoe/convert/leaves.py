@@ -15,8 +15,8 @@ from jaxtyping import Array
 
 from nnxmoe.axes import axes_of, partition_spec
 from nnxmoe.convert.table import Path, label_of, parameters
-from nnxmoe.convert.together import AnyArray, apart
 from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.storage.multihost import AnyArray, apart
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,14 +28,14 @@ from nnxmoe.convert.leaves import QUERY, Later, Leaf, collect, float_dtype, made
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.restore import abstract, restore
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
-from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Path, TableError, label_of, parameters
-from nnxmoe.convert.together import shared_folder
-from nnxmoe.files import absolute, some
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, query_divisor
 from nnxmoe.layers.rope import Llama3Rope
 from nnxmoe.runtime.progress import bytes_bar, logger
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import absolute, some
+from nnxmoe.storage.multihost import shared_folder
 from nnxmoe.strategy import Strategy
 
 Tree = Mapping[str, Any]

@@ -16,14 +16,15 @@ from nnxmoe.convert.leaves import Later, Leaf, collect, float_dtype, made_of
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.restore import abstract, restore
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
-from nnxmoe.convert.source import NATIVE_FILE, CheckpointError
 from nnxmoe.convert.table import label_of, parameters
-from nnxmoe.convert.together import AnyArray, shared_folder
-from nnxmoe.convert.write import write_json
-from nnxmoe.files import absolute, read_object, short
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
 from nnxmoe.runtime.progress import bytes_bar
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import absolute, read_object, short
+from nnxmoe.storage.multihost import AnyArray, shared_folder
+from nnxmoe.storage.source import NATIVE_FILE
+from nnxmoe.storage.write import write_json
 from nnxmoe.strategy import Strategy
 
 PARAMETERS = "parameters"

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
 from nnxmoe.convert.leaves import Later
-from nnxmoe.convert.source import CheckpointError
 from nnxmoe.runtime.memory import give_back
+from nnxmoe.storage.errors import CheckpointError
 
 _CHUNK_BYTES = 64 << 20  # what is compressed, or read, at a time
 

@@ -12,12 +12,12 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
-from nnxmoe.convert.checkpoint import Checkpoint
-from nnxmoe.convert.fp8 import check_scale_grid, dequantize_blocks, fp8_block
-from nnxmoe.convert.host import Blocks, Scratch, copy_into, count_nonfinite, few_threads, transpose_into
-from nnxmoe.convert.safetensors import TensorInfo
-from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Entry, Path, Piece
+from nnxmoe.storage.checkpoint import Checkpoint
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.fp8 import check_scale_grid, dequantize_blocks, fp8_block
+from nnxmoe.storage.host import Blocks, Scratch, copy_into, count_nonfinite, few_threads, transpose_into
+from nnxmoe.storage.safetensors import TensorInfo
 
 CHUNK_BYTES = 2 << 20  # what a thread does at a time: in the caches, and rare enough to leave the interpreter free
 AHEAD_BYTES = 128 << 20  # of parameters begun before the first of them is placed

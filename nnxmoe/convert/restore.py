@@ -16,19 +16,19 @@ from jaxtyping import Array
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config import DecoderConfig
-from nnxmoe.convert.host import aligned_empty, copy_into, count_nonfinite
 from nnxmoe.convert.leaves import QUERY, Change, Later, Leaf
 from nnxmoe.convert.place import natural_dtype
 from nnxmoe.convert.report import LoadReport
-from nnxmoe.convert.source import CheckpointError
 from nnxmoe.convert.table import Path
-from nnxmoe.convert.together import AnyArray
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, carry_scale
 from nnxmoe.models import model_class
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.memory import give_back
 from nnxmoe.runtime.progress import bytes_bar
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.host import aligned_empty, copy_into, count_nonfinite
+from nnxmoe.storage.multihost import AnyArray
 from nnxmoe.strategy import Strategy
 
 _KINDS = tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16, np.float64)))

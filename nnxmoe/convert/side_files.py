@@ -8,15 +8,16 @@ from typing import Any
 from nnxmoe.bounds import ConfigError, check_token_ids
 from nnxmoe.config import DecoderConfig
 from nnxmoe.convert.restore import matrices_dtype
-from nnxmoe.convert.source import CheckpointError, find_config
 from nnxmoe.convert.table import parameters
-from nnxmoe.convert.write import write_bytes, write_json
-from nnxmoe.files import absolute, read_bounded, read_object
 from nnxmoe.frozen import FrozenDict
-from nnxmoe.hub import TOKENIZER_FILES
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf
 from nnxmoe.runtime.progress import logger
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import absolute, read_bounded, read_object
+from nnxmoe.storage.hub import TOKENIZER_FILES
+from nnxmoe.storage.source import find_config
+from nnxmoe.storage.write import write_bytes, write_json
 
 GENERATION = "generation_config.json"
 _MAX_BYTES = 100_000_000

@@ -12,9 +12,17 @@ from typing import Any
 
 import tokenizers
 
-from nnxmoe.files import MAX_JSON_VALUES, parse_json, read_bounded, read_object, refuse_lfs_pointer, regular_file, short
 from nnxmoe.generation.chat_template import TEMPLATE_CHARACTERS
-from nnxmoe.hub import TOKENIZER_FILES, local_folder, snapshot
+from nnxmoe.storage.files import (
+    MAX_JSON_VALUES,
+    parse_json,
+    read_bounded,
+    read_object,
+    refuse_lfs_pointer,
+    regular_file,
+    short,
+)
+from nnxmoe.storage.hub import TOKENIZER_FILES, local_folder, snapshot
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"

@@ -17,10 +17,10 @@ from jax.sharding import SingleDeviceSharding
 
 from nnxmoe.arguments import is_positive
 from nnxmoe.convert.orbax_folder import check_name
-from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.together import all_went_well, apart, from_first
-from nnxmoe.files import absolute
 from nnxmoe.runtime.processes import deadline
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import absolute
+from nnxmoe.storage.multihost import all_went_well, apart, from_first
 from nnxmoe.train.claim import claim, release, remove_unfinished, tidy
 from nnxmoe.train.named_arrays import (
     Signature,

@@ -16,15 +16,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.convert.hf import from_pretrained, save_pretrained
-from nnxmoe.convert.new_folder import refuse_unless_empty
-from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.together import from_first
-from nnxmoe.convert.write import write_json
-from nnxmoe.files import absolute, read_object, short
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.stack import Remat
 from nnxmoe.runtime.progress import say
+from nnxmoe.storage.atomic_dir import refuse_unless_empty
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import absolute, read_object, short
+from nnxmoe.storage.multihost import from_first
+from nnxmoe.storage.write import write_json
 from nnxmoe.strategy import Strategy
 from nnxmoe.train import lora
 from nnxmoe.train.data import Batches

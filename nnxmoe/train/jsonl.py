@@ -14,7 +14,7 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from nnxmoe.files import absolute, parse_json, refuse_lfs_pointer, regular_file, short
+from nnxmoe.storage.files import absolute, parse_json, refuse_lfs_pointer, regular_file, short
 
 MAX_LINE_BYTES = 16 << 20
 ROLES = ("system", "user", "assistant")

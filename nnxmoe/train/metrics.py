@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from nnxmoe.files import absolute
+from nnxmoe.storage.files import absolute
 from nnxmoe.train.fit import Metrics, Progress
 
 

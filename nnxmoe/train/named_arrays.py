@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from nnxmoe.convert.orbax_folder import gist
-from nnxmoe.convert.source import CheckpointError
-from nnxmoe.files import short
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import short
 
 _MAX_EXTRA = 1_000_000  # of JSON; more could not be read back within `files.MAX_JSON_VALUES`
 _SHOWN = 40  # lines of one error

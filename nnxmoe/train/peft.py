@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.convert.leaves import QUERY, float_dtype
-from nnxmoe.convert.safetensors import TensorInfo, dtype_code, read_header
-from nnxmoe.convert.source import CheckpointError
-from nnxmoe.convert.together import apart, gathered, shared_folder
-from nnxmoe.convert.write import Tensors, write_json, write_shares
-from nnxmoe.files import absolute, plain
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
 from nnxmoe.layers.lora import LoRA
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import absolute, plain
+from nnxmoe.storage.multihost import apart, gathered, shared_folder
+from nnxmoe.storage.safetensors import TensorInfo, dtype_code, read_header
+from nnxmoe.storage.write import Tensors, write_json, write_shares
 from nnxmoe.train.peft_config import CONFIG_FILE, Settings
 from nnxmoe.train.slots import Slot, adapted, refuse_second, refuse_shapes, slots
 

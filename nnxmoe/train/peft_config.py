@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from nnxmoe.convert.source import CheckpointError
-from nnxmoe.files import read_object, short
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import read_object, short
 
 CONFIG_FILE = "adapter_config.json"
 

@@ -10,10 +10,10 @@ from flax import nnx
 
 from nnxmoe.axes import axes_of
 from nnxmoe.convert.table import Path
-from nnxmoe.files import plain
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.kernel import KernelParam, kernel_param
 from nnxmoe.layers.lora import LoRA, LoRAParam
+from nnxmoe.storage.files import plain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from nnxmoe.convert.safetensors import dtype_code
 from nnxmoe.convert.table import entries
-from nnxmoe.convert.write import write_safetensors
 from nnxmoe.models import config_from_hf, model_class
+from nnxmoe.storage.safetensors import dtype_code
+from nnxmoe.storage.write import write_safetensors
 
 
 def write_random(folder: Path, fields: Mapping[str, Any], shard_bytes: int = 10**10) -> None:

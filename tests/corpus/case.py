@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nnxmoe.convert.safetensors import dtype_code
+from nnxmoe.storage.safetensors import dtype_code
 from tests.support.tiny import TINY, Fields, Weights, tiny_weights
 
 FAMILIES = ("llama", "mixtral", "deepseek_v3")

@@ -21,11 +21,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 import nnxmoe
 from nnxmoe import ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.axes import sharding_of
-from nnxmoe.convert import maxtext, orbax_folder, write
-from nnxmoe.convert.source import CheckpointError
+from nnxmoe.convert import maxtext, orbax_folder
 from nnxmoe.generation.decode import generate_tokens
 from nnxmoe.runtime import processes
 from nnxmoe.runtime.processes import deadline, initialize
+from nnxmoe.storage import write
+from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train.checkpoint import Checkpoints
 from tests.support.cases import HF_CASES
 

@@ -14,9 +14,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from nnxmoe.convert.new_folder import new_folder
-from nnxmoe.convert.source import CheckpointError
 from nnxmoe.runtime.processes import deadline
+from nnxmoe.storage.atomic_dir import new_folder
+from nnxmoe.storage.errors import CheckpointError
 
 AnyArray = Any  # of NumPy or JAX
 _MESSAGE = 4000  # bytes of what one process tells the others

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nnxmoe.files import read_object, short, some
-from nnxmoe.hub import TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import read_object, short, some
+from nnxmoe.storage.hub import TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +25,6 @@ _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
 _DOWNLOAD = ["config.json", "generation_config.json", "*.safetensors", INDEX_FILE, *TOKENIZER_FILES]
 _SKIP = ["consolidated*", "*/*"]  # the original layout, and sub-folders such as original/
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names the file, the tensor or field, its value and the remedy."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from nnxmoe.convert.safetensors import DTYPES
-from nnxmoe.convert.source import INDEX_FILE, SINGLE_FILE, CheckpointError, is_size
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.safetensors import DTYPES
+from nnxmoe.storage.source import INDEX_FILE, SINGLE_FILE, is_size
 
 _PIECE = 64 << 20  # bytes copied at a time from an array that is not contiguous
 

@@ -13,10 +13,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from nnxmoe.convert import source
-from nnxmoe.convert.safetensors import DTYPES, MAX_HEADER, TensorInfo, header_length, read_header
-from nnxmoe.convert.source import INDEX_FILE, CheckpointError, Source
-from nnxmoe.files import short
+from nnxmoe.storage import source
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import short
+from nnxmoe.storage.safetensors import DTYPES, MAX_HEADER, TensorInfo, header_length, read_header
+from nnxmoe.storage.source import INDEX_FILE, Source
 
 _PIECE = 64 << 20  # bytes per system call and per piece of iter_rows
 _PAGE = 4096  # rows up to a page are read whole: the kernel fetches the page anyway

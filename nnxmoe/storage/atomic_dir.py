@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from nnxmoe.convert.source import NATIVE_FILE, CheckpointError
-from nnxmoe.files import short, some
 from nnxmoe.runtime.progress import logger
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import short, some
+from nnxmoe.storage.source import NATIVE_FILE
 
 _CHECKPOINT_FILE = re.compile(
     r"(generation_)?config\.json|model\.safetensors(\.index\.json)?|model-[0-9]+-of-[0-9]+\.safetensors"

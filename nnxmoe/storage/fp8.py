@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from nnxmoe.convert.safetensors import DTYPES
-from nnxmoe.convert.source import CheckpointError
-from nnxmoe.files import short
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import short
+from nnxmoe.storage.safetensors import DTYPES
 
 _FP8 = [dtype for code, dtype in DTYPES.items() if code.startswith("F8_")]
 

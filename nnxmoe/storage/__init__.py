@@ -1,0 +1,1 @@
+"""Bytes on disk and on the hub: reading and writing files safely. Knows no model."""
