@@ -76,7 +76,9 @@ def parse_json(
     within strings are no values, and are left out where they could matter.
     """
     count = _count_values(data)
-    if count > values and (count := _count_values(_STRING.sub(b"", data))) > values:
+    if count > values:  # strings one by one: a copy without them takes many times the memory of the data
+        count -= sum(_count_values(string[0]) for string in _STRING.finditer(data))
+    if count > values:
         raise error(f"{where} holds some {count} values, more than {values}; {remedy}")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def parse_json(
 
 
 def _count_values(data: bytes) -> int:
-    return sum(data.count(mark) for mark in b",[{")
+    return len(data) - len(data.translate(None, b",[{"))
 
 
 def short(value: object, limit: int = 160) -> str:
