@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nnxmoe.bounds import ConfigError
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models.deepseek_v3 import PRESETS as _DEEPSEEK
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config

@@ -12,8 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from nnxmoe.bounds import ConfigError
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError
+from nnxmoe.config.rope import kind_of
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import MLP
@@ -24,7 +25,6 @@ from nnxmoe.models.llama import HF_DECODER, HF_MLP, MAXTEXT_DECODER, MAXTEXT_MLP
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SigmoidGroupTopK
-from nnxmoe.rope_fields import kind_of
 from nnxmoe.strategy import Strategy
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from nnxmoe.bounds import ConfigError
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.norm import RMSNorm

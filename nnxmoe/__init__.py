@@ -11,7 +11,7 @@ from types import ModuleType as _ModuleType
 
 from nnxmoe.axes import RULES as RULES
 from nnxmoe.axes import make_mesh as make_mesh
-from nnxmoe.bounds import ConfigError as ConfigError
+from nnxmoe.config.bounds import ConfigError as ConfigError
 from nnxmoe.convert.hf import from_pretrained as from_pretrained
 from nnxmoe.convert.hf import save_pretrained as save_pretrained
 from nnxmoe.convert.native import load as load

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from nnxmoe.frozen import FrozenDict
+from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.runtime.progress import logger
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")

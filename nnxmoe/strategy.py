@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from nnxmoe.arguments import check_object
 from nnxmoe.axes import RULES, Rules, sharding_of
-from nnxmoe.frozen import FrozenDict
+from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend, Blockwise
 from nnxmoe.layers.mla import ByLength, LatentAttend
 from nnxmoe.layers.stack import MakeLayer, Remat, Scanned, Stack, Unrolled

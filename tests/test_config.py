@@ -12,8 +12,8 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import ConfigError
-from nnxmoe.config import DecoderConfig
-from nnxmoe.frozen import FrozenDict
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from nnxmoe.models import (
     MODELS,

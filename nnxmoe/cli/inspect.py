@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnxmoe.axes import RULES, AnyMesh, Rules, partition_spec
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.account import head_for_embedding, refuse_unjustified
 from nnxmoe.convert.place import FLOATS
 from nnxmoe.convert.side_files import check_generation, parse_config

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Container, Mapping, Set
 
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.place import Reader
 from nnxmoe.convert.report import LoadError, LoadReport
 from nnxmoe.convert.table import Entry, Piece

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import hf, maxtext, native
 from nnxmoe.convert.leaves import Later
 from nnxmoe.convert.side_files import has_tokenizer, read_config, read_generation_config

@@ -18,14 +18,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.axes import Rules
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.convert.account import EMBED, HEAD, account, head_for_embedding, refuse_unjustified
 from nnxmoe.convert.leaves import Later, float_dtype
 from nnxmoe.convert.place import Reader
 from nnxmoe.convert.restore import activations_dtype
 from nnxmoe.convert.side_files import check_generation, parse_config, write_side_files
 from nnxmoe.convert.table import Entry, Piece, entries, parameters
-from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
 from nnxmoe.models import model_class

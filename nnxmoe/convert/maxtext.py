@@ -22,7 +22,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from nnxmoe.axes import axes_of
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import orbax_folder
 from nnxmoe.convert.leaves import QUERY, Later, Leaf, collect, float_dtype, made_of
 from nnxmoe.convert.report import LoadReport

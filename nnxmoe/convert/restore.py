@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from nnxmoe.axes import axes_of
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.leaves import QUERY, Change, Later, Leaf
 from nnxmoe.convert.place import natural_dtype
 from nnxmoe.convert.report import LoadReport

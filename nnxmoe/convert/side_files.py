@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nnxmoe.bounds import ConfigError, check_token_ids
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError, check_token_ids
+from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.convert.restore import matrices_dtype
 from nnxmoe.convert.table import parameters
-from nnxmoe.frozen import FrozenDict
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf
 from nnxmoe.runtime.progress import logger

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from nnxmoe.arguments import check_object, check_positive
+from nnxmoe.config.validate import check_object, check_positive
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.dots import batched
 

@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import label, split_batch
-from nnxmoe.config import DecoderConfig
-from nnxmoe.frozen import FrozenDict
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Cache, Slots
 from nnxmoe.layers.embed import Embed

@@ -17,7 +17,7 @@ from flax.errors import InvalidRngError
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.causal_lm import CausalLM, Output
 from nnxmoe.linen.plan import (

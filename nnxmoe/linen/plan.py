@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from flax.core import meta
 
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.maxtext import layout
 from nnxmoe.convert.restore import is_matrix
 from nnxmoe.convert.table import Path

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.arguments import check_object, check_positive
 from nnxmoe.axes import AnyMesh, batch_axes, constrain, divided_over, shards
+from nnxmoe.config.validate import check_object, check_positive
 from nnxmoe.layers.dots import einsum
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards

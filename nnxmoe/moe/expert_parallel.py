@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.arguments import check_object
 from nnxmoe.axes import AnyMesh
+from nnxmoe.config.validate import check_object
 from nnxmoe.moe.dispatch import DispatchInfo, Sorted, assignments, check_batch, check_factor, information, sorted_rows
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards

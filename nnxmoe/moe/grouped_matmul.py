@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.arguments import check_positive
+from nnxmoe.config.validate import check_positive
 from nnxmoe.layers.kernel import Kernel, as_kernel
 from nnxmoe.layers.xla_cpu import as_bits, carried, from_bits
 from nnxmoe.moe.permute import gather_rows

@@ -1,6 +1,6 @@
 """Try a script as several processes on this machine: ``python -m nnxmoe.runtime.launch 2 script.py …``.
 
-Each gets its own CPU devices and the environment in which ``nnxmoe.processes.initialize()`` finds the others. A
+Each gets its own CPU devices and the environment in which ``nnxmoe.runtime.processes.initialize()`` finds the others. A
 convenience: on a cluster its own launcher does this.
 """
 

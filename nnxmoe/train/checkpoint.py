@@ -15,7 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from nnxmoe.arguments import is_positive
+from nnxmoe.config.validate import is_positive
 from nnxmoe.convert.orbax_folder import check_name
 from nnxmoe.runtime.processes import deadline
 from nnxmoe.storage.errors import CheckpointError

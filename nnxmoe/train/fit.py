@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from nnxmoe.arguments import is_positive
+from nnxmoe.config.validate import is_positive
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.moe.balance import utilisation
 from nnxmoe.runtime.processes import deadline

@@ -20,8 +20,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.arguments import is_positive
 from nnxmoe.axes import axes_of
+from nnxmoe.config.validate import is_positive
 from nnxmoe.convert.leaves import float_dtype
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.kernel import LEAD

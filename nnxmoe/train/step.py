@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from nnxmoe.arguments import is_positive
 from nnxmoe.axes import axes_of
+from nnxmoe.config.validate import is_positive
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.moe.balance import updated_bias
 from nnxmoe.moe.router import RouterBias

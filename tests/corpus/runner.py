@@ -21,7 +21,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.cli.inspect import summarise
-from nnxmoe.config import DecoderConfig
+from nnxmoe.config.base import DecoderConfig
 from nnxmoe.models import model_class
 from tests.corpus import configs, files, tensors, texts
 from tests.corpus.case import Case, Draft

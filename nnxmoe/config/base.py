@@ -8,11 +8,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from nnxmoe.bounds import DTYPES, MOST_EXPERTS, TOKEN_IDS, ConfigError, check_count, check_number, check_token_ids
-from nnxmoe.frozen import FrozenDict
+from nnxmoe.config.bounds import (
+    DTYPES,
+    MOST_EXPERTS,
+    TOKEN_IDS,
+    ConfigError,
+    check_count,
+    check_number,
+    check_token_ids,
+)
+from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.rope import FIELDS as ROPE_FIELDS
+from nnxmoe.config.rope import kind_of, rope_from_fields
 from nnxmoe.layers.rope import Rope
-from nnxmoe.rope_fields import FIELDS as ROPE_FIELDS
-from nnxmoe.rope_fields import kind_of, rope_from_fields
 from nnxmoe.storage.files import short, some
 
 logger = logging.getLogger(__name__)

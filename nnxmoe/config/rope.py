@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nnxmoe.bounds import ConfigError, check_number
+from nnxmoe.config.bounds import ConfigError, check_number
 from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope, yarn_mscale
 from nnxmoe.storage.files import short
 

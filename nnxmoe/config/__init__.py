@@ -1,0 +1,1 @@
+"""What a model is: the fields of a config.json, checked. Knows no model by name, and computes nothing."""
