@@ -26,6 +26,8 @@ from nnxmoe.moe.grouped_matmul import Blocked
 from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
 from tests.support.cases import HF_CASES
 
+pytestmark = pytest.mark.program
+
 B, T = 8, 32
 WAYS = {
     "dense": Dense(),

@@ -316,6 +316,7 @@ def test_buckets() -> None:
 # Compilation
 
 
+@pytest.mark.program
 def test_nothing_is_compiled_twice() -> None:
     """Neither for a prompt length of the same bucket, nor for a token, a seed, or other values of the same knobs."""
     model = tiny()
@@ -335,6 +336,7 @@ def test_nothing_is_compiled_twice() -> None:
     assert programs.prefill._cache_size() == before[0] + 1
 
 
+@pytest.mark.program
 def test_programs_are_shared_and_hold_no_weights() -> None:
     """A second model of the same structure compiles nothing; and a model that is gone frees its memory."""
     first, second = (build_tiny("llama", num_hidden_layers=1, seed=seed) for seed in (0, 1))

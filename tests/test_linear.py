@@ -88,6 +88,7 @@ def temporary_bytes(run: Callable[..., Any], *given: jax.Array) -> int:
     return analysis.temp_size_in_bytes
 
 
+@pytest.mark.program
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU does")
 def test_one_row_casts_no_kernel() -> None:
     x, kernel = arrays("bfloat16", (1, 256), (256, 1024))
@@ -95,6 +96,7 @@ def test_one_row_casts_no_kernel() -> None:
     assert temporary_bytes(lambda x, kernel: matmul(x, kernel, True), x, kernel.T.copy()) < kernel.nbytes
 
 
+@pytest.mark.program
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU does")
 @pytest.mark.parametrize("rows", [2, 64, 512])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

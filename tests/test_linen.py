@@ -35,7 +35,6 @@ from tests.support.tiny import TINY, random_tokens
 F32 = hand.F32
 TOKENS = random_tokens(2, 9)
 KEY = jax.random.key(0)
-QUICK = {"xla_backend_optimization_level": 0}  # the same program, its machine code made in less time
 
 KINDS: dict[str, Any] = {
     "llama, biased and tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -76,14 +75,14 @@ def filled(module: nn.Module, *args: Any) -> Any:
 
 
 def initial(module: nn.Module, *args: Any) -> Any:
-    return jax.jit(module.init, compiler_options=QUICK)(KEY, *args)
+    return jax.jit(module.init)(KEY, *args)
 
 
 def run(module: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
     """``apply``, compiled; keywords that are no arrays are bound."""
     arrays = {name: value for name, value in kwargs.items() if not isinstance(value, bool)}
     bound = functools.partial(module.apply, **{name: kwargs[name] for name in kwargs.keys() - arrays.keys()})
-    return jax.jit(bound, compiler_options=QUICK)(variables, *args, **arrays)
+    return jax.jit(bound)(variables, *args, **arrays)
 
 
 def same_bits(ours: Any, theirs: Any) -> None:
@@ -129,7 +128,7 @@ def test_logits_and_gradients_are_maxtexts_under_its_own_names(name: str) -> Non
         layers = [balance.maxtext_loss(routing) for routing in out.routing.values()] if weight else [0.0]
         return jnp.sum(losses * real) / jnp.sum(real) + weight * sum(layers) / len(layers)
 
-    value, grads = jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)(variables)
+    value, grads = jax.jit(jax.value_and_grad(loss))(variables)
     assert abs(value - results["results"]["loss_dense"]) < 1e-6
     ours, theirs = flat(grads), load_file(CASES / name / "grads.safetensors")
     assert ours.keys() >= theirs.keys() and all(not ours[path].any() for path in ours.keys() - theirs.keys())
@@ -137,6 +136,7 @@ def test_logits_and_gradients_are_maxtexts_under_its_own_names(name: str) -> Non
         assert max_error(ours[path], gradient) < 1e-5, path
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(("kind", "scan"), [("llama 3.1", True), ("llama, biased and tied", False), ("mixtral", True)])
 def test_a_models_program_is_that_of_linen_by_hand(kind: str, scan: bool) -> None:
     """Forward and backward: the same bits, no more instructions, the same temporary bytes (our scan over layers counts
@@ -155,7 +155,7 @@ def same_program(ours: Callable[..., Any], theirs: Callable[..., Any], *args: An
             out = function(*args)
             return jnp.sum(out**2), out
 
-        return jax.jit(jax.value_and_grad(loss, tuple(range(len(args))), has_aux=True)).lower(*args).compile(QUICK)
+        return jax.jit(jax.value_and_grad(loss, tuple(range(len(args))), has_aux=True)).lower(*args).compile()
 
     mine, other = compiled(ours), compiled(theirs)
     same_bits(mine(*args), other(*args))
@@ -174,7 +174,15 @@ def test_a_models_parity_with_linen_by_hand(kind: str, scan: bool) -> None:
     assert report.parameters == len(nnx.to_flat_state(nnx.state(model))) and report.submodules > 10
 
 
-@pytest.mark.parametrize(("kind", "scan"), [*zip(KINDS, (True, False, True, False), strict=True)])
+@pytest.mark.parametrize(
+    ("kind", "scan"),
+    [
+        pytest.param("llama, biased and tied", True, marks=pytest.mark.slow),
+        pytest.param("llama 3.1", False, marks=pytest.mark.slow),
+        ("mixtral", True),
+        ("deepseek", False),
+    ],
+)
 def test_from_linen_is_the_same_model(kind: str, scan: bool) -> None:
     config = tiny(kind)
     module = LinenCausalLM(config, hand.STRATEGY, scan)
@@ -238,12 +246,12 @@ def test_models_under_vmap_and_remat() -> None:
 
     def gradients(module: nn.Module) -> Any:
         loss = lambda v: jnp.sum(module.apply(v, TOKENS).logits ** 2)  # noqa: E731
-        return jax.jit(jax.grad(loss), compiler_options=QUICK)(variables)
+        return jax.jit(jax.grad(loss))(variables)
 
     for ours, theirs in zip(*(jax.tree.leaves(gradients(each)) for each in (module, plain)), strict=True):
         assert max_error(ours, theirs) < 1e-4 * float(jnp.max(jnp.abs(theirs)))
     stacked = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), variables)
-    both = jax.jit(jax.vmap(lambda v: plain.apply(v, TOKENS).logits), compiler_options=QUICK)(stacked)
+    both = jax.jit(jax.vmap(lambda v: plain.apply(v, TOKENS).logits))(stacked)
     for i in range(2):
         alone = run(plain, jax.tree.map(lambda a, i=i: a[i], stacked), TOKENS).logits
         assert max_error(both[i], alone) < 1e-5 * float(jnp.max(jnp.abs(alone)))
@@ -282,6 +290,7 @@ PARTS: dict[str, tuple[Any, Callable[..., nn.Module], Callable[..., nn.Module], 
 }
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_alone(part: str) -> None:
     """Tree, boxes and bits of the same part by hand."""
@@ -343,6 +352,7 @@ def test_queries_are_drawn_for_their_scale() -> None:
 # In other Linen modules, under its transformations
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("kind", "scan"), [("llama 3.1", False), ("llama 3.1", True), ("mixtral", False), ("deepseek", True)]
 )
@@ -370,6 +380,7 @@ def test_scanned_layers_draw_different_values() -> None:
     assert max_error(kernel[:, 0], kernel[:, 1]) > 0.01
 
 
+@pytest.mark.program
 def test_remat() -> None:
     """As a lifted transformation of the module around it, and of the wrapped module itself."""
     x, context = inputs(LLAMA)
@@ -380,7 +391,7 @@ def test_remat() -> None:
     )
     two = hand.Layers(lambda name: nn.remat(linen.Wrapped)(layer.blueprint, name=name), 1)
     variables = filled(plain, x, context)
-    gradients = lambda loss: jax.jit(jax.grad(loss), compiler_options=QUICK)(variables)  # noqa: E731
+    gradients = lambda loss: jax.jit(jax.grad(loss))(variables)  # noqa: E731
     wanted = gradients(lambda v: jnp.sum(plain.apply(v, x, context) ** 2))
     for module in (one, two):
         assert boxes(declared(module, x, context)) == boxes(variables)
@@ -566,6 +577,7 @@ def test_no_constructor_runs_at_apply() -> None:
     assert Net.made == 2
 
 
+@pytest.mark.program
 def test_no_initialiser_is_traced_at_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     module = LinenCausalLM(MIXTRAL)
     variables = filled(module, TOKENS)
@@ -575,6 +587,7 @@ def test_no_initialiser_is_traced_at_apply(monkeypatch: pytest.MonkeyPatch) -> N
     assert "random" not in jaxpr and "erf_inv" not in jaxpr
 
 
+@pytest.mark.program
 def test_equal_modules_share_a_compiled_program() -> None:
     traced = collections.Counter()
 
@@ -597,12 +610,13 @@ def test_equal_modules_share_a_compiled_program() -> None:
     assert apply._cache_size() == 1
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("scan", [False, True])
 def test_the_compiled_program_is_no_larger(scan: bool) -> None:
     """The benchmark's own layers, two of them: temporary bytes and instructions of forward and backward."""
     (theirs, size), (ours, mine) = (
         (bridge.instructions(done), done.memory_analysis().temp_size_in_bytes)
-        for done in (bridge.program(bridge.MAKERS[n], 2, scan).compile(QUICK) for n in ("Linen", "nnxmoe.linen"))
+        for done in (bridge.program(bridge.MAKERS[n], 2, scan).compile() for n in ("Linen", "nnxmoe.linen"))
     )
     assert ours <= theirs and mine <= size
 

@@ -4,7 +4,7 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,6 @@ WAYS: dict[str, Any] = {
     "ragged": ExpertParallel(Sorted(), RaggedAllToAll()),
     "ring": ExpertParallel(Sorted(), RingOfExperts()),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles() -> Iterator[None]:
-    """The same programs as machine code that is made in less time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def with_adapters(kind: str, strategy: Strategy | None = None, **changes: Any) -> Any:
@@ -106,6 +98,7 @@ def test_fresh_adapters_change_nothing(kind: str, scan: bool) -> None:
     assert (logits(model) == logits(plain)).all()
 
 
+@pytest.mark.program
 def test_without_adapters_programs_are_the_plain_ones() -> None:
     """Operation for operation, those of the formulas without adapters."""
     linear = Linear((4,), (3, 2), ("embed", "heads", "head"), bias=True, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
@@ -691,6 +684,7 @@ def collectives(adapters: bool) -> dict[str, int]:
     return Counter(re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text))
 
 
+@pytest.mark.program
 def test_adapters_need_no_collectives(eight: Callable[..., Any]) -> None:
     """Beyond those of their kernels: they are split alike."""
     plain = eight(collectives, False)

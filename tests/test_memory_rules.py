@@ -33,6 +33,8 @@ from nnxmoe.train.step import Step
 from tests.support.arrays import max_error
 from tests.support.tiny import TINY, random_tokens
 
+pytestmark = pytest.mark.program
+
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 LENGTH = 48  # tokens a row: no other dimension here has this size
 REMAT = nnxmoe.Strategy(scan_layers=True, remat=nnxmoe.Remat())
@@ -43,7 +45,7 @@ def shape(*dims: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
 
 
 def compiled(function: Any, *given: Any, **options: Any) -> Any:
-    return jax.jit(function, **options).lower(*given).compile({"xla_backend_optimization_level": 0})
+    return jax.jit(function, **options).lower(*given).compile()
 
 
 def temporary(function: Any, *given: Any, **options: Any) -> int:
@@ -122,7 +124,7 @@ def chosen(self: Mask, scores: Any, after: Any) -> Any:
 def test_training_keeps_no_mask(fields: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> Any:
         run, *given = step_of(shapes("llama", REMAT), *fields)
-        return masks(run.lower(*given).compile({"xla_backend_optimization_level": 0}).as_text())
+        return masks(run.lower(*given).compile().as_text())
 
     assert not found()
     if not fields:
@@ -323,7 +325,7 @@ def test_weights_are_selected_inside_remat(monkeypatch: pytest.MonkeyPatch) -> N
         sizes = []
         for layers in (2, 6):
             run, *given = step_of(shapes("llama", REMAT, num_hidden_layers=layers))
-            done = run.lower(*given).compile({"xla_backend_optimization_level": 0})
+            done = run.lower(*given).compile()
             sizes.append(done.memory_analysis().temp_size_in_bytes)
         return (sizes[1] - sizes[0]) / 4
 

@@ -151,6 +151,7 @@ def test_router_computes_in_float32() -> None:
     assert routing.valid is not None and routing.valid.shape == (2, 3)
 
 
+@pytest.mark.program
 def test_router_products_have_full_precision() -> None:
     """Without the tests' global setting: TPUs and NVIDIA GPUs round float32 operands unless the product forbids it."""
     router = Router(6, 4, SoftmaxTopK(2), bias=False, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
@@ -253,6 +254,7 @@ def test_rows_of_no_group_do_not_reach_the_gradients(name: str) -> None:
         assert max_error(spoiled, clean) < PART_TOLERANCE
 
 
+@pytest.mark.program
 def test_sizes_are_data() -> None:
     """One compilation for every distribution of rows over groups."""
     rows, kernel, _ = problem("uneven", jnp.float32)
@@ -339,6 +341,7 @@ def test_permute_sorts_rows_by_expert_and_unpermute_undoes_it(rows: int) -> None
     np.testing.assert_array_equal(unpermute(sorted_rows, found), wanted)
 
 
+@pytest.mark.program
 def test_sorting_and_permuting_scatter_nothing_in_their_backward() -> None:
     """Forward and backward move rows by gathers; the transpose of plain indexing is a scatter-add."""
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 4, (6, 2)), jnp.int32)
@@ -474,6 +477,7 @@ def test_sorting_and_combining_undo_each_other() -> None:
     assert max_error(combine(rows, order, weights), x * jnp.sum(weights, axis=-1, keepdims=True)) < PART_TOLERANCE
 
 
+@pytest.mark.program
 def test_gathers_have_gathers_for_a_backward() -> None:
     """The gradient equals that of plain indexing, rows cut off and all, and is compiled without a scatter."""
     ids, x = jnp.asarray([2, 0, 1, 2, 0, 0, 3, 1, 3, 2]), inputs(1, 5)[0]

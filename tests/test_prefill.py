@@ -147,6 +147,7 @@ def products(*modules: nnx.Module) -> int:
     return 2 * sum(a.size for module in modules for a in jax.tree.leaves(nnx.state(module, nnx.Param)) if a.ndim > 1)
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3"])
 def test_prefill_computes_less(kind: str) -> None:
     """By the last layer's queries, outputs and feed-forward of all tokens but the last; and a larger cache costs the
@@ -162,6 +163,7 @@ def test_prefill_computes_less(kind: str) -> None:
     assert operations(model, 640) > 1.5 * whole
 
 
+@pytest.mark.program
 def test_a_scanned_layer_computes_all() -> None:
     model = build_tiny("llama", SCANNED)
     assert operations(model, last=True) == pytest.approx(operations(model), rel=0.01)

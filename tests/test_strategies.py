@@ -316,7 +316,7 @@ def generated(dispatch: Any) -> tuple[list[list[int]], list[list[int]], list[str
     found = []
     for strategy in (nnxmoe.Strategy(dispatch=dispatch, mesh=mesh), nnxmoe.Strategy()):
         config = MixtralConfig(
-            vocab_size=97, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=97, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
             num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
         )  # fmt: skip
         model = Mixtral(config, strategy, rngs=nnx.Rngs(0))

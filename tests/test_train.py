@@ -136,6 +136,7 @@ def test_the_mean_over_tokens_does_not_bias_bfloat16_gradients(count: int) -> No
     assert abs(np.sum(ours * wanted) / np.sum(wanted * wanted) - 1) < 3e-4
 
 
+@pytest.mark.program
 def test_chunks_are_limited_per_device(eight: Callable[..., Any]) -> None:
     """However many rows the mesh adds, a device loops as often, so it gathers the head as often."""
     assert {loops({"fsdp": 1}, 2), eight(loops, {"fsdp": 8}, 16), eight(loops, {"fsdp": 2, "expert": 4}, 16)} == {5}
@@ -154,6 +155,7 @@ def loops(mesh: dict[str, int], rows: int) -> int:
     return found.pop()
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_are_never_all_there(tied: bool) -> None:
     """128k words, 8k tokens: an eighth of the temporary bytes at most, beyond the head's own gradient."""

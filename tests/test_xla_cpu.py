@@ -10,7 +10,10 @@ from nnxmoe.layers import xla_cpu
 from nnxmoe.layers.kernel import DenseKernel
 from nnxmoe.moe import grouped_matmul
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU does")
+pytestmark = [
+    pytest.mark.program,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="properties of XLA:CPU"),
+]
 BF16 = jnp.bfloat16
 
 
