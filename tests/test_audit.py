@@ -71,13 +71,16 @@ def watch(folder: Path, what: str) -> tuple[list[str], str]:
     return found["forbidden"], found["answer"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "mixtral" else pytest.mark.commands) for name in FAMILIES]
+)
 def test_a_hostile_folder_is_loaded_and_nothing_of_it_runs(tmp_path: Path, family: str) -> None:
     folder = hostile(tmp_path / "model", family)
     assert watch(folder, "use") == ([], "loaded, saved, template refused")
     assert not (folder / "MARK").exists()
 
 
+@pytest.mark.commands
 def test_unknown_code_is_refused_and_not_run(tmp_path: Path) -> None:
     folder = hostile(tmp_path / "model", "llama", model_type="x")
     forbidden, answer = watch(folder, "use")

@@ -152,6 +152,7 @@ def convert_on_a_mesh(folder: str) -> None:
         assert convert(source, f"{folder}/{to}", to, scan=to != "hf", mesh=mesh, verify=True).difference == 0
 
 
+@pytest.mark.commands
 def test_a_mesh_on_the_command_line(tmp_path: Path) -> None:
     def run(mesh: str) -> subprocess.CompletedProcess[str]:
         line = ["convert", MIXTRAL, str(tmp_path / "out"), "--to", "orbax", "--mesh", mesh]

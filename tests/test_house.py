@@ -179,6 +179,7 @@ except AttributeError as error:
 """
 
 
+@pytest.mark.commands
 def test_submodules_are_attributes_and_load_when_used() -> None:
     """`import nnxmoe` is enough to use every public submodule, and loads none of the large ones."""
     done = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True)
@@ -198,6 +199,7 @@ logger.warning("careful")
 """
 
 
+@pytest.mark.commands
 def test_importing_leaves_logging_to_the_program(tmp_path: Path) -> None:
     """Handlers that the program sets up after the import receive the package's warnings, once."""
     log = tmp_path / "log"
@@ -224,6 +226,7 @@ assert cli.main(["inspect", "llama-3.1-8b"]) == 0
 """
 
 
+@pytest.mark.commands
 def test_importing_needs_no_posix_names() -> None:
     """What Windows (and in part macOS) lacks is used only where it exists."""
     done = subprocess.run([sys.executable, "-c", POSIX_NAMES], cwd=ROOT, capture_output=True, text=True)

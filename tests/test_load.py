@@ -4,8 +4,6 @@ import _thread
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -309,42 +307,24 @@ def test_a_part_of_a_parameter_reads_only_its_bytes(case: str, scan: bool) -> No
                 assert checkpoint.bytes_read - before == got.nbytes, entry.key
 
 
-MESH = """
-import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-import sys, numpy as np, jax, nnxmoe
-from flax import nnx
-from jax.sharding import PartitionSpec
-from safetensors.numpy import load_file
-from pathlib import Path
-case = Path(sys.argv[1])
-mesh = nnxmoe.make_mesh(fsdp=2, expert=2, tensor=2)
-for scan in (False, True):
-    model = nnxmoe.from_pretrained(case / "model", mesh=mesh, strategy=nnxmoe.Strategy(scan_layers=scan))
-    leaves = dict(nnx.to_flat_state(nnx.state(model)))
-    assert all(len(v[...].sharding.device_set) == 8 for v in leaves.values())
-    gate = next(v for p, v in leaves.items() if p[-1] == "gate")
-    assert gate[...].addressable_shards[0].data.size * 8 == gate[...].size, gate[...].sharding
-    stored = sum(f.stat().st_size for f in (case / "model").glob("*.safetensors"))
-    assert model.load_report.bytes_read <= stored, "a part that several devices hold is read once"
-    ref = load_file(case / "reference.safetensors")
-    graph, state = nnx.split(model)
-    out = jax.jit(lambda s, t: nnx.merge(graph, s)(t).logits)(state, ref["input_ids"])
-    np.testing.assert_allclose(out, ref["logits"], atol=2e-4)
-print("fine")
-"""
+def loaded_on_a_mesh(case: Path) -> None:
+    mesh, ref = nnxmoe.make_mesh(fsdp=2, expert=2, tensor=2), load_file(case / "reference.safetensors")
+    stored = sum(file.stat().st_size for file in (case / "model").glob("*.safetensors"))
+    for scan in (False, True):
+        model = nnxmoe.from_pretrained(case / "model", mesh=mesh, strategy=nnxmoe.Strategy(scan_layers=scan))
+        leaves = dict(nnx.to_flat_state(nnx.state(model)))
+        assert all(len(v[...].sharding.device_set) == 8 for v in leaves.values())
+        gate = next(v for p, v in leaves.items() if p[-1] == "gate")
+        assert gate[...].addressable_shards[0].data.size * 8 == gate[...].size, gate[...].sharding
+        assert model.load_report is not None and model.load_report.bytes_read <= stored, "each part is read once"
+        graph, state = nnx.split(model)
+        out = jax.jit(lambda s, t, graph=graph: nnx.merge(graph, s)(t).logits)(state, ref["input_ids"])
+        np.testing.assert_allclose(out, ref["logits"], atol=2e-4)
 
 
 @pytest.mark.parametrize("case", ["mixtral_basic", "deepseek_yarn"])
-def test_loading_onto_a_mesh(case: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", MESH, str(CASES / case)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=CASES.parents[2],
-    )
-    assert run.returncode == 0 and "fine" in run.stdout, run.stderr[-3000:]
+def test_loading_onto_a_mesh(eight: Callable[..., Any], case: str) -> None:
+    eight(loaded_on_a_mesh, CASES / case)
 
 
 def test_specs_drop_axes_of_size_one_and_refuse_what_cannot_be() -> None:

@@ -173,6 +173,7 @@ def test_drawn_into_the_axes_that_are_given(name: str) -> None:
     assert getattr(plot, name)(*DRAWN[name]).figure is not ax.figure
 
 
+@pytest.mark.commands
 def test_without_matplotlib() -> None:
     """The module can be imported, a picture says what to install."""
     code = (

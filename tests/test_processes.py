@@ -116,6 +116,7 @@ def test_a_process_that_is_stuck(tmp_path: Path, task: str, doing: str) -> None:
         assert job.processes[1].poll() is None
 
 
+@pytest.mark.commands
 def test_a_process_that_is_missing(tmp_path: Path) -> None:
     with Launch(tmp_path, 2, "missing", started=1) as job:
         assert job.end(0, 60) == GAVE_UP
@@ -123,6 +124,7 @@ def test_a_process_that_is_missing(tmp_path: Path) -> None:
         assert "process 0 of 2" in said and "gave up connecting to the other processes after 3 s" in said
 
 
+@pytest.mark.commands
 def test_an_exception_ends_all(tmp_path: Path) -> None:
     with Launch(tmp_path, 2, "fail") as job:
         job.ten()
@@ -171,6 +173,7 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.commands
 def test_alone(script: str) -> None:
     done = python(script, "nap")
     assert done.returncode == GAVE_UP and done.stdout.startswith("0 1 ")
@@ -179,6 +182,7 @@ def test_alone(script: str) -> None:
     assert "script.py" in done.stderr, "where it was"
 
 
+@pytest.mark.commands
 def test_a_limit_that_is_kept_leaves_no_trace() -> None:
     step = deadline("a step", 0.1)(lambda: time.sleep(0.01))
     for _ in range(3):
@@ -209,6 +213,7 @@ with deadline("a nap", 0.3):
 """
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize("argument", ["here", "fork"])
 def test_a_deadline_after_others(tmp_path: Path, argument: str) -> None:
     """One that no clock can count, and in a fork, which has not the thread that looks after them."""
@@ -217,6 +222,7 @@ def test_a_deadline_after_others(tmp_path: Path, argument: str) -> None:
     assert done.returncode == GAVE_UP and "gave up a nap after 0.3 s" in done.stderr
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -229,6 +235,7 @@ def test_an_environment_that_says_too_little(script: str, variables: dict[str, s
     assert done.returncode == 1 and message in done.stderr and not done.stdout
 
 
+@pytest.mark.commands
 def test_jax_finds_slurm(script: str) -> None:
     """With the variables that ``srun`` sets, and none of ours."""
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
@@ -245,6 +252,7 @@ def test_jax_finds_slurm(script: str) -> None:
             assert process.returncode == 0 and f"{i} 2 " in said, said
 
 
+@pytest.mark.commands
 def test_launcher(script: str) -> None:
     done = python("-m", "nnxmoe.runtime.launch", "--devices", "3", "2", script, "one", "--two")
     assert done.returncode == 0, done.stderr
@@ -252,6 +260,7 @@ def test_launcher(script: str) -> None:
     assert lines == [f"{i} 2 3 6 ['one', '--two']" for i in range(2)]
 
 
+@pytest.mark.commands
 def test_launcher_ends_all_when_one_fails(script: str) -> None:
     done = python("-m", "nnxmoe.runtime.launch", "2", script, "fail")
     assert done.returncode == 1 and "KeyError: 'here'" in done.stderr
@@ -263,6 +272,7 @@ HEARS = "import signal as s, sys; s.signal(s.SIGINT, s.default_int_handler); fro
 HEARS += "sys.exit(launch.main())"
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_launcher_ends_all_when_it_is_ended(tmp_path: Path, number: int, status: int) -> None:
     """Also processes that do not listen."""

@@ -16,6 +16,7 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 3
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_example(code: str, tmp_path: Path) -> None:
     """In a folder of its own, where it may write."""

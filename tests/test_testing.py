@@ -571,6 +571,7 @@ def test_what_cannot_be_compared() -> None:
         testing.assert_module_parity(shapes, Norm(), {"scale": "scale"}, X)
 
 
+@pytest.mark.commands
 def test_the_package_does_not_import_it() -> None:
     code = "import sys, nnxmoe; assert not [n for n in sys.modules if n.startswith('nnxmoe.testing')]"
     subprocess.run([sys.executable, "-c", code], check=True)
