@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError
+from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.rope import kind_of
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.mla import MLA
@@ -38,10 +38,7 @@ class DeepSeekV3Config(DecoderConfig):
     rope_field = "qk_rope_head_dim"
     aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
-    counts = (
-        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size",
-        "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group",
-    )  # fmt: skip
+    ignored = "aux_loss_alpha seq_aux ep_size qk_head_dim output_router_logits router_aux_loss_coef"
 
     vocab_size: int = 129280
     hidden_size: int = 7168
@@ -51,33 +48,27 @@ class DeepSeekV3Config(DecoderConfig):
     num_key_value_heads: int | None = 128
     max_position_embeddings: int = 4096
     attention_bias: bool = False
-    q_lora_rank: int | None = 1536
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
+    q_lora_rank: int | None = count(1536, most=2**20)
+    kv_lora_rank: int = count(512, most=2**20)
+    qk_nope_head_dim: int = count(128, most=2**16)
+    qk_rope_head_dim: int = count(64, most=2**16)
+    v_head_dim: int = count(128, most=2**16)
     rope_interleave: bool = True
-    moe_intermediate_size: int = 2048
-    n_routed_experts: int = 256
-    n_shared_experts: int | None = 1
+    moe_intermediate_size: int = count(2048, most=2**24)
+    n_routed_experts: int = count(256, most=4096)
+    n_shared_experts: int | None = count(1, least=0, most=4096)
     num_experts_per_tok: int = 8
     n_group: int = 8
     topk_group: int = 4
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 2.5
-    first_k_dense_replace: int = 3
-    num_nextn_predict_layers: int = 1
+    first_k_dense_replace: int = count(3, least=0)
+    num_nextn_predict_layers: int = count(1, least=0, most=1024)
     bos_token_id: int | None = 0
     eos_token_id: int | Sequence[int] | None = 1
 
     def _check(self) -> None:
         super()._check()
-        for name in ("first_k_dense_replace", "num_nextn_predict_layers"):
-            self._count(name, least=0)
-        if self.n_shared_experts is not None:
-            self._count("n_shared_experts", least=0)
-        if self.q_lora_rank is not None:
-            self._count("q_lora_rank")
         if self.kv_heads != self.num_attention_heads:
             raise ConfigError(
                 f"num_key_value_heads {self.kv_heads} must equal num_attention_heads {self.num_attention_heads}: "

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError
+from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
@@ -40,15 +40,10 @@ class MistralConfig(DecoderConfig):
     intermediate_size: int = 14336
     num_key_value_heads: int | None = 8
     max_position_embeddings: int = 131072
-    sliding_window: int | None = 4096
+    sliding_window: int | None = count(4096)
 
     attention_bias = False
     mlp_bias = False
-
-    def _check(self) -> None:
-        super()._check()
-        if self.sliding_window is not None:
-            self._count("sliding_window")
 
     @property
     def window(self) -> int | None:

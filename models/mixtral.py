@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError
+from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.norm import RMSNorm
@@ -30,15 +30,15 @@ class MixtralConfig(DecoderConfig):
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
     aliases = {"num_experts": "num_local_experts"}
-    counts = ("num_local_experts", "num_experts_per_tok")
+    ignored = "output_router_logits router_aux_loss_coef"
 
     intermediate_size: int = 14336
     num_key_value_heads: int | None = 8
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-5
     rope_theta: float = 1e6
-    sliding_window: int | None = None
-    num_local_experts: int = 8
+    sliding_window: int | None = count(None)
+    num_local_experts: int = count(8, most=4096)
     num_experts_per_tok: int = 2
     router_jitter_noise: float | None = 0.0
 
@@ -47,8 +47,6 @@ class MixtralConfig(DecoderConfig):
         noise = 0.0 if self.router_jitter_noise is None else self.router_jitter_noise
         if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < 1:
             raise ConfigError(f"router_jitter_noise must be at least 0 and below 1, got {short(noise)}")
-        if self.sliding_window is not None:
-            self._count("sliding_window")
         if self.num_experts_per_tok > self.num_local_experts:
             raise ConfigError(
                 f"num_experts_per_tok {self.num_experts_per_tok} is more than "

@@ -13,9 +13,10 @@ from nnxmoe.config.bounds import (
     MOST_EXPERTS,
     TOKEN_IDS,
     ConfigError,
-    check_count,
-    check_number,
+    check_fields,
     check_token_ids,
+    count,
+    number,
 )
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.rope import FIELDS as ROPE_FIELDS
@@ -25,18 +26,6 @@ from nnxmoe.storage.files import short, some
 
 logger = logging.getLogger(__name__)
 
-
-# Fields of config.json that change no number of a forward pass.
-HARMLESS = frozenset(
-    """architectures model_type transformers_version torch_dtype _name_or_path use_cache pretraining_tp
-    initializer_range attention_dropout output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size
-    auto_map attn_implementation _attn_implementation_autoset output_attentions output_hidden_states return_dict
-    use_return_dict task_specific_params is_encoder_decoder is_decoder tie_encoder_decoder chunk_size_feed_forward
-    qk_head_dim num_mtp_layers unsloth_version quantization_config original_max_position_embeddings
-    add_cross_attention cross_attention_hidden_size id2label label2id problem_type torchscript pruned_heads
-    finetuning_task prefix sep_token_id decoder_start_token_id tokenizer_class rope_interleave head_dim
-    partial_rotary_factor max_window_layers""".split()
-)
 
 # Fields that are left out of config.json rather than null, which transformers would take for a value.
 ABSENT = frozenset({"head_dim", "rope_scaling", "rope_parameters", "original_max_position_embeddings"})
@@ -48,24 +37,30 @@ class DecoderConfig:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
-    aliases: ClassVar[Mapping[str, str]] = {}
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    counts: ClassVar[tuple[str, ...]] = ()
-    rope_field: ClassVar[str] = "head_dim"  # the width that is rotated
+    aliases: ClassVar[Mapping[str, str]] = {}  # another name of a field -> the field
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # a field that is not stored -> the values it may have
+    rope_field: ClassVar[str] = "head_dim"  # the field with the rotated width
+    # Fields of config.json that do not affect the forward pass; families add their own.
+    ignored: ClassVar[str] = """architectures model_type transformers_version torch_dtype _name_or_path use_cache
+        pretraining_tp initializer_range attention_dropout auto_map attn_implementation _attn_implementation_autoset
+        output_attentions output_hidden_states return_dict use_return_dict task_specific_params is_encoder_decoder
+        is_decoder tie_encoder_decoder chunk_size_feed_forward unsloth_version quantization_config add_cross_attention
+        cross_attention_hidden_size id2label label2id problem_type torchscript pruned_heads finetuning_task prefix
+        sep_token_id decoder_start_token_id tokenizer_class partial_rotary_factor max_window_layers"""
 
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    vocab_size: int = count(32000, most=2**24)
+    hidden_size: int = count(4096, most=2**20)
+    intermediate_size: int = count(11008, most=2**24)
+    num_hidden_layers: int = count(32, most=1024)
+    num_attention_heads: int = count(32, most=2**14)
+    num_key_value_heads: int | None = count(None, most=2**14)
+    head_dim: int | None = count(None, most=2**16)
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
-    original_max_position_embeddings: int | None = None
-    rms_norm_eps: float = 1e-6
+    original_max_position_embeddings: int | None = count(None)
+    rms_norm_eps: float = number(1e-6, above=1e-20, most=1.0)
     tie_word_embeddings: bool = False
-    rope_theta: float = 10000.0
+    rope_theta: float = number(10000.0, above=1.0, most=1e15)
     rope_scaling: Mapping[str, Any] | None = None
     rope_parameters: Mapping[str, Any] | None = None
     bos_token_id: int | None = 1
@@ -86,11 +81,7 @@ class DecoderConfig:
         self._check()
 
     def _check(self) -> None:
-        counts = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        optional = ("num_key_value_heads", "head_dim", "original_max_position_embeddings")
-        given = [name for name in optional if getattr(self, name) is not None]
-        for name in (*counts, *given, "max_position_embeddings", *self.counts):
-            self._count(name)
+        check_fields(self)
         if self.num_attention_heads % self.kv_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -105,16 +96,8 @@ class DecoderConfig:
             raise ConfigError(f"hidden_act {short(self.hidden_act)} is not supported; supported: 'silu'")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"dtype {short(self.dtype)} is not supported; supported: {', '.join(DTYPES)}")
-        for name, kind, value in ((f.name, f.type, getattr(self, f.name)) for f in dataclasses.fields(self)):
-            if kind is float:
-                check_number(name, value)
-            if kind is bool and not isinstance(value, bool):
-                raise ConfigError(f"{name} must be true or false, got {short(value)}")
         check_token_ids({name: getattr(self, name) for name in TOKEN_IDS}, self.vocab_size)
         _ = self.rope
-
-    def _count(self, name: str, least: int = 1) -> None:
-        check_count(name, getattr(self, name), least)
 
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> Self:
@@ -139,8 +122,9 @@ class DecoderConfig:
                 f"partial_rotary_factor {short(partial)} with rope type {short(kind_of(rope))} is not supported"
             )
         known = {f.name for f in dataclasses.fields(cls)}
+        ignored = {name for base in cls.__mro__ for name in vars(base).get("ignored", "").split()}
         fields.setdefault("dtype", fields.get("torch_dtype"))
-        strange = [k for k in fields if k not in known | HARMLESS | set(cls.fixed)]
+        strange = [k for k in fields if k not in known | ignored | set(cls.fixed)]
         for name in ("rope_scaling", "rope_parameters"):
             inner = fields.get(name)
             strange += [f"{name}.{k}" for k in inner if k not in ROPE_FIELDS] if isinstance(inner, Mapping) else []

@@ -1,69 +1,89 @@
-"""Types and ranges of the fields of a config.json: a config must not make us loop or allocate beyond reason."""
+"""Types and bounds of config fields, declared where a config declares the field."""
 
+import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
 
 from nnxmoe.storage.files import short
 
 
 class ConfigError(ValueError):
-    """A field of a model's configuration that cannot be right, or that asks for what is not computed here."""
+    """A field of a model's configuration that is invalid or asks for something that is not supported."""
 
 
-# The largest counts, far beyond known models; a count that is not listed may reach 2**31 - 1.
-LARGEST = {
-    "num_hidden_layers": 1024,
-    "num_local_experts": 4096,
-    "n_routed_experts": 4096,
-    "n_shared_experts": 4096,
-    "num_nextn_predict_layers": 1024,
-    "vocab_size": 2**24,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-    "moe_intermediate_size": 2**24,
-    "num_attention_heads": 2**14,
-    "num_key_value_heads": 2**14,
-    "head_dim": 2**16,
-    "q_lora_rank": 2**20,
-    "kv_lora_rank": 2**20,
-    "qk_nope_head_dim": 2**16,
-    "qk_rope_head_dim": 2**16,
-    "v_head_dim": 2**16,
-}
 MOST_EXPERTS = 2**18  # in all layers together
 
-# Numbers lie above the first and reach at most the second.
-RANGES = {"rms_norm_eps": (1e-20, 1.0), "rope_theta": (1.0, 1e15), "factor": (1e-3, 1e6)}
-_RANGE = (1e-6, 1e6)  # of other numbers
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """Checks that a field is an integer from ``least`` to ``most``."""
+
+    least: int = 1
+    most: int = 2**31 - 1
+
+    def __call__(self, name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
+            kind = "positive" if self.least else "non-negative"
+            raise ConfigError(f"{name} must be a {kind} integer, got {short(value)}")
+        if value > self.most:
+            raise ConfigError(f"{name} {short(value)} is beyond what is supported: at most {self.most}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """Checks that a field is a number above ``above`` and at most ``most``."""
+
+    above: float = 1e-6
+    most: float = 1e6
+
+    def __call__(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or value == math.inf:
+            raise ConfigError(f"{name} must be a positive number, got {short(value)}")
+        if not self.above < value <= self.most:
+            raise ConfigError(f"{name} {short(value)} is out of range: above {self.above:g}, at most {self.most:g}")
+        return float(value)
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {short(value)}")
+
+
+def count(default: int | None, *, least: int = 1, most: int = 2**31 - 1) -> Any:
+    """A config field for an integer; the bounds are far beyond known models, and keep allocations within reason."""
+    return dataclasses.field(default=default, metadata={"check": Count(least, most)})
+
+
+def number(default: float, *, above: float, most: float) -> Any:
+    """A config field for a number."""
+    return dataclasses.field(default=default, metadata={"check": Number(above, most)})
+
+
+def check_fields(config: Any) -> None:
+    """Raises ConfigError for the first field of a config dataclass with a wrong type or out of its bounds.
+
+    A field without bounds of its own has those of the field that it overrides, else those of its type. None is valid
+    where the annotation says so.
+    """
+    by_type: dict[Any, Callable[[str, object], Any]] = {int: Count(), float: Number(), bool: _flag}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        declared = (vars(base).get("__dataclass_fields__", {}).get(field.name) for base in type(config).__mro__)
+        checks = [found.metadata["check"] for found in declared if found is not None and "check" in found.metadata]
+        check = checks[0] if checks else by_type.get(field.type)
+        if check is not None and not (value is None and type(None) in get_args(field.type)):
+            check(field.name, value)
+
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Refuses what is no integer between ``least`` and the largest count of that name."""
-    largest = LARGEST.get(name, 2**31 - 1)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        kind = "positive" if least else "non-negative"
-        raise ConfigError(f"{name} must be a {kind} integer, got {short(value)}")
-    if value > largest:
-        raise ConfigError(f"{name} {short(value)} is beyond what is supported: at most {largest}")
-
-
-def check_number(name: str, value: object, where: str = "") -> float:
-    """A number within its range, as a float; ConfigError otherwise."""
-    above, most = RANGES.get(name, _RANGE)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or value == math.inf:
-        raise ConfigError(f"{where}{name} must be a positive number, got {short(value)}")
-    if not above < value <= most:
-        raise ConfigError(f"{where}{name} {short(value)} is out of range: above {above:g}, at most {most:g}")
-    return float(value)
-
-
 def check_token_ids(fields: Mapping[str, Any], vocab: int) -> None:
-    """The ids of special tokens in config.json or generation_config.json lie in the vocabulary.
+    """Raises ConfigError unless every special token's id is in the vocabulary.
 
-    null: there is none; so, in older files, is a pad id of -1. Several eos ids may be given.
+    null means that there is none, and so does a pad id of -1 in older files. Several eos ids may be given.
     """
     for name in TOKEN_IDS:
         value = fields.get(name)

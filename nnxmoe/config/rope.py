@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nnxmoe.config.bounds import ConfigError, check_number
+from nnxmoe.config.bounds import ConfigError, Number
 from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope, yarn_mscale
 from nnxmoe.storage.files import short
 
 NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
            "attention_factor", "mscale", "mscale_all_dim")  # fmt: skip
+_RANGES = {"rope_theta": Number(1.0, 1e15), "factor": Number(1e-3, 1e6)}
 FIELDS = frozenset(
     {*NUMBERS, "rope_type", "type", "truncate", "original_max_position_embeddings", "partial_rotary_factor"}
 )
@@ -62,7 +63,7 @@ def _check_rope_fields(fields: Mapping[str, Any]) -> None:
     for name in NUMBERS:
         value = fields.get(name)
         if value is not None and not (name.startswith("mscale") and type(value) in (int, float) and value == 0):
-            check_number(name, value, "rope: ")
+            _check(name, value)
     if nested := [name for name, value in fields.items() if isinstance(value, Mapping)]:
         raise ConfigError(f"rope: {short(nested[0])}: rotary embeddings that differ between layers are not supported")
     if kind_of(fields) == "default" and fields.get("factor", 1) not in (None, 1):
@@ -88,4 +89,8 @@ def _yarn_attention(fields: Mapping[str, Any], scale: float) -> float:
 
 def _number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = fields.get(name)
-    return check_number(name, default if value is None else value, "rope: ")
+    return _check(name, default if value is None else value)
+
+
+def _check(name: str, value: object) -> float:
+    return _RANGES.get(name, Number())(f"rope: {name}", value)
