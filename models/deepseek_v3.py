@@ -14,12 +14,13 @@ from flax import nnx
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
-from nnxmoe.config.rope import kind_of
+from nnxmoe.config.rope import yarn_mscale
+from nnxmoe.config.rope_fields import kind_of
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.rope import rotate_halves, rotate_pairs, yarn_mscale
+from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.layers.stack import Layer, MoELayer
 from nnxmoe.models.llama import HF_DECODER, HF_MLP, MAXTEXT_DECODER, MAXTEXT_MLP
 from nnxmoe.moe.block import MoE

@@ -11,11 +11,12 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import Absorbed, Blockwise, ByLength, Fused, Naive, Reference
+from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import KVCache, LatentCache, RingCache, Slots, append_full, append_ring
 from nnxmoe.layers.gqa import GQA, Context
 from nnxmoe.layers.mla import MLA
-from nnxmoe.layers.rope import Rope, rotate_halves, rotate_pairs
+from nnxmoe.layers.rope import rotate_halves, rotate_pairs, rotation_at
 from tests.support.arrays import max_error
 from tests.support.attention import DENSE, LENGTH, MODELS, SCANNED, masks
 from tests.support.running import PART_TOLERANCE, feed, forward, randomise
@@ -422,7 +423,7 @@ def test_blocks_of_no_attention(inner: Any) -> None:
 def context(batch: int, length: int, rope: Rope, window: int | None) -> Context:
     index, zeros = jnp.arange(length), jnp.zeros((batch, length), jnp.int32)
     slots = Slots(index, jnp.ones((batch, length), bool), zeros)
-    rotation = rope(jnp.broadcast_to(index, (batch, length)))
+    rotation = rotation_at(rope, jnp.broadcast_to(index, (batch, length)))
     return Context(rotation, Mask(index, zeros, slots, window), jnp.int32(0), slots.valid)
 
 
@@ -506,7 +507,7 @@ def test_rotations() -> None:
     rope = Rope(8, 100.0)
 
     def at(position: int) -> Any:
-        return rope(jnp.array([[position]]))
+        return rotation_at(rope, jnp.array([[position]]))
 
     for rotate in (rotate_halves, rotate_pairs):
         assert max_error(jnp.linalg.norm(rotate(x, at(5))), jnp.linalg.norm(x)) < PART_TOLERANCE

@@ -14,7 +14,7 @@ import nnxmoe
 from nnxmoe import ConfigError
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+from nnxmoe.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from nnxmoe.models import (
     MODELS,
     PRESETS,

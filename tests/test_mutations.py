@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import nnxmoe
+from nnxmoe.config.rope import Rope
 from nnxmoe.layers import attend, mla
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.rope import Rope, rotate_halves, rotate_pairs
+from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.moe import router
 from nnxmoe.moe.router import RouterBias, Routing
 from tests.support.arrays import max_error

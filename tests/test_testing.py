@@ -23,6 +23,7 @@ from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.gqa import GQA, Context
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.rope import rotation_at
 from nnxmoe.models import Llama, LlamaConfig, Mixtral, MixtralConfig
 from nnxmoe.testing.rows import compare_trees
 from tests.support.running import randomise
@@ -207,7 +208,7 @@ def attention() -> tuple[GQA, dict[str, Any]]:
     module = GQA(WIDTH, HEADS, KV_HEADS, HEAD, **window, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
     index, valid = jnp.arange(7), jnp.ones((2, 7), bool)
     segment = jnp.zeros((2, 7), jnp.int32)
-    rotation = llama(1).rope(jnp.broadcast_to(index, (2, 7)))
+    rotation = rotation_at(llama(1).rope, jnp.broadcast_to(index, (2, 7)))
     context = Context(rotation, Mask(index, segment, Slots(index, valid, segment), None), jnp.int32(0), valid)
     return module, {"nnx_call": lambda module, x: module(x, context, None)[0]}
 

@@ -1,96 +1,106 @@
-"""The rotary embedding that a config asks for, in the styles of transformers 4 and 5."""
+"""Rotary position embedding (Su et al. 2021) and its long-context forms: the frequencies that a config asks for.
 
-from collections.abc import Mapping
-from typing import Any
+Sources: llama3 (Meta's Llama 3.1 reference), dynamic NTK (transformers), YaRN (Peng et al. 2023; DeepSeek's mscale).
+`nnxmoe.layers.rope` applies them.
+"""
 
-from nnxmoe.config.bounds import ConfigError, Number
-from nnxmoe.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope, yarn_mscale
-from nnxmoe.storage.files import short
+import dataclasses
+import math
 
-NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
-           "attention_factor", "mscale", "mscale_all_dim")  # fmt: skip
-_RANGES = {"rope_theta": Number(1.0, 1e15), "factor": Number(1e-3, 1e6)}
-FIELDS = frozenset(
-    {*NUMBERS, "rope_type", "type", "truncate", "original_max_position_embeddings", "partial_rotary_factor"}
-)
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 
-def kind_of(fields: Mapping[str, Any]) -> Any:
-    """The type of a rope object; ``rope_type`` wins over the older ``type``."""
-    given = [fields[name] for name in ("rope_type", "type") if fields.get(name) is not None]
-    return given[0] if given else "default"
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Plain rotary embedding: frequency ``theta ** (-2i / dim)`` for i < dim / 2. Angles are in radians."""
+
+    dim: int
+    theta: float
+
+    def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
+        """Radians per position of each pair; ``length`` is the number of positions in use."""
+        return jnp.asarray(self._plain(), jnp.float32)
+
+    def factor(self) -> float:
+        """Factor of the cosines and sines."""
+        return 1.0
+
+    def _plain(self) -> np.ndarray:
+        return self.theta ** (-np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
 
 
-def rope_from_fields(
-    fields: Mapping[str, Any], dim: int, theta: float, positions: int, original: int | None, width: str
-) -> Rope:
-    """The Rope of a rope object and of the top-level fields beside it.
+@dataclasses.dataclass(frozen=True)
+class LinearRope(Rope):
+    """Positions divided by ``scale`` (Chen et al. 2023)."""
 
-    ``dim``: the width that is rotated, and ``width`` its field; ``theta``: used where the object has none;
-    ``positions``: max_position_embeddings; ``original``: the top-level original_max_position_embeddings, which wins.
-    """
-    kind = kind_of(fields)
-    _check_rope_fields(fields)
-    if dim % 2:
-        raise ConfigError(f"{width}: rotary embedding needs an even width, got {dim}")
-    theta = _number(fields, "rope_theta", theta)
-    if kind == "default":
-        return Rope(dim, theta)
-    if kind == "linear":
-        return LinearRope(dim, theta, _number(fields, "factor"))
-    if kind == "dynamic" and dim < 4:
-        raise ConfigError(f"{width}: dynamic rope needs a width of at least 4, got {dim}")
-    if kind == "dynamic":
-        return DynamicRope(dim, theta, _number(fields, "factor"), positions)
-    trained: int = original or fields.get("original_max_position_embeddings") or positions
-    if kind == "llama3":
-        low, high = _number(fields, "low_freq_factor"), _number(fields, "high_freq_factor")
-        if not low < high:
-            raise ConfigError(f"rope: low_freq_factor {low} must be below high_freq_factor {high}")
-        return Llama3Rope(dim, theta, _number(fields, "factor"), low, high, trained)
-    if kind == "yarn":
-        if "factor" not in fields:
-            raise ConfigError("rope: yarn needs factor: give it, or null for the ratio of the two lengths")
-        scale = _number(fields, "factor", positions / trained)
-        betas = _number(fields, "beta_fast", 32.0), _number(fields, "beta_slow", 1.0)
-        truncate = fields.get("truncate", True)
-        return YarnRope(dim, theta, scale, trained, *betas, truncate, _yarn_attention(fields, scale))
-    raise ConfigError(f"rope type {short(kind)} is not supported; supported: default, linear, dynamic, llama3, yarn")
+    scale: float
+
+    def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
+        return jnp.asarray(self._plain() / self.scale, jnp.float32)
 
 
-def _check_rope_fields(fields: Mapping[str, Any]) -> None:
-    """Types and ranges of what a rope object says, also of what its type does not use."""
-    for name in NUMBERS:
-        value = fields.get(name)
-        if value is not None and not (name.startswith("mscale") and type(value) in (int, float) and value == 0):
-            _check(name, value)
-    if nested := [name for name, value in fields.items() if isinstance(value, Mapping)]:
-        raise ConfigError(f"rope: {short(nested[0])}: rotary embeddings that differ between layers are not supported")
-    if kind_of(fields) == "default" and fields.get("factor", 1) not in (None, 1):
-        raise ConfigError(
-            f"rope: factor {short(fields['factor'])} without a rope_type that uses it: give the rope_type"
-        )
-    if kind_of(fields) != "default" and fields.get("partial_rotary_factor", 1) not in (None, 1):
-        raise ConfigError(f"rope: partial_rotary_factor {short(fields['partial_rotary_factor'])} is not supported")
-    original = fields.get("original_max_position_embeddings")
-    if original is not None and (type(original) is not int or not 0 < original < 2**31):
-        raise ConfigError(f"rope: original_max_position_embeddings must be a positive integer, got {short(original)}")
-    if not isinstance(fields.get("truncate", True), bool):
-        raise ConfigError(f"rope: truncate must be true or false, got {short(fields['truncate'])}")
+@dataclasses.dataclass(frozen=True)
+class DynamicRope(Rope):
+    """NTK scaling that grows with the length once it exceeds ``max_positions``; keys in a cache keep their rotation."""
+
+    scale: float
+    max_positions: int
+
+    def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
+        used = jnp.maximum(length, self.max_positions).astype(jnp.float32)
+        growth = self.scale * used / self.max_positions - (self.scale - 1)
+        theta = self.theta * growth ** (self.dim / (self.dim - 2))
+        return theta ** (-jnp.arange(0, self.dim, 2, dtype=jnp.float32) / self.dim)
 
 
-def _yarn_attention(fields: Mapping[str, Any], scale: float) -> float:
-    if fields.get("attention_factor") is not None:
-        return _number(fields, "attention_factor")
-    if fields.get("mscale") and fields.get("mscale_all_dim"):
-        return yarn_mscale(scale, _number(fields, "mscale")) / yarn_mscale(scale, _number(fields, "mscale_all_dim"))
-    return yarn_mscale(scale, 1.0)
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope(Rope):
+    """Long waves slowed by ``scale``, short waves kept, a ramp in between."""
+
+    scale: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+    def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
+        plain = self._plain()
+        turns = self.original_positions * plain / (2 * np.pi)
+        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        return jnp.asarray((1 - kept) * plain / self.scale + kept * plain, jnp.float32)
 
 
-def _number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = fields.get(name)
-    return _check(name, default if value is None else value)
+@dataclasses.dataclass(frozen=True)
+class YarnRope(Rope):
+    """YaRN: frequencies below ``beta_slow`` turns divided by ``scale``, above ``beta_fast`` kept, a ramp between."""
+
+    scale: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+
+    def factor(self) -> float:
+        return self.attention_factor
+
+    def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
+        low, high = self._dimension(self.beta_fast), self._dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = np.clip((np.arange(self.dim // 2) - low) / (high - low), 0, 1)
+        plain = self._plain()
+        return jnp.asarray(plain / self.scale * ramp + plain * (1 - ramp), jnp.float32)
+
+    def _dimension(self, turns: float) -> float:
+        """The dimension whose wave makes ``turns`` turns over the original context."""
+        return self.dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
-def _check(name: str, value: object) -> float:
-    return _RANGES.get(name, Number())(f"rope: {name}", value)
+def yarn_mscale(scale: float, mscale: float) -> float:
+    """YaRN's attention temperature for a context stretched by ``scale``."""
+    return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0

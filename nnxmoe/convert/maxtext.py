@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.convert import orbax_folder
 from nnxmoe.convert.leaves import QUERY, Later, Leaf, collect, float_dtype, made_of
 from nnxmoe.convert.report import LoadReport
@@ -31,7 +32,6 @@ from nnxmoe.convert.side_files import read_config, read_generation_config, write
 from nnxmoe.convert.table import Path, TableError, label_of, parameters
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, query_divisor
-from nnxmoe.layers.rope import Llama3Rope
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, some

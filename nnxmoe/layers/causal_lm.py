@@ -23,6 +23,7 @@ from nnxmoe.layers.gqa import Context
 from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.rope import rotation_at
 from nnxmoe.layers.stack import MakeLayer
 from nnxmoe.moe.block import MoEInfo
 from nnxmoe.moe.dispatch import DispatchInfo
@@ -265,7 +266,7 @@ class CausalLM(nnx.Module):
             if positions is None:
                 before = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
                 positions = jnp.maximum(cache.next_position[:, None] + before, 0)
-        rotation = self.rope(jnp.asarray(positions))
+        rotation = rotation_at(self.rope, jnp.asarray(positions))
         return Context(rotation, mask, start, valid, key, fresh=fresh and cache is not None), moved
 
     def _check(self, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any, cache: Cache | None) -> None:

@@ -18,6 +18,7 @@ from flax import nnx
 from flax.core import meta
 
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.convert.maxtext import layout
 from nnxmoe.convert.restore import is_matrix
 from nnxmoe.convert.table import Path
@@ -27,7 +28,7 @@ from nnxmoe.layers.gqa import GQA, attentions
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.rope import Llama3Rope, rotate_pairs
+from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.layers.stack import Layer, MoELayer
 from nnxmoe.models import MODELS, model_class
 from nnxmoe.moe.block import MoE

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 
 import nnxmoe
 from nnxmoe import linen
+from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.layers import mlp as ours
 from nnxmoe.layers import norm as norms
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.gqa import GQA, Context
 from nnxmoe.layers.mla import LATENT_NORM_EPS, MLA, Latents
-from nnxmoe.layers.rope import Llama3Rope, rotate_halves, rotate_pairs
+from nnxmoe.layers.rope import rotate_halves, rotate_pairs, rotation_at
 from nnxmoe.layers.stack import Layer, MoELayer
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
@@ -39,7 +40,7 @@ def context_of(config: Any, length: int, batch: int = 2) -> Context:
     index, valid = jnp.arange(length, dtype=jnp.int32), jnp.ones((batch, length), bool)
     segment = jnp.zeros((batch, length), jnp.int32)
     mask = Mask(index, segment, Slots(index, valid, segment), config.window)
-    return Context(config.rope(jnp.broadcast_to(index, (batch, length))), mask, jnp.int32(0), valid)
+    return Context(rotation_at(config.rope, jnp.broadcast_to(index, (batch, length))), mask, jnp.int32(0), valid)
 
 
 def drawn(std: float, axes: Axes) -> Any:
