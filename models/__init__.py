@@ -9,6 +9,7 @@ from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
+from nnxmoe.config.printable import short
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.models.deepseek_v3 import PRESETS as _DEEPSEEK
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
@@ -16,7 +17,6 @@ from nnxmoe.models.llama import PRESETS as _LLAMA
 from nnxmoe.models.llama import Llama, LlamaConfig, MistralConfig
 from nnxmoe.models.mixtral import PRESETS as _MIXTRAL
 from nnxmoe.models.mixtral import Mixtral, MixtralConfig
-from nnxmoe.storage.files import short
 
 MODELS: dict[str, tuple[type[DecoderConfig], type[CausalLM]]] = {
     "llama": (LlamaConfig, Llama),

@@ -11,6 +11,7 @@ from flax import nnx
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
+from nnxmoe.config.printable import short
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.norm import RMSNorm
@@ -19,7 +20,6 @@ from nnxmoe.models.llama import HF_DECODER, HF_GQA, MAXTEXT_DECODER, MAXTEXT_GQA
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SoftmaxTopK
-from nnxmoe.storage.files import short
 from nnxmoe.strategy import Strategy
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 import nnxmoe
+from nnxmoe.config.printable import plain
 from nnxmoe.runtime import processes
 from nnxmoe.runtime.progress import say
-from nnxmoe.storage.files import plain
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 

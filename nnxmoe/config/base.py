@@ -19,10 +19,10 @@ from nnxmoe.config.bounds import (
     number,
 )
 from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.printable import short, some
 from nnxmoe.config.rope import Rope
 from nnxmoe.config.rope_fields import FIELDS as ROPE_FIELDS
 from nnxmoe.config.rope_fields import kind_of, rope_from_fields
-from nnxmoe.storage.files import short, some
 
 logger = logging.getLogger(__name__)
 

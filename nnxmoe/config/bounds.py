@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from nnxmoe.storage.files import short
+from nnxmoe.config.printable import short
 
 
 class ConfigError(ValueError):

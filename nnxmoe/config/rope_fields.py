@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, Number
+from nnxmoe.config.printable import short
 from nnxmoe.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope, yarn_mscale
-from nnxmoe.storage.files import short
 
 NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
            "attention_factor", "mscale", "mscale_all_dim")  # fmt: skip

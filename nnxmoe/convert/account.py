@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Container, Mapping, Set
 
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.printable import some
 from nnxmoe.convert.place import Reader
 from nnxmoe.convert.report import LoadError, LoadReport
 from nnxmoe.convert.table import Entry, Piece
@@ -13,7 +14,6 @@ from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import some
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER, _EXPERT = re.compile(r"model\.layers\.([0-9]{1,9})\."), re.compile(r".*\.experts\.([0-9]{1,9})\.")

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from nnxmoe.axes import Rules
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.printable import short
 from nnxmoe.convert.account import EMBED, HEAD, account, head_for_embedding, refuse_unjustified
 from nnxmoe.convert.leaves import Later, float_dtype
 from nnxmoe.convert.place import Reader
@@ -33,7 +34,6 @@ from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import short
 from nnxmoe.storage.multihost import gathered, held, holders, shared_folder
 from nnxmoe.storage.safetensors import dtype_code
 from nnxmoe.storage.write import Tensors, write_shares

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.printable import some
 from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.convert import orbax_folder
 from nnxmoe.convert.leaves import QUERY, Later, Leaf, collect, float_dtype, made_of
@@ -34,7 +35,7 @@ from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, query_divisor
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import absolute, some
+from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import shared_folder
 from nnxmoe.strategy import Strategy
 

@@ -12,6 +12,7 @@ import jax
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
+from nnxmoe.config.printable import short
 from nnxmoe.convert.leaves import Later, Leaf, collect, float_dtype, made_of
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.restore import abstract, restore
@@ -21,7 +22,7 @@ from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
 from nnxmoe.runtime.progress import bytes_bar
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import absolute, read_object, short
+from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.multihost import AnyArray, shared_folder
 from nnxmoe.storage.source import NATIVE_FILE
 from nnxmoe.storage.write import write_json

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
+from nnxmoe.config.printable import plain, some
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import plain, some
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

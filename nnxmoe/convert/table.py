@@ -14,8 +14,8 @@ from typing import Any
 
 from flax import nnx
 
+from nnxmoe.config.printable import some
 from nnxmoe.layers.lora import Kept, LoRAParam
-from nnxmoe.storage.files import some
 
 Table = Mapping[str, tuple[str, ...]]
 Path = tuple[Any, ...]

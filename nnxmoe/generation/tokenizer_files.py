@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from nnxmoe.config.printable import short
 from nnxmoe.generation.chat_template import TEMPLATE_CHARACTERS
 from nnxmoe.storage.files import (
     MAX_JSON_VALUES,
@@ -20,7 +21,6 @@ from nnxmoe.storage.files import (
     read_object,
     refuse_lfs_pointer,
     regular_file,
-    short,
 )
 from nnxmoe.storage.hub import TOKENIZER_FILES, local_folder, snapshot
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from nnxmoe.config.printable import short, some
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import short, some
 from nnxmoe.storage.source import NATIVE_FILE
 
 _CHECKPOINT_FILE = re.compile(

@@ -13,9 +13,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from nnxmoe.config.printable import short
 from nnxmoe.storage import source
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import short
 from nnxmoe.storage.safetensors import DTYPES, MAX_HEADER, TensorInfo, header_length, read_header
 from nnxmoe.storage.source import INDEX_FILE, Source
 

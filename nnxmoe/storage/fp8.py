@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from nnxmoe.config.printable import short
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import short
 from nnxmoe.storage.safetensors import DTYPES
 
 _FP8 = [dtype for code, dtype in DTYPES.items() if code.startswith("F8_")]

@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from nnxmoe.config.printable import short
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import parse_json, refuse_lfs_pointer, regular_file, short
+from nnxmoe.storage.files import parse_json, refuse_lfs_pointer, regular_file
 from nnxmoe.storage.source import is_size
 
 DTYPES: Mapping[str, np.dtype] = {

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nnxmoe.config.printable import short, some
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import read_object, short, some
+from nnxmoe.storage.files import read_object
 from nnxmoe.storage.hub import TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot
 
 logger = logging.getLogger(__name__)

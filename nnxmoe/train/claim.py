@@ -7,9 +7,9 @@ import shutil
 import time
 from pathlib import Path
 
+from nnxmoe.config.printable import some
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import some
 from nnxmoe.train.step_folder import MARKER, VERSION, finished, steps_in
 
 try:

@@ -13,9 +13,9 @@ from typing import Any, Self, SupportsIndex
 import jax
 import numpy as np
 
+from nnxmoe.config.printable import short
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.runtime.progress import logger
-from nnxmoe.storage.files import short
 from nnxmoe.train.documents import Document, Documents
 from nnxmoe.train.jsonl import DataError
 from nnxmoe.train.packing import Row, fill, pieces, place

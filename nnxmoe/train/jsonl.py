@@ -14,7 +14,8 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from nnxmoe.storage.files import absolute, parse_json, refuse_lfs_pointer, regular_file, short
+from nnxmoe.config.printable import short
+from nnxmoe.storage.files import absolute, parse_json, refuse_lfs_pointer, regular_file
 
 MAX_LINE_BYTES = 16 << 20
 ROLES = ("system", "user", "assistant")

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nnxmoe.config.printable import short
 from nnxmoe.convert.orbax_folder import gist
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import short
 
 _MAX_EXTRA = 1_000_000  # of JSON; more could not be read back within `files.MAX_JSON_VALUES`
 _SHOWN = 40  # lines of one error

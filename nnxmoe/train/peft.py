@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnxmoe.config.printable import plain
 from nnxmoe.convert.leaves import QUERY, float_dtype
 from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
 from nnxmoe.layers.lora import LoRA
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import absolute, plain
+from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import apart, gathered, shared_folder
 from nnxmoe.storage.safetensors import TensorInfo, dtype_code, read_header
 from nnxmoe.storage.write import Tensors, write_json, write_shares

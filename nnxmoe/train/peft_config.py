@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from nnxmoe.config.printable import short
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import read_object, short
+from nnxmoe.storage.files import read_object
 
 CONFIG_FILE = "adapter_config.json"
 

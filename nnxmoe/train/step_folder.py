@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from nnxmoe.config.printable import short, some
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import read_object, short, some
+from nnxmoe.storage.files import read_object
 from nnxmoe.train.named_arrays import Signature
 
 MARKER = "checkpoints.json"
