@@ -4,7 +4,6 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,27 +11,38 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nnxmoe"
 
-# Lower may not import from higher. Folders and files of the package; a longer name wins.
-LEVELS = {
-    "nnxmoe.runtime": 0,
-    "nnxmoe.axes": 0,
-    "nnxmoe.storage": 0,
-    "nnxmoe.layers": 1,
-    "nnxmoe.moe": 1,
-    "nnxmoe.kernels": 1,
-    "nnxmoe.config": 0,
-    "nnxmoe.strategy": 2,
-    "nnxmoe.models": 3,
-    "nnxmoe.convert": 4,
-    "nnxmoe.generation": 4,
-    "nnxmoe.train": 4,
-    "nnxmoe.testing": 5,
-    "nnxmoe.plot": 5,
-    "nnxmoe.linen": 5,
-    "nnxmoe.cli": 6,
-    "nnxmoe": 6,
+# Packages from the lowest to the highest: each imports lower ones only. No two share a level.
+ORDER = (
+    "nnxmoe.runtime",
+    "nnxmoe.config",
+    "nnxmoe.axes",
+    "nnxmoe.layers",
+    "nnxmoe.moe",
+    "nnxmoe.kernels",
+    "nnxmoe.strategy",
+    "nnxmoe.model",
+    "nnxmoe.models",
+    "nnxmoe.storage",
+    "nnxmoe.convert",
+    "nnxmoe.generation",
+    "nnxmoe.train",
+    "nnxmoe.linen",
+    "nnxmoe.testing",
+    "nnxmoe.plot",
+    "nnxmoe",
+    "nnxmoe.cli",
+)
+LEVELS = {package: level for level, package in enumerate(ORDER)}
+MODELS_KNOW = {f"nnxmoe.{name}" for name in ("config", "layers", "moe", "strategy", "model", "models")}
+# Imports upwards that are left; the list may only shrink.
+UPWARDS = {
+    ("nnxmoe.layers.causal_lm", "nnxmoe.convert.hf"),
+    ("nnxmoe.layers.causal_lm", "nnxmoe.moe.block"),
+    ("nnxmoe.layers.causal_lm", "nnxmoe.moe.dispatch"),
+    ("nnxmoe.layers.causal_lm", "nnxmoe.moe.router"),
+    ("nnxmoe.layers.causal_lm", "nnxmoe.strategy"),
+    ("nnxmoe.layers.stack", "nnxmoe.moe.block"),
 }
-DOORS = {("nnxmoe.layers.causal_lm", "nnxmoe.convert.hf")}  # CausalLM.from_pretrained, inside the function
 
 
 def sources() -> dict[str, Path]:
@@ -50,24 +60,15 @@ def sources() -> dict[str, Path]:
 SOURCES = sources()
 
 
-def level(module: str) -> int:
-    while module not in LEVELS:
-        module, _, _ = module.rpartition(".")
-    return LEVELS[module]
-
-
-def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node but those under ``if TYPE_CHECKING``."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
-            yield from walk(child)
+def package_of(module: str) -> str:
+    """The package, or the file beside the packages, that a module belongs to."""
+    return ".".join(module.split(".")[:2])
 
 
 def imports(path: Path, *, top_only: bool = False) -> set[str]:
-    """Modules of the package that a file imports."""
+    """Modules of the package that a file imports, also inside functions and under TYPE_CHECKING."""
     tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
-    for node in tree.body if top_only else walk(tree):
+    for node in tree.body if top_only else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -78,23 +79,31 @@ def imports(path: Path, *, top_only: bool = False) -> set[str]:
     return {name for name in found if name == "nnxmoe" or name.startswith("nnxmoe.")}
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_imports_point_downwards(module: str) -> None:
-    """Imports inside functions count too, but for the named doors."""
-    for other in imports(SOURCES[module]):
-        assert level(other) <= level(module) or (module, other) in DOORS, f"{module} imports {other}"
-        if module != "nnxmoe" and level(module) < LEVELS["nnxmoe"]:
-            assert other != "nnxmoe", f"{module} imports the whole package"
+IMPORTS = {module: imports(path) - {module} for module, path in SOURCES.items()}
 
 
-@pytest.mark.parametrize(("module", "other"), DOORS)
-def test_doors_are_lazy(module: str, other: str) -> None:
-    assert other in imports(SOURCES[module]) and other not in imports(SOURCES[module], top_only=True)
+@pytest.mark.parametrize("package", sorted(set(map(package_of, SOURCES))))
+def test_packages_import_lower_packages_only(package: str) -> None:
+    edges = {(module, other) for module in SOURCES if package_of(module) == package for other in IMPORTS[module]}
+    for module, other in edges - UPWARDS:
+        assert package_of(other) == package or LEVELS[package_of(other)] < LEVELS[package], f"{module} imports {other}"
 
 
-def test_no_circles() -> None:
-    """Modules on one level may import each other, but never in a circle."""
-    graph = {name: imports(path, top_only=True) - {name} for name, path in SOURCES.items()}
+def test_every_package_has_its_level_and_every_exception_is_needed() -> None:
+    assert set(map(package_of, SOURCES)) <= set(ORDER) and len(LEVELS) == len(ORDER)
+    for module, other in UPWARDS:
+        assert other in IMPORTS.get(module, ()), f"{module} no longer imports {other}: remove the exception"
+        assert LEVELS[package_of(other)] > LEVELS[package_of(module)]
+
+
+def test_families_know_parts_only() -> None:
+    for module in SOURCES:
+        if package_of(module) == "nnxmoe.models":
+            assert set(map(package_of, IMPORTS[module])) <= MODELS_KNOW, module
+
+
+def test_no_circles_of_files() -> None:
+    graph = {name: {other for other in found if (name, other) not in UPWARDS} for name, found in IMPORTS.items()}
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
