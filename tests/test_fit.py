@@ -187,8 +187,8 @@ fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=steps, checkpoint=fold
 def test_gradients_that_are_not_finite_stop_it_by_name(tmp_path: Path) -> None:
     model = build_tiny("llama", PLAIN)
 
-    def head(x: Any, kernel: Any, targets: Any, weights: Any, z: float, tied: bool, shards: int) -> Any:
-        total, entropy = Chunked()(x, kernel, targets, weights, z, tied, shards)
+    def head(x: Any, kernel: Any, targets: Any, weights: Any, z: float, shards: int) -> Any:
+        total, entropy = Chunked()(x, kernel, targets, weights, z, shards)
         return total * jnp.where(jnp.any(targets == 7), jnp.inf, 1.0), entropy
 
     good, bad = {"tokens": np.ones((2, 5), np.int32)}, {"tokens": np.full((2, 5), 7, np.int32)}

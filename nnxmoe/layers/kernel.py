@@ -44,6 +44,10 @@ class Kernel:
         """The whole kernel as one array; ``dtype`` None: in its own precision."""
         raise TypeError(f"{type(self).__name__} does not define dense")
 
+    def cast(self, dtype: Any) -> "Kernel":
+        """The kernel as several products with operands of this dtype want it: cast once, if it is cast at all."""
+        return self
+
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         """``x @ kernel`` in ``x``'s dtype, accumulated in float32."""
         return matmul(x, self.dense(x.dtype))
@@ -93,6 +97,9 @@ class DenseKernel(Kernel):
         """The array, turned to ``[*E, I, O]``; ``dtype`` None: in its own precision."""
         array = self.array if dtype is None else self.array.astype(dtype)
         return jnp.swapaxes(array, -1, -2) if self.transposed else array
+
+    def cast(self, dtype: Any) -> "DenseKernel":
+        return DenseKernel(self.array.astype(dtype), self.transposed)
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         return matmul(x, self.array, self.transposed)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import divided_over, shards
 from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.layers.kernel import Kernel
 from nnxmoe.moe import balance as balancing
 from nnxmoe.moe.router import Routing
 
@@ -22,21 +23,20 @@ Sums = tuple[Float[Array, ""], Float[Array, ""]]
 
 
 class Head(Protocol):
-    """``(x, kernel, targets, weights, z, tied, shards) -> (loss, cross-entropy)``, weighted sums over all tokens.
+    """``(x, kernel, targets, weights, z, shards) -> (loss, cross-entropy)``, weighted sums over all tokens.
 
-    The loss adds ``z * logsumexp(logits) ** 2`` per token and is the sum to differentiate. ``kernel`` is ``[D V]``, or
-    with ``tied`` the embedding table ``[V D]``. Logits are float32, products take operands of ``x``'s dtype. Rows are
-    split over ``shards`` devices.
+    The loss adds ``z * logsumexp(logits) ** 2`` per token and is the sum to differentiate. ``kernel [D V]`` is the
+    output head's, tied or not. Logits are float32, products take operands of ``x``'s dtype. Rows are split over
+    ``shards`` devices.
     """
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        kernel: Float[Array, "_ _"],
+        kernel: Kernel,
         targets: Int[Array, "B T"],
         weights: Float[Array, "B T"],
         z: float,
-        tied: bool,
         shards: int = 1,
     ) -> Sums: ...
 
@@ -45,11 +45,8 @@ class Head(Protocol):
 class Whole:
     """All logits at once: the oracle."""
 
-    def __call__(
-        self, x: Array, kernel: Array, targets: Array, weights: Array, z: float, tied: bool, shards: int = 1
-    ) -> Sums:
-        logits = _product(x, kernel.astype(x.dtype), tied)
-        each, entropy, _ = _losses(logits, targets, z)
+    def __call__(self, x: Array, kernel: Kernel, targets: Array, weights: Array, z: float, shards: int = 1) -> Sums:
+        each, entropy, _ = _losses(kernel.float32(x), targets, z)
         return jnp.sum(each * weights), jax.lax.stop_gradient(jnp.sum(entropy * weights))
 
 
@@ -67,20 +64,12 @@ class Chunked:
         if self.logits < 1:
             raise ValueError(f"Chunked(logits={self.logits}): how many logits at a time, at least 1")
 
-    def __call__(
-        self, x: Array, kernel: Array, targets: Array, weights: Array, z: float, tied: bool, shards: int = 1
-    ) -> Sums:
-        vocab = kernel.shape[0 if tied else 1]
+    def __call__(self, x: Array, kernel: Kernel, targets: Array, weights: Array, z: float, shards: int = 1) -> Sums:
+        vocab = kernel.shape[1]
         batch, length = targets.shape
         step = min(length, max(1, self.logits // (vocab * -(-batch // shards))))
-        sums: Any = _chunked(x, kernel, targets, weights, step, z, tied)
+        sums: Any = _chunked(x, kernel, targets, weights, step, z)
         return sums[0], jax.lax.stop_gradient(sums[1])
-
-
-def _product(x: Array, kernel: Array, tied: bool) -> Array:
-    """Logits ``[..., V]`` in float32."""
-    dims = (((x.ndim - 1,), (1 if tied else 0,)), ((), ()))
-    return jax.lax.dot_general(x, kernel, dims, preferred_element_type=jnp.float32)
 
 
 def _losses(logits: Array, targets: Array, z: float) -> tuple[Array, Array, Array]:
@@ -90,48 +79,47 @@ def _losses(logits: Array, targets: Array, z: float) -> tuple[Array, Array, Arra
     return norm - chosen + z * norm**2, norm - chosen, norm
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _chunked(x: Array, kernel: Array, targets: Array, weights: Array, step: int, z: float, tied: bool) -> Sums:
-    cast = kernel.astype(x.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _chunked(x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float) -> Sums:
+    cast = kernel.cast(x.dtype)
 
     def one(sums: Sums, chunk: Any) -> tuple[Sums, None]:
         x, targets, weights = chunk
-        each, entropy, _ = _losses(_product(x, cast, tied), targets, z)
+        each, entropy, _ = _losses(cast.float32(x), targets, z)
         return (sums[0] + jnp.sum(each * weights), sums[1] + jnp.sum(entropy * weights)), None
 
     return jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), _chunks(step, x, targets, weights))[0]
 
 
-def _forward(x: Array, kernel: Array, targets: Array, weights: Array, step: int, z: float, tied: bool) -> Any:
-    cast = kernel.astype(x.dtype)
+def _forward(x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float) -> Any:
+    cast = kernel.cast(x.dtype)
 
     def one(carry: Any, chunk: Any) -> Any:
         total, entropies, slope = carry
         x, targets, weights = chunk
-        logits = _product(x, cast, tied)
+        logits = cast.float32(x)
         each, entropy, norm = _losses(logits, targets, z)
         hit = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
         shares = jnp.exp(logits - norm[..., None])
         by_logits = (shares * (1 + 2 * z * norm)[..., None] - hit) * weights[..., None]
         by_logits = by_logits.astype(x.dtype)
-        by_x = jax.lax.dot_general(
-            by_logits, cast, (((2,), (0 if tied else 1,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        pair = (by_logits, x) if tied else (x, by_logits)
-        slope += jax.lax.dot_general(*pair, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
+        if slope is not None:
+            slope = jax.tree.map(jnp.add, slope, kernel.outer(x, by_logits))
         sums = total + jnp.sum(each * weights), entropies + jnp.sum(entropy * weights)
-        return (*sums, slope), by_x.astype(x.dtype)
+        return (*sums, slope), cast.back(by_logits)
 
-    start = (jnp.zeros(()), jnp.zeros(()), jnp.zeros(kernel.shape, jnp.float32))
+    slope = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), kernel) if kernel.trained else None
+    start = (jnp.zeros(()), jnp.zeros(()), slope)
     (total, entropy, slope), by_x = jax.lax.scan(one, start, _chunks(step, x, targets, weights))
     batch, length, dim = x.shape
     by_x = jnp.moveaxis(by_x, 0, 1).reshape(batch, -1, dim)[:, :length]
-    return (total, entropy), (by_x, slope.astype(kernel.dtype))
+    slope = None if slope is None else jax.tree.map(lambda a, like: a.astype(like.dtype), slope, kernel)
+    return (total, entropy), (by_x, slope)
 
 
-def _backward(step: int, z: float, tied: bool, slopes: tuple[Array, Array], by: Sums) -> Any:
+def _backward(step: int, z: float, slopes: tuple[Array, Kernel | None], by: Sums) -> Any:
     # In bfloat16 the scale, often 1 / tokens, would itself be off by up to 0.4 %, and every gradient with it.
-    by_x, by_kernel = ((slope.astype(jnp.float32) * by[0]).astype(slope.dtype) for slope in slopes)
+    by_x, by_kernel = jax.tree.map(lambda slope: (slope.astype(jnp.float32) * by[0]).astype(slope.dtype), slopes)
     return by_x, by_kernel, None, None
 
 
@@ -259,13 +247,12 @@ class Objective:
         body = model.body(batch["tokens"], mask, batch.get("positions"), segments, None, key, self._of_routing)
         targets, weights = targets_of(batch)
         count = jnp.maximum(jnp.sum(weights), 1.0) if tokens is None else tokens
-        tied = model.head is None
-        kernel = model.embed.table[...] if model.head is None else model.head.kernel[...]
+        kernel = model.head_weight()
         x = body.x
         if model.strategy.mesh is None:  # the chunks may cut rows anywhere
             x, targets, weights = (a.reshape(1, -1, *a.shape[2:]) for a in (x, targets, weights))
         parts = shards(model.strategy.mesh, divided_over(len(targets), model.strategy.mesh))
-        total, entropy = self.head(x, kernel, targets, weights, self.z_loss, tied, parts)
+        total, entropy = self.head(x, kernel, targets, weights, self.z_loss, parts)
         total, entropy = total / count, entropy / count
         infos = [body.infos[i] for i in sorted(body.infos)]
         even, router_z = (share * _mean([info.routing[i] for info in infos]) for i in range(2))
