@@ -148,6 +148,7 @@ def test_another_mesh(tmp_path: Path, eight: Callable[..., Any]) -> None:
     eight(on_other_meshes, tmp_path / "run")
 
 
+@pytest.mark.commands
 def test_two_processes_save_what_one_restores(tmp_path: Path) -> None:
     with Launch(tmp_path, 2, "checkpoint", devices=2) as job:
         job.finish(120)

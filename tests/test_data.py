@@ -500,9 +500,10 @@ def test_pickle(documents: Documents) -> None:
     equal([copy[3]], [Rows(documents, 32)[3]])
 
 
+@pytest.mark.grain
 def test_grain(documents: Documents) -> None:
     """Its shuffling, batches and state over our rows."""
-    grain = pytest.importorskip("grain")
+    import grain
 
     def make() -> Any:
         source = grain.MapDataset.source(Rows(documents, 48))

@@ -112,8 +112,10 @@ def test_ten_and_ten_steps_are_twenty(adapters: bool, resumes: bool, tmp_path: P
     same_bits(straight, again)
 
 
+@pytest.mark.grain
 def test_grain_goes_on_where_it_was(tmp_path: Path) -> None:
-    grain = pytest.importorskip("grain")
+    import grain
+
     rows = [{"tokens": row} for row in random_tokens(12, 9, seed=5)]
 
     def data() -> Any:

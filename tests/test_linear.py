@@ -53,7 +53,9 @@ def test_products_with_a_kernel(lead: tuple[int, ...], transpose: bool, dtype: s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("of_y", [-2, -1])
-@pytest.mark.parametrize("lead", [(1,), (8,), (1, 4), (8, 2)])
+@pytest.mark.parametrize(
+    "lead", [(1,), pytest.param((8,), marks=pytest.mark.slow), pytest.param((1, 4), marks=pytest.mark.slow), (8, 2)]
+)
 def test_products_for_each_matrix(lead: tuple[int, ...], of_y: int, dtype: str) -> None:
     for count, ins, outs in itertools.product((1, 2, 8), (1, 33), (1, 24)):
         x, y = arrays(dtype, (*lead, count, ins), (*lead, ins, outs) if of_y == -2 else (*lead, outs, ins))

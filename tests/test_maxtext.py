@@ -26,10 +26,11 @@ from tests.support.running import forward
 from tests.support.tiny import build_tiny, random_tokens
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("other", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_loss_and_gradients_are_maxtexts(name: str, scan: bool) -> None:
-    """Of whole and packed sequences; gradients under MaxText's names. Whether we scan is ours to choose."""
+def test_logits_loss_and_gradients_are_maxtexts(name: str, other: bool) -> None:
+    """Of whole and packed sequences; gradients under MaxText's names. ``other``: our stacking is not MaxText's."""
+    scan = ("_scanned" in name) != other
     arrays = load_file(CASES / name / "io.safetensors")
     results = json.loads((CASES / name / "config.json").read_text())
     model = maxtext.from_tree(nested(params_of(name)), config_of(name), nnxmoe.Strategy(scan_layers=scan))

@@ -26,7 +26,13 @@ def trained(mode: str) -> tuple[list[float], float, float, dict[str, int]]:
     return losses, error, training.temporary, dict(training.collectives)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.slow if mode in ("sparse ragged EP8", "dense FSDP8") else [])
+        for mode in MODES
+    ],
+)
 def test_eight_steps_are_maxtexts(eight: Callable[..., Any], mode: str) -> None:
     losses, error, megabytes, found = eight(trained, mode)
     assert np.abs(np.array(losses) - WANTED).max() < 5e-6, losses

@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -180,14 +180,6 @@ X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 7, WIDTH)), jnp.flo
 GATED = {"gate/kernel": "wi_0/kernel", "up/kernel": "wi_1/kernel", "down/kernel": "wo/kernel"}
 GROUPED = {"k/kernel": "key/kernel", "v/kernel": "value/kernel", "o/kernel": "out/kernel"}
 DIVIDED = GROUPED | {"q/kernel": ("query/kernel", lambda a: a / HEAD**0.5)}
-
-
-@pytest.fixture(autouse=True)
-def quick_compiles() -> Iterator[None]:
-    """The same programs as machine code that is made in less time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def compare(model: nnxmoe.CausalLM, linen: nn.Module, **options: Any) -> testing.ParityReport:
