@@ -21,6 +21,7 @@ from nnxmoe.layers import norm as norms
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.gqa import GQA, Context
+from nnxmoe.layers.kernel import DenseKernel
 from nnxmoe.layers.mla import LATENT_NORM_EPS, MLA, Latents
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs, rotation_at
 from nnxmoe.layers.stack import Layer, MoELayer
@@ -119,7 +120,8 @@ class LatentAttention(nn.Module):
         seen = jnp.concatenate([RMSNorm(LATENT_NORM_EPS, name="kv_norm")(latent), k_rope], axis=-1)
         shape = (c.kv_lora_rank, c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim)
         wkv_b = Kernel(shape, ("kv_lora", "kv_heads", "kv_head_dim"), name="wkv_b")()
-        latents = Latents(q_nope, rotate(q_rope, context.rotation), seen, wkv_b)
+        kv_b = DenseKernel(wkv_b.reshape(c.kv_lora_rank, -1))
+        latents = Latents(q_nope, rotate(q_rope, context.rotation), seen, kv_b)
         y = LATENT(latents, context.mask, c.softmax_scale, ATTEND)
         return Dense(2, (x.shape[-1],), ("heads", "kv", "embed"), biased, name="out")(y)
 
