@@ -354,7 +354,7 @@ def test_queries_are_drawn_for_their_scale() -> None:
 
 @pytest.mark.program
 @pytest.mark.parametrize(
-    ("kind", "scan"), [("llama 3.1", False), ("llama 3.1", True), ("mixtral", False), ("deepseek", True)]
+    ("kind", "scan"), [("llama 3.1", True), pytest.param("mixtral", False, marks=pytest.mark.slow), ("deepseek", True)]
 )
 def test_layers_in_a_list_and_scanned(kind: str, scan: bool) -> None:
     config, moe = tiny(kind), kind != "llama 3.1"

@@ -56,7 +56,14 @@ def caches_apart(one: Any, other: Any, mask: np.ndarray) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def _default(*names: str) -> list[Any]:
+    """All families; those that are not named are slow."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.mark.parametrize(
+    "name", _default("ring-scanned", "moe-ring", "latent-by-length", "mixtral-scanned", "deepseek", "remat-fused")
+)
 def test_what_is_left_out_changes_nothing(name: str) -> None:
     """Logits of the last token and the whole cache, whatever the padding; from a prompt longer than the window."""
     model, tokens = build(name), random_tokens(2, LENGTH)
@@ -72,7 +79,7 @@ def test_what_is_left_out_changes_nothing(name: str) -> None:
             assert caches_apart(our_cache, cache, mask) < 2 * PART_TOLERANCE, padding
 
 
-@pytest.mark.parametrize("name", ["full", "ring-scanned", "mixtral", "deepseek", "deepseek-absorbed"])
+@pytest.mark.parametrize("name", _default("ring-scanned", "mixtral", "deepseek-absorbed"))
 def test_greedy_tokens_are_those_of_whole_passes(name: str) -> None:
     """Two prompts of unequal lengths, one padded on the left."""
     model, tokens, mask = build(name), random_tokens(2, 9), np.ones((2, 9), np.int32)
@@ -99,8 +106,7 @@ class Asked:
         return Reference()(q, k, v, mask, scale)
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize(("kind", "scan"), [("llama", True), ("mistral", False), ("deepseek_v3", True)])
 def test_prefill_attends_to_its_own_tokens(kind: str, scan: bool) -> None:
     """Of the model as it is called: a prompt in an empty cache; not one in a cache that holds something, nor one whose
     length is traced, nor a single token."""
@@ -186,10 +192,10 @@ class Silent:
     ("dispatch", "alone"),
     [
         (Sorted(), True),
-        (Dense(), True),
+        pytest.param(Dense(), True, marks=pytest.mark.slow),
         (Capacity(0.5), False),
         (Chunked(Sorted(), 2), False),
-        (ExpertParallel(Sorted(), RingOfExperts()), False),
+        pytest.param(ExpertParallel(Sorted(), RingOfExperts()), False, marks=pytest.mark.slow),
         (Silent(), False),
     ],
 )
