@@ -10,7 +10,7 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.printable import short
-from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models.deepseek_v3 import PRESETS as _DEEPSEEK
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.llama import PRESETS as _LLAMA

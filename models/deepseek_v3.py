@@ -16,12 +16,12 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.rope import yarn_mscale
 from nnxmoe.config.rope_fields import kind_of
-from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
-from nnxmoe.layers.stack import Layer, MoELayer
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
 from nnxmoe.models.llama import HF_DECODER, HF_MLP, MAXTEXT_DECODER, MAXTEXT_MLP
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
@@ -232,7 +232,7 @@ class DeepSeekV3(CausalLM):
             mlp = MLP(dim, c.intermediate_size, bias=False, **kw)
             return Layer(RMSNorm(dim, eps, **kw), attention(**kw), RMSNorm(dim, eps, **kw), mlp)
 
-        def sparse(rngs: nnx.Rngs | None) -> MoELayer:
+        def sparse(rngs: nnx.Rngs | None) -> Layer:
             kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
             select = SigmoidGroupTopK(
                 c.num_experts_per_tok, c.n_group, c.topk_group, c.norm_topk_prob, c.routed_scaling_factor
@@ -244,7 +244,7 @@ class DeepSeekV3(CausalLM):
             width = c.moe_intermediate_size * (c.n_shared_experts or 0)
             shared = MLP(dim, width, bias=False, **kw) if width else None
             moe = MoE(router, experts, strategy.dispatch, shared, strategy.mesh)
-            return MoELayer(RMSNorm(dim, eps, **kw), attention(**kw), RMSNorm(dim, eps, **kw), moe)
+            return Layer(RMSNorm(dim, eps, **kw), attention(**kw), RMSNorm(dim, eps, **kw), moe)
 
         dense_count = min(c.first_k_dense_replace, c.num_hidden_layers)
         super().__init__(

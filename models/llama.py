@@ -11,11 +11,11 @@ from flax import nnx
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
-from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.stack import Layer
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
 from nnxmoe.strategy import Strategy
 
 

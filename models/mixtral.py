@@ -12,10 +12,10 @@ from flax import nnx
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.printable import short
-from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.stack import MoELayer
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
 from nnxmoe.models.llama import HF_DECODER, HF_GQA, MAXTEXT_DECODER, MAXTEXT_GQA
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
@@ -141,7 +141,7 @@ class Mixtral(CausalLM):
         strategy, dtype = strategy or Strategy.auto(), jnp.dtype(dtype)
         dim, eps, count = config.hidden_size, config.rms_norm_eps, config.num_local_experts
 
-        def layer(rngs: nnx.Rngs | None) -> MoELayer:
+        def layer(rngs: nnx.Rngs | None) -> Layer:
             kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
             attention = GQA(
                 dim,
@@ -157,6 +157,6 @@ class Mixtral(CausalLM):
             router = Router(dim, count, select, bias=False, jitter=jitter, **kw)
             experts = Experts(dim, config.intermediate_size, count, matmul=strategy.matmul, rules=strategy.rules, **kw)
             moe = MoE(router, experts, strategy.dispatch, shared=None, mesh=strategy.mesh)
-            return MoELayer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
+            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
 
         super().__init__(config, strategy, [(config.num_hidden_layers, layer)], dtype=dtype, rngs=rngs)

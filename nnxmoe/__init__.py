@@ -8,6 +8,7 @@ The public names live here; see the README for the map of the package.
 
 import importlib as _importlib
 from types import ModuleType as _ModuleType
+from typing import Any as _Any
 
 from nnxmoe.axes import RULES as RULES
 from nnxmoe.axes import make_mesh as make_mesh
@@ -26,12 +27,11 @@ from nnxmoe.generation.text import TokenizerError as TokenizerError
 from nnxmoe.layers.attend import Blockwise as Blockwise
 from nnxmoe.layers.attend import Fused as Fused
 from nnxmoe.layers.attend import Reference as Reference
-from nnxmoe.layers.causal_lm import CausalLM as CausalLM
-from nnxmoe.layers.causal_lm import Output as Output
 from nnxmoe.layers.mla import Absorbed as Absorbed
 from nnxmoe.layers.mla import ByLength as ByLength
 from nnxmoe.layers.mla import Naive as Naive
-from nnxmoe.layers.stack import Remat as Remat
+from nnxmoe.model.causal_lm import CausalLM as CausalLM
+from nnxmoe.model.decoder import Output as Output
 from nnxmoe.models import config_from_hf as config_from_hf
 from nnxmoe.moe.dispatch import Capacity as Capacity
 from nnxmoe.moe.dispatch import Chunked as Chunked
@@ -46,9 +46,18 @@ from nnxmoe.moe.grouped_matmul import Masked as Masked
 from nnxmoe.moe.grouped_matmul import RaggedDot as RaggedDot
 from nnxmoe.runtime import processes as processes
 from nnxmoe.storage.errors import CheckpointError as CheckpointError
+from nnxmoe.strategy import Remat as Remat
 from nnxmoe.strategy import Strategy as Strategy
 
 __version__ = "0.1.0"
+
+
+def _from_pretrained(cls: type[CausalLM], path_or_hub_id: _Any, **options: _Any) -> _Any:
+    """``nnxmoe.from_pretrained`` for this class only. Raises CheckpointError for checkpoints of another class."""
+    return from_pretrained(path_or_hub_id, expect=cls, **options)
+
+
+setattr(CausalLM, "from_pretrained", classmethod(_from_pretrained))  # noqa: B010  models are below the converters
 
 
 _SUBMODULES = ("convert", "kernels", "linen", "models", "plot", "processes", "testing", "train")

@@ -70,7 +70,7 @@ def parameter(
     return kind(value, axes=axes, inputs=inputs, eager_sharding=False)
 
 
-def label(part: nnx.Module, key: str, layer: int | None = None, stack: int | None = None) -> None:
+def label(part: Any, key: str, layer: int | None = None, stack: int | None = None) -> None:
     """Stamp every parameter of a part with its key, such as ``layer.attention.q.kernel``, and where the part stands:
     the index of its (first) layer and of that layer's stack, None outside of stacks."""
     for path, variable in nnx.iter_graph(part):

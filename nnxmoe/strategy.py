@@ -1,7 +1,7 @@
 """How this machine computes a model. Changing a strategy changes no result beyond rounding."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
@@ -14,10 +14,23 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend, Blockwise
 from nnxmoe.layers.mla import ByLength, LatentAttend
-from nnxmoe.layers.stack import MakeLayer, Remat, Scanned, Stack, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
 from nnxmoe.moe.expert_parallel import has_ragged_all_to_all
 from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, RaggedDot
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """Recomputes a layer's activations in the backward pass, except for those that ``policy`` saves.
+
+    ``policy``: one of ``jax.checkpoint_policies``; None saves nothing.
+    """
+
+    policy: Callable[..., bool] | None = None
+
+    def __call__(self, run: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
+        return jax.checkpoint(run, policy=self.policy, prevent_cse=not scanned)
+
 
 _WHY = {  # by type and backend, None: any; measured by python -m tests.benchmarks --only moe on two AVX-512 cores
     ("Blocked", "cpu"): "only the blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), or "
@@ -100,10 +113,6 @@ class Strategy:
     def auto(cls) -> Self:
         """What suits the backend that JAX runs on."""
         return cls()
-
-    def stack(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None) -> Stack:
-        """``count`` layers in the kind of stack that ``scan_layers`` asks for."""
-        return (Scanned if self.scan_layers else Unrolled)(count, make, rngs, self.remat)
 
     def sharding_of(self, variable: nnx.Variable) -> NamedSharding | None:
         """Where a parameter lies on the mesh; None without one."""

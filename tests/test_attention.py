@@ -14,7 +14,8 @@ from nnxmoe import Absorbed, Blockwise, ByLength, Fused, Naive, Reference
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import KVCache, LatentCache, RingCache, Slots, append_full, append_ring
-from nnxmoe.layers.gqa import GQA, Context
+from nnxmoe.layers.context import Context
+from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs, rotation_at
 from tests.support.arrays import max_error

@@ -332,7 +332,7 @@ def test_the_model_of_a_table_is_found_by_its_parameters() -> None:
         config = MIXTRAL
         moe = hand.wrapped_moe(DEEPSEEK).blueprint
         norm = linen.wrap(RMSNorm, config.hidden_size, 1e-5, dtype=F32)
-        layer = linen.wrap(hand.MoELayer, norm, hand.wrapped_attention(config), norm, linen.Wrapped(moe))
+        layer = linen.wrap(hand.Layer, norm, hand.wrapped_attention(config), norm, linen.Wrapped(moe))
         declared(layer, *inputs(config), None)
 
 

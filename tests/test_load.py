@@ -138,7 +138,7 @@ def test_mixed_dtypes_in_one_file(tmp_path: Path) -> None:
     tensors = tensors_of("llama_basic")
     mixed = {n: t.astype(ml_dtypes.bfloat16) if "down_proj" in n else t for n, t in tensors.items()}
     model = nnxmoe.from_pretrained(write(tmp_path / "m", "llama_basic", mixed))
-    assert str(model.stacks[0].layers[0].mlp.down.kernel.dtype) == "bfloat16" and model.dtype == jnp.float32
+    assert str(model.stacks[0].layers[0].feed_forward.down.kernel.dtype) == "bfloat16" and model.dtype == jnp.float32
     rounded = nnxmoe.from_pretrained(
         write(tmp_path / "n", "llama_basic", {n: t.astype(np.float32) for n, t in mixed.items()})
     )

@@ -25,7 +25,7 @@ from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import KVCache, RingCache, Slots
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.stack import Scanned, StackOutput
+from nnxmoe.model.stack import Body, ByLayer, Scanned
 from nnxmoe.models import Llama, LlamaConfig, config_from_hf, model_class
 from nnxmoe.moe import dispatch, permute
 from nnxmoe.moe.router import SoftmaxTopK
@@ -308,14 +308,14 @@ def test_a_step_on_one_device_has_no_constraint(monkeypatch: pytest.MonkeyPatch)
 # Stacks: the weights of a layer, and its cache
 
 
-def sliced_outside(self: Scanned, x: Any, context: Any, cache: Any) -> StackOutput:
+def sliced_outside(self: Scanned, x: Any, context: Any, cache: Any) -> Body:
     """Each layer's weights taken out of the stack before the part that is computed again."""
     graph, state = nnx.split(self.layer)
     assert self.remat is not None and cache is None
     run = self.remat(lambda weights, x: nnx.merge(graph, weights)(x, context, None)[0], scanned=False)
     for i in range(self.depth):
         x = run(jax.tree.map(lambda a, i=i: a[i], state), x)
-    return StackOutput(x, None, [None] * self.depth, [])
+    return Body(x, None, ByLayer(), ())
 
 
 def test_weights_are_selected_inside_remat(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def test_weights_are_selected_inside_remat(monkeypatch: pytest.MonkeyPatch) -> N
     assert growth() > inputs + 1.5 * weights
 
 
-def handed_along(self: Scanned, x: Any, context: Any, cache: Any) -> StackOutput:
+def handed_along(self: Scanned, x: Any, context: Any, cache: Any) -> Body:
     """The caches as what the scan reads and writes, not in its carry."""
     graph, state = nnx.split(self.layer)
 
@@ -345,7 +345,7 @@ def handed_along(self: Scanned, x: Any, context: Any, cache: Any) -> StackOutput
         return x, one
 
     x, cache = jax.lax.scan(step, x, (state, cache))
-    return StackOutput(x, cache, [None] * self.depth, [])
+    return Body(x, cache, ByLayer(), ())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Models as objects: how they are made, what they refuse, what users may change."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.convert import maxtext, native
+from nnxmoe.model.causal_lm import decoder_of
 from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
 from nnxmoe.train import fit
 from tests.support.arrays import max_error
@@ -155,3 +157,33 @@ def test_a_parameter_without_labels(tmp_path: Path) -> None:
         nnxmoe.save_pretrained(model, tmp_path / "hf")
     with pytest.raises(Exception, match="extra"):
         maxtext.to_tree(model)
+
+
+# What NNX shows
+
+
+@pytest.mark.parametrize(("kind", "scan"), [("llama", True), ("mixtral", False), ("deepseek_v3", True)])
+def test_tabulate(kind: str, scan: bool) -> None:
+    """Every module of a layer has a row with its inputs and outputs."""
+    model = made(kind, nnx.Rngs(0), scan_layers=scan)
+    table = nnx.tabulate(model, random_tokens(1, 4), console_kwargs={"width": 400, "force_terminal": False})
+    layer = "stacks/0/layer" if scan else "stacks/0/layers/1"
+    for row in ("embed", f"{layer}/attention/o", f"{layer}/feed_forward", "head"):
+        assert f" {row} " in table, row
+    assert f"{sum(a.size for a in jax.tree.leaves(nnx.state(model))):,}" in table
+
+
+def test_where_weights_came_from_is_no_part_of_a_program() -> None:
+    """Models that differ in report and generation config share the compiled forward pass and decoding."""
+    first, second = made("llama", nnx.Rngs(0)), made("llama", nnx.Rngs(1))
+    second.load_report, second.generation_config = nnxmoe.LoadReport("elsewhere"), {"eos_token_id": 3}
+    graphs = [nnx.split(decoder_of(model))[0] for model in (first, second)]
+    assert graphs[0] == graphs[1] and hash(graphs[0]) == hash(graphs[1])
+
+
+def test_reports_compare_by_what_was_loaded() -> None:
+    report = nnxmoe.LoadReport("a", loaded=("x",), casts={"bfloat16 -> float32": ("x",)}, seconds=1.0)
+    same = dataclasses.replace(report, seconds=2.0)
+    assert report == same and hash(report) == hash(same)
+    for changes in ({"source": "b"}, {"loaded": ("y",)}, {"casts": {}}, {"nonfinite": {"x": 1}}):
+        assert dataclasses.replace(report, **changes) != report

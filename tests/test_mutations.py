@@ -19,6 +19,7 @@ from nnxmoe.layers import attend, mla
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.moe import router
+from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import RouterBias, Routing
 from tests.support.arrays import max_error
 from tests.support.cases import load_case
@@ -54,13 +55,13 @@ def layers(model: Any) -> Iterator[Any]:
 
 
 def moes(model: Any) -> Iterator[Any]:
-    return (layer.moe for layer in layers(model) if hasattr(layer, "moe"))
+    return (layer.moe for layer in layers(model) if isinstance(layer.moe, MoE))
 
 
 def swap_gate_and_up(model: Any, patch: pytest.MonkeyPatch) -> None:
     for layer in layers(model):
-        for part in [layer.mlp] if hasattr(layer, "mlp") else [layer.moe.experts]:
-            part.gate, part.up = part.up, part.gate
+        part = layer.moe.experts if isinstance(layer.moe, MoE) else layer.feed_forward
+        part.gate, part.up = part.up, part.gate
 
 
 def rotate_other_pairs(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,7 @@ def norms_with_eps(eps: float) -> Plant:
     def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
         for layer in layers(model):
             layer.attention_norm.eps = eps
-            (layer.mlp_norm if hasattr(layer, "mlp_norm") else layer.moe_norm).eps = eps
+            layer.feed_forward_norm.eps = eps
         model.norm.eps = eps
 
     return plant

@@ -205,7 +205,7 @@ def test_values_that_are_not_finite_are_reported(tmp_path: Path, caplog: pytest.
 def test_values_that_become_infinite_are_reported(tmp_path: Path) -> None:
     """In the asked dtype, on one device and on a mesh."""
     model = build_tiny("llama", plain())
-    kernel = model.stacks[0].layers[1].mlp.up.kernel
+    kernel = model.stacks[0].layers[1].feed_forward.up.kernel
     kernel.set_value(kernel.get_value().at[2, 3].set(1e6))
     nnxmoe.save(model, tmp_path / "a")
     for mesh in (None, nnxmoe.make_mesh(fsdp=1)):

@@ -160,8 +160,7 @@ def test_prefill_computes_less(kind: str) -> None:
     scores with its empty slots only where it is looked at."""
     model = build_tiny(kind)
     layer = model.stacks[-1].layers[-1]
-    parts = layer.mlp if kind == "llama" else layer.moe
-    saved = 2 * (LENGTH - 1) * products(layer.attention.q, layer.attention.o, parts)
+    saved = 2 * (LENGTH - 1) * products(layer.attention.q, layer.attention.o, layer.feed_forward)
     whole, last, fresh = (operations(model, **options) for options in ({}, {"last": True}, {"fresh": True}))
     assert whole - last >= saved
     assert fresh < whole

@@ -20,7 +20,8 @@ from nnxmoe import testing
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Slots
-from nnxmoe.layers.gqa import GQA, Context
+from nnxmoe.layers.context import Context
+from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotation_at
@@ -233,7 +234,7 @@ def test_a_mixtral(scan: bool) -> None:
     report = compare(model, LinenLlama(layers=2, experts=True, scan=scan))
     assert report.submodules == 3 + 2 * 9 and report.gradient < 1e-5
     text = difference(compare, model, LinenLlama(nn.FrozenDict({1: "routing"}), layers=2, experts=True))
-    ours = "stacks/0/layer/moe [layer 1 of 2]" if scan else "stacks/0/layers/1/moe"
+    ours = "stacks/0/layer/feed_forward [layer 1 of 2]" if scan else "stacks/0/layers/1/feed_forward"
     assert f"PART   {ours} = decoder/layers_1/MoeBlock_0  " in text and "the cause lies within" in text
 
 
@@ -337,8 +338,16 @@ def test_submodules_that_are_compiled_or_wrapped() -> None:
 LAYER = "stacks/0/layers/1/"
 THERE = "decoder/layers_1/"
 PARTINGS = {
-    "swapped": ("mlp/up = decoder/layers_1/mlp/wi_1", "mlp/down = decoder/layers_1/mlp/wo", "lies before it"),
-    "no activation": ("mlp/up = decoder/layers_1/mlp/wi_1", "mlp/down = decoder/layers_1/mlp/wo", "lies before it"),
+    "swapped": (
+        "feed_forward/up = decoder/layers_1/mlp/wi_1",
+        "feed_forward/down = decoder/layers_1/mlp/wo",
+        "lies before it",
+    ),
+    "no activation": (
+        "feed_forward/up = decoder/layers_1/mlp/wi_1",
+        "feed_forward/down = decoder/layers_1/mlp/wo",
+        "lies before it",
+    ),
     "no rope": (
         "attention/v = decoder/layers_1/self_attention/value",
         "attention/o = decoder/layers_1/self_attention/out",
@@ -346,10 +355,10 @@ PARTINGS = {
     ),
     "eps": (
         "attention = decoder/layers_1/self_attention",
-        "mlp_norm = decoder/layers_1/post_self_attention_layer_norm",
+        "feed_forward_norm = decoder/layers_1/post_self_attention_layer_norm",
         "lies within",
     ),
-    "NaN": ("mlp/down = decoder/layers_1/mlp/wo", "mlp = decoder/layers_1/mlp", "lies within"),
+    "NaN": ("feed_forward/down = decoder/layers_1/mlp/wo", "feed_forward = decoder/layers_1/mlp", "lies within"),
 }
 
 
@@ -371,7 +380,7 @@ def test_the_layer_of_a_scan(scan: bool, linen_scan: bool) -> None:
     i = 0 if linen_scan else 1
     linen = LinenLlama(nn.FrozenDict({"all": "eps", 1: "eps"}), scan=linen_scan)
     text = difference(compare, llama(scan_layers=scan), linen)
-    ours = f"stacks/0/layer/mlp_norm [layer {i} of 3]" if scan else f"stacks/0/layers/{i}/mlp_norm"
+    ours = f"stacks/0/layer/feed_forward_norm [layer {i} of 3]" if scan else f"stacks/0/layers/{i}/feed_forward_norm"
     name = "post_self_attention_layer_norm"
     theirs = f"decoder/layers/{name} [layer {i} of 3]" if linen_scan else f"decoder/layers_{i}/{name}"
     assert f"PART   {ours} = {theirs}  " in text
@@ -455,7 +464,7 @@ def test_the_gradient_that_is_nearest_to_the_output(scan: bool) -> None:
     text = difference(compare, llama(scan_layers=scan), linen)
     assert "part in their gradients (tolerance 1.0e-05); their outputs agree:" in text
     up, down = (
-        f"stacks/0/layer/mlp/{name}/kernel [layer 1 of 3]" if scan else f"{LAYER}mlp/{name}/kernel"
+        f"stacks/0/layer/feed_forward/{name}/kernel [layer 1 of 3]" if scan else f"{LAYER}feed_forward/{name}/kernel"
         for name in ("up", "down")
     )
     assert f"agree  {down}  " in text and f"PART   {up}  " in text and "Linen 0\n" in f"{text}\n"
@@ -511,7 +520,10 @@ def test_every_fault_of_a_mapping_at_once() -> None:
 def test_other_numbers_of_layers(count: int) -> None:
     text = difference(compare, llama(), LinenLlama(layers=count))
     if count == 2:
-        assert "layers/2/mlp/up/kernel -> decoder/layers_2/mlp/wi_1/kernel float32[12, 20]: Linen has no such" in text
+        assert (
+            "layers/2/feed_forward/up/kernel -> decoder/layers_2/mlp/wi_1/kernel float32[12, 20]: Linen has no such"
+            in text
+        )
     else:
         assert "Linen's decoder/layers_3/mlp/wi_1/kernel float32[12, 20] has no NNX parameter" in text
     assert len(text.splitlines()) == 1 + 9

@@ -266,8 +266,8 @@ def test_the_bias_is_moved_by_the_load_alone(scan: bool) -> None:
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named() -> None:
     model = build_tiny("llama", PLAIN)
-    model.stacks[0].layer.mlp.down.kernel.set_value(
-        model.stacks[0].layer.mlp.down.kernel.get_value().at[1, 3].set(jnp.nan)
+    model.stacks[0].layer.feed_forward.down.kernel.set_value(
+        model.stacks[0].layer.feed_forward.down.kernel.get_value().at[1, 3].set(jnp.nan)
     )
     step = Step(model, optax.adam(0.1))
     start = step.init()

@@ -7,7 +7,7 @@ import numpy as np
 
 from nnxmoe.generation.decode import stream
 from nnxmoe.generation.text import Tokenizer
-from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import say
 
 QUESTION, TEXT = "question", "text"

@@ -18,7 +18,7 @@ from nnxmoe.convert.account import head_for_embedding, refuse_unjustified
 from nnxmoe.convert.place import FLOATS
 from nnxmoe.convert.side_files import check_generation, parse_config
 from nnxmoe.convert.table import Entry, entries
-from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import PRESETS, model_class, preset
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.storage.checkpoint import Checkpoint, hub_headers

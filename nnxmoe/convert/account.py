@@ -10,7 +10,7 @@ from nnxmoe.config.printable import some
 from nnxmoe.convert.place import Reader
 from nnxmoe.convert.report import LoadError, LoadReport
 from nnxmoe.convert.table import Entry, Piece
-from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError

@@ -17,7 +17,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import hf, maxtext, native
 from nnxmoe.convert.leaves import Later
 from nnxmoe.convert.side_files import has_tokenizer, read_config, read_generation_config
-from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import PRESETS, preset
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import bytes_bar, logger, say

@@ -27,8 +27,8 @@ from nnxmoe.convert.place import Reader
 from nnxmoe.convert.restore import activations_dtype
 from nnxmoe.convert.side_files import check_generation, parse_config, write_side_files
 from nnxmoe.convert.table import Entry, Piece, entries, parameters
-from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import model_class
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.progress import bytes_bar, logger

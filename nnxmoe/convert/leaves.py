@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from nnxmoe.axes import axes_of, partition_spec
 from nnxmoe.convert.table import Path, label_of, parameters
-from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.storage.multihost import AnyArray, apart
 
 

@@ -18,8 +18,8 @@ from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.restore import abstract, restore
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.convert.table import label_of, parameters
-from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import bytes_bar
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object

@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Mapping
 
+from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import plain, some
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class LoadReport:
     """Every tensor of a checkpoint and every parameter of a model, accounted for.
 
@@ -27,15 +28,16 @@ class LoadReport:
     nonfinite: Mapping[str, int] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     bytes_read: int = 0
-    seconds: float = 0.0
+    seconds: float = dataclasses.field(default=0.0, compare=False)
     files: str | None = None
 
-    # Where a model came from is no part of its structure: two loads of one model share their compiled programs.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LoadReport)
-
-    def __hash__(self) -> int:
-        return hash(LoadReport)
+    def __post_init__(self) -> None:
+        for name in (
+            "skipped",
+            "casts",
+            "nonfinite",
+        ):  # a model holds its report as a static, hence hashable, attribute
+            object.__setattr__(self, name, FrozenDict(getattr(self, name)))
 
     @property
     def gigabytes_per_second(self) -> float:

@@ -20,8 +20,8 @@ from nnxmoe.convert.leaves import QUERY, Change, Later, Leaf
 from nnxmoe.convert.place import natural_dtype
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.table import Path
-from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import attentions, carry_scale
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import model_class
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.memory import give_back

@@ -10,7 +10,7 @@ from nnxmoe.config.bounds import ConfigError, check_token_ids
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.convert.restore import matrices_dtype
 from nnxmoe.convert.table import parameters
-from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError

@@ -21,7 +21,9 @@ from nnxmoe.axes import batch_axes, constrain, everywhere, shards
 from nnxmoe.generation.sampling import Knobs, Sampling, Steps, pick, prepare
 from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.layers.cache import Cache
-from nnxmoe.layers.causal_lm import Body, CausalLM, refuse_shapes
+from nnxmoe.model.causal_lm import CausalLM, decoder_of, refuse_shapes
+from nnxmoe.model.decoder import Decoder
+from nnxmoe.model.stack import Body
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.processes import deadline
 from nnxmoe.runtime.progress import logger, say
@@ -110,7 +112,7 @@ def generate_tokens(
     ids, valid = (np.pad(a, ((0, more), (0, 0))) for a in (ids, valid))
     real = np.arange(rows + more) < rows if more else None
     steps, knobs = prepare(sampling, vocab)
-    graph, state = nnx.split(model)
+    graph, state = nnx.split(decoder_of(model))
     leaves, tree = jax.tree.flatten(state)
     refuse_shapes(leaves)
     programs = _programs(graph, tree)
@@ -174,7 +176,7 @@ class _Programs:
     def __init__(self, graph: Any, tree: Any):
         self._known: set[Any] = set()
 
-        def merge(leaves: list[Array]) -> CausalLM:
+        def merge(leaves: list[Array]) -> Decoder:
             return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
         def prefill(
@@ -186,15 +188,15 @@ class _Programs:
             knobs: Knobs,
             key: Key[Array, ""],
         ) -> tuple[Int[Array, "B"], Int[Array, ""], Memory]:
-            model = merge(leaves)
-            cache = model.empty_cache(ids.shape[0], capacity)
-            body = model.body(ids, valid, cache=cache, fresh=True, last=True)
-            logits = model.logits(body.x)[:, 0]
+            decoder = merge(leaves)
+            cache = decoder.empty_cache(ids.shape[0], capacity)
+            body = decoder.body(ids, valid, cache=cache, fresh=True, last=True)
+            logits = decoder.logits(body.x)[:, 0]
             rows = jnp.arange(ids.shape[0])[:, None]
             seen = jnp.zeros(logits.shape, bool).at[rows, ids].max(valid) if steps.penalty else None
             token = pick(logits, seen, steps, knobs, jax.random.fold_in(key, 0))
             assert body.cache is not None
-            mesh = model.strategy.mesh
+            mesh = decoder.mesh
             return everywhere(token, mesh), everywhere(_dropped(body), mesh), Memory(body.cache, _see(seen, token))
 
         def decode(
@@ -208,11 +210,11 @@ class _Programs:
             key: Key[Array, ""],
             step: Int[Array, ""],
         ) -> tuple[Int[Array, "B"], Int[Array, ""], Memory]:
-            model = merge(leaves)
-            mesh = model.strategy.mesh
+            decoder = merge(leaves)
+            mesh = decoder.mesh
             token = constrain(token, mesh, batch_axes(mesh))
-            body = model.body(token[:, None], None if real is None else real[:, None], cache=memory.cache)
-            logits = model.logits(body.x)[:, 0]
+            body = decoder.body(token[:, None], None if real is None else real[:, None], cache=memory.cache)
+            logits = decoder.logits(body.x)[:, 0]
             token = pick(logits, memory.seen, steps, knobs, jax.random.fold_in(key, step))
             assert body.cache is not None
             dropped = everywhere(dropped + _dropped(body), mesh)
@@ -234,7 +236,8 @@ _programs = functools.lru_cache(maxsize=16)(_Programs)
 
 
 def _dropped(body: Body) -> Int[Array, ""]:
-    return sum((info.dispatch.dropped for info in body.infos.values()), jnp.int32(0))
+    each: list[Array] = [info.dispatch.dropped for info in body.infos.values()]
+    return sum(each, jnp.int32(0))
 
 
 def _see(seen: Bool[Array, "B V"] | None, token: Int[Array, "B"]) -> Bool[Array, "B V"] | None:

@@ -1,64 +1,16 @@
 """Grouped-query attention (Ainslie et al. 2023), with an optional sliding window (Mistral)."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float
 
-from nnxmoe.layers.attend import Attend, Mask
-from nnxmoe.layers.cache import KVCache, LayerCache, RingCache
+from nnxmoe.layers.attend import Attend
+from nnxmoe.layers.cache import KVCache, RingCache
+from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import Linear
-from nnxmoe.layers.rope import Rotate, Rotation, rotate_halves
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """What every layer of one forward pass shares: rotations, mask, first slot to write, which tokens are real (None:
-    all are), where there is randomness its key, and what is kept of each layer's routing (None: all of it).
-
-    ``fresh``: the cache was empty, and the mask is of these tokens alone: they attend to each other, not to its slots.
-    ``last``: nobody wants the layer's output of any but the last token, which is then all that it returns.
-    """
-
-    rotation: Rotation
-    mask: Mask
-    start: Int[Array, ""]
-    valid: Bool[Array, "B T"] | None
-    key: Key[Array, ""] | None = None
-    of_routing: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
-    fresh: bool = dataclasses.field(default=False, metadata={"static": True})
-    last: bool = dataclasses.field(default=False, metadata={"static": True})
-
-    def of_layer(self, index: int | Int[Array, ""]) -> "Context":
-        """The same with a key of its own for a layer, or a stack."""
-        return self if self.key is None else dataclasses.replace(self, key=jax.random.fold_in(self.key, index))
-
-    def asking(self, x: Float[Array, "B T D"]) -> "tuple[Float[Array, 'B asked D'], Context]":
-        """The tokens whose output is wanted and the context for those: all, or the last with its own rotation."""
-        if not self.last:
-            return x, self
-        end = slice(x.shape[1] - 1, x.shape[1])
-        rotation = jax.tree.map(lambda a: a[:, end], self.rotation)
-        valid = None if self.valid is None else self.valid[:, end]
-        mask = self.mask.part(end, slice(None))
-        return x[:, end], dataclasses.replace(self, rotation=rotation, mask=mask, valid=valid)
-
-
-class Attention(Protocol):
-    """``(x, context, cache) -> y, cache``: mixes tokens; y of all of them, or of the last one (``context.last``)."""
-
-    def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: Any
-    ) -> tuple[Float[Array, "B asked D"], Any]: ...
-
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> LayerCache:
-        """A memory for ``capacity`` tokens."""
-        ...
+from nnxmoe.layers.rope import Rotate, rotate_halves
 
 
 class GQA(nnx.Module):

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from nnxmoe.layers.attend import Attend, Mask
 from nnxmoe.layers.cache import LatentCache
+from nnxmoe.layers.context import Context
 from nnxmoe.layers.dots import batched
-from nnxmoe.layers.gqa import Context
 from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm

@@ -1,15 +1,20 @@
 """Gated feed-forward network (SwiGLU, Shazeer 2020)."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from nnxmoe.layers.context import Context, Fed
 from nnxmoe.layers.linear import Linear
 
 
 class MLP(nnx.Module):
     """``down(silu(gate(x)) * up(x))``."""
+
+    name: ClassVar[str] = "mlp"
 
     def __init__(self, dim: int, width: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         self.gate = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, dtype=dtype, rngs=rngs)
@@ -18,3 +23,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+    def feed(self, x: Float[Array, "B T D"], context: Context) -> Fed:
+        """As a `FeedForward`: the output, and no report."""
+        return Fed(self(x), None)
+
+    def separates_tokens(self, context: Context) -> bool:
+        """Always."""
+        return True

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import maxtext
-from nnxmoe.layers.causal_lm import CausalLM, Output
 from nnxmoe.linen.plan import (
     Blueprint,
     Names,
@@ -32,6 +31,8 @@ from nnxmoe.linen.plan import (
     model_plan,
     part_plan,
 )
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.decoder import Output
 from nnxmoe.strategy import Strategy
 
 

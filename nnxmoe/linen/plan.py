@@ -22,14 +22,14 @@ from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.convert.maxtext import layout
 from nnxmoe.convert.restore import is_matrix
 from nnxmoe.convert.table import Path
-from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.gqa import GQA, attentions
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_pairs
-from nnxmoe.layers.stack import Layer, MoELayer
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
 from nnxmoe.models import MODELS, model_class
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
@@ -42,7 +42,6 @@ Make = Callable[[nnx.Rngs | None], nnx.Module]
 # Our parts, and where their parameters stand in the models' tables.
 _PARTS: dict[type[nnx.Module], str] = {
     Layer: "layer.",
-    MoELayer: "layer.",
     GQA: "layer.attention.",
     MLA: "layer.attention.",
     MLP: "layer.mlp.",
@@ -195,6 +194,8 @@ def part_plan(blueprint: Blueprint) -> Plan:
     def shapes() -> Any:
         with nnx.use_eager_sharding(False):
             made[:] = [blueprint(Streams(lambda name: jax.random.key(0)))]
+        if isinstance(made[0], Layer):
+            made[0].label(0, 0)  # the tables name its feed-forward by its kind
         return nnx.state(made[0])
 
     state = jax.eval_shape(shapes)
@@ -230,7 +231,7 @@ def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, Slot]) -> Pla
 
 def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, kind: type) -> dict[Path, Slot]:
     """Names and axes of the first model that has such a part, without the folders that all of them lie in."""
-    keys = {path: prefix + ".".join(map(str, path)) for path in variables}
+    keys = {path: v.get_metadata().get("key") or prefix + ".".join(map(str, path)) for path, v in variables.items()}
     tables = [model.maxtext_table for _, model in MODELS.values()]
     table = next((table for table in tables if table.keys() >= set(keys.values())), None)
     if table is None:

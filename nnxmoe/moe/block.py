@@ -1,13 +1,14 @@
 """The feed-forward block of a mixture-of-experts layer."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Key
 
 from nnxmoe.axes import AnyMesh
+from nnxmoe.layers.context import Context, Fed
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo
 from nnxmoe.moe.experts import Experts
@@ -24,8 +25,18 @@ class MoEInfo:
     dispatch: DispatchInfo
 
 
+class MoEOutput(NamedTuple):
+    """Output of the experts, the routing of every token, and the report of the dispatch."""
+
+    y: Float[Array, "B T D"]
+    routing: Routing
+    dispatch: DispatchInfo
+
+
 class MoE(nnx.Module):
     """``x[B T D] -> y``: routed experts, plus a shared expert that sees every token where there is one."""
+
+    name: ClassVar[str] = "moe"
 
     def __init__(
         self, router: Router, experts: Experts, dispatch: Dispatch, shared: MLP | None, mesh: AnyMesh | None = None
@@ -36,16 +47,21 @@ class MoE(nnx.Module):
         self.shared = shared
         self.mesh = mesh
 
-    @property
-    def by_token(self) -> bool:
-        """Whether what a token gets does not depend on which others are there."""
-        return getattr(self.dispatch, "by_token", False) and self.router.select.by_row
-
     def __call__(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None, key: Key[Array, ""] | None = None
-    ) -> tuple[Float[Array, "B T D"], Routing, DispatchInfo]:
+    ) -> MoEOutput:
         routing = self.router(x, valid, self.mesh, key)
         y, info = self.dispatch(x, routing, self.experts, self.mesh)
         if self.shared is not None:
             y = y + self.shared(x)
-        return y, routing, info
+        return MoEOutput(y, routing, info)
+
+    def feed(self, x: Float[Array, "B T D"], context: Context) -> Fed:
+        """As a `FeedForward`: the output, and a `MoEInfo` of what the context asks for."""
+        y, routing, info = self(x, context.valid, context.key)
+        return Fed(y, MoEInfo(routing if context.of_routing is None else context.of_routing(routing), info))
+
+    def separates_tokens(self, context: Context) -> bool:
+        """False where tokens compete for room, or draw noise by their places in the batch."""
+        alone = getattr(self.dispatch, "by_token", False) and self.router.select.by_row
+        return alone and (context.key is None or not self.router.jitter)

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnxmoe.convert import maxtext
-from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM
 
 Names = Mapping[str, str | tuple[str, Callable[[Array], Array]]]
 Part = tuple[str, int | None]  # an NNX parameter, or one layer of it

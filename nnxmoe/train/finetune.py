@@ -18,15 +18,14 @@ from jax.sharding import Mesh
 from nnxmoe.config.printable import short
 from nnxmoe.convert.hf import from_pretrained, save_pretrained
 from nnxmoe.generation.text import Tokenizer
-from nnxmoe.layers.causal_lm import CausalLM
-from nnxmoe.layers.stack import Remat
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import say
 from nnxmoe.storage.atomic_dir import refuse_unless_empty
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.multihost import from_first
 from nnxmoe.storage.write import write_json
-from nnxmoe.strategy import Strategy
+from nnxmoe.strategy import Remat, Strategy
 from nnxmoe.train import lora
 from nnxmoe.train.data import Batches
 from nnxmoe.train.documents import Documents

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from nnxmoe.config.validate import is_positive
-from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.balance import utilisation
 from nnxmoe.runtime.processes import deadline
 from nnxmoe.runtime.progress import logger

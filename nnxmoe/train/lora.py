@@ -23,10 +23,10 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import axes_of
 from nnxmoe.config.validate import is_positive
 from nnxmoe.convert.leaves import float_dtype
-from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.kernel import LEAD
 from nnxmoe.layers.lora import Kept, LoRA
 from nnxmoe.layers.lora import LoRAParam as LoRAParam
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.train.peft import load as load
 from nnxmoe.train.peft import placed
 from nnxmoe.train.peft import save as save

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import divided_over, shards
-from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.kernel import Kernel
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe import balance as balancing
 from nnxmoe.moe.router import Routing
 

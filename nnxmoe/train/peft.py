@@ -19,9 +19,9 @@ import numpy as np
 
 from nnxmoe.config.printable import plain
 from nnxmoe.convert.leaves import QUERY, float_dtype
-from nnxmoe.layers.causal_lm import CausalLM
 from nnxmoe.layers.gqa import query_divisor
 from nnxmoe.layers.lora import LoRA
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import apart, gathered, shared_folder

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.axes import axes_of
-from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM
 
 # Dense bfloat16 products a second, from the makers' data sheets; part of `device_kind` -> FLOP/s.
 _PEAKS = {

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config.validate import is_positive
-from nnxmoe.layers.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.balance import updated_bias
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.train.loss import Batch, Losses, Objective, check_batch, targets_of

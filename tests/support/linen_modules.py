@@ -20,11 +20,12 @@ from nnxmoe.layers import mlp as ours
 from nnxmoe.layers import norm as norms
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Slots
-from nnxmoe.layers.gqa import GQA, Context
+from nnxmoe.layers.context import Context
+from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.kernel import DenseKernel
 from nnxmoe.layers.mla import LATENT_NORM_EPS, MLA, Latents
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs, rotation_at
-from nnxmoe.layers.stack import Layer, MoELayer
+from nnxmoe.model.layer import Layer
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import equal_groups
@@ -362,7 +363,7 @@ def wrapped_layer(config: Any, moe: bool, **options: Any) -> linen.Wrapped:
     norm = linen.wrap(norms.RMSNorm, c.hidden_size, c.rms_norm_eps, dtype=F32)
     biased = getattr(c, "mlp_bias", False)
     if moe:
-        return linen.wrap(MoELayer, norm, wrapped_attention(c), norm, wrapped_moe(c), **options)
+        return linen.wrap(Layer, norm, wrapped_attention(c), norm, wrapped_moe(c), **options)
     mlp = linen.wrap(ours.MLP, c.hidden_size, c.intermediate_size, bias=biased, dtype=F32)
     return linen.wrap(Layer, norm, wrapped_attention(c), norm, mlp, **options)
 

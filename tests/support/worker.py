@@ -23,6 +23,7 @@ from nnxmoe import ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.axes import sharding_of
 from nnxmoe.convert import maxtext, orbax_folder
 from nnxmoe.generation.decode import generate_tokens
+from nnxmoe.model.decoder import Decoder
 from nnxmoe.runtime import processes
 from nnxmoe.runtime.processes import deadline, initialize
 from nnxmoe.storage import write
@@ -89,7 +90,7 @@ def train_step(model: nnxmoe.CausalLM, tokens: np.ndarray, mesh: Any) -> dict[st
     )
 
     def loss(params: Any) -> jax.Array:
-        logits = nnx.merge(graph, params, rest)._forward(jnp.asarray(tokens), (None,) * 4, (False, False)).logits
+        logits = Decoder.__call__(nnx.merge(graph, params, rest), jnp.asarray(tokens)).logits
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), jnp.asarray(tokens)[:, 1:, None], axis=-1)
         return -jnp.mean(chosen)
 

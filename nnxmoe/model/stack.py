@@ -1,71 +1,21 @@
-"""Decoder layers and stacks of them.
+"""Stacks of equal layers.
 
 ``Unrolled`` keeps a module a layer: fastest to decode, and each layer's weights are arrays of their own. ``Scanned``
 keeps one module whose parameters have a leading layer axis: one layer to trace and compile, whatever the depth.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from nnxmoe.axes import axes_of, label
-from nnxmoe.layers.gqa import Attention, Context
-from nnxmoe.layers.mlp import MLP
-from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.moe.block import MoE, MoEInfo
-
-
-class Layer(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
-
-    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP):
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-
-    def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: Any
-    ) -> tuple[Float[Array, "B asked D"], Any, None]:
-        mixed, cache = self.attention(self.attention_norm(x), context, cache)
-        x = context.asking(x)[0] + mixed
-        return x + self.mlp(self.mlp_norm(x)), cache, None
-
-    def by_token(self, context: Context) -> bool:
-        """Whether a token that has attended is for itself."""
-        return True
-
-
-class MoELayer(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + moe(norm(x))``; also returns what the experts did."""
-
-    def __init__(self, attention_norm: RMSNorm, attention: Attention, moe_norm: RMSNorm, moe: MoE):
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.moe_norm = moe_norm
-        self.moe = moe
-
-    def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: Any
-    ) -> tuple[Float[Array, "B asked D"], Any, MoEInfo]:
-        mixed, cache = self.attention(self.attention_norm(x), context, cache)
-        x, context = context.asking(x)
-        x = x + mixed
-        y, routing, info = self.moe(self.moe_norm(x), context.valid, context.key)
-        kept = routing if context.of_routing is None else context.of_routing(routing)
-        return x + y, cache, MoEInfo(kept, info)
-
-    def by_token(self, context: Context) -> bool:
-        """Whether a token that has attended is for itself: none takes another's room, or the place of its noise."""
-        return self.moe.by_token and (context.key is None or not self.moe.router.jitter)
-
-
-MakeLayer = Callable[[nnx.Rngs | None], Layer | MoELayer]
+from nnxmoe.axes import axes_of
+from nnxmoe.layers.context import Context
+from nnxmoe.model.layer import MakeLayer
+from nnxmoe.strategy import Remat
 
 
 def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
@@ -73,32 +23,40 @@ def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
     return jax.vmap(jax.random.fold_in, (None, 0))(rngs.params(), jnp.arange(count))
 
 
+@jax.tree_util.register_pytree_node_class
+class ByLayer(dict[int, Any]):
+    """Layer index -> a value of that layer; layers without one are absent.
+
+    As a pytree it is flat: `nnx.tabulate` fails on pytrees inside of lists, and of dicts whose keys are integers.
+    """
+
+    def tree_flatten(self) -> tuple[list[Any], Any]:
+        """The leaves, and their structure."""
+        return jax.tree.flatten(dict(self))
+
+    @classmethod
+    def tree_unflatten(cls, tree: Any, leaves: Any) -> Self:
+        """The inverse of `tree_flatten`."""
+        return cls(jax.tree.unflatten(tree, leaves))
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Remat:
-    """Compute a layer's activations again in the backward pass instead of keeping them, but for what ``policy`` (of
-    ``jax.checkpoint_policies``; None: nothing) lets it keep."""
-
-    policy: Callable[..., bool] | None = None
-
-    def __call__(self, run: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
-        return jax.checkpoint(run, policy=self.policy, prevent_cse=not scanned)
-
-
-@dataclasses.dataclass(frozen=True)
-class StackOutput:
-    """``infos`` and ``hidden`` hold one entry a layer (None where the layer has no experts), of what it computed."""
+class Body:
+    """Output of a stack of layers, or of all of a model but the head: hidden states of the tokens that were asked for,
+    caches, the reports of feed-forwards (`MoEInfo`), and the output of every layer."""
 
     x: Float[Array, "B asked D"]
     cache: Any
-    infos: list[MoEInfo | None]
-    hidden: list[Float[Array, "B _ D"]]
+    infos: ByLayer
+    hidden: tuple[Float[Array, "B _ D"], ...]
 
 
 class Unrolled(nnx.Module):
     """L layers one after the other; cache: a tuple of the layers' caches.
 
-    Where the last token alone is wanted, the last layer computes nothing else but keys and values of the others, if it
-    treats each token for itself.
+    Where only the last token's output is needed, the last layer computes only keys and values of the others, if its
+    feed-forward separates tokens.
     """
 
     def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None):
@@ -114,18 +72,19 @@ class Unrolled(nnx.Module):
     def label(self, stack: int, first: int) -> None:
         """Stamp the parameters with their keys, layers and stack (see `axes.label`)."""
         for i, layer in enumerate(self.layers):
-            label(layer, "layer", first + i, stack)
+            layer.label(first + i, stack)
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> StackOutput:
-        caches, infos, hidden = [], [], []
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> Body:
+        caches, infos, hidden = [], ByLayer(), []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
             run = layer if self.remat is None else self.remat(layer, scanned=False)
-            last = context.last and i + 1 == self.depth and layer.by_token(context)
-            x, layer_cache, info = run(x, dataclasses.replace(context.of_layer(i), last=last), layer_cache)
+            last = context.last and i + 1 == self.depth and layer.feed_forward.separates_tokens(context)
+            own = dataclasses.replace(context.of_layer(i), last=last)
+            x, layer_cache, info = run(x, context=own, cache=layer_cache)
             caches.append(layer_cache)
-            infos.append(info)
+            infos |= {} if info is None else {i: info}
             hidden.append(x)
-        return StackOutput(x, None if cache is None else tuple(caches), infos, hidden)
+        return Body(x, None if cache is None else tuple(caches), infos, tuple(hidden))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
         """One empty cache a layer."""
@@ -155,14 +114,14 @@ class Scanned(nnx.Module):
 
     def label(self, stack: int, first: int) -> None:
         """Stamp the parameters with their keys, first layer and stack (see `axes.label`)."""
-        label(self.layer, "layer", first, stack)
+        self.layer.label(first, stack)
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> StackOutput:
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> Body:
         graph, state = nnx.split(self.layer)
         context = dataclasses.replace(context, last=False)
 
         def run(layer_state: Any, x: Array, context: Context, cache: Any) -> Any:
-            return nnx.merge(graph, layer_state)(x, context, cache)
+            return nnx.merge(graph, layer_state)(x, context=context, cache=cache)
 
         run = run if self.remat is None else self.remat(run, scanned=True)
 
@@ -176,8 +135,8 @@ class Scanned(nnx.Module):
             return (x, caches), (info, x)
 
         (x, cache), (infos, hidden) = jax.lax.scan(step, (x, cache), (state, jnp.arange(self.depth)))
-        each = [jax.tree.map(lambda a, i=i: a[i], infos) for i in range(self.depth)]
-        return StackOutput(x, cache, each, [hidden[i] for i in range(self.depth)])
+        each = {i: jax.tree.map(lambda a, i=i: a[i], infos) for i in range(self.depth) if infos is not None}
+        return Body(x, cache, ByLayer(each), tuple(hidden[i] for i in range(self.depth)))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
         """The layers' empty caches, stacked."""

@@ -1,0 +1,207 @@
+"""Language models as users hold them: a decoder, with its config, its strategy and where its weights came from."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jaxtyping import Array, Key
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.layers.cache import Cache
+from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.model.decoder import Decoder, Ids, Output, TokenMask
+from nnxmoe.model.layer import MakeLayer
+from nnxmoe.model.stack import Scanned, Unrolled
+from nnxmoe.strategy import Strategy
+
+
+class CausalLM(Decoder):
+    """A decoder-only language model made of parts; the models only say which.
+
+    ``layers``: runs of equal layers, (how many, how to make one). Parameters have ``dtype``; activations too, unless
+    the strategy says otherwise. Without ``rngs`` the parameters are shapes; with a mesh they are made on it.
+    """
+
+    hf_table: ClassVar[Mapping[str, tuple[str, ...]]]
+    maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]]  # name there, logical axes there
+    maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # of dense layers, of layers with experts
+    load_report: Any = None
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        strategy: Strategy,
+        layers: Sequence[tuple[int, MakeLayer]],
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        _check_arguments(type(self).__name__, strategy, rngs)
+        self.config = config
+        self.strategy = strategy
+        self.generation_config = {}
+        self.merged: Any = None  # adapters, by `nnxmoe.train.lora.merge`
+
+        stack = Scanned if strategy.scan_layers else Unrolled
+
+        def parts(key: Array | None) -> dict[str, Any]:
+            kw: dict[str, Any] = {"dtype": dtype, "rngs": None if key is None else nnx.Rngs(key)}
+            vocab, dim = config.vocab_size, config.hidden_size
+            return {
+                "embed": Embed(vocab, dim, **kw),
+                "stacks": nnx.List([stack(count, make, kw["rngs"], strategy.remat) for count, make in layers if count]),
+                "norm": RMSNorm(dim, config.rms_norm_eps, **kw),
+                "head": None if config.tie_word_embeddings else Linear((dim,), (vocab,), ("embed", "vocab"), **kw),
+            }
+
+        key = None if rngs is None else rngs.params()
+        super().__init__(
+            **parts(None if strategy.mesh is not None else key),
+            rope=config.rope,
+            window=config.window,
+            dtype=jnp.dtype(strategy.compute_dtype or dtype),
+            mesh=strategy.mesh,
+        )
+        self.label()
+        if strategy.mesh is not None and key is not None:
+            self._initialise_on_mesh(parts, key)
+
+    def _initialise_on_mesh(self, parts: Callable[[Array], dict[str, Any]], key: Array) -> None:
+        """Sets the values that one device would compute, each shard computed on the device that holds it."""
+        shapes = nnx.to_flat_state(nnx.state(self))
+        shardings = [self.strategy.sharding_of(variable) for _, variable in shapes]
+
+        def values(key: Array) -> list[Array]:
+            state = nnx.state(nnx.Dict({name: part for name, part in parts(key).items() if part is not None}))
+            return [variable.get_value() for _, variable in nnx.to_flat_state(state)]
+
+        made = jax.jit(values, out_shardings=shardings)(key)
+        nnx.update(self, nnx.from_flat_state([(p, v.replace(a)) for (p, v), a in zip(shapes, made, strict=True)]))
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def from_pretrained(cls, path_or_hub_id: Any, **options: Any) -> Self:
+            """``nnxmoe.from_pretrained`` for this class; set by ``nnxmoe/__init__.py``, which may import converters."""
+            ...
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The checkpoint's defaults for generation; assigning a dict stores a frozen copy."""
+        return self._generation_config
+
+    @generation_config.setter
+    def generation_config(self, fields: Mapping[str, Any]) -> None:
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"generation_config must be a mapping, got {fields!r}")
+        self._generation_config = FrozenDict(fields)
+
+    def __call__(
+        self,
+        tokens: Ids,
+        attention_mask: TokenMask | None = None,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
+        cache: Cache | None = None,
+        return_routing: bool = False,
+        return_hidden: bool = False,
+        key: Key[Array, ""] | None = None,
+    ) -> Output:
+        """Logits ``[B, T, V]`` in float32 for token ids ``[B, T]``.
+
+        ``attention_mask``: nonzero where a token is real, for these T tokens (a cache remembers the earlier ones).
+        ``positions``: rotary positions; default 0 … T-1, and with a cache the count of real tokens before.
+        ``segment_ids``: tokens see their own segment only (packed documents). ``cache``: from ``empty_cache``.
+        ``key``: of the router's jitter, where the config has one; without it there is none.
+        Called with arrays it compiles once for each shape, and once more for several tokens and an empty cache, which
+        attend only to each other; within a transformation it is traced like any function.
+        Raises ValueError for ids outside the vocabulary, wrong shapes, a full cache, or a model without values. Within
+        a transformation the cache's length is unknown: logits of tokens that do not fit are NaN there.
+        """
+        tokens = _array(tokens)
+        attention_mask, positions, segment_ids = map(_array, (attention_mask, positions, segment_ids))
+        self._check(tokens, attention_mask, positions, segment_ids, cache)
+        arrays = (attention_mask, positions, segment_ids, cache)
+        fresh = cache is not None and cache.known_length == 0 and np.shape(tokens)[1] > 1  # one token: as any step
+        graph, state = nnx.split(decoder_of(self))
+        leaves, tree = jax.tree.flatten(state)
+        given = jax.tree.leaves((leaves, tokens, arrays, key))
+        if all(isinstance(a, jax.Array | np.ndarray) and not isinstance(a, Tracer) for a in given):
+            return _compiled(graph, tree)(leaves, tokens, arrays, key, (return_routing, return_hidden), fresh)
+        refuse_shapes(leaves)
+        return super().__call__(tokens, *arrays, return_routing, return_hidden, key, fresh=fresh)
+
+    def _check(self, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any, cache: Cache | None) -> None:
+        shape = np.shape(tokens)
+        if len(shape) != 2 or 0 in shape or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
+            raise ValueError(f"tokens must be integers [B, T], got {jnp.result_type(tokens)} {list(shape)}")
+        given = {"attention_mask": attention_mask, "positions": positions, "segment_ids": segment_ids}
+        for name, array in given.items():
+            if array is not None and np.shape(array) != shape:
+                raise ValueError(f"{name} must have the tokens' shape {list(shape)}, got {list(np.shape(array))}")
+        if not isinstance(tokens, Tracer) and np.size(tokens):
+            vocab = self.embed.table.shape[0]
+            # As NumPy: under a trace, reducing a JAX array would be traced too. Of other processes' rows they know.
+            apart = isinstance(tokens, jax.Array) and not tokens.is_fully_addressable
+            parts = [np.asarray(p) for p in ([s.data for s in tokens.addressable_shards] if apart else [tokens])]
+            low, high = min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
+            if low < 0 or high >= vocab:
+                raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {low if low < 0 else high}")
+        if cache is not None and (cache.known_length or 0) + shape[1] > cache.capacity:
+            raise ValueError(
+                f"the cache holds {cache.capacity} tokens; {cache.known_length or 0} are in and {shape[1]} more do not "
+                "fit: make it larger with empty_cache(batch, capacity)"
+            )
+
+
+def decoder_of(model: CausalLM) -> Decoder:
+    """The model's parts as a decoder of their own: what compiled programs depend on, unlike its report or config."""
+    return Decoder(
+        model.embed,
+        model.stacks,
+        model.norm,
+        model.head,
+        rope=model.rope,
+        window=model.window,
+        dtype=model.dtype,
+        mesh=model.strategy.mesh,
+    )
+
+
+def refuse_shapes(leaves: Sequence[Any]) -> None:
+    """Raises ValueError if a model's variables have no values."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise ValueError("the model has shapes only: load weights first, or make it with rngs=nnx.Rngs(0)")
+
+
+def _array(given: Any) -> Any:
+    return np.asarray(given) if isinstance(given, list | tuple) else given
+
+
+def _check_arguments(name: str, strategy: Any, rngs: Any) -> None:
+    remedy = f"give random keys as {name}(config, rngs=nnx.Rngs(0)), or rngs=None for shapes without values"
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy={type(strategy).__name__}(…) is no nnxmoe.Strategy: {remedy}")
+    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+        raise ValueError(f"{remedy}, got rngs={rngs!r}")
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(graph: Any, tree: Any) -> Any:
+    """The forward pass of one structure as a compiled function of its flat list of weights."""
+
+    def run(
+        leaves: list[Array], tokens: Array, arrays: tuple[Any, ...], key: Any, asked: tuple[bool, bool], fresh: bool
+    ) -> Output:
+        decoder = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        return decoder(tokens, *arrays, *asked, key, fresh=fresh)
+
+    return jax.jit(run, static_argnums=(4, 5))

@@ -1,0 +1,184 @@
+"""The decoder: embedding, stacks of layers, norm and head, as a function of tokens."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from nnxmoe.axes import AnyMesh, label, split_batch
+from nnxmoe.config.rope import Rope
+from nnxmoe.layers.attend import Mask
+from nnxmoe.layers.cache import Cache, Slots
+from nnxmoe.layers.context import Context
+from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.kernel import Kernel
+from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.rope import rotation_at
+from nnxmoe.model.stack import Body, ByLayer, Stack
+from nnxmoe.moe.router import Routing
+
+Ids = Int[Array, "B T"] | Int[np.ndarray, "B T"]
+TokenMask = Ids | Bool[Array, "B T"] | Bool[np.ndarray, "B T"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a model returns; parts that were not asked for are None.
+
+    ``routing``: by layer index, MoE layers only; with it ``dispatch``: the experts' load, and the assignments dropped.
+    ``hidden``: the embedding, every layer's output, and last the normed output that the head sees.
+    """
+
+    logits: Float[Array, "B T V"]
+    cache: Cache | None = None
+    routing: ByLayer | None = None
+    hidden: tuple[Float[Array, "B T D"], ...] | None = None
+    dispatch: ByLayer | None = None
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model without what surrounds it: no config, no files, no strategy.
+
+    ``rope``: rotations of positions. ``dtype``: of activations. ``head`` None: the embedding is tied.
+    """
+
+    def __init__(
+        self,
+        embed: Embed,
+        stacks: nnx.List[Stack],
+        norm: RMSNorm,
+        head: Linear | None,
+        *,
+        rope: Rope,
+        window: int | None,
+        dtype: jnp.dtype,
+        mesh: AnyMesh | None,
+    ):
+        self.embed, self.stacks, self.norm, self.head = embed, stacks, norm, head
+        self.rope, self.window, self.dtype, self.mesh = rope, window, dtype, mesh
+
+    def __call__(
+        self,
+        tokens: Ids,
+        attention_mask: TokenMask | None = None,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
+        cache: Cache | None = None,
+        return_routing: bool = False,
+        return_hidden: bool = False,
+        key: Key[Array, ""] | None = None,
+        *,
+        fresh: bool = False,
+    ) -> Output:
+        """Logits and what else is asked for; see `CausalLM.__call__` for the arguments and `body` for ``fresh``."""
+        body = self.body(tokens, attention_mask, positions, segment_ids, cache, key, fresh=fresh)
+        routing, dispatch = (
+            ByLayer({i: getattr(info, name) for i, info in body.infos.items()}) if return_routing else None
+            for name in ("routing", "dispatch")
+        )
+        return Output(self.logits(body.x), body.cache, routing, body.hidden if return_hidden else None, dispatch)
+
+    def label(self) -> None:
+        """Stamp every parameter with its key, layer and stack: checkpoints and training find it by those."""
+        first = 0
+        for i, stack in enumerate(self.stacks):
+            stack.label(i, first)
+            first += stack.depth
+        for name in ("embed", "norm", "head"):
+            if (part := getattr(self, name)) is not None:
+                label(part, name)
+
+    def body(
+        self,
+        tokens: Ids,
+        attention_mask: TokenMask | None = None,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
+        cache: Cache | None = None,
+        key: Key[Array, ""] | None = None,
+        of_routing: Callable[[Routing], Any] | None = None,
+        *,
+        fresh: bool = False,
+        last: bool = False,
+    ) -> Body:
+        """Everything but the head, for callers that need the logits of some tokens only.
+
+        ``of_routing``: what the infos hold of each layer's routing, computed in the layer, so that less is kept.
+        ``fresh``: the caller knows that the cache is empty, so that its slots need not be read; raises ValueError where
+        it is known not to be.
+        ``last``: only the last token's ``x`` is needed, ``[B, 1, D]``. Where the last layer can leave out the others
+        (but for their keys and values), what ``infos`` and ``hidden`` hold of it is of that token alone.
+        """
+        if fresh and cache is not None and cache.known_length:
+            raise ValueError(f"fresh=True: {cache.known_length} tokens are in the cache; pass an empty cache")
+        tokens = jnp.asarray(tokens)
+        valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0
+        segment = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
+        context, moved = self._context(tokens.shape, valid, positions, segment, cache, key, fresh)
+        context = dataclasses.replace(context, of_routing=of_routing)
+        x = split_batch(self.embed(tokens).astype(self.dtype), self.mesh)
+        infos, hidden, caches, first = ByLayer(), (x,), [], 0
+        for i, stack in enumerate(self.stacks):
+            of_stack = dataclasses.replace(context.of_layer(i), last=last and i + 1 == len(self.stacks))
+            out = stack(x, context=of_stack, cache=None if cache is None else cache.layers[i])
+            x = out.x
+            infos |= {first + j: info for j, info in out.infos.items()}
+            hidden += out.hidden
+            caches.append(out.cache)
+            first += stack.depth
+        if moved is not None:
+            moved = dataclasses.replace(moved, layers=tuple(caches))
+            x = jnp.where(moved.length > moved.capacity, jnp.nan, x)
+        x = self.norm(x[:, -1:] if last else x)
+        return Body(x, moved, infos, (*hidden, x))
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The output head: logits in float32."""
+        return self.head_weight().float32(x)
+
+    def head_weight(self) -> Kernel:
+        """The kernel ``[D, V]`` of the output head; the embedding's table if the two are tied."""
+        return self.embed.weight() if self.head is None else self.head.weight()
+
+    def empty_cache(self, batch: int, capacity: int) -> Cache:
+        """A cache for ``capacity`` tokens per row, padding included, in the activations' dtype."""
+        layers = tuple(stack.empty_cache(batch, capacity, self.dtype) for stack in self.stacks)
+        ring = self.window is not None
+        slots = capacity if self.window is None else min(self.window, capacity)
+        return Cache.empty(layers, batch, slots, capacity, ring)
+
+    def _context(
+        self,
+        shape: tuple[int, ...],
+        valid: Array | None,
+        positions: Ids | None,
+        segment: Array | None,
+        cache: Cache | None,
+        key: Any,
+        fresh: bool,
+    ) -> tuple[Context, Cache | None]:
+        index = jnp.arange(shape[1], dtype=jnp.int32)
+        start, moved = jnp.int32(0), None
+        mask = Mask(index, segment, Slots(index, valid, segment), self.window, causal=True)  # of these tokens alone
+        if cache is None:
+            if positions is None:
+                positions = jnp.broadcast_to(index, shape)
+        else:
+            start = cache.length
+            valid = jnp.ones(shape, bool) if valid is None else valid
+            segment = jnp.zeros(shape, jnp.int32) if segment is None else segment
+            moved, seen = cache.advance(valid, segment)
+            if not fresh:
+                mask = Mask(start + index, segment, seen, self.window)
+            if positions is None:
+                before = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+                positions = jnp.maximum(cache.next_position[:, None] + before, 0)
+        rotation = rotation_at(self.rope, jnp.asarray(positions))
+        return Context(rotation, mask, start, valid, key, fresh=fresh and cache is not None), moved
