@@ -280,6 +280,19 @@ def test_unmerge_gives_back_the_bits_of_bfloat16(scan: bool) -> None:
     assert same(kernels(model) + values(model), bits)
 
 
+@pytest.mark.program
+def test_merging_takes_the_memory_of_one_expert() -> None:
+    """Not of the float32 sum of all of them."""
+    experts, dim, width = 32, 64, 96
+    kernels, a, b = (
+        [jnp.zeros((experts, dim, width))] * 2,
+        jnp.zeros((experts, dim, 4)),
+        jnp.zeros((experts, 4, 2, width)),
+    )
+    compiled = lora.merger(1, 2, 1.0, kernels[0]).lower(kernels, a, b).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * dim * width)
+
+
 WRITERS: dict[str, tuple[Any, Any]] = {
     "hf": (nnxmoe.save_pretrained, nnxmoe.from_pretrained),
     "native": (nnxmoe.save, nnxmoe.load),

@@ -11,14 +11,15 @@ Gate and up of the experts share ``a``, as PEFT has it where transformers keeps 
 import functools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config.validate import is_positive
@@ -26,6 +27,7 @@ from nnxmoe.convert.leaves import float_dtype
 from nnxmoe.layers.kernel import LEAD
 from nnxmoe.layers.lora import Kept, LoRA
 from nnxmoe.layers.lora import LoRAParam as LoRAParam
+from nnxmoe.layers.xla_cpu import as_bits, from_bits
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.train.peft import load as load
 from nnxmoe.train.peft import placed
@@ -122,33 +124,59 @@ def merge(model: CausalLM, *, keep: bool = True) -> None:
     found = _unmerged(model, "merge")
     kept = {slot.place: Merged(adapter, slot.base) for slot in found if (adapter := slot.adapter) and keep}
     for slot in found:
-        assert slot.adapter is not None
-        graph, state = nnx.split(slot.adapter)
+        adapter = slot.adapter
+        assert adapter is not None
         kernels = [kernel.get_value() for kernel in slot.base]
-        places = [kernel.sharding for kernel in kernels]
-        new = _sum(graph, slot.depth is not None, tuple(places))(kernels, state)
-        for kernel, value in zip(slot.base, new, strict=True):
+        add = merger(len(slot.base[0].lead), slot.base[0].ndim - len(slot.base[0].outs), adapter.scale, kernels[0])
+        for kernel, value in zip(slot.base, add(kernels, adapter.a.get_value(), adapter.b.get_value()), strict=True):
             kernel.set_value(value)
         slot.put(None)
     model.merged = nnx.data(nnx.Dict(kept)) if keep else None
 
 
-@functools.lru_cache(maxsize=64)
-def _sum(graph: Any, stacked: bool, places: tuple[Any, ...]) -> Any:
-    """The program that adds an adapter to its kernels, of stacked layers one at a time."""
+def merger(lead: int, inner: int, scale: float, kernel: Any) -> Callable[..., list[Array]]:
+    """The compiled ``(kernels, a, b) -> kernels`` that adds an adapter, one layer and one expert at a time.
 
-    def one(pair: Any) -> list[Float[Array, "..."]]:
-        kernels, state = pair
-        delta = nnx.merge(graph, state).delta()
-        parts = jnp.split(delta, len(kernels), axis=-1)
+    The float32 sum of all experts would take twice the memory of their bfloat16 kernels. ``lead``: how many dimensions
+    count layers and experts; ``inner``: these and the input's. On a mesh every device merges its own shards.
+    """
+    place = kernel.sharding
+    return _merger(lead, inner, scale, kernel.dtype, place if isinstance(place, NamedSharding) else None)
+
+
+@functools.lru_cache(maxsize=64)
+def _merger(
+    lead: int, inner: int, scale: float, dtype: jnp.dtype, place: NamedSharding | None
+) -> Callable[..., list[Array]]:
+    def one(given: tuple[list[Array], Array, Array]) -> list[Array]:
+        bits, a, b = given
+        kernels = [from_bits(k, dtype) for k in bits]
+        low, high = a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], len(kernels), -1)
+        high = jnp.moveaxis(high, 1, 0).astype(jnp.float32)
+        deltas = [jnp.matmul(low.astype(jnp.float32), h, precision=jax.lax.Precision.HIGHEST) * scale for h in high]
         return [
-            (k.astype(jnp.float32) + d.reshape(k.shape)).astype(k.dtype) for k, d in zip(kernels, parts, strict=True)
+            as_bits((k.astype(jnp.float32) + delta.reshape(k.shape)).astype(dtype))
+            for k, delta in zip(kernels, deltas, strict=True)
         ]
 
-    def run(kernels: list[Array], state: Any) -> list[Array]:
-        return jax.lax.map(one, (kernels, state)) if stacked else one((kernels, state))
+    def run(kernels: list[Array], a: Array, b: Array) -> list[Array]:
+        body = one
+        for _ in range(lead):
+            body = functools.partial(jax.lax.map, body)
+        merged = body(([as_bits(k) for k in kernels], a, b))
+        return [from_bits(k, dtype) for k in merged]
 
-    return jax.jit(run, out_shardings=list(places))
+    if place is None:
+        return jax.jit(run)
+
+    def on_mesh(kernels: list[Array], a: Array, b: Array) -> list[Array]:
+        axes = (*place.spec, *(None,) * (kernels[0].ndim - len(place.spec)))
+        maps = (None,) * (b.ndim - (kernels[0].ndim - inner) - lead - 1)
+        specs = place.spec, PartitionSpec(*axes[:inner], None), PartitionSpec(*axes[:lead], None, *maps, *axes[inner:])
+        local = jax.shard_map(run, mesh=place.mesh, in_specs=specs, out_specs=place.spec, check_vma=False)
+        return local(kernels, a, b)
+
+    return jax.jit(on_mesh)
 
 
 def unmerge(model: CausalLM) -> None:
