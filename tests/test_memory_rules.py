@@ -259,9 +259,9 @@ def round_trips(found: list[Any]) -> int:
     return sum(made.get(e.invars[0]) == e.outvars[0].aval.dtype for e in casts(found))
 
 
-def plain_matmul(x: Any, kernel: Any) -> Any:
+def plain_matmul(x: Any, kernel: Any, transpose: bool = False) -> Any:
     """`matmul` with JAX's own backward."""
-    return dots.matmul_f32(x, kernel.astype(x.dtype)).astype(x.dtype)
+    return dots.matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype)
 
 
 def test_casts_change_something(monkeypatch: pytest.MonkeyPatch) -> None:

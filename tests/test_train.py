@@ -51,6 +51,32 @@ def trace_strictly(kind: str, strategy: nnxmoe.Strategy, mesh: dict[str, int] | 
         jax.eval_shape(lambda state: step.merge(state.params, state.frozen)(**batch).logits, step.shapes())
 
 
+def test_forward_mode_and_hessian_vector_products() -> None:
+    """Through a scan, rematerialisation, dispatch, grouped products and the chunked loss."""
+    model = build_tiny("mixtral", dataclasses.replace(PLAIN, remat=nnxmoe.Remat()))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    leaves, tree = jax.tree.flatten(params)
+    rng = np.random.default_rng(0)
+    moved = tree.unflatten([jnp.asarray(rng.standard_normal(a.shape), a.dtype) for a in leaves])
+    objective, batch = Objective(head=Chunked(4 * 53), balance=0.1), {"tokens": random_tokens(2, 9)}
+
+    def loss(params: Any) -> Any:
+        return objective(nnx.merge(graph, params, rest), batch)[0]
+
+    def along(tree: Any) -> float:
+        return float(sum(map(jnp.vdot, jax.tree.leaves(tree), jax.tree.leaves(moved))))
+
+    @jax.jit
+    def derivatives(params: Any) -> Any:
+        (_, forward), (slope, curved) = (jax.jvp(f, (params,), (moved,)) for f in (loss, jax.grad(loss)))
+        return forward, slope, curved
+
+    forward, slope, curved = derivatives(params)
+    assert forward == pytest.approx(along(slope), rel=1e-5)
+    ahead, behind = (derivatives(jax.tree.map(lambda a, d, s=s: a + s * d, params, moved))[1] for s in (2e-4, -2e-4))
+    assert (along(ahead) - along(behind)) / 4e-4 == pytest.approx(along(curved), rel=1e-2)
+
+
 # MaxText's own training
 
 

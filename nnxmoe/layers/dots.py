@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nnxmoe.layers.multilinear import multilinear
 from nnxmoe.layers.xla_cpu import pad_single_row, widen
 
 
@@ -18,28 +19,20 @@ def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: b
     So are the products of its backward, which JAX would compute in float32, of float32 copies of bfloat16 operands;
     and the gradient of a float32 kernel is what was accumulated, never rounded to ``x``'s dtype.
     """
-    return _matmul(x, kernel, transpose)
 
+    def product(x: Array, kernel: Array) -> Array:
+        return matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype)
 
-def _product(x: Array, kernel: Array, transpose: bool) -> Array:
-    # The product itself, not a call of `matmul`: policies of remat are to find it.
-    return matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype)
+    def d_x(kernel: Array, d_out: Array) -> Array:
+        return matmul_f32(d_out, kernel.astype(d_out.dtype), not transpose).astype(d_out.dtype)
 
+    def d_kernel(x: Array, d_out: Array) -> Array:
+        x, d_out = x.reshape(-1, x.shape[-1]), d_out.reshape(-1, d_out.shape[-1])
+        pair = (d_out, x) if transpose else (x, d_out)
+        return dot_f32(*pair, -2, -2).astype(dtype)
 
-def _matmul_forward(x: Array, kernel: Array, transpose: bool) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, kernel, transpose), (x, kernel)
-
-
-def _matmul_backward(transpose: bool, kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
-    x, kernel = kept
-    rows, d_rows = x.reshape(-1, x.shape[-1]), d_out.reshape(-1, d_out.shape[-1])
-    d_x = dot_f32(d_rows, kernel.astype(x.dtype), -1, -2 if transpose else -1).astype(x.dtype)
-    d_kernel = dot_f32(d_rows, rows, -2, -2) if transpose else dot_f32(rows, d_rows, -2, -2)
-    return d_x.reshape(x.shape), d_kernel.astype(kernel.dtype)
-
-
-_matmul = jax.custom_vjp(_product, nondiff_argnums=(2,))
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+    dtype = kernel.dtype
+    return multilinear(product, {0: d_x, 1: d_kernel})(x, kernel)
 
 
 def dot_f32(
@@ -71,26 +64,19 @@ def batched(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], of_y: int) -> 
 
     The backward casts both operands to float32, and its results back to the operands' dtypes.
     """
-    return _batched(x, y, of_y)
 
+    def product(x: Array, y: Array) -> Array:
+        return dot_f32(x, y, -1, of_y)
 
-def _batched_product(x: Array, y: Array, of_y: int) -> Array:
-    return dot_f32(x, y, -1, of_y)
+    def d_x(y: Array, d_out: Array) -> Array:
+        return dot_f32(d_out, y.astype(jnp.float32), -1, -3 - of_y).astype(dtypes[0])
 
+    def d_y(x: Array, d_out: Array) -> Array:
+        pair = (d_out, x.astype(jnp.float32)) if of_y == -1 else (x.astype(jnp.float32), d_out)
+        return dot_f32(*pair, -2, -2).astype(dtypes[1])
 
-def _batched_forward(x: Array, y: Array, of_y: int) -> tuple[Array, tuple[Array, Array]]:
-    return _batched_product(x, y, of_y), (x, y)
-
-
-def _batched_backward(of_y: int, kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
-    x, y = (operand.astype(jnp.float32) for operand in kept)
-    d_x = dot_f32(d_out, y, -1, -3 - of_y)
-    d_y = dot_f32(d_out, x, -2, -2) if of_y == -1 else dot_f32(x, d_out, -2, -2)
-    return d_x.astype(kept[0].dtype), d_y.astype(kept[1].dtype)
-
-
-_batched = jax.custom_vjp(_batched_product, nondiff_argnums=(2,))
-_batched.defvjp(_batched_forward, _batched_backward)
+    dtypes = x.dtype, y.dtype
+    return multilinear(product, {0: d_x, 1: d_y})(x, y)
 
 
 def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:

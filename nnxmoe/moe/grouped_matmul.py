@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.config.validate import check_positive
 from nnxmoe.layers.kernel import Kernel, as_kernel
+from nnxmoe.layers.multilinear import multilinear
 from nnxmoe.layers.xla_cpu import as_bits, carried, from_bits
 from nnxmoe.moe.permute import gather_rows
 
@@ -98,8 +99,9 @@ def _moved(ours: Int[Array, "E"], theirs: Int[Array, "E"], count: int, nowhere: 
 class Blocked:
     """A loop over blocks of rows of one group, as many as there are: work grows with the rows, not with the experts.
 
-    ``block`` None: of the smallest of some sizes that holds the group, fewer sizes where there are gradients. Its own
-    backward keeps nothing but the inputs.
+    ``block`` None: the smallest of several sizes that holds the group, of fewer sizes where there are gradients. The
+    backward keeps only the inputs. For Hessian-vector products use forward over reverse: JAX 0.10 cannot apply reverse
+    mode twice to its loops within ``jax.checkpoint``.
     """
 
     block: int | None = None
@@ -201,9 +203,10 @@ def _apply(blocks, rows, kernel, sizes, back):
     return from_bits(out, rows.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _kernel_gradient(blocks, rows, d_out, sizes, kernel):
-    """``rows.T @ d_out`` of each group: a kernel of the same form and dtype."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _kernel_gradient(blocks, form, rows, d_out, sizes):
+    """``rows.T @ d_out`` of each group: a kernel of this form."""
+    kernel = form.zeros()  # only its shape is used
 
     def group_product(block, several, start, end, group, carry):
         rows, d_out, d_kernel = carry
@@ -229,20 +232,62 @@ def _kernel_gradient(blocks, rows, d_out, sizes, kernel):
     return jax.tree.map(lambda bits, a: from_bits(bits, a.dtype), d_kernel, kernel)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What a kernel is apart from its values."""
+
+    tree: Any
+    leaves: tuple[tuple[tuple[int, ...], jnp.dtype], ...]
+    trained: bool
+
+    def zeros(self) -> Kernel:
+        return self.tree.unflatten([jnp.zeros(*leaf) for leaf in self.leaves])
+
+
 def _blocked(blocks, fewer, rows, kernel, sizes):
     """``blocks``: block sizes of the forward pass; ``fewer``: of passes with gradients."""
-    return _apply(blocks, rows, kernel, sizes, False)
+    leaves, tree = jax.tree.flatten(kernel)
+    form = _Form(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trained)
+    return _product(blocks, fewer, form, False)(rows, sizes, *leaves)
 
 
-def _blocked_forward(blocks, fewer, rows, kernel, sizes):
-    return _apply(fewer, rows, kernel, sizes, False), (rows, kernel, sizes)
+# The product, the product with the transpose and the outer product are each other's gradients, of any order.
 
 
-def _blocked_backward(blocks, fewer, kept, d_out):
-    rows, kernel, sizes = kept
-    d_kernel = _kernel_gradient(fewer, rows, d_out, sizes, kernel) if kernel.trained else None
-    return _apply(fewer, d_out, kernel, sizes, True), d_kernel, None
+def _product(blocks, fewer, form, back):
+    """``(rows, sizes, *leaves) -> rows``: `_apply` with derivatives."""
+
+    def run(blocks, rows, sizes, *leaves):
+        return _apply(blocks, rows, form.tree.unflatten(leaves), sizes, back)
+
+    def d_rows(sizes, *rest):
+        *leaves, d_out = rest
+        return _product(fewer, fewer, form, not back)(d_out, sizes, *leaves)
+
+    def d_kernel(rows, sizes, d_out):
+        return _outer(fewer, form)(*((d_out, rows) if back else (rows, d_out)), sizes)
+
+    def forward(*given):
+        return _product(fewer, fewer, form, back)(*given)
+
+    transposes = {0: d_rows, 2: d_kernel} if form.trained else {0: d_rows}
+    return multilinear(functools.partial(run, blocks), transposes, forward)
 
 
-_blocked.defvjp(_blocked_forward, _blocked_backward)
+def _outer(blocks, form):
+    """``(rows, d_out, sizes) -> leaf``: `_kernel_gradient` with derivatives."""
+
+    def run(rows, d_out, sizes):
+        (leaf,) = jax.tree.leaves(_kernel_gradient(blocks, form, rows, d_out, sizes))
+        return leaf
+
+    def d_rows(d_out, sizes, d_kernel):
+        return _product(blocks, blocks, form, True)(d_out, sizes, d_kernel)
+
+    def d_d_out(rows, sizes, d_kernel):
+        return _product(blocks, blocks, form, False)(rows, sizes, d_kernel)
+
+    def forward(*given):
+        return _outer(blocks, form)(*given)
+
+    return multilinear(run, {0: d_rows, 1: d_d_out}, forward)

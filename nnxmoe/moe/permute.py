@@ -1,10 +1,12 @@
 """Rows in order of their experts and back, with gathers in both directions and in their backward."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from nnxmoe.layers.multilinear import multilinear
 
 
 class Order(NamedTuple):
@@ -22,25 +24,24 @@ def sort_by_expert(ids: Int[Array, "R"], rows: int) -> Order:
     return Order(order[:rows], jnp.minimum(back, rows))
 
 
-@jax.custom_vjp
 def gather_rows(rows: Float[Array, "N D"], index: Int[Array, "M"], back: Int[Array, "N K"]) -> Float[Array, "M D"]:
     """``rows[index]``, zeros where the index is N. ``back``: the places where each row went (M: nowhere).
 
     With both directions known, the backward is a gather and a sum too; the transpose would be a scatter-add.
     """
+    return _gather(rows, index, back)
+
+
+def _gathered(rows: Array, index: Array, back: Array) -> Array:
     return rows.at[index].get(mode="fill", fill_value=0)
 
 
-def _gather_forward(rows: Any, index: Any, back: Any) -> Any:
-    return gather_rows(rows, index, back), back
-
-
-def _gather_backward(back: Any, d_out: Any) -> Any:
+def _gathered_back(index: Array, back: Array, d_out: Array) -> Array:
     d_rows = d_out.at[back].get(mode="fill", fill_value=0)
-    return jnp.sum(d_rows, axis=1, dtype=jnp.float32).astype(d_out.dtype), None, None
+    return jnp.sum(d_rows, axis=1, dtype=jnp.float32).astype(d_out.dtype)
 
 
-gather_rows.defvjp(_gather_forward, _gather_backward)
+_gather = multilinear(_gathered, {0: _gathered_back})
 
 
 def permute(x: Float[Array, "N D"], ids: Int[Array, "N X"], rows: int) -> tuple[Float[Array, "rows D"], Order]:

@@ -1,11 +1,12 @@
 """Rows from every shard of an axis to every other, as many as there are for each."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from nnxmoe.layers.multilinear import multilinear
 
 
 class Side(NamedTuple):
@@ -25,10 +26,18 @@ def ragged_all_to_all(
     ``native``: `jax.lax.ragged_all_to_all`; else an all-to-all of pieces padded to ``most`` rows, the same to the bit.
     The backward is the exchange with its sides changed.
     """
-    return _move(rows, send, receive, room, rows.shape[0], axis, most, native)
+
+    def there(rows: Array, *sides: Array) -> Array:
+        return _move(rows, Side(*sides[:3]), Side(*sides[3:]), room, have, axis, most, native)
+
+    def back(*given: Array) -> Array:
+        *sides, d_out = given
+        return _move(d_out, Side(*sides[3:]), Side(*sides[:3]), have, room, axis, most, native)
+
+    have = rows.shape[0]
+    return multilinear(there, {0: back})(rows, *send, *receive)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
 def _move(rows: Any, send: Side, receive: Side, room: int, have: int, axis: str, most: int, native: bool) -> Any:
     if native:
         out = jnp.zeros((room, rows.shape[1]), rows.dtype)
@@ -43,15 +52,3 @@ def _move(rows: Any, send: Side, receive: Side, room: int, have: int, axis: str,
     offset = place - begins[sender]
     index = jnp.where(offset < receive.count[sender], sender * most + offset, shards * most)
     return pieces.at[index].get(mode="fill", fill_value=0)
-
-
-def _forward(rows: Any, send: Side, receive: Side, *static: Any) -> Any:
-    return _move(rows, send, receive, *static), (send, receive)
-
-
-def _backward(room: int, have: int, axis: str, most: int, native: bool, kept: Any, d_out: Any) -> Any:
-    send, receive = kept
-    return _move(d_out, receive, send, have, room, axis, most, native), None, None
-
-
-_move.defvjp(_forward, _backward)
