@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def checked(function: Any) -> Any:
-    """beartype, but it also takes protocols, and leaves annotations with ``Self`` alone, which it refuses outside of
+    """beartype that also accepts protocols, and skips functions annotated with ``Self``, which it supports only in
     decorated classes."""
     from beartype import BeartypeConf, beartype
     from beartype.roar import BeartypeDecorHintPep673Exception
@@ -67,7 +67,7 @@ def checked(function: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def eight() -> "Iterator[Callable[..., Any]]":
-    """``eight(function, *arguments)``: its result in a process that has eight devices; a hang fails after a while."""
+    """``eight(function, *arguments)`` runs the function in a process with eight devices; a hang times out."""
     import concurrent.futures
     import multiprocessing
 
@@ -82,7 +82,7 @@ def eight() -> "Iterator[Callable[..., Any]]":
 
 @pytest.fixture(scope="session")
 def case() -> "Callable[[str], Case]":
-    """``case(name)``: a reference case of ``tests/data/hf``; read once."""
+    """``case(name)``: a reference case of ``tests/data/hf``, cached."""
     from tests.support.cases import load_case
 
     return load_case
@@ -90,7 +90,7 @@ def case() -> "Callable[[str], Case]":
 
 @pytest.fixture(scope="session")
 def case_model() -> Callable[..., Any]:
-    """``case_model(name, strategy=ORACLE)``: the model of a case; loaded once for each strategy, not to be changed."""
+    """``case_model(name, strategy=ORACLE)``: the model of a case, cached per strategy; must not be modified."""
     from tests.support.cases import load_case_model
 
     return load_case_model

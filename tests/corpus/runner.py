@@ -1,4 +1,4 @@
-"""Runs cases, each in a process of its own with limits of time and memory, and judges what came of them."""
+"""Runs each case in a process with limits on time and memory, and judges the outcome."""
 
 import dataclasses
 import logging
@@ -42,7 +42,7 @@ for _case in (case for part in (files, configs, tensors, texts) for case in part
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a process did with a checkpoint. ``kinds``: the error's class and its bases; empty when it was taken."""
+    """What a process did with a checkpoint. ``kinds``: the error's class and its bases, empty if it was accepted."""
 
     kinds: tuple[str, ...] = ()
     text: str = ""
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def fault(case: Case, outcome: Outcome, draft: Draft) -> str | None:
-    """What is wrong with an outcome, or None."""
+    """Describes what is wrong with an outcome; None if nothing is."""
     folder = draft.folder
     refused = bool(outcome.kinds)
     if refused != (case.verdict == "refuse"):
@@ -78,12 +78,12 @@ def fault(case: Case, outcome: Outcome, draft: Draft) -> str | None:
 
 
 def unseen(case: Case) -> bool:
-    """Whether inspect does not check for the fault of a case: scales of FP8, and heads that should be tied."""
+    """Whether inspect does not check for a case's fault: FP8 scales, and heads that should be tied."""
     return case.fault.startswith("FP8") or case.fault == "tied, a head of another shape"
 
 
 def logits_error(outcome: Outcome, draft: Draft) -> float:
-    """Largest difference between the logits of what was loaded and those of what the draft expects."""
+    """Largest difference between the loaded model's logits and the expected ones."""
     fields, weights = draft.expected
     if outcome.loaded is None or not all(np.isfinite(tensor).all() for tensor in weights.values()):
         return 0.0
@@ -96,7 +96,7 @@ def logits_error(outcome: Outcome, draft: Draft) -> float:
 
 
 def run(case: Case, folder: Path) -> Outcome:
-    """Lets another process meet a folder."""
+    """Runs a case's action on a folder in a forked process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.corpus.runner"])
     ours, theirs = context.Pipe(duplex=False)
@@ -119,7 +119,7 @@ def run(case: Case, folder: Path) -> Outcome:
 
 
 def judge(case: Case) -> tuple[Outcome, str | None]:
-    """Runs a case in a new temporary folder: its outcome, and what is wrong with that."""
+    """Runs a case in a temporary folder; returns the outcome and what is wrong with it."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) with values that are not zero."""
+"""Fill the adapters (LoRA) of a model with values that are not zero."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from nnxmoe.train.slots import adapted
 
 
 def fill(model: Any) -> Any:
-    """Values for every ``b``, which starts as 0; those of a layer are the same stacked or not, on whatever mesh."""
+    """Fill every ``b``, which starts as 0. A layer's values do not depend on stacking or mesh."""
     for slot in adapted(model):
         b = slot.adapter.b
         whole = np.array(b.get_value())

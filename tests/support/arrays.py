@@ -14,7 +14,7 @@ Flat = dict[str, np.ndarray]
 
 
 def max_error(a: Any, b: Any, where: Any = None) -> float:
-    """Largest absolute difference (where a mask says so); a difference of shapes or a NaN is infinite."""
+    """Largest absolute difference where the mask is true; inf if shapes differ or anything is NaN."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if a.shape != b.shape:
         return math.inf
@@ -26,7 +26,7 @@ def max_error(a: Any, b: Any, where: Any = None) -> float:
 
 
 def flat(tree: Any) -> Flat:
-    """``params/decoder/…`` -> array."""
+    """Maps paths such as ``params/decoder/…`` to arrays."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
 
@@ -43,5 +43,5 @@ def identical(ours: Flat, theirs: Flat) -> None:
 
 
 def tensors(model: nnxmoe.CausalLM) -> dict[str, np.ndarray]:
-    """Every tensor under its name on the hub: the same whatever a model is computed like."""
+    """Every tensor under its name on the hub; independent of the model's strategy."""
     return {name: array.make(None) for name, (array, _) in hf.arrays(model).items()}

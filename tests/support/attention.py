@@ -14,7 +14,7 @@ SCANNED = dataclasses.replace(ORACLE, scan_layers=True)
 
 
 def masks(length: int) -> dict[str, np.ndarray]:
-    """Ways to pad two rows of unequal lengths."""
+    """Attention masks of two rows with different padding, by name."""
     left, right, holes = (np.ones((2, length), np.int32) for _ in range(3))
     left[0, :6], right[1, -4:] = 0, 0
     holes[0, [2, 3, 9]], holes[1, [0, 7, length - 3]] = 0, 0

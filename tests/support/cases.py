@@ -31,7 +31,7 @@ class Case:
 
 @functools.cache
 def load_case(name: str) -> Case:
-    """A case of ``tests/data/hf``."""
+    """Loads a case of ``tests/data/hf``, cached."""
     folder = HF_CASES / name
     weights: Weights = {}
     for file in sorted((folder / "model").glob("*.safetensors")):
@@ -42,5 +42,5 @@ def load_case(name: str) -> Case:
 
 @functools.cache
 def load_case_model(name: str, strategy: nnxmoe.Strategy = ORACLE) -> nnxmoe.CausalLM:
-    """The model of a case; shared, so not to be changed."""
+    """The model of a case, cached: callers must not modify it."""
     return nnxmoe.from_pretrained(HF_CASES / name / "model", strategy=strategy)

@@ -5,7 +5,7 @@ import numpy as np
 
 
 def quantise(weight: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """FP8 codes and their scales: each block's largest value becomes 448."""
+    """Returns FP8 codes and block scales; each block's largest value maps to 448."""
     grid = [-(-n // b) for n, b in zip(weight.shape, block, strict=True)]
     scales = np.ones(grid, np.float32)
     codes = np.zeros(weight.shape, ml_dtypes.float8_e4m3fn)

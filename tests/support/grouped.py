@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[int, list[int]]] = {
 
 @functools.partial(jax.jit, static_argnums=0)
 def product_and_gradients(backend: Any, rows: Any, kernel: Any, sizes: Any) -> tuple[Any, Any, Any]:
-    """y, and the gradients of a loss that weighs every output differently and not linearly."""
+    """Returns y and the gradients of a nonlinear loss with a different weight per output."""
 
     def loss(rows: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
         y = backend(rows, kernel, sizes)

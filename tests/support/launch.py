@@ -1,4 +1,4 @@
-"""Start several processes of `tests.support.worker` and wait for how they end."""
+"""Starts several processes of `tests.support.worker` and waits for them."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def wait(done: Callable[[], bool], within: float = 60) -> bool:
-    """Whether something is done within so many seconds."""
+    """Polls ``done`` for up to ``within`` seconds; returns its last value."""
     end = time.monotonic() + within
     while not done() and time.monotonic() < end:
         time.sleep(0.02)
@@ -25,7 +25,7 @@ def wait(done: Callable[[], bool], within: float = 60) -> bool:
 
 
 class Launch:
-    """N processes of `tests.support.worker`; as a context, none of them outlives it."""
+    """N processes of `tests.support.worker`; leaving the context kills them."""
 
     def __init__(self, out: Path, count: int, *task: str, devices: int = 1, started: int | None = None) -> None:
         self.out, self.count, self.task = out, count, task
@@ -58,25 +58,25 @@ class Launch:
         pytest.fail(f"{self.task}: {why}\n{logs}")
 
     def until(self, done: Callable[[], bool], within: float) -> None:
-        """Waits for something, or fails the test and shows all output."""
+        """Waits for ``done``; on timeout fails the test and shows all output."""
         if not wait(done, within):
             self._fail(f"not done within {within} s")
 
     def ended(self, i: int) -> bool:
-        """Whether a process has ended well; where it has ended otherwise the test fails."""
+        """Whether a process has exited with 0; fails the test on any other exit code."""
         if code := self.processes[i].poll():
             self._fail(f"process {i} ended with {code}")
         return code == 0
 
     def finish(self, within: float) -> None:
-        """Waits until all have ended well."""
+        """Waits until every process has exited with 0."""
         self.until(lambda: all([self.ended(i) for i in range(self.count)]), within)
 
     def ten(self) -> None:
-        """Waits until all have made ten steps."""
+        """Waits until every process has made ten steps."""
         self.until(lambda: all([(self.out / f"ten {i}").exists() or self.ended(i) for i in range(self.count)]), 120)
 
     def end(self, i: int, within: float) -> int:
-        """The exit status of a process that ends in time."""
+        """Waits for a process and returns its exit status."""
         self.until(lambda: self.processes[i].poll() is not None, within)
         return self.processes[i].returncode

@@ -1,4 +1,4 @@
-"""The notebooks: their texts run top to bottom, and what is kept of the outputs.
+"""Runs the notebooks' texts top to bottom and writes the .ipynb files.
 
     python -m tests.support.notebooks notebooks/1-generate.py ...
 
@@ -21,7 +21,7 @@ PAIRED = {"formats": "ipynb,py:percent"}
 
 
 def executed(notebook: Any, seconds: int = 300) -> Any:
-    """The same notebook after running it in an empty folder, by this Python; raises what a cell raises."""
+    """Runs a notebook in an empty folder with this Python; raises what a cell raises."""
     from nbclient import NotebookClient
 
     paths = [str(ROOT), *(str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
@@ -34,7 +34,7 @@ def executed(notebook: Any, seconds: int = 300) -> Any:
 
 
 def light(notebook: Any) -> Any:
-    """The same notebook with what is worth keeping: results and pictures, nothing of this machine or of the run."""
+    """The notebook reduced to results and pictures, without metadata of the machine or the run."""
     notebook.metadata = {"jupytext": PAIRED, "kernelspec": KERNEL, "language_info": {"name": "python"}}
     for number, cell in enumerate(notebook.cells):
         cell.metadata, cell.id = {}, f"cell-{number}"
@@ -47,7 +47,7 @@ def light(notebook: Any) -> Any:
 
 
 def joined(outputs: list[Any]) -> list[Any]:
-    """Printed text in one piece, however the kernel sent it."""
+    """Joins consecutive stream outputs, which the kernel splits arbitrarily."""
     kept: list[Any] = []
     for out in outputs:
         if kept and out.output_type == kept[-1].output_type == "stream":
@@ -58,7 +58,7 @@ def joined(outputs: list[Any]) -> list[Any]:
 
 
 def small(png: str) -> str:
-    """The same picture in 64 colours, in base64."""
+    """The picture reduced to 64 colours, in base64."""
     from PIL import Image
 
     packed = io.BytesIO()

@@ -17,7 +17,7 @@ from tests.support.tiny import Fields, Weights
 def reference_logits(
     fields: Fields, weights: Weights, tokens: np.ndarray, mask: np.ndarray | None = None
 ) -> np.ndarray:
-    """Logits ``[B, T, V]`` by the plainest reading of the rules."""
+    """Logits ``[B, T, V]``, one head and one expert at a time."""
     w = {name: value.astype(np.float64) for name, value in weights.items()}
     mask = np.ones(tokens.shape, bool) if mask is None else mask.astype(bool)
     x = w["model.embed_tokens.weight"][tokens]
@@ -56,7 +56,7 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, allowed: np.ndarray, sc
 
 
 def _allowed(fields: Fields, mask: np.ndarray) -> np.ndarray:
-    """``[B, T, S]``: real keys that are not later and, with a window W, among the last W."""
+    """Causal mask ``[B, T, S]`` without padding keys; with a window W, only the last W keys."""
     length = mask.shape[1]
     distance = np.arange(length)[:, None] - np.arange(length)[None, :]
     near = distance >= 0
@@ -113,7 +113,7 @@ def _rotation(fields: Fields, dim: int, length: int) -> tuple[np.ndarray, np.nda
 
 
 def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pairs: bool) -> np.ndarray:
-    """``x [T, dim]`` turned in the planes ``(2i, 2i + 1)`` or ``(i, i + dim / 2)``."""
+    """Rotates ``x [T, dim]`` in the planes ``(2i, 2i + 1)`` or ``(i, i + dim / 2)``."""
     half = x.shape[-1] // 2
     out = np.empty_like(x)
     for i in range(half):
@@ -196,12 +196,12 @@ def _mixture(w: Weights, name: str, x: np.ndarray, weights: np.ndarray, names: t
 
 
 def _best(scores: Sequence[float], k: int) -> list[int]:
-    """Indices of the k largest; among equals the lower index."""
+    """Indices of the k largest scores; ties go to the lower index."""
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
 
 
 def softmax_weights(logits: np.ndarray, k: int) -> np.ndarray:
-    """Mixtral's routing as a weight for every expert ``[…, E]``, zero where it was not chosen."""
+    """Mixtral's routing as weights ``[…, E]``, zero for experts that were not chosen."""
     out = np.zeros(logits.shape)
     for row in np.ndindex(logits.shape[:-1]):
         scores = _softmax(logits[row].astype(np.float64))
@@ -213,7 +213,7 @@ def softmax_weights(logits: np.ndarray, k: int) -> np.ndarray:
 def sigmoid_weights(
     scores: np.ndarray, bias: np.ndarray, *, k: int, groups: int, top_groups: int, normalise: bool, scale: float
 ) -> np.ndarray:
-    """DeepSeek-V3's routing as a weight for every expert ``[…, E]``, zero where it was not chosen."""
+    """DeepSeek-V3's routing as weights ``[…, E]``, zero for experts that were not chosen."""
     out, size = np.zeros(scores.shape), scores.shape[-1] // groups
     for row in np.ndindex(scores.shape[:-1]):
         choice = scores[row] + bias
@@ -227,7 +227,7 @@ def sigmoid_weights(
 
 
 def as_weights(experts: Any, weights: Any, count: int) -> np.ndarray:
-    """A package's routing (indices and weights) as a weight for every expert; raises where one is chosen twice."""
+    """Routing (indices and weights) as weights ``[…, E]``; raises if a token chose an expert twice."""
     experts, weights = np.asarray(experts), np.asarray(weights)
     out = np.zeros((*experts.shape[:-1], count))
     for row in np.ndindex(experts.shape[:-1]):

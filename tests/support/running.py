@@ -1,4 +1,4 @@
-"""Run models the way the tests need it: compiled, eagerly, chunk by chunk, and with random parameters."""
+"""Runs models compiled, eagerly or chunk by chunk, and fills them with random parameters."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,19 +16,19 @@ PART_TOLERANCE = 1e-5
 
 
 def forward(model: nnxmoe.CausalLM, tokens: Any, **arrays: Any) -> nnxmoe.Output:
-    """The model as users call it, compiled once a shape; everything is returned."""
+    """Calls the model as users do, compiled once per shape, and returns every output."""
     return model(tokens, **arrays, return_routing=True, return_hidden=True)
 
 
 def eager_logits(model: nnxmoe.CausalLM, tokens: Any, mask: Any = None) -> jax.Array:
-    """Logits without compiling: quick where a model is used once, and blind to what was compiled before."""
+    """Logits without compilation: faster for a model that is used once, and independent of jit caches."""
     return model.logits(model.body(tokens, mask).x)
 
 
 def feed(
     model: nnxmoe.CausalLM, tokens: np.ndarray, chunks: Sequence[int], *, mask: np.ndarray | None, capacity: int
 ) -> tuple[np.ndarray, Any]:
-    """Logits of tokens given to an empty cache a chunk at a time, and the cache at the end."""
+    """Feeds tokens to an empty cache in chunks; returns the logits and the final cache."""
     assert sum(chunks) == tokens.shape[1], (chunks, tokens.shape)
     cache, start, logits = model.empty_cache(tokens.shape[0], capacity), 0, []
     mask = np.ones(tokens.shape, np.int32) if mask is None else mask
@@ -41,13 +41,13 @@ def feed(
 
 
 def variables(model: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:
-    """Every variable of a model with its dotted path."""
+    """Yields the dotted path and the variable, for all variables of a model."""
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         yield ".".join(map(str, path)), variable
 
 
 def randomise(model: Any, seed: int = 0) -> Any:
-    """New values for every variable: kernels that keep their input's scale, norms around 1, and biases that matter."""
+    """Fills every variable in place: kernels keep their input's scale, norms are around 1, biases are not zero."""
     rng, state = np.random.default_rng(seed), []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         axes, inputs = variable.get_metadata()["axes"], variable.get_metadata()["inputs"]

@@ -65,7 +65,7 @@ TINY: dict[str, Fields] = {
 
 
 def tiny_weights(fields: Fields, seed: int = 0) -> Weights:
-    """Random tensors for a config, under the names and shapes of the hub; norms and biases are not trivial."""
+    """Random tensors for a config, under the hub's names; norms are not 1 and biases not 0."""
     rng, c, out = np.random.default_rng(seed), fields, {}
     dim, heads = c["hidden_size"], c["num_attention_heads"]
     width = c.get("head_dim") or dim // heads
@@ -135,7 +135,7 @@ def tiny_weights(fields: Fields, seed: int = 0) -> Weights:
 
 
 def write_checkpoint(folder: Path, fields: Fields, weights: Weights) -> Path:
-    """A checkpoint of one file, as the hub has them."""
+    """Writes a checkpoint with one safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fields))
     save_file(weights, folder / "model.safetensors")
@@ -143,7 +143,7 @@ def write_checkpoint(folder: Path, fields: Fields, weights: Weights) -> Path:
 
 
 def build(fields: Fields, weights: Weights, strategy: nnxmoe.Strategy = ORACLE, **options: Any) -> nnxmoe.CausalLM:
-    """The model of a config and tensors, through the front door."""
+    """Builds the model of a config and tensors with `from_pretrained`."""
     with tempfile.TemporaryDirectory() as folder:
         return nnxmoe.from_pretrained(write_checkpoint(Path(folder), fields, weights), strategy=strategy, **options)
 
@@ -155,5 +155,5 @@ def build_tiny(kind: str, strategy: nnxmoe.Strategy = ORACLE, seed: int = 0, **c
 
 
 def random_tokens(batch: int, length: int, vocab: int = 53, seed: int = 0) -> np.ndarray:
-    """Ids ``[batch, length]``."""
+    """Random token ids ``[batch, length]``."""
     return np.random.default_rng(seed).integers(0, vocab, (batch, length)).astype(np.int32)

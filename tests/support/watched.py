@@ -1,4 +1,4 @@
-"""Run by test_audit.py: does something with a checkpoint folder and prints which forbidden things happened."""
+"""Run by test_audit.py: uses a checkpoint folder and prints the forbidden audit events."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def hook(event: str, arguments: tuple) -> None:
 
 
 def use() -> str:
-    """Everything a user does with a checkpoint."""
+    """Loads, inspects, generates, saves and renders the chat template."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, ROOT)
     import nnxmoe

@@ -106,7 +106,7 @@ def train_step(model: nnxmoe.CausalLM, tokens: np.ndarray, mesh: Any) -> dict[st
 
 
 def saved(plan: str, out: Path) -> None:
-    """A model that no process holds alone, saved in every layout, and whether what is there already is refused."""
+    """Saves a model that is spread over processes in every layout; existing folders are refused."""
     model = load(plan)
     nnxmoe.save_pretrained(model, out / f"{plan} hf")
     maxtext.save(model, out / f"{plan} maxtext")
@@ -121,7 +121,7 @@ def saved(plan: str, out: Path) -> None:
 
 
 def cannot_save(out: Path) -> None:
-    """Process 1's disk is full: an error in both, and nothing remains."""
+    """Process 1's disk is full: both processes raise and no file remains."""
     model, message = load("mixtral fsdp sorted"), "could not write its part"
     if jax.process_index() == 1:
         message = "No space left on device"
@@ -142,7 +142,7 @@ def full_disk(*_: Any, **__: Any) -> Any:
 
 
 def checkpoints(out: Path) -> None:
-    """Saves of arrays that no process holds alone; what is there is restored on another mesh; refusals reach all."""
+    """Saves arrays spread over processes and restores them on another mesh; every process raises each error."""
     rows = NamedSharding(nnxmoe.make_mesh(fsdp=-1), PartitionSpec("fsdp"))
     others = NamedSharding(nnxmoe.make_mesh(fsdp=2, tensor=2), PartitionSpec("fsdp", "tensor"))
     everywhere = NamedSharding(rows.mesh, PartitionSpec())
@@ -174,7 +174,7 @@ def checkpoints(out: Path) -> None:
 
 
 def refused(out: Path) -> None:
-    """Errors of the first process are errors of all."""
+    """An error in the first process is raised in every process."""
     (out / "foreign").mkdir(exist_ok=True)
     (out / "foreign" / "mine").touch()
     one = jax.jit(lambda: jnp.ones(4), out_shardings=NamedSharding(nnxmoe.make_mesh(fsdp=-1), PartitionSpec()))()
@@ -190,7 +190,7 @@ def refused(out: Path) -> None:
 
 
 def summed() -> Callable[[], float]:
-    """A compiled sum over all devices of all processes: a collective that waits for everyone."""
+    """A compiled sum over all devices of all processes: a collective that blocks until every process joins."""
     mesh = nnxmoe.make_mesh(data=-1)
     ones = jax.make_array_from_callback(
         (jax.device_count(),), NamedSharding(mesh, PartitionSpec("data")), lambda at: np.ones(1, np.float32)
@@ -200,7 +200,7 @@ def summed() -> Callable[[], float]:
 
 
 def steps(out: Path, limit: float | None, at_ten: Callable[[], object] = lambda: None) -> None:
-    """Steps without end; a file tells that the tenth is reached, where process 1 does something else."""
+    """Runs steps until killed; at the tenth writes a file, and process 1 calls ``at_ten``."""
     step = summed()
     for i in range(1_000_000):
         if i == 10:
@@ -212,7 +212,7 @@ def steps(out: Path, limit: float | None, at_ten: Callable[[], object] = lambda:
 
 
 def generate_alone(out: Path) -> None:
-    """Process 1 falls asleep between two tokens, alive; process 0 has set no deadline but that of `initialize`."""
+    """Process 1 sleeps between two tokens; process 0 has only the deadline of `initialize`."""
     model = nnxmoe.from_pretrained(HF_CASES / "llama_basic" / "model", mesh=nnxmoe.make_mesh(fsdp=-1))
     for i, _ in enumerate(generate_tokens(model, np.ones((2, 4), np.int32), None, 60, None, 0)):
         if i == 10:
