@@ -190,7 +190,7 @@ def test_a_mesh_on_the_command_line(tmp_path: Path) -> None:
             ["SOURCE", "new", "--to", "maxtext", "--config", "mixtral-8x7b"],
             "has a config.json of its own: leave it out",
         ),
-        (["SOURCE", "", "--to", "maxtext"], "is no name of a folder"),
+        (["SOURCE", "", "--to", "maxtext"], "cannot name a folder"),
     ],
 )
 def test_refusals_are_one_line(

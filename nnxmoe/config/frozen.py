@@ -1,11 +1,11 @@
-"""A dict for places where nothing may change."""
+"""An immutable dict."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 
 class FrozenDict(Mapping[str, Any]):
-    """A dict that does not change and can be hashed, so that it can be part of what a program is compiled for."""
+    """A hashable, immutable dict: it can be static data of a compiled program."""
 
     def __init__(self, items: Mapping[str, Any]):
         self._items = {k: tuple(v) if isinstance(v, list) else v for k, v in items.items()}
@@ -20,7 +20,7 @@ class FrozenDict(Mapping[str, Any]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._items))  # names only: values that are equal, 8 and 8.0, may look different
+        return hash(frozenset(self._items))  # of the names only: equal values such as 8 and 8.0 must hash alike
 
     def __repr__(self) -> str:
         return repr(self._items)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def short(value: object, limit: int = 160) -> str:
-    """Shows a value from a file in an error message: escaped, and cut where it would fill the screen."""
+    """A value for an error message: escaped, and cut if it is long."""
     if isinstance(value, str | list | tuple | dict) and len(value) > 10 * limit:
         return f"a {type(value).__name__} of {len(value)} items"
     if isinstance(value, int) and value.bit_length() > 512:
@@ -14,7 +14,7 @@ def short(value: object, limit: int = 160) -> str:
 
 
 def plain(name: str) -> str:
-    """A name from a file for a terminal: nothing in it that is not printable."""
+    """A name for a terminal: everything unprintable is escaped."""
     return short(name)[1:-1]
 
 

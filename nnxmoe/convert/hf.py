@@ -34,7 +34,7 @@ from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.multihost import gathered, held, holders, shared_folder
+from nnxmoe.storage.multihost import gather, hosts_holding, local_value, shared_folder
 from nnxmoe.storage.safetensors import dtype_code
 from nnxmoe.storage.write import Tensors, write_shares
 from nnxmoe.strategy import Strategy
@@ -160,7 +160,7 @@ def arrays(model: CausalLM) -> dict[str, tuple[Later, list[int]]]:
         if isinstance(value, jax.ShapeDtypeStruct):
             raise ValueError(f"the parameter {entry.key} has a shape but no values: this model cannot be saved")
         for piece in entry.pieces:
-            who = holders(value, piece.at)
+            who = hosts_holding(value, piece.at)
             make = functools.partial(_stored, entry, piece, value, factor, who)
             found[piece.name] = Later(entry.flat(), np.dtype(value.dtype), make), who
     return found
@@ -168,7 +168,7 @@ def arrays(model: CausalLM) -> dict[str, tuple[Later, list[int]]]:
 
 def _stored(entry: Entry, piece: Piece, value: Any, factor: np.float32, who: list[int], _: Any = None) -> np.ndarray:
     """One stored tensor of a parameter; of one that no process holds, all must ask."""
-    one = held(value, piece.at) if who else gathered(value, piece.at)
+    one = local_value(value, piece.at) if who else gather(value, piece.at)
     one = one if factor == 1 else (one.astype(np.float32) * factor).astype(one.dtype)
     if entry.inputs is None:
         return one

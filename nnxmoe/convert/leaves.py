@@ -16,7 +16,7 @@ from jaxtyping import Array
 from nnxmoe.axes import axes_of, partition_spec
 from nnxmoe.convert.table import Path, label_of, parameters
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.storage.multihost import AnyArray, apart
+from nnxmoe.storage.multihost import AnyArray, spans_hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ def made_of(model: CausalLM, leaves: Mapping[str, Leaf], change: Change, dtype: 
     for name, leaf in leaves.items():
         kind = np.dtype(dtype or jnp.result_type(*{values[path].dtype for path, _ in leaf.parts}))
         part = functools.partial(joined, leaf, values, change, kind)
-        spread = any(apart(values[path]) for path, _ in leaf.parts)
+        spread = any(spans_hosts(values[path]) for path, _ in leaf.parts)
         found[name] = Later(leaf.shape, kind, lambda _, part=part: part(slice(None)), part, spread)
     return found
 

@@ -182,7 +182,7 @@ class Reader:
         if scales is not None:
             assert self.block is not None and cols is not None
             values = dequantize_blocks(raw, scales, self.block, rows.start, cols.start)
-        cast = out if straight else self._scratch.apart("cast", shape, out.dtype)
+        cast = out if straight else self._scratch.padded("cast", shape, out.dtype)
         if cast is not raw:
             copy_into(cast, values)
         if not straight:

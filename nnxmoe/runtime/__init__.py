@@ -1,1 +1,1 @@
-"""The machine: processes, memory, and messages to the person who waits."""
+"""The machine a program runs on: processes, memory, messages and progress bars."""

@@ -1,4 +1,4 @@
-"""Try a script as several processes on this machine: ``python -m nnxmoe.runtime.launch 2 script.py …``.
+"""Runs a script as several processes on this machine: ``python -m nnxmoe.runtime.launch 2 script.py …``.
 
 Each gets its own CPU devices and the environment in which ``nnxmoe.runtime.processes.initialize()`` finds the others. A
 convenience: on a cluster its own launcher does this.
@@ -16,11 +16,11 @@ from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the processes until all have ended or one has failed, which ends the others; returns the exit status."""
+    """Runs the processes until all have exited or one has failed; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nnxmoe.runtime.launch", description=__doc__)
     parser.add_argument("--devices", type=_positive, default=1, metavar="N", help="CPU devices of each process")
     parser.add_argument("count", type=_positive, help="how many processes")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what python runs: script.py …, or -m module …")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="arguments of python: script.py …, or -m module …")
     options = parser.parse_args(arguments)
     if not options.command:
         parser.error("give the script to run")
@@ -36,13 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     finally:
         for process in processes:
-            process.kill()  # a process within a collective hears no gentler signal
+            process.kill()  # a process inside a collective does not react to SIGTERM
         for process in processes:
             process.wait()
 
 
 def environment(number: int, count: int, port: int, devices: int) -> dict[str, str]:
-    """The variables of one process, besides those it inherits."""
+    """Environment variables of one process, besides the inherited ones."""
     address = f"127.0.0.1:{port}"
     return {
         "JAX_COORDINATOR_ADDRESS": address,
@@ -55,7 +55,7 @@ def environment(number: int, count: int, port: int, devices: int) -> dict[str, s
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """A free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -67,7 +67,11 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
         for i, code in enumerate(codes):
             if code:
                 how = f"with status {code}" if code > 0 else f"by signal {signal.Signals(-code).name}"
-                print(f"nnxmoe: process {i} of {len(codes)} ended {how}; stopping all", file=sys.stderr, flush=True)
+                print(
+                    f"nnxmoe: process {i} of {len(codes)} exited {how}; stopping the others",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 return code if code > 0 else 128 - code
         if None not in codes:
             return 0

@@ -1,8 +1,8 @@
-"""One program in several processes: how they find each other, and how all of them end when one does not go on.
+"""Programs of several processes: connecting them, and ending all of them if one hangs or fails.
 
-JAX finds SLURM, Open MPI, Kubernetes and Cloud TPU by itself and connects the processes. Left alone it also waits: for
-ever in a collective whose other side is stuck, for minutes at the end of a program that has failed. Here every wait has
-a limit, after which the process says what it waited for and ends.
+JAX detects SLURM, Open MPI, Kubernetes and Cloud TPU and connects the processes. By default it also waits: forever in a
+collective whose other side hangs, and for minutes at the end of a program that failed. Here every wait has a timeout,
+after which the process reports what it waited for and exits.
 """
 
 import atexit
@@ -24,15 +24,15 @@ import jax
 
 from nnxmoe.runtime.progress import say
 
-GAVE_UP = 124  # the exit status, as of timeout(1)
-_LATER = 30  # seconds by which JAX's own limits, which end a process without a word from us, come after ours
-_FLUSH = 5  # seconds that output still in a buffer may take: its reader may be stuck as well
+GAVE_UP = 124  # the exit status after a timeout, as of timeout(1)
+_LATER = 30  # seconds between our limits and JAX's, which end a process without our message
+_FLUSH = 5  # seconds for writing buffered output, whose reader may hang too
 _FROM_ENVIRONMENT = {"coordinator_address": str, "num_processes": int, "process_id": int}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What this process knows of the others; ``timeout`` None: there are none."""
+    """This process's place in the job; ``timeout`` is None without other processes."""
 
     timeout: float | None = None
     me: str = "this process"
@@ -42,17 +42,18 @@ _job = _Job()
 
 
 def initialize(timeout: float = 300.0, **options: Any) -> None:
-    """Connect this process to the others; call it before anything else of JAX. Alone, it says so and does nothing.
+    """Connect this process to the others, before any other use of JAX. No-op with a log message for a single process.
 
-    ``options`` are those of ``jax.distributed.initialize``, which finds what is not given in the environment: of the
-    cluster's launcher, or ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``. ``timeout``, in
-    seconds, is how long to wait for the others: to appear, for a sign of life, in each `deadline`, and at the end; then
-    this process ends with a message and a status that is not 0. So it does at once on an exception.
+    ``options`` are those of ``jax.distributed.initialize``. What is not given is read from the environment: the
+    cluster launcher's variables, or ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``.
+    ``timeout`` limits, in seconds, each wait for other processes: at the start, between heartbeats, in each `deadline`,
+    and at the end. After it, and at once on an uncaught exception, this process exits with a message and a non-zero
+    status.
     """
     global _job
     timeout = _seconds("timeout", timeout)
     if jax.distributed.is_initialized():
-        raise ValueError(f"{_job.me} is connected to the others already: initialize once")
+        raise ValueError(f"{_job.me} is already connected to the others: call initialize once")
     given = _from_environment() | options
     count = given.get("num_processes")
     _job = _Job(timeout, "this process" if count is None else f"process {given.get('process_id')} of {count}")
@@ -60,25 +61,25 @@ def initialize(timeout: float = 300.0, **options: Any) -> None:
         with deadline("connecting to the other processes"):
             jax.distributed.initialize(**_limits(timeout) | given)
             _end_with_the_others(timeout)
-            jax.devices()  # the processes tell each other what devices they have
+            jax.devices()  # the processes exchange their lists of devices
     except Exception as error:
         _job = _Job()
         if given.keys() & _FROM_ENVIRONMENT.keys() or "coordinator_address should be defined" not in str(error):
             raise
-        say("no cluster and no JAX_COORDINATOR_ADDRESS found: this process works alone")
+        say("no cluster and no JAX_COORDINATOR_ADDRESS found: running as a single process")
         return
     _job = _Job(timeout, f"process {jax.process_index()} of {jax.process_count()}")
 
 
 def _seconds(name: str, value: float) -> float:
-    """A time to wait: positive, and not more than threads can wait, which is 292 years."""
+    """A validated timeout, at most the longest that threads can wait (292 years)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r}: give the seconds to wait for other processes, more than 0")
+        raise ValueError(f"{name}={value!r}: give a positive number of seconds")
     return min(float(value), threading.TIMEOUT_MAX)
 
 
 def _limits(timeout: float) -> dict[str, Any]:
-    """JAX's own limits. Only signs of life are its business; the others back ours up."""
+    """JAX's own limits: JAX checks the heartbeats; its other limits are a fallback for ours."""
     later = math.ceil(timeout) + _LATER
     return {
         "initialization_timeout": later,
@@ -88,30 +89,32 @@ def _limits(timeout: float) -> dict[str, Any]:
 
 
 def _from_environment() -> dict[str, Any]:
-    """What JAX does not read itself; where all of it stands in the environment, no cluster needs to be found."""
+    """Settings from ``JAX_*`` variables; if all are set, cluster detection is switched off."""
     found: dict[str, Any] = {}
     for name, kind in _FROM_ENVIRONMENT.items():
         text = os.environ.get(variable := f"JAX_{name.upper()}")
         if text is not None and kind is int and not text.isdecimal():
-            raise ValueError(f"the environment has {variable}={text!r}: set it to a number, or unset it")
+            raise ValueError(
+                f"the environment variable {variable}={text!r} is not a number: set it to one, or unset it"
+            )
         found |= {} if text is None else {name: kind(text)}
     return found | ({"cluster_detection_method": "deactivate"} if len(found) == len(_FROM_ENVIRONMENT) else {})
 
 
 def _end_with_the_others(timeout: float) -> None:
-    """What is done when this process ends, by itself or by JAX."""
-    faulthandler.enable()  # JAX aborts where a process has died: show what this one was doing
+    """Installs what runs when this process ends, by itself or by JAX."""
+    faulthandler.enable()  # JAX aborts when another process has died: show the stacks of this one
     sys.excepthook = _EndOnException(sys.excepthook)
     atexit.register(_watchdog.add, "waiting for the other processes at the end", timeout)
 
 
 @contextlib.contextmanager
 def deadline(doing: str, seconds: float | None = None) -> Iterator[None]:
-    """A ``with`` block, or decorated function, that ends the process where it takes more than ``seconds``.
+    """A ``with`` block, or decorator, that ends the process after more than ``seconds``.
 
-    ``seconds`` None: the timeout given to `initialize`, and no limit where this process works alone. The block has to
-    wait for its results (``jax.block_until_ready``): JAX computes behind the back of Python. The message names what it
-    was ``doing`` ("a training step"); every thread's stack follows; the exit status is `GAVE_UP`.
+    ``seconds`` defaults to the timeout given to `initialize`; a single process has no limit. The block must wait for
+    its results with ``jax.block_until_ready``, since JAX computes asynchronously. The message names what it was
+    ``doing`` ("a training step") and shows the stack of every thread; the exit status is `GAVE_UP`.
     """
     seconds = _job.timeout if seconds is None else _seconds("seconds", seconds)
     key = None if seconds is None else _watchdog.add(doing, seconds)
@@ -123,9 +126,9 @@ def deadline(doing: str, seconds: float | None = None) -> Iterator[None]:
 
 
 class _Watchdog:
-    """The limits in force, and the thread that looks after them: one, as none can be started when Python exits.
+    """The active deadlines and one thread that watches them; it starts early, as Python cannot start threads at exit.
 
-    A thread, not a signal: Python handles signals between two instructions of the main thread, which waits in JAX.
+    A thread, not a signal: Python handles signals in the main thread, which waits inside JAX.
     """
 
     def __init__(self) -> None:
@@ -165,12 +168,12 @@ if hasattr(os, "register_at_fork"):  # a forked child has none of its parent's t
 
 
 def _give_up(doing: str, seconds: float) -> None:
-    """Say why, show every stack, and end the process, whatever state it is in."""
+    """Print the reason and every stack, and end the process in any state."""
     try:
         print(
             f"nnxmoe: {_job.me} (pid {os.getpid()} on {socket.gethostname()}) gave up {doing} after {seconds:g} s. "
-            "Another process is missing, dead or stuck (see what the others say), or this takes longer: then raise "
-            "the timeout. Where it was:",
+            "Another process is missing, dead or stuck (see their messages), or this takes longer: then raise "
+            "the timeout. Stacks:",
             file=sys.stderr,
             flush=True,
         )
@@ -182,7 +185,7 @@ def _give_up(doing: str, seconds: float) -> None:
 
 
 class _EndOnException:
-    """Shows an exception as before and ends the process; at exit JAX would wait for those that wait for this one."""
+    """Shows an exception as usual and ends the process; a regular exit would wait for processes that wait for us."""
 
     def __init__(self, show: Any) -> None:
         self._show = show
@@ -190,9 +193,7 @@ class _EndOnException:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             self._show(kind, error, trace)
-            print(
-                f"nnxmoe: {_job.me} ends on this {kind.__name__}, and the others with it", file=sys.stderr, flush=True
-            )
+            print(f"nnxmoe: {_job.me} exits on this {kind.__name__}, and ends the others", file=sys.stderr, flush=True)
             sys.stdout.flush()
         finally:
             os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)

@@ -1,4 +1,4 @@
-"""Short messages and progress bars for the person who waits, on stderr.
+"""Log messages and progress bars.
 
 Messages go through the logger ``nnxmoe``. Importing the package adds only a ``NullHandler``: a program sees them once
 it has set up logging: ``logging.basicConfig(level="INFO")``. The command line sets up its own handler. Bars are tqdm's
@@ -39,5 +39,5 @@ def say(message: str, *args: Any) -> None:
 
 
 def bytes_bar(total: int, description: str) -> tqdm:
-    """A bar over bytes with its speed."""
+    """A progress bar in bytes, with the speed."""
     return tqdm(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1000, dynamic_ncols=True)

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: where every checkpoint is written."""
+"""Writes a folder atomically: it appears complete or not at all. Every checkpoint is written this way."""
 
 import contextlib
 import ctypes
@@ -25,14 +25,13 @@ _CHECKPOINT_FILE = re.compile(
 
 
 @contextlib.contextmanager
-def new_folder(folder: str | os.PathLike[str], overwrite: bool | None = None) -> Iterator[Path]:
-    """Yields a hidden folder to write a checkpoint into, which at the end becomes ``folder`` in one step.
+def atomic_dir(folder: str | os.PathLike[str], overwrite: bool | None = None) -> Iterator[Path]:
+    """Yields a hidden folder to write a checkpoint into; on exit it becomes ``folder`` in one step.
 
-    ``folder`` must be new or empty. With ``overwrite`` a checkpoint in it is replaced: the two folders change places,
-    and other files and sub-folders are carried over (as hard links where possible); None: the caller does not offer
-    that. Until that step ``folder`` is as it was, whatever happens; a killed process leaves the hidden folder behind,
-    which may be deleted.
-    Raises CheckpointError.
+    ``folder`` must be new or empty. With ``overwrite=True`` a checkpoint in it is replaced: the two folders are
+    swapped, and other files and subfolders are carried over, as hard links where possible. (None: like False, for
+    callers that do not offer to overwrite.) Until the last step ``folder`` is unchanged. A killed process leaves
+    the hidden folder behind, which may be deleted. Raises CheckpointError.
     """
     target = _target(folder)
     present = _present(target, overwrite)
@@ -61,20 +60,20 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool | None = None) ->
         elif present:
             _exchange(stage, target)
             replaced = True
-            _carry_over(stage, target)  # what came into the old folder in the meantime
+            _carry_over(stage, target)  # files added to the old folder in the meantime
         else:
             os.rename(stage, target)
     except OSError as error:
-        state = "it was replaced" if replaced else "what was there is as before"
+        state = "it was replaced" if replaced else "it is unchanged"
         raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
     finally:
-        _remove(stage)  # what is left of it, or the checkpoint that was replaced
-    with contextlib.suppress(OSError):  # not every file system does this for folders
+        _remove(stage)  # after a failure: what was written; after a swap: the replaced checkpoint
+    with contextlib.suppress(OSError):  # some file systems cannot sync folders
         _sync_folder(target.parent)
 
 
 def _remove(folder: Path) -> None:
-    """Once more where threads of an interrupted save have written on."""
+    """Deletes a folder; after an error again, since writer threads may still have created files in it."""
     shutil.rmtree(folder, ignore_errors=True)
     if sys.exc_info()[0] is not None:
         time.sleep(0.2)
@@ -82,19 +81,21 @@ def _remove(folder: Path) -> None:
 
 
 def refuse_unless_empty(folder: str | os.PathLike[str]) -> None:
-    """CheckpointError where a checkpoint may not be written to ``folder``: so far only new and empty folders."""
+    """Raises CheckpointError unless ``folder`` is new or empty."""
     _present(_target(folder), overwrite=None)
 
 
 def _target(folder: str | os.PathLike[str]) -> Path:
     name = os.fspath(folder)
     if not name or "\0" in name:
-        raise CheckpointError(f"{short(name)} is no name of a folder: {'it holds a NUL' if name else 'it is empty'}")
+        raise CheckpointError(
+            f"{short(name)} cannot name a folder: {'it has a NUL character' if name else 'it is empty'}"
+        )
     return Path(os.path.realpath(os.path.expanduser(name)))
 
 
 def _present(target: Path, overwrite: bool | None) -> list[str]:
-    """The names in a folder that may be written to; refuses what may not be."""
+    """Names in the target folder; raises CheckpointError if it must not be written to."""
     if not os.path.lexists(target):
         return []
     if not os.path.isdir(target):
@@ -108,7 +109,7 @@ def _present(target: Path, overwrite: bool | None) -> list[str]:
         raise CheckpointError(f"{target} is not an empty folder, it holds {some(names)}: save to a new one{way}")
     if NATIVE_FILE in names or "_METADATA" in names or (target / "0" / "items").is_dir():
         raise CheckpointError(
-            f"{target} holds an Orbax checkpoint, which would stay beside this one: save to a new folder"
+            f"{target} holds an Orbax checkpoint, which would remain beside this one: save to a new folder"
         )
     ours = [name for name in names if _CHECKPOINT_FILE.fullmatch(name)]
     if links := [name for name in ours if (target / name).is_symlink()]:
@@ -116,18 +117,20 @@ def _present(target: Path, overwrite: bool | None) -> list[str]:
             f"{target}: {some(links)} is a link, as in the hub's cache: save to a new folder, not over it"
         )
     if folders := [name for name in ours if (target / name).is_dir()]:
-        raise CheckpointError(f"{target}: {some(folders)} is a folder where a file of a checkpoint goes: move it away")
+        raise CheckpointError(
+            f"{target}: {some(folders)} is a folder, but a checkpoint has a file of that name: move it away"
+        )
     if any(os.path.ismount(path) for path, _, _ in os.walk(target) if path != str(target)):
         raise CheckpointError(f"{target} has other disks mounted in it: save to a new folder")
     return names
 
 
 def _must_stay(target: Path) -> str | None:
-    """Why a folder cannot be renamed, if so."""
+    """The reason that a folder cannot be renamed; None if it can."""
     if os.path.ismount(target):
         return "something is mounted there"
     if not os.access(target.parent, os.W_OK):
-        return f"{target.parent} may not be written"
+        return f"{target.parent} is not writable"
     with contextlib.suppress(OSError):
         if Path(os.getcwd()).is_relative_to(target):
             return "it is the current folder of this process"
@@ -135,7 +138,7 @@ def _must_stay(target: Path) -> str | None:
 
 
 def _look_alike(target: Path, stage: Path) -> None:
-    """The new folder gets the old one's mode and, where that is allowed, its owner."""
+    """Copies the old folder's mode and, if permitted, its owner to the new one."""
     status = target.stat()
     os.chmod(stage, stat.S_IMODE(status.st_mode))
     if (status.st_uid, status.st_gid) != (stage.stat().st_uid, stage.stat().st_gid):
@@ -150,7 +153,7 @@ def _warn_of_leftovers(target: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path) -> None:
-    """What is in the old folder and no part of its checkpoint, and not yet in the new one."""
+    """Links everything that is no checkpoint file, and not yet in the new folder, from the old one."""
     for name in os.listdir(old):
         one, other = old / name, new / name
         if _CHECKPOINT_FILE.fullmatch(name) or os.path.lexists(other):
@@ -169,12 +172,12 @@ def _link(old: str | Path, new: str | Path) -> None:
 
 
 def _move_in(stage: Path, target: Path) -> None:
-    """File by file; without config.json, which comes last, the folder holds no checkpoint."""
+    """Moves the files one by one, config.json last: without it the folder is not a checkpoint."""
     moved: list[Path] = []
     names = sorted(os.listdir(stage), key=lambda name: name == "config.json")
     if there := [name for name in names if os.path.lexists(target / name)]:
         raise CheckpointError(
-            f"{target} cannot be renamed, and {some(there)} in it not be replaced in one step with the other files: "
+            f"{target} cannot be renamed, and {some(there)} in it cannot be replaced together with the other files: "
             "move it away, or save to a new folder"
         )
     try:
@@ -188,7 +191,7 @@ def _move_in(stage: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Two folders change places in one step, which Python's library has no call for."""
+    """Swaps two folders in one system call, for which Python's library has no function."""
     libc = ctypes.CDLL(None, use_errno=True)
     paths = os.fsencode(one), os.fsencode(other)
     if sys.platform == "darwin":

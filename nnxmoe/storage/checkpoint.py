@@ -1,7 +1,7 @@
 """An opened checkpoint in Hugging Face's layout: config, headers, and exact reads of rows and columns.
 
-This layer knows files and numpy arrays, no models. Data is read with pread, never mapped, so that a file cut short
-under us is an error and not a signal.
+It knows files and NumPy arrays, no models. Data is read with pread and never mapped: a file that is truncated while it
+is read then raises an error instead of SIGBUS.
 """
 
 import os
@@ -20,7 +20,7 @@ from nnxmoe.storage.safetensors import DTYPES, MAX_HEADER, TensorInfo, header_le
 from nnxmoe.storage.source import INDEX_FILE, Source
 
 _PIECE = 64 << 20  # bytes per system call and per piece of iter_rows
-_PAGE = 4096  # rows up to a page are read whole: the kernel fetches the page anyway
+_PAGE = 4096  # rows of at most a page are read whole: the kernel fetches the page anyway
 
 
 class Checkpoint:
@@ -56,16 +56,18 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensor data handed out so far; of column ranges only the columns."""
+        """Bytes of tensor data returned so far; for column ranges, of these columns only."""
         return self._bytes_read
 
     def _collect(self, weight_map: dict[str, str]) -> None:
-        """Merges the files' headers and holds them against the index."""
+        """Merges the files' headers and checks them against the index."""
         lengths = 0
         for file in self.files:
             lengths += header_length(file)
             if lengths > MAX_HEADER:
-                raise CheckpointError(f"{file}: the headers up to this one have more than {MAX_HEADER} bytes in all")
+                raise CheckpointError(
+                    f"{file}: the headers up to this file exceed {MAX_HEADER} bytes; use larger shards"
+                )
         for file in self.files:
             header = read_header(file)
             self._sizes[file] = file.stat().st_size
@@ -83,8 +85,8 @@ class Checkpoint:
             if info is None or info.file.name != promised:
                 place = "no listed file has it" if info is None else f"it is in {info.file}"
                 raise CheckpointError(
-                    f"{self.folder / INDEX_FILE} promises tensor {short(name)} in {self.folder / promised}, "
-                    f"and {place}; download the model again"
+                    f"{self.folder / INDEX_FILE} lists tensor {short(name)} in {self.folder / promised}, "
+                    f"but {place}; download the model again"
                 )
 
     def _equal(self, one: TensorInfo, other: TensorInfo) -> bool:
@@ -105,7 +107,7 @@ class Checkpoint:
         return self._equal(self.info(name), self.info(other))
 
     def info(self, name: str) -> TensorInfo:
-        """Returns where a tensor lies; a name the checkpoint lacks is refused."""
+        """Returns the location of a tensor; raises CheckpointError for an unknown name."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder} has no tensor {short(name)} (it has {len(self.tensors)} others)")
         return self.tensors[name]
@@ -152,7 +154,7 @@ class Checkpoint:
             yield piece, self.read(name, piece)
 
     def _fill_columns(self, info: TensorInfo, start: int, row_bytes: int, left: int, target: np.ndarray) -> None:
-        """Reads the same byte range of consecutive rows: one by one, or whole rows in blocks where they are short."""
+        """Reads the same byte range of consecutive rows: row by row, or blocks of whole rows if they are short."""
         count, segment = target.shape
         if row_bytes > _PAGE:
             for row in range(count):
@@ -190,7 +192,7 @@ class Checkpoint:
         return len(data)
 
     def _descriptor(self, file: Path) -> int:
-        """Opens a file at its first read and keeps it open; it must still be the one whose header was checked."""
+        """Opens a file at its first read and keeps it open; its size must still be that of the checked header."""
         descriptor = self._descriptors.get(file)
         if descriptor is not None:
             return descriptor
@@ -230,7 +232,7 @@ _Range = tuple[int, int]
 
 
 def _window(info: TensorInfo, rows: slice | None, cols: slice | None) -> tuple[tuple[int, ...], _Range, _Range]:
-    """Resolves slices to (result shape, range of rows, range of columns); clips nothing.
+    """Resolves slices to (result shape, range of rows, range of columns), without clipping.
 
     A vector has one element per row and one column, whichever slice was given; a scalar is one such row.
     """
@@ -270,7 +272,7 @@ def hub_headers(
             config, tensors = source.remote_headers(repo_id, revision)
             for name, (dtype, _) in tensors.items():
                 if dtype not in DTYPES:
-                    raise CheckpointError(f"{repo_id}: tensor {short(name)}: dtype {short(dtype)} is not read")
+                    raise CheckpointError(f"{repo_id}: tensor {short(name)}: dtype {short(dtype)} is not supported")
             return config, tensors
         except CheckpointError as error:
             failure = error

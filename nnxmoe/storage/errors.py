@@ -2,4 +2,4 @@
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names the file, the tensor or field, its value and the remedy."""
+    """Raised for an unusable checkpoint; the message names the file, the tensor or field, its value and the remedy."""

@@ -1,7 +1,7 @@
-"""Files written by strangers: opened only where they are what they should be, and parsed within bounds.
+"""Reads untrusted files: regular files only, of bounded size, parsed strictly.
 
-Callers name the class of error (a ValueError) that suits what they look for; its message names the file, what is
-wrong with it and the remedy.
+Callers pass the class of error to raise, a ValueError; its message names the file, what is wrong with it, and the
+remedy.
 """
 
 import json
@@ -15,18 +15,18 @@ from typing import Any, NoReturn
 from nnxmoe.config.printable import short
 
 MAX_JSON_BYTES = 16_000_000
-MAX_JSON_VALUES = 1_000_000  # a value of one byte in a file takes some 60 bytes once parsed
+MAX_JSON_VALUES = 1_000_000  # a value of one byte in the file takes about 60 bytes once parsed
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # possessive, and also an unclosed one: linear on any input
 _LFS_MAGIC = b"version https://git-lfs"
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """A path from the root, ``~`` as a shell understands it."""
+    """The absolute path; ``~`` is the home folder, as in a shell."""
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def regular_file(path: Path, remedy: str, error: type[ValueError]) -> os.stat_result:
-    """The status of a file; a missing file, a dangling link, a loop of links, a folder or a device is refused."""
+    """The status of a regular file; raises for a missing file, a broken link, a folder or a device."""
     try:
         status = path.stat()
     except OSError as failure:
@@ -40,13 +40,13 @@ def regular_file(path: Path, remedy: str, error: type[ValueError]) -> os.stat_re
 
 
 def refuse_lfs_pointer(path: Path, head: bytes, error: type[ValueError]) -> None:
-    """Recognises the text file that git leaves in place of a large file that was not fetched."""
+    """Raises for the text file that git leaves in place of a large file that was not fetched."""
     if head.startswith(_LFS_MAGIC):
         raise error(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
 
 
 def read_bounded(path: Path, limit: int, remedy: str, error: type[ValueError]) -> bytes:
-    """All of a regular file of at most ``limit`` bytes; more is refused, also where the file says it has less."""
+    """Content of a regular file of at most ``limit`` bytes, counted while reading."""
     regular_file(path, remedy, error)
     try:
         with open(path, "rb") as file:
@@ -54,7 +54,7 @@ def read_bounded(path: Path, limit: int, remedy: str, error: type[ValueError]) -
     except OSError as failure:
         raise error(f"{path}: {failure.strerror or failure}; {remedy}") from failure
     if len(data) > limit:
-        raise error(f"{path} has more than the {limit} bytes that such a file may have; {remedy}")
+        raise error(f"{path} exceeds the limit of {limit} bytes for such a file; {remedy}")
     refuse_lfs_pointer(path, data, error)
     return data
 
@@ -71,27 +71,27 @@ def read_object(path: Path, remedy: str, error: type[ValueError], limit: int = M
 def parse_json(
     data: bytes, where: str | Path, remedy: str, error: type[ValueError], values: int = MAX_JSON_VALUES
 ) -> object:
-    """Parses JSON to the letter of the standard: names unique in their object, no NaN or Infinity.
+    """Parses JSON strictly: names must be unique within their object; NaN and Infinity are refused.
 
-    Two equal names in one object are ambiguous and refused. Too many values are refused before they take memory; marks
-    within strings are no values, and are left out where they could matter.
+    Files with more than ``values`` values are refused before parsing takes the memory; commas and brackets within
+    strings do not count.
     """
     count = _count_values(data)
-    if count > values:  # strings one by one: a copy without them takes many times the memory of the data
+    if count > values:  # one string at a time: a copy of the data without strings needs many times its memory
         count -= sum(_count_values(string[0]) for string in _STRING.finditer(data))
     if count > values:
-        raise error(f"{where} holds some {count} values, more than {values}; {remedy}")
+        raise error(f"{where} holds about {count} values, more than {values}; {remedy}")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
             seen: set[str] = set()
             twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise error(f"{where}: the name {short(twice)} stands twice in one object; {remedy}")
+            raise error(f"{where}: the name {short(twice)} occurs twice in one object; {remedy}")
         return result
 
     def refuse(constant: str) -> NoReturn:
-        raise error(f"{where} is not valid JSON: {constant} is no number of JSON; {remedy}")
+        raise error(f"{where} is not valid JSON: {constant} is not a JSON number; {remedy}")
 
     def finite(text: str) -> float:
         return float(text) if math.isfinite(float(text)) else refuse(short(text))

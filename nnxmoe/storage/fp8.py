@@ -1,4 +1,4 @@
-"""DeepSeek's FP8 blocks: one float32 scale for each block of an 8-bit weight."""
+"""DeepSeek's FP8 blocks: one float32 scale per block of an 8-bit weight."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _FP8 = [dtype for code, dtype in DTYPES.items() if code.startswith("F8_")]
 def check_scale_grid(
     name: str, shape: Sequence[int], scale_shape: Sequence[int], block: Sequence[int], file: str | os.PathLike[str]
 ) -> None:
-    """Refuses a scale_inv whose shape is not one scale per (started) block of the weight."""
+    """Raises CheckpointError unless scale_inv has one scale per block of the weight, partial blocks included."""
     if len(shape) != 2 or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
         raise CheckpointError(
             f"{os.fspath(file)}: tensor {short(name)}: FP8 blocks need a weight of two dimensions and a "
@@ -64,7 +64,7 @@ def dequantize_blocks(
 
 
 def fp8_block(fields: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """The FP8 block size that a config.json declares; None without quantization. Others are refused by name."""
+    """The FP8 block size declared by a config.json; None without quantization. Raises for other quantizations."""
     quantization = fields.get("quantization_config")
     if quantization is None:
         return None

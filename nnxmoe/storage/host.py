@@ -1,4 +1,4 @@
-"""What loading needs of the host: a few threads, and arrays in memory that are made, checked and transposed fast."""
+"""Host-side tools of loading: a thread pool, and fast allocation, checks and transposition of NumPy arrays."""
 
 import contextlib
 import math
@@ -11,13 +11,13 @@ import numpy as np
 
 _LINE = 64  # bytes of a cache line, and the alignment JAX asks for
 _BLOCK = 32 << 20
-_MOST_THREADS = 8  # more do not read faster from one memory, and each holds buffers
+_MOST_THREADS = 8  # more threads do not read faster from one memory, and each holds buffers
 
 
 @contextlib.contextmanager
 def few_threads() -> Iterator[ThreadPoolExecutor]:
-    """A thread for each core, 8 at most. On the way out, also after an error or Ctrl-C, what has not begun is dropped
-    and what runs is waited for."""
+    """A pool with one thread per core, at most 8. On exit, also after an error or Ctrl-C, pending work is cancelled and
+    running work is waited for."""
     pool = ThreadPoolExecutor(min(_cores(), _MOST_THREADS), thread_name_prefix="nnxmoe-load")
     try:
         yield pool
@@ -26,33 +26,35 @@ def few_threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _cores() -> int:
-    """Those this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Scratch(threading.local):
-    """Buffers that a thread uses again and again: fresh memory costs as much time as reading into it."""
+    """Buffers that a thread reuses: touching fresh memory takes as long as reading into it."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}
 
     def empty(self, use: str, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
-        """An uninitialised array; the next one for the same use takes its place."""
+        """An uninitialised array, valid until the next call for the same use."""
         size = math.prod(shape) * dtype.itemsize
         if size > self._buffers.get(use, np.empty(0, np.uint8)).size:
             self._buffers[use] = aligned_empty((size,), np.dtype(np.uint8))
         return self._buffers[use][:size].view(dtype).reshape(shape)
 
-    def apart(self, use: str, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
-        """The same, its rows an odd number of cache lines apart: the rows of a power of two would share a few places
-        of the cache, and a column would not stay there."""
+    def padded(self, use: str, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+        """Like `empty`, with rows an odd number of cache lines apart: rows at a distance of a power of two map to the
+        same few cache sets, so that a column would not stay in the cache."""
         lines = -(-shape[1] * dtype.itemsize // _LINE) | 1
         return self.empty(use, (shape[0], lines * _LINE // dtype.itemsize), dtype)[:, : shape[1]]
 
 
 class Blocks:
-    """Makes uninitialised aligned arrays, small ones side by side in one block of memory, which goes when all of them
-    have gone: the system hands out large pages for it, where small ones would take as long as the reading."""
+    """Allocates uninitialised aligned arrays, small ones side by side in one block that is freed with the last of them.
+
+    The system gives large pages to large blocks; mapping small pages takes as long as reading the data.
+    """
 
     def __init__(self) -> None:
         self._free = np.empty(0, np.uint8)
@@ -77,7 +79,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def copy_into(out: np.ndarray, values: np.ndarray) -> None:
-    """``out[...] = values``, cast; overflow becomes infinity in silence, which is counted elsewhere."""
+    """``out[...] = values``, cast. Overflow becomes infinity without a warning: `count_nonfinite` reports it."""
     if out.dtype == values.dtype:
         out, values = bits(out), bits(values)  # plain integers copy faster than bfloat16
     with np.errstate(over="ignore"):
@@ -85,7 +87,7 @@ def copy_into(out: np.ndarray, values: np.ndarray) -> None:
 
 
 def transpose_into(out: np.ndarray, values: np.ndarray, rows: int = 256) -> None:
-    """``out[...] = values.T`` in ints, some source rows at a time: as many lines as the first cache holds."""
+    """``out[...] = values.T`` as integers, ``rows`` source rows at a time: as many lines as the L1 cache holds."""
     out, values = bits(out), bits(values)
     for row in range(0, len(values), rows):
         out[:, row : row + rows] = values[row : row + rows].T
@@ -97,10 +99,10 @@ def bits(values: np.ndarray) -> np.ndarray:
 
 
 def count_nonfinite(values: np.ndarray) -> int:
-    """How many of an array's floats are NaN or infinite.
+    """Number of NaN and infinite values of a float array.
 
-    Two maxima over the bits, which take no memory and little time, find out whether there are any: with the sign bit
-    away, these are the floats that as integers reach infinity.
+    Without the sign bit, these are the values whose bits, as an integer, reach those of infinity. Two maxima over the
+    bits, which need no memory, decide whether counting is necessary at all.
     """
     if values.size == 0:
         return 0

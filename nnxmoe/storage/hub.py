@@ -1,6 +1,6 @@
-"""A local folder or the Hugging Face hub: which of the two is meant, and downloads whose failures say what to do.
+"""Local folders and the Hugging Face hub: telling them apart, and downloads whose errors name the remedy.
 
-Callers name the class of error (a ValueError) that suits what they look for.
+Callers pass the class of error to raise, a ValueError.
 """
 
 import os
@@ -21,10 +21,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 _REMEDIES: tuple[tuple[str, str], ...] = (
     ("GatedRepoError", "access is gated: accept its terms at https://huggingface.co/{id} and run `hf auth login`"),
     ("RevisionNotFoundError", "it has no revision {revision!r}: give a branch, tag or commit that it has"),
-    ("RepositoryNotFoundError", "no such folder here and no such hub repository, or it is private: check the spelling "
+    ("RepositoryNotFoundError", "no such local folder, and no such hub repository or it is private: check the spelling "
      "or run `hf auth login`"),
     ("IncompleteSnapshotError", "the cached copy is incomplete and the hub cannot be reached: load it again online"),
-    ("LocalEntryNotFoundError", "no such folder here, not in the local cache, and the hub was not reached: go online "
+    ("LocalEntryNotFoundError", "no such local folder, not in the local cache, and the hub was not reached: go online "
      "(HF_HUB_OFFLINE=0, local_files_only=False) or give a local folder"),
     ("OfflineModeIsEnabled", "offline mode is on: unset HF_HUB_OFFLINE or give a local folder"),
     ("EntryNotFoundError", "a file is missing in the repository: is it a Hugging Face checkpoint?"),
@@ -37,7 +37,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]) -> Path | None:
-    """Returns the local folder that is meant, or None for a hub id; refuses what can be neither."""
+    """Returns the local folder, or None for a hub id; raises if the argument can be neither."""
     text = os.fspath(path_or_hub_id)
     if not text or "\0" in text:
         raise error(f"{text!r} is neither a folder nor a hub id such as 'org/name'")
@@ -55,7 +55,7 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]
 
 
 def check_hub_id(repo_id: str, error: type[ValueError]) -> None:
-    """Refuses what cannot be the name of a repository."""
+    """Raises unless the text can be the name of a repository."""
     if not _HUB_ID.fullmatch(repo_id):
         raise error(f"{repo_id!a:.160} is not a hub id such as 'org/name'")
 
@@ -68,7 +68,7 @@ def snapshot(
     skip: Sequence[str],
     error: type[ValueError],
 ) -> Path:
-    """Returns the hub cache's folder of a repository, after fetching the files that match and are not there yet."""
+    """Returns a repository's folder in the hub cache, after fetching the matching files that it lacks."""
     import huggingface_hub
 
     def fetch() -> str:
@@ -84,7 +84,7 @@ def snapshot(
 
 
 def hub_call(repo_id: str, revision: str | None, call: Callable[[], T], error: type[ValueError]) -> T:
-    """Runs a hub call; its failures become ``error`` with what to do about them."""
+    """Runs a hub call; its exceptions become ``error``, with the remedy in the message."""
     try:
         return call()
     except Exception as failure:

@@ -1,4 +1,4 @@
-"""Several processes that write one checkpoint: who holds what, and an error of one is an error of all."""
+"""Several processes writing one checkpoint: which process holds which shard, and errors that all of them raise."""
 
 import contextlib
 import functools
@@ -15,39 +15,39 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from nnxmoe.runtime.processes import deadline
-from nnxmoe.storage.atomic_dir import new_folder
+from nnxmoe.storage.atomic_dir import atomic_dir
 from nnxmoe.storage.errors import CheckpointError
 
-AnyArray = Any  # of NumPy or JAX
-_MESSAGE = 4000  # bytes of what one process tells the others
+AnyArray = Any  # a NumPy or JAX array
+_MESSAGE = 4000  # bytes of a broadcast text
 
 
 @contextlib.contextmanager
 def shared_folder(folder: str | os.PathLike[str], overwrite: bool | None = None) -> Iterator[Path]:
-    """`new_folder` for all processes together, on a file system that they share: it appears when all have written."""
+    """`atomic_dir` for all processes, on a shared file system: the folder appears once every process has written."""
     if jax.process_count() == 1:
-        with new_folder(folder, overwrite) as stage:
+        with atomic_dir(folder, overwrite) as stage:
             yield stage
         return
     with contextlib.ExitStack() as stack:
-        with deadline("waiting for the first process to make a folder"):
-            stage = Path(from_first(lambda: str(stack.enter_context(new_folder(folder, overwrite)))))
+        with deadline("waiting for process 0 to create a folder"):
+            stage = Path(from_first(lambda: str(stack.enter_context(atomic_dir(folder, overwrite)))))
         failure: Exception | None = None
         try:
             if not stage.is_dir():
                 raise CheckpointError(
-                    f"{folder}: process {jax.process_index()} does not see {stage}: save to a disk that all share"
+                    f"{folder}: process {jax.process_index()} does not see {stage}: save to a shared file system"
                 )
             yield stage
         except Exception as error:
             failure = error
         with deadline("waiting for the other processes to save"):
-            all_went_well(failure)
+            raise_in_all(failure)
             from_first(lambda: str(stack.close()))
 
 
 def from_first(make: Callable[[], str]) -> str:
-    """What the first process makes, for all of them; its error, for all of them."""
+    """Collective: the text that process 0 makes, in every process. Its error is raised in every process."""
     text, failure = "", None
     if jax.process_index() == 0:
         try:
@@ -64,25 +64,25 @@ def from_first(make: Callable[[], str]) -> str:
     return text
 
 
-def all_went_well(failure: Exception | None) -> None:
-    """Raises in every process where one of them has failed: there its own error, elsewhere a CheckpointError."""
+def raise_in_all(failure: Exception | None) -> None:
+    """Collective: if one process fails, every process raises, the others a CheckpointError that names it."""
     failed = np.ravel(multihost_utils.process_allgather(np.asarray([failure is not None])))
     if failure is not None:
         raise failure
     if failed.any():
         raise CheckpointError(
-            f"process {int(np.argmax(failed))} could not write its part (it says why); nothing was saved"
+            f"process {int(np.argmax(failed))} could not write its part (see its message); nothing was saved"
         )
 
 
-def apart(value: AnyArray) -> bool:
-    """Whether an array lies on devices of other processes too."""
+def spans_hosts(value: AnyArray) -> bool:
+    """Whether an array has shards on other hosts."""
     return isinstance(value, jax.Array) and not value.is_fully_addressable
 
 
-def holders(value: AnyArray, at: tuple[int, ...]) -> list[int]:
-    """The processes whose devices together hold ``value[at]``."""
-    if not apart(value):
+def hosts_holding(value: AnyArray, at: tuple[int, ...]) -> list[int]:
+    """The processes that hold all of ``value[at]``."""
+    if not spans_hosts(value):
         return [0]
     inner = value.shape[len(at) :]
     boxes: dict[int, set[tuple[tuple[int, int], ...]]] = {}
@@ -95,9 +95,9 @@ def holders(value: AnyArray, at: tuple[int, ...]) -> list[int]:
     return [p for p, own in boxes.items() if sum(math.prod(b - a for a, b in box) for box in own) == size]
 
 
-def held(value: AnyArray, at: tuple[int, ...]) -> np.ndarray:
-    """``value[at]``, of which this process's devices hold everything."""
-    if not apart(value):
+def local_value(value: AnyArray, at: tuple[int, ...]) -> np.ndarray:
+    """``value[at]`` from this process's shards, which must hold all of it."""
+    if not spans_hosts(value):
         return np.asarray(value[at])
     out = np.empty(value.shape[len(at) :], value.dtype)
     for shard in value.addressable_shards:
@@ -108,8 +108,8 @@ def held(value: AnyArray, at: tuple[int, ...]) -> np.ndarray:
     return out
 
 
-def gathered(value: Array, at: tuple[int, ...]) -> np.ndarray:
-    """``value[at]``, for which all processes must ask."""
+def gather(value: Array, at: tuple[int, ...]) -> np.ndarray:
+    """Collective: ``value[at]``. Every process must call it."""
     assert isinstance(value.sharding, NamedSharding)
     everywhere = NamedSharding(value.sharding.mesh, PartitionSpec())
     return np.asarray(_pick(everywhere)(value, at))

@@ -1,6 +1,6 @@
-"""The headers of safetensors files: which tensor lies where, checked before anything is read.
+"""The headers of safetensors files: the location of each tensor, validated before any data is read.
 
-Every header is checked twice, by the rules below and by the safetensors library.
+Every header is checked twice: by the rules below, and by the safetensors library.
 """
 
 import struct
@@ -31,14 +31,14 @@ DTYPES: Mapping[str, np.dtype] = {
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-MAX_HEADER = 32_000_000  # twice what all 90,000 tensors of DeepSeek-V3 would take in one file
+MAX_HEADER = 32_000_000  # bytes; twice the size for the 90,000 tensors of DeepSeek-V3 in one file
 _MAX_RANK = 32
 _DAMAGED = "the file is damaged or incomplete: download or write it again"
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `begin` and `end` are byte offsets from the start of `file`; `dtype` is the file's code."""
+    """Location of a tensor: `begin` and `end` are byte offsets in `file`; `dtype` is the file's code."""
 
     name: str
     file: Path
@@ -58,7 +58,7 @@ class TensorInfo:
         return DTYPES[self.dtype]
 
     def at(self, index: int) -> "TensorInfo":
-        """One part along the first dimension, as a tensor of its own."""
+        """The part at an index of the first dimension."""
         size = self.nbytes // self.shape[0]
         begin = self.begin + index * size
         return replace(self, shape=self.shape[1:], begin=begin, end=begin + size)
@@ -77,7 +77,7 @@ def dtype_code(dtype: Any) -> str:
 
 
 def header_length(path: Path) -> int:
-    """Bytes of a safetensors file's header, which the file is long enough to hold."""
+    """Length of a safetensors file's header in bytes, checked against the file's size."""
     size = regular_file(path, "download it again", CheckpointError).st_size
     head = _read(path, 0, 128)
     refuse_lfs_pointer(path, head, CheckpointError)
@@ -94,7 +94,7 @@ def _read(path: Path, offset: int, count: int) -> bytes:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Validates a safetensors file and returns its tensors; reads no tensor data and nothing the file does not hold.
+    """Validates a safetensors file and returns its tensors; reads the header only.
 
     Format: https://huggingface.co/docs/safetensors/index#format
     """
@@ -113,7 +113,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 def _header_length(path: Path, head: bytes, size: int) -> int:
     if len(head) < 8:
-        raise CheckpointError(f"{path} has only {size} bytes, not even a header's length; {_DAMAGED}")
+        raise CheckpointError(f"{path} has only {size} bytes, too few for a header; {_DAMAGED}")
     (length,) = struct.unpack("<Q", head[:8])
     if not 2 <= length <= min(MAX_HEADER, size - 8):
         limit = f"the file has {size} bytes" if length > size - 8 else f"allowed are 2 to {MAX_HEADER}"
@@ -130,8 +130,10 @@ def _check_by_the_library(path: Path) -> None:
             pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {error}; {_DAMAGED}") from error
-    except MemoryError as error:  # it maps the file, which a limit of the address space may forbid
-        raise CheckpointError(f"{path}: no room to check it: {error}; raise the limit of this process") from error
+    except MemoryError as error:  # the library maps the file; a limit on the address space may forbid it
+        raise CheckpointError(
+            f"{path}: not enough address space to check it: {error}; raise the limit (ulimit -v)"
+        ) from error
 
 
 def _check_metadata(path: Path, metadata: object) -> None:
@@ -150,7 +152,9 @@ def _parse_entry(path: Path, name: str, entry: object, start: int, size: int) ->
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
-        raise CheckpointError(f"{path}: tensor {short(name)}: dtype {short(dtype)} is not read; convert it to {known}")
+        raise CheckpointError(
+            f"{path}: tensor {short(name)}: dtype {short(dtype)} is not supported; convert it to {known}"
+        )
     if not (isinstance(shape, list) and all(map(is_size, shape))):
         raise refuse("shape", shape, "is not a list of non-negative integers")
     if len(shape) > _MAX_RANK or prod(max(dim, 1) for dim in shape) * DTYPES[dtype].itemsize >= 2**63:
@@ -167,7 +171,7 @@ def _parse_entry(path: Path, name: str, entry: object, start: int, size: int) ->
 
 
 def _check_coverage(path: Path, tensors: Iterable[TensorInfo], start: int, size: int) -> None:
-    """Tensors must follow one another from the first byte of data to the last: no overlap, no hole, nothing after."""
+    """Checks that the tensors cover the data exactly: no overlap, no gap, nothing after the last."""
     position, previous = start, "the header"
     for info in sorted(tensors, key=lambda info: (info.begin, info.end)):
         if info.begin != position:
@@ -178,4 +182,4 @@ def _check_coverage(path: Path, tensors: Iterable[TensorInfo], start: int, size:
             )
         position, previous = info.end, f"tensor {short(info.name)}"
     if position != size:
-        raise CheckpointError(f"{path}: {size - position} bytes follow {previous}, and no tensor has them; {_DAMAGED}")
+        raise CheckpointError(f"{path}: {size - position} bytes follow {previous}, and belong to no tensor; {_DAMAGED}")

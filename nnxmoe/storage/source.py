@@ -1,6 +1,6 @@
-"""Where a checkpoint's files are: a local folder or a hub id, its JSON files, and which weight files to open.
+"""Finds a checkpoint's files: in a local folder or on the hub, its JSON files, and the weight files to open.
 
-Nothing here opens a weight file. Everything a checkpoint says about paths is checked before a path is touched.
+Weight files are not opened here. Every path that a checkpoint names is validated before it is used.
 """
 
 import logging
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-NATIVE_FILE = "nnxmoe.json"  # in what nnxmoe.save writes
-MAX_TENSORS = 250_000  # in all files together; DeepSeek-V3 has 92,000
-_MAX_INDEX_BYTES = 32_000_000  # DeepSeek-V3's has 9 MB
+NATIVE_FILE = "nnxmoe.json"  # marks a folder written by nnxmoe.save
+MAX_TENSORS = 250_000  # of all files; DeepSeek-V3 has 92,000
+_MAX_INDEX_BYTES = 32_000_000  # the index of DeepSeek-V3 has 9 MB
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
 _DOWNLOAD = ["config.json", "generation_config.json", "*.safetensors", INDEX_FILE, *TOKENIZER_FILES]
-_SKIP = ["consolidated*", "*/*"]  # the original layout, and sub-folders such as original/
+_SKIP = ["consolidated*", "*/*"]  # the original layout, and subfolders such as original/
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def find_config(folder: Path) -> dict[str, Any]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has more than a config: weight files of whatever format."""
+    """Whether a folder has weight files of any format."""
     names = _names(folder)
     return any(".safetensors" in name or Path(name).suffix in _OTHER_FORMATS for name in names)
 
@@ -88,7 +88,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """Chooses the weight files: the single file, else what the index lists, else the only safetensors file there."""
+    """Chooses the weight files: the single file, else those in the index, else the only safetensors file."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if os.path.lexists(single):
         return [single], {}
@@ -101,7 +101,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     parts = [name for name in usable if (match := _SHARD_NAME.search(name)) and int(match[2]) != 1]
     if parts or len(usable) > 1:
         raise CheckpointError(
-            f"{folder}: {some(parts or usable)} without {INDEX_FILE}; fetch the index, it says which file holds what"
+            f"{folder}: {some(parts or usable)} without {INDEX_FILE}; fetch the index: it maps tensors to files"
         )
     if usable:
         logger.warning("%s has no %s: reading %s, its only weight file", folder, SINGLE_FILE, usable[0])
@@ -113,18 +113,18 @@ def _no_weights(folder: Path, consolidated: list[str], names: list[str]) -> str:
     message = f"no weights in {folder}: neither {SINGLE_FILE} nor {INDEX_FILE}"
     other = [name for name in names if Path(name).suffix in _OTHER_FORMATS]
     if NATIVE_FILE in names:
-        return f"{message}; nnxmoe.save wrote this folder: use nnxmoe.load, or nnxmoe convert to make another of it"
+        return f"{message}; nnxmoe.save wrote this folder: use nnxmoe.load, or convert it with `nnxmoe convert`"
     if "_METADATA" in names or os.path.isdir(folder / "0" / "items"):
         return f"{message}; this looks like an Orbax checkpoint: use nnxmoe.convert.maxtext.load if MaxText wrote it"
     if consolidated:
-        return f"{message}; {some(consolidated)} is the original layout: get the Hugging Face layout of the model"
+        return f"{message}; {some(consolidated)} is the original layout: get the model in Hugging Face's layout"
     if other:
         return f"{message}; {some(other)} is never opened (such files can run code): convert it to safetensors first"
     return f"{message}; fetch the model's safetensors files into this folder"
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Reads the index's weight_map; its values must be plain names of safetensors files in the same folder."""
+    """Reads the index's weight_map; its values must be names of safetensors files in the same folder."""
     weight_map = read_object(index, "fetch it again", CheckpointError, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
@@ -147,7 +147,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     missing = [value for value in sorted(set(weight_map.values())) if not os.path.lexists(folder / value)]
     if missing:
         raise CheckpointError(
-            f"{folder}: {some(missing)} is listed in {INDEX_FILE} and missing; download the model again"
+            f"{folder}: {some(missing)} is listed in {INDEX_FILE} but missing; download the model again"
         )
     return weight_map
 
@@ -169,7 +169,7 @@ def remote_headers(repo_id: str, revision: str | None) -> tuple[dict[str, Any], 
     check_hub_id(repo_id, CheckpointError)
 
     def config_file() -> str:
-        huggingface_hub.HfApi().model_info(repo_id, revision=revision)  # fails at once where the download would retry
+        huggingface_hub.HfApi().model_info(repo_id, revision=revision)  # fails at once; the download would retry
         return huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision)
 
     config = hub_call(repo_id, revision, config_file, CheckpointError)
@@ -182,7 +182,7 @@ def _fetch_headers(repo_id: str, revision: str | None) -> dict[str, tuple[str, t
 
     try:
         metadata = huggingface_hub.get_safetensors_metadata(repo_id, revision=revision)
-    except (AttributeError, KeyError, TypeError) as error:  # the library trusts the shape of the index and the headers
+    except (AttributeError, KeyError, TypeError) as error:  # the library does not validate the index and the headers
         raise CheckpointError(f"{repo_id}: the index or a header is malformed ({error}); do not use it") from error
     places = list(metadata.weight_map.items())
     places += [(name, file) for file, held in sorted(metadata.files_metadata.items()) for name in held.tensors]
@@ -190,7 +190,7 @@ def _fetch_headers(repo_id: str, revision: str | None) -> dict[str, tuple[str, t
     for name, file in places:
         info = metadata.files_metadata[file].tensors.get(name)
         if info is None:
-            raise CheckpointError(f"{repo_id}: the index promises {short(name)} in {short(file)}, which lacks it")
+            raise CheckpointError(f"{repo_id}: the index lists {short(name)} in {short(file)}, which lacks it")
         if not isinstance(info.dtype, str) or not isinstance(info.shape, list) or not all(map(is_size, info.shape)):
             raise CheckpointError(f"{repo_id}: {short(file)}: tensor {short(name)} is malformed: {short(info)}")
         tensors.setdefault(name, (info.dtype, tuple(info.shape)))

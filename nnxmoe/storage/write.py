@@ -15,7 +15,7 @@ from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.safetensors import DTYPES
 from nnxmoe.storage.source import INDEX_FILE, SINGLE_FILE, is_size
 
-_PIECE = 64 << 20  # bytes copied at a time from an array that is not contiguous
+_PIECE = 64 << 20  # bytes per copy from an array that is not contiguous
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def write_safetensors(
 ) -> list[Path]:
     """Writes (name, dtype code, shape, function that makes the array) as one file or as shards with an index.
 
-    One tensor at a time is in memory. Nothing that exists is written over: to replace a checkpoint, write into a
-    `new_folder`. Returns the weight files.
+    One tensor at a time is in memory. Existing files are never overwritten: to replace a checkpoint, write into an
+    `atomic_dir`. Returns the weight files.
     """
     return write_shares(folder, [(0, tensors)], max_shard_size, metadata, process=0)
 
@@ -56,11 +56,11 @@ def write_shares(
     process: int,
     single: str = SINGLE_FILE,
 ) -> list[Path]:
-    """The same by several processes, each its own share: (which process, its tensors). The first writes the index.
+    """`write_safetensors` by several processes; ``shares`` holds (process, its tensors). Process 0 writes the index.
 
-    None: tensors that only all of them together can make, each process asking at the same time; they take turns in
-    writing the files. A process that cannot write goes on asking, and raises at the end. ``single``: the file's name
-    where there is one only.
+    Tensors of the process None need a collective: every process makes them at the same time, and the processes take
+    turns in writing their files. A process that fails to write still takes part in the collectives, and raises at the
+    end. ``single`` is the file's name if there is one file only.
     """
     folder = Path(folder)
     plan = [(writer, shard) for writer, tensors in shares for shard in _plan(tensors, max_shard_size) if shard]
@@ -102,13 +102,13 @@ def _refuse_twice(names: Iterable[str]) -> None:
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
-    """A new file with a JSON object, on the disk when this returns."""
+    """Writes a new JSON file, synced to the disk."""
     text = json.dumps(dict(fields), indent=2, sort_keys=True, default=_plain, allow_nan=False)
     write_bytes(path, text.encode() + b"\n")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """A new file, on the disk when this returns."""
+    """Writes a new file, synced to the disk."""
     _write_file(path, [data])
 
 
@@ -117,7 +117,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plan(tensors: Tensors, max_shard_size: int) -> list[list[_Item]]:
-    """Fills shards in the given order; within a shard wide dtypes come first, which keeps every tensor aligned."""
+    """Fills shards in the given order; within a shard, wide dtypes come first: this aligns every tensor."""
     if max_shard_size <= 0:
         raise ValueError(f"max_shard_size must be a positive number of bytes, got {max_shard_size}")
     shards: list[list[_Item]] = [[]]
@@ -135,7 +135,7 @@ def _plan(tensors: Tensors, max_shard_size: int) -> list[list[_Item]]:
 
 
 def _file_parts(shard: list[_Item], metadata: Mapping[str, str], made: set[str]) -> Iterator[bytes | memoryview]:
-    """Yields a safetensors file: the header, then each tensor's bytes, ``made`` when its turn comes."""
+    """Yields the bytes of a safetensors file: the header, then each tensor; ``made`` collects the names begun."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for item in shard:
@@ -154,14 +154,14 @@ def _make(item: _Item) -> np.ndarray:
     array = np.asarray(item.make())
     if array.dtype != DTYPES[item.dtype] or array.shape != item.shape:
         raise ValueError(
-            f"tensor {item.name!r} was planned as {item.dtype} {list(item.shape)}, "
-            f"and is {array.dtype} {list(array.shape)}"
+            f"tensor {item.name!r} was announced as {item.dtype} {list(item.shape)}, "
+            f"but is {array.dtype} {list(array.shape)}"
         )
     return array
 
 
 def _array_parts(array: np.ndarray) -> Iterator[memoryview]:
-    """Yields an array's bytes in row-major order; one that is not contiguous is copied piece by piece."""
+    """Yields an array's bytes in row-major order; an array that is not contiguous is copied in pieces."""
     if array.flags.c_contiguous:
         yield array.reshape(-1).view(np.uint8).data
         return
@@ -175,7 +175,7 @@ def _write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         with open(path, "xb") as file:
             for part in parts:
                 file.write(part)
-                del part  # it holds the tensor while the next one is made
+                del part  # it would keep the tensor alive while the next one is made
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

@@ -20,7 +20,7 @@ from nnxmoe.convert.orbax_folder import check_name
 from nnxmoe.runtime.processes import deadline
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute
-from nnxmoe.storage.multihost import all_went_well, apart, from_first
+from nnxmoe.storage.multihost import from_first, raise_in_all, spans_hosts
 from nnxmoe.train.claim import claim, release, remove_unfinished, tidy
 from nnxmoe.train.named_arrays import (
     Signature,
@@ -198,7 +198,7 @@ class Checkpoints:
         for name, leaf in leaves.items():
             if not isinstance(leaf, jax.Array) or leaf.is_deleted():
                 raise CheckpointError(f"arrays to save: {name} has no values (only a shape, or it was donated)")
-            if jax.process_count() > 1 and not apart(leaf):
+            if jax.process_count() > 1 and not spans_hosts(leaf):
                 raise CheckpointError(
                     f"arrays to save: {name} lies on devices of this process only: place it on the mesh of all, "
                     "with jax.make_array_from_callback or as a result of jax.jit"
@@ -224,7 +224,7 @@ class Checkpoints:
         except (CheckpointError, OSError) as error:
             failure = error
         if jax.process_count() > 1:
-            all_went_well(failure)
+            raise_in_all(failure)
         if failure is not None:
             raise failure
 

@@ -24,7 +24,7 @@ from nnxmoe.layers.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute
-from nnxmoe.storage.multihost import apart, gathered, shared_folder
+from nnxmoe.storage.multihost import gather, shared_folder, spans_hosts
 from nnxmoe.storage.safetensors import TensorInfo, dtype_code, read_header
 from nnxmoe.storage.write import Tensors, write_json, write_shares
 from nnxmoe.train.peft_config import CONFIG_FILE, Settings
@@ -135,7 +135,7 @@ def _tensors(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> Tensors:
 
         def make(part: Part = part, value: Any = value) -> np.ndarray:
             at = () if part.index is None else (part.index,)
-            one = gathered(value, at) if apart(value) else np.asarray(value[at])
+            one = gather(value, at) if spans_hosts(value) else np.asarray(value[at])
             return part.store(_times(one, divided if _divided(part) else 1.0))
 
         yield part.name, dtype_code(value.dtype), part.shape, make
