@@ -166,6 +166,6 @@ def joined(leaf: Leaf, values: Mapping[Path, Array], change: Change, dtype: np.d
         return pieces[0].__array_namespace__().stack(pieces, axis=leaf.axis) if leaf.stacked else pieces[0]
 
     arrays = [values[path] for path in paths]
-    if any(map(apart, arrays)):
+    if any(map(spans_hosts, arrays)):
         return jax.jit(join)(arrays)
     return join([np.asarray(array) for array in arrays])
