@@ -37,6 +37,7 @@ class DeepSeekV3Config(DecoderConfig):
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
     rope_field = "qk_rope_head_dim"
+    grouped = False
     aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
     ignored = "aux_loss_alpha seq_aux ep_size qk_head_dim output_router_logits router_aux_loss_coef"

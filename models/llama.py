@@ -184,6 +184,7 @@ class Llama(CausalLM):
                 config.num_attention_heads,
                 config.kv_heads,
                 config.head_width,
+                scale=config.query_scale,
                 window=config.window,
                 bias=config.attention_bias,
                 attend=strategy.attend,

@@ -148,6 +148,7 @@ class Mixtral(CausalLM):
                 config.num_attention_heads,
                 config.kv_heads,
                 config.head_width,
+                scale=config.query_scale,
                 window=config.window,
                 bias=False,
                 attend=strategy.attend,

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 import nnxmoe
@@ -376,3 +379,32 @@ def test_inspect_agrees_with_loading(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
     assert cli.main(["inspect", str(tmp_path)]) == 1
     assert "generation_config.json: eos_token_id" in capsys.readouterr().err
+
+
+QUANTISED = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+
+
+@pytest.mark.parametrize(
+    ("config", "scales", "message"),
+    [
+        (None, (3, 3), "is FP8, but config.json has no quantization_config"),
+        (QUANTISED, None, "o_proj.weight_scale_inv is missing"),
+        (QUANTISED, (3, 2), "o_proj.weight.*have shape"),
+    ],
+)
+def test_inspect_and_loading_judge_fp8_alike(
+    config: Any, scales: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft, name = Draft(tmp_path, "mixtral"), "model.layers.0.self_attn.o_proj.weight"
+    shape = draft.weights[name].shape
+    assert shape == (24, 32)
+    draft.weights[name] = draft.weights[name].astype(ml_dtypes.float8_e4m3fn)
+    if config is not None:
+        draft.fields["quantization_config"] = config
+    if scales is not None:
+        draft.weights[name + "_scale_inv"] = np.ones(scales, np.float32)
+    draft.write()
+    with pytest.raises(nnxmoe.LoadError, match=message):
+        nnxmoe.from_pretrained(tmp_path)
+    assert cli.main(["inspect", str(tmp_path)]) == 1
+    assert re.search(message, capsys.readouterr().err)

@@ -19,7 +19,7 @@ import nnxmoe
 from nnxmoe import cli
 from nnxmoe.convert import conversion, maxtext, native
 from nnxmoe.convert.conversion import convert, kind_of
-from nnxmoe.convert.leaves import Later
+from nnxmoe.convert.lazy_array import LazyArray
 from nnxmoe.storage.errors import CheckpointError
 from tests.support.arrays import identical, tensors
 from tests.support.cases import HF_CASES
@@ -224,9 +224,9 @@ def test_verify_finds_one_bit(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
             with real(folder) as found:
                 if folder == str(tmp_path / "out"):
                     name = sorted(found)[len(found) // 2]
-                    array = np.array(found[name].make(None))
+                    array = np.array(found[name])
                     array.view(np.uint32).reshape(-1)[-1] ^= 1
-                    found = {**found, name: Later.of(array)}
+                    found = {**found, name: LazyArray.of(array)}
                 yield found
 
         return spoiled()
@@ -276,5 +276,5 @@ def test_it_says_how_much_memory_it_will_take(tmp_path: Path, caplog: pytest.Log
     caplog.set_level("INFO")
     convert(MIXTRAL, str(tmp_path / "a"), "orbax")
     assert "expected peak memory 0.00 GB beside the program's own" in caplog.text
-    conversion._announce({"x": Later((10**6, 10**6), np.dtype(np.float32), lambda _: None)}, None)
+    conversion._announce({"x": LazyArray((10**6, 10**6), np.dtype(np.float32), lambda *_: None)}, None)
     assert "expected peak memory 12000.00 GB" in caplog.text and "that is more than the " in caplog.text

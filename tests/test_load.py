@@ -21,9 +21,11 @@ from safetensors.numpy import load_file, save_file
 
 import nnxmoe
 from nnxmoe.axes import axes_of, partition_spec, sharding_of
-from nnxmoe.convert import place
-from nnxmoe.convert.place import Reader
-from nnxmoe.convert.table import entries
+from nnxmoe.convert import fill, hf_source
+from nnxmoe.convert.fill import Filler
+from nnxmoe.convert.hf_layout import layout
+from nnxmoe.convert.hf_source import stored
+from nnxmoe.convert.layout import parameters
 from nnxmoe.storage import host
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.host import few_threads
@@ -236,7 +238,7 @@ def test_misfits_are_listed_at_once(tmp_path: Path) -> None:
     with pytest.raises(nnxmoe.LoadError) as caught:
         nnxmoe.from_pretrained(write(tmp_path / "m", "mixtral_basic", tensors))
     message = str(caught.value)
-    for part in ("model.norm.weight is missing", "experts.3.w2.weight is missing", "[64, 320]", "I32", str(tmp_path)):
+    for part in ("model.norm.weight is missing", "experts.3.w2.weight is missing", "[64, 320]", "int32", str(tmp_path)):
         assert part in message
     assert set(caught.value.report.missing) == {
         "model.norm.weight",
@@ -291,20 +293,28 @@ def test_a_part_of_a_parameter_reads_only_its_bytes(case: str, scan: bool) -> No
     with Checkpoint.open(CASES / case / "model") as checkpoint, few_threads() as pool:
         config = nnxmoe.config_from_hf(checkpoint.config)
         model = nnxmoe.models.model_class(config)(config, nnxmoe.Strategy(scan_layers=scan), rngs=None)
-        plan = entries(model, model.hf_table, checkpoint.tensors)
-        reader, f32 = Reader(checkpoint, plan), np.dtype(np.float32)
-        for entry in plan:
-            whole = reader.finish(reader.begin(entry, f32, tuple((0, n) for n in entry.shape), pool))
-            for dim, size in enumerate(entry.shape):
-                if size % 2 or entry.axes[dim] == "head":
+        arrays = stored(checkpoint.tensors, checkpoint.config, "config.json", checkpoint)
+        leaves = layout(model, arrays)
+        filler = Filler(leaves, arrays)
+        for parameter in parameters(model):
+            names = [name for name, leaf in leaves.items() if any(p.parameter.key == parameter.key for p in leaf.parts)]
+
+            def read(ranges: list[tuple[int, int]], path: Any = parameter.path, names: Any = names) -> np.ndarray:
+                out = np.empty([stop - start for start, stop in ranges], np.float32)
+                filler.finish(filler.begin(names, {path: {tuple(ranges): out}}, pool))
+                return out
+
+            every = [(0, n) for n in parameter.shape]
+            whole = read(every)
+            for dim, size in enumerate(parameter.shape):
+                if size % 2 or parameter.axes[dim] == "head":
                     continue
-                part = [(0, n) for n in entry.shape]
-                part[dim] = size // 2, size
+                part = [*every[:dim], (size // 2, size), *every[dim + 1 :]]
                 before = checkpoint.bytes_read
-                got = reader.finish(reader.begin(entry, f32, tuple(part), pool))
+                got = read(part)
                 wanted = whole[tuple(slice(*ends) for ends in part)]
-                np.testing.assert_array_equal(got, wanted, err_msg=f"{entry.key} {dim}")
-                assert checkpoint.bytes_read - before == got.nbytes, entry.key
+                np.testing.assert_array_equal(got, wanted, err_msg=f"{parameter.key} {dim}")
+                assert checkpoint.bytes_read - before == got.nbytes, parameter.key
 
 
 def loaded_on_a_mesh(case: Path) -> None:
@@ -360,8 +370,8 @@ def test_threads_and_pieces_change_no_bit(tmp_path: Path, monkeypatch: pytest.Mo
     folder, found = odd_checkpoint(tmp_path), []
     for threads, chunk, ahead in ((1, 1 << 30, 1), (5, 1, 1 << 30), (5, 1, 20_000)):
         monkeypatch.setattr(host, "_cores", lambda threads=threads: threads)
-        monkeypatch.setattr(place, "CHUNK_BYTES", chunk)
-        monkeypatch.setattr(place, "AHEAD_BYTES", ahead)
+        monkeypatch.setattr(hf_source, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(fill, "AHEAD_BYTES", ahead)
         model = nnxmoe.from_pretrained(folder, dtype=dtype)
         report = vars(model.load_report) | {"seconds": 0}
         found.append(([np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model))], report))
@@ -415,21 +425,21 @@ def test_an_interrupt_stops_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parameters_begun_before_they_are_placed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, most, limit = {}, [], 60_000
-    begin, finish = Reader.begin, Reader.finish
+    begin, finish = Filler.begin, Filler.finish
 
-    def counted_begin(self: Reader, *args: Any) -> Any:
-        out, reads = begin(self, *args)
-        begun[id(reads)] = out.nbytes
+    def counted_begin(self: Filler, names: Any, buffers: Any, pool: Any) -> Any:
+        reads = begin(self, names, buffers, pool)
+        begun[id(reads)] = sum(buffer.nbytes for each in buffers.values() for buffer in each.values())
         most.append(sum(begun.values()))
-        return out, reads
+        return reads
 
-    def counted_finish(self: Reader, part: Any, bar: Any) -> np.ndarray:
-        begun.pop(id(part[1]))
-        return finish(self, part, bar)
+    def counted_finish(self: Filler, reads: Any) -> None:
+        begun.pop(id(reads))
+        finish(self, reads)
 
-    monkeypatch.setattr(Reader, "begin", counted_begin)
-    monkeypatch.setattr(Reader, "finish", counted_finish)
-    monkeypatch.setattr(place, "AHEAD_BYTES", limit)
+    monkeypatch.setattr(Filler, "begin", counted_begin)
+    monkeypatch.setattr(Filler, "finish", counted_finish)
+    monkeypatch.setattr(fill, "AHEAD_BYTES", limit)
     model = nnxmoe.from_pretrained(CASES / "mixtral_basic" / "model")
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     assert limit / 2 < max(most) <= max(limit, largest) and not begun

@@ -21,7 +21,7 @@ from nnxmoe.linen import LinenCausalLM
 from nnxmoe.moe import balance
 from nnxmoe.storage.errors import CheckpointError
 from tests.support.arrays import Flat, flat, identical, max_error, nested
-from tests.support.maxtext_cases import CASES, KINDS, NAMES, config_of, params_of
+from tests.support.maxtext_cases import CASES, KINDS, LLAMA_3, NAMES, config_of, params_of
 from tests.support.running import forward
 from tests.support.tiny import build_tiny, random_tokens
 

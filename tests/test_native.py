@@ -64,9 +64,15 @@ def test_queries_that_carry_the_scale(name: str, tmp_path: Path) -> None:
     """What came from MaxText goes back to MaxText without a rounding; cast, they are rounded once."""
     model = maxtext.from_tree(params_of(name), config_of(name))
     nnxmoe.save(model, tmp_path / "a")
-    assert json.loads((tmp_path / "a" / "nnxmoe.json").read_text())["queries_carry_scale"] is True
+    path = tmp_path / "a" / "config.json"
+    fields = json.loads(path.read_text())
+    assert fields["query_pre_attn_scalar"] == model.config.query_pre_attn_scalar == 1
     again = nnxmoe.load(tmp_path / "a")
     identical(flat(maxtext.to_tree(again)), flat(maxtext.to_tree(model)))
+    del fields["query_pre_attn_scalar"]  # as version 1 of the format had it
+    path.write_text(json.dumps(fields))
+    (tmp_path / "a" / "nnxmoe.json").write_text(json.dumps({"version": 1, "queries_carry_scale": True}))
+    identical(flat(maxtext.to_tree(nnxmoe.load(tmp_path / "a"))), flat(maxtext.to_tree(model)))
     narrow = nnxmoe.load(tmp_path / "a", "bfloat16")
     assert narrow.dtype == jnp.bfloat16 and narrow.load_report is not None
     assert len(narrow.load_report.casts["float32 -> bfloat16"]) == len(narrow.load_report.loaded)
@@ -148,9 +154,9 @@ def test_a_config_of_another_model_lists_all_that_does_not_fit(saved: Path) -> N
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": 2, "queries_carry_scale": False}, "version 2 is not 1: update nnxmoe"),
-        ({"queries_carry_scale": False}, "version None is not 1"),
-        ({"version": True, "queries_carry_scale": False}, "version True is not 1"),
+        ({"version": 3, "queries_carry_scale": False}, "version 3 is not one of 1 to 2: update nnxmoe"),
+        ({"queries_carry_scale": False}, "version None is not one of"),
+        ({"version": True, "queries_carry_scale": False}, "version True is not one of"),
         ({"version": 1}, "queries_carry_scale must be true or false, got None"),
         ({"version": 1, "queries_carry_scale": 0}, "queries_carry_scale must be true or false, got 0"),
         (None, "nnxmoe.json"),

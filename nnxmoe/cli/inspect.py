@@ -4,31 +4,34 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnxmoe.axes import RULES, AnyMesh, Rules, partition_spec
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.convert.account import head_for_embedding, refuse_unjustified
-from nnxmoe.convert.place import FLOATS
+from nnxmoe.convert.check import Faults
+from nnxmoe.convert.fill import natural_dtype
+from nnxmoe.convert.hf import untied
+from nnxmoe.convert.hf_layout import judge, layout, refuse_unjustified
+from nnxmoe.convert.hf_source import stored
+from nnxmoe.convert.layout import parameters
+from nnxmoe.convert.lazy_array import LazyArrays
+from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.side_files import check_generation, parse_config
-from nnxmoe.convert.table import Entry, entries
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import PRESETS, model_class, preset
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.storage.checkpoint import Checkpoint, hub_headers
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.fp8 import fp8_block
 from nnxmoe.storage.hub import local_folder
-from nnxmoe.storage.safetensors import DTYPES
+from nnxmoe.storage.safetensors import TensorInfo, dtype_code
 from nnxmoe.storage.source import find_config, has_weights
-
-Headers = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor -> dtype code, shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,21 +76,21 @@ def summarise(
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> Summary:
-    """Of a folder (weights optional), a hub id or a preset's name. No weights are read, nothing is built but shapes."""
-    config, headers = _find(name, revision, local_files_only)
-    if headers:
-        refuse_unjustified(config, {tensor: shape for tensor, (_, shape) in headers.items()}, f"{name}/config.json")
+    """Sizes of the model in a folder (weights optional), or of a hub id or preset. Weights are neither read nor built,
+    and the tensors are judged as a load would judge them."""
+    config, arrays = _find(name, revision, local_files_only)
+    if arrays:
+        refuse_unjustified(config, arrays, f"{name}/config.json")
     model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
-    plan = head_for_embedding(entries(model, model.hf_table, headers or None), headers)
-    kept = dtype or _common_dtype(headers, config)
-    sizes = {entry.path: math.prod(entry.shape) for entry in plan}
-    parts = Counter[str]()
-    active = 0.0
-    for entry in plan:
-        parts[_part(entry)] += sizes[entry.path]
-        share = config.experts_per_token / _experts(entry) if "expert" in entry.axes else 1.0
-        active += sizes[entry.path] * share
-    needed = {piece.name for entry in plan for piece in entry.pieces}
+    faults, report = Faults((), (), ()), LoadReport(str(name))
+    if arrays:
+        faults, report = judge(config, layout(model, arrays), arrays, report)
+    kept = dtype or _common_dtype(arrays, config)
+    parts, active = Counter[str](), 0.0
+    for parameter in parameters(model):
+        size = math.prod(parameter.shape)
+        parts[_part(parameter.key)] += size
+        active += size * (config.experts_per_token / parameter.experts if parameter.experts else 1.0)
     model.dtype = jnp.dtype(kept)
     token, slots = _cache(model, config)
     return Summary(
@@ -96,13 +99,13 @@ def summarise(
         dict(parts),
         round(active),
         kept,
-        sum(sizes.values()) * jnp.dtype(kept).itemsize,
-        _stored(headers),
+        parts.total() * jnp.dtype(kept).itemsize,
+        _stored(arrays),
         token,
         slots,
-        tuple(sorted(needed - headers.keys())) if headers else (),
-        tuple(sorted(n for n in headers.keys() - needed if not n.endswith("_scale_inv"))),
-        tuple(_misshapen(plan, headers)),
+        faults.missing,
+        report.unexpected,
+        faults.wrong,
     )
 
 
@@ -120,87 +123,75 @@ class Spread:
 def spread(config: DecoderConfig, dtype: str, mesh: AnyMesh, rules: Rules = RULES) -> list[Spread]:
     """How a model would lie on a mesh. Raises ValueError naming the parameter that cannot be split as the rules say."""
     model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
-    variables = dict(nnx.to_flat_state(nnx.state(model)))
     found: dict[tuple[str, tuple[int, ...]], Spread] = {}
-    for entry in entries(model, model.hf_table):
-        variable = variables[entry.path]
+    for parameter in parameters(model):
+        key, shape = parameter.key, parameter.shape
         try:
-            spec = partition_spec(entry.axes, entry.shape, mesh, rules)
+            spec = partition_spec(parameter.axes, shape, mesh, rules)
         except ValueError as error:
-            raise ValueError(f"{entry.key}: {error}") from None
-        local = NamedSharding(mesh, spec).shard_shape(entry.shape)
-        size = math.prod(local) * (4 if isinstance(variable, RouterBias) else jnp.dtype(dtype).itemsize)
-        one = found.setdefault((entry.key, entry.shape), Spread(entry.key, 0, entry.shape, spec, 0))
-        found[entry.key, entry.shape] = dataclasses.replace(
-            one, count=one.count + 1, device_bytes=one.device_bytes + size
-        )
+            raise ValueError(f"{key}: {error}") from None
+        item = 4 if isinstance(parameter.variable, RouterBias) else jnp.dtype(dtype).itemsize
+        size = math.prod(NamedSharding(mesh, spec).shard_shape(shape)) * item
+        one = found.setdefault((key, shape), Spread(key, 0, shape, spec, 0))
+        found[key, shape] = dataclasses.replace(one, count=one.count + 1, device_bytes=one.device_bytes + size)
     return list(found.values())
 
 
-def _find(name: str | os.PathLike[str], revision: str | None, local_files_only: bool) -> tuple[DecoderConfig, Headers]:
+def _find(
+    name: str | os.PathLike[str], revision: str | None, local_files_only: bool
+) -> tuple[DecoderConfig, LazyArrays]:
+    """The config, and the tensors of the files, which cannot be read."""
     if found := preset(name):
         return found, {}
     where, folder = f"{name}/config.json", local_folder(name, CheckpointError)
     if folder is not None:
         if not has_weights(folder):
-            return _checked(find_config(folder), where), {}
+            return _checked(find_config(folder), {}, where)
         with Checkpoint.open(folder) as checkpoint:
-            config = _checked(checkpoint.config, where)
-            check_generation(checkpoint.generation_config, config, str(checkpoint.folder / "generation_config.json"))
-            return config, {n: (t.dtype, t.shape) for n, t in checkpoint.tensors.items()}
+            checked = _checked(checkpoint.config, checkpoint.tensors, where)
+            generation = str(checkpoint.folder / "generation_config.json")
+            check_generation(checkpoint.generation_config, checked[0], generation)
+            return checked
     try:
         fields, headers = hub_headers(str(name), revision=revision, local_files_only=local_files_only)
     except CheckpointError as error:
         raise CheckpointError(f"{error} (presets, which need no files: {', '.join(PRESETS)})") from None
-    return _checked(fields, where), headers
+    tensors = {n: TensorInfo(n, Path(), dtype, shape, 0, 0) for n, (dtype, shape) in headers.items()}
+    return _checked(fields, tensors, where)
 
 
-def _checked(fields: Mapping[str, Any], where: str) -> DecoderConfig:
-    """The config, if its quantization is one that a load would take."""
+def _checked(
+    fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str
+) -> tuple[DecoderConfig, LazyArrays]:
+    """The config as a load would have it, and the tensors; CheckpointError if their quantization is not supported."""
     config = parse_config(fields, where)
-    fp8_block(fields, where)
-    return config
+    tied = config.tie_word_embeddings and not untied(config, tensors)
+    return dataclasses.replace(config, tie_word_embeddings=tied), stored(tensors, fields, where, None)
 
 
-def _misshapen(plan: list[Entry], headers: Headers) -> Iterator[str]:
-    for entry in plan:
-        for piece in entry.pieces:
-            dtype, shape = headers.get(piece.name, (FLOATS[0], entry.stored(piece)))
-            if shape != entry.stored(piece):
-                yield f"{piece.name} has shape {list(shape)}, config.json asks for {list(entry.stored(piece))}"
-            if dtype not in FLOATS:
-                yield f"{piece.name} is {dtype}: weights must be one of {', '.join(FLOATS)}"
-
-
-def _part(entry: Entry) -> str:
-    names = entry.key.split(".")
+def _part(key: str) -> str:
+    names = key.split(".")
     if names[0] != "layer":
         return {"embed": "embedding", "head": "head", "norm": "norms"}[names[0]]
-    if "norm" in entry.key:
+    if "norm" in key:
         return "norms"
     if names[1] == "moe":
         return {"router": "router", "experts": "routed experts", "shared": "shared experts"}[names[2]]
     return {"attention": "attention", "mlp": "dense mlp"}[names[1]]
 
 
-def _experts(entry: Entry) -> int:
-    return entry.shape[entry.axes.index("expert")]
-
-
-def _common_dtype(headers: Headers, config: DecoderConfig) -> str:
+def _common_dtype(arrays: LazyArrays, config: DecoderConfig) -> str:
     """The dtype that a load would give most weights: the stored one, FP8 as bfloat16; the config's without files."""
-    size = Counter[str]()
-    for dtype, shape in headers.values():
-        size["BF16" if dtype.startswith("F8") else dtype] += math.prod(shape)
-    if size:
-        return str(DTYPES[size.most_common(1)[0][0]])
-    return config.dtype or "float32"
+    size = Counter[np.dtype]()
+    for array in arrays.values():
+        size[natural_dtype([array.kind]) if array.stored else array.kind] += math.prod(array.shape)
+    return str(size.most_common(1)[0][0]) if size else config.dtype or "float32"
 
 
-def _stored(headers: Headers) -> dict[str, int]:
+def _stored(arrays: LazyArrays) -> dict[str, int]:
     size = Counter[str]()
-    for dtype, shape in headers.values():
-        size[dtype] += math.prod(shape) * DTYPES[dtype].itemsize
+    for array in arrays.values():
+        size[dtype_code(array.kind)] += array.nbytes
     return dict(size.most_common())
 
 

@@ -28,18 +28,25 @@ logger = logging.getLogger(__name__)
 
 
 # Fields that are left out of config.json rather than null, which transformers would take for a value.
-ABSENT = frozenset({"head_dim", "rope_scaling", "rope_parameters", "original_max_position_embeddings"})
+ABSENT = frozenset(
+    {"query_pre_attn_scalar", "head_dim", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The fields that all decoders here share. Widths and counts are positive integers; ``null`` fields may be None."""
+    """The fields that all decoders here share. Widths and counts are positive integers; ``null`` fields may be None.
+
+    ``query_pre_attn_scalar``: grouped-query attention multiplies scores by its ``-0.5``-th power; None: by that of the
+    head width. It is 1 for checkpoints of MaxText, whose queries carry the scale.
+    """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     aliases: ClassVar[Mapping[str, str]] = {}  # another name of a field -> the field
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # a field that is not stored -> the values it may have
     rope_field: ClassVar[str] = "head_dim"  # the field with the rotated width
+    grouped: ClassVar[bool] = True  # whether attention is grouped-query attention
     # Fields of config.json that do not affect the forward pass; families add their own.
     ignored: ClassVar[str] = """architectures model_type transformers_version torch_dtype _name_or_path use_cache
         pretraining_tp initializer_range attention_dropout auto_map attn_implementation _attn_implementation_autoset
@@ -55,6 +62,7 @@ class DecoderConfig:
     num_attention_heads: int = count(32, most=2**14)
     num_key_value_heads: int | None = count(None, most=2**14)
     head_dim: int | None = count(None, most=2**16)
+    query_pre_attn_scalar: float | None = number(None, above=0.0, most=2**16)
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     original_max_position_embeddings: int | None = count(None)
@@ -92,6 +100,8 @@ class DecoderConfig:
                 f"num_hidden_layers {self.num_hidden_layers} with {self.experts} experts each is beyond what is "
                 f"supported: at most {MOST_EXPERTS} experts in all"
             )
+        if self.query_pre_attn_scalar is not None and not self.grouped:
+            raise ConfigError(f"query_pre_attn_scalar is not supported for {self.model_type}: remove it")
         if self.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act {short(self.hidden_act)} is not supported; supported: 'silu'")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -158,6 +168,23 @@ class DecoderConfig:
                 "give head_dim"
             )
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_scalar(self) -> float:
+        """``query_pre_attn_scalar``; null means the head width."""
+        return self.head_width if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
+
+    @property
+    def query_scale(self) -> float:
+        """What grouped-query attention multiplies scores by."""
+        return self.query_scalar**-0.5
+
+    def folded(self) -> tuple[Self, float]:
+        """The config without query_pre_attn_scalar, and the factor that queries are multiplied by in its place."""
+        if self.query_pre_attn_scalar is None:
+            return self, 1.0
+        factor = (self.head_width / self.query_pre_attn_scalar) ** 0.5
+        return dataclasses.replace(self, query_pre_attn_scalar=None), factor
 
     @property
     def window(self) -> int | None:

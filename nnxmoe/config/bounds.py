@@ -55,7 +55,7 @@ def count(default: int | None, *, least: int = 1, most: int = 2**31 - 1) -> Any:
     return dataclasses.field(default=default, metadata={"check": Count(least, most)})
 
 
-def number(default: float, *, above: float, most: float) -> Any:
+def number(default: float | None, *, above: float, most: float) -> Any:
     """A config field for a number."""
     return dataclasses.field(default=default, metadata={"check": Number(above, most)})
 

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import hf, maxtext, native
-from nnxmoe.convert.leaves import Later
+from nnxmoe.convert.hf_source import stored as stored_tensors
+from nnxmoe.convert.lazy_array import LazyArrays
 from nnxmoe.convert.side_files import has_tokenizer, read_config, read_generation_config
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import PRESETS, preset
@@ -29,18 +30,17 @@ from nnxmoe.storage.hub import local_folder
 from nnxmoe.storage.source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE
 from nnxmoe.strategy import Strategy
 
-Arrays = Mapping[str, Later]
 _PROMPT = 8  # tokens whose logits are compared
 
 
 class Kind(Protocol):
     """A kind of checkpoint: what it has and how models come from it and go into it."""
 
-    def stored(self, folder: str) -> contextlib.AbstractContextManager[Arrays]:
+    def stored(self, folder: str) -> contextlib.AbstractContextManager[LazyArrays]:
         """Name -> array as it lies in a folder."""
         ...
 
-    def made(self, model: CausalLM, scan: bool) -> Arrays:
+    def made(self, model: CausalLM, scan: bool) -> LazyArrays:
         """Name -> array as `save` writes it."""
         ...
 
@@ -53,15 +53,13 @@ class HuggingFace:
     """safetensors with a config.json; a folder or a hub id."""
 
     @contextlib.contextmanager
-    def stored(self, folder: str) -> Iterator[Arrays]:
+    def stored(self, folder: str) -> Iterator[LazyArrays]:
         with Checkpoint.open(folder) as checkpoint:
-            yield {
-                name: Later(info.shape, info.numpy_dtype, lambda _, name=name: checkpoint.read(name))
-                for name, info in checkpoint.tensors.items()
-            }
+            where = str(checkpoint.folder / "config.json")
+            yield stored_tensors(checkpoint.tensors, checkpoint.config, where, checkpoint)
 
-    def made(self, model: CausalLM, scan: bool) -> Arrays:
-        return {name: array for name, (array, _) in hf.arrays(model).items()}
+    def made(self, model: CausalLM, scan: bool) -> LazyArrays:
+        return hf.arrays(model)
 
     def load(self, folder: str, config: DecoderConfig | None, dtype: Any, strategy: Strategy) -> CausalLM:
         return hf.from_pretrained(folder, dtype=dtype, strategy=strategy)
@@ -74,10 +72,10 @@ class MaxText:
     """MaxText's Linen layout in an Orbax folder."""
 
     @contextlib.contextmanager
-    def stored(self, folder: str) -> Iterator[Arrays]:
+    def stored(self, folder: str) -> Iterator[LazyArrays]:
         yield maxtext.read(folder)
 
-    def made(self, model: CausalLM, scan: bool) -> Arrays:
+    def made(self, model: CausalLM, scan: bool) -> LazyArrays:
         return {f"params/params/{name}": array for name, array in maxtext.arrays(model, scan).items()}
 
     def load(self, folder: str, config: DecoderConfig | None, dtype: Any, strategy: Strategy) -> CausalLM:
@@ -91,10 +89,10 @@ class Native:
     """What `nnxmoe.save` writes."""
 
     @contextlib.contextmanager
-    def stored(self, folder: str) -> Iterator[Arrays]:
+    def stored(self, folder: str) -> Iterator[LazyArrays]:
         yield native.read(folder)
 
-    def made(self, model: CausalLM, scan: bool) -> Arrays:
+    def made(self, model: CausalLM, scan: bool) -> LazyArrays:
         return native.arrays(model, scan)
 
     def load(self, folder: str, config: DecoderConfig | None, dtype: Any, strategy: Strategy) -> CausalLM:
@@ -204,23 +202,23 @@ def _take_along(model: CausalLM, folder: Path) -> None:
     model.generation_config = model.generation_config or read_generation_config(folder, model.config)
 
 
-def _announce(stored: Arrays, dtype: Any) -> None:
+def _announce(stored: LazyArrays, dtype: Any) -> None:
     """Say how much memory this is expected to take: the model, and its largest array while it is changed."""
     width = np.dtype(dtype).itemsize if dtype is not None else None
-    sizes = [math.prod(a.shape) * (width or max(a.dtype.itemsize, 2)) for a in stored.values()] or [0]
+    sizes = [math.prod(a.shape) * (width or max(a.kind.itemsize, 2)) for a in stored.values()] or [0]
     need, (have, where) = sum(sizes) + 2 * max(sizes), memory_bytes()
     say("%d arrays; expected peak memory %.2f GB beside the program's own", len(stored), need / 1e9)
     if need > have:
         logger.warning("that is more than the %.2f GB of %s: give --mesh, or a larger machine", have / 1e9, where)
 
 
-def _compare(made: Arrays, writer: Kind, target: str) -> None:
+def _compare(made: LazyArrays, writer: Kind, target: str) -> None:
     """Every array of a folder against the model's, bit by bit."""
     with writer.stored(target) as stored, bytes_bar(sum(a.nbytes for a in made.values()), "verifying") as bar:
         if odd := sorted(stored.keys() ^ made.keys()):
             raise CheckpointError(f"{target}: {odd[0]} is not in both files and model: remove it and convert again")
         for name, array in made.items():
-            ours, theirs = np.asarray(array.make(None)), np.asarray(stored[name].make(None))
+            ours, theirs = np.asarray(array), np.asarray(stored[name])
             if (
                 ours.dtype != theirs.dtype
                 or ours.shape != theirs.shape

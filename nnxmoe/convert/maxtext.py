@@ -5,7 +5,6 @@ queries divided by sqrt(head width); where rope is Llama 3.1's, the two halves o
 """
 
 import dataclasses
-import itertools
 import math
 import os
 import pathlib
@@ -14,24 +13,32 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
-from nnxmoe.axes import axes_of
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.convert import orbax_folder
-from nnxmoe.convert.leaves import QUERY, Later, Leaf, collect, float_dtype, made_of
+from nnxmoe.convert.layout import (
+    QUERY,
+    SAME,
+    Change,
+    Leaf,
+    Part,
+    TableError,
+    add_layer,
+    add_part,
+    arrays_of,
+    parameters,
+)
+from nnxmoe.convert.lazy_array import Box, Empty, LazyArray, LazyArrays, float_dtype
 from nnxmoe.convert.report import LoadReport
-from nnxmoe.convert.restore import abstract, restore
+from nnxmoe.convert.restore import abstract, check_config, restore, unless_cast
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
-from nnxmoe.convert.table import Path, TableError, label_of, parameters
-from nnxmoe.layers.gqa import attentions, query_divisor
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.errors import CheckpointError
@@ -42,41 +49,50 @@ from nnxmoe.strategy import Strategy
 Tree = Mapping[str, Any]
 _TRAINING = frozenset({"opt_state", "step"})  # beside params in a training's state
 _AROUND = re.compile(r"^(params/){0,2}(nnx_aux/(model/)?)?(?=(decoder|token_embedder)/)")
-_ROTATED = ("layer.attention.q.", "layer.attention.k.")
+_KEY = "layer.attention.k."
 
 
-def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
-    """MaxText's name -> what it is made of, for every parameter of a model. TableError for one without a name there."""
-    variables: dict[Path, nnx.Variable] = dict(parameters(model))
-    layers = [(stack, layer) for _, layer, stack in itertools.starmap(label_of, variables.items()) if stack is not None]
-    firsts = {stack: layer for stack, layer in sorted(layers, reverse=True)}
-    sparse = {label_of(path, v)[2] for path, v in variables.items() if "expert" in axes_of(v)}
-
-    def describe(key: str, path: Path, number: int | None, inner: tuple[int, ...]) -> tuple[str, Leaf]:
-        if key not in model.maxtext_table:
-            raise TableError(f"the parameter {key} has no name in MaxText's layout")
-        name, labels = model.maxtext_table[key]
-        inner = variables[path].get_metadata().get("outs", inner)  # biases of heads are flat here
-        if number is None:
-            return name, Leaf(key, inner, None, (), labels)
-        stack = label_of(path, variables[path])[2]
-        assert stack is not None, key
-        group = model.maxtext_layers[stack in sparse]
-        name = name.format(layer=group if scan_layers else f"{group}_{number - firsts[stack]}")
-        return name, Leaf(key, inner, group if scan_layers else None, (), labels)
-
-    return collect(model, describe)
-
-
-def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, Later]:
-    """MaxText's name -> array, made of a model's parameters when it is asked for."""
-    dtype = float_dtype(dtype)
-    return made_of(model, layout(model, scan_layers), ToMaxText.of(model, dtype), dtype)
+def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change = SAME) -> dict[str, Leaf]:
+    """MaxText's name -> `Leaf` for every parameter of a model; ``query`` and ``key``: what is done to those
+    projections. TableError for a parameter without a name there."""
+    every, found = parameters(model), dict[str, Leaf]()
+    first = {p.stack: p.layer for p in reversed(every)}  # of each stack; parameters are in the order of layers
+    sparse = {parameter.stack for parameter in every if parameter.experts}
+    changes = {QUERY: query, _KEY: key}
+    for parameter in every:
+        if parameter.key not in model.maxtext_table:
+            raise TableError(f"the parameter {parameter.key} has no name in MaxText's layout")
+        name, axes = model.maxtext_table[parameter.key]
+        change = next((changes[start] for start in changes if parameter.key.startswith(start)), SAME)
+        leaf = Leaf(parameter.key, parameter.of_layer, (), parameter.of_layer, False, change, axes)
+        group = model.maxtext_layers[parameter.stack in sparse]
+        for layer, at in parameter.layers():
+            part = Part(parameter, at)
+            if layer is not None and scan_layers:
+                labelled = dataclasses.replace(leaf, axes=(*axes[:1], group, *axes[1:]))
+                add_layer(found, name.format(layer=group), labelled, part, axis=1)
+            else:
+                index = layer - (first[parameter.stack] or 0) if layer is not None else None
+                add_part(found, name.format(layer=f"{group}_{index}"), leaf, part)
+    return found
 
 
-def _tell_of_rounding(model: CausalLM, found: Mapping[str, Later]) -> None:
+def changes(model: CausalLM) -> tuple[Change, Change]:
+    """What MaxText's layout does to the queries and the keys of a model."""
+    config = model.config
+    features = "pairs" if config.grouped and isinstance(config.rope, Llama3Rope) else "as they are"
+    key = Change(features=features)
+    return dataclasses.replace(key, over=config.query_scalar**0.5 if config.grouped else 1.0), key
+
+
+def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, LazyArray]:
+    """MaxText's name -> array, made of a model's parameters when it is read."""
+    return arrays_of(layout(model, scan_layers, *changes(model)), float_dtype(dtype))
+
+
+def _warn_of_rounding(model: CausalLM, found: LazyArrays) -> None:
     narrow = {a.dtype for a in found.values()} - {np.dtype(np.float32)}
-    if narrow and math.frexp(ToMaxText.of(model).divide)[0] != 0.5:
+    if narrow and math.frexp(changes(model)[0].over)[0] != 0.5:
         logger.warning(
             "queries divided by sqrt(%d) are rounded to %s, as MaxText does: in float32 they lose nothing",
             model.config.head_width,
@@ -92,8 +108,9 @@ def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dic
     bfloat16 it loses nothing with ``dtype=float32``.
     """
     found = arrays(model, scan_layers, dtype)
-    _tell_of_rounding(model, found)
-    return {"params": unflatten_dict({name: a.make(None) for name, a in found.items()}, sep="/")}
+    _warn_of_rounding(model, found)
+    made = {name: array.joined() if array.joined else np.asarray(array) for name, array in found.items()}
+    return {"params": unflatten_dict(made, sep="/")}
 
 
 def from_tree(
@@ -116,33 +133,31 @@ def from_tree(
         raise CheckpointError(f"the tree holds shapes without values: {some(empty)}")
     skipped = {"state of a training": tuple(sorted(tops))} if tops else {}
     report = LoadReport("the tree", skipped=skipped)
-    return _model({name: Later.of(leaf) for name, leaf in found.items()}, report, config, strategy, mesh, dtype)
+    return _model({name: LazyArray.of(leaf) for name, leaf in found.items()}, report, config, strategy, mesh, dtype)
 
 
 def _model(
-    found: Mapping[str, Later],
+    found: LazyArrays,
     report: LoadReport,
     config: DecoderConfig,
     strategy: Strategy | None,
     mesh: Mesh | None,
     dtype: Any,
 ) -> CausalLM:
-    model, names = abstract(config, strategy, mesh), _names(found)
+    check_config(config)
+    names, kind = _names(found), float_dtype(dtype)
+    carried = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.grouped else config
+    config, times = unless_cast(carried, [array for array, _ in names.values()], kind)
+    model = abstract(config, strategy, mesh)
     scanned = any(name.startswith(f"decoder/{group}/") for name in names for group in model.maxtext_layers)
-    wanted = layout(model, scanned)
+    features = "halves" if changes(model)[1].features == "pairs" else "as they are"
+    wanted = layout(model, scanned, Change(times=times, features=features), Change(features=features))
     # Beside its parameters MaxText 0.2.5 keeps other things as well, such as the state of its random numbers.
     aside = tuple(name for name, (_, aux) in names.items() if aux and name not in wanted)
     skipped = {**report.skipped, "no parameter of the model (nnx_aux)": aside} if aside else report.skipped
-    restore(
-        model,
-        wanted,
-        {name: _from_aux(a) if aux and scanned else a for name, (a, aux) in names.items() if name not in aside},
-        FromMaxText(ToMaxText.of(model).interleave),
-        carried=True,
-        dtype=float_dtype(dtype),
-        misfit=f"{report.source} does not fit the config ({config.model_type})",
-        report=dataclasses.replace(report, skipped=skipped),
-    )
+    given = {name: _from_aux(a) if aux and scanned else a for name, (a, aux) in names.items() if name not in aside}
+    misfit = f"{report.source} does not fit the config ({config.model_type})"
+    restore(model, wanted, given, kind, dataclasses.replace(report, skipped=skipped), misfit)
     return model
 
 
@@ -156,7 +171,7 @@ def save(
     memory. The folder must be new or empty, and appears whole or not at all. Raises CheckpointError (a ValueError).
     """
     found = arrays(model, scan_layers)
-    _tell_of_rounding(model, found)
+    _warn_of_rounding(model, found)
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
         params = {"params": {"params": unflatten_dict(found, sep="/")}}
         if parameters_only:
@@ -164,7 +179,7 @@ def save(
         else:
             orbax_folder.write_step(stage, {"step": 0, **params, "opt_state": {}}, bar)
         if jax.process_index() == 0:
-            write_side_files(stage, model, folder)
+            write_side_files(stage, model, folder, model.config.folded()[0])
 
 
 def load(
@@ -191,7 +206,7 @@ def load(
     return model
 
 
-def read(folder: str | os.PathLike[str]) -> dict[str, Later]:
+def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """Name -> array of the parameters in an Orbax checkpoint of MaxText's."""
     return orbax_folder.read(items(absolute(folder)), ("params", "nnx_aux"))
 
@@ -209,9 +224,9 @@ def items(folder: pathlib.Path) -> pathlib.Path:
     raise CheckpointError(f"{folder} holds no Orbax checkpoint: neither _METADATA, items nor a step such as 0/items")
 
 
-def _names(found: Mapping[str, Later]) -> dict[str, tuple[Later, bool]]:
+def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
     """Name -> array, without what is around ``decoder``, and whether MaxText 0.2.5 keeps it beside its parameters."""
-    names: dict[str, tuple[Later, bool]] = {}
+    names: dict[str, tuple[LazyArray, bool]] = {}
     for name, later in found.items():
         short = _AROUND.sub("", name)
         if short in names:
@@ -220,10 +235,14 @@ def _names(found: Mapping[str, Later]) -> dict[str, tuple[Later, bool]]:
     return names
 
 
-def _from_aux(later: Later) -> Later:
-    """What MaxText 0.2.5 keeps beside its parameters has its layers first."""
-    shape = (*later.shape[1:2], later.shape[0], *later.shape[2:])
-    return Later(shape, later.dtype, lambda place: Later.of(np.moveaxis(later.make(None), 0, 1)).make(place))
+def _from_aux(array: LazyArray) -> LazyArray:
+    """An array that MaxText 0.2.5 keeps beside its parameters: its layers come first there."""
+    shape = (*array.shape[1:2], array.shape[0], *array.shape[2:])
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        return np.moveaxis(array.read_box((*box[1:2], box[0], *box[2:]), empty), 0, 1)
+
+    return dataclasses.replace(array, shape=shape, read_box=read)
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -234,46 +253,3 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
         yield path, tree.unbox()
     else:
         yield path, tree.get_value() if isinstance(tree, nnx.Variable) else tree
-
-
-@dataclasses.dataclass(frozen=True)
-class ToMaxText:
-    """``(leaf, our layer's values) -> MaxText's``. ``divide``: what queries are divided by; ``interleave``: whether the
-    halves of a query or key head alternate there; ``dtype`` None: as in the model."""
-
-    divide: float
-    interleave: bool
-    dtype: Any = None
-
-    @classmethod
-    def of(cls, model: CausalLM, dtype: Any = None) -> "ToMaxText":
-        """The transform for a model."""
-        grouped = bool(attentions(model))
-        divide = model.config.head_width**0.5 if grouped and query_divisor(model) == 1 else 1.0
-        return cls(divide, grouped and isinstance(model.config.rope, Llama3Rope), dtype)
-
-    def alters(self, leaf: Leaf) -> bool:
-        """Whether an array has other numbers, or another order, in the two layouts."""
-        turned = self.interleave and leaf.key.startswith(_ROTATED)
-        return turned or (self.divide != 1 and leaf.key.startswith(QUERY))
-
-    def __call__(self, leaf: Leaf, array: Any) -> Any:
-        xp, dtype = array.__array_namespace__(), jnp.dtype(self.dtype or array.dtype)
-        if self.interleave and leaf.key.startswith(_ROTATED):
-            half = array.shape[-1] // 2
-            array = xp.stack([array[..., :half], array[..., half:]], axis=-1).reshape(array.shape)
-        if self.divide != 1 and leaf.key.startswith(QUERY):
-            array = array.astype(np.float32) / np.float32(self.divide)
-        return array if array.dtype == dtype else array.astype(dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class FromMaxText:
-    """``(leaf, MaxText's values of a layer) -> ours``; the queries' scale is `restore`'s to undo."""
-
-    interleave: bool
-
-    def __call__(self, leaf: Leaf, array: Any) -> Any:
-        if self.interleave and leaf.key.startswith(_ROTATED):
-            array = array.__array_namespace__().concatenate([array[..., ::2], array[..., 1::2]], axis=-1)
-        return array

@@ -1,9 +1,10 @@
 """Our own checkpoints: the parameters as Orbax keeps arrays, beside the small files of a Hugging Face folder.
 
-``config.json``, ``nnxmoe.json`` (version; whether queries carry the scale of attention) and ``parameters/``: a plain
+``config.json``, ``nnxmoe.json`` (the version of this format) and ``parameters/``: a plain
 nested dict, ``layers/3/attention/q/kernel``, or ``stacks/0/attention/q/kernel`` with all layers of a stack first.
 """
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -12,44 +13,45 @@ import jax
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
+from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short
-from nnxmoe.convert.leaves import Later, Leaf, collect, float_dtype, made_of
+from nnxmoe.convert.layout import QUERY, SAME, Change, Leaf, Part, add_layer, add_part, arrays_of, parameters
+from nnxmoe.convert.lazy_array import LazyArray, float_dtype
 from nnxmoe.convert.report import LoadReport
-from nnxmoe.convert.restore import abstract, restore
+from nnxmoe.convert.restore import abstract, restore, unless_cast
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
-from nnxmoe.convert.table import label_of, parameters
-from nnxmoe.layers.gqa import query_divisor
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import bytes_bar
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object
-from nnxmoe.storage.multihost import AnyArray, shared_folder
+from nnxmoe.storage.multihost import shared_folder
 from nnxmoe.storage.source import NATIVE_FILE
 from nnxmoe.storage.write import write_json
 from nnxmoe.strategy import Strategy
 
 PARAMETERS = "parameters"
-_VERSION = 1
+_VERSION = 2  # 1 said in nnxmoe.json whether queries carry the scale; since then config.json does
 
 
-def layout(model: CausalLM, scan_layers: bool) -> dict[str, Leaf]:
-    """Name -> what it is made of, for every parameter of a model."""
+def layout(model: CausalLM, scan_layers: bool, query: Change = SAME) -> dict[str, Leaf]:
+    """Name -> `Leaf` for every parameter of a model; ``query``: what is done to query projections."""
+    found: dict[str, Leaf] = {}
+    for parameter in parameters(model):
+        shape, name = parameter.shape, parameter.key.replace(".", "/")
+        change = query if parameter.key.startswith(QUERY) else SAME
+        for layer, at in parameter.layers():
+            inner, part = shape[len(at) :], Part(parameter, at)
+            leaf = Leaf(parameter.key, inner, (), inner, False, change)
+            if layer is not None and scan_layers:
+                add_layer(found, name.replace("layer", f"stacks/{parameter.stack}", 1), leaf, part, axis=0)
+            else:
+                add_part(found, name.replace("layer", f"layers/{layer}", 1) if layer is not None else name, leaf, part)
+    return found
 
-    stacks = {path: label_of(path, variable)[2] for path, variable in parameters(model)}
 
-    def describe(key: str, path: Any, number: int | None, inner: tuple[int, ...]) -> tuple[str, Leaf]:
-        name, labels = key.replace(".", "/"), (None,) * len(inner)
-        if number is None:
-            return name, Leaf(key, inner, None, (), labels)
-        start = f"stacks/{stacks[path]}" if scan_layers else f"layers/{number}"
-        return name.replace("layer", start, 1), Leaf(key, inner, "layers" if scan_layers else None, (), labels, axis=0)
-
-    return collect(model, describe)
-
-
-def arrays(model: CausalLM, scan_layers: bool) -> dict[str, Later]:
-    """Name -> array, made of a model's parameters when it is asked for."""
-    return made_of(model, layout(model, scan_layers), _same)
+def arrays(model: CausalLM, scan_layers: bool) -> dict[str, LazyArray]:
+    """Name -> array, made of a model's parameters when it is read."""
+    return arrays_of(layout(model, scan_layers))
 
 
 def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool | None = None) -> None:
@@ -65,8 +67,8 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
         orbax_folder.write(stage / PARAMETERS, unflatten_dict(found, sep="/"), bar)
         if jax.process_index() == 0:
-            write_side_files(stage, model, folder)
-            write_json(stage / NATIVE_FILE, {"version": _VERSION, "queries_carry_scale": query_divisor(model) != 1})
+            write_side_files(stage, model, folder, model.config)
+            write_json(stage / NATIVE_FILE, {"version": _VERSION})
 
 
 def load(
@@ -76,40 +78,35 @@ def load(
 
     ``dtype`` None: as stored. Raises CheckpointError (a ValueError) that lists every array that does not fit.
     """
-    where = absolute(folder)
-    carried, config = _carried(where / NATIVE_FILE), read_config(where)
-    model, found = abstract(config, strategy, mesh), read(where)
-    restore(
-        model,
-        layout(model, any(name.startswith("stacks/") for name in found)),
-        found,
-        _same,
-        carried=carried,
-        dtype=float_dtype(dtype),
-        misfit=f"{where / PARAMETERS} does not fit config.json",
-        report=LoadReport(str(where), files=str(where)),
-    )
+    where, kind = absolute(folder), float_dtype(dtype)
+    stored, found = _config(where), read(where)
+    config, times = unless_cast(stored, found.values(), kind)
+    model = abstract(config, strategy, mesh)
+    scanned = any(name.startswith("stacks/") for name in found)
+    misfit = f"{where / PARAMETERS} does not fit config.json"
+    report = LoadReport(str(where), files=str(where))
+    restore(model, layout(model, scanned, Change(times=times)), found, kind, report, misfit)
     model.generation_config = read_generation_config(where, config)
     return model
 
 
-def read(folder: str | os.PathLike[str]) -> dict[str, Later]:
+def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """Name -> array of the parameters in a folder that `save` wrote."""
     from nnxmoe.convert import orbax_folder
 
     return orbax_folder.read(absolute(folder) / PARAMETERS, None)
 
 
-def _carried(path: Path) -> bool:
-    """What nnxmoe.json says of the queries."""
+def _config(folder: Path) -> DecoderConfig:
+    """The config of a folder that `save` wrote, in any version."""
+    config, path = read_config(folder), folder / NATIVE_FILE
     fields = read_object(path, "give a folder that nnxmoe.save wrote", CheckpointError)
-    if fields.get("version") != _VERSION or fields["version"] is True:
-        raise CheckpointError(f"{path}: version {short(fields.get('version'))} is not {_VERSION}: update nnxmoe")
+    version = fields.get("version")
+    if type(version) is not int or not 1 <= version <= _VERSION:
+        raise CheckpointError(f"{path}: version {short(version)} is not one of 1 to {_VERSION}: update nnxmoe")
+    if version > 1:
+        return config
     carried = fields.get("queries_carry_scale")
     if not isinstance(carried, bool):
         raise CheckpointError(f"{path}: queries_carry_scale must be true or false, got {short(carried)}")
-    return carried
-
-
-def _same(_: Leaf, array: AnyArray) -> AnyArray:
-    return array
+    return dataclasses.replace(config, query_pre_attn_scalar=1.0) if carried else config

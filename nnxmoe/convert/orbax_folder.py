@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,21 +13,22 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
-from jax.sharding import NamedSharding
 from orbax.checkpoint import type_handlers
 
-from nnxmoe.convert.leaves import Later
+from nnxmoe.convert.lazy_array import Box, Empty, LazyArray, sizes
 from nnxmoe.runtime.memory import give_back
 from nnxmoe.storage.errors import CheckpointError
 
-_CHUNK_BYTES = 64 << 20  # what is compressed, or read, at a time
+_CHUNK_BYTES = 64 << 20  # compressed at a time
+_BLOCK_BYTES = 32 << 20  # read at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class _Spread:
-    """A `Later` whose array lies on the devices of several processes."""
+    """An array that spans processes, which ``make`` assembles on their devices."""
 
-    later: Later
+    array: LazyArray
+    make: Callable[[], jax.Array]
 
 
 class _Writer:
@@ -43,7 +45,7 @@ class _Writer:
     async def serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> list[Any]:
         args = args or [ocp.SaveArgs()] * len(values)
         for value, info, arg in zip(values, infos, args, strict=True):
-            value = value.later.make(None) if isinstance(value, _Spread) else value  # all processes together
+            value = value.make() if isinstance(value, _Spread) else value  # all processes together
             if self.failure is None:
                 try:
                     for written in await super().serialize([value], [info], [arg]):  # pyright: ignore
@@ -67,7 +69,7 @@ class _HostWriter(_Writer, type_handlers.NumpyHandler):
         with self._busy:
             return
 
-    async def _open_and_write(self, value: Later, tspec: Any, ts_context: Any) -> None:
+    async def _open_and_write(self, value: LazyArray, tspec: Any, ts_context: Any) -> None:
         """Some rows at a time: Orbax would ask for the whole array, and keep all of it compressed as well."""
         with self._busy:
             try:
@@ -76,7 +78,7 @@ class _HostWriter(_Writer, type_handlers.NumpyHandler):
             except Exception as error:
                 self.failure = error
 
-    async def _write(self, value: Later, tspec: Any, ts_context: Any) -> None:
+    async def _write(self, value: LazyArray, tspec: Any, ts_context: Any) -> None:
         store = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
         chunk: Any = store.chunk_layout.write_chunk.shape
         for start in range(0, value.shape[0], chunk[0]):
@@ -104,7 +106,7 @@ def _writer(folder: Path, bar: Any) -> Iterator[Any]:
     writers = _HostWriter(bar), _SpreadWriter(bar, enable_write_sharding_file=False)
     failure: BaseException | None = None
     try:
-        yield handler((Later, writers[0]), (_Spread, writers[1]))
+        yield handler((LazyArray, writers[0]), (_Spread, writers[1]))
     except (OSError, ValueError, RuntimeError) as error:  # perhaps for want of what could not be written
         failure = error
     except BaseException as error:
@@ -129,7 +131,7 @@ def check_name(folder: Path) -> None:
 
 
 def write(folder: Path, tree: Mapping[str, Any], bar: Any) -> None:
-    """A tree of `Later` arrays into a folder."""
+    """A tree of `LazyArray` arrays into a folder."""
     with _writer(folder, bar) as writer, ocp.Checkpointer(writer) as checkpointer:
         checkpointer.save(folder, args=_save_args(tree), force=True)
 
@@ -141,14 +143,14 @@ def write_step(folder: Path, tree: Mapping[str, Any], bar: Any) -> None:
 
 
 def _save_args(tree: Mapping[str, Any]) -> Any:
-    tree = jax.tree.map(lambda x: _Spread(x) if isinstance(x, Later) and x.spread else x, tree)
+    tree = jax.tree.map(lambda x: _Spread(x, x.joined) if isinstance(x, LazyArray) and x.joined else x, tree)
     chunks = jax.tree.map(_chunks, tree)
     return ocp.args.PyTreeSave(tree, save_args=chunks)
 
 
 def _chunks(leaf: Any) -> ocp.SaveArgs:
     """Large arrays in chunks: of one row where rows are long, else as Orbax cuts them."""
-    array: Any = leaf.later if isinstance(leaf, _Spread) else leaf
+    array: Any = leaf.array if isinstance(leaf, _Spread) else leaf
     if isinstance(array, int) or array.nbytes <= _CHUNK_BYTES:
         return ocp.SaveArgs()
     long = array.nbytes // array.shape[0] > _CHUNK_BYTES // 64
@@ -166,7 +168,7 @@ class _Opener(type_handlers.NumpyHandler):
         return found
 
 
-def read(folder: Path, tops: Sequence[str] | None) -> dict[str, Later]:
+def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
     """Name -> array of the tree in a folder; of the branches ``tops`` only, the first of which must be there."""
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{folder} holds no Orbax checkpoint: it has no _METADATA")
@@ -179,13 +181,12 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, Later]:
         raise CheckpointError(f"{folder} has no {tops[0]!r}, only {', '.join(map(repr, stored)) or 'nothing'}")
     given = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=given, partial_restore=True)
-    found: dict[str, Later] = {}
+    found, lock = dict[str, LazyArray](), threading.Lock()
     with _readable(folder):
         for path, store in jax.tree_util.tree_flatten_with_path(reader.restore(folder, args=args))[0]:
             name = "/".join(str(getattr(step, "key", getattr(step, "idx", step))) for step in path)
-            rows = functools.partial(_rows, folder, store)
-            make = functools.partial(_placed, tuple(store.shape), rows)
-            found[name] = Later(tuple(store.shape), store.dtype.numpy_dtype, make, rows)
+            read = functools.partial(_read, folder, store, lock)
+            found[name] = LazyArray(tuple(store.shape), store.dtype.numpy_dtype, read, _read_bytes(store))
     return found
 
 
@@ -199,11 +200,16 @@ def _readable(folder: Path) -> Iterator[None]:
         raise CheckpointError(text) from error
 
 
-def _rows(folder: Path, store: Any, rows: Any) -> np.ndarray:
-    with _readable(folder):
-        return store[rows].read().result()
+def _read_bytes(store: Any) -> int:
+    """Bytes per read: at least one chunk, which is decompressed whole."""
+    chunk = math.prod(store.chunk_layout.read_chunk.shape) * store.dtype.numpy_dtype.itemsize
+    return max(_BLOCK_BYTES, chunk)
 
 
-def _placed(shape: tuple[int, ...], rows: Callable[[Any], np.ndarray], place: NamedSharding | None) -> Any:
-    """One array: of NumPy, or as a sharding says, each process reading its share."""
-    return rows(...) if place is None else jax.make_array_from_callback(shape, place, rows)
+def _read(folder: Path, store: Any, lock: threading.Lock, box: Box, _: Empty) -> np.ndarray:
+    """A box; one at a time, because the library has threads of its own, and each chunk takes memory."""
+    with _readable(folder), lock:
+        give_back()
+        values = store[box].read().result()
+    assert values.shape == sizes(box)
+    return values

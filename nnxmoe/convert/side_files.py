@@ -8,8 +8,8 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_token_ids
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.convert.restore import matrices_dtype
-from nnxmoe.convert.table import parameters
+from nnxmoe.convert.fill import matrices_dtype
+from nnxmoe.convert.layout import parameters
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf
 from nnxmoe.runtime.progress import logger
@@ -23,11 +23,11 @@ GENERATION = "generation_config.json"
 _MAX_BYTES = 100_000_000
 
 
-def write_side_files(stage: Path, model: CausalLM, target: str | os.PathLike[str]) -> None:
+def write_side_files(stage: Path, model: CausalLM, target: str | os.PathLike[str], config: DecoderConfig) -> None:
     """Config, generation config, and the tokenizer's files from where the model was loaded; those that ``target``
     has already stay its own."""
-    dtype = matrices_dtype(variable for _, variable in parameters(model))
-    write_json(stage / "config.json", model.config.to_hf() | {"dtype": str(dtype)})
+    dtype = matrices_dtype(parameter.variable for parameter in parameters(model))
+    write_json(stage / "config.json", config.to_hf() | {"dtype": str(dtype)})
     if model.generation_config:
         write_json(stage / GENERATION, model.generation_config)
     if model.load_report is None or model.load_report.files is None:

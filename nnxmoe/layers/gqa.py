@@ -65,21 +65,3 @@ class GQA(nnx.Module):
         slots = capacity if self.window is None else min(self.window, capacity)
         kind = KVCache if self.window is None else RingCache
         return kind(*(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(2)))
-
-
-def attentions(model: nnx.Module) -> list[GQA]:
-    """The grouped-query attentions of a model, one a layer or one a stack of them."""
-    return [module for _, module in nnx.iter_graph(model) if isinstance(module, GQA)]
-
-
-def carry_scale(model: nnx.Module) -> None:
-    """Say that the queries of a model have been divided by sqrt(H), so that scores are not."""
-    for attention in attentions(model):
-        attention.scale = 1.0
-
-
-def query_divisor(model: nnx.Module) -> float:
-    """What the queries of its grouped-query attention have been divided by: 1, or sqrt(H) as MaxText has them."""
-    found = {attention.scale / attention.q.kernel.shape[-1] ** -0.5 for attention in attentions(model)}
-    assert len(found) < 2, found
-    return found.pop() if found else 1.0

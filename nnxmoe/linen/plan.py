@@ -19,11 +19,11 @@ from flax.core import meta
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.rope import Llama3Rope
+from nnxmoe.convert.fill import is_matrix
+from nnxmoe.convert.layout import Path
 from nnxmoe.convert.maxtext import layout
-from nnxmoe.convert.restore import is_matrix
-from nnxmoe.convert.table import Path
 from nnxmoe.layers.embed import Embed
-from nnxmoe.layers.gqa import GQA, attentions
+from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -163,25 +163,31 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
         raise ValueError(f"LinenCausalLM({config!r}, scan_layers={scan_layers!r}): give a model's config, and a bool")
     strategy = dataclasses.replace(strategy or Strategy.auto(), scan_layers=scan_layers)
 
+    config = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.grouped else config
+
     def make(rngs: nnx.Rngs | None) -> CausalLM:
         model = model_class(config)(config, strategy, rngs=rngs)  # pyright: ignore[reportCallIssue,reportArgumentType]
-        for attention in attentions(model):
-            if rngs is not None:
-                attention.q.kernel.set_value(attention.q.kernel.get_value() * attention.scale)
-            attention.scale = 1.0
-            if isinstance(config.rope, Llama3Rope):
-                attention.rotate = rotate_pairs
+        for _, module in nnx.iter_graph(model) if isinstance(config.rope, Llama3Rope) else ():
+            if isinstance(module, GQA):
+                module.rotate = rotate_pairs
         return model
 
     model = make(None)
     graph, state = nnx.split(model)
-    variables, slots = dict(nnx.to_flat_state(state)), dict[Path, Slot]()
+    slots = dict[Path, Slot]()
     for name, leaf in layout(model, scan_layers).items():
-        (path,) = {path for path, _ in leaf.parts}  # layers are stacked here where they are there
-        variable, names = variables[path], tuple(name.split("/"))
-        own, stacked = tuple(variable.shape), leaf.stacked is not None
-        slots[path] = Slot(
-            path, "params", names, leaf.shape, own, variable.dtype, leaf.axes, stacked, is_matrix(variable)
+        parameter, names = leaf.parts[0].parameter, tuple(name.split("/"))  # layers are stacked where ours are
+        variable, own = parameter.variable, parameter.shape
+        slots[parameter.path] = Slot(
+            parameter.path,
+            "params",
+            names,
+            leaf.shape,
+            own,
+            variable.dtype,
+            leaf.axes,
+            leaf.axis is not None,
+            is_matrix(variable),
         )
     return _plan(make, graph, state, slots)
 

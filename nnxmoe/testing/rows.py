@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnxmoe.convert import maxtext
+from nnxmoe.convert.layout import Leaf
 from nnxmoe.model.causal_lm import CausalLM
 
 Names = Mapping[str, str | tuple[str, Callable[[Array], Array]]]
@@ -71,16 +72,19 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
     if not isinstance(model, CausalLM):
         raise ValueError(f"mapping None means MaxText's names, which {type(model).__name__} has not: give a mapping")
     scanned = any(name.startswith(f"decoder/{group}/") for name in shapes for group in model.maxtext_layers)
-    change = maxtext.ToMaxText.of(model)
 
-    def row(leaf: maxtext.Leaf) -> Row:
+    def row(leaf: Leaf) -> Row:
         def make(*arrays: Array) -> Array:
-            changed = [change(leaf, a.reshape(leaf.inner)) for a in arrays]
-            return jnp.stack(changed, axis=1) if leaf.stacked else changed[0]
+            views = [leaf.view(a, part.parameter) for part, a in zip(leaf.parts, arrays, strict=True)]
+            made = [leaf.change(view).astype(view.dtype) for view in views]
+            return made[0] if leaf.axis is None else jnp.stack(made, axis=leaf.axis)
 
-        return Row(tuple(("/".join(map(str, path)), i) for path, i in leaf.parts), make, change.alters(leaf))
+        named = [("/".join(map(str, part.parameter.path)), part.at) for part in leaf.parts]
+        parts = tuple((name, at[0] if at else None) for name, at in named)
+        return Row(parts, make, not leaf.change.none)
 
-    return {name: row(leaf) for name, leaf in maxtext.layout(model, scanned).items()}, []
+    leaves = maxtext.layout(model, scanned, *maxtext.changes(model))
+    return {name: row(leaf) for name, leaf in leaves.items()}, []
 
 
 def kind(array: Any) -> str:

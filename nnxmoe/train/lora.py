@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config.validate import is_positive
-from nnxmoe.convert.leaves import float_dtype
+from nnxmoe.convert.lazy_array import float_dtype
 from nnxmoe.layers.kernel import LEAD
 from nnxmoe.layers.lora import Kept, LoRA
 from nnxmoe.layers.lora import LoRAParam as LoRAParam

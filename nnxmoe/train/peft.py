@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.printable import plain
-from nnxmoe.convert.leaves import QUERY, float_dtype
-from nnxmoe.layers.gqa import query_divisor
+from nnxmoe.convert.layout import QUERY, Change
+from nnxmoe.convert.lazy_array import float_dtype
 from nnxmoe.layers.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.storage.errors import CheckpointError
@@ -129,25 +129,22 @@ def _refuse_parts(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> None:
 
 
 def _tensors(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> Tensors:
-    held, divided = dict(zip((slot.place for slot, _ in adapters), adapters, strict=True)), query_divisor(model)
+    held = dict(zip((slot.place for slot, _ in adapters), adapters, strict=True))
+    query = Change(times=model.config.folded()[1])
     for part in layout(model, adapters):
         value = getattr(held[part.slot.place][1], part.which).get_value()
 
         def make(part: Part = part, value: Any = value) -> np.ndarray:
             at = () if part.index is None else (part.index,)
             one = gather(value, at) if spans_hosts(value) else np.asarray(value[at])
-            return part.store(_times(one, divided if _divided(part) else 1.0))
+            return part.store(query(one).astype(one.dtype) if _of_query(part) else one)
 
         yield part.name, dtype_code(value.dtype), part.shape, make
 
 
-def _divided(part: Part) -> bool:
-    """Whether its kernel is what a MaxText model has divided."""
+def _of_query(part: Part) -> bool:
+    """Whether it takes part in the scale of queries, see `DecoderConfig.query_pre_attn_scalar`."""
     return part.which == "b" and part.slot.key.startswith(QUERY)
-
-
-def _times(array: np.ndarray, factor: float) -> np.ndarray:
-    return array if factor == 1 else (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)
 
 
 def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> None:
@@ -163,10 +160,10 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
     parts = list(layout(model, adapters))
     _refuse_misfits(where, parts, infos)
     values: dict[tuple[str, str], list[np.ndarray]] = collections.defaultdict(list)
-    divided = query_divisor(model)
+    query = Change(times=1 / model.config.folded()[1])
     for part in parts:
         one = part.read(_values(infos[part.name]))
-        values[part.slot.place, part.which].append(_times(one, 1 / divided if _divided(part) else 1.0))
+        values[part.slot.place, part.which].append(query(one).astype(one.dtype) if _of_query(part) else one)
     for slot, adapter in adapters:
         for which, variable in (("a", adapter.a), ("b", adapter.b)):
             layers = values.pop((slot.place, which))

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from nnxmoe.convert.table import entries
+from nnxmoe.convert.hf_layout import layout
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.storage.safetensors import dtype_code
 from nnxmoe.storage.write import write_safetensors
@@ -22,15 +22,13 @@ def write_random(folder: Path, fields: Mapping[str, Any], shard_bytes: int = 10*
     model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
 
     def tensors() -> Iterator[tuple[str, str, tuple[int, ...], Any]]:
-        for entry in entries(model, model.hf_table):
-            for piece in entry.pieces:
-                shape = entry.flat()
+        for name, leaf in layout(model).items():
 
-                def make(shape: tuple[int, ...] = shape, norm: bool = "norm" in entry.key) -> np.ndarray:
-                    value = np.ones(shape) if norm else rng.standard_normal(shape, np.float32) * np.float32(0.02)
-                    return value.astype(kind)
+            def make(shape: tuple[int, ...] = leaf.shape, norm: bool = "norm" in leaf.key) -> np.ndarray:
+                value = np.ones(shape) if norm else rng.standard_normal(shape, np.float32) * np.float32(0.02)
+                return value.astype(kind)
 
-                yield piece.name, dtype_code(kind), shape, make
+            yield name, dtype_code(kind), leaf.shape, make
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(fields)))

@@ -58,7 +58,7 @@ def fault(case: Case, outcome: Outcome, draft: Draft) -> str | None:
     refused = bool(outcome.kinds)
     if refused != (case.verdict == "refuse"):
         return f"was {'refused' if refused else 'taken'}, should be {case.verdict}: {outcome.text}"
-    if case.action == "load" and refused != (outcome.inspected is not None) and not unseen(case):
+    if case.action == "load" and refused != (outcome.inspected is not None):
         return f"inspect and load disagree: {outcome.inspected} / {outcome.text}"
     lost = [name for name in case.names if name not in outcome.text]
     if lost:
@@ -75,11 +75,6 @@ def fault(case: Case, outcome: Outcome, draft: Draft) -> str | None:
     if outcome.seconds > SECONDS or outcome.megabytes > MEGABYTES:
         return f"took {outcome.seconds:.1f} s and {outcome.megabytes:.0f} MB"
     return None
-
-
-def unseen(case: Case) -> bool:
-    """Whether inspect does not check for a case's fault: FP8 scales, and heads that should be tied."""
-    return case.fault.startswith("FP8") or case.fault == "tied, a head of another shape"
 
 
 def logits_error(outcome: Outcome, draft: Draft) -> float:

@@ -1,0 +1,58 @@
+"""What a model needs compared with what a checkpoint stores, from shapes and dtypes alone.
+
+Loading and ``nnxmoe inspect`` judge by this one list of faults.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from nnxmoe.config.printable import plain
+from nnxmoe.convert.layout import Leaf
+from nnxmoe.convert.lazy_array import LazyArrays
+from nnxmoe.convert.report import LoadError, LoadReport
+
+DTYPES = tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16, np.float64)))
+_SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """``missing``: names without an array; ``unexpected``: names that the model does not need; ``wrong``: sentences
+    about arrays of the wrong shape or dtype."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    wrong: tuple[str, ...]
+
+
+def check(leaves: Mapping[str, Leaf], arrays: LazyArrays) -> Faults:
+    """Compare the arrays that a layout asks for with those that are there."""
+    return Faults(
+        tuple(sorted(leaves.keys() - arrays.keys())),
+        tuple(sorted(arrays.keys() - leaves.keys())),
+        tuple(line for name in leaves if name in arrays for line in _wrong(name, leaves[name], arrays)),
+    )
+
+
+def _wrong(name: str, leaf: Leaf, arrays: LazyArrays) -> Iterator[str]:
+    array = arrays[name]
+    where = f"{plain(name)} in {array.file}" if array.file else plain(name)
+    if array.shape != leaf.shape:
+        turned = " (it looks transposed)" if array.shape == leaf.shape[::-1] else ""
+        yield f"{where} has shape {list(array.shape)}, the config asks for {list(leaf.shape)}{turned}"
+    if array.fault is not None:
+        yield array.fault
+    elif array.dtype not in DTYPES:
+        yield f"{where} is {array.dtype}: weights are {', '.join(map(str, DTYPES))}"
+
+
+def refuse(faults: Faults, leaves: Mapping[str, Leaf], report: LoadReport, misfit: str, remedy: str = "") -> None:
+    """Raise LoadError, which begins with ``misfit``, if arrays are missing or wrong."""
+    lines = [f"{name} is missing, {list(leaves[name].shape)}" for name in faults.missing] + list(faults.wrong)
+    if lines:
+        more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        shown = "\n  ".join(lines[:_SHOWN] + more)
+        raise LoadError(f"{misfit}:\n  {shown}{remedy}", report)

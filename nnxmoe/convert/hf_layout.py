@@ -1,0 +1,126 @@
+"""Hugging Face's names for a model's parameters, and which tensors of a checkpoint may be left out."""
+
+import math
+import re
+from collections.abc import Callable, Container, Mapping, Set
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.printable import some
+from nnxmoe.convert.check import Faults, check
+from nnxmoe.convert.layout import QUERY, Change, Leaf, Parameter, Part, TableError, add_part, parameters
+from nnxmoe.convert.lazy_array import LazyArrays
+from nnxmoe.convert.report import LoadReport
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.storage.errors import CheckpointError
+
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+_PART = re.compile(r"^(?P<name>.*)\[(?P<part>\d+)/(?P<parts>\d+)\]$")
+_LAYER, _EXPERT = re.compile(r"model\.layers\.([0-9]{1,9})\."), re.compile(r".*\.experts\.([0-9]{1,9})\.")
+_PREDICTION = re.compile(_LAYER.pattern + r"(enorm|hnorm|eh_proj|shared_head|embed_tokens)\.")
+
+
+def layout(model: CausalLM, names: Container[str] | None = None, times: float = 1.0) -> dict[str, Leaf]:
+    """Tensor name -> `Leaf` for every parameter. Of several names in the table the first that is among ``names``
+    counts, for each layer, else the first. ``times``: a factor on the queries, see `DecoderConfig.query_scalar`."""
+    found: dict[str, Leaf] = {}
+    for parameter in parameters(model):
+        if parameter.key not in model.hf_table:
+            raise TableError(f"the parameter {parameter.key} has no row in the table of {type(model).__name__}")
+        change = Change(times=times if parameter.key.startswith(QUERY) else 1.0)
+        for layer, at in parameter.layers():
+            options = [_named(t, layer, at, parameter, change) for t in model.hf_table[parameter.key]]
+            chosen = [o for o in options if names is not None and any(name in names for name, _, _ in o)]
+            for name, leaf, part in (chosen or options)[0]:
+                add_part(found, name, leaf, part)
+    swap = names is not None and EMBED not in names and HEAD in names and HEAD not in found
+    # A tied model whose files hold only the head: the embedding takes it.
+    return {HEAD if swap and name == EMBED else name: leaf for name, leaf in found.items()}
+
+
+def _named(
+    template: str, layer: int | None, at: tuple[int, ...], parameter: Parameter, change: Change
+) -> list[tuple[str, Leaf, Part]]:
+    """The tensors of one layer of a parameter under one template. ``name[i/n]``: the i-th of n equal ranges of rows."""
+    match = _PART.match(template)
+    name, i, n = (match["name"], int(match["part"]), int(match["parts"])) if match else (template, 0, 1)
+    inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
+    flat = inner if inputs is None else (math.prod(inner[inputs:]), math.prod(inner[:inputs]))
+    shape, rows = (flat[0] * n, *flat[1:]), (slice(i * flat[0], (i + 1) * flat[0]),) if n > 1 else ()
+    if experts is None:
+        leaf = Leaf(parameter.key, shape, (), flat, True, change)
+        return [(name.format(layer=layer), leaf, Part(parameter, at, rows))]
+    if "{expert}" not in name:  # all experts in one tensor
+        leaf, name = Leaf(parameter.key, (experts, *shape), (), flat, True, change), name.format(layer=layer)
+        return [(name, leaf, Part(parameter, (*at, e), (e, *rows))) for e in range(experts)]
+    leaf = Leaf(parameter.key, shape, (), flat, True, change)
+    return [(name.format(layer=layer, expert=e), leaf, Part(parameter, (*at, e), rows)) for e in range(experts)]
+
+
+def refuse_unjustified(config: DecoderConfig, arrays: LazyArrays, where: str) -> None:
+    """Refuse a config that asks for more layers or experts than the files can hold, before any are laid out."""
+    stored = [array.shape for array in arrays.values() if math.prod(array.shape)]
+    fused = [shape[0] for shape in stored if len(shape) == 3]  # experts in one tensor
+    layers, experts = config.num_hidden_layers, config.experts
+    # 16: where nearly all layers are dense, all of them together have that many more experts than are stored.
+    if layers > len(stored) or layers * experts > 16 * (len(stored) + sum(fused)):
+        count = f" of {experts} experts each" if experts else ""
+        raise CheckpointError(
+            f"{where}: num_hidden_layers is {layers}{count}, and the files hold {len(stored)} tensors in all: check "
+            "that config.json belongs to these files and that all of them are here"
+        )
+
+
+def judge(
+    config: DecoderConfig, leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport
+) -> tuple[Faults, LoadReport]:
+    """The faults of a checkpoint, and a report that accounts for each of its tensors."""
+    faults = check(leaves, arrays)
+    left = set(faults.unexpected)
+    scales = {f"{name}_scale_inv" for name in leaves.keys() & arrays.keys() if arrays[name].stored} & left
+    left -= scales
+    skipped: dict[str, tuple[str, ...]] = {}
+    for rule, test in _skip_rules(config, left).items():
+        names = tuple(sorted(name for name in left if test(name)))
+        left -= set(names)
+        if names:
+            skipped[rule] = names
+    return faults, LoadReport(
+        report.source,
+        loaded=tuple(sorted((leaves.keys() & arrays.keys()) | scales)),
+        missing=faults.missing,
+        unexpected=tuple(sorted(left)),
+        skipped=skipped,
+        notes=(*report.notes, *_beyond(config, left)),
+        files=report.files,
+    )
+
+
+def _skip_rules(config: DecoderConfig, left: Set[str]) -> dict[str, Callable[[str], bool]]:
+    """Rules for tensors that are left out on purpose: name -> test of a tensor's name."""
+    first = config.num_hidden_layers
+    numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
+    # A prediction layer, unlike one layer too many, joins the hidden state with an embedding.
+    marked = {number for name in left if (number := _number(name, _PREDICTION)) in numbers}
+    return {
+        "multi-token prediction layers (not part of the model)": lambda name: _number(name, _LAYER) in marked,
+        "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
+        "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,
+    }
+
+
+def _beyond(config: DecoderConfig, left: Set[str]) -> list[str]:
+    """What the names of unused tensors have in common."""
+    found = []
+    for what, pattern, asked in (("layers", _LAYER, config.num_hidden_layers), ("experts", _EXPERT, config.experts)):
+        numbers = {n for name in left if (n := _number(name, pattern)) is not None and n >= asked}
+        if numbers:
+            more = some([str(number) for number in sorted(numbers)])
+            found.append(f"config.json asks for {asked} {what}, and the files have more: {more}")
+    if any(name.endswith(".bias") and (_number(name, _LAYER) or 0) < config.num_hidden_layers for name in left):
+        found.append("the files have biases that config.json does not ask for")
+    return found
+
+
+def _number(name: str, pattern: re.Pattern[str]) -> int | None:
+    match = pattern.match(name)
+    return int(match[1]) if match else None

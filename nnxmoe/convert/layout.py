@@ -1,0 +1,279 @@
+"""The one description of external layouts: ``layout(model) -> {external name: Leaf}``.
+
+A `Leaf` says which parts of which parameters an external array holds, where, and in which arrangement. Hugging Face,
+MaxText, our own format and Linen each build one; filling, checking and writing know nothing else of them.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from nnxmoe.axes import axes_of
+from nnxmoe.config.printable import some
+from nnxmoe.convert.lazy_array import Box, Empty, LazyArray, overlap, sizes, whole, within
+from nnxmoe.layers.kernel import LEAD
+from nnxmoe.layers.lora import Kept, LoRAParam
+from nnxmoe.storage.multihost import AnyArray, gather, hosts_holding, local_value, spans_hosts
+
+Path = tuple[Any, ...]
+Place = tuple[int | slice, ...]
+QUERY = "layer.attention.q."
+
+
+class TableError(AssertionError):
+    """A parameter without a row in its model's table: a bug in the model, not in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as layouts see it: its labels (`axes.label`), and its variable with shape and metadata."""
+
+    path: Path
+    key: str
+    layer: int | None
+    stack: int | None
+    variable: nnx.Variable
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape, with the dimensions of layers and experts first."""
+        return tuple(self.variable.shape)
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """Logical axes."""
+        return axes_of(self.variable)
+
+    @property
+    def inputs(self) -> int | None:
+        """Number of dimensions that a linear map contracts; None for other parameters."""
+        return self.variable.get_metadata().get("inputs")
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """Shape for one layer and expert."""
+        return self.shape[sum(axis in LEAD for axis in self.axes) :]
+
+    @property
+    def of_layer(self) -> tuple[int, ...]:
+        """Shape for one layer, experts first; for a bias, that of its outputs, such as heads, flat in memory."""
+        outs = self.variable.get_metadata().get("outs")
+        return (self.shape[1:] if "layers" in self.axes else self.shape) if outs is None else outs
+
+    @property
+    def experts(self) -> int | None:
+        """Number of experts, on their own dimension; None without one."""
+        return self.shape[self.axes.index("expert")] if "expert" in self.axes else None
+
+    def layers(self) -> Iterator[tuple[int | None, tuple[int, ...]]]:
+        """Each layer's number in the model and its index into the first dimension; ``(None, ())`` outside of stacks."""
+        if "layers" in self.axes:
+            assert self.layer is not None
+            yield from ((self.layer + i, (i,)) for i in range(self.shape[0]))
+        else:
+            yield self.layer, ()
+
+
+def parameters(model: nnx.Module) -> list[Parameter]:
+    """Everything that belongs in a checkpoint, in the model's order; values kept for `lora.unmerge` do not.
+
+    Raises ValueError if the model has adapters that are not merged: they would be lost.
+    """
+    flat = [(path, v) for path, v in nnx.to_flat_state(nnx.state(model)) if not isinstance(v, Kept)]
+    if found := [".".join(map(str, path)) for path, v in flat if isinstance(v, LoRAParam)]:
+        raise ValueError(
+            f"the model has adapters ({some(found)}), for which this format has no place: merge them first with "
+            "nnxmoe.train.lora.merge(model), or save them alone with nnxmoe.train.lora.save(model, folder)"
+        )
+    made = []
+    for path, variable in flat:
+        meta = variable.get_metadata()
+        key = meta.get("key") or ".".join(map(str, path))  # a parameter that the user added has no labels
+        made.append(Parameter(path, key, meta.get("layer"), meta.get("stack"), variable))
+    return made
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happens to the numbers of an array, in the external arrangement, on the way in or out.
+
+    ``times``, ``over``: factors, applied in float32 and rounded once. ``features``: how the last dimension is
+    reordered: ``halves`` puts even features before odd ones, ``pairs`` undoes that.
+    """
+
+    times: float = 1.0
+    over: float = 1.0
+    features: Literal["as they are", "halves", "pairs"] = "as they are"
+
+    @property
+    def scales(self) -> bool:
+        """Whether values change."""
+        return self.times != 1 or self.over != 1
+
+    @property
+    def none(self) -> bool:
+        """Whether nothing is done."""
+        return not self.scales and self.features == "as they are"
+
+    def __call__(self, array: AnyArray) -> AnyArray:
+        if self.features == "halves":
+            array = array.__array_namespace__().concatenate([array[..., ::2], array[..., 1::2]], axis=-1)
+        elif self.features == "pairs":
+            half = array.shape[-1] // 2
+            both = [array[..., :half], array[..., half:]]
+            array = array.__array_namespace__().stack(both, axis=-1).reshape(array.shape)
+        if self.times != 1:
+            array = array.astype(np.float32) * np.float32(self.times)
+        if self.over != 1:
+            array = array.astype(np.float32) / np.float32(self.over)
+        return array
+
+
+SAME = Change()
+
+
+@dataclass(frozen=True)
+class Part:
+    """``parameter[at]``, and the place of its values in an external array: integers and slices for the first
+    dimensions, all of the others."""
+
+    parameter: Parameter
+    at: tuple[int, ...] = ()
+    place: Place = ()
+
+    def box(self, shape: tuple[int, ...]) -> Box:
+        """The place in an array of this shape, with an extent of 1 where it is an integer."""
+        first = (slice(at, at + 1) if isinstance(at, int) else at for at in self.place)
+        cut = (slice(*at.indices(size)[:2]) for at, size in zip(first, shape, strict=False))
+        return (*cut, *whole(shape)[len(self.place) :])
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An external array: its shape and the parts of parameters that it consists of.
+
+    ``inner``: the shape of one part there. ``flat``: linear maps lie as ``[outs, ins]`` with heads flattened; otherwise
+    as ``[*ins, *outs]``. ``axes``: the logical axes there, where the layout names them.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    inner: tuple[int, ...]
+    flat: bool = False
+    change: Change = SAME
+    axes: tuple[str | None, ...] = ()
+
+    @property
+    def axis(self) -> int | None:
+        """The dimension along which parts are stacked; None for a single part."""
+        return next((i for i, at in enumerate(self.parts[0].place) if isinstance(at, int)), None)
+
+    # The next two are the only places that know how parameters lie in memory: kernels as [*ins, *outs].
+
+    def view(self, values: AnyArray, parameter: Parameter, shape: tuple[int, ...] | None = None) -> AnyArray:
+        """Values of one part, or of a box of it, as they lie there (a view, if they are NumPy's)."""
+        inputs = parameter.inputs
+        if self.flat and inputs is not None:
+            ins, outs = math.prod(values.shape[:inputs]), math.prod(values.shape[inputs:])
+            return values.reshape(ins, outs).T
+        return values.reshape(self.inner if shape is None else shape)
+
+    def inner_box(self, box: Box, parameter: Parameter) -> Box:
+        """The box there of a box of one part in memory. ValueError if it is none."""
+        own, inputs = parameter.inner, parameter.inputs
+        if self.flat and inputs is not None:
+            return _flattened(box[inputs:], own[inputs:]), _flattened(box[:inputs], own[:inputs])
+        if len(self.inner) == len(box):
+            return box
+        width = math.prod(self.inner[1:])  # a bias, flat in memory and by heads there
+        low, high = box[0].start, box[0].stop
+        if low % width or high % width:
+            raise ValueError(f"heads of width {width} cannot be split: change the rules")
+        return (slice(low // width, high // width), *whole(self.inner[1:]))
+
+
+def _flattened(box: Box, shape: tuple[int, ...]) -> slice:
+    """The range of a box when the dimensions are flattened; only the first may be cut."""
+    if any(part != slice(0, size) for part, size in zip(box[1:], shape[1:], strict=True)):
+        raise ValueError(f"only the first of the dimensions {shape} can be split, got {box}: change the rules")
+    rest = math.prod(shape[1:])
+    return slice(box[0].start * rest, box[0].stop * rest)
+
+
+def add_part(found: dict[str, Leaf], name: str, leaf: Leaf, part: Part) -> None:
+    """Add a part to a named array, which ``leaf`` describes."""
+    before = found[name].parts if name in found else ()
+    found[name] = replace(leaf, parts=(*before, part))
+
+
+def add_layer(found: dict[str, Leaf], name: str, leaf: Leaf, part: Part, axis: int) -> None:
+    """Add a layer, which ``leaf`` describes alone, to a named array that has its layers on ``axis``."""
+    before = found[name].parts if name in found else ()
+    place = (*(slice(None),) * axis, len(before))
+    shape = (*leaf.inner[:axis], len(before) + 1, *leaf.inner[axis:])
+    found[name] = replace(leaf, shape=shape, parts=(*before, replace(part, place=place)))
+
+
+def arrays_of(leaves: Mapping[str, Leaf], dtype: Any = None) -> dict[str, LazyArray]:
+    """Name -> array of every leaf, made of the parameters' values when it is read; ``dtype`` None: in their own."""
+    found: dict[str, LazyArray] = {}
+    for name, leaf in leaves.items():
+        values = [part.parameter.variable.get_value() for part in leaf.parts]
+        if any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
+            raise ValueError(f"the parameter {leaf.key} has a shape but no values: this model cannot be saved")
+        kind = np.dtype(dtype or jnp.result_type(*{value.dtype for value in values}))
+        made = _Made(leaf, values, kind)
+        if any(map(spans_hosts, values)):
+            who = tuple(hosts_holding(values[0], leaf.parts[0].at)) if len(values) == 1 else ()
+            found[name] = LazyArray(leaf.shape, kind, made.read, holders=who, joined=made.join)
+        else:
+            found[name] = LazyArray(leaf.shape, kind, made.read)
+    return found
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The values of a leaf, made of parameters."""
+
+    leaf: Leaf
+    values: list[Array]
+    dtype: np.dtype
+
+    def read(self, box: Box, empty: Empty) -> np.ndarray:
+        """A box of it, on the host; of an array that no process holds, a collective."""
+        leaf = self.leaf
+        if leaf.axis is None:
+            (part,), (value,) = leaf.parts, self.values
+            one = local_value(value, part.at) if hosts_holding(value, part.at) else gather(value, part.at)
+            return self._cast(leaf.view(one, part.parameter)[box])
+        out = np.empty(sizes(box), self.dtype)
+        for part, value in zip(leaf.parts, self.values, strict=True):
+            place = part.box(leaf.shape)
+            if both := overlap(place, box):
+                one = leaf.view(np.asarray(value)[part.at], part.parameter)
+                one = np.expand_dims(one, leaf.axis)[within(both, place)]
+                out[within(both, box)] = self._cast(one)
+        return out
+
+    def join(self) -> Array:
+        """All of it, on the devices where the parameters lie."""
+        leaf = self.leaf
+
+        def run(values: list[Array]) -> Array:
+            pairs = zip(leaf.parts, values, strict=True)
+            made = [self._cast(leaf.view(value[part.at], part.parameter)) for part, value in pairs]
+            return made[0] if leaf.axis is None else jnp.stack(made, axis=leaf.axis)
+
+        return jax.jit(run)(self.values)
+
+    def _cast(self, array: AnyArray) -> AnyArray:
+        array = self.leaf.change(array)
+        return array if array.dtype == self.dtype else array.astype(self.dtype)

@@ -1,0 +1,99 @@
+"""Arrays that are read, or made, a box at a time: what every kind of checkpoint is read from and written with."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Box = tuple[slice, ...]  # one slice with start and stop per dimension
+Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+
+
+@dataclass(frozen=True)
+class LazyArray:
+    """Shape and dtype of an array, and how to read boxes of it.
+
+    ``read_box(box, empty)`` returns the values of a box; ``empty`` provides memory that it may read into.
+    ``block``: bytes that are worth reading at a time. ``stored``: the dtype in the file, where ``dtype`` is that of
+    dequantised values. ``file``: its name, for messages. ``fault``: what is wrong with it, found from headers alone.
+    ``holders``: for an array that spans processes, those that hold all of it; ``joined`` makes it on all devices.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read_box: Callable[[Box, Empty], np.ndarray]
+    block: int = 32 << 20
+    stored: np.dtype | None = None
+    file: str = ""
+    fault: str | None = None
+    holders: tuple[int, ...] | None = None
+    joined: Callable[[], jax.Array] | None = None
+
+    @property
+    def kind(self) -> np.dtype:
+        """The dtype in the file."""
+        return self.stored or self.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file, in bytes."""
+        return self.size * self.kind.itemsize
+
+    def rows(self, rows: slice) -> np.ndarray:
+        """Read a range of rows."""
+        return self.read_box((slice(*rows.indices(self.shape[0])[:2]), *whole(self.shape[1:])), np.empty)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.read_box(whole(self.shape), np.empty), dtype)
+
+    @classmethod
+    def of(cls, array: Any) -> "LazyArray":
+        """Wrap an array that is in memory."""
+        shape, dtype = tuple(np.shape(array)), np.dtype(getattr(array, "dtype", type(array)))
+        return cls(shape, dtype, lambda box, _: np.asarray(array)[box])
+
+
+LazyArrays = Mapping[str, LazyArray]
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box of a whole array."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def sizes(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
+    return tuple(part.stop - part.start for part in box)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """What two boxes share; None if nothing."""
+    both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return both if all(part.start < part.stop for part in both) else None
+
+
+def within(box: Box, outer: Box) -> Box:
+    """A box relative to the start of one that contains it."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
+
+
+def float_dtype(dtype: Any) -> np.dtype | None:
+    """A dtype for weights; None stays None. ValueError for others than float32, bfloat16 and float16."""
+    if dtype is None:
+        return None
+    try:
+        named = jnp.dtype(dtype)
+    except TypeError:
+        named = dtype
+    if named not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"dtype {named} is not supported for weights; supported: float32, bfloat16, float16")
+    return named
