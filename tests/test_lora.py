@@ -27,7 +27,7 @@ from nnxmoe.moe.grouped_matmul import equal_groups
 from nnxmoe.storage.safetensors import dtype_code
 from nnxmoe.storage.write import write_safetensors
 from nnxmoe.train import lora
-from nnxmoe.train.fit import fit
+from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.slots import adapted, slots
 from tests.support.adapters import fill
 from tests.support.arrays import max_error

@@ -29,7 +29,7 @@ from nnxmoe.model.stack import Body, ByLayer, Scanned
 from nnxmoe.models import Llama, LlamaConfig, config_from_hf, model_class
 from nnxmoe.moe import dispatch, permute
 from nnxmoe.moe.router import SoftmaxTopK
-from nnxmoe.train.step import Step
+from nnxmoe.train.loop.step import Step
 from tests.support.arrays import max_error
 from tests.support.tiny import TINY, random_tokens
 

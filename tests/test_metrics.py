@@ -16,7 +16,7 @@ import nnxmoe
 from nnxmoe import train
 from nnxmoe.cli.inspect import summarise
 from nnxmoe.train import lora
-from nnxmoe.train.speed import peak_flops, token_flops
+from nnxmoe.train.loop.speed import peak_flops, token_flops
 from tests.support.tiny import build_tiny, random_tokens
 
 
@@ -106,7 +106,7 @@ def test_utilisation_is_told_where_the_peak_is_known(monkeypatch: pytest.MonkeyP
     model, batch = build_tiny("mixtral"), {"tokens": random_tokens(2, 6)}
     usual: dict[str, Any] = {"optimizer": optax.sgd(0.1), "steps": 1}
     assert peak_flops(None) is None and "mfu" not in train.fit(model, [batch], **usual).history[0]
-    monkeypatch.setattr(sys.modules["nnxmoe.train.fit"], "peak_flops", lambda mesh: 1e9)
+    monkeypatch.setattr(sys.modules["nnxmoe.train.loop.fit"], "peak_flops", lambda mesh: 1e9)
     metrics = train.fit(model, [batch], **usual).history[0]
     names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     assert metrics["mfu"] == pytest.approx(token_flops(model, names) * metrics["tokens_per_second"] / 1e9)

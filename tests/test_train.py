@@ -22,8 +22,8 @@ from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe import balance
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.train import lora
-from nnxmoe.train.loss import Chunked, Objective, Whole, targets_of
-from nnxmoe.train.step import Step
+from nnxmoe.train.loop.loss import Chunked, Objective, Whole, targets_of
+from nnxmoe.train.loop.step import Step
 from tests.benchmarks import growth, modes
 from tests.support.arrays import flat, max_error
 from tests.support.tiny import TINY, build_tiny, random_tokens

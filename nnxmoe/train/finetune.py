@@ -29,8 +29,8 @@ from nnxmoe.strategy import Remat, Strategy
 from nnxmoe.train import lora
 from nnxmoe.train.data import Batches
 from nnxmoe.train.documents import Documents
-from nnxmoe.train.fit import Fitted, Progress, fit
-from nnxmoe.train.metrics import JsonLog
+from nnxmoe.train.loop.fit import Fitted, Progress, fit
+from nnxmoe.train.loop.metrics import JsonLog
 from nnxmoe.train.peft import WEIGHTS_FILE
 from nnxmoe.train.peft_config import CONFIG_FILE
 

@@ -22,7 +22,7 @@ import optax
 
 import nnxmoe
 from nnxmoe.models import config_from_hf, model_class
-from nnxmoe.train.step import Step
+from nnxmoe.train.loop.step import Step
 from tests.benchmarks.models import TINY
 
 BATCH, LENGTH = 4, 128

@@ -15,7 +15,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.models import config_from_hf, model_class
-from nnxmoe.train.step import Step
+from nnxmoe.train.loop.step import Step
 from tests.benchmarks.clock import seconds
 
 WAYS: dict[str, dict[str, Any]] = {

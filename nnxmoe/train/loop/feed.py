@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnxmoe.axes import batch_axes, shards
 from nnxmoe.runtime.progress import logger
-from nnxmoe.train.loss import Batch, check_batch, check_ids
-from nnxmoe.train.step import Step
+from nnxmoe.train.loop.loss import Batch, check_batch, check_ids
+from nnxmoe.train.loop.step import Step
 
 
 class Source:

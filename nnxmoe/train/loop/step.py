@@ -18,7 +18,7 @@ from nnxmoe.config.validate import is_positive
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.balance import updated_bias
 from nnxmoe.moe.router import RouterBias
-from nnxmoe.train.loss import Batch, Losses, Objective, check_batch, targets_of
+from nnxmoe.train.loop.loss import Batch, Losses, Objective, check_batch, targets_of
 
 
 @jax.tree_util.register_dataclass
