@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 import nnxmoe
 from nnxmoe import Tokenizer
-from nnxmoe.train import data as data_module
-from nnxmoe.train import jsonl
-from nnxmoe.train.data import Batches, Rows, batches
-from nnxmoe.train.documents import Document, Documents
-from nnxmoe.train.jsonl import DataError, JsonLines
-from nnxmoe.train.packing import fill, pieces, place
+from nnxmoe.train.data import batches as data_module
+from nnxmoe.train.data import jsonl
+from nnxmoe.train.data.batches import Batches, Rows, batches
+from nnxmoe.train.data.documents import Document, Documents
+from nnxmoe.train.data.jsonl import DataError, JsonLines
+from nnxmoe.train.data.packing import fill, pieces, place
 from tests.support.cases import HF_CASES
 from tests.support.running import forward
 from tests.support.tiny import build_tiny

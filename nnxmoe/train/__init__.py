@@ -7,11 +7,11 @@ model = nnxmoe.train.fit(model, data, optimizer=optax.adamw(1e-4), steps=500, ch
 
 from nnxmoe.train import lora as lora
 from nnxmoe.train.checkpoint import Checkpoints as Checkpoints
-from nnxmoe.train.data import Batches as Batches
-from nnxmoe.train.data import Rows as Rows
-from nnxmoe.train.data import batches as batches
-from nnxmoe.train.documents import Documents as Documents
-from nnxmoe.train.jsonl import DataError as DataError
+from nnxmoe.train.data.batches import Batches as Batches
+from nnxmoe.train.data.batches import Rows as Rows
+from nnxmoe.train.data.batches import batches as batches
+from nnxmoe.train.data.documents import Documents as Documents
+from nnxmoe.train.data.jsonl import DataError as DataError
 from nnxmoe.train.loop.fit import Fitted as Fitted
 from nnxmoe.train.loop.fit import NotFinite as NotFinite
 from nnxmoe.train.loop.fit import Progress as Progress

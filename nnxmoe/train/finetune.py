@@ -27,8 +27,8 @@ from nnxmoe.storage.multihost import from_first
 from nnxmoe.storage.write import write_json
 from nnxmoe.strategy import Remat, Strategy
 from nnxmoe.train import lora
-from nnxmoe.train.data import Batches
-from nnxmoe.train.documents import Documents
+from nnxmoe.train.data.batches import Batches
+from nnxmoe.train.data.documents import Documents
 from nnxmoe.train.loop.fit import Fitted, Progress, fit
 from nnxmoe.train.loop.metrics import JsonLog
 from nnxmoe.train.peft import WEIGHTS_FILE

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from nnxmoe.train.documents import Document
+from nnxmoe.train.data.documents import Document
 
 Row = dict[str, np.ndarray]
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from nnxmoe.generation.text import Tokenizer, TokenizerError
-from nnxmoe.train.jsonl import DataError, JsonLines, Record
+from nnxmoe.train.data.jsonl import DataError, JsonLines, Record
 
 _CACHE_BYTES = 256 << 20
 

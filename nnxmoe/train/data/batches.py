@@ -16,9 +16,9 @@ import numpy as np
 from nnxmoe.config.printable import short
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.runtime.progress import logger
-from nnxmoe.train.documents import Document, Documents
-from nnxmoe.train.jsonl import DataError
-from nnxmoe.train.packing import Row, fill, pieces, place
+from nnxmoe.train.data.documents import Document, Documents
+from nnxmoe.train.data.jsonl import DataError
+from nnxmoe.train.data.packing import Row, fill, pieces, place
 
 _VERSION = 1
 _TOLD = 10  # warnings about single lines
