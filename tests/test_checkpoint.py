@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.train import checkpoint as checkpoint_module
-from nnxmoe.train.checkpoint import Checkpoints
+from nnxmoe.train.runs import checkpoints as checkpoint_module
+from nnxmoe.train.runs.checkpoints import Checkpoints
 from tests.support.launch import Launch
 
 Tree = dict[str, Any]

@@ -19,9 +19,9 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train import lora
-from nnxmoe.train.checkpoint import Checkpoints
 from nnxmoe.train.loop.fit import NotFinite, fit
 from nnxmoe.train.loop.loss import Chunked, Objective
+from nnxmoe.train.runs.checkpoints import Checkpoints
 from tests.support.tiny import build_tiny, random_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,7 +172,7 @@ def test_kills_lose_one_interval_at_most(tmp_path: Path, count: int = 6) -> None
 
 RUN = """
 import sys
-from nnxmoe.train.checkpoint import Checkpoints
+from nnxmoe.train.runs.checkpoints import Checkpoints
 from nnxmoe.train.loop.fit import fit
 from tests.support.tiny import build_tiny
 from tests.test_fit import PLAIN, Draws, settings

@@ -28,7 +28,7 @@ from nnxmoe.runtime import processes
 from nnxmoe.runtime.processes import deadline, initialize
 from nnxmoe.storage import write
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.train.checkpoint import Checkpoints
+from nnxmoe.train.runs.checkpoints import Checkpoints
 from tests.support.cases import HF_CASES
 
 DEVICES = 4

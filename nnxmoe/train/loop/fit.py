@@ -20,12 +20,12 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.balance import utilisation
 from nnxmoe.runtime.processes import deadline
 from nnxmoe.runtime.progress import logger
-from nnxmoe.train.checkpoint import Checkpoints
 from nnxmoe.train.loop.feed import Source, placed
 from nnxmoe.train.loop.loss import Batch, Objective
 from nnxmoe.train.loop.speed import peak_flops, token_flops
 from nnxmoe.train.loop.step import Report, Step, TrainState
 from nnxmoe.train.lora import LoRAParam
+from nnxmoe.train.runs.checkpoints import Checkpoints
 
 Metrics = dict[str, float]
 

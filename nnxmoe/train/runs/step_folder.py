@@ -18,7 +18,7 @@ from nnxmoe.config.printable import short, some
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import read_object
-from nnxmoe.train.named_arrays import Signature
+from nnxmoe.train.runs.named_arrays import Signature
 
 MARKER = "checkpoints.json"
 MANIFEST = "step.json"

@@ -21,8 +21,8 @@ from nnxmoe.runtime.processes import deadline
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import from_first, raise_in_all, spans_hosts
-from nnxmoe.train.claim import claim, release, remove_unfinished, tidy
-from nnxmoe.train.named_arrays import (
+from nnxmoe.train.runs.lock import claim, release, remove_unfinished, tidy
+from nnxmoe.train.runs.named_arrays import (
     Signature,
     differences,
     empty,
@@ -35,7 +35,7 @@ from nnxmoe.train.named_arrays import (
     signature,
     stored,
 )
-from nnxmoe.train.step_folder import ARRAYS, check_contents, finished, read_manifest, write_manifest
+from nnxmoe.train.runs.step_folder import ARRAYS, check_contents, finished, read_manifest, write_manifest
 
 _ROOM = "make room, or choose another folder"
 

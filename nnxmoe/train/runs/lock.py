@@ -10,7 +10,7 @@ from pathlib import Path
 from nnxmoe.config.printable import some
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.train.step_folder import MARKER, VERSION, finished, steps_in
+from nnxmoe.train.runs.step_folder import MARKER, VERSION, finished, steps_in
 
 try:
     import fcntl
