@@ -28,7 +28,8 @@ from nnxmoe.storage.safetensors import dtype_code
 from nnxmoe.storage.write import write_safetensors
 from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import fit
-from nnxmoe.train.slots import adapted, slots
+from nnxmoe.train.lora.merge import merger
+from nnxmoe.train.lora.slots import adapted, slots
 from tests.support.adapters import fill
 from tests.support.arrays import max_error
 from tests.support.fp8 import FP8, quantise
@@ -289,7 +290,7 @@ def test_merging_takes_the_memory_of_one_expert() -> None:
         jnp.zeros((experts, dim, 4)),
         jnp.zeros((experts, 4, 2, width)),
     )
-    compiled = lora.merger(1, 2, 1.0, kernels[0]).lower(kernels, a, b).compile()
+    compiled = merger(1, 2, 1.0, kernels[0]).lower(kernels, a, b).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * dim * width)
 
 

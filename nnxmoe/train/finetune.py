@@ -31,8 +31,8 @@ from nnxmoe.train.data.batches import Batches
 from nnxmoe.train.data.documents import Documents
 from nnxmoe.train.loop.fit import Fitted, Progress, fit
 from nnxmoe.train.loop.metrics import JsonLog
-from nnxmoe.train.peft import WEIGHTS_FILE
-from nnxmoe.train.peft_config import CONFIG_FILE
+from nnxmoe.train.lora.peft import WEIGHTS_FILE
+from nnxmoe.train.lora.peft_config import CONFIG_FILE
 
 _RECORD = "finetune.json"
 _CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # norm of the gradients; steps at most; the last learning rate, as a share

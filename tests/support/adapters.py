@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nnxmoe.train.slots import adapted
+from nnxmoe.train.lora.slots import adapted
 
 
 def fill(model: Any) -> Any:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from nnxmoe.config.validate import is_positive
+from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.balance import utilisation
 from nnxmoe.runtime.processes import deadline
@@ -24,7 +25,6 @@ from nnxmoe.train.loop.feed import Source, placed
 from nnxmoe.train.loop.loss import Batch, Objective
 from nnxmoe.train.loop.speed import peak_flops, token_flops
 from nnxmoe.train.loop.step import Report, Step, TrainState
-from nnxmoe.train.lora import LoRAParam
 from nnxmoe.train.runs.checkpoints import Checkpoints
 
 Metrics = dict[str, float]

@@ -62,7 +62,7 @@ class Slot:
         lead_axes, in_axes, out_axes = labels
         if len(self.kernels) > 1:
             outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
-        # `nnxmoe.train.lora` and `nnxmoe.train.peft` set the values.
+        # `nnxmoe.train.lora` and `nnxmoe.train.lora.peft` set the values.
         kw: dict[str, Any] = {"lead": lead, "dtype": dtype, "rngs": None, "kind": LoRAParam}
         a = kernel_param(ins, (rank,), (*lead_axes, *in_axes, "rank"), **kw)
         b = kernel_param((rank,), outs, (*lead_axes, "rank", *out_axes), **kw)
@@ -119,3 +119,12 @@ def refuse_shapes(model: CausalLM) -> None:
     """ValueError for a model without values."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))):
         raise ValueError("the model has shapes but no values: load it, or make it with rngs")
+
+
+def unmerged(model: CausalLM, what: str) -> list[Slot]:
+    """The slots with an adapter. Raises ValueError if there are none, or if they are merged; ``what`` was asked for."""
+    if model.merged is not None:
+        raise ValueError(f"cannot {what}: the model's adapters are merged; lora.unmerge(model) first")
+    if not (found := adapted(model)):
+        raise ValueError(f"cannot {what}: the model has no adapters; lora.add or lora.load gives it some")
+    return found

@@ -27,8 +27,8 @@ from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import gather, shared_folder, spans_hosts
 from nnxmoe.storage.safetensors import TensorInfo, dtype_code, read_header
 from nnxmoe.storage.write import Tensors, write_json, write_shares
-from nnxmoe.train.peft_config import CONFIG_FILE, Settings
-from nnxmoe.train.slots import Slot, adapted, refuse_second, refuse_shapes, slots
+from nnxmoe.train.lora.peft_config import CONFIG_FILE, Settings
+from nnxmoe.train.lora.slots import Slot, adapted, refuse_second, refuse_shapes, slots
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _FLOATS = ("F32", "BF16", "F16")

@@ -1,0 +1,17 @@
+"""LoRA (Hu et al. 2021) on attention, feed-forward networks and every routed expert.
+
+    lora.add(model, rank=16, rngs=nnx.Rngs(0))     # the same logits: b is 0
+    graph, adapters, rest = nnx.split(model, lora.LoRAParam, ...)
+    lora.save(model, "adapter")                    # for peft, or lora.load(model, "adapter")
+    lora.merge(model); nnxmoe.save_pretrained(model, "merged")
+
+Gate and up of the experts share ``a``, as PEFT has it where transformers keeps the two as one matrix.
+"""
+
+from nnxmoe.layers.lora import LoRAParam as LoRAParam
+from nnxmoe.train.lora.adapters import add as add
+from nnxmoe.train.lora.adapters import remove as remove
+from nnxmoe.train.lora.merge import merge as merge
+from nnxmoe.train.lora.merge import unmerge as unmerge
+from nnxmoe.train.lora.peft import load as load
+from nnxmoe.train.lora.peft import save as save
