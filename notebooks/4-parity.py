@@ -16,7 +16,7 @@
 # - how a model becomes MaxText's tree of parameters and comes back, and what changes on the way;
 # - how to use our models inside a Linen code base;
 # - how to prove that a Linen module and an NNX module are the same function: parameters, outputs *and* gradients;
-# - how to find the layer where they part when they are not.
+# - how to find the first layer where they differ if they are not.
 
 # %%
 import flax.linen as nn

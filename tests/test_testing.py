@@ -235,7 +235,7 @@ def test_a_mixtral(scan: bool) -> None:
     assert report.submodules == 3 + 2 * 9 and report.gradient < 1e-5
     text = difference(compare, model, LinenLlama(nn.FrozenDict({1: "routing"}), layers=2, experts=True))
     ours = "stacks/0/layer/feed_forward [layer 1 of 2]" if scan else "stacks/0/layers/1/feed_forward"
-    assert f"PART   {ours} = decoder/layers_1/MoeBlock_0  " in text and "the cause lies within" in text
+    assert f"DIFFER {ours} = decoder/layers_1/MoeBlock_0  " in text and "the cause is inside it" in text
 
 
 def test_parts() -> None:
@@ -329,7 +329,7 @@ def test_submodules_that_are_compiled_or_wrapped() -> None:
     for _ in range(2):
         assert testing.assert_module_parity(ours, theirs, mapping, X).submodules == 3
     text = difference(testing.assert_module_parity, ours, theirs, mapping, X, linen_call=lambda m, x: m(2 * x))
-    assert "PART   first = first  " in text
+    assert "DIFFER first = first  " in text
 
 
 # Where they part
@@ -341,24 +341,24 @@ PARTINGS = {
     "swapped": (
         "feed_forward/up = decoder/layers_1/mlp/wi_1",
         "feed_forward/down = decoder/layers_1/mlp/wo",
-        "lies before it",
+        "is before it",
     ),
     "no activation": (
         "feed_forward/up = decoder/layers_1/mlp/wi_1",
         "feed_forward/down = decoder/layers_1/mlp/wo",
-        "lies before it",
+        "is before it",
     ),
     "no rope": (
         "attention/v = decoder/layers_1/self_attention/value",
         "attention/o = decoder/layers_1/self_attention/out",
-        "lies before it",
+        "is before it",
     ),
     "eps": (
         "attention = decoder/layers_1/self_attention",
         "feed_forward_norm = decoder/layers_1/post_self_attention_layer_norm",
-        "lies within",
+        "is inside it",
     ),
-    "NaN": ("feed_forward/down = decoder/layers_1/mlp/wo", "feed_forward = decoder/layers_1/mlp", "lies within"),
+    "NaN": ("feed_forward/down = decoder/layers_1/mlp/wo", "feed_forward = decoder/layers_1/mlp", "is inside it"),
 }
 
 
@@ -367,10 +367,10 @@ def test_the_first_submodule_that_differs(fault: str) -> None:
     """In layer 1 of 3: what still agreed, what no longer does, and whether the cause is in it."""
     text = difference(compare, llama(), LinenLlama(nn.FrozenDict({1: fault})))
     agree, part, cause = PARTINGS[fault]
-    assert text.startswith("NNX Llama and Linen LinenLlama part in their outputs (tolerance 1.0e-05):\n  output ")
-    assert f"agree  {LAYER}{agree}  " in text and f"PART   {LAYER}{part}  " in text and cause in text
+    assert text.startswith("NNX Llama and Linen LinenLlama differ in their outputs (tolerance 1.0e-05):\n  output ")
+    assert f"agree  {LAYER}{agree}  " in text and f"DIFFER {LAYER}{part}  " in text and cause in text
     assert ("  inf at [0, 0, 7]: NNX" in text and "Linen nan" in text) == (fault == "NaN")
-    assert ("doubt  stacks/0/layers/1/attention/q = " in text) == (fault == "no rope")  # it is divided on purpose
+    assert ("maybe  stacks/0/layers/1/attention/q = " in text) == (fault == "no rope")  # it is divided on purpose
     assert "39 calls" in text
 
 
@@ -383,17 +383,17 @@ def test_the_layer_of_a_scan(scan: bool, linen_scan: bool) -> None:
     ours = f"stacks/0/layer/feed_forward_norm [layer {i} of 3]" if scan else f"stacks/0/layers/{i}/feed_forward_norm"
     name = "post_self_attention_layer_norm"
     theirs = f"decoder/layers/{name} [layer {i} of 3]" if linen_scan else f"decoder/layers_{i}/{name}"
-    assert f"PART   {ours} = {theirs}  " in text
+    assert f"DIFFER {ours} = {theirs}  " in text
 
 
 def test_what_is_done_in_no_submodule() -> None:
     text = difference(compare, llama(1), LinenLlama(nn.FrozenDict({"head": True}), layers=1))
-    assert "agree  norm = decoder/decoder_norm  " in text and "PART   (the whole) = (the whole)  " in text
+    assert "agree  norm = decoder/decoder_norm  " in text and "DIFFER (the whole) = (the whole)  " in text
 
 
 def test_after_the_last_submodule() -> None:
     text = difference(testing.assert_module_parity, mlp(), Mlp(), GATED, X, linen_call=lambda m, x: m(x) + 1)
-    assert "agree  (the whole) = (the whole)  " in text and "this is the last: the cause lies behind it" in text
+    assert "agree  (the whole) = (the whole)  " in text and "this is the last: the cause comes after it" in text
 
 
 def test_no_submodules_correspond() -> None:
@@ -424,12 +424,12 @@ def test_wrong_functions_of_a_mapping() -> None:
     assert testing.assert_module_parity(Ours(), linen, mapping, X).submodules == 3
     mapping["second/kernel"] = ("layers_1/kernel", lambda a: a.T)
     text = difference(testing.assert_module_parity, Ours(), linen, mapping, X)
-    assert "agree  first = layers_0  0\n" in text and "doubt  second = layers_1  " in text
-    assert "(perhaps on purpose: the mapping changes its parameters)\n    PART   (the whole) = (the whole)  " in text
+    assert "agree  first = layers_0  0\n" in text and "maybe  second = layers_1  " in text
+    assert "(perhaps intended: the mapping changes its parameters)\n    DIFFER (the whole) = (the whole)  " in text
     module, how = attention()
     arguments = (module, Attention(), GROUPED | {"q/kernel": "query/kernel"}, X)
     text = difference(testing.assert_module_parity, *arguments, **how)
-    assert "agree  v = value  " in text and "PART   o = out  " in text
+    assert "agree  v = value  " in text and "DIFFER o = out  " in text
 
 
 def test_a_nan_on_both_sides_is_no_parity() -> None:
@@ -462,13 +462,13 @@ def test_the_gradient_that_is_nearest_to_the_output(scan: bool) -> None:
     """Outputs are equal, and so are the gradients behind the fault."""
     linen = LinenLlama(nn.FrozenDict({1: "gradient"}))
     text = difference(compare, llama(scan_layers=scan), linen)
-    assert "part in their gradients (tolerance 1.0e-05); their outputs agree:" in text
+    assert "differ in their gradients (tolerance 1.0e-05); their outputs agree:" in text
     up, down = (
         f"stacks/0/layer/feed_forward/{name}/kernel [layer 1 of 3]" if scan else f"{LAYER}feed_forward/{name}/kernel"
         for name in ("up", "down")
     )
-    assert f"agree  {down}  " in text and f"PART   {up}  " in text and "Linen 0\n" in f"{text}\n"
-    count = re.search(r"(\d+) of 30 differ, most of all stacks/0/layer", text)
+    assert f"agree  {down}  " in text and f"DIFFER {up}  " in text and "Linen 0\n" in f"{text}\n"
+    count = re.search(r"(\d+) of 30 differ, the largest is stacks/0/layer", text)
     assert count and 10 < int(count[1]) < 20  # layer 0, layer 1 up to the fault and the embedding
 
 
@@ -476,7 +476,7 @@ def test_the_gradient_of_the_inputs() -> None:
     stopped: dict[str, Any] = {"linen_call": lambda m, inputs: m(jax.lax.stop_gradient(inputs["x"]))}
     arguments = (mlp(), Mlp(), GATED, ({"x": X},))
     text = difference(testing.assert_module_parity, *arguments, nnx_call=lambda m, inputs: m(inputs["x"]), **stopped)
-    assert "1 of 4 differ" in text and "PART   input [0]['x']  " in text and "agree  gate/kernel  " in text
+    assert "1 of 4 differ" in text and "DIFFER input [0]['x']  " in text and "agree  gate/kernel  " in text
 
 
 # Trees and mappings
@@ -502,11 +502,11 @@ def test_every_fault_of_a_mapping_at_once() -> None:
     del mapping["f"]
     text += difference(testing.assert_module_parity, Ours(), Linen(), mapping, X)
     for fault in (
-        "NNX Ours and Linen Linen part in their parameters:",
+        "NNX Ours and Linen Linen differ in their parameters:",
         "a -> a: the row gives float32[3, 4], Linen has float32[4, 3]; it looks transposed",
         "b -> b: the row gives float32[4, 3], Linen has float32[4, 5]\n",
         "c -> c: the row gives bfloat16[4], Linen has float32[4]",
-        "e -> d: so goes d",
+        "e -> d: already mapped from d",
         "y -> x: NNX has no such parameter",
         "f -> w float32[4]: Linen has no such parameter",
         "NNX's f float32[4] has no row in the mapping",
@@ -559,20 +559,20 @@ def test_maxtexts_parameters_are_those_that_convert_writes(kind: str, changes: d
 
 def test_outputs_of_another_form() -> None:
     text = difference(testing.assert_module_parity, llama(1), LinenLlama(layers=1), None, TOKENS)
-    assert "part in the form of their outputs" in text and "NNX gives float32[2, 7, 29] as PyTreeDef" in text
-    assert "nnx_call and linen_call choose" in text
+    assert "differ in the structure of their outputs" in text and "NNX returns float32[2, 7, 29] as PyTreeDef" in text
+    assert "use nnx_call and linen_call" in text
     half: dict[str, Any] = {"linen_call": lambda m, x: m(x).astype(jnp.bfloat16)}
     text = difference(testing.assert_module_parity, mlp(), Mlp(), GATED, X, **half)
-    assert "Linen gives bfloat16[2, 7, 12]" in text
+    assert "Linen returns bfloat16[2, 7, 12]" in text
 
 
 def test_what_cannot_be_compared() -> None:
-    with pytest.raises(ValueError, match="mapping None means MaxText's names, which MLP has not"):
+    with pytest.raises(ValueError, match="MLP has no MaxText names, which mapping=None"):
         testing.assert_module_parity(mlp(), Mlp(), None, X)
-    with pytest.raises(ValueError, match="the Linen module has variables in batch_stats: only"):
+    with pytest.raises(ValueError, match="the Linen module has variables in batch_stats, but only"):
         testing.assert_module_parity(mlp(), nn.BatchNorm(use_running_average=False), {}, X)
     shapes = RMSNorm(WIDTH, 1e-5, dtype=jnp.dtype("float32"), rngs=None)
-    with pytest.raises(ValueError, match="the NNX parameter scale is a shape without values"):
+    with pytest.raises(ValueError, match="the NNX parameter scale has a shape but no values"):
         testing.assert_module_parity(shapes, Norm(), {"scale": "scale"}, X)
 
 

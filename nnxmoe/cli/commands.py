@@ -1,4 +1,4 @@
-"""What each command of ``nnxmoe`` does with its options; ``cli`` says what these are."""
+"""The commands of ``nnxmoe``; `nnxmoe.cli.parser` defines their options."""
 
 import argparse
 import contextlib
@@ -21,11 +21,11 @@ def _path(model: str) -> str:
 
 
 def _weights(model: str) -> str:
-    """The folder or hub id of a model to run; presets have no weights."""
+    """The folder or hub id of a model with weights. Raises ValueError for a preset."""
     from nnxmoe.models import preset
 
     if preset(model) is not None:
-        raise ValueError(f"{model} is a preset, sizes without weights: give a folder or a hub id such as 'org/name'")
+        raise ValueError(f"{model} is a preset, which has no weights: give a folder or a hub id such as 'org/name'")
     return _path(model)
 
 
@@ -40,13 +40,13 @@ def _load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
 
 def _sampling(options: argparse.Namespace) -> nnxmoe.Sampling:
     if options.temperature == 0 and (options.top_k, options.top_p, options.min_p) != (0, 1.0, 0.0):
-        say("temperature is 0, always the likeliest token: --top-k, --top-p and --min-p change nothing")
+        say("temperature is 0 (always the most likely token): --top-k, --top-p and --min-p have no effect")
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return nnxmoe.Sampling(**{name: getattr(options, name) for name in names})
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Continue a prompt, streaming."""
+    """Continue a prompt, streaming the text."""
     sampling = _sampling(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     model, tokenizer = _load(options)
@@ -58,7 +58,7 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def chat(options: argparse.Namespace) -> None:
-    """A conversation, a line at a time."""
+    """A conversation, line by line."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # Windows has no readline
             import readline  # noqa: F401  arrow keys and history for input()
@@ -66,8 +66,10 @@ def chat(options: argparse.Namespace) -> None:
     model, tokenizer = _load(options)
     opening = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(opening)
-    tokenizer.apply_chat_template([*opening, {"role": "user", "content": "Hi"}])  # fail now, not after the first line
-    say("type a message; /clear forgets the conversation, /exit ends it")
+    tokenizer.apply_chat_template(
+        [*opening, {"role": "user", "content": "Hi"}]
+    )  # fails now rather than after the first line
+    say("type a message; /clear starts over, /exit ends")
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -77,9 +79,9 @@ def chat(options: argparse.Namespace) -> None:
             return
         if line == "/clear":
             messages = list(opening)
-            say("forgotten")
+            say("conversation cleared")
         elif line.startswith("/"):
-            say("%s is no command; there are /clear and /exit", line.split()[0])
+            say("%s is not a command; use /clear or /exit", line.split()[0])
         elif line:
             messages.append({"role": "user", "content": line})
             messages.append({"role": "assistant", "content": _answer(model, tokenizer, messages, sampling, options)})
@@ -103,7 +105,7 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """What a model is, and whether it fits."""
+    """A model's config, sizes, and whether it fits in memory."""
     from nnxmoe.cli.inspect import summarise
     from nnxmoe.runtime.memory import memory_bytes
     from nnxmoe.strategy import Strategy
@@ -118,7 +120,7 @@ def inspect(options: argparse.Namespace) -> None:
     print(f"parameters  {s.parameters:>20,}")
     for part, count in s.parts.items():
         print(f"  {part:16}{count:>14,}  {count / s.parameters:6.1%}")
-    print(f"active      {s.active:>20,}  a token")
+    print(f"active      {s.active:>20,}  per token")
     if s.stored:
         print("stored      " + ", ".join(f"{dtype} {_bytes(size)}" for dtype, size in s.stored.items()))
         print(f"tensors     {len(s.missing)} missing, {len(s.unexpected)} belong to no parameter")
@@ -129,13 +131,13 @@ def inspect(options: argparse.Namespace) -> None:
             print(f"  wrong     {plain(line)}")
     limit = "" if s.cache_slots is None else f", {s.cache_slots} tokens at most (sliding window)"
     print(f"weights     {_bytes(s.weight_bytes)} in {s.weight_dtype}")
-    print(f"cache       {_bytes(s.cache_token)} a token{limit}")
+    print(f"cache       {_bytes(s.cache_token)} per token{limit}")
     need, (have, where) = s.needed(options.batch, context), memory_bytes()
     verdict = "fits" if need < have else "does not fit"
     print(
         f"memory      {_bytes(need)} for batch {options.batch}, {context} tokens: {verdict} in {_bytes(have)} ({where})"
     )
-    print("strategy    on this machine, by default:")
+    print("strategy    default on this machine:")
     for line in Strategy.auto().explain().splitlines():
         print(f"  {line}")
     for line in spread:
@@ -158,11 +160,11 @@ def _spread(config: Any, dtype: str, mesh: Any) -> list[str]:
         split = ", ".join(axis or "-" for axis in part.spec) or "whole"
         shape = f"{part.count:>4} x {list(part.shape)}"
         lines.append(f"  {part.name:32} {shape:28} {_bytes(part.device_bytes):>10}  {split}")
-    return [*lines, f"a device    {_bytes(sum(p.device_bytes for p in parts))} of weights, on each of {mesh.size}"]
+    return [*lines, f"per device  {_bytes(sum(p.device_bytes for p in parts))} of weights, on each of {mesh.size}"]
 
 
 def convert(options: argparse.Namespace) -> None:
-    """One checkpoint layout to another."""
+    """Convert a checkpoint."""
     from nnxmoe.convert import conversion
 
     done = conversion.convert(
@@ -179,11 +181,11 @@ def convert(options: argparse.Namespace) -> None:
         print(f"{done.target}: {done.arrays} arrays, {_bytes(done.bytes)}")
         print(f"read {_bytes(done.read_speed)}/s, written {_bytes(done.write_speed)}/s")
         if done.difference is not None:
-            print(f"verified: every array is what was written; logits differ by {done.difference:.1e} at most")
+            print(f"verified: all arrays are equal; logits differ by at most {done.difference:.1e}")
 
 
 def finetune(options: argparse.Namespace) -> None:
-    """Tune a model on a file of texts or chats."""
+    """Fine-tune a model on a file of texts or chats."""
     from nnxmoe.train import finetune as tuning
 
     names = ("data", "lora", "steps", "batch_size", "seq_len", "learning_rate", "seed", "adapter_only")
@@ -205,7 +207,7 @@ def finetune(options: argparse.Namespace) -> None:
 
 
 def _on(mesh: Any) -> Any:
-    """The devices for a mesh of the command line."""
+    """The mesh of devices for a mesh given on the command line."""
     if mesh is None:
         return None
     processes.initialize()
@@ -221,7 +223,7 @@ def _bytes(size: float) -> str:
 
 
 def demo(options: argparse.Namespace) -> None:
-    """The embedded model shows itself."""
+    """Run the embedded model on a few prompts."""
     from nnxmoe.cli import demo as shown
 
     tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)

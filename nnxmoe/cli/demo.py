@@ -1,4 +1,4 @@
-"""``nnxmoe demo``: load the embedded checkpoint, write a few texts, and show which experts wrote them."""
+"""``nnxmoe demo``: answers a few prompts with the embedded model, and shows which experts it uses."""
 
 import os
 from collections import Counter
@@ -21,7 +21,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 
 def run(model: CausalLM, tokenizer: Tokenizer, max_new_tokens: int) -> None:
-    """Stream a completion of every prompt to stdout, each followed by its experts."""
+    """Stream the completion of every prompt to stdout, followed by the experts used."""
     for kind, prompt in PROMPTS:
         text = prompt
         if kind == QUESTION:
@@ -39,7 +39,7 @@ def run(model: CausalLM, tokenizer: Tokenizer, max_new_tokens: int) -> None:
 
 
 def show_experts(model: CausalLM, tokenizer: Tokenizer, ids: list[int]) -> None:
-    """One line a layer: how the tokens spread over its experts; then the last layer's first choice token by token."""
+    """One line per layer with the share of each expert; then the tokens by first expert of the last layer."""
     routing = model(np.asarray([ids]), return_routing=True).routing or {}
     first = np.zeros(0, int)
     for layer, choice in routing.items():
@@ -65,10 +65,10 @@ def _words(tokenizer: Tokenizer, ids: list[int], limit: int = 12) -> str:
 
 
 def announce(model: CausalLM, folder: str | os.PathLike[str]) -> None:
-    """What is being run, on stderr."""
+    """Log what is being run."""
     c = model.config
     say(
-        "an embedded %s: %d layers, width %d, trained on the repository's own text (%s)",
+        "embedded %s: %d layers, width %d, trained on generated text (%s)",
         type(model).__name__,
         c.num_hidden_layers,
         c.hidden_size,

@@ -1,4 +1,4 @@
-"""What a model is and what it will cost, from its config and its files' headers alone."""
+"""A model's sizes and memory, from its config and the headers of its files alone."""
 
 import dataclasses
 import math
@@ -38,8 +38,8 @@ from nnxmoe.storage.source import find_config, has_weights
 class Summary:
     """Sizes of a model. ``parts``: parameters by kind. ``stored``: bytes in the files by dtype, empty without files.
 
-    ``cache_token``: cache bytes a token and row adds; ``cache_slots``: how many tokens the cache holds at most (None:
-    all). ``missing`` and ``unexpected``: tensors by name, ``misshapen``: what is wrong, where there are files.
+    ``cache_token``: cache bytes per token and row; ``cache_slots``: the most tokens that the cache holds (None: no
+    limit). ``missing`` and ``unexpected``: names of tensors; ``misshapen``: messages. All are empty without files.
     """
 
     source: str
@@ -57,16 +57,16 @@ class Summary:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Number of parameters."""
         return sum(self.parts.values())
 
     def cache_bytes(self, batch: int, context: int) -> int:
-        """Bytes of the cache of ``batch`` rows of ``context`` tokens."""
+        """Cache size in bytes for ``batch`` rows of ``context`` tokens."""
         slots = context if self.cache_slots is None else min(context, self.cache_slots)
         return batch * slots * self.cache_token
 
     def needed(self, batch: int, context: int) -> int:
-        """Bytes of weights and cache together; activations come on top."""
+        """Bytes of weights and cache, without activations."""
         return self.weight_bytes + self.cache_bytes(batch, context)
 
 
@@ -111,7 +111,7 @@ def summarise(
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Parameters of one name on a mesh: how many there are, the shape of each, and the bytes of all on one device."""
+    """Parameters of one name on a mesh: their number, the shape of each, and the bytes of all on one device."""
 
     name: str
     count: int
@@ -121,7 +121,7 @@ class Spread:
 
 
 def spread(config: DecoderConfig, dtype: str, mesh: AnyMesh, rules: Rules = RULES) -> list[Spread]:
-    """How a model would lie on a mesh. Raises ValueError naming the parameter that cannot be split as the rules say."""
+    """The sharding of a model on a mesh. Raises ValueError for a parameter that the rules cannot split."""
     model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
     found: dict[tuple[str, tuple[int, ...]], Spread] = {}
     for parameter in parameters(model):
@@ -196,7 +196,7 @@ def _stored(arrays: LazyArrays) -> dict[str, int]:
 
 
 def _cache(model: CausalLM, config: DecoderConfig) -> tuple[int, int | None]:
-    """Bytes a token, and the number of tokens after which the cache grows no more."""
+    """Cache bytes per token, and the number of tokens after which the cache stops growing."""
 
     def size(capacity: int) -> int:
         buffers = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(1, capacity).layers))

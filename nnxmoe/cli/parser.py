@@ -1,6 +1,7 @@
-"""The command ``nnxmoe``: demo, generate, chat, inspect, convert, finetune. Results on stdout, all else on stderr.
+"""The command ``nnxmoe``: demo, generate, chat, inspect, convert, finetune.
 
-Exit codes: 0 success, 1 failure (one line on stderr says why), 2 a wrong command line, 130 Ctrl-C, 141 a closed pipe.
+Results go to stdout, everything else to stderr. Exit codes: 0 success, 1 failure (one line on stderr says why), 2 wrong
+command line, 130 Ctrl-C, 141 closed pipe.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line in one line."""
+    """Reports a wrong command line in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -79,33 +80,35 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     demo = command(
-        "demo", commands.demo, "Run the embedded tiny Mixtral: text, and the experts it uses.", "nnxmoe demo"
+        "demo", commands.demo, "Run the embedded tiny Mixtral, and show which experts it uses.", "nnxmoe demo"
     )
-    demo.add_argument("--max-new-tokens", type=_count, default=80, metavar="N", help="at most N tokens a prompt")
+    demo.add_argument(
+        "--max-new-tokens", type=_count, default=80, metavar="N", help="at most N new tokens per prompt (default 80)"
+    )
 
     example = "nnxmoe generate mistralai/Mixtral-8x7B-v0.1 --prompt 'The three laws are' --dtype bfloat16"
     generate = command("generate", commands.generate, "Continue a prompt, streaming the text.", example)
     _model_options(generate)
-    generate.add_argument("--prompt", required=True, help="the text to continue ('-': read it from stdin)")
+    generate.add_argument("--prompt", required=True, help="the text to continue ('-': read from stdin)")
     _sampling_options(generate, 64)
 
-    chat = command("chat", commands.chat, "Talk with a model. /clear forgets, /exit ends.", "nnxmoe chat demo")
+    chat = command("chat", commands.chat, "Chat with a model. /clear starts over, /exit ends.", "nnxmoe chat demo")
     _model_options(chat)
-    chat.add_argument("--system", help="a system message that opens the conversation")
+    chat.add_argument("--system", help="a system message at the start of the conversation")
     _sampling_options(chat, 256)
 
-    text = "Print what a model is and whether it fits, without reading its weights."
+    text = "Print a model's sizes and whether it fits in memory, without reading its weights."
     inspect = command("inspect", commands.inspect, text, "nnxmoe inspect deepseek-v3 --context 8192")
     _model_options(inspect)
     _inspect_options(inspect)
 
-    text = "Turn a checkpoint of Hugging Face, MaxText or nnxmoe.save into another, in a new folder."
+    text = "Convert a checkpoint between the layouts of Hugging Face, MaxText and nnxmoe.save, into a new folder."
     convert = command(
         "convert", commands.convert, text, "nnxmoe convert demo demo-maxtext --to maxtext --scan --verify"
     )
     _convert_options(convert)
 
-    text = "Train a model further on lines of text or chat; the same command line again goes on after a kill."
+    text = "Fine-tune a model on lines of text or chats. Repeating the command resumes an interrupted run."
     finetune = command("finetune", commands.finetune, text, "nnxmoe finetune demo chats.jsonl --out tuned --lora 16")
     _model_options(finetune)
     _finetune_options(finetune)
@@ -116,54 +119,99 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=_count, default=1, metavar="B", help="rows in the cache (default 1)")
     parser.add_argument("--context", type=_count, metavar="T", help="tokens in the cache (default: 4096 at most)")
     parser.add_argument(
-        "--mesh", type=_mesh, metavar="AXES", help="how parameters would lie on a mesh, such as fsdp=4,expert=8"
+        "--mesh",
+        type=_mesh,
+        metavar="AXES",
+        help="also print how parameters are sharded on a mesh, such as fsdp=4,expert=8",
     )
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="a folder, a hub id, or 'demo'; what it is is found out")
-    parser.add_argument("target", metavar="DST", help="the folder to write; new or empty")
+    parser.add_argument("source", metavar="SRC", help="a folder, a hub id, or 'demo'; the layout is detected")
+    parser.add_argument("target", metavar="DST", help="the output folder; new or empty")
     parser.add_argument("--to", choices=["hf", "maxtext", "orbax"], required=True, help="orbax: for nnxmoe.load")
-    parser.add_argument("--scan", action="store_true", help="all layers of a stack as one array")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as stored)")
-    parser.add_argument("--mesh", type=_mesh, metavar="AXES", help="spread over devices, such as fsdp=4,expert=2")
-    parser.add_argument("--config", metavar="FOLDER", help="with config.json, or a preset: what MaxText does not store")
-    parser.add_argument("--verify", action="store_true", help="read all of it back and compare, logits too")
+    parser.add_argument(
+        "--scan",
+        action="store_true",
+        help="stack the parameters of all layers into one array each (MaxText's scan_layers)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
+    parser.add_argument("--mesh", type=_mesh, metavar="AXES", help="shard over devices, such as fsdp=4,expert=2")
+    parser.add_argument(
+        "--config", metavar="FOLDER", help="a folder with config.json, or a preset: MaxText does not store the config"
+    )
+    parser.add_argument("--verify", action="store_true", help="read the result back and compare arrays and logits")
 
 
 def _finetune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "data", metavar="DATA.jsonl", help='lines such as {"text": …} or {"messages": [{"role": …}, …]}'
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; new or empty, or to go on in")
-    parser.add_argument("--lora", type=_count, metavar="RANK", help="train adapters of this rank (default: all)")
-    parser.add_argument("--adapter-only", action="store_true", help="write the adapter, for peft, not the merged model")
-    parser.add_argument("--steps", type=_count, default=200, metavar="N", help="in all (default 200)")
-    parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="rows of a step (default 8)")
-    parser.add_argument("--seq-len", type=_count, default=512, metavar="T", help="tokens of a row (default 512)")
     parser.add_argument(
-        "--learning-rate", type=float, metavar="LR", help="the highest (default 2e-4 with --lora, else 2e-5)"
+        "--out", required=True, metavar="DIR", help="the output folder: new, empty, or that of a run to resume"
     )
-    parser.add_argument("--save-every", type=_count, default=100, metavar="K", help="steps (default 100)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same order of the lines")
-    parser.add_argument("--mesh", type=_mesh, metavar="AXES", help="spread over devices, such as fsdp=4,expert=2")
+    parser.add_argument(
+        "--lora", type=_count, metavar="RANK", help="train LoRA adapters of this rank (default: train all parameters)"
+    )
+    parser.add_argument(
+        "--adapter-only", action="store_true", help="write the adapter in peft's format instead of the merged model"
+    )
+    parser.add_argument("--steps", type=_count, default=200, metavar="N", help="number of training steps (default 200)")
+    parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="rows per step (default 8)")
+    parser.add_argument("--seq-len", type=_count, default=512, metavar="T", help="tokens per row (default 512)")
+    parser.add_argument(
+        "--learning-rate", type=float, metavar="LR", help="peak learning rate (default 2e-4 with --lora, else 2e-5)"
+    )
+    parser.add_argument(
+        "--save-every", type=_count, default=100, metavar="K", help="save a checkpoint every K steps (default 100)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="the same seed gives the same order of the data"
+    )
+    parser.add_argument("--mesh", type=_mesh, metavar="AXES", help="shard over devices, such as fsdp=4,expert=2")
 
 
 def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or 'demo'; inspect also takes preset names")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as stored)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    parser.add_argument("--local-files-only", action="store_true", help="use the cache, do not ask the hub")
+    parser.add_argument(
+        "--local-files-only", action="store_true", help="use cached files only, without contacting the hub"
+    )
 
 
 def _sampling_options(parser: argparse.ArgumentParser, tokens: int) -> None:
-    parser.add_argument("--max-new-tokens", type=_count, default=tokens, metavar="N", help=f"default {tokens}")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the likeliest")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K likeliest (0: all)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="… among those that together reach P")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="… among those at least P times the best")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same text")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=_count,
+        default=tokens,
+        metavar="N",
+        help=f"maximum number of new tokens (default {tokens})",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (0: all)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the most likely tokens whose probabilities sum to P",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="sample from tokens at least P times as likely as the best",
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: discourages repetition"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="the same seed gives the same text")
 
 
 def _count(text: str) -> int:

@@ -1,6 +1,6 @@
 """What a model is: frozen dataclasses with Hugging Face's own field names and defaults.
 
-A config decides the numbers. It is checked when it is made, whether typed by hand or read from a config.json.
+A config determines the numbers. Its fields are validated when it is created, in Python or from a config.json.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from nnxmoe.config.rope_fields import kind_of, rope_from_fields
 logger = logging.getLogger(__name__)
 
 
-# Fields that are left out of config.json rather than null, which transformers would take for a value.
+# Fields omitted from config.json if None: transformers would take null for a value.
 ABSENT = frozenset(
     {"query_pre_attn_scalar", "head_dim", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
 )
@@ -35,7 +35,7 @@ ABSENT = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The fields that all decoders here share. Widths and counts are positive integers; ``null`` fields may be None.
+    """The fields shared by all decoders. Widths and counts are positive integers; None stands for ``null``.
 
     ``query_pre_attn_scalar``: grouped-query attention multiplies scores by its ``-0.5``-th power; None: by that of the
     head width. It is 1 for checkpoints of MaxText, whose queries carry the scale.
@@ -111,9 +111,9 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> Self:
-        """From a parsed config.json (4.x or v5 style); absent fields take the family's defaults.
+        """Config from a parsed config.json (transformers 4 or 5 style); absent fields take the family's defaults.
 
-        Raises ConfigError for values that are not computed here. Fields nobody knows are logged as a warning.
+        Raises ConfigError for unsupported values. Unknown fields are ignored with a warning.
         """
         for alias, name in cls.aliases.items():
             if alias in fields and fields.get(name, fields[alias]) != fields[alias]:

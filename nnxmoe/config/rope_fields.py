@@ -1,4 +1,4 @@
-"""The rotary embedding that a config asks for, in the styles of transformers 4 and 5."""
+"""Reads the rotary embedding from a config's fields, in the styles of transformers 4 and 5."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,10 +24,10 @@ def kind_of(fields: Mapping[str, Any]) -> Any:
 def rope_from_fields(
     fields: Mapping[str, Any], dim: int, theta: float, positions: int, original: int | None, width: str
 ) -> Rope:
-    """The Rope of a rope object and of the top-level fields beside it.
+    """The Rope for a rope object and the top-level fields of the config.
 
-    ``dim``: the width that is rotated, and ``width`` its field; ``theta``: used where the object has none;
-    ``positions``: max_position_embeddings; ``original``: the top-level original_max_position_embeddings, which wins.
+    ``dim``: the rotated width, from the field named ``width``; ``theta``: the default of rope_theta; ``positions``:
+    max_position_embeddings; ``original``: the top-level original_max_position_embeddings, which takes precedence.
     """
     kind = kind_of(fields)
     _check_rope_fields(fields)
@@ -59,7 +59,7 @@ def rope_from_fields(
 
 
 def _check_rope_fields(fields: Mapping[str, Any]) -> None:
-    """Types and ranges of what a rope object says, also of what its type does not use."""
+    """Checks types and ranges of all fields of a rope object, also those that its type does not use."""
     for name in NUMBERS:
         value = fields.get(name)
         if value is not None and not (name.startswith("mscale") and type(value) in (int, float) and value == 0):

@@ -1,8 +1,8 @@
-"""Parity of an NNX module with a Linen module: parameter trees, outputs, gradients, and the first place they part.
+"""Parity of an NNX and a Linen module: parameter trees, outputs, gradients, and the first layer that differs.
 
     print(testing.assert_module_parity(nnx_module, linen_module, {"kernel": "kernel"}, (x,)))
 
-The modules beside this file hold its parts: rows (parameters), record (calls), sides, compare.
+Parts: `rows` (parameters), `record` (calls of submodules), `sides` (both modules as functions), `compare`.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from nnxmoe.testing.rows import Names, compare_trees
 
 @dataclasses.dataclass(frozen=True)
 class ParityReport:
-    """What was compared, and the largest differences (relative to an array's largest value, which counts as 1 or more).
+    """What was compared, and the largest differences, relative to an array's largest absolute value or 1 if it is less.
 
-    ``submodules``: calls of submodules on both sides with the same parameters.
+    ``submodules``: the number of calls of submodules that have the same parameters on both sides.
     """
 
     parameters: int
@@ -48,25 +48,25 @@ def assert_module_parity(
     nnx_call: Callable[..., Any] | None = None,
     linen_call: Callable[..., Any] | None = None,
 ) -> ParityReport:
-    """Parameter trees, outputs and gradients of both; the Linen module gets the NNX module's parameters.
+    """Compare parameter trees, outputs and gradients; the Linen module is given the NNX module's parameters.
 
-    ``mapping``: NNX parameter -> Linen parameter, ``{"q/kernel": "query/kernel"}``, or a pair of that and a function
-    from our array to theirs; None: MaxText's names, for a model of ours. ``inputs``: the positional arguments.
-    ``nnx_call``, ``linen_call``: ``(module, *inputs) -> what is compared``, where a plain call will not do.
-    AssertionError says what differs and, layer by layer, where it begins. Gradients are those of the output's product
-    with fixed random numbers, with respect to all parameters and floating-point inputs.
+    ``mapping``: NNX parameter -> Linen parameter, ``{"q/kernel": "query/kernel"}``, or a pair of that name and a
+    function from the NNX array to the Linen array. None: MaxText's names, for nnxmoe's models. ``inputs``: the
+    positional arguments. ``nnx_call``, ``linen_call``: ``(module, *inputs) -> output to compare``; default: a plain
+    call. Gradients are those of the output's product with fixed random numbers, by all parameters and floating-point
+    inputs. Raises AssertionError with all differences and the first layer that differs.
     """
     arguments = sides.Arguments(inputs if isinstance(inputs, tuple | list) else (inputs,))
     with jax.default_matmul_precision("highest"):
         ours = sides.Ours(nnx_module, nnx_call or (lambda module, *inputs: module(*inputs)))
         theirs = sides.Theirs(linen_module, linen_call, arguments)
-        title = f"NNX {type(nnx_module).__name__} and Linen {type(linen_module).__name__} part"
+        title = f"NNX {type(nnx_module).__name__} and Linen {type(linen_module).__name__} differ"
         theirs.rows = compare_trees(title, nnx_module, ours.params, theirs.shapes, mapping)
         (output, calls), (their_output, their_calls) = (
             sides.run(side, ours.params, arguments) for side in (ours, theirs)
         )
         pairs = pairs_of(theirs.rows, calls, their_calls)
-        apart = compare_outputs(title, output, their_output, pairs, theirs.rows, tolerance)
+        worst = compare_outputs(title, output, their_output, pairs, theirs.rows, tolerance)
         grads = [sides.gradients(side, ours.params, arguments, output) for side in (ours, theirs)]
         gradient = compare_gradients(title, grads[0], grads[1], theirs.rows, calls, tolerance)
-    return ParityReport(len(ours.params), len(pairs), apart, gradient, tolerance)
+    return ParityReport(len(ours.params), len(pairs), worst, gradient, tolerance)

@@ -1,4 +1,4 @@
-"""Numbers of both sides held against each other, and the place where they part."""
+"""Compares the numbers of both sides, and finds the first place where they differ."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ Pair = tuple[Call, Call]
 
 @dataclasses.dataclass(frozen=True)
 class _Gap:
-    """The largest difference of two arrays, relative to their largest value or 1; a NaN in either is infinite."""
+    """The largest difference of two arrays, relative to their largest value or 1; infinite if either has a NaN."""
 
     error: float
     at: tuple[int, ...]
@@ -44,13 +44,15 @@ def _gap(ours: Any, theirs: Any) -> _Gap:
 def compare_outputs(
     title: str, ours: Any, theirs: Any, pairs: list[Pair], rows: Mapping[str, Row], tolerance: float
 ) -> float:
-    """The largest difference; AssertionError with the first pair of submodules that part."""
+    """Returns the largest difference; raises AssertionError with the first pair of submodules that differ."""
     (a, form), (b, other) = (jax.tree_util.tree_flatten_with_path(out) for out in (ours, theirs))
     kinds = [[kind(leaf) for _, leaf in leaves] for leaves in (a, b)]
     if form != other or kinds[0] != kinds[1]:
         shown = [f"{', '.join(k) or 'nothing'} as {f}" for k, f in zip(kinds, (form, other), strict=True)]
-        text = f"NNX gives {shown[0]}\n  Linen gives {shown[1]}\n  nnx_call and linen_call choose what is compared"
-        raise AssertionError(f"{title} in the form of their outputs:\n  {text}")
+        text = (
+            f"NNX returns {shown[0]}\n  Linen returns {shown[1]}\n  use nnx_call and linen_call to select the outputs"
+        )
+        raise AssertionError(f"{title} in the structure of their outputs:\n  {text}")
     gaps = {jax.tree_util.keystr(path): _gap(x, y) for (path, x), (_, y) in zip(a, b, strict=True)}
     worst = max((gap.error for gap in gaps.values()), default=0.0)
     if not worst <= tolerance:
@@ -65,30 +67,30 @@ def compare_outputs(
 
 
 def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float) -> list[str]:
-    """The first pair of submodules whose results differ, what agreed before it, and whether its inputs did.
+    """The first pair of submodules whose results differ, the last pair that agrees, and whether the inputs agree.
 
-    A difference that the mapping makes on purpose (MaxText's queries are divided) does not count: that is one inside a
-    submodule that agrees, or of parameters that pass through a function as long as there is another.
+    Intended differences are skipped, such as MaxText's divided queries: those inside a submodule that agrees, and those
+    of parameters that the mapping changes, unless there are no others.
     """
     if not pairs:
-        return ["no submodules correspond: none returns an array of the same shape from the same parameters"]
+        return ["no submodules correspond: no two have the same parameters and return arrays of the same shape"]
     gaps = [_gap(a.returned, b.returned) for a, b in pairs]
     agree = [gap.error <= tolerance for gap in gaps]
     apart = [i for i in range(len(pairs)) if not agree[i] and not _is_healed(i, pairs, agree)]
     changed = {part[0].rpartition("/")[0] for row in rows.values() if row.changed for part in row.parts}
     sure = [i for i in apart if "/".join(map(str, pairs[i][0].path)) not in changed]
     first = next(iter(sure or apart), len(pairs))
-    lines = [f"first place where they part, of {len(pairs)} calls of submodules in order of execution:"]
+    lines = [f"first difference, of {len(pairs)} calls of submodules in order of execution:"]
     for i in [i for i in range(first) if agree[i]][-1:] + [i for i in apart if i < first]:
-        lines.append(f"  {'agree' if agree[i] else 'doubt'}  {_names(pairs[i])}  {gaps[i]}")
-        lines[-1] += "" if agree[i] else " (perhaps on purpose: the mapping changes its parameters)"
+        lines.append(f"  {'agree' if agree[i] else 'maybe'}  {_names(pairs[i])}  {gaps[i]}")
+        lines[-1] += "" if agree[i] else " (perhaps intended: the mapping changes its parameters)"
     if first == len(pairs):
-        return [*lines, "  this is the last: the cause lies behind it, in what no submodule returns"]
-    return [*lines, f"  PART   {_names(pairs[first])}  {gaps[first]}", *_cause(*pairs[first], tolerance)]
+        return [*lines, "  this is the last: the cause comes after it, outside all submodules"]
+    return [*lines, f"  DIFFER {_names(pairs[first])}  {gaps[first]}", *_cause(*pairs[first], tolerance)]
 
 
 def _is_healed(i: int, pairs: list[Pair], agree: list[bool]) -> bool:
-    """Whether a submodule around this one agrees all the same: a factor, say, is applied in another place."""
+    """Whether an enclosing submodule agrees nevertheless: for example, a factor is applied in another place."""
     path, around = pairs[i][0].path, {}
     for j in range(i + 1, len(pairs)):
         other = pairs[j][0].path
@@ -102,8 +104,8 @@ def _cause(ours: Call, theirs: Call, tolerance: float) -> list[str]:
         return []
     gap = _gap(ours.given, theirs.given)
     if gap.error <= tolerance:
-        return [f"  its inputs agree, {gap.error:.1e}: the cause lies within"]
-    return [f"  its inputs differ already, {gap.error:.1e}: the cause lies before it, in what is done between the two"]
+        return [f"  its inputs agree, {gap.error:.1e}: the cause is inside it"]
+    return [f"  its inputs differ already, {gap.error:.1e}: the cause is before it, between the two"]
 
 
 def _names(pair: Pair) -> str:
@@ -114,9 +116,9 @@ def _names(pair: Pair) -> str:
 
 
 def pairs_of(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) -> list[Pair]:
-    """Calls of submodules with the same parameters and the same shape of result, in order.
+    """Pairs of calls of submodules with the same parameters and the same shape of result, in order of execution.
 
-    Where one side has more of them (a wrapper around a layer, say) only the last: that is the outermost.
+    If one side has more such calls (for example a wrapper around a layer), only the last and outermost is paired.
     """
     there = {name: list(row.parts) for name, row in rows.items()}
     found = (_by_parameters(ours, parts_of(rows)), _by_parameters(theirs, there))
@@ -130,7 +132,7 @@ def pairs_of(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) -> l
 
 
 def parts_of(rows: Mapping[str, Row]) -> dict[str, list[Part]]:
-    """NNX parameter -> its parts: one, or one a layer."""
+    """NNX parameter -> its parts: one, or one per layer."""
     here = defaultdict(list)
     for row in rows.values():
         for part in row.parts:
@@ -142,7 +144,7 @@ def _by_parameters(calls: list[Call], parts: Mapping[str, list[Part]]) -> dict[A
     found = defaultdict(list)
     for call in calls:
         under = [all_parts for name, all_parts in parts.items() if _is_in(name, call)]
-        if call.of > 1 and all(len(one) == call.of for one in under):  # each time round the scan it is another layer
+        if call.of > 1 and all(len(one) == call.of for one in under):  # each iteration of the scan is another layer
             under = [[one[call.number]] for one in under]
         if under:
             found[frozenset(itertools.chain(*under)), call.returned.shape].append(call)
@@ -164,12 +166,12 @@ def compare_gradients(
     calls: list[Call],
     tolerance: float,
 ) -> float:
-    """The largest difference; AssertionError with the one that is nearest to the output, and with the largest."""
+    """Returns the largest difference; raises AssertionError with the largest and with the one nearest to the output."""
     (by_params, by_inputs), (their_params, their_inputs) = ours, theirs
     gaps = {name: _gap(a, their_inputs[name]) for name, a in by_inputs.items()}
     for label, (name, i) in _in_order(rows, calls):
         at = ... if i is None else i
-        if name in by_params:  # of integers there are none
+        if name in by_params:  # integer parameters have no gradient
             gaps[label] = _gap(by_params[name][at], their_params[name][at])
     apart = [label for label, gap in gaps.items() if not gap.error <= tolerance]
     if apart:
@@ -177,17 +179,17 @@ def compare_gradients(
         behind = list(gaps)[list(gaps).index(last) + 1 :][:1]
         lines = [
             f"{title} in their gradients (tolerance {tolerance:.1e}); their outputs agree:",
-            f"{len(apart)} of {len(gaps)} differ, most of all {worst}  {gaps[worst]}",
-            "first place where they part, walking back from the output:",
+            f"{len(apart)} of {len(gaps)} differ, the largest is {worst}  {gaps[worst]}",
+            "first difference, going back from the output:",
             *(f"  agree  {label}  {gaps[label]}" for label in behind),
-            f"  PART   {last}  {gaps[last]}",
+            f"  DIFFER {last}  {gaps[last]}",
         ]
         raise AssertionError("\n  ".join(lines))
     return max((gap.error for gap in gaps.values()), default=0.0)
 
 
 def _in_order(rows: Mapping[str, Row], calls: list[Call]) -> list[tuple[str, Part]]:
-    """Label and part of every parameter, in the order in which the innermost submodules that hold them are through."""
+    """Label and part of every parameter, in the order in which their innermost submodules finish."""
 
     def place(part: Part) -> int:
         holders = [(i, call) for i, call in enumerate(calls) if _is_in(part[0], call)]

@@ -1,4 +1,4 @@
-"""What the submodules of an NNX or a Linen module return, in order of execution, also under jit, scan and remat."""
+"""Records what submodules of NNX and Linen modules return, in order of execution, also under jit, scan and remat."""
 
 import dataclasses
 import functools
@@ -36,27 +36,27 @@ class Call:
 
 
 class Tape:
-    """Takes down the calls of one run; ``calls`` once it is over. Every run needs a tape of its own."""
+    """Records the calls of one run, and returns them from ``calls`` afterwards. Each run needs a new tape."""
 
     def __init__(self) -> None:
         self._sites: list[tuple[Path, list[Values] | None]] = []  # in the order of the program
 
     def attach(self, module: nnx.Module) -> None:
-        """From now on this module's submodules, and copies that it makes of them, are taken down."""
+        """Starts recording this module's submodules and their copies."""
         for path, node in list(nnx.iter_graph(module)):
             if isinstance(node, nnx.Module) and callable(node):
                 object.__setattr__(node, "__class__", _taped(type(node)))
                 vars(node)["_tap"] = _Tap(self, path)
 
     def intercept(self, next_call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext):
-        """For ``nn.intercept_methods``: takes down Linen's."""
+        """Interceptor for ``nn.intercept_methods``: records Linen's calls."""
         out = next_call(*args, **kwargs)
         return self.take(context.module.path, (args, kwargs), out) if context.method_name == "__call__" else out
 
     def take(self, path: Path, given: Any, returned: Any) -> Any:
-        """``returned``, of which a copy is kept as often as the compiled program comes by.
+        """Returns ``returned``, and records a copy each time the compiled program executes this call.
 
-        The value passes through the host: Linen's scan refuses debugging callbacks, which nothing depends on.
+        The value passes through the host, since Linen's scan refuses debugging callbacks, whose results are not used.
         """
         leaves, tree = jax.tree.flatten(returned)
         at = _first_array(leaves)
@@ -78,8 +78,9 @@ class Tape:
         return jax.tree.unflatten(tree, leaves)
 
     def calls(self) -> list[Call]:
-        """In order of execution. Of a scan all places in the program are met equally often, and in turn."""
-        met = [(path, values or []) for path, values in self._sites if values != []]  # those were traced only
+        """The calls in order of execution. All calls inside a scan execute equally often, in turn."""
+        # An empty list: traced but never executed.
+        met = [(path, values or []) for path, values in self._sites if values != []]
         found = []
         for count, sites in itertools.groupby(met, key=lambda site: len(site[1])):
             sites = list(sites)
@@ -89,7 +90,7 @@ class Tape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Tap:
-    """An attribute of a module that goes along with its copies."""
+    """An attribute of a module that its copies share."""
 
     tape: Tape
     path: Path
@@ -97,7 +98,7 @@ class _Tap:
 
 @functools.cache
 def _taped(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """The same class, but that a call is taken down."""
+    """A subclass whose calls are recorded."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = kind.__call__(self, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -109,10 +110,10 @@ def _taped(kind: type[nnx.Module]) -> type[nnx.Module]:
 
 
 def _first_array(leaves: list[Any]) -> int | None:
-    """The place of the first floating-point array."""
+    """Index of the first floating-point array."""
     return next((i for i, leaf in enumerate(leaves) if is_floating(leaf)), None)
 
 
 def is_floating(leaf: Any) -> bool:
-    """Whether this is an array of floating-point numbers."""
+    """Whether the leaf is a floating-point array."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -1,4 +1,4 @@
-"""Which parameters of an NNX module make which of a Linen module's, and whether the two trees fit."""
+"""Maps the parameters of an NNX module to those of a Linen module, and checks that the two trees match."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ Arrays = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a Linen parameter is made of, and how; ``changed``: not only put together."""
+    """The NNX parts of a Linen parameter and the function that makes it; ``changed``: it does more than stack them."""
 
     parts: tuple[Part, ...]
     make: Callable[..., Any]
@@ -33,7 +33,7 @@ class Row:
 def compare_trees(
     title: str, module: nnx.Module, params: Arrays, shapes: Arrays, mapping: Names | None
 ) -> dict[str, Row]:
-    """Linen's name -> row; AssertionError with every fault of the mapping and of both trees."""
+    """Returns Linen's name -> row; raises AssertionError with all faults of the mapping and of both trees."""
     rows, faults = _maxtext_rows(module, shapes) if mapping is None else _rows(mapping, params)
     faults += [f"Linen's {name} {kind(a)} has no NNX parameter" for name, a in shapes.items() if name not in rows]
     for name, row in rows.items():
@@ -62,7 +62,7 @@ def _rows(mapping: Names, params: Arrays) -> tuple[dict[str, Row], list[str]]:
         if name not in params:
             faults.append(f"{name} -> {there}: NNX has no such parameter")
         elif there in rows:
-            faults.append(f"{name} -> {there}: so goes {rows[there].parts[0][0]}")
+            faults.append(f"{name} -> {there}: already mapped from {rows[there].parts[0][0]}")
         else:
             rows[there] = Row(((name, None),), make, changed=not same)
     return rows, faults
@@ -70,7 +70,7 @@ def _rows(mapping: Names, params: Arrays) -> tuple[dict[str, Row], list[str]]:
 
 def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], list[str]]:
     if not isinstance(model, CausalLM):
-        raise ValueError(f"mapping None means MaxText's names, which {type(model).__name__} has not: give a mapping")
+        raise ValueError(f"{type(model).__name__} has no MaxText names, which mapping=None stands for: give a mapping")
     scanned = any(name.startswith(f"decoder/{group}/") for name in shapes for group in model.maxtext_layers)
 
     def row(leaf: Leaf) -> Row:

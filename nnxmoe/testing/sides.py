@@ -1,4 +1,4 @@
-"""Both modules as functions of the NNX module's parameters and of the inputs; their outputs and gradients."""
+"""Both modules as functions of the NNX module's parameters and the inputs; their outputs and gradients."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from nnxmoe.testing.rows import Arrays, Row
 
 
 class Arguments:
-    """The inputs: floating-point arrays are differentiated, everything else stays as it is."""
+    """The inputs: floating-point arrays are differentiated, everything else is constant."""
 
     def __init__(self, inputs: Sequence[Any]):
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(tuple(inputs))
@@ -26,12 +26,12 @@ class Arguments:
         self.floats = {name: leaf for name, leaf in self._leaves.items() if is_floating(leaf)}
 
     def filled(self, floats: Arrays) -> tuple[Any, ...]:
-        """All the inputs, with these in the place of the floating-point arrays."""
+        """All inputs, with the floating-point arrays replaced."""
         return jax.tree.unflatten(self._tree, [floats.get(name, leaf) for name, leaf in self._leaves.items()])
 
 
 class Ours:
-    """The NNX module; the state of its random numbers is no parameter."""
+    """The NNX module; its random number state does not count as parameters."""
 
     def __init__(self, module: nnx.Module, call: Callable[..., Any]):
         self.call = call
@@ -40,7 +40,7 @@ class Ours:
         self.params = {name: v.get_value() for name, _, v in self.flat if not isinstance(v, nnx.RngState)}
         for name, value in self.params.items():
             if isinstance(value, jax.ShapeDtypeStruct):
-                raise ValueError(f"the NNX parameter {name} is a shape without values: make the module with rngs")
+                raise ValueError(f"the NNX parameter {name} has a shape but no values: create the module with rngs")
 
     def __call__(self, params: Arrays, inputs: tuple[Any, ...], tape: Tape | None = None) -> Any:
         filled = [(path, v.replace(params[name]) if name in params else v) for name, path, v in self.flat]
@@ -51,7 +51,7 @@ class Ours:
 
 
 class Theirs:
-    """The Linen module, its parameters made of ours by ``rows`` (Linen's name -> row)."""
+    """The Linen module, its parameters made from the NNX module's by ``rows`` (Linen's name -> row)."""
 
     rows: dict[str, Row]
 
@@ -61,8 +61,8 @@ class Theirs:
         variables = jax.eval_shape(lambda: module.init(jax.random.key(0), *inputs, method=call))
         if others := sorted(variables.keys() - {"params"}):
             raise ValueError(
-                f"the Linen module has variables in {', '.join(others)}: only its parameters can be compared; call it "
-                "by linen_call in a way that makes no others (inference, no cache)"
+                f"the Linen module has variables in {', '.join(others)}, but only parameters can be compared; give a "
+                "linen_call that creates no others (inference, no cache)"
             )
         self.shapes: Arrays = flatten_dict(meta.unbox(variables.get("params", {})), sep="/")
 
@@ -73,14 +73,14 @@ class Theirs:
 
 
 def run(side: Ours | Theirs, params: Arrays, arguments: Arguments) -> tuple[Any, list[Call]]:
-    """What it returns, and the calls of its submodules."""
+    """Returns the module's output and the calls of its submodules."""
     tape = Tape()
     run = jax.jit(lambda params, floats: side(params, arguments.filled(floats), tape))
     return jax.block_until_ready(run(params, arguments.floats)), tape.calls()
 
 
 def gradients(side: Ours | Theirs, params: Arrays, arguments: Arguments, like: Any) -> tuple[Arrays, Arrays]:
-    """Of the product of all floating-point outputs with fixed random numbers: by the parameters, by the inputs."""
+    """Gradients of the product of all floating-point outputs with fixed random numbers: by parameters and by inputs."""
     key, fixed = jax.random.key(0), {name: value for name, value in params.items() if not is_floating(value)}
     weights = [jax.random.normal(jax.random.fold_in(key, i), a.shape) for i, a in enumerate(jax.tree.leaves(like))]
 
