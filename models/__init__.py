@@ -11,20 +11,22 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.printable import short
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models.deepseek_v3 import PRESETS as _DEEPSEEK
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
-from nnxmoe.models.llama import PRESETS as _LLAMA
 from nnxmoe.models.llama import Llama, LlamaConfig, MistralConfig
-from nnxmoe.models.mixtral import PRESETS as _MIXTRAL
 from nnxmoe.models.mixtral import Mixtral, MixtralConfig
 
-MODELS: dict[str, tuple[type[DecoderConfig], type[CausalLM]]] = {
-    "llama": (LlamaConfig, Llama),
-    "mistral": (MistralConfig, Llama),
-    "mixtral": (MixtralConfig, Mixtral),
-    "deepseek_v3": (DeepSeekV3Config, DeepSeekV3),
-}
-PRESETS: dict[str, DecoderConfig] = {**_LLAMA, **_MIXTRAL, **_DEEPSEEK}
+MODELS: dict[str, tuple[type[DecoderConfig], type[CausalLM]]] = {}
+PRESETS: dict[str, DecoderConfig] = {}
+
+
+def register(family: type[CausalLM]) -> None:
+    """Make a family known by the ``model_type`` of each of its configs and by the names of its presets."""
+    MODELS.update({config.model_type: (config, family) for config in family.configs})
+    PRESETS.update(family.presets)
+
+
+for _family in (Llama, Mixtral, DeepSeekV3):
+    register(_family)
 
 __all__ = [
     "MODELS",
@@ -39,6 +41,7 @@ __all__ = [
     "config_from_hf",
     "model_class",
     "preset",
+    "register",
 ]
 
 

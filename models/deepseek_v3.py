@@ -20,7 +20,7 @@ from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, Runs
 from nnxmoe.model.layer import Layer
 from nnxmoe.models.llama import HF_DECODER, HF_MLP, MAXTEXT_DECODER, MAXTEXT_MLP
 from nnxmoe.moe.block import MoE
@@ -192,23 +192,16 @@ MAXTEXT_TABLE = (
 
 
 class DeepSeekV3(CausalLM):
-    """A DeepSeek-V3; ``rngs`` None makes shapes instead of arrays."""
+    """A DeepSeek-V3."""
 
+    configs = (DeepSeekV3Config,)
+    presets = PRESETS
     hf_table = HF_TABLE
     maxtext_table = MAXTEXT_TABLE
     maxtext_layers = ("dense_layers", "moe_layers")
 
-    def __init__(
-        self,
-        config: DeepSeekV3Config,
-        strategy: Strategy | None = None,
-        *,
-        rngs: nnx.Rngs | None,
-        dtype: Any = jnp.float32,
-    ):
-        if not isinstance(config, DeepSeekV3Config):
-            raise ConfigError(f"DeepSeekV3 takes a DeepSeekV3Config, got {type(config).__name__}")
-        strategy, dtype = strategy or Strategy.auto(), jnp.dtype(dtype)
+    @staticmethod
+    def runs(config: DeepSeekV3Config, strategy: Strategy, dtype: jnp.dtype) -> Runs:
         c, dim, eps = config, config.hidden_size, config.rms_norm_eps
 
         def attention(**kw: Any) -> MLA:
@@ -248,10 +241,4 @@ class DeepSeekV3(CausalLM):
             return Layer(RMSNorm(dim, eps, **kw), attention(**kw), RMSNorm(dim, eps, **kw), moe)
 
         dense_count = min(c.first_k_dense_replace, c.num_hidden_layers)
-        super().__init__(
-            config,
-            strategy,
-            [(dense_count, dense), (c.num_hidden_layers - dense_count, sparse)],
-            dtype=dtype,
-            rngs=rngs,
-        )
+        return [(dense_count, dense), (c.num_hidden_layers - dense_count, sparse)]

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError, count
+from nnxmoe.config.bounds import count
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, Runs
 from nnxmoe.model.layer import Layer
 from nnxmoe.strategy import Strategy
 
@@ -159,22 +159,15 @@ MAXTEXT_MLP: dict[str, tuple[str, tuple[str | None, ...]]] = {
 
 
 class Llama(CausalLM):
-    """A Llama or Mistral; ``rngs`` None makes shapes instead of arrays."""
+    """A Llama or Mistral."""
 
+    configs = (LlamaConfig, MistralConfig)
+    presets = PRESETS
     hf_table = HF_DECODER | HF_GQA | HF_MLP
     maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP
 
-    def __init__(
-        self,
-        config: LlamaConfig | MistralConfig,
-        strategy: Strategy | None = None,
-        *,
-        rngs: nnx.Rngs | None,
-        dtype: Any = jnp.float32,
-    ):
-        if not isinstance(config, LlamaConfig | MistralConfig):
-            raise ConfigError(f"Llama takes a LlamaConfig or a MistralConfig, got {type(config).__name__}")
-        strategy, dtype = strategy or Strategy.auto(), jnp.dtype(dtype)
+    @staticmethod
+    def runs(config: LlamaConfig | MistralConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
         dim, eps = config.hidden_size, config.rms_norm_eps
 
         def layer(rngs: nnx.Rngs | None) -> Layer:
@@ -193,4 +186,4 @@ class Llama(CausalLM):
             mlp = MLP(dim, config.intermediate_size, bias=config.mlp_bias, **kw)
             return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), mlp)
 
-        super().__init__(config, strategy, [(config.num_hidden_layers, layer)], dtype=dtype, rngs=rngs)
+        return [(config.num_hidden_layers, layer)]

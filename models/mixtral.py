@@ -14,7 +14,7 @@ from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.printable import short
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, Runs
 from nnxmoe.model.layer import Layer
 from nnxmoe.models.llama import HF_DECODER, HF_GQA, MAXTEXT_DECODER, MAXTEXT_GQA
 from nnxmoe.moe.block import MoE
@@ -123,22 +123,15 @@ MAXTEXT_TABLE = (
 
 
 class Mixtral(CausalLM):
-    """A Mixtral; ``rngs`` None makes shapes instead of arrays."""
+    """A Mixtral."""
 
+    configs = (MixtralConfig,)
+    presets = PRESETS
     hf_table = HF_TABLE
     maxtext_table = MAXTEXT_TABLE
 
-    def __init__(
-        self,
-        config: MixtralConfig,
-        strategy: Strategy | None = None,
-        *,
-        rngs: nnx.Rngs | None,
-        dtype: Any = jnp.float32,
-    ):
-        if not isinstance(config, MixtralConfig):
-            raise ConfigError(f"Mixtral takes a MixtralConfig, got {type(config).__name__}")
-        strategy, dtype = strategy or Strategy.auto(), jnp.dtype(dtype)
+    @staticmethod
+    def runs(config: MixtralConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
         dim, eps, count = config.hidden_size, config.rms_norm_eps, config.num_local_experts
 
         def layer(rngs: nnx.Rngs | None) -> Layer:
@@ -160,4 +153,4 @@ class Mixtral(CausalLM):
             moe = MoE(router, experts, strategy.dispatch, shared=None, mesh=strategy.mesh)
             return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
 
-        super().__init__(config, strategy, [(config.num_hidden_layers, layer)], dtype=dtype, rngs=rngs)
+        return [(config.num_hidden_layers, layer)]

@@ -27,7 +27,7 @@ KINDS = ("llama", "mixtral", "deepseek_v3")
 def made(kind: str, rngs: nnx.Rngs | None = None, **strategy: Any) -> nnxmoe.CausalLM:
     """A tiny model with random values, or without ``rngs`` one of shapes."""
     config = config_from_hf(TINY[kind])
-    return model_class(config)(config, nnxmoe.Strategy(**strategy), rngs=rngs)  # pyright: ignore[reportCallIssue]
+    return model_class(config)(config, nnxmoe.Strategy(**strategy), rngs=rngs)
 
 
 # Initial values

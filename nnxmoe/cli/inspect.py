@@ -81,7 +81,7 @@ def summarise(
     config, arrays = _find(name, revision, local_files_only)
     if arrays:
         refuse_unjustified(config, arrays, f"{name}/config.json")
-    model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
+    model = model_class(config)(config, rngs=None)
     faults, report = Faults((), (), ()), LoadReport(str(name))
     if arrays:
         faults, report = judge(config, layout(model, arrays), arrays, report)
@@ -122,7 +122,7 @@ class Spread:
 
 def spread(config: DecoderConfig, dtype: str, mesh: AnyMesh, rules: Rules = RULES) -> list[Spread]:
     """The sharding of a model on a mesh. Raises ValueError for a parameter that the rules cannot split."""
-    model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
+    model = model_class(config)(config, rngs=None)
     found: dict[tuple[str, tuple[int, ...]], Spread] = {}
     for parameter in parameters(model):
         key, shape = parameter.key, parameter.shape

@@ -71,7 +71,7 @@ def from_pretrained(
         strategy = strategy or Strategy.auto()
         mesh, rules = strategy.mesh if mesh is None else mesh, strategy.rules if rules is None else rules
         strategy = dataclasses.replace(strategy, mesh=mesh, rules=rules)
-        model = kind(config, strategy, rngs=None)  # pyright: ignore[reportCallIssue]
+        model = kind(config, strategy, rngs=None)
         folder = str(checkpoint.folder)
         restore(model, layout(model, found), found, dtype, LoadReport(folder, notes=tuple(notes), files=folder))
         model.generation_config = FrozenDict(checkpoint.generation_config)

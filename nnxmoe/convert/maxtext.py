@@ -55,6 +55,8 @@ _KEY = "layer.attention.k."
 def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change = SAME) -> dict[str, Leaf]:
     """MaxText's name -> `Leaf` for every parameter of a model; ``query`` and ``key``: what is done to those
     projections. TableError for a parameter without a name there."""
+    if not model.maxtext_table:
+        raise CheckpointError(f"MaxText has no model of the type {model.config.model_type!r}, and so no layout for it")
     every, found = parameters(model), dict[str, Leaf]()
     first = {p.stack: p.layer for p in reversed(every)}  # of each stack; parameters are in the order of layers
     sparse = {parameter.stack for parameter in every if parameter.experts}

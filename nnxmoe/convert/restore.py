@@ -27,7 +27,7 @@ def abstract(config: DecoderConfig, strategy: Strategy | None, mesh: Mesh | None
     """A model without values; ``mesh`` None: the strategy's."""
     strategy = strategy or Strategy.auto()
     strategy = dataclasses.replace(strategy, mesh=strategy.mesh if mesh is None else mesh)
-    return model_class(config)(config, strategy, rngs=None)  # pyright: ignore[reportCallIssue]
+    return model_class(config)(config, strategy, rngs=None)
 
 
 def unless_cast(

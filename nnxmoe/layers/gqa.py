@@ -10,6 +10,7 @@ from nnxmoe.layers.attend import Attend
 from nnxmoe.layers.cache import KVCache, RingCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import Rotate, rotate_halves
 
 
@@ -18,6 +19,7 @@ class GQA(nnx.Module):
 
     ``scale`` is what scores are multiplied by: None is ``H ** -0.5``; 1 where the queries carry it (MaxText's layout),
     which are then drawn smaller, so that scores start the same. ``rotate``: pairs by halves, or side by side.
+    ``q_norm``, ``k_norm``: norms of the heads ``[B T N H]`` before the rotation.
     """
 
     def __init__(
@@ -32,6 +34,8 @@ class GQA(nnx.Module):
         attend: Attend,
         scale: float | None = None,
         rotate: Rotate = rotate_halves,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
@@ -39,6 +43,7 @@ class GQA(nnx.Module):
         self.attend = attend
         self.rotate = rotate
         self.scale = head_dim**-0.5 if scale is None else scale
+        self.q_norm, self.k_norm = q_norm, k_norm
         kw: dict[str, Any] = {"bias": bias, "dtype": dtype, "rngs": rngs}
         gain = head_dim**-0.5 / self.scale
         self.q = Linear((dim,), (heads, head_dim), ("embed", "heads", "head"), gain=gain, **kw)
@@ -50,8 +55,10 @@ class GQA(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
     ) -> tuple[Float[Array, "B asked D"], KVCache | None]:
         asking, asked = context.asking(x)
-        q = jnp.swapaxes(self.rotate(self.q(asking), asked.rotation), 1, 2)
-        k = jnp.swapaxes(self.rotate(self.k(x), context.rotation), 1, 2)
+        q, k = self.q(asking), self.k(x)
+        q, k = (q if self.q_norm is None else self.q_norm(q)), (k if self.k_norm is None else self.k_norm(k))
+        q = jnp.swapaxes(self.rotate(q, asked.rotation), 1, 2)
+        k = jnp.swapaxes(self.rotate(k, context.rotation), 1, 2)
         v = jnp.swapaxes(self.v(x), 1, 2)
         if cache is not None:
             cache, seen = cache.append((k, v), context.start)

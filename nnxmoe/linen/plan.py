@@ -166,7 +166,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
     config = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.grouped else config
 
     def make(rngs: nnx.Rngs | None) -> CausalLM:
-        model = model_class(config)(config, strategy, rngs=rngs)  # pyright: ignore[reportCallIssue,reportArgumentType]
+        model = model_class(config)(config, strategy, rngs=rngs)
         for _, module in nnx.iter_graph(model) if isinstance(config.rope, Llama3Rope) else ():
             if isinstance(module, GQA):
                 module.rotate = rotate_pairs

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Key
 
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.embed import Embed
@@ -22,29 +23,44 @@ from nnxmoe.model.layer import MakeLayer
 from nnxmoe.model.stack import Scanned, Unrolled
 from nnxmoe.strategy import Strategy
 
+Runs = Sequence[tuple[int, MakeLayer]]
+
 
 class CausalLM(Decoder):
-    """A decoder-only language model made of parts; the models only say which.
+    """A decoder-only language model: ``Mixtral(MixtralConfig(…), nnxmoe.Strategy(…), rngs=nnx.Rngs(0), dtype=…)``.
 
-    ``layers``: runs of equal layers, (how many, how to make one). Parameters have ``dtype``; activations too, unless
-    the strategy says otherwise. Without ``rngs`` the parameters are shapes; with a mesh they are made on it.
+    Parameters have ``dtype``; so have activations, unless the strategy says otherwise. ``rngs`` None makes shapes
+    instead of arrays; with a mesh the arrays are made on it. Raises ConfigError for another family's config.
+
+    A family is a subclass that declares its configs and its tables of tensor names, and whose `runs` makes its layers.
     """
 
+    configs: ClassVar[tuple[type[DecoderConfig], ...]]
+    presets: ClassVar[Mapping[str, DecoderConfig]] = {}
     hf_table: ClassVar[Mapping[str, tuple[str, ...]]]
-    maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]]  # name there, logical axes there
-    maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # of dense layers, of layers with experts
+    maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]] = {}  # -> name and logical axes there
+    maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # groups of dense layers, of layers with experts
     load_report: Any = None
+
+    @staticmethod
+    def runs(config: Any, strategy: Strategy, dtype: jnp.dtype) -> Runs:
+        """The layers, first to last, as runs of equal layers: (how many, a function that makes one)."""
+        raise TypeError("a model class must define runs(config, strategy, dtype)")
 
     def __init__(
         self,
         config: DecoderConfig,
-        strategy: Strategy,
-        layers: Sequence[tuple[int, MakeLayer]],
+        strategy: Strategy | None = None,
         *,
-        dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
+        dtype: Any = jnp.float32,
     ):
-        _check_arguments(type(self).__name__, strategy, rngs)
+        name, strategy, dtype = type(self).__name__, strategy or Strategy(), jnp.dtype(dtype)
+        if not isinstance(config, self.configs):
+            wanted = " or a ".join(kind.__name__ for kind in self.configs)
+            raise ConfigError(f"{name} takes a {wanted}, got {type(config).__name__}")
+        _check_arguments(name, strategy, rngs)
+        layers = self.runs(config, strategy, dtype)
         self.config = config
         self.strategy = strategy
         self.generation_config = {}

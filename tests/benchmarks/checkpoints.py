@@ -19,7 +19,7 @@ def write_random(folder: Path, fields: Mapping[str, Any], shard_bytes: int = 10*
     kind = np.dtype(ml_dtypes.bfloat16 if fields["torch_dtype"] == "bfloat16" else fields["torch_dtype"])
     rng = np.random.default_rng(0)
     config = config_from_hf(fields)
-    model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
+    model = model_class(config)(config, rngs=None)
 
     def tensors() -> Iterator[tuple[str, str, tuple[int, ...], Any]]:
         for name, leaf in layout(model).items():

@@ -82,14 +82,14 @@ def abstract(name: str) -> dict[str, float]:
     config = preset(name)
     assert config is not None
     started = time.perf_counter()
-    model = model_class(config)(config, rngs=None)  # pyright: ignore[reportCallIssue]
+    model = model_class(config)(config, rngs=None)
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     return {f"build abstract {name} of {count / 1e9:.0f}B, s": time.perf_counter() - started}
 
 
 def _model(layers: str, rngs: nnx.Rngs | None) -> nnxmoe.CausalLM:
     config = config_from_hf(TINY["deepseek"] | {"num_hidden_layers": int(layers)})
-    return model_class(config)(config, rngs=rngs)  # pyright: ignore[reportCallIssue]
+    return model_class(config)(config, rngs=rngs)
 
 
 def _trace_and_compile(name: str, lower: Callable[[], Any]) -> dict[str, float]:

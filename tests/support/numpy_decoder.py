@@ -130,6 +130,8 @@ def _grouped_attention(c: Fields, w: Weights, name: str, x: np.ndarray, mask: np
     q = _linear(w, name + "q_proj", x).reshape(batch, length, heads, width)
     k = _linear(w, name + "k_proj", x).reshape(batch, length, kv_heads, width)
     v = _linear(w, name + "v_proj", x).reshape(batch, length, kv_heads, width)
+    if name + "q_norm.weight" in w:
+        q, k = (_norm(a, w[f"{name}{n}_norm.weight"], c["rms_norm_eps"]) for n, a in (("q", q), ("k", k)))
     (cos, sin), allowed, out = _rotation(c, width, length), _allowed(c, mask), np.empty_like(q)
     for b in range(batch):
         for n in range(heads):
