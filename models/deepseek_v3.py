@@ -200,8 +200,7 @@ class DeepSeekV3(CausalLM):
     maxtext_table = MAXTEXT_TABLE
     maxtext_layers = ("dense_layers", "moe_layers")
 
-    @staticmethod
-    def runs(config: DeepSeekV3Config, strategy: Strategy, dtype: jnp.dtype) -> Runs:
+    def runs(self, config: DeepSeekV3Config, strategy: Strategy, dtype: jnp.dtype) -> Runs:
         c, dim, eps = config, config.hidden_size, config.rms_norm_eps
 
         def attention(**kw: Any) -> MLA:

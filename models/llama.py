@@ -166,8 +166,7 @@ class Llama(CausalLM):
     hf_table = HF_DECODER | HF_GQA | HF_MLP
     maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP
 
-    @staticmethod
-    def runs(config: LlamaConfig | MistralConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
+    def runs(self, config: LlamaConfig | MistralConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
         dim, eps = config.hidden_size, config.rms_norm_eps
 
         def layer(rngs: nnx.Rngs | None) -> Layer:

@@ -130,8 +130,7 @@ class Mixtral(CausalLM):
     hf_table = HF_TABLE
     maxtext_table = MAXTEXT_TABLE
 
-    @staticmethod
-    def runs(config: MixtralConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
+    def runs(self, config: MixtralConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
         dim, eps, count = config.hidden_size, config.rms_norm_eps, config.num_local_experts
 
         def layer(rngs: nnx.Rngs | None) -> Layer:

@@ -42,8 +42,7 @@ class CausalLM(Decoder):
     maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # groups of dense layers, of layers with experts
     load_report: Any = None
 
-    @staticmethod
-    def runs(config: Any, strategy: Strategy, dtype: jnp.dtype) -> Runs:
+    def runs(self, config: Any, strategy: Strategy, dtype: jnp.dtype) -> Runs:
         """The layers, first to last, as runs of equal layers: (how many, a function that makes one)."""
         raise TypeError("a model class must define runs(config, strategy, dtype)")
 

@@ -47,8 +47,7 @@ class Toy(CausalLM):
         }
     )
 
-    @staticmethod
-    def runs(config: ToyConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
+    def runs(self, config: ToyConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
         c, dim, eps = config, config.hidden_size, config.rms_norm_eps
 
         def layer(rngs: nnx.Rngs | None) -> Layer:
