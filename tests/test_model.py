@@ -16,7 +16,7 @@ import nnxmoe
 from nnxmoe.convert import maxtext, native
 from nnxmoe.model.causal_lm import decoder_of
 from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
-from nnxmoe.train.loop import fit
+from nnxmoe.train import fit
 from tests.support.arrays import max_error
 from tests.support.running import variables
 from tests.support.tiny import TINY, random_tokens
