@@ -20,7 +20,7 @@ import nnxmoe
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import NotFinite, fit
-from nnxmoe.train.loop.loss import Chunked, Objective
+from nnxmoe.train.loop.loss import ChunkedLoss, Objective
 from nnxmoe.train.runs.checkpoints import Checkpoints
 from tests.support.tiny import build_tiny, random_tokens
 
@@ -190,7 +190,7 @@ def test_gradients_that_are_not_finite_stop_it_by_name(tmp_path: Path) -> None:
     model = build_tiny("llama", PLAIN)
 
     def head(x: Any, kernel: Any, targets: Any, weights: Any, z: float, shards: int) -> Any:
-        total, entropy = Chunked()(x, kernel, targets, weights, z, shards)
+        total, entropy = ChunkedLoss()(x, kernel, targets, weights, z, shards)
         return total * jnp.where(jnp.any(targets == 7), jnp.inf, 1.0), entropy
 
     good, bad = {"tokens": np.ones((2, 5), np.int32)}, {"tokens": np.full((2, 5), 7, np.int32)}

@@ -22,7 +22,7 @@ from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe import balance
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.train import lora
-from nnxmoe.train.loop.loss import Chunked, Objective, Whole, targets_of
+from nnxmoe.train.loop.loss import ChunkedLoss, Objective, Whole, targets_of
 from nnxmoe.train.loop.step import Step
 from tests.benchmarks import growth, modes
 from tests.support.arrays import flat, max_error
@@ -58,7 +58,7 @@ def test_forward_mode_and_hessian_vector_products() -> None:
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(0)
     moved = tree.unflatten([jnp.asarray(rng.standard_normal(a.shape), a.dtype) for a in leaves])
-    objective, batch = Objective(head=Chunked(4 * 53), balance=0.1), {"tokens": random_tokens(2, 9)}
+    objective, batch = Objective(head=ChunkedLoss(4 * 53), balance=0.1), {"tokens": random_tokens(2, 9)}
 
     def loss(params: Any) -> Any:
         return objective(nnx.merge(graph, params, rest), batch)[0]
@@ -87,7 +87,7 @@ def eight_steps(mesh: dict[str, int] | None, accumulate: int) -> tuple[list[floa
     if mesh is not None and "expert" in mesh:
         strategy = dataclasses.replace(strategy, dispatch=modes.RAGGED)
     settings = json.loads((modes.CASE / "train.json").read_text())
-    objective = Objective(head=Chunked(1 << 9))  # 4 tokens at a time on one device
+    objective = Objective(head=ChunkedLoss(1 << 9))  # 4 tokens at a time on one device
     model = modes.load("params_step0", strategy)
     step = Step(model, modes.optimizer(settings), objective, accumulate=accumulate)
     state, losses = step.init(), []
@@ -139,17 +139,17 @@ def test_the_chunked_head_is_the_whole_one(shape: tuple[int, int], logits: int, 
     x, kernel, *rest = head_case(0, tied, jnp.float32, shape)
     runs = [
         jax.jit(jax.value_and_grad(lambda x, k, head=head: head(x, k, *rest, 1e-2), (0, 1), has_aux=True))
-        for head in (Whole(), Chunked(logits))
+        for head in (Whole(), ChunkedLoss(logits))
     ]
     ((one, entropy), grads), ((other, entropy_2), grads_2) = (run(x, kernel) for run in runs)
     assert abs(one - other) < 1e-6 * max(1, abs(one)) and abs(entropy - entropy_2) < 1e-6 * max(1, abs(entropy))
     assert all(max_error(a, b) < 1e-5 for a, b in zip(*map(jax.tree.leaves, (grads, grads_2)), strict=True))
-    assert Chunked(logits)(x, kernel, *rest, 1e-2)[0] == pytest.approx(float(one), rel=1e-6)  # without gradients
+    assert ChunkedLoss(logits)(x, kernel, *rest, 1e-2)[0] == pytest.approx(float(one), rel=1e-6)  # without gradients
 
 
 def test_bfloat16_activations_keep_a_float32_gradient_of_the_head() -> None:
     x, kernel, *rest = head_case(1, False, jnp.bfloat16, (2, 9))
-    runs = [jax.grad(lambda x, k, head=head: head(x, k, *rest, 0.0)[0], (0, 1)) for head in (Whole(), Chunked(99))]
+    runs = [jax.grad(lambda x, k, head=head: head(x, k, *rest, 0.0)[0], (0, 1)) for head in (Whole(), ChunkedLoss(99))]
     (by_x, by_kernel), (by_x_2, by_kernel_2) = (run(x, kernel) for run in runs)
     by_kernel, by_kernel_2 = by_kernel.dense(), by_kernel_2.dense()
     assert by_x.dtype == by_x_2.dtype == jnp.bfloat16 and by_kernel.dtype == by_kernel_2.dtype == jnp.float32
@@ -162,7 +162,7 @@ def test_the_mean_over_tokens_does_not_bias_bfloat16_gradients(count: int) -> No
     x, kernel, *rest = head_case(2, False, jnp.bfloat16, (1, count))
     wanted, ours = (
         np.asarray(jax.grad(lambda x, head=head: head(x, kernel, *rest, 0.0)[0] / count)(x), np.float64)
-        for head in (Whole(), Chunked(256 * 29))
+        for head in (Whole(), ChunkedLoss(256 * 29))
     )
     assert abs(np.sum(ours * wanted) / np.sum(wanted * wanted) - 1) < 3e-4
 
@@ -178,7 +178,7 @@ def loops(mesh: dict[str, int], rows: int) -> int:
     made = nnxmoe.make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())])
     config = config_from_hf(TINY["llama"])
     model = model_class(config)(config, dataclasses.replace(PLAIN, mesh=made), rngs=None)
-    step = Step(model, optax.sgd(0.1), Objective(head=Chunked(2 * 2 * config.vocab_size)))
+    step = Step(model, optax.sgd(0.1), Objective(head=ChunkedLoss(2 * 2 * config.vocab_size)))
     batch = {"tokens": jax.ShapeDtypeStruct((rows, 9), jnp.int32)}
     text = str(jax.make_jaxpr(step._step)(step.shapes(), batch))
     found = {int(length) for length in re.findall(r"length=(\d+)", text)} - {config.num_hidden_layers}
@@ -201,7 +201,7 @@ def test_logits_are_never_all_there(tied: bool) -> None:
         given = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
         return jax.jit(jax.grad(total, (0, 1))).lower(*given).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporary(Chunked()) - vocab * dim * 4 < temporary(Whole()) / 8
+    assert temporary(ChunkedLoss()) - vocab * dim * 4 < temporary(Whole()) / 8
 
 
 # Which tokens predict which
@@ -384,4 +384,4 @@ def test_settings_that_are_none() -> None:
         with pytest.raises(ValueError, match=message):
             Step(model, optax.sgd(0.1), **wrong)
     with pytest.raises(ValueError, match="at least 1"):
-        Chunked(0)
+        ChunkedLoss(0)

@@ -15,7 +15,7 @@ from nnxmoe.train.loop.fit import Fitted as Fitted
 from nnxmoe.train.loop.fit import NotFinite as NotFinite
 from nnxmoe.train.loop.fit import Progress as Progress
 from nnxmoe.train.loop.fit import fit as fit
-from nnxmoe.train.loop.loss import Chunked as Chunked
+from nnxmoe.train.loop.loss import ChunkedLoss as ChunkedLoss
 from nnxmoe.train.loop.loss import Losses as Losses
 from nnxmoe.train.loop.loss import Objective as Objective
 from nnxmoe.train.loop.loss import Whole as Whole
@@ -26,3 +26,5 @@ from nnxmoe.train.loop.step import Report as Report
 from nnxmoe.train.loop.step import Step as Step
 from nnxmoe.train.loop.step import TrainState as TrainState
 from nnxmoe.train.runs.checkpoints import Checkpoints as Checkpoints
+
+Chunked = ChunkedLoss  # the former name, which is also that of a dispatch, `nnxmoe.Chunked`

@@ -18,7 +18,9 @@ from tqdm import tqdm
 from nnxmoe.config.validate import is_positive
 from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.decoder import Decoder
 from nnxmoe.moe.balance import utilisation
+from nnxmoe.moe.block import MoE
 from nnxmoe.runtime.processes import deadline
 from nnxmoe.runtime.progress import logger
 from nnxmoe.train.loop.feed import Source, placed
@@ -111,8 +113,8 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     model = nnx.merge(graph, state)
     model.strategy = dataclasses.replace(model.strategy, mesh=mesh)
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Module) and hasattr(node, "mesh"):
-            setattr(node, "mesh", mesh)  # noqa: B010  a module's, whichever it is
+        if isinstance(node, Decoder | MoE):  # the modules that hold a mesh
+            node.mesh = mesh
     flat = [
         (p, v.replace(jax.device_put(v.get_value(), model.strategy.sharding_of(v))))
         for p, v in nnx.to_flat_state(state)
@@ -174,7 +176,7 @@ class _Run:
                 batch, position = self.source.next()
                 batch = placed(batch, self.step)
                 with deadline("a training step"):
-                    self.state, report = self.step(self.state, batch)
+                    self.state, report = self.step.run(self.state, batch)
                     jax.block_until_ready(report)
                 if not float(report.losses.tokens):
                     raise ValueError(

@@ -52,7 +52,7 @@ class Whole:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunked:
+class ChunkedLoss:
     """At most ``logits`` logits per device at a time; the full logits are never materialised.
 
     The same pass computes the gradients, so no product runs twice. Exact: a token's softmax is never split. Each chunk
@@ -63,7 +63,7 @@ class Chunked:
 
     def __post_init__(self) -> None:
         if self.logits < 1:
-            raise ValueError(f"Chunked(logits={self.logits}): how many logits at a time, at least 1")
+            raise ValueError(f"ChunkedLoss(logits={self.logits}): how many logits at a time, at least 1")
 
     def __call__(self, x: Array, kernel: Kernel, targets: Array, weights: Array, z: float, shards: int = 1) -> Sums:
         vocab = kernel.shape[1]
@@ -234,7 +234,7 @@ class Objective:
     balance: float = 0.0
     balance_loss: Callable[[Routing], Float[Array, ""]] = balancing.switch_loss
     router_z_loss: float = 0.0
-    head: Head = Chunked()
+    head: Head = ChunkedLoss()
 
     def __call__(
         self,
@@ -249,7 +249,6 @@ class Objective:
         Of a part of a larger batch, such that the parts' results add up to the batch's: ``tokens``, by which the sum
         of cross-entropies is divided, are the batch's, and ``share`` is what the part's other terms count.
         """
-        check_batch(batch)
         segments = batch.get("segment_ids")
         mask = real_tokens(batch) if segments is not None or "attention_mask" in batch else None
         body = model.body(batch["tokens"], mask, batch.get("positions"), segments, None, key, self._of_routing)

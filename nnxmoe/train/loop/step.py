@@ -118,8 +118,12 @@ class Step:
         return TrainState(everywhere, params, {name: self._places[name] for name in self._frozen}, moments, everywhere)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
-        """One step; ValueError for a batch that is none."""
+        """Makes one step. Raises ValueError if the batch is malformed."""
         check_batch(batch)
+        return self.run(state, batch)
+
+    def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
+        """Makes one step with a batch that `check_batch` has passed."""
         rows = np.shape(batch["tokens"])[0]
         if rows % self.accumulate:
             raise ValueError(f"a batch of {rows} rows cannot be cut into accumulate={self.accumulate} parts")
