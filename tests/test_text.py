@@ -587,10 +587,10 @@ def test_values_must_be_plain() -> None:
 
 # What templates may not do
 
-SLOW, BIG, UNSAFE, DEEP = "took longer than the 1 s", "needs more than 64 MB", "may not do", "too deeply"
+SLOW, BIG, UNSAFE, DEEP = "took longer than the 1 s", "needs more than 64 MB", "that is not allowed", "too deeply"
 HOSTILE = {
     "{{ ''.__class__.__mro__ }}": UNSAFE,
-    "{{ ''['__class__']['__mro__'][1]['__subclasses__']() }}": "undefined|may not do",
+    "{{ ''['__class__']['__mro__'][1]['__subclasses__']() }}": "undefined|that is not allowed",
     "{{ ''|attr('__class__')|attr('__mro__') }}{{ ().__class__.__base__.__subclasses__() }}": UNSAFE,
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}": UNSAFE,
     "{{ lipsum.__globals__['os'].environ }}": UNSAFE,
@@ -600,13 +600,13 @@ HOSTILE = {
     "{% set ns = namespace() %}{% set ns.__dict__ = 1 %}": UNSAFE,
     "{{ namespace.__init__.__globals__ }}": UNSAFE,
     "{{ self.__init__.__globals__ }}": UNSAFE + "|undefined",
-    "{{ '{0.__class__.__mro__.x}'.format(1) }}{{ 1/0 }}": "failed|undefined|may not do",
+    "{{ '{0.__class__.__mro__.x}'.format(1) }}{{ 1/0 }}": "failed|undefined|that is not allowed",
     "{% for k in messages.__iter__.__self__ %}{% endfor %}": UNSAFE,
-    "{% include '/etc/passwd' %}": "asks for another template",
-    "{% include '/etc/passwd' ignore missing %}": "asks for another template",
-    "{% import 'x' as y %}": "asks for another template",
-    "{% from 'x' import y %}": "asks for another template",
-    "{% extends 'x' %}": "asks for another template",
+    "{% include '/etc/passwd' %}": "includes another template",
+    "{% include '/etc/passwd' ignore missing %}": "includes another template",
+    "{% import 'x' as y %}": "includes another template",
+    "{% from 'x' import y %}": "includes another template",
+    "{% extends 'x' %}": "includes another template",
     "{{ messages.append(1) }}": UNSAFE,
     "{{ messages[0].update(role='x') }}": UNSAFE,
     "{{ messages.clear() }}": UNSAFE,
@@ -737,7 +737,7 @@ def test_threads_share_it() -> None:
 def test_a_start_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     chat_template._renderer.close()
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    with pytest.raises(ChatTemplateError, match="no process for chat templates"):
+    with pytest.raises(ChatTemplateError, match="cannot start a process for chat templates"):
         render("")
     monkeypatch.setattr(sys, "executable", shutil.which("false") or "false")
     with pytest.raises(ChatTemplateError, match=r"ended at its start \(exit code 1\)"):

@@ -1,6 +1,6 @@
-"""Renders a checkpoint's chat template safely: the parent's side of ``template_worker.py``, and the words for failures.
+"""Renders untrusted chat templates: runs ``template_worker.py`` in a process, and turns its failures into messages.
 
-One worker process serves all templates; it starts with the first render, is replaced after a kill and ends with us.
+One worker process serves all templates. It starts with the first render, is replaced after a kill, and ends with us.
 """
 
 import atexit
@@ -20,16 +20,16 @@ from typing import Any, cast
 
 TEMPLATE_CHARACTERS = 256 * 1024
 TEXT_CHARACTERS = 4 * 1024 * 1024  # of a conversation as JSON, and of the rendered text
-SECONDS = 1.0  # per render, by the worker's own alarm
-GRACE = 0.5  # later than that alarm the parent kills
+SECONDS = 1.0  # per render, enforced by the worker's alarm
+GRACE = 0.5  # seconds after that alarm until the parent kills the worker
 START_SECONDS = 60.0
 MEMORY = 64 * 1024 * 1024
 
 _WHY = {
-    "raised": "refuses this conversation: {detail}. Change the messages to what it accepts",
-    "include": "asks for another template ({detail}). Chat templates must be one piece: paste that one in",
+    "raised": "refuses this conversation: {detail}. Change the messages to a form that it accepts",
+    "include": "includes another template ({detail}). A chat template must be a single file: insert that template",
     "output": "writes {detail}. Correct the template or shorten the messages",
-    "security": "does what templates may not do: {detail}. It may only read its variables",
+    "security": "does something that is not allowed: {detail}. A template may only read its variables",
     "undefined": "uses something undefined: {detail}. Pass it in the messages or as a variable",
     "syntax": "has a syntax error: {detail}. Correct the template",
     "memory": f"needs more than {MEMORY >> 20} MB. Correct the template or shorten the messages",
@@ -41,11 +41,11 @@ _WHY = {
 
 
 class ChatTemplateError(ValueError):
-    """A chat template, or what it was given, is at fault; the message says what and what to do."""
+    """Raised for a faulty chat template or unsuitable messages; the message says what to change."""
 
 
 class _WorkerEnded(Exception):
-    """The worker is gone. Holds the reply in its place."""
+    """The worker process has ended; holds the reply to use instead."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
@@ -53,7 +53,7 @@ class _WorkerEnded(Exception):
 
 
 class _Worker:
-    """One live worker process: a line in, a line out, killed when the line out is late."""
+    """A running worker process: one line in, one line out; it is killed if its reply is late."""
 
     def __init__(self) -> None:
         found = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
@@ -73,21 +73,23 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in keep if name in os.environ},  # no tokens, no keys
-                start_new_session=True,  # Ctrl-C is for the parent
+                start_new_session=True,  # Ctrl-C must not reach it
             )
         except OSError as error:
-            raise ChatTemplateError(f"no process for chat templates: {sys.executable!r} fails with {error}") from error
+            raise ChatTemplateError(
+                f"cannot start a process for chat templates: {sys.executable!r} fails with {error}"
+            ) from error
         try:
-            self.ask(b"", START_SECONDS)  # waits for the worker's "ready": a busy machine starts Python slowly
+            self.ask(b"", START_SECONDS)  # waits for "ready": Python may start slowly
         except BaseException as error:
             self.close()
             if isinstance(error, _WorkerEnded):
-                why = f"no process for chat templates: {sys.executable!r} ended at its start ({error})"
+                why = f"cannot start a process for chat templates: {sys.executable!r} ended at its start ({error})"
                 raise ChatTemplateError(why) from None
             raise
 
     def ask(self, request: bytes, seconds: float) -> bytes:
-        """Send a line, read a line. Raises _WorkerEnded when the worker dies or is killed for being late."""
+        """Send a line and read a line. Raises _WorkerEnded if the worker dies or its reply is late."""
         requests, replies = self._process.stdin, self._process.stdout
         assert requests and replies
         late = threading.Event()
@@ -115,7 +117,7 @@ class _Worker:
         return line
 
     def _how_it_ended(self) -> _WorkerEnded:
-        """What the exit code tells: the alarm's signal means the time limit."""
+        """The reason from the exit code: the alarm's signal means the time limit."""
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
@@ -125,7 +127,7 @@ class _Worker:
         return _WorkerEnded("died", f"signal {-code}" if code < 0 else f"exit code {code}")
 
     def close(self) -> None:
-        """Kill the process and leave nothing behind: no zombie, no open pipe."""
+        """Kill the process, wait for it, and close its pipes."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -134,21 +136,21 @@ class _Worker:
                     pipe.close()
 
     def disown(self) -> None:
-        """Drop our ends of the pipes in a forked child, unflushed; the process is the parent's."""
+        """In a forked child: close our ends of the pipes without flushing; the process belongs to the parent."""
         self._process.returncode = 0
         for pipe in (self._process.stdin, self._process.stdout):
             cast(io.BufferedReader | io.BufferedWriter, pipe).raw.close()
 
 
 class _Renderer:
-    """The process-wide worker, started when needed; one render at a time."""
+    """The one worker of this process, started on demand; renders one template at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
 
     def render(self, request: bytes) -> dict[str, Any]:
-        """The worker's reply. Whatever goes wrong, the next call gets a sound worker."""
+        """The worker's reply. After a failure that could leave it damaged, the worker is replaced."""
         with self._lock:
             sound = False
             try:
@@ -168,7 +170,7 @@ class _Renderer:
                     self._stop()
 
     def close(self) -> None:
-        """End the worker, if one runs."""
+        """End the worker if it runs."""
         with self._lock:
             self._stop()
 
@@ -178,7 +180,7 @@ class _Renderer:
             worker.close()
 
     def forget(self) -> None:
-        """After a fork: the worker belongs to the parent, and the lock may have been held."""
+        """In a forked child: the worker belongs to the parent, and the lock may be held."""
         self._lock = threading.Lock()
         worker, self._worker = self._worker, None
         if worker:
@@ -198,7 +200,7 @@ def render_chat_template(template: str, variables: dict[str, Any], required: Ite
     a variable named in ``required``.
     """
     if len(template) > TEMPLATE_CHARACTERS:
-        raise _fault(f"is {len(template)} characters long, {TEMPLATE_CHARACTERS} are allowed. Shorten it")
+        raise _fault(f"is {len(template)} characters long; the limit is {TEMPLATE_CHARACTERS}. Shorten it")
     try:
         request = {"template": template, "variables": variables, "required": list(required)}
         asked = json.dumps(request, ensure_ascii=False)
@@ -206,7 +208,7 @@ def render_chat_template(template: str, variables: dict[str, Any], required: Ite
         why = f"cannot be given these messages or variables: {error}. Use strings, numbers, lists and dicts only"
         raise _fault(why) from None
     if len(asked) - len(template) > TEXT_CHARACTERS:
-        raise _fault(f"is given {len(asked)} characters of messages, {TEXT_CHARACTERS} are allowed. Shorten them")
+        raise _fault(f"is given {len(asked)} characters of messages; the limit is {TEXT_CHARACTERS}. Shorten them")
     reply = _renderer.render(asked.encode("utf-8", "surrogatepass") + b"\n")
     text = reply.get("text")
     if isinstance(text, str):
@@ -230,5 +232,5 @@ def _fault(why: str, line: int | None = None) -> ChatTemplateError:
 
 
 def _printable(text: str) -> str:
-    """Text from a stranger for a terminal: control characters become spaces."""
+    """Untrusted text for a terminal: control characters become spaces."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -1,11 +1,11 @@
-"""Renders chat templates in a process of its own; ``chat_template.py`` runs this file by its path, nothing imports it.
+"""Renders chat templates in a separate process; ``chat_template.py`` runs this file by its path.
 
-Templates come with checkpoints, from strangers. Jinja's sandbox keeps them away from Python's internals, but it cannot
-stop ``'a' * 10**10``, ``9**9**9`` or nested loops, which spend their time inside one C call. Hence a process that the
-kernel limits in time, memory and files. Standard library and jinja2 only.
+Templates come with checkpoints and are untrusted. Jinja's sandbox protects Python's internals, but it cannot stop
+``'a' * 10**10``, ``9**9**9`` or nested loops, which spend their time inside one C call. Hence a process whose time,
+memory and files are limited by the kernel. Standard library and jinja2 only.
 
 Started as ``python -I -S template_worker.py SETTINGS``; SETTINGS is a JSON object ``{path, seconds, memory, output}``:
-folders for ``sys.path``, seconds and bytes per render, characters of output. It says ``{"ready": true}``, then answers
+folders for ``sys.path``, seconds and bytes per render, characters of output. It writes ``{"ready": true}`` and answers
 each line ``{template, variables, required}`` with ``{"text"}``, ``{"error", "detail", "line"}``, or, if the template
 does not read a required variable, ``{"unused", "names"}``: that variable, and the names that the template does read.
 """
@@ -15,7 +15,7 @@ import json
 import math
 import signal
 import sys
-import textwrap  # noqa: F401  (jinja2 imports it in mid-render, when no file can be opened any more)
+import textwrap  # noqa: F401  (jinja2 imports it while rendering, when files can no longer be opened)
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -26,7 +26,7 @@ if __name__ == "__main__":  # the parent's jinja2 and markupsafe: -S leaves ever
     sys.path.extend(json.loads(sys.argv[1])["path"])
 
 import jinja2
-import jinja2.constants  # jinja2 imports it and debug in mid-render, like textwrap
+import jinja2.constants  # jinja2 imports it and debug while rendering, like textwrap
 import jinja2.debug
 import jinja2.ext
 import jinja2.nodes
@@ -36,7 +36,7 @@ import jinja2.utils
 
 try:
     import resource
-except ImportError:  # Windows: neither rlimits nor timers exist there, the parent's own time limit is all there is
+except ImportError:  # Windows has neither rlimits nor timers: only the parent limits the time
     resource = None
 
 
@@ -49,16 +49,16 @@ class OtherTemplateWanted(jinja2.TemplateError):
 
 
 class OutputTooLong(Exception):
-    """The template wrote more than it may."""
+    """The template wrote more than the limit."""
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks what the assistant says; here it only renders its body."""
+    """``{% generation %}...{% endgeneration %}`` marks the assistant's text; here the body is rendered as it is."""
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Turn the block into a call of :meth:`body`, which gives it a scope of its own."""
+        """Turn the block into a call of :meth:`body`, which gives it its own scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
@@ -69,14 +69,14 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class NoLoader(jinja2.BaseLoader):
-    """Refuses every other template by name, without looking at any file."""
+    """Refuses every other template by name, without opening files."""
 
     def get_source(self, environment: jinja2.Environment, template: str) -> NoReturn:
         raise OtherTemplateWanted(str(template))
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Jinja's ``namespace()`` without underscore names, which could reach what Python keeps behind them."""
+    """Jinja's ``namespace()`` without underscore names, which could reach Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         # No named parameter, so that namespace(self=...) works.
@@ -92,7 +92,7 @@ class Namespace(jinja2.utils.Namespace):
 
 
 class DictMaker:
-    """The ``dict`` of templates: makes dictionaries, but is not the type with its methods and bases."""
+    """The ``dict`` of templates: creates dictionaries, but does not expose the type's methods and bases."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -160,7 +160,7 @@ def unused_variable(environment: jinja2.Environment, template: str, required: li
     return next(({"unused": name, "names": sorted(names)} for name in required if name not in names), {})
 
 
-# In this order: an error is called by the first kind that fits.
+# An error gets the name of the first kind that matches.
 KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (RaisedByTemplate, "raised"),
     (OtherTemplateWanted, "include"),
@@ -174,7 +174,7 @@ KINDS: tuple[tuple[type[BaseException], str], ...] = (
 
 
 def describe(error: Exception, compiled: jinja2.Template | None) -> dict[str, Any]:
-    """The reply for a failed render: kind, text, and the template's line as far as known."""
+    """The reply for a failed render: kind, text, and the template's line if known."""
     kind = next((name for cls, name in KINDS if isinstance(error, cls)), "failed")
     detail = str(error) if kind != "failed" else f"{type(error).__name__}: {error}"
     line = error.lineno if isinstance(error, jinja2.TemplateSyntaxError) else None
@@ -187,39 +187,39 @@ def describe(error: Exception, compiled: jinja2.Template | None) -> dict[str, An
 
 
 def limit_process(memory: int) -> None:
-    """For the rest of this process: no new files, no writing, no children, no core dump, ``memory`` more bytes."""
+    """Limits this process: no new files, no writing, no children, no core dump, ``memory`` additional bytes."""
     if resource is None:
         return
     limits = {"NOFILE": 0, "FSIZE": 0, "NPROC": 0, "CORE": 0}
     statm = Path("/proc/self/statm")
-    if statm.exists():  # elsewhere the memory in use is not told, and macOS does not enforce the limit
+    if statm.exists():  # other systems do not report it, and macOS does not enforce the limit
         limits["AS"] = int(statm.read_text().split()[0]) * resource.getpagesize() + memory
     for name, value in limits.items():
         try:
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
         except (ValueError, OSError, AttributeError):
-            continue  # a limit that this system lacks, or a hard limit already lower
+            continue  # the system lacks this limit, or the hard limit is lower
 
 
 def limit_time(seconds: float) -> None:
-    """Have the kernel end this process after ``seconds`` of wall time; 0 calls it off.
+    """Let the kernel end this process after ``seconds`` of wall time; 0 cancels the limit.
 
-    SIGALRM keeps its default action: a Python handler would not run before the C call at fault returns.
+    SIGALRM keeps its default action: a Python handler would only run after the current C call.
     """
     if resource is None:
         return
-    if seconds:  # processor time as well, in case the alarm is lost
+    if seconds:  # limits the processor time too, in case the alarm is lost
         used = math.ceil(time.process_time() + seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (used + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]))
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def serve(requests: BinaryIO, replies: BinaryIO, settings: dict[str, Any]) -> None:
-    """Answer one line after the other until the parent closes the pipe."""
+    """Answer line by line until the parent closes the pipe."""
     environment = make_environment()
     compile_template = functools.lru_cache(maxsize=4)(environment.from_string)
     warm = compile_template("{% generation %}{{ [{}] | tojson }}{{ strftime_now('%Y %B') }}{% endgeneration %}")
-    render(warm, {}, settings["output"])  # whatever is loaded on first use gets loaded while files can be opened
+    render(warm, {}, settings["output"])  # modules loaded on first use must load while files can be opened
     limit_process(settings["memory"])
     replies.write(b'{"ready": true}\n')
     replies.flush()
@@ -240,7 +240,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, settings: dict[str, Any]) -> No
 
 
 def main() -> None:
-    """Undo what the parent may have handed down for the alarm, then serve."""
+    """Reset the signal settings inherited from the parent, then serve."""
     if resource is not None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)

@@ -1,7 +1,7 @@
-"""Text to token ids and back: a checkpoint's tokenizer, its chat template, and decoding as tokens arrive.
+"""Text to token ids and back: a checkpoint's tokenizer, its chat template, and streaming decoding.
 
-The ids are those of the ``tokenizers`` library and ``tokenizer.json``; nothing is added by ``tokenizer_config.json``'s
-``add_bos_token``, which transformers 5 does not heed either for such files.
+The ids are those of the ``tokenizers`` library and ``tokenizer.json``. ``add_bos_token`` in ``tokenizer_config.json``
+is ignored, as by transformers 5 for such files.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,9 +31,9 @@ __all__ = ["TextStream", "Tokenizer", "TokenizerError"]
 
 
 class Tokenizer:
-    """Encodes, decodes and renders chats for one checkpoint. Made by :meth:`from_pretrained`.
+    """Encodes, decodes and renders chats for one checkpoint. Created by :meth:`from_pretrained`.
 
-    ``special_tokens`` maps names like ``bos_token`` to their text; they are variables of the chat template too.
+    ``special_tokens`` maps names such as ``bos_token`` to their text; they are also variables of the chat template.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Tokenizer:
         source: str,
         template_file: str | None = None,
     ) -> None:
-        backend.no_truncation()  # what tokenizer.json asks for here concerns batches for training
+        backend.no_truncation()  # these settings of tokenizer.json are meant for training batches
         backend.no_padding()
         self.backend = backend
         self.special_tokens = dict(special_tokens)
@@ -71,7 +71,7 @@ class Tokenizer:
         config = read_json(folder / CONFIG)
         legacy = read_json(folder / SPECIAL)
         ours, old = read_special_tokens(config, folder / CONFIG), read_special_tokens(legacy, folder / SPECIAL)
-        # Since added_tokens_decoder exists the config knows best; before, the map did.
+        # The config takes precedence if it has added_tokens_decoder; older checkpoints rely on the map.
         special_tokens = {**old, **ours} if "added_tokens_decoder" in config else {**ours, **old}
         templates, template_file = read_chat_templates(folder, config)
         return cls(backend, special_tokens, templates, str(folder), str(template_file))
@@ -81,11 +81,11 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template used when none is named."""
+        """The default template."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Special tokens written out in it become those tokens."""
+        """Token ids of a text. Special tokens spelled out in the text become these tokens."""
         if not isinstance(text, str):
             raise TypeError(f"encode takes a str, not {type(text).__name__}")
         try:
@@ -97,10 +97,10 @@ class Tokenizer:
             raise backend_failure(error, f"{self.source}: {TOKENIZER} cannot encode a text") from None
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        """Text of one row of ids, a list or an integer array of numpy or jax. Ids past the vocabulary give no text."""
+        """Text of one row of ids: a list, or an integer array of NumPy or JAX. Unknown ids give no text."""
         row = np.asarray(ids)
         if row.ndim > 1:
-            raise TokenizerError(f"decode takes one row of ids, not an array of shape {row.shape}: go row by row")
+            raise TokenizerError(f"decode takes one row of ids, not an array of shape {row.shape}: decode row by row")
         if row.size and not (np.issubdtype(row.dtype, np.integer) and 0 <= row.min() and row.max() < 2**32):
             raise TokenizerError(f"token ids must be integers from 0, not {row.tolist()!r:.60} ({row.dtype})")
         return self.decode_list([int(i) for i in row.reshape(-1)], skip_special_tokens)
@@ -153,7 +153,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _template(self, name: str | None, with_tools: bool) -> str:
-        """The template of that name; without a name "default", or "tool_use" when there are tools and such a one."""
+        """The template of that name; by default "tool_use" if tools are given and it exists, else "default"."""
         if name is None:
             name = "tool_use" if with_tools and "tool_use" in self.chat_templates else "default"
         if name in self.chat_templates:
@@ -171,48 +171,48 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes tokens one by one: ``put`` returns the text a token completes, ``end`` what is left over.
+    """Decodes tokens one by one: ``put`` returns the text that a token completes, ``end`` the rest.
 
-    Characters cut in two between tokens are held back until they are whole. Each step decodes a short window only,
-    which begins with tokens whose text is out already: decoders treat the start of a text differently (leading spaces).
-    ``context``: the prompt's ids. The prompt's text followed by the pieces is then the text of all ids.
+    Incomplete characters are held back until the tokens that complete them arrive. Each step decodes only a short
+    window. It begins with tokens whose text has been returned, since decoders treat the start of a text differently
+    (leading spaces). ``context``: the prompt's ids; the prompt's text followed by the pieces is the text of all ids.
     """
 
-    LONGEST_WAIT = 64  # tokens; only broken UTF-8 takes longer than a few
+    LONGEST_WAIT = 64  # tokens; only invalid UTF-8 takes more than a few
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        shown = (int(i) for i in context)
-        self._window = [i for i in shown if not (skip_special_tokens and i in tokenizer.special_ids)][-8:]
-        self._told = len(self._decode())  # characters of the window's text
-        self._settled = len(self._window)  # tokens of the window
+        ids = (int(i) for i in context)
+        self._window = [i for i in ids if not (skip_special_tokens and i in tokenizer.special_ids)][-8:]
+        self._shown = len(self._decode())  # characters of the window's text that have been returned
+        self._settled = len(self._window)  # tokens of the window whose text has been returned
 
     def put(self, token_id: Any) -> str:
-        """The text that this token completes, often empty."""
+        """Returns the text that this token completes, possibly empty."""
         token = int(token_id)
         if self._skip and token in self._tokenizer.special_ids:
             return ""
         self._window.append(token)
         text = self._decode()
         if text.endswith("\ufffd") and len(self._window) - self._settled < self.LONGEST_WAIT:
-            return self._tell(text.rstrip("\ufffd"))
-        piece = self._tell(text)
+            return self._unseen(text.rstrip("\ufffd"))
+        piece = self._unseen(text)
         if piece:
             self._window = self._window[self._settled :]
-            self._told, self._settled = len(self._decode()), len(self._window)
+            self._shown, self._settled = len(self._decode()), len(self._window)
         return piece
 
     def end(self) -> str:
-        """The rest, with U+FFFD for a character that was never finished. The stream may then be used anew."""
-        piece = self._tell(self._decode())
-        self._window, self._told, self._settled = [], 0, 0
+        """Returns the rest, with U+FFFD for an incomplete character, and resets the stream."""
+        piece = self._unseen(self._decode())
+        self._window, self._shown, self._settled = [], 0, 0
         return piece
 
     def _decode(self) -> str:
         return self._tokenizer.decode_list(self._window, self._skip)
 
-    def _tell(self, text: str) -> str:
-        piece = text[self._told :]
-        self._told = max(self._told, len(text))
+    def _unseen(self, text: str) -> str:
+        piece = text[self._shown :]
+        self._shown = max(self._shown, len(text))
         return piece

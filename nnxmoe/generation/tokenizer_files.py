@@ -27,13 +27,13 @@ from nnxmoe.storage.hub import TOKENIZER_FILES, local_folder, snapshot
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
 REMEDY = "Download the file again"
-MAX_BYTES = 100_000_000  # Gemma's has 33 MB
+MAX_BYTES = 100_000_000  # Gemma's tokenizer.json has 33 MB
 MAX_GROWTH = 1000
 EXPLAINED_BYTES = 16_000_000  # a larger tokenizer.json that the library refuses is not parsed again
 
 
 class TokenizerError(ValueError):
-    """A tokenizer file, a chat template or what they were given is at fault; names the file and the remedy."""
+    """Raised for a faulty tokenizer file or chat template, or unsuitable input; names the file and the remedy."""
 
 
 def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_only: bool) -> Path:
@@ -45,7 +45,7 @@ def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_on
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
-    """Load tokenizer.json, and say what is wrong where the library's message does not."""
+    """Load tokenizer.json; errors are clearer than the library's."""
     path = folder / TOKENIZER
     if not os.path.lexists(path):
         hint = " (its tokenizer.model is SentencePiece)" if (folder / "tokenizer.model").exists() else ""
@@ -69,8 +69,8 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _check_precompiled(path: Path, data: bytes) -> None:
-    """Refuses a map of characters that says it is longer than it is: the library would end the process over it."""
-    if b"recompiled" not in data and not re.search(rb"\\u00[4-7]", data):  # the name, or letters in disguise
+    """Refuses a truncated character map, on which the library aborts the process."""
+    if b"recompiled" not in data and not re.search(rb"\\u00[4-7]", data):  # the name, possibly with escaped letters
         return
     found: Any = parse_json(data, path, REMEDY, TokenizerError, values=20 * MAX_JSON_VALUES)
     for step in _steps(found.get("normalizer") if isinstance(found, dict) else None):
@@ -82,7 +82,7 @@ def _check_precompiled(path: Path, data: bytes) -> None:
 
 
 def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
-    """Refuses Replace steps that together multiply a text without bound: out of memory, the library ends all."""
+    """Refuses Replace steps that together multiply a text without bound: out of memory, the library aborts."""
     for name in ("normalizer", "decoder"):
         part, growth = getattr(backend, name), 1.0
         for step in _steps(json.loads(part.__getstate__()) if part is not None else None):
@@ -96,7 +96,7 @@ def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or decoder, sequences resolved."""
+    """The steps of a normalizer or decoder, with sequences flattened."""
     if isinstance(part, dict):
         yield part
         for name in ("normalizers", "decoders"):
@@ -105,7 +105,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) -> None:
-    """The library gives added tokens other ids than the file where those are taken or leave a gap: refuse that."""
+    """Refuses added tokens whose ids are taken or leave a gap: the library would give them other ids."""
     match = re.search(rb'"added_tokens"\s*:\s*', data)
     try:
         tokens = json.JSONDecoder().raw_decode(data[match.end() :].decode(errors="replace"))[0] if match else []
@@ -122,7 +122,7 @@ def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) 
 
 
 def _explain(path: Path) -> None:
-    """Raises a better error than the library's for what is no JSON, and for models it does not know."""
+    """Raises a clearer error than the library's for invalid JSON and for unknown models."""
     model = read_json(path).get("model")
     kind = model.get("type") if isinstance(model, dict) else None
     if kind not in (None, "BPE", "Unigram", "WordPiece", "WordLevel"):
@@ -130,25 +130,25 @@ def _explain(path: Path) -> None:
 
 
 def backend_failure(error: BaseException, what: str) -> BaseException:
-    """Rust panics derive from BaseException: make them errors too, but let interrupts pass."""
+    """The TokenizerError for an exception of the library, Rust panics (BaseException) included; interrupts pass."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         return error
-    return TokenizerError(f"{what}: {error}. Get the file anew, or save it with a current 'tokenizers'")
+    return TokenizerError(f"{what}: {error}. Download the file again, or save it with a current 'tokenizers'")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where the file is missing."""
+    """The JSON object in a file; empty if the file is missing."""
     return read_object(path, REMEDY, TokenizerError) if os.path.lexists(path) else {}
 
 
 def read_special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Every ``*_token`` that is a text, or an object with its text as "content"."""
+    """Every ``*_token`` that is a text or an object with a text as "content"."""
     tokens: dict[str, str] = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str) and name.endswith("_token"):
             if any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise TokenizerError(f"{path}: {short(name)} {short(text)} is no valid Unicode. {REMEDY}")
+                raise TokenizerError(f"{path}: {short(name)} {short(text)} is not valid Unicode. {REMEDY}")
             tokens[name] = text
         elif name in ("bos_token", "eos_token", "pad_token", "unk_token") and value is not None:
             raise TokenizerError(f'{path}: {name} is {value!r:.60}. It must be a string or {{"content": string}}')
@@ -156,7 +156,7 @@ def read_special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]
 
 
 def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
-    """Templates by name, and their file: the one of its own, else tokenizer_config.json, else chat_template.json."""
+    """Templates by name, and their file: chat_template.jinja, else tokenizer_config.json, else chat_template.json."""
     path = folder / TEMPLATE
     if os.path.lexists(path):
         regular_file(path, REMEDY, TokenizerError)
@@ -180,7 +180,7 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[s
 def _read_template(path: Path) -> str:
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(TEMPLATE_CHARACTERS + 1)  # one too many: refused when it is rendered
+            text = file.read(TEMPLATE_CHARACTERS + 1)  # one character more than allowed is refused when rendering
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} is not UTF-8 text ({error}). {REMEDY}") from None
     except OSError as error:
