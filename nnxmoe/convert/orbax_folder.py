@@ -17,7 +17,7 @@ from orbax.checkpoint import type_handlers
 
 from nnxmoe.convert.lazy_array import Box, Empty, LazyArray, sizes
 from nnxmoe.runtime.memory import give_back
-from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.errors import CheckpointError, check_orbax_path, summary
 
 _CHUNK_BYTES = 64 << 20  # compressed at a time
 _BLOCK_BYTES = 32 << 20  # read at a time
@@ -102,7 +102,7 @@ def handler(*kinds: tuple[type, Any]) -> Any:
 @contextlib.contextmanager
 def _writer(folder: Path, bar: Any) -> Iterator[Any]:
     """A handler that writes; at the end CheckpointError where it could not."""
-    check_name(folder)
+    check_orbax_path(folder)
     writers = _HostWriter(bar), _SpreadWriter(bar, enable_write_sharding_file=False)
     failure: BaseException | None = None
     try:
@@ -113,21 +113,7 @@ def _writer(folder: Path, bar: Any) -> Iterator[Any]:
         writers[0].stop(error)
         raise
     if failure := writers[0].failure or writers[1].failure or failure:
-        raise CheckpointError(f"cannot write: {gist(failure)}; make room, or choose another folder") from failure
-
-
-def gist(error: BaseException) -> str:
-    """The beginning and the end of what may be long."""
-    text = f"{type(error).__name__}: {error}"
-    return text if len(text) < 400 else f"{text[:150]} … {text[-200:]}"
-
-
-def check_name(folder: Path) -> None:
-    """The library below cannot name every file that Python can."""
-    if "\\" in str(folder) or not str(folder).isprintable():
-        raise CheckpointError(
-            f"{str(folder)!a}: Orbax cannot use paths with backslashes or control characters: rename it"
-        )
+        raise CheckpointError(f"cannot write: {summary(failure)}; make room, or choose another folder") from failure
 
 
 def write(folder: Path, tree: Mapping[str, Any], bar: Any) -> None:
@@ -172,7 +158,7 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
     """Name -> array of the tree in a folder; of the branches ``tops`` only, the first of which must be there."""
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{folder} holds no Orbax checkpoint: it has no _METADATA")
-    check_name(folder)
+    check_orbax_path(folder)
     reader = handler((np.ndarray, _Opener()))
     with _readable(folder):
         stored: dict[str, Any] = dict(reader.metadata(folder).tree)
@@ -196,7 +182,7 @@ def _readable(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = f"{folder} is damaged, or no checkpoint that Orbax reads: {gist(error)}; copy it again"
+        text = f"{folder} is damaged, or no checkpoint that Orbax reads: {summary(error)}; copy it again"
         raise CheckpointError(text) from error
 
 

@@ -16,9 +16,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from nnxmoe.config.validate import is_positive
-from nnxmoe.convert.orbax_folder import check_name
 from nnxmoe.runtime.processes import deadline
-from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.errors import CheckpointError, check_orbax_path
 from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import from_first, raise_in_all, spans_hosts
 from nnxmoe.train.runs.lock import claim, release, remove_unfinished, tidy
@@ -54,7 +53,7 @@ class Checkpoints:
             if not is_positive(value):
                 raise ValueError(f"{name}={value!r}: give a whole number from 1")
         self.folder, self.keep, self.every = absolute(folder), keep, every
-        check_name(self.folder)
+        check_orbax_path(self.folder)
         self._manager: ocp.CheckpointManager | None = None
         self._claimed = False
         self._lock: int | None = None  # held by the first process

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from nnxmoe.config.printable import short
-from nnxmoe.convert.orbax_folder import gist
-from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.errors import CheckpointError, summary
 
 _MAX_EXTRA = 1_000_000  # of JSON; more could not be read back within `files.MAX_JSON_VALUES`
 _SHOWN = 40  # lines of one error
@@ -75,7 +74,7 @@ def failing(doing: str, remedy: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{doing}: {gist(error)}; {remedy}") from error
+        raise CheckpointError(f"{doing}: {summary(error)}; {remedy}") from error
 
 
 def plain(extra: Mapping[str, Any]) -> dict[str, Any]:
