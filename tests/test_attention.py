@@ -37,7 +37,13 @@ CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("full-scanned", "ring", "latent-naive") else [])
+        for name in MODELS
+    ],
+)
 def test_cached_equals_full(name: str) -> None:
     """Every way to cut a sequence into chunks and every way to pad it; rows of unequal lengths."""
     kind, strategy, changes = MODELS[name]

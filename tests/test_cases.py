@@ -84,7 +84,10 @@ def test_plain_call(name: str, case: Any, case_model: Any) -> None:
 
 
 GREEDY = [
-    *((name, Strategy()) for name in NAMES),
+    *(
+        pytest.param(name, Strategy(), marks=pytest.mark.slow if name in ("llama_basic", "llama3_rope") else [])
+        for name in NAMES
+    ),
     pytest.param("llama3_rope", Strategy(scan_layers=True), marks=pytest.mark.slow),
     pytest.param("mixtral_basic", Strategy(dispatch=Capacity(8.0), scan_layers=True), marks=pytest.mark.slow),
     ("deepseek_yarn", Strategy(latent=Absorbed(), scan_layers=True)),

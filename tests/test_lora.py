@@ -683,6 +683,7 @@ def files_of_a_mesh(folder: Path) -> tuple[float, bool, bool, bool]:
     return error, still, back, again
 
 
+@pytest.mark.slow
 def test_merging_and_files_on_a_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
     error, still, back, again = eight(files_of_a_mesh, tmp_path / "adapter")
     assert error < 1e-5 and still and back and again
