@@ -1,6 +1,7 @@
 """``nnxmoe convert``: any kind of checkpoint into any other, without loss, refused in a line where it cannot be."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -218,7 +219,7 @@ def test_verify_finds_one_bit(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     """One bit of one array is another on the way back from the disk."""
     real = conversion.KINDS[kind].stored
 
-    def stored(self: Any, folder: str) -> Any:
+    def stored(folder: str) -> Any:
         @contextlib.contextmanager
         def spoiled() -> Any:
             with real(folder) as found:
@@ -231,7 +232,7 @@ def test_verify_finds_one_bit(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
 
         return spoiled()
 
-    monkeypatch.setattr(type(conversion.KINDS[kind]), "stored", stored)
+    monkeypatch.setitem(conversion.KINDS, kind, dataclasses.replace(conversion.KINDS[kind], stored=stored))
     with pytest.raises(CheckpointError, match="is not what was written: check the disk, remove the folder and convert"):
         convert(MIXTRAL, str(tmp_path / "out"), kind, verify=True)
     monkeypatch.undo()
@@ -243,12 +244,12 @@ def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A model whose arrays are right and whose numbers are not: its config was written wrong."""
     real = conversion.KINDS["hf"].save
 
-    def save(self: Any, model: Any, folder: str, scan: bool) -> None:
+    def save(model: Any, folder: str, scan: bool) -> None:
         real(model, folder, scan)
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 77.0, "rope_parameters": None}))
 
-    monkeypatch.setattr(conversion.HuggingFace, "save", save)
+    monkeypatch.setitem(conversion.KINDS, "hf", dataclasses.replace(conversion.KINDS["hf"], save=save))
     with pytest.raises(CheckpointError, match="logits differ by"):
         convert(MIXTRAL, str(tmp_path / "out"), "hf", verify=True)
 

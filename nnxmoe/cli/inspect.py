@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnxmoe.axes import RULES, AnyMesh, Rules, partition_spec
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.check import Faults
-from nnxmoe.convert.fill import natural_dtype
+from nnxmoe.convert.dtypes import natural_dtype
 from nnxmoe.convert.hf import untied
 from nnxmoe.convert.hf_layout import judge, layout, refuse_unjustified
 from nnxmoe.convert.hf_source import stored

@@ -5,9 +5,9 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import hf, maxtext, native
-from nnxmoe.convert.hf_source import stored as stored_tensors
+from nnxmoe.convert.hf_source import stored
 from nnxmoe.convert.lazy_array import LazyArrays
 from nnxmoe.convert.side_files import has_tokenizer, read_config, read_generation_config
 from nnxmoe.model.causal_lm import CausalLM
@@ -33,76 +33,43 @@ from nnxmoe.strategy import Strategy
 _PROMPT = 8  # tokens whose logits are compared
 
 
-class Kind(Protocol):
-    """A kind of checkpoint: what it has and how models come from it and go into it."""
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of checkpoint. ``stored(folder)``: its arrays as they lie there; ``made(model, scan)``: its arrays as
+    ``save(model, folder, scan)`` writes them; ``load(folder, config, dtype, strategy)``: a model."""
 
-    def stored(self, folder: str) -> contextlib.AbstractContextManager[LazyArrays]:
-        """Name -> array as it lies in a folder."""
-        ...
-
-    def made(self, model: CausalLM, scan: bool) -> LazyArrays:
-        """Name -> array as `save` writes it."""
-        ...
-
-    def load(self, folder: str, config: DecoderConfig | None, dtype: Any, strategy: Strategy) -> CausalLM: ...
-
-    def save(self, model: CausalLM, folder: str, scan: bool) -> None: ...
+    stored: Callable[[str], contextlib.AbstractContextManager[LazyArrays]]
+    made: Callable[[CausalLM, bool], LazyArrays]
+    load: Callable[[str, DecoderConfig | None, Any, Strategy], CausalLM]
+    save: Callable[[CausalLM, str, bool], None]
 
 
-class HuggingFace:
-    """safetensors with a config.json; a folder or a hub id."""
-
-    @contextlib.contextmanager
-    def stored(self, folder: str) -> Iterator[LazyArrays]:
-        with Checkpoint.open(folder) as checkpoint:
-            where = str(checkpoint.folder / "config.json")
-            yield stored_tensors(checkpoint.tensors, checkpoint.config, where, checkpoint)
-
-    def made(self, model: CausalLM, scan: bool) -> LazyArrays:
-        return hf.arrays(model)
-
-    def load(self, folder: str, config: DecoderConfig | None, dtype: Any, strategy: Strategy) -> CausalLM:
-        return hf.from_pretrained(folder, dtype=dtype, strategy=strategy)
-
-    def save(self, model: CausalLM, folder: str, scan: bool) -> None:
-        hf.save_pretrained(model, folder)
+@contextlib.contextmanager
+def _tensors(folder: str) -> Iterator[LazyArrays]:
+    with Checkpoint.open(folder) as checkpoint:
+        yield stored(checkpoint.tensors, checkpoint.config, str(checkpoint.folder / "config.json"), checkpoint)
 
 
-class MaxText:
-    """MaxText's Linen layout in an Orbax folder."""
-
-    @contextlib.contextmanager
-    def stored(self, folder: str) -> Iterator[LazyArrays]:
-        yield maxtext.read(folder)
-
-    def made(self, model: CausalLM, scan: bool) -> LazyArrays:
-        return {f"params/params/{name}": array for name, array in maxtext.arrays(model, scan).items()}
-
-    def load(self, folder: str, config: DecoderConfig | None, dtype: Any, strategy: Strategy) -> CausalLM:
-        return maxtext.load(folder, config, strategy, dtype=dtype)
-
-    def save(self, model: CausalLM, folder: str, scan: bool) -> None:
-        maxtext.save(model, folder, scan)
-
-
-class Native:
-    """What `nnxmoe.save` writes."""
-
-    @contextlib.contextmanager
-    def stored(self, folder: str) -> Iterator[LazyArrays]:
-        yield native.read(folder)
-
-    def made(self, model: CausalLM, scan: bool) -> LazyArrays:
-        return native.arrays(model, scan)
-
-    def load(self, folder: str, config: DecoderConfig | None, dtype: Any, strategy: Strategy) -> CausalLM:
-        return native.load(folder, dtype, strategy=strategy)
-
-    def save(self, model: CausalLM, folder: str, scan: bool) -> None:
-        native.save(model, folder, scan_layers=scan)
-
-
-KINDS: dict[str, Kind] = {"hf": HuggingFace(), "maxtext": MaxText(), "orbax": Native()}
+KINDS = {
+    "hf": Kind(
+        _tensors,
+        lambda model, _: hf.arrays(model),
+        lambda folder, _, dtype, strategy: hf.from_pretrained(folder, dtype=dtype, strategy=strategy),
+        lambda model, folder, _: hf.save_pretrained(model, folder),
+    ),
+    "maxtext": Kind(
+        lambda folder: contextlib.nullcontext(maxtext.read(folder)),
+        lambda model, scan: {f"params/params/{name}": a for name, a in maxtext.arrays(model, scan).items()},
+        lambda folder, config, dtype, strategy: maxtext.load(folder, config, strategy, dtype=dtype),
+        maxtext.save,
+    ),
+    "orbax": Kind(
+        lambda folder: contextlib.nullcontext(native.read(folder)),
+        native.arrays,
+        lambda folder, _, dtype, strategy: native.load(folder, dtype, strategy=strategy),
+        lambda model, folder, scan: native.save(model, folder, scan_layers=scan),
+    ),
+}
 
 
 def kind_of(path_or_hub_id: str) -> str:
@@ -166,8 +133,8 @@ def convert(
     given = _given_config(config)
     strategy = dataclasses.replace(Strategy.auto(), mesh=mesh, scan_layers=scan)
     if kind is not KINDS["hf"] or local_folder(source, CheckpointError) is not None:
-        with kind.stored(source) as stored:
-            _announce(stored, dtype)
+        with kind.stored(source) as arrays:
+            _announce(arrays, dtype)
     model = kind.load(source, given, dtype, strategy)
     if config is not None and os.path.isdir(beside := absolute(config)):
         _take_along(model, beside)
@@ -202,23 +169,23 @@ def _take_along(model: CausalLM, folder: Path) -> None:
     model.generation_config = model.generation_config or read_generation_config(folder, model.config)
 
 
-def _announce(stored: LazyArrays, dtype: Any) -> None:
+def _announce(arrays: LazyArrays, dtype: Any) -> None:
     """Say how much memory this is expected to take: the model, and its largest array while it is changed."""
     width = np.dtype(dtype).itemsize if dtype is not None else None
-    sizes = [math.prod(a.shape) * (width or max(a.kind.itemsize, 2)) for a in stored.values()] or [0]
+    sizes = [math.prod(a.shape) * (width or max(a.kind.itemsize, 2)) for a in arrays.values()] or [0]
     need, (have, where) = sum(sizes) + 2 * max(sizes), memory_bytes()
-    say("%d arrays; expected peak memory %.2f GB beside the program's own", len(stored), need / 1e9)
+    say("%d arrays; expected peak memory %.2f GB beside the program's own", len(arrays), need / 1e9)
     if need > have:
         logger.warning("that is more than the %.2f GB of %s: give --mesh, or a larger machine", have / 1e9, where)
 
 
 def _compare(made: LazyArrays, writer: Kind, target: str) -> None:
     """Every array of a folder against the model's, bit by bit."""
-    with writer.stored(target) as stored, bytes_bar(sum(a.nbytes for a in made.values()), "verifying") as bar:
-        if odd := sorted(stored.keys() ^ made.keys()):
+    with writer.stored(target) as found, bytes_bar(sum(a.nbytes for a in made.values()), "verifying") as bar:
+        if odd := sorted(found.keys() ^ made.keys()):
             raise CheckpointError(f"{target}: {odd[0]} is not in both files and model: remove it and convert again")
         for name, array in made.items():
-            ours, theirs = np.asarray(array), np.asarray(stored[name])
+            ours, theirs = np.asarray(array), np.asarray(found[name])
             if (
                 ours.dtype != theirs.dtype
                 or ours.shape != theirs.shape

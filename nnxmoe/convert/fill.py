@@ -9,42 +9,26 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from nnxmoe.axes import axes_of
-from nnxmoe.convert.layout import Change, Leaf, Parameter, Part, Path, parameters
+from nnxmoe.convert.dtypes import activations_dtype, natural_dtype
+from nnxmoe.convert.layout import Change, Leaf, Parameter, Path, parameters
 from nnxmoe.convert.lazy_array import Box, LazyArray, LazyArrays, overlap, sizes, within
 from nnxmoe.convert.report import LoadReport
+from nnxmoe.convert.targets import Buffers, Ranges, Target, blocks, targets_of
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.progress import bytes_bar
 from nnxmoe.storage.host import Blocks, Scratch, copy_into, count_nonfinite, few_threads, transpose_into
-from nnxmoe.strategy import Strategy
 
 AHEAD_BYTES = 128 << 20  # of parameters begun before the first of them is placed
-Ranges = tuple[tuple[int, int], ...]  # (start, stop) per dimension
-Buffers = dict[Ranges, np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """Where values of an array go: their box in the array, and a view of a buffer with the array's dimensions.
-
-    ``cut``: the range of the last dimension to keep after the change, which needs all of it.
-    """
-
-    box: Box
-    view: np.ndarray
-    cut: slice | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +151,8 @@ class Filler:
         found = []
         for name in names:
             leaf, array = self.leaves[name], self.arrays[name]
-            targets = [t for part in leaf.parts for t in _targets(leaf, part, buffers.get(part.parameter.path, {}))]
-            for box in _blocks(targets, array):
+            targets = [t for part in leaf.parts for t in targets_of(leaf, part, buffers.get(part.parameter.path, {}))]
+            for box in blocks(targets, array):
                 reached = [(target, both) for target in targets if (both := overlap(target.box, box))]
                 if reached:
                     tight = tuple(
@@ -231,54 +215,6 @@ class Filler:
         return count_nonfinite(view)
 
 
-def _targets(leaf: Leaf, part: Part, buffers: Buffers) -> Iterator[Target]:
-    """Where the values of a part go among the buffers of its parameter."""
-    lead, whole = len(part.at), part.box(leaf.shape)
-    inner = [i for i, at in enumerate(part.place) if not isinstance(at, int)]
-    inner += range(len(part.place), len(leaf.shape))  # the array's dimensions that the part has
-    for ranges, buffer in buffers.items():
-        starts = [start for start, _ in ranges[:lead]]
-        if not all(start <= at < stop for at, (start, stop) in zip(part.at, ranges, strict=False)):
-            continue
-        values = buffer[tuple(at - start for at, start in zip(part.at, starts, strict=True))]
-        own = tuple(slice(*ends) for ends in ranges[lead:])
-        there, box, cut = leaf.inner_box(own, part.parameter), list(whole), None
-        view = leaf.view(values, part.parameter, sizes(there))
-        for dim, piece in zip(inner, there, strict=True):
-            box[dim] = slice(whole[dim].start + piece.start, whole[dim].start + piece.stop)
-        if leaf.change.features != "as they are" and box[-1] != whole[-1]:
-            cut, box[-1] = there[-1], whole[-1]
-        for dim in range(len(leaf.shape)):
-            view = view if dim in inner else np.expand_dims(view, dim)
-        yield Target(tuple(box), view, cut)
-
-
-def _blocks(targets: list[Target], array: LazyArray) -> Iterator[Box]:
-    """Boxes of about ``array.block`` bytes that cover all targets."""
-    if not targets:
-        return
-    ends = zip(*(target.box for target in targets), strict=True)
-    box = tuple(slice(min(part.start for part in parts), max(part.stop for part in parts)) for parts in ends)
-    lines = 1 if all(target.view.flags.c_contiguous for target in targets) else 64
-    yield from _cut(box, array.kind.itemsize, array.block, lines)
-
-
-def _cut(box: Box, item: int, limit: int, lines: int) -> Iterator[Box]:
-    """A box in pieces of about ``limit`` bytes; their rows are a multiple of ``lines``, for whole cache lines."""
-    if not box:
-        yield box
-        return
-    first, rest = box[0], box[1:]
-    row = max(1, item * math.prod(sizes(rest)))
-    if len(rest) > 1 and row > limit:
-        for i in range(first.start, first.stop):
-            yield from ((slice(i, i + 1), *inner) for inner in _cut(rest, item, limit, lines))
-        return
-    step = max(lines, limit // row // lines * lines)
-    for start in range(first.start, first.stop, step):
-        yield slice(start, min(start + step, first.stop)), *rest
-
-
 def _ranges_on(parameter: Parameter, sharding: Sharding | None) -> list[Ranges]:
     """The ranges of a parameter on this process's devices, each once."""
     if sharding is None:
@@ -303,26 +239,3 @@ def _placed(shape: tuple[int, ...], buffers: Buffers, sharding: Sharding | None)
     if sharding is None:
         return jax.device_put(*buffers.values())
     return jax.make_array_from_callback(shape, sharding, lambda index: buffers[_ranges(index, shape)])
-
-
-def natural_dtype(kinds: Iterable[np.dtype]) -> np.dtype:
-    """The dtype that arrays of these dtypes are loaded as by default: the widest; FP8 as bfloat16, float64 as
-    float32."""
-    narrowed = {1: np.dtype(ml_dtypes.bfloat16), 8: np.dtype(np.float32)}
-    return np.dtype(jnp.result_type(*(narrowed.get(kind.itemsize, kind) for kind in kinds)))
-
-
-def activations_dtype(strategy: Strategy, variables: Iterable[nnx.Variable]) -> Any:
-    """The strategy's dtype, or that of the matrices among a model's parameters."""
-    return matrices_dtype(variables) if strategy.compute_dtype is None else jnp.dtype(strategy.compute_dtype)
-
-
-def matrices_dtype(variables: Iterable[nnx.Variable]) -> Any:
-    """The dtype that holds every matrix among a model's parameters."""
-    return jnp.result_type(*{v.dtype for v in variables if is_matrix(v)})
-
-
-def is_matrix(variable: nnx.Variable) -> bool:
-    """Whether activations take a parameter's dtype: norms, biases and routers may have another."""
-    axes = [axis for axis in axes_of(variable) if axis != "layers"]
-    return isinstance(variable, nnx.Param) and len(axes) > 1 and "router" not in axes

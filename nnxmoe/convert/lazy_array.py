@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 Box = tuple[slice, ...]  # one slice with start and stop per dimension
@@ -84,16 +83,3 @@ def overlap(one: Box, other: Box) -> Box | None:
 def within(box: Box, outer: Box) -> Box:
     """A box relative to the start of one that contains it."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
-
-
-def float_dtype(dtype: Any) -> np.dtype | None:
-    """A dtype for weights; None stays None. ValueError for others than float32, bfloat16 and float16."""
-    if dtype is None:
-        return None
-    try:
-        named = jnp.dtype(dtype)
-    except TypeError:
-        named = dtype
-    if named not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(f"dtype {named} is not supported for weights; supported: float32, bfloat16, float16")
-    return named

@@ -23,6 +23,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.convert import orbax_folder
+from nnxmoe.convert.dtypes import float_dtype
 from nnxmoe.convert.layout import (
     QUERY,
     SAME,
@@ -35,7 +36,7 @@ from nnxmoe.convert.layout import (
     arrays_of,
     parameters,
 )
-from nnxmoe.convert.lazy_array import Box, Empty, LazyArray, LazyArrays, float_dtype
+from nnxmoe.convert.lazy_array import Box, Empty, LazyArray, LazyArrays
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.restore import abstract, check_config, restore, unless_cast
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files

@@ -8,7 +8,7 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_token_ids
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.convert.fill import matrices_dtype
+from nnxmoe.convert.dtypes import matrices_dtype
 from nnxmoe.convert.layout import parameters
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.printable import plain
+from nnxmoe.convert.dtypes import float_dtype
 from nnxmoe.convert.layout import QUERY, Change
-from nnxmoe.convert.lazy_array import float_dtype
 from nnxmoe.layers.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.storage.errors import CheckpointError
