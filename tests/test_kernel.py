@@ -128,11 +128,11 @@ def test_a_transposed_kernel_is_the_same_map() -> None:
 
 
 def test_only_layers_read_the_arrays_of_kernels() -> None:
-    """No other file subscripts a kernel."""
+    """No other file subscripts a kernel, but for the one that adds adapters to them."""
     import pathlib
     import re
 
     raw = re.compile(r"\b(kernel|gate|up|down)(\[\.\.\.\]|\.(get_value|set_value|value)\b)")
     root = pathlib.Path(nnxmoe.__file__).parent
     found = {str(p.relative_to(root)) for p in root.rglob("*.py") if raw.search(p.read_text(encoding="utf-8"))}
-    assert found <= {"linen/plan.py", "train/lora.py"}
+    assert found <= {"train/lora/merge.py"}
