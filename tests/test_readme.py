@@ -1,4 +1,4 @@
-"""The README's Python examples run as they stand (its commands are run by CI)."""
+"""The Python examples of every README run as they stand (the commands are run by CI)."""
 
 import os
 import re
@@ -9,15 +9,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+FILES = sorted(
+    p
+    for folder in (".", "nnxmoe", "models", "tests")
+    for p in (ROOT / folder).glob("**/README.md")
+    if folder != "." or p.parent == ROOT
+)
+FOUND = {
+    f"{path.relative_to(ROOT).parent}-{i}": code
+    for path in FILES
+    for i, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S))
+}
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 3
+    assert sum(name.startswith(".-") for name in FOUND) >= 3 and len(FOUND) >= 8
+
+
+def test_the_front_page_is_short_and_its_links_lead_somewhere() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 170
+    for path in FILES:
+        for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / link).exists(), (path, link)
 
 
 @pytest.mark.commands
-@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
+@pytest.mark.parametrize("code", FOUND.values(), ids=FOUND)
 def test_example(code: str, tmp_path: Path) -> None:
     """In a folder of its own, where it may write."""
     (tmp_path / "models").symlink_to(ROOT / "models")
