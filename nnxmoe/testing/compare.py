@@ -35,10 +35,10 @@ def _gap(ours: Any, theirs: Any) -> _Gap:
     if not a.size:
         return _Gap(0.0, (), 0.0, 0.0)
     with np.errstate(invalid="ignore"):
-        apart = np.nan_to_num(np.where(a == b, 0.0, np.abs(a - b)), nan=np.inf, posinf=np.inf)
-    at = tuple(map(int, np.unravel_index(apart.argmax(), apart.shape)))
+        gaps = np.nan_to_num(np.where(a == b, 0.0, np.abs(a - b)), nan=np.inf, posinf=np.inf)
+    at = tuple(map(int, np.unravel_index(gaps.argmax(), gaps.shape)))
     largest = max(float(np.abs(x).max(where=np.isfinite(x), initial=1.0)) for x in (a, b))
-    return _Gap(float(apart[at]) / largest, at, float(a[at]), float(b[at]))
+    return _Gap(float(gaps[at]) / largest, at, float(a[at]), float(b[at]))
 
 
 def compare_outputs(
@@ -76,12 +76,12 @@ def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float)
         return ["no submodules correspond: no two have the same parameters and return arrays of the same shape"]
     gaps = [_gap(a.returned, b.returned) for a, b in pairs]
     agree = [gap.error <= tolerance for gap in gaps]
-    apart = [i for i in range(len(pairs)) if not agree[i] and not _is_healed(i, pairs, agree)]
+    differing = [i for i in range(len(pairs)) if not agree[i] and not _is_healed(i, pairs, agree)]
     changed = {part[0].rpartition("/")[0] for row in rows.values() if row.changed for part in row.parts}
-    sure = [i for i in apart if "/".join(map(str, pairs[i][0].path)) not in changed]
-    first = next(iter(sure or apart), len(pairs))
+    sure = [i for i in differing if "/".join(map(str, pairs[i][0].path)) not in changed]
+    first = next(iter(sure or differing), len(pairs))
     lines = [f"first difference, of {len(pairs)} calls of submodules in order of execution:"]
-    for i in [i for i in range(first) if agree[i]][-1:] + [i for i in apart if i < first]:
+    for i in [i for i in range(first) if agree[i]][-1:] + [i for i in differing if i < first]:
         lines.append(f"  {'agree' if agree[i] else 'maybe'}  {_names(pairs[i])}  {gaps[i]}")
         lines[-1] += "" if agree[i] else " (perhaps intended: the mapping changes its parameters)"
     if first == len(pairs):
@@ -173,13 +173,13 @@ def compare_gradients(
         at = ... if i is None else i
         if name in by_params:  # integer parameters have no gradient
             gaps[label] = _gap(by_params[name][at], their_params[name][at])
-    apart = [label for label, gap in gaps.items() if not gap.error <= tolerance]
-    if apart:
-        worst, last = max(gaps, key=lambda label: gaps[label].error), apart[-1]
+    differing = [label for label, gap in gaps.items() if not gap.error <= tolerance]
+    if differing:
+        worst, last = max(gaps, key=lambda label: gaps[label].error), differing[-1]
         behind = list(gaps)[list(gaps).index(last) + 1 :][:1]
         lines = [
             f"{title} in their gradients (tolerance {tolerance:.1e}); their outputs agree:",
-            f"{len(apart)} of {len(gaps)} differ, the largest is {worst}  {gaps[worst]}",
+            f"{len(differing)} of {len(gaps)} differ, the largest is {worst}  {gaps[worst]}",
             "first difference, going back from the output:",
             *(f"  agree  {label}  {gaps[label]}" for label in behind),
             f"  DIFFER {last}  {gaps[last]}",
