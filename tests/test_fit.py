@@ -194,13 +194,13 @@ def test_gradients_that_are_not_finite_stop_it_by_name(tmp_path: Path) -> None:
         return total * jnp.where(jnp.any(targets == 7), jnp.inf, 1.0), entropy
 
     good, bad = {"tokens": np.ones((2, 5), np.int32)}, {"tokens": np.full((2, 5), 7, np.int32)}
-    with pytest.raises(NotFinite, match=r"step 3: the gradients of .*embed.table.* the last checkpoint is of step 2"):
+    with pytest.raises(NotFinite, match=r"step 3: the gradients of .*embed.table.* The last checkpoint is of step 2"):
         fit(model, [good, good, bad], **settings(checkpoint=tmp_path / "c", objective=Objective(head=head)))
 
 
 def test_parameters_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
     """The gradients were, and a run could never go on from there."""
-    with pytest.raises(NotFinite, match=r"step 4: the new values of .*embed.table.* the last checkpoint is of step 2"):
+    with pytest.raises(NotFinite, match=r"step 4: the new values of .*embed.table.* The last checkpoint is of step 2"):
         spoilt = optax.sgd(lambda step: jnp.where(step == 3, jnp.nan, 0.1))
         batch = {"tokens": np.ones((2, 5), np.int32)}
         fit(build_tiny("llama", PLAIN), [batch], **settings(checkpoint=tmp_path / "c", optimizer=spoilt))
@@ -209,28 +209,28 @@ def test_parameters_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
 
 def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
     model, batch = build_tiny("llama", PLAIN), {"tokens": random_tokens(2, 5)}
-    with pytest.raises(ValueError, match="the data ended after 3 batches: give more, or fewer steps"):
+    with pytest.raises(ValueError, match="the data ended after 3 batches: pass more data, or fewer steps"):
         fit(model, iter([batch] * 3), **settings())
     with pytest.raises(ValueError, match="the data ended after 0 batches"):
         fit(model, [], **settings())
-    with pytest.raises(ValueError, match="steps=0: how many in all"):
+    with pytest.raises(ValueError, match="steps=0: the number of steps"):
         fit(model, [batch], **settings(steps=0))
     for wrong, message in (
-        ({"evaluate": [batch], "evaluate_every": 0}, "evaluate_every=0: give a whole number"),
-        ({"evaluate": iter([batch])}, "evaluate: an iterator is spent"),
+        ({"evaluate": [batch], "evaluate_every": 0}, "evaluate_every=0: pass an int"),
+        ({"evaluate": iter([batch])}, "evaluate is an iterator"),
     ):
         with pytest.raises(ValueError, match=message):
             fit(model, [batch], **settings(**wrong))
-    with pytest.raises(ValueError, match="no tokens that count"):
+    with pytest.raises(ValueError, match="no token to predict"):
         silent = {"tokens": random_tokens(2, 5), "loss_mask": np.zeros((2, 5), np.int32)}
         fit(model, [batch], **settings(steps=1, evaluate=[silent]))
     merged = build_tiny("llama", PLAIN)
     lora.add(merged, 2, rngs=nnx.Rngs(3))
     lora.merge(merged)
-    with pytest.raises(ValueError, match="adapters are merged"):
+    with pytest.raises(ValueError, match="has merged adapters"):
         fit(merged, [batch], **settings())
     fit(model, [batch], **settings(steps=2, checkpoint=tmp_path / "c"))
-    with pytest.raises(ValueError, match="is at step 2, which is beyond steps=1"):
+    with pytest.raises(ValueError, match="is at step 2, beyond the total of steps=1"):
         fit(model, [batch], **settings(steps=1, checkpoint=tmp_path / "c"))
     with pytest.raises(CheckpointError, match="does not hold what is asked for"):
         fit(model, [batch], **settings(steps=4, checkpoint=tmp_path / "c", optimizer=optax.sgd(0.1)))
@@ -239,16 +239,16 @@ def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"tokens": np.full((2, 5), 53)}, "tokens has the id 53, and the model knows 0 to 52"),
-        ({"tokens": np.ones((2, 5), int), "targets": np.full((2, 5), -100)}, "targets has the id -100"),
+        ({"tokens": np.full((2, 5), 53)}, "tokens contains the id 53, outside the model's vocabulary 0 to 52"),
+        ({"tokens": np.ones((2, 5), int), "targets": np.full((2, 5), -100)}, "targets contains the id -100"),
         (
             {"tokens": np.ones((2, 5), int), "segment_ids": np.zeros((2, 5), int)},
-            "step 1: the batch has no tokens to predict: segment 0",
+            "step 1: the batch has no token to predict. Tokens with segment id 0",
         ),
-        ({"tokens": np.ones((2, 1), int)}, "step 1: the batch has no tokens to predict"),
-        ({"tokens": np.ones((2, 5))}, "tokens is float64: give whole numbers"),
-        ({"tokens": np.ones((2, 5), int), "segment_ids": np.ones((2, 5))}, "segment_ids is float64"),
-        pytest.param("tokens", "a batch is a dict of arrays, got str", marks=pytest.mark.wrong_types),
+        ({"tokens": np.ones((2, 1), int)}, "step 1: the batch has no token to predict"),
+        ({"tokens": np.ones((2, 5))}, "tokens has the dtype float64: use an integer"),
+        ({"tokens": np.ones((2, 5), int), "segment_ids": np.ones((2, 5))}, "segment_ids has the dtype float64"),
+        pytest.param("tokens", "a batch must be a dict of arrays, got str", marks=pytest.mark.wrong_types),
     ],
 )
 def test_batches_that_would_give_nan_or_nonsense(batch: Any, message: str) -> None:
@@ -259,7 +259,7 @@ def test_batches_that_would_give_nan_or_nonsense(batch: Any, message: str) -> No
 @pytest.mark.wrong_types
 def test_numbers_that_are_not_whole() -> None:
     for name in ("steps", "accumulate"):
-        with pytest.raises(ValueError, match=rf"{name}=2\.0: how many"):
+        with pytest.raises(ValueError, match=rf"{name}=2\.0: the number of"):
             fit(build_tiny("llama", PLAIN), [], **settings(**{name: 2.0}))
 
 

@@ -60,7 +60,7 @@ def test_a_table_has_no_place_for_later_metrics(tmp_path: Path) -> None:
     log = train.CsvLog(tmp_path / "metrics.csv")
     log._begin(1)
     log.add({"step": 1})
-    with pytest.raises(ValueError, match=r"metrics\.csv has no column for mfu: give a new file, or use JsonLog"):
+    with pytest.raises(ValueError, match=r"metrics\.csv has no column for mfu: use a new file, or JsonLog"):
         log.add({"step": 2, "mfu": 0.5})
 
 

@@ -341,10 +341,13 @@ def test_a_layer_more_costs_its_input(kind: str, length: int) -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"input_ids": np.ones((2, 3), int)}, "a batch has no field 'input_ids': only tokens"),
+        ({"input_ids": np.ones((2, 3), int)}, "unknown field 'input_ids' in a batch: the fields are tokens"),
         ({"loss_mask": np.ones((2, 3), int)}, r"a batch needs tokens \[B, T\], got loss_mask"),
-        ({"tokens": np.ones(3, int)}, r"tokens \[3\]: every array of a batch is \[B, T\]"),
-        ({"tokens": np.ones((2, 3), int), "targets": np.ones((2, 2), int)}, r"targets \[2, 2\]: every array"),
+        ({"tokens": np.ones(3, int)}, r"tokens has the shape \[3\]: it must be \[B, T\]"),
+        (
+            {"tokens": np.ones((2, 3), int), "targets": np.ones((2, 2), int)},
+            r"targets has the shape \[2, 2\], not that of tokens",
+        ),
         ({"tokens": np.ones((3, 3), int)}, "3 rows cannot be cut into accumulate=2 parts"),
     ],
 )

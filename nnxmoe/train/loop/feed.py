@@ -1,4 +1,4 @@
-"""Batches on their way into a step: where in the data we are, and where on the devices they lie."""
+"""Batches on their way into a step: the position in the data, and placement on the devices."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,38 +15,41 @@ from nnxmoe.train.loop.step import Step
 
 
 class Source:
-    """The batches, and where in them we are: the data's own state, or how many were taken."""
+    """The data with a position that can be saved: its own state if it has one, else the number of batches taken."""
 
     def __init__(self, data: Iterable[Batch]) -> None:
         self.data, self.taken = data, 0
         self.batches: Any = iter(data)
 
     def next(self) -> tuple[Batch, dict[str, Any]]:
-        """A batch, and the position after it."""
+        """The next batch, and the position after it."""
         batch = next(self.batches, None)
         if batch is None and iter(self.data) is not self.data:
             self.batches = iter(self.data)
             batch = next(self.batches, None)
         if batch is None:
-            raise ValueError(f"the data ended after {self.taken} batches: give more, or fewer steps")
+            raise ValueError(f"the data ended after {self.taken} batches: pass more data, or fewer steps")
         self.taken += 1
         return batch, self.position()
 
     def position(self) -> dict[str, Any]:
-        """What `go_to` takes."""
+        """The current position, for `restore`."""
         own = self.batches.get_state() if _resumes(self.batches) else None
         return {"taken": self.taken, "state": own}
 
-    def go_to(self, position: Mapping[str, Any]) -> None:
-        """Where another run was."""
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """Continue at the position of an earlier run."""
         if position["state"] is not None:
             if not _resumes(self.batches):
-                raise ValueError("the checkpoint has the position of data that could be resumed: give the same data")
+                raise ValueError(
+                    "the checkpoint holds the state of an iterator with set_state, and the data given now has no such "
+                    "method: pass the same data as before"
+                )
             self.batches.set_state(position["state"])
             self.taken = position["taken"]
             return
         if position["taken"]:
-            logger.warning("the data has no set_state: going through %d batches again", position["taken"])
+            logger.warning("the data has no set_state: skipping %d batches by reading them", position["taken"])
         while self.taken < position["taken"]:
             self.next()
 
@@ -55,8 +58,11 @@ def _resumes(batches: Any) -> bool:
     return hasattr(batches, "get_state") and hasattr(batches, "set_state")
 
 
-def placed(batch: Batch, step: Step) -> dict[str, Any]:
-    """A batch where the step wants it: rows over the mesh; of several processes each gives its own rows."""
+def put_batch(batch: Batch, step: Step) -> dict[str, Any]:
+    """The batch on the step's devices, rows split over the mesh. Each process passes its own rows.
+
+    Raises ValueError if the batch is malformed, has ids outside the vocabulary or does not divide over the mesh.
+    """
     check_batch(batch)
     check_ids(batch, step.vocab)
     mesh = step.mesh
@@ -65,7 +71,8 @@ def placed(batch: Batch, step: Step) -> dict[str, Any]:
     rows, parts = np.shape(batch["tokens"])[0] * jax.process_count(), shards(mesh, batch_axes(mesh))
     if rows % parts:
         raise ValueError(
-            f"a batch of {rows} rows does not divide over the {parts} parts of {dict(mesh.shape)}: give a multiple"
+            f"a batch of {rows} rows does not divide over {parts} devices of the mesh {dict(mesh.shape)}: use a "
+            f"multiple of {parts} rows"
         )
     place = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
     return {name: jax.make_array_from_process_local_data(place, np.asarray(a)) for name, a in batch.items()}

@@ -1,4 +1,4 @@
-"""Training as one call: steps, checkpoints that a killed run goes on from, evaluation, and what to say meanwhile."""
+"""Training as one call: steps, checkpoints from which a killed run resumes, evaluation, metrics and callbacks."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from nnxmoe.moe.balance import utilisation
 from nnxmoe.moe.block import MoE
 from nnxmoe.runtime.processes import deadline
 from nnxmoe.runtime.progress import logger
-from nnxmoe.train.loop.feed import Source, placed
+from nnxmoe.train.loop.feed import Source, put_batch
 from nnxmoe.train.loop.loss import Batch, Objective
 from nnxmoe.train.loop.speed import peak_flops, token_flops
 from nnxmoe.train.loop.step import Report, Step, TrainState
@@ -33,31 +33,33 @@ Metrics = dict[str, float]
 
 
 class NotFinite(ValueError):
-    """Gradients, or parameters about to be kept, that are NaN or infinite; the message names the parameters."""
+    """Raised when gradients, or parameters about to be saved, are NaN or infinite; the message names the parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What a callback is told after a step: ``metrics`` of it, and ``load``, the shares ``[L, E]`` of the MoE layers'
-    assignments that went to each expert. ``model()`` is the model now: the next step takes its arrays, so copy what is
-    to be kept (``jax.tree.map(jnp.copy, nnx.state(model))``) or save it."""
+    """The argument of callbacks, after each step.
+
+    ``model()`` is the model as it is now. The next step donates its arrays, so copy what is to be kept
+    (``jax.tree.map(jnp.copy, nnx.state(model))``) or save it.
+    """
 
     step: int
     steps: int
     metrics: Metrics
-    load: np.ndarray
+    load: np.ndarray  # [L, E]: the share of each MoE layer's assignments that went to each expert
     model: Callable[[], CausalLM]
 
 
 class Callback(Protocol):
-    """Returns True (also NumPy's) to end the training after this step."""
+    """Called after each step; returns True (or NumPy's True) to stop the training."""
 
     def __call__(self, progress: Progress, /) -> bool | np.bool_ | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """The trained model; the metrics of every step of this call; and the state, with the optimizer's moments."""
+    """The result of `fit`: the trained model, the metrics of each step of this call, and the final state."""
 
     model: CausalLM
     history: list[Metrics]
@@ -83,19 +85,23 @@ def fit(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Fitted:
-    """Train a model for ``steps`` steps in all, and return it; the one given keeps its values.
+    """Train a copy of a model for ``steps`` steps in total.
 
-    ``data``: batches (see `train.loss`); one that can be gone through again is, when it ends. ``checkpoint``: a folder;
-    with what an earlier call wrote there the training goes on, to the bit: ``data`` that has ``get_state`` and
-    ``set_state`` (grain's, `train.data`) is set to where it was, other data is gone through up to there.
-    ``trainable``: which variables; default the adapters where the model has any, else all of `nnx.Param`.
-    ``evaluate``: batches whose cross-entropy is a metric every ``evaluate_every`` steps and at the end.
-    Raises NotFinite for gradients that are not, and ValueErrors for what cannot be.
+    ``data`` yields batches, dicts with ``tokens [B, T]`` and optionally `train.loop.loss.FIELDS`; re-iterable data
+    restarts when exhausted. ``checkpoint`` is a folder, saved to every ``save_every`` steps with the last ``keep``
+    kept; a run found there is resumed bit for bit, with ``data`` set to its old position by ``set_state`` (grain's
+    iterators, `train.batches`) or, without that method, by iterating up to it. ``trainable`` is an nnx filter; it
+    defaults to the adapters if the model has any, else to `nnx.Param`. ``evaluate`` are batches whose cross-entropy
+    is measured every ``evaluate_every`` steps and at the end. ``objective``, ``accumulate`` and ``bias_rate`` are
+    those of `Step`. Raises NotFinite if a gradient is NaN or infinite, and ValueError for unusable arguments or data.
     """
     if not is_positive(steps):
-        raise ValueError(f"steps={steps!r}: how many in all, at least 1")
+        raise ValueError(f"steps={steps!r}: the number of steps in total must be an int of at least 1")
     if model.merged is not None:
-        raise ValueError("the model's adapters are merged: lora.unmerge(model), or lora.merge(model, keep=False) it")
+        raise ValueError(
+            "the model has merged adapters: call lora.unmerge(model) to train them, or merge them for good with "
+            "lora.merge(model, keep=False)"
+        )
     model = model if mesh is None else on_mesh(model, mesh)
     if trainable is None:
         trainable = LoRAParam if jax.tree.leaves(nnx.state(model, LoRAParam)) else nnx.Param
@@ -103,12 +109,12 @@ def fit(
     kept = contextlib.nullcontext() if checkpoint is None else Checkpoints(checkpoint, keep, save_every)
     with kept as checkpoints:
         run = _Run(step, Source(data), checkpoints, steps, seed, token_flops(model, step.names))
-        judge = None if evaluate is None else _Judge(step, evaluate, evaluate_every)
-        return run.go(judge, callbacks)
+        evaluator = None if evaluate is None else _Evaluator(step, evaluate, evaluate_every)
+        return run.go(evaluator, callbacks)
 
 
 def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
-    """The same model with its arrays spread over a mesh."""
+    """A copy of the model with its arrays sharded over a mesh."""
     graph, state = nnx.split(model)
     model = nnx.merge(graph, state)
     model.strategy = dataclasses.replace(model.strategy, mesh=mesh)
@@ -123,14 +129,14 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     return model
 
 
-class _Judge:
-    """Mean cross-entropy of held-out batches."""
+class _Evaluator:
+    """Computes the mean cross-entropy of held-out batches."""
 
     def __init__(self, step: Step, data: Iterable[Batch], every: int | None) -> None:
         if isinstance(data, Iterator):
-            raise ValueError("evaluate: an iterator is spent after the first time: give batches in a list, list(…)")
+            raise ValueError("evaluate is an iterator, which can be used only once: pass a list of batches, list(…)")
         if every is not None and not is_positive(every):
-            raise ValueError(f"evaluate_every={every!r}: give a whole number from 1, or None")
+            raise ValueError(f"evaluate_every={every!r}: pass an int of at least 1, or None")
         self.step, self.data, self.every = step, data, every
         self.losses = jax.jit(lambda state, batch: step.losses(state, batch))
 
@@ -138,15 +144,15 @@ class _Judge:
         return last or (self.every is not None and step % self.every == 0)
 
     def __call__(self, state: TrainState) -> float:
-        found = [self.losses(state, placed(batch, self.step)) for batch in self.data]
+        found = [self.losses(state, put_batch(batch, self.step)) for batch in self.data]
         weights = [float(losses.tokens) for losses in found]
         if not sum(weights):
-            raise ValueError("evaluate: the data has no tokens that count")
+            raise ValueError("evaluate: the batches have no token to predict")
         return float(np.average([float(losses.cross_entropy) for losses in found], weights=weights))
 
 
 class _Run:
-    """From the last checkpoint, or the start, to the last step."""
+    """The steps from the last checkpoint, or from the start, to the last one."""
 
     def __init__(
         self, step: Step, source: Source, checkpoints: Checkpoints | None, steps: int, seed: int, flops: float
@@ -155,8 +161,8 @@ class _Run:
         self.first = 0 if checkpoints is None else checkpoints.latest() or 0
         if checkpoints is not None and self.first > steps:
             raise ValueError(
-                f"{checkpoints.folder} is at step {self.first}, which is beyond steps={steps}, how many in all: give "
-                "more, or another folder"
+                f"{checkpoints.folder} is at step {self.first}, beyond the total of steps={steps}: pass a larger "
+                "number, or another folder"
             )
         self.state = self._restored() if self.first else step.init(seed)
         self.peak = peak_flops(step.mesh)
@@ -164,28 +170,28 @@ class _Run:
             lambda params: [jnp.all(jnp.isfinite(value)) for value in params.values()], out_shardings=step.places.step
         )
 
-    def go(self, judge: _Judge | None, callbacks: Sequence[Callback]) -> Fitted:
+    def go(self, evaluator: _Evaluator | None, callbacks: Sequence[Callback]) -> Fitted:
         history: list[Metrics] = []
-        silent: Any = {"disable": True} if jax.process_index() > 0 else {}  # False would overrule TQDM_DISABLE
+        silent: Any = {"disable": True} if jax.process_index() > 0 else {}  # disable=False would override TQDM_DISABLE
         bar = tqdm(total=self.steps, initial=self.first, desc="training", unit="step", **silent)
         with bar:
             for number in range(self.first + 1, self.steps + 1):
                 if self.checkpoints is not None and self.checkpoints.due(number):
-                    self.checkpoints.wait()  # what a kill costs is one interval at most
+                    self.checkpoints.wait()  # a kill loses one interval at most
                 started = time.perf_counter()
                 batch, position = self.source.next()
-                batch = placed(batch, self.step)
+                batch = put_batch(batch, self.step)
                 with deadline("a training step"):
                     self.state, report = self.step.run(self.state, batch)
                     jax.block_until_ready(report)
                 if not float(report.losses.tokens):
                     raise ValueError(
-                        f"step {number}: the batch has no tokens to predict: segment 0, attention_mask 0 and loss_mask "
-                        "0 each leave a token out, and a row of one token has no next one; check the data"
+                        f"step {number}: the batch has no token to predict. Tokens with segment id 0, attention_mask 0 "
+                        "or loss_mask 0 do not count, nor does the only token of a row; check the data"
                     )
                 self._refuse_nonfinite("gradients", np.asarray(report.finite), report, number)
                 metrics = self._metrics(report, number, time.perf_counter() - started, batch["tokens"].size)
-                stop = self._after(number, position, metrics, report, judge, callbacks)
+                stop = self._after(number, position, metrics, report, evaluator, callbacks)
                 history.append(metrics)
                 bar.set_postfix(_shown(metrics), refresh=False)
                 bar.update()
@@ -199,17 +205,17 @@ class _Run:
         position: dict[str, Any],
         metrics: Metrics,
         report: Report,
-        judge: _Judge | None,
+        evaluator: _Evaluator | None,
         callbacks: Sequence[Callback],
     ) -> bool:
-        """Evaluation, callbacks and checkpoint; whether this was the last step."""
+        """Evaluates, runs callbacks and saves a checkpoint if due. Returns whether training stops here."""
         last = number == self.steps
-        if judge is not None and judge.due(number, last):
-            metrics["evaluation"] = judge(self.state)
+        if evaluator is not None and evaluator.due(number, last):
+            metrics["evaluation"] = evaluator(self.state)
         load = np.asarray(report.losses.load, np.float64)
         load = load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
-        told = Progress(number, self.steps, metrics, load, lambda: self.step.model(self.state))
-        answers = [callback(told) for callback in callbacks]
+        progress = Progress(number, self.steps, metrics, load, lambda: self.step.model(self.state))
+        answers = [callback(progress) for callback in callbacks]
         stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
         if last or stop or (self.checkpoints is not None and self.checkpoints.due(number)):
             self._refuse_nonfinite("new values", jax.device_get(self.finite(self.state.params)), report, number)
@@ -220,8 +226,8 @@ class _Run:
     def _restored(self) -> TrainState:
         assert self.checkpoints is not None
         arrays, extra = self.checkpoints.restore(self.first, self.step.saved(self.step.shapes()))
-        self.source.go_to(extra["data"])
-        logger.info("going on from step %d of %s", self.first, self.checkpoints.folder)
+        self.source.restore(extra["data"])
+        logger.info("resuming from step %d of %s", self.first, self.checkpoints.folder)
         return self.step.restored(arrays)
 
     def _refuse_nonfinite(self, what: str, finite: Iterable[Any], report: Report, number: int) -> None:
@@ -232,12 +238,12 @@ class _Run:
                 self.checkpoints.wait()
                 latest = self.checkpoints.latest()
                 where = (
-                    "; there is no checkpoint yet" if latest is None else f"; the last checkpoint is of step {latest}"
+                    ". There is no checkpoint yet" if latest is None else f". The last checkpoint is of step {latest}"
                 )
             raise NotFinite(
                 f"step {number}: the {what} of {', '.join(odd[:5])}{' …' if len(odd) > 5 else ''} "
                 f"({len(odd)} of {len(self.step.names)} parameters) are NaN or infinite, the loss is "
-                f"{float(report.losses.total):.4g}: lower the learning rate, clip, or look at the batch{where}"
+                f"{float(report.losses.total):.4g}: lower the learning rate, clip gradients or check the batch{where}"
             )
 
     def _metrics(self, report: Report, number: int, seconds: float, tokens: int) -> Metrics:
@@ -266,7 +272,7 @@ class _Run:
 
 
 def _shown(metrics: Metrics) -> dict[str, str]:
-    """The part of the metrics that fits in a line."""
+    """The metrics that fit beside the progress bar."""
     names = {
         "loss": "{:.4f}",
         "tokens_per_second": "{:.0f}",

@@ -1,4 +1,4 @@
-"""What training minimises: next-token cross-entropy, never with all logits at once, and the terms beside it."""
+"""The training objective: next-token cross-entropy computed in chunks, plus auxiliary losses."""
 
 import dataclasses
 import functools
@@ -63,7 +63,7 @@ class ChunkedLoss:
 
     def __post_init__(self) -> None:
         if self.logits < 1:
-            raise ValueError(f"ChunkedLoss(logits={self.logits}): how many logits at a time, at least 1")
+            raise ValueError(f"ChunkedLoss(logits={self.logits}): the number of logits per chunk must be at least 1")
 
     def __call__(self, x: Array, kernel: Kernel, targets: Array, weights: Array, z: float, shards: int = 1) -> Sums:
         vocab = kernel.shape[1]
@@ -74,7 +74,7 @@ class ChunkedLoss:
 
 
 def _losses(logits: Array, targets: Array, z: float) -> tuple[Array, Array, Array]:
-    """A token's loss, its cross-entropy, and logsumexp."""
+    """Per token: loss, cross-entropy and logsumexp."""
     norm = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return norm - chosen + z * norm**2, norm - chosen, norm
@@ -135,7 +135,7 @@ _chunked.defjvp(_chunked_jvp, symbolic_zeros=True)
 
 
 def _chunks(step: int, *arrays: Array) -> tuple[Array, ...]:
-    """``[B, T, …] -> [n, B, step, …]``, filled up with zeros: tokens without weight."""
+    """``[B, T, …] -> [n, B, step, …]``, padded with zeros: tokens of weight 0."""
 
     def cut(a: Array) -> Array:
         count = -(-a.shape[1] // step)
@@ -145,42 +145,42 @@ def _chunks(step: int, *arrays: Array) -> tuple[Array, ...]:
     return tuple(map(cut, arrays))
 
 
-# Which tokens predict which
+# Batches
 
 
 def check_batch(batch: Batch) -> None:
-    """ValueError for fields that no batch has, and for shapes that differ; ids are whole numbers."""
+    """Raises ValueError for unknown fields, for shapes that differ and for ids that are not integers."""
     if not isinstance(batch, Mapping):
-        raise ValueError(f"a batch is a dict of arrays, got {type(batch).__name__}: give an iterable of such dicts")
-    if odd := [name for name in batch if name not in FIELDS]:
-        raise ValueError(f"a batch has no field {odd[0]!r}: only {', '.join(FIELDS)}")
+        raise ValueError(f"a batch must be a dict of arrays, got {type(batch).__name__}: pass an iterable of dicts")
+    if unknown := [name for name in batch if name not in FIELDS]:
+        raise ValueError(f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}")
     if "tokens" not in batch:
-        raise ValueError(f"a batch needs tokens [B, T], got {', '.join(batch) or 'nothing'}")
-    shape = jnp.shape(batch["tokens"])
+        raise ValueError(f"a batch needs tokens [B, T], got {', '.join(batch) or 'no fields'}")
+    shape = list(jnp.shape(batch["tokens"]))
+    if len(shape) != 2:
+        raise ValueError(f"tokens has the shape {shape}: it must be [B, T]")
     for name, array in batch.items():
-        if len(shape) != 2 or jnp.shape(array) != shape:
-            raise ValueError(
-                f"{name} {list(jnp.shape(array))}: every array of a batch is [B, T], as tokens {list(shape)}"
-            )
+        if (other := list(jnp.shape(array))) != shape:
+            raise ValueError(f"{name} has the shape {other}, not that of tokens, {shape}: every array must be [B, T]")
         dtype = np.asarray(array).dtype if isinstance(array, list | tuple) else array.dtype
         if name not in MASKS and not jnp.issubdtype(dtype, jnp.integer):
-            raise ValueError(f"{name} is {dtype}: give whole numbers, int32")
+            raise ValueError(f"{name} has the dtype {dtype}: use an integer dtype, such as int32")
 
 
 def check_ids(batch: Batch, vocab: int) -> None:
-    """ValueError for ids that the model has not. Reads the arrays, so not for a compiled function."""
+    """Raises ValueError for ids outside the vocabulary. Reads the arrays, so it cannot be traced."""
     for name in ("tokens", "targets"):
         ids = np.asarray(batch.get(name, 0))
         for found in (int(np.min(ids, initial=0)), int(np.max(ids, initial=0))):
             if not 0 <= found < vocab:
                 raise ValueError(
-                    f"{name} has the id {found}, and the model knows 0 to {vocab - 1}: give ids of its own tokenizer; "
-                    "where nothing is to be predicted put 0 here and in loss_mask"
+                    f"{name} contains the id {found}, outside the model's vocabulary 0 to {vocab - 1}: use the model's "
+                    "tokenizer; where nothing is to be predicted, set the id and loss_mask to 0"
                 )
 
 
 def real_tokens(batch: Batch) -> Array:
-    """True where there is a token, ``[B, T]``: by the attention mask, and segment 0 is padding."""
+    """``[B, T]``, False for padding: where the attention mask or the segment id is 0."""
     real = jnp.ones(jnp.shape(batch["tokens"]), bool)
     if "attention_mask" in batch:
         real &= jnp.asarray(batch["attention_mask"]) != 0
@@ -190,9 +190,10 @@ def real_tokens(batch: Batch) -> Array:
 
 
 def targets_of(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """What each token is to predict, and 1 where it counts.
+    """The target of each token, and its weight: 1 where the loss counts it, else 0.
 
-    Without ``targets`` that is the next token of the row, where it is real, of the same segment, and in ``loss_mask``.
+    Without ``targets`` in the batch the target is the next token of the row, which counts if it is no padding, belongs
+    to the same segment and has ``loss_mask`` 1.
     """
     real = real_tokens(batch)
     counts = real & (jnp.asarray(batch["loss_mask"]) != 0) if "loss_mask" in batch else real
@@ -205,30 +206,30 @@ def targets_of(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     return jnp.roll(jnp.asarray(batch["tokens"]), -1, axis=1), follows.astype(jnp.float32)
 
 
-# The whole objective
+# The objective
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Losses:
-    """Of one batch: what is minimised; the mean cross-entropy; the tokens that count; the balance and router terms
-    without their weights; every MoE layer's assignments to its experts, int ``[L, E]``, and how many found no room,
-    int ``[L]``. Or the shapes of all that."""
+    """The losses of one batch, as arrays or as their shapes."""
 
-    total: Any
-    cross_entropy: Any
-    tokens: Any
-    balance: Any
+    total: Any  # the scalar to minimise
+    cross_entropy: Any  # mean over the tokens that count
+    tokens: Any  # how many tokens count
+    balance: Any  # without its weight, as is router_z
     router_z: Any
-    load: Any
-    dropped: Any
+    load: Any  # int [L, E]: assignments per MoE layer and expert
+    dropped: Any  # int [L]: assignments that exceeded an expert's capacity
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """Mean next-token cross-entropy, plus: ``z_loss`` times the mean squared logsumexp of the logits (PaLM; Chowdhery
-    et al. 2022); ``balance`` times the mean of ``balance_loss`` over the MoE layers; ``router_z_loss`` times that of
-    the routers' z-loss."""
+    """Mean next-token cross-entropy plus weighted auxiliary losses; each weight defaults to 0.
+
+    ``z_loss`` weighs the mean squared logsumexp of the logits (PaLM; Chowdhery et al. 2022), ``balance`` the mean of
+    ``balance_loss`` over the MoE layers, ``router_z_loss`` the mean of the routers' z-losses.
+    """
 
     z_loss: float = 0.0
     balance: float = 0.0
@@ -244,19 +245,19 @@ class Objective:
         tokens: Float[Array, ""] | None = None,
         share: float = 1.0,
     ) -> tuple[Float[Array, ""], Losses]:
-        """The number to minimise, and what it is made of.
+        """The scalar to minimise, and the losses it consists of, of a batch that `check_batch` accepts.
 
-        Of a part of a larger batch, such that the parts' results add up to the batch's: ``tokens``, by which the sum
-        of cross-entropies is divided, are the batch's, and ``share`` is what the part's other terms count.
+        With gradient accumulation ``batch`` is a part whose results are added to those of the other parts: ``tokens``
+        is the number of tokens that count in the whole batch, ``share`` the weight of this part's auxiliary losses.
         """
         segments = batch.get("segment_ids")
         mask = real_tokens(batch) if segments is not None or "attention_mask" in batch else None
-        body = model.body(batch["tokens"], mask, batch.get("positions"), segments, None, key, self._of_routing)
+        body = model.body(batch["tokens"], mask, batch.get("positions"), segments, None, key, self._summarise_routing)
         targets, weights = targets_of(batch)
         count = jnp.maximum(jnp.sum(weights), 1.0) if tokens is None else tokens
         kernel = model.head_weight()
         x = body.x
-        if model.strategy.mesh is None:  # the chunks may cut rows anywhere
+        if model.strategy.mesh is None:  # one long row, which chunks may cut anywhere
             x, targets, weights = (a.reshape(1, -1, *a.shape[2:]) for a in (x, targets, weights))
         parts = shards(model.strategy.mesh, divided_over(len(targets), model.strategy.mesh))
         total, entropy = self.head(x, kernel, targets, weights, self.z_loss, parts)
@@ -269,8 +270,8 @@ class Objective:
         dropped = jnp.stack([info.dispatch.dropped for info in infos]) if infos else jnp.zeros((0,), jnp.int32)
         return total, Losses(total, entropy, jnp.sum(weights), even, router_z, load, dropped)
 
-    def _of_routing(self, routing: Routing) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """A layer's terms, made in the layer: its scores are not kept until all layers are done."""
+    def _summarise_routing(self, routing: Routing) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Auxiliary losses of one layer, computed within the layer so that its scores need not be kept."""
         return self.balance_loss(routing), balancing.z_loss(routing)
 
 

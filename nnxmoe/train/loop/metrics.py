@@ -1,4 +1,4 @@
-"""Where metrics go: callbacks of `fit` that write them to files."""
+"""Callbacks of `fit` that write metrics to files."""
 
 import abc
 import csv
@@ -15,7 +15,7 @@ from nnxmoe.train.loop.fit import Metrics, Progress
 
 
 class _Log(abc.ABC):
-    """Appends to a file; what an earlier run wrote of the same and later steps goes first, as it is done again."""
+    """Appends one entry per step to a file. A resumed run first removes the entries of steps that it repeats."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self._next = absolute(path), -1
@@ -23,7 +23,7 @@ class _Log(abc.ABC):
     def __call__(self, progress: Progress) -> None:
         if jax.process_index() > 0:
             return
-        if progress.step != self._next:  # the first one, or another run that has the same log
+        if progress.step != self._next:  # the first call, or another run with the same log
             self._begin(progress.step)
         self.add(progress.metrics)
         self._next = progress.step + 1
@@ -42,21 +42,21 @@ class _Log(abc.ABC):
             self.path = final
 
     def lines(self) -> list[str]:
-        """Without one that was not written to its end, as on a disk that was full."""
+        """The complete lines of the file, without one that was cut off, such as by a full disk."""
         with self.path.open(newline="", encoding="utf-8") as file:
             return [line for line in file if line.endswith("\n")]
 
     @abc.abstractmethod
     def read(self) -> list[dict[str, Any]]:
-        """What the file holds, a dict a step."""
+        """The metrics in the file, one dict per step."""
 
     @abc.abstractmethod
     def add(self, metrics: Metrics) -> None:
-        """One step more."""
+        """Appends the metrics of one step."""
 
 
 class JsonLog(_Log):
-    """One JSON object a step."""
+    """One JSON object per line and step."""
 
     def read(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.lines()]
@@ -67,7 +67,7 @@ class JsonLog(_Log):
 
 
 class CsvLog(_Log):
-    """One line a step, under the names of the first step's metrics; ``evaluation`` is empty where there was none."""
+    """One line per step; the columns are the first step's metrics and ``evaluation``, empty where not measured."""
 
     def read(self) -> list[dict[str, Any]]:
         return list(csv.DictReader(self.lines()))
@@ -76,7 +76,7 @@ class CsvLog(_Log):
         new = not self.path.stat().st_size
         names = list(dict.fromkeys([*metrics, "evaluation"])) if new else list(self._names())
         if odd := [name for name in metrics if name not in names]:
-            raise ValueError(f"{self.path} has no column for {', '.join(odd)}: give a new file, or use JsonLog")
+            raise ValueError(f"{self.path} has no column for {', '.join(odd)}: use a new file, or JsonLog")
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names, extrasaction="raise")
             if new:
@@ -89,14 +89,14 @@ class CsvLog(_Log):
 
 
 class TensorBoardLog:
-    """Scalars for TensorBoard; needs the package ``tensorboardX``."""
+    """Scalars for TensorBoard. Requires the package ``tensorboardX``."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
             from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ValueError(
-                "TensorBoardLog(…) needs a package that is not installed: pip install tensorboardX"
+                "TensorBoardLog requires a package that is not installed: pip install tensorboardX"
             ) from error
         self._make: Callable[[], Any] = lambda: SummaryWriter(str(Path(absolute(folder))))
         self._writer: Any = None

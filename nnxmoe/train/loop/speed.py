@@ -1,4 +1,4 @@
-"""What a training step computes, and what a device could: model FLOPs utilisation (PaLM; Chowdhery et al. 2022)."""
+"""Model FLOPs utilisation (MFU, PaLM; Chowdhery et al. 2022): FLOPs of a training step against the devices' peak."""
 
 import math
 from collections.abc import Container
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from nnxmoe.axes import axes_of
 from nnxmoe.model.causal_lm import CausalLM
 
-# Dense bfloat16 products a second, from the makers' data sheets; part of `device_kind` -> FLOP/s.
+# Part of `device_kind` -> peak FLOP/s of dense bfloat16 products, from the vendors' data sheets.
 _PEAKS = {
     "H200": 989e12,
     "H100": 989e12,
@@ -23,7 +23,7 @@ _PEAKS = {
 
 
 def peak_flops(mesh: Mesh | None) -> float | None:
-    """What the mesh's devices can compute in a second together; None where it is not known."""
+    """Peak FLOP/s of the mesh's devices together; None for unknown devices."""
     devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
     kind = devices[0].device_kind
     found = next((peak for name, peak in _PEAKS.items() if name in kind), None)
@@ -31,10 +31,10 @@ def peak_flops(mesh: Mesh | None) -> float | None:
 
 
 def token_flops(model: CausalLM, trained: Container[str]) -> float:
-    """Operations of a training step a token: two forward and two backward for each parameter that a token meets, and
-    two for its gradient where it is among the ``trained``, given by their dotted paths.
+    """FLOPs of a training step per token: 4 per parameter used (forward, and gradient of the input), 2 more for the
+    gradient of a parameter in ``trained`` (dotted paths).
 
-    Without attention's scores, and without what is computed again: it counts what is useful.
+    Attention scores and rematerialisation are not counted.
     """
     total = 0.0
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -42,6 +42,6 @@ def token_flops(model: CausalLM, trained: Container[str]) -> float:
         if "expert" in axes_of(variable):
             share = model.config.experts_per_token / model.config.experts
         elif path[0] == "embed" and model.head is not None:
-            share = 0.0  # it is looked up
+            share = 0.0  # a table lookup, no product
         total += (6 if ".".join(map(str, path)) in trained else 4) * share * math.prod(variable.shape)
     return total

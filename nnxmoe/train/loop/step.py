@@ -1,4 +1,4 @@
-"""One training step as one compiled program: gradients, the optimizer's update, and the routers' correction bias."""
+"""A training step as one compiled program: gradients, the optimizer's update, and the routers' correction bias."""
 
 import dataclasses
 import functools
@@ -24,33 +24,32 @@ from nnxmoe.train.loop.loss import Batch, Losses, Objective, check_batch, target
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a step changes, or shapes or shardings of it: the number of steps made; what is trained, in float32, and
-    the model's other variables (the routers' bias among them), by their dotted paths; the optimizer's; a random key."""
+    """Everything that a step updates, as arrays, shapes or shardings. Variables are keyed by their dotted paths."""
 
-    step: Any
-    params: dict[str, Any]
-    frozen: dict[str, Any]
-    moments: Any
-    key: Any
+    step: Any  # the number of steps made
+    params: dict[str, Any]  # the trained variables, in float32
+    frozen: dict[str, Any]  # the model's other variables, such as the routers' correction bias
+    moments: Any  # the optimizer's state
+    key: Any  # the random key of the next step
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Of one step: its losses, the norm of all gradients before the optimizer, and which parameters' gradients are
-    finite, in the order of ``TrainState.params``. Where one is not, parameters and moments stay as they were."""
+    """The results of one step. If a gradient is not finite, parameters and optimizer state keep their values."""
 
     losses: Losses
-    gradient_norm: Float[Array, ""]
-    finite: Bool[Array, "P"]
+    gradient_norm: Float[Array, ""]  # before the optimizer
+    finite: Bool[Array, "P"]  # whether each gradient is finite, in the order of ``TrainState.params``
 
 
 class Step:
     """``(state, batch) -> (state, report)`` for one model and optimizer; the state is donated.
 
-    ``trainable``: which variables get gradients. ``accumulate``: parts that a batch is cut into, one after the other;
-    gradients are those of the whole. ``bias_rate``: DeepSeek's u, by which the correction bias moves after the
-    optimizer's step (Wang et al. 2024). Parameters are kept in float32; activations have the model's dtype.
+    ``trainable`` is an nnx filter for the variables that get gradients. ``accumulate`` splits a batch into that many
+    parts, processed one after the other; the gradients are those of the whole batch. ``bias_rate`` is DeepSeek's u, by
+    which the correction bias moves after the optimizer's update (Wang et al. 2024). Parameters are kept in float32,
+    activations have the model's dtype. The optimizer may take ``value``, ``grad`` and ``value_fn``.
     """
 
     def __init__(
@@ -64,14 +63,14 @@ class Step:
         bias_rate: float = 0.0,
     ):
         if not is_positive(accumulate):
-            raise ValueError(f"accumulate={accumulate!r}: how many parts a batch is cut into, at least 1")
+            raise ValueError(f"accumulate={accumulate!r}: the number of parts of a batch must be an int of at least 1")
         self.optimizer, self.objective = optax.with_extra_args_support(optimizer), objective or Objective()
         self.accumulate, self.bias_rate = accumulate, bias_rate
         self.mesh, self.vocab = model.strategy.mesh, model.config.vocab_size
         self.graph, params, frozen = nnx.split(model, trainable, ...)
         self._params, self._frozen = _variables(params), _variables(frozen)
         if not self._params:
-            raise ValueError("the model has no variable that is trainable")
+            raise ValueError(f"the model has no variable that matches trainable={trainable!r}")
         self.dtypes = {name: variable.dtype for name, (_, variable) in self._params.items()}
         self._places = {
             name: model.strategy.sharding_of(v) or v.get_value().sharding
@@ -83,17 +82,17 @@ class Step:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The trained parameters, as `Report.finite` counts them."""
+        """Dotted paths of the trained parameters, in the order of `Report.finite`."""
         return tuple(self._params)
 
     def init(self, seed: int = 0) -> TrainState:
-        """The state at the beginning, which shares no array with the model."""
+        """The initial state. It shares no array with the model."""
         return jax.jit(self._init, out_shardings=self.places)(
             _values(self._params), _values(self._frozen), jax.random.key(seed)
         )
 
     def shapes(self) -> TrainState:
-        """What `init` returns, as shapes with their shardings."""
+        """The result of `init` as shapes with shardings."""
         made = jax.eval_shape(self._init, _values(self._params), _values(self._frozen), jax.random.key(0))
         return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), made, self.places)
 
@@ -104,7 +103,7 @@ class Step:
 
     @functools.cached_property
     def places(self) -> Any:
-        """Where each array of a state lies: moments as their parameters, what has no parameter everywhere."""
+        """The sharding of each array of a state: optimizer state is split like its parameter, all else replicated."""
         one = next(iter(self._places.values()))
         everywhere = one if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         shapes = jax.eval_shape(self._init, _values(self._params), _values(self._frozen), jax.random.key(0))
@@ -130,11 +129,11 @@ class Step:
         return self._run(state, dict(batch))
 
     def losses(self, state: TrainState, batch: Batch) -> Losses:
-        """Of a batch, without a step."""
+        """The losses of a batch, without a step."""
         return self.objective(self.merge(state.params, state.frozen), batch)[1]
 
     def saved(self, state: TrainState) -> dict[str, Any]:
-        """What a checkpoint needs of a state: not what stays as it is in the model, such as what adapters adapt."""
+        """The arrays that a checkpoint needs: all but frozen variables that never change, such as adapted kernels."""
         moments = {
             jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.moments)
         }
@@ -142,8 +141,8 @@ class Step:
         return {"step": state.step, "key": state.key, "params": state.params, "moving": moving, "moments": moments}
 
     def restored(self, arrays: Mapping[str, Any]) -> TrainState:
-        """The state that was saved; the rest is the model's. Params and moments are there once, so it takes no more
-        memory to go on than to begin."""
+        """The state from the arrays of a checkpoint; variables that were not saved come from the model. Nothing is
+        copied twice, so resuming takes no more memory than starting."""
         leaves = list(arrays["moments"].values())
         moments = jax.tree.unflatten(jax.tree.structure(self.places.moments), leaves)
         copied = jax.jit(lambda kept: jax.tree.map(jnp.copy, kept), out_shardings=self.places.frozen)
@@ -151,7 +150,7 @@ class Step:
         return TrainState(arrays["step"], dict(arrays["params"]), frozen, moments, arrays["key"])
 
     def merge(self, params: Mapping[str, Array], frozen: Mapping[str, Array]) -> CausalLM:
-        """The model with these values."""
+        """A model with these values."""
         found = [
             (path, variable.replace(values[name]))
             for group, values in ((self._params, params), (self._frozen, frozen))
@@ -160,7 +159,7 @@ class Step:
         return nnx.merge(self.graph, nnx.from_flat_state(found))
 
     def model(self, state: TrainState) -> CausalLM:
-        """The model as a state has it, in the dtypes that it had at first."""
+        """A model with the values of a state, in the dtypes of the original model."""
         stored = {name: value.astype(self.dtypes[name]) for name, value in state.params.items()}
         return self.merge(stored, state.frozen)
 
@@ -192,7 +191,7 @@ class Step:
         return self._accumulated(functools.partial(slope, state.params), batch, key)
 
     def _total(self, params: Any, frozen: dict[str, Array], batch: dict[str, Array], key: Array) -> Float[Array, ""]:
-        """The loss of a batch for other parameters, which line searches ask for."""
+        """The loss of a batch for other parameters, as line searches need it."""
         return self._accumulated(functools.partial(self._loss, frozen, params), batch, key)[0]
 
     def _loss(
@@ -201,7 +200,7 @@ class Step:
         return self.objective(self.merge(params, frozen), part, key, tokens, 1 / self.accumulate)
 
     def _accumulated(self, run: Callable[..., Any], batch: dict[str, Array], key: Array) -> Any:
-        """``run(part, key, tokens)`` summed over the parts of a batch, one after the other."""
+        """The sum of ``run(part, key, tokens)`` over the parts of a batch."""
         if self.accumulate == 1:
             return run(batch, key, None)
         tokens = jnp.maximum(jnp.sum(targets_of(batch)[1]), 1.0)
@@ -217,7 +216,7 @@ class Step:
         return jax.lax.scan(add, zeros, (parts, keys))[0]
 
     def _cut(self, array: Array) -> Array:
-        """``[B, T] -> [parts, B / parts, T]``: every part has rows of every device."""
+        """``[B, T] -> [parts, B / parts, T]``; every part has rows from every device."""
         rows = jnp.asarray(array).reshape(-1, self.accumulate, *array.shape[1:])
         return jnp.moveaxis(rows, 1, 0)
 
@@ -235,7 +234,7 @@ def _values(variables: Mapping[str, tuple[Any, nnx.Variable]]) -> dict[str, Any]
 
 
 def _biases(model: CausalLM) -> dict[str, np.ndarray]:
-    """Correction bias -> which rows of the MoE layers' loads are its own: one, or one a layer of a scanned stack."""
+    """Path of each correction bias -> its rows of the MoE layers' loads: one, or one per layer of a scanned stack."""
     numbers = dict[str, np.ndarray]()
     for name, (_, variable) in _variables(nnx.state(model, RouterBias)).items():
         stacked = "layers" in axes_of(variable)
