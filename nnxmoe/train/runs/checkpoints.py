@@ -1,7 +1,7 @@
-"""Checkpoints of a training run: every few steps, in the background, whole or not at all, the last few kept.
+"""Checkpoints of a training run: written in the background, complete or absent, with the last few kept.
 
-They hold a nested dict of jax arrays and a small dict of plain values, and know nothing of models or optimizers. Orbax
-keeps the arrays; ``step.json`` beside them (see ``step_folder``) makes a step a finished one.
+They hold a nested dict of jax arrays and a small dict of JSON values, and are independent of models and optimizers.
+Orbax stores the arrays; a step is finished once ``step.json`` (see ``step_folder``) is beside them.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from nnxmoe.runtime.processes import deadline
 from nnxmoe.storage.errors import CheckpointError, check_orbax_path
 from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import from_first, raise_in_all, spans_hosts
-from nnxmoe.train.runs.lock import claim, release, remove_unfinished, tidy
+from nnxmoe.train.runs.lock import lock, release, remove_unfinished, tidy
 from nnxmoe.train.runs.named_arrays import (
     Signature,
     differences,
@@ -40,25 +40,24 @@ _ROOM = "make room, or choose another folder"
 
 
 class Checkpoints:
-    """The checkpoints in a folder: ``save`` every so many steps, ``restore`` the ``latest``; a context manager.
+    """The checkpoints in a folder, as a context manager: ``save`` steps, ``restore`` the ``latest`` one.
 
-    ``keep``: how many finished steps remain; ``every``: ``save`` acts on multiples of this step. The folder has to be
-    new, empty, or one that this class made; the first save takes it for this run alone, reading takes nothing. With
-    several processes all of them make the same calls, on a file system that they share. Errors are CheckpointErrors
-    (ValueErrors).
+    ``keep`` is the number of finished steps that remain; ``save`` acts on multiples of ``every``. The folder must be
+    new, empty, or made by this class. The first save locks it until `close`; reading takes no lock. With several
+    processes, all make the same calls on a shared file system. Errors are CheckpointErrors, which are ValueErrors.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3, every: int = 1) -> None:
         for name, value in (("keep", keep), ("every", every)):
             if not is_positive(value):
-                raise ValueError(f"{name}={value!r}: give a whole number from 1")
+                raise ValueError(f"{name}={value!r}: pass an int of at least 1")
         self.folder, self.keep, self.every = absolute(folder), keep, every
         check_orbax_path(self.folder)
         self._manager: ocp.CheckpointManager | None = None
-        self._claimed = False
-        self._lock: int | None = None  # held by the first process
-        self._last: int | None = None  # the newest step in the folder, perhaps still being written
-        self._before: Signature | None = None  # what steps here hold
+        self._owned = False
+        self._lock: int | None = None  # the lock's descriptor, in the first process
+        self._last: int | None = None  # the newest step, which may still be written
+        self._before: Signature | None = None  # the arrays of earlier steps
         self._writing: tuple[int, Signature, dict[str, str], dict[str, Any]] | None = None
 
     def __enter__(self) -> Self:
@@ -69,33 +68,33 @@ class Checkpoints:
             self.close()
 
     def due(self, step: int) -> bool:
-        """Whether `save` acts on this step."""
+        """Whether `save` acts on this step without ``force``."""
         return step % self.every == 0
 
     def save(
         self, step: int, arrays: Mapping[str, Any], extra: Mapping[str, Any] | None = None, force: bool = False
     ) -> bool:
-        """Begin to write a step, once the one before is written; whether it did: not where the step is not `due`
-        (``force``: still), or is there already.
+        """Start writing a step in the background, after waiting for the previous one.
 
-        The arrays may be donated or deleted when this returns. ``extra`` is what JSON can hold. Raises for what went
-        wrong with the step before; for arrays other than those of the steps before; for steps out of order.
+        Returns False without writing if the step is not `due` (unless ``force``) or was saved already. The arrays may
+        be donated or deleted when this returns. ``extra`` must consist of JSON values. Raises CheckpointError if the
+        previous step could not be written, if the arrays differ from those of earlier steps, or if the step is lower.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"step={step!r}: give a whole number from 0")
+            raise ValueError(f"step={step!r}: pass an int of at least 0")
         if not (force or self.due(step)):
             return False
         extra = plain(extra or {})
         leaves = flat(arrays, "arrays to save")
         self.wait()
-        manager = self._writer()
+        manager = self._open_manager()
         if step == self._last:
             return False
         self._check(step, leaves)
         found = signature(leaves)
         keys = {name: str(jax.random.key_impl(leaf)) for name, leaf in leaves.items() if is_key(leaf)}
         values = {name: jax.random.key_data(leaf) if name in keys else leaf for name, leaf in leaves.items()}
-        values = {name: value for name, value in values.items() if value.size}  # Orbax keeps no empty ones
+        values = {name: value for name, value in values.items() if value.size}  # Orbax stores no empty arrays
         self._writing = step, found, keys, extra
         with self._failing(step):
             manager.save(step, args=ocp.args.Composite(**{ARRAYS: ocp.args.StandardSave(values)}), force=True)
@@ -103,39 +102,39 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Until what `save` began is on the disk; raises where it could not be written."""
+        """Block until the step being saved is on disk. Raises CheckpointError if it could not be written."""
         if self._manager is not None:
             with self._failing(self._last):
                 self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and leave the folder to others."""
+        """Wait for the step being saved, then release the folder's lock."""
         try:
             self.wait()
         finally:
-            self._let_go()
+            self._close_manager()
             if self._lock is not None:
                 release(self._lock)
-            self._claimed, self._lock = False, None
+            self._owned, self._lock = False, None
 
     def latest(self) -> int | None:
-        """The newest finished step. One that is not whole is passed over, which is told."""
+        """The newest finished step, or None. Incomplete steps are skipped with a warning."""
         with deadline("waiting for the first process to look for checkpoints"):
-            text = self._shared(lambda: json.dumps(next(finished(self.folder), None)))
+            text = self._from_first(lambda: json.dumps(next(finished(self.folder), None)))
         return json.loads(text)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arrays of a finished step, bit for bit, and its extra.
+        """The arrays of a finished step, bit for bit, and its ``extra``.
 
-        ``like``: nested dicts of jax.ShapeDtypeStruct, or of arrays, as saved; each array is placed as the sharding
-        there says, on whatever mesh (without one: on the first device). Raises one error that lists every array that
-        is missing, too much, or of another shape or dtype.
+        ``like`` is a nested dict of jax.ShapeDtypeStruct or arrays, structured as it was saved. Each array gets the
+        sharding given there, on any mesh; without one it is placed on the first device. Raises one CheckpointError
+        that lists every array that is missing, unexpected, or of another shape or dtype.
         """
         where = self.folder / str(step)
         manifest = read_manifest(where, step)
         wanted = flat(like, "like")
         if lines := differences(signature(wanted), manifest.signature):
-            raise CheckpointError(listed(f"{where} does not hold what is asked for", lines))
+            raise CheckpointError(listed(f"{where} does not match the requested arrays", lines))
         self._check_contents(step, manifest.files)
         places = {name: leaf.sharding or SingleDeviceSharding(jax.local_devices()[0]) for name, leaf in wanted.items()}
         specs = {name: stored(leaf, places[name]) for name, leaf in wanted.items() if leaf.size}
@@ -150,72 +149,74 @@ class Checkpoints:
         found |= {name: empty(leaf, places[name]) for name, leaf in wanted.items() if not leaf.size}
         return nested_as(like, found), manifest.extra
 
-    def _writer(self) -> ocp.CheckpointManager:
-        """What writes, from the first save on."""
-        if not self._claimed:
+    def _open_manager(self) -> ocp.CheckpointManager:
+        """Orbax's manager of the folder, which the first call locks and cleans up."""
+        if not self._owned:
             with deadline("waiting for the first process to open the folder of checkpoints"):
-                self._shared(self._claim)
-            self._claimed = True
-            self._look()
+                self._from_first(self._acquire)
+            self._owned = True
+            self._read_latest()
         if self._manager is None:
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self.keep,
-                async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
+                async_options=ocp.options.AsyncOptions(post_finalization_callback=self._finalize),
             )
             with self._failing(None):
-                logging.getLogger("absl").addFilter(_told)
+                logging.getLogger("absl").addFilter(_quiet)
                 self._manager = ocp.CheckpointManager(self.folder, options=options)
         return self._manager
 
-    def _look(self) -> None:
-        """What the folder holds, as far as a save has to know."""
+    def _read_latest(self) -> None:
+        """Sets the newest step and its arrays' signature from the folder."""
         self._last = next(finished(self.folder), None)
         self._before = (
             None if self._last is None else read_manifest(self.folder / str(self._last), self._last).signature
         )
 
-    def _claim(self) -> str:
-        lock = claim(self.folder)
+    def _acquire(self) -> str:
+        descriptor = lock(self.folder)
         try:
             with failing(f"cannot write to {self.folder}", _ROOM):
                 tidy(self.folder, self.keep)
         except BaseException:
-            release(lock)
+            release(descriptor)
             raise
-        self._lock = lock
+        self._lock = descriptor
         return ""
 
     def _check(self, step: int, leaves: Mapping[str, Any]) -> None:
-        """What may be saved: later than before, of the same arrays as before, with values."""
+        """Raises CheckpointError for a lower step, for arrays without values and for other arrays than before."""
         if self._last is not None and step < self._last:
             raise CheckpointError(
-                f"{self.folder} holds step {self._last}, and step {step} comes before it: resume from there, or give "
+                f"{self.folder} holds step {self._last}, which is later than step {step}: resume from it, or use "
                 "another folder"
             )
         if not leaves:
-            raise CheckpointError("arrays to save: there are none")
+            raise CheckpointError("arrays to save: the dict is empty")
         for name, leaf in leaves.items():
             if not isinstance(leaf, jax.Array) or leaf.is_deleted():
-                raise CheckpointError(f"arrays to save: {name} has no values (only a shape, or it was donated)")
+                raise CheckpointError(f"arrays to save: {name} has no values: it is a shape, or was donated")
             if jax.process_count() > 1 and not spans_hosts(leaf):
                 raise CheckpointError(
-                    f"arrays to save: {name} lies on devices of this process only: place it on the mesh of all, "
-                    "with jax.make_array_from_callback or as a result of jax.jit"
+                    f"arrays to save: {name} is on devices of this process only: place it on the mesh of all processes "
+                    "with jax.make_array_from_callback or jax.jit"
                 )
         if self._before is not None and (lines := differences(self._before, signature(leaves))):
             raise CheckpointError(
-                listed(f"step {step} is not saved: {self.folder} has steps with other arrays, and this one", lines)
+                listed(
+                    f"step {step} is not saved: its arrays differ from those of earlier steps in {self.folder}", lines
+                )
             )
 
-    def _seal(self) -> None:
-        """Called by Orbax when everything is written, before the folder gets its name."""
+    def _finalize(self) -> None:
+        """Writes the manifest. Orbax calls it once all arrays are written, before it renames the folder."""
         assert self._writing is not None
         step, found, keys, extra = self._writing
         (stage,) = self.folder.glob(f"{step}.orbax-checkpoint-tmp*")
         write_manifest(stage, step, found, keys, extra)
 
     def _check_contents(self, step: int, files: Mapping[str, list[int]]) -> None:
-        """Each process reads its share of the files; damage is an error of all."""
+        """Verifies checksums, each process those of its share of the files. Damage raises in every process."""
         share = dict(list(files.items())[jax.process_index() :: jax.process_count()])
         failure: Exception | None = None
         try:
@@ -229,31 +230,32 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self, step: int | None) -> Iterator[None]:
-        """After an error what was written is removed; the next save starts anew, as Orbax's list of steps is wrong."""
+        """Turns errors into CheckpointError, after removing what was written. The manager is closed too, since its
+        list of steps is wrong by then; the next save opens another."""
         try:
             what = "" if step is None else f"step {step} "
             with failing(f"cannot write {what}to {self.folder}", _ROOM):
                 yield
         except CheckpointError:
-            self._let_go()
+            self._close_manager()
             remove_unfinished(self.folder, pause=0.5)
-            self._look()
+            self._read_latest()
             raise
 
-    def _let_go(self) -> None:
+    def _close_manager(self) -> None:
         manager, self._manager = self._manager, None
         if manager is not None:
             with contextlib.suppress(Exception):
                 manager.close()
 
     @staticmethod
-    def _shared(make: Callable[[], str]) -> str:
-        """What the first process makes, for all."""
+    def _from_first(make: Callable[[], str]) -> str:
+        """The result of ``make`` in the first process, for every process."""
         return from_first(make) if jax.process_count() > 1 else make()
 
 
-class _Told(logging.Filter):
-    """Orbax logs a traceback of every error that it raises as well; ours says the same in a line."""
+class _OrbaxTracebacks(logging.Filter):
+    """Suppresses the tracebacks that Orbax logs for errors that it also raises; ours say the same in one line."""
 
     _OF = ("raised an exception", "Handler Commit operations", "Save Finalize thread")
 
@@ -261,4 +263,4 @@ class _Told(logging.Filter):
         return not any(part in str(record.msg) for part in self._OF)
 
 
-_told = _Told()
+_quiet = _OrbaxTracebacks()

@@ -1,4 +1,4 @@
-"""A folder of checkpoints for one run at a time, cleared of what killed runs left there."""
+"""The lock on a folder of checkpoints, for one run at a time, and the removal of what killed runs left there."""
 
 import json
 import os
@@ -23,8 +23,11 @@ _OURS = re.compile(r"(0|[1-9][0-9]*)(\.orbax-checkpoint-tmp.*|\.damaged(-[0-9]+)
 _held: set[int] = set()
 
 
-def claim(folder: Path) -> int:
-    """Make a folder ours to write to, until the descriptor is released; refuses one that holds anything else."""
+def lock(folder: Path) -> int:
+    """Lock a folder for writing until the returned descriptor is released.
+
+    Raises CheckpointError if the folder holds other files, or another run holds the lock.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = [name for name in os.listdir(folder) if not name.startswith(".")]
@@ -32,12 +35,12 @@ def claim(folder: Path) -> int:
         others = [name for name in names if name != MARKER and (name not in own or (folder / name).is_symlink())]
         if others or (own and MARKER not in names):
             raise CheckpointError(
-                f"{folder} holds {some(sorted(others or own))}, which is no checkpoint of this kind: "
-                "give a new or empty folder, or move that away"
+                f"{folder} holds {some(sorted(others or own))}, which is not from a run with checkpoints: use a new or "
+                "empty folder, or move it away"
             )
         descriptor = os.open(folder / MARKER, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            _lock(descriptor, folder)
+            _flock(descriptor, folder)
             if os.fstat(descriptor).st_size == 0:
                 os.write(descriptor, json.dumps({"version": VERSION}).encode() + b"\n")
             _held.add(descriptor)
@@ -50,38 +53,38 @@ def claim(folder: Path) -> int:
 
 
 def release(descriptor: int) -> None:
-    """Leave a folder to others."""
+    """Release a folder's lock."""
     _held.discard(descriptor)
     os.close(descriptor)
 
 
-def _forked() -> None:
-    """A forked worker that outlives us does not keep the folder."""
+def _release_in_child() -> None:
+    """Closes the inherited descriptors, so that a forked worker that outlives its parent holds no lock."""
     while _held:
         os.close(_held.pop())
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_release_in_child)
 
 
-def _lock(descriptor: int, folder: Path) -> None:
-    """For one process at a time; the system takes the lock away when the process ends, however that happens."""
+def _flock(descriptor: int, folder: Path) -> None:
+    """Takes a lock that the system releases when the process ends, even if it is killed."""
     if fcntl is None:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise CheckpointError(
-            f"{folder}: another process, or another Checkpoints in this one, saves there: end it, or choose "
-            "another folder"
+            f"{folder} is locked by another process, or by another Checkpoints in this one: end it, or use another "
+            "folder"
         ) from None
     except OSError as error:
-        logger.warning("%s cannot be locked (%s): let no second run save there", folder, error)
+        logger.warning("%s cannot be locked (%s): make sure that no other run saves there", folder, error)
 
 
 def tidy(folder: Path, keep: int) -> None:
-    """Remove what killed processes left: saves begun, steps half deleted. Damaged steps are set aside."""
+    """Removes unfinished saves and half-deleted steps of killed processes. Damaged steps are renamed and kept."""
     remove_unfinished(folder)
     whole = set(finished(folder))
     for step in steps_in(folder):
@@ -91,13 +94,13 @@ def tidy(folder: Path, keep: int) -> None:
         if sum(other > step for other in whole) >= keep:
             shutil.rmtree(path)
         else:
-            aside = next(name for i in range(10**6) if not (name := _aside(path, i)).exists())
+            aside = next(name for i in range(10**6) if not (name := _damaged_name(path, i)).exists())
             path.rename(aside)
-            logger.warning("%s is set aside as %s: look into it, or delete it", path, aside.name)
+            logger.warning("%s is damaged and was renamed to %s: inspect or delete it", path, aside.name)
 
 
 def remove_unfinished(folder: Path, pause: float = 0) -> None:
-    """Saves that were begun, and after a ``pause`` what threads of one that has failed wrote on."""
+    """Removes unfinished saves; again after ``pause`` seconds, as threads of a failed save may still create files."""
     for seconds in (0, pause) if pause else (0,):
         time.sleep(seconds)
         for path in folder.glob("*.orbax-checkpoint-tmp*"):
@@ -105,5 +108,5 @@ def remove_unfinished(folder: Path, pause: float = 0) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _aside(path: Path, number: int) -> Path:
+def _damaged_name(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.damaged" + (f"-{number}" if number else ""))

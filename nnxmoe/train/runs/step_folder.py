@@ -1,7 +1,8 @@
-"""What a folder of checkpoints holds, and whether a step in it is whole: ``step.json`` lists its arrays and files.
+"""The layout of a folder of checkpoints, and whether a step in it is complete.
 
-``checkpoints.json`` marks the folder as ours; ``12/`` is step 12, ``12/arrays/`` its arrays as Orbax keeps them;
-``12.orbax-checkpoint-tmp/`` is being written or was left by a killed process; ``12.damaged/`` was set aside.
+``checkpoints.json`` marks the folder. ``12/`` is step 12, ``12/arrays/`` its arrays in Orbax's format, ``12/step.json``
+the list of its arrays and files. ``12.orbax-checkpoint-tmp/`` is being written or was left by a killed process,
+``12.damaged/`` was renamed when it was found damaged.
 """
 
 import dataclasses
@@ -30,19 +31,21 @@ _BLOCK = 16 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Of one step: name -> (shape, dtype) of its arrays; the implementations of random keys; what else was given."""
+    """The content of a step's ``step.json``."""
 
     signature: Signature
-    keys: dict[str, str]
+    keys: dict[str, str]  # name -> implementation, of arrays of random keys
     extra: dict[str, Any]
-    files: dict[str, list[int]]
+    files: dict[str, list[int]]  # path -> size and checksum
 
 
 def write_manifest(folder: Path, step: int, signature: Signature, keys: Mapping[str, str], extra: Any) -> None:
-    """Into the folder of a step, when all else of it is written; the disk has everything when this returns."""
-    paths = sorted(path for path in (folder / ARRAYS).rglob("*") if path.is_file())  # Orbax will change other files
+    """Writes the manifest into the folder of a step whose arrays are written, and syncs all of its files to disk."""
+    paths = sorted(path for path in (folder / ARRAYS).rglob("*") if path.is_file())  # Orbax changes the others later
     with ThreadPoolExecutor(8) as pool:
-        files = dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(_sealed, paths), strict=True))
+        files = dict(
+            zip((str(path.relative_to(folder)) for path in paths), pool.map(_size_and_checksum, paths), strict=True)
+        )
     content = {"version": VERSION, "step": step, "arrays": signature, "keys": dict(keys), "extra": extra}
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(content | {"files": files}, file)
@@ -50,8 +53,8 @@ def write_manifest(folder: Path, step: int, signature: Signature, keys: Mapping[
         os.fsync(file.fileno())
 
 
-def _sealed(path: Path) -> list[int]:
-    """Size and checksum of a file that is on the disk."""
+def _size_and_checksum(path: Path) -> list[int]:
+    """Size and checksum of a file, after syncing it to disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return [path.stat().st_size, _checksum(path)]
@@ -66,8 +69,8 @@ def _checksum(path: Path) -> int:
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """Of a finished step; CheckpointError where a file of it is missing or of another size."""
-    remedy = "the step is not whole: use another one"
+    """The manifest of a finished step. Raises CheckpointError if a file is missing or has another size."""
+    remedy = "the step is incomplete: use another one"
     content = read_object(folder / MANIFEST, remedy, CheckpointError, limit=1 << 30)
     if content.get("version") != VERSION or content.get("step") != step:
         got = f"version {short(content.get('version'))}, step {short(content.get('step'))}"
@@ -90,33 +93,33 @@ def read_manifest(folder: Path, step: int) -> Manifest:
 
 
 def check_contents(folder: Path, files: Mapping[str, Sequence[int]]) -> None:
-    """CheckpointError that names the files of a step whose bytes are not those that were written."""
+    """Raises CheckpointError with the names of the files whose checksums differ."""
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(lambda name: _checksum(folder / name), files)
         damaged = [name for name, value in zip(files, found, strict=True) if value != files[name][1]]
     if damaged:
         raise CheckpointError(
-            f"{folder}: {some(damaged)} does not hold what was written there: the disk, or a copy, damaged it; "
+            f"{folder}: the content of {some(damaged)} has changed since it was written, by the disk or in copying: "
             "restore another step"
         )
 
 
 def finished(folder: Path) -> Iterator[int]:
-    """The finished steps in a folder, the newest first; a newer one that is not whole is told."""
+    """The finished steps in a folder, newest first. Warns of newer, incomplete steps."""
     any_yet = False
     for step in steps_in(folder):
         try:
             read_manifest(folder / str(step), step)
         except CheckpointError as error:
             if not any_yet:
-                logger.warning("step %d is passed over: %s", step, error)
+                logger.warning("skipping step %d: %s", step, error)
             continue
         any_yet = True
         yield step
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps that have a folder, newest first, whole or not."""
+    """All steps with a folder, complete or not, newest first."""
     names = os.listdir(folder) if folder.is_dir() else []
     found = [int(name) for name in names if _STEP.fullmatch(name) and (folder / name).is_dir()]
     return sorted(found, reverse=True)
