@@ -28,7 +28,8 @@ def layout(model: CausalLM, names: Container[str] | None = None, times: float = 
             raise TableError(f"the parameter {parameter.key} has no row in the table of {type(model).__name__}")
         change = Change(times=times if parameter.key.startswith(QUERY) else 1.0)
         for layer, at in parameter.layers():
-            options = [_named(t, layer, at, parameter, change) for t in model.hf_table[parameter.key]]
+            templates = model.hf_table[parameter.key] if names is not None else model.hf_table[parameter.key][:1]
+            options = [_named(template, layer, at, parameter, change) for template in templates]
             chosen = [o for o in options if names is not None and any(name in names for name, _, _ in o)]
             for name, leaf, part in (chosen or options)[0]:
                 add_part(found, name, leaf, part)

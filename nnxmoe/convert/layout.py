@@ -113,14 +113,9 @@ class Change:
     features: Literal["as they are", "halves", "pairs"] = "as they are"
 
     @property
-    def scales(self) -> bool:
-        """Whether values change."""
-        return self.times != 1 or self.over != 1
-
-    @property
     def none(self) -> bool:
         """Whether nothing is done."""
-        return not self.scales and self.features == "as they are"
+        return self == SAME
 
     def __call__(self, array: AnyArray) -> AnyArray:
         if self.features == "halves":
@@ -252,7 +247,7 @@ class _Made:
         leaf = self.leaf
         if leaf.axis is None:
             (part,), (value,) = leaf.parts, self.values
-            one = local_value(value, part.at) if hosts_holding(value, part.at) else gather(value, part.at)
+            one = _fetch(value, part.at, box == whole(leaf.shape))
             return self._cast(leaf.view(one, part.parameter)[box])
         out = np.empty(sizes(box), self.dtype)
         for part, value in zip(leaf.parts, self.values, strict=True):
@@ -277,3 +272,16 @@ class _Made:
     def _cast(self, array: AnyArray) -> AnyArray:
         array = self.leaf.change(array)
         return array if array.dtype == self.dtype else array.astype(self.dtype)
+
+
+def _fetch(value: Array, at: tuple[int, ...], once: bool) -> np.ndarray:
+    """``value[at]`` on the host; a collective if the value spans hosts and none holds all of that.
+
+    ``once``: it is not asked for again. Then only this part leaves the devices; otherwise JAX keeps a copy of the whole
+    value on the host, from which further ranges are read.
+    """
+    if spans_hosts(value):
+        return local_value(value, at) if hosts_holding(value, at) else gather(value, at)
+    devices = list(value.devices()) if isinstance(value, jax.Array) else []
+    free = not devices or (len(devices) == 1 and devices[0].platform == "cpu")  # NumPy reads that memory in place
+    return np.asarray(value)[at] if free or not once else np.asarray(value[at])
