@@ -249,6 +249,25 @@ def test_llama_3_rope_under_either_key_is_interleaved(key: str) -> None:
     assert max_error(found, forward(model, tokens).logits) < 2e-5
 
 
+@pytest.mark.parametrize("scalar", [1.0, 5.0])
+def test_a_query_scalar_is_saved_or_folded_into_the_queries(scalar: float, tmp_path: Path) -> None:
+    """Our format keeps it in config.json; layouts without the field have other queries and the same logits."""
+    start, tokens = build_tiny("mixtral", nnxmoe.Strategy()), random_tokens(2, 5)
+    nnxmoe.save(start, tmp_path / "ours")
+    fields = json.loads((tmp_path / "ours" / "config.json").read_text())
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(fields | {"query_pre_attn_scalar": scalar}))
+    model = nnxmoe.load(tmp_path / "ours")
+    wanted = model(tokens).logits
+    assert model.config.query_pre_attn_scalar == scalar and max_error(wanted, start(tokens).logits) > 1e-2
+    saved(model, tmp_path / "hub")
+    assert "query_pre_attn_scalar" not in json.loads((tmp_path / "hub" / "config.json").read_text())
+    back = maxtext.from_tree(maxtext.to_tree(model), start.config)
+    for other in (nnxmoe.from_pretrained(tmp_path / "hub"), back):
+        assert max_error(other(tokens).logits, wanted) < 2e-5
+    with pytest.raises(ValueError, match="query_pre_attn_scalar is not supported for deepseek_v3"):
+        build_tiny("deepseek_v3", nnxmoe.Strategy(), query_pre_attn_scalar=scalar)
+
+
 def test_a_tree_has_the_models_dtypes(caplog: pytest.LogCaptureFixture) -> None:
     """Where queries are rounded more than they need be, it is said."""
     exact = build_tiny("mixtral", nnxmoe.Strategy(), head_dim=4)
