@@ -120,27 +120,33 @@ BAD: list[tuple[bytes, str]] = [
     (b'{"text": NaN}', "NaN is not a JSON number"),
     (b'{"text": "\xff"}', "is not valid JSON: 'utf-8' codec"),
     (b"[" * 100_000, "is not valid JSON"),
-    (b"[1]", r"\[1\] is no JSON object"),
-    (b"7", "7 is no JSON object"),
-    (b"{}", r"has the fields \[\]: give 'text'"),
+    (b"[1]", r"\[1\] is not a JSON object"),
+    (b"7", "7 is not a JSON object"),
+    (b"{}", r"has the fields \[\]: write either 'text'"),
     (b'{"text": "a", "meta": 1}', r"has the fields \['meta', 'text'\]"),
     (b'{"prompt": "a"}', r"has the fields \['prompt'\]"),
-    (b'{"text": ""}', "text is '': give a string that is not empty"),
-    (b'{"text": " \\n"}', "text is ' .n': give a string"),
-    (b'{"text": 3}', "text is 3: give a string"),
+    (b'{"text": ""}', "text is '': it must be a non-empty string"),
+    (b'{"text": " \\n"}', "text is ' .n': it must be a non-empty string"),
+    (b'{"text": 3}', "text is 3: it must be a non-empty string"),
     (b'{"text": null}', "text is None"),
     (b'{"text": "\\ud800"}', "text is not valid Unicode: .*lone surrogates"),
-    (b'{"messages": "a"}', "messages is 'a': give a list"),
-    (b'{"messages": []}', "has no message of the assistant"),
-    (b'{"messages": [1]}', r"messages\[0\] is 1: give an object"),
-    (b'{"messages": [{"role": "user"}]}', r"messages\[0\] is {'role': 'user'}: give an object"),
-    (b'{"messages": [{"role": "user", "content": "a", "name": "b"}]}', r"messages\[0\] is .* and nothing else"),
-    (b'{"messages": [{"role": "user", "content": ""}]}', r"messages\[0\]: content is '': give a string"),
+    (b'{"messages": "a"}', "messages is 'a': it must be a list"),
+    (b'{"messages": []}', "has no message from the assistant"),
+    (b'{"messages": [1]}', r"messages\[0\] is 1: it must be an object"),
+    (b'{"messages": [{"role": "user"}]}', r"messages\[0\] is {'role': 'user'}: it must be an object"),
+    (
+        b'{"messages": [{"role": "user", "content": "a", "name": "b"}]}',
+        r"messages\[0\] is .* with only 'role'",
+    ),
+    (
+        b'{"messages": [{"role": "user", "content": ""}]}',
+        r"messages\[0\]: content is '': it must be",
+    ),
     (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', r"messages\[0\]: content is \["),
     (b'{"messages": [{"role": "human", "content": "a"}]}', r"messages\[0\] has the role 'human': use system, user"),
     (b'{"messages": [{"role": ["a"], "content": "a"}]}', r"messages\[0\] has the role \['a'\]"),
-    (b'{"messages": [{"role": "user", "content": "a"}]}', "no message of the assistant, so there is nothing to learn"),
-    (b'{"messages": [{"role": "assistant", "content": "a"}]}', "begins with the assistant"),
+    (b'{"messages": [{"role": "user", "content": "a"}]}', "no message from the assistant, hence nothing to learn"),
+    (b'{"messages": [{"role": "assistant", "content": "a"}]}', "starts with the assistant"),
 ]
 
 
@@ -164,7 +170,7 @@ def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             JsonLines(path)
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 20)
     path.write_bytes(GOOD + b'{"text": "' + b"a" * 1000)
-    with pytest.raises(DataError, match=r"line 2 has more than 20 bytes: divide it"):
+    with pytest.raises(DataError, match=r"line 2 has more than 20 bytes: split it"):
         JsonLines(path)
 
 
@@ -172,7 +178,7 @@ def test_a_file_that_changes(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
     documents = Documents(path, tokenizer)
     path.write_bytes(path.read_bytes() + GOOD)
-    with pytest.raises(DataError, match="was changed while it is being read"):
+    with pytest.raises(DataError, match="was modified after it was opened"):
         documents[0]
 
 
@@ -232,7 +238,7 @@ def test_templates_that_do_not_only_add(tmp_path: Path, tokenizer: Tokenizer, na
     documents = Documents(path, other)
     assert documents[0].learnt.all()
     with pytest.raises(
-        DataError, match=r"a line 2: the chat template writes the chat up to messages\[[13]\] in another"
+        DataError, match=r"a line 2: the chat template renders the chat up to messages\[[13]\] differently"
     ):
         documents.check()
 
@@ -292,11 +298,11 @@ def test_long_chats_are_cut(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest
     assert seen.count(first) == 2
     assert sum(len(tokens) for tokens, _ in seen) == 2 * (40 + len(whole[2].tokens))
     assert caplog.text.count("line 1: a chat of") == caplog.text.count("line 2: a chat of") == 1
-    assert "line 2: a chat of 107 tokens, with rows of 40, is left out" in caplog.text.replace(
+    assert "line 2: a chat of 107 tokens, in rows of 40, is left out" in caplog.text.replace(
         str(len(whole[1].tokens)), "107"
     )
     only = batches(write(tmp_path / "b", objects[1]), tokenizer, batch_size=2, seq_len=40)
-    with pytest.raises(DataError, match=r"b: no chat has an answer in its first 40 tokens"):
+    with pytest.raises(DataError, match=r"b: no chat has an answer within its first 40 tokens"):
         next(only)
 
 
@@ -411,7 +417,7 @@ def test_several_processes(documents: Documents) -> None:
     last.set_state(halves[0].get_state())
     np.testing.assert_array_equal(next(last)["tokens"][0], next(whole)["tokens"][3])
     for share in ((0, 3), (2, 2), (-1, 2), (0, 0)):
-        with pytest.raises(ValueError, match="cannot be shared"):
+        with pytest.raises(ValueError, match="cannot be split"):
             Batches(documents, 4, 64, share=share)
 
 
@@ -427,7 +433,7 @@ OTHER: list[tuple[str, Callable[[Documents], Batches]]] = [
 @pytest.mark.parametrize(("message", "make"), OTHER)
 def test_states_of_other_settings(documents: Documents, message: str, make: Callable[[Documents], Batches]) -> None:
     state = Batches(documents, 4, 64).get_state()
-    with pytest.raises(DataError, match=rf"mixed\.jsonl: this state is of other data or settings \({message}\)"):
+    with pytest.raises(DataError, match=rf"mixed\.jsonl: the state is from other data or settings \({message}\)"):
         make(documents).set_state(state)
     Batches(documents, 4, 64, epochs=5).set_state(state)  # longer is fine
 
@@ -460,9 +466,9 @@ def test_states_of_other_data(mixed: Path, tmp_path: Path, tokenizer: Tokenizer,
 )
 def test_states_that_are_none(documents: Documents, change: dict[str, Any]) -> None:
     data = Batches(documents, 4, 64)
-    with pytest.raises(DataError, match="give what get_state returned"):
+    with pytest.raises(DataError, match="pass the result of get_state"):
         data.set_state(data.get_state() | change)
-    with pytest.raises(DataError, match="give what get_state returned"):
+    with pytest.raises(DataError, match="pass the result of get_state"):
         data.set_state({})
 
 
@@ -476,7 +482,7 @@ def test_numbers_that_make_no_sense(documents: Documents) -> None:
         {"batch_size": 2.0},
         {"seed": True},
     ):
-        with pytest.raises(ValueError, match=rf"^{next(iter(options))}=.*give a whole number from"):
+        with pytest.raises(ValueError, match=rf"^{next(iter(options))}=.*pass an int of at least"):
             Batches(documents, **({"batch_size": 2, "seq_len": 8} | options))
 
 

@@ -105,7 +105,7 @@ def test_killed_and_given_again_it_is_the_same_to_the_bit(tmp_path: Path, more: 
     run.communicate()
     assert not (killed / "model.safetensors").exists()
     output, errors = command(killed, data, *more).communicate(timeout=300)
-    assert "going on from step" in errors and "to 20: cross-entropy" in output, errors
+    assert "resuming from step" in errors and "to 20: cross-entropy" in output, errors
     (arrays, extra), (others, other) = last_checkpoint(straight), last_checkpoint(killed)
     assert extra == other and arrays.keys() == others.keys() and any("moments" in name for name in arrays)
     for name, array in arrays.items():
@@ -145,10 +145,10 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["demo", str(bad), "--out", str(new)], "bad.jsonl line 2"),
         (["demo", str(tmp_path / "none.jsonl"), "--out", str(new)], "none.jsonl"),
         (["demo", data, "--out", str(new), "--adapter-only"], "--lora 16"),
-        (["demo", data, "--out", str(new), "--learning-rate", "2"], "learning rate"),
+        (["demo", data, "--out", str(new), "--learning-rate", "2"], "learning_rate"),
         (["mixtral-8x7b", data, "--out", str(new)], "preset"),
         (["demo", data, "--out", str(new), "--seq-len", "1"], "seq_len"),
-        (["demo", data, "--out", str(new), "--seq-len", "4"], "no chat has an answer in its first 4 tokens"),
+        (["demo", data, "--out", str(new), "--seq-len", "4"], "no chat has an answer within its first 4 tokens"),
     ]
     for line, message in tried:
         assert cli.main(["finetune", *line]) == 1, line

@@ -427,7 +427,7 @@ Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], str]] = {
     "missing": (lambda c, t: t.pop(Q), f"missing: {Q}"),
     "unexpected": (lambda c, t: t.update(other=np.ones(2, np.float32)), "unexpected: other"),
-    "rank": (lambda c, t: c.update(r=3), r"shape: .* has \[4, 24\], the model and rank 3 ask for \[3, 24\]"),
+    "rank": (lambda c, t: c.update(r=3), r"shape: .* has \[4, 24\], the model and rank 3 require \[3, 24\]"),
     "dtype": (lambda c, t: t.update({Q: np.ones((4, 24), np.int32)}), "dtype: .* is I32"),
     "kind": (lambda c, t: c.update(peft_type="IA3"), "peft_type 'IA3' is not 'LORA'"),
     "dora": (lambda c, t: c.update(use_dora=True), "use_dora True is not supported"),
@@ -435,11 +435,17 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], 
     "init": (lambda c, t: c.update(init_lora_weights="pissa"), "init_lora_weights 'pissa' changes the base model"),
     "rank 0": (lambda c, t: c.update(r=0), "the rank 0 of self_attn.* is not a positive integer"),
     "alpha": (lambda c, t: c.update(lora_alpha="6"), "lora_alpha '6' is not a positive number"),
-    "pattern": (lambda c, t: c.update(rank_pattern={"(a+)+$": 2}), "rank_pattern .* only names are understood"),
+    "pattern": (
+        lambda c, t: c.update(rank_pattern={"(a+)+$": 2}),
+        "rank_pattern .* only names that hold for all layers",
+    ),
     "list": (lambda c, t: c.update(alpha_pattern=[1]), r"alpha_pattern \[1\] is not an object"),
-    "number": (lambda c, t: c.update(target_parameters=7), "target_parameters 7 is no list of names"),
+    "number": (lambda c, t: c.update(target_parameters=7), "target_parameters 7 is not a list of names"),
     "text": (lambda c, t: c.update(use_rslora="no"), "use_rslora 'no' is not true or false"),
-    "a layer's own": (lambda c, t: c.update(alpha_pattern={"layers.1.self_attn.q_proj": 2}), "the same for all layers"),
+    "a layer's own": (
+        lambda c, t: c.update(alpha_pattern={"layers.1.self_attn.q_proj": 2}),
+        "only names that hold for all layers",
+    ),
 }
 
 
@@ -507,7 +513,7 @@ def test_everything_wrong_is_listed(tmp_path: Path) -> None:
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     lora.save(ready("mixtral"), tmp_path / "mixtral")
     for other in (build_tiny("llama", Strategy()), build_tiny("mixtral", Strategy(), num_local_experts=4)):
-        with pytest.raises(nnxmoe.CheckpointError, match="is not one of this model"):
+        with pytest.raises(nnxmoe.CheckpointError, match="does not fit this model"):
             lora.load(other, tmp_path / "mixtral")
 
 
@@ -556,16 +562,16 @@ def test_queries_that_carry_their_scale(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rank 0": (lambda m: lora.add(m, 0, rngs=None), "rank 0 is not a positive integer"),
     "alpha": (lambda m: lora.add(m, 4, alpha=-1, rngs=None), "alpha -1 is not a positive number"),
-    "target": (lambda m: lora.add(m, 4, targets=["atention"], rngs=None), "atention is no projection .* attention"),
+    "target": (lambda m: lora.add(m, 4, targets=["atention"], rngs=None), "atention names no projection .* attention"),
     "another's": (
         lambda m: lora.add(m, 4, targets=["experts"], rngs=None),
-        "experts is no projection of a llama model",
+        "experts names no projection of a llama model",
     ),
-    "half a name": (lambda m: lora.add(m, 4, targets="attention.qk", rngs=None), "attention.qk is no projection"),
-    "no targets": (lambda m: lora.add(m, 4, targets=[], rngs=None), "none is no projection"),
+    "half a name": (lambda m: lora.add(m, 4, targets="attention.qk", rngs=None), "attention.qk names no projection"),
+    "no targets": (lambda m: lora.add(m, 4, targets=[], rngs=None), "an empty list names no projection"),
     "dtype": (lambda m: lora.add(m, 4, dtype="int8", rngs=None), "dtype int8 is not supported"),
     "merge": (lora.merge, "cannot merge: the model has no adapters"),
-    "unmerge": (lora.unmerge, "cannot unmerge: nothing was merged"),
+    "unmerge": (lora.unmerge, "cannot unmerge: no adapters were merged"),
     "remove": (lora.remove, "cannot remove: the model has no adapters"),
     "save": (lambda m: lora.save(m, "/nowhere/at/all"), "cannot save: the model has no adapters"),
 }

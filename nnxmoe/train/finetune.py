@@ -1,7 +1,7 @@
-"""Fine-tuning as one command: a model and a file of texts or chats become a folder with the tuned model.
+"""Fine-tuning as one command: from a model and a file of texts or chats to a folder with the tuned model.
 
-While it runs the folder holds ``finetune.json`` (what was asked for), ``checkpoints`` and ``metrics.jsonl``; at the end
-also the model as transformers loads it, or the adapter as ``peft`` does.
+During the run the folder holds ``finetune.json`` (the task), ``checkpoints`` and ``metrics.jsonl``; at the end also the
+model in transformers' format, or the adapter in ``peft``'s.
 """
 
 import dataclasses
@@ -35,14 +35,17 @@ from nnxmoe.train.lora.peft import WEIGHTS_FILE
 from nnxmoe.train.lora.peft_config import CONFIG_FILE
 
 _RECORD = "finetune.json"
-_CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # norm of the gradients; steps at most; the last learning rate, as a share
+_CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # gradient norm; steps at most; final / peak learning rate
 
 
 @dataclasses.dataclass(frozen=True)
 class Finetune:
-    """What decides the result. ``model``: a folder or hub id; ``data``: a JSONL file, as `nnxmoe.train.batches` takes;
-    ``lora``: the adapters' rank, None to train all parameters; ``learning_rate`` None: 2e-4 for adapters, 2e-5 for all
-    parameters, reached after a warm-up of a tenth of the steps (100 at most) and lowered to a tenth along a cosine."""
+    """A fine-tuning task: everything that determines the result.
+
+    ``model`` is a folder or hub id, ``data`` a JSONL file for `nnxmoe.train.batches`. ``lora`` is the rank of the
+    adapters; None trains all parameters. ``learning_rate`` defaults to 2e-4 for adapters and 2e-5 for all parameters;
+    it is reached after a warm-up of a tenth of the steps (100 at most) and decays to a tenth along a cosine.
+    """
 
     model: str
     data: str
@@ -58,13 +61,13 @@ class Finetune:
 
     def __post_init__(self) -> None:
         if self.adapter_only and self.lora is None:
-            raise ValueError("an adapter alone is asked for, but none is trained: give its rank (--lora 16)")
+            raise ValueError("adapter_only needs an adapter, but lora is not set: pass its rank (--lora 16)")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1:
-            raise ValueError(f"the learning rate {self.learning_rate} is not between 0 and 1")
+            raise ValueError(f"learning_rate={self.learning_rate}: it must be between 0 and 1")
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
-        """Adam, with gradients clipped to a norm of 1; no weight decay."""
+        """Adam without weight decay, with gradients clipped to a norm of 1."""
         peak = self.learning_rate or (2e-5 if self.lora is None else 2e-4)
         warmup = min(self.steps // 10, _WARMUP)
         schedule = optax.warmup_cosine_decay_schedule(
@@ -74,7 +77,7 @@ class Finetune:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Those that a finished run has written last."""
+        """The files that a finished run writes last."""
         return (CONFIG_FILE, WEIGHTS_FILE) if self.adapter_only else ("config.json",)
 
 
@@ -86,13 +89,14 @@ def finetune(
     mesh: Mesh | None = None,
     local_files_only: bool = False,
 ) -> Fitted | None:
-    """Do it in the folder ``out``, which must be new, empty, or one in which the same was begun: then it goes on, to
-    the bit. None where it was finished already. Raises ValueErrors for another task in the folder, and what `fit`
-    raises.
+    """Run a task in the folder ``out``, which must be new, empty, or hold an unfinished run of the same task.
+
+    An unfinished run is resumed bit for bit; a finished one returns None. Raises ValueError if the folder holds another
+    task, and the errors of `fit`.
     """
     folder = absolute(out)
     if from_first(lambda: _look(folder, task)) == "done":
-        say("%s: this was finished before; nothing is left to do", folder)
+        say("%s: this task is already finished", folder)
         return None
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
     tokenizer = Tokenizer.from_pretrained(task.model, **hub)
@@ -102,12 +106,12 @@ def finetune(
     say("%s", model.load_report)
     length = min(task.seq_len, model.config.max_position_embeddings)
     if length < task.seq_len:
-        say("rows have %d tokens: the model takes no more", length)
+        say("rows have %d tokens, the longest context of the model", length)
     if task.lora is not None:
         lora.add(model, task.lora, rngs=nnx.Rngs(task.seed))
     data = Batches(documents, task.batch_size, length, seed=task.seed)
 
-    def begin(progress: Progress) -> None:  # after a step, so that a task that cannot be leaves the folder to another
+    def begin(progress: Progress) -> None:  # record the task only after one step has worked
         if progress.step == 1:
             from_first(lambda: _begin(folder, task))
 
@@ -126,26 +130,26 @@ def finetune(
 
 
 def _strategy() -> Strategy:
-    """One scanned stack, layers computed again in the backward pass; float32 where the processor has no bfloat16."""
+    """Scanned layers with rematerialisation; float32 activations on CPUs, whose bfloat16 is slow."""
     narrow = jax.default_backend() == "cpu"
     return Strategy(scan_layers=True, remat=Remat(), compute_dtype=jnp.float32 if narrow else None)
 
 
 def _look(folder: Path, task: Finetune) -> str:
-    """``new`` for a folder to write to, ``begun`` or ``done`` for one of this very task."""
+    """The state of a folder: ``new``, or ``begun`` or ``done`` by the same task. Raises CheckpointError otherwise."""
     record, asked = folder / _RECORD, dataclasses.asdict(task)
     if not os.path.lexists(record):
         refuse_unless_empty(folder)
         return "new"
-    found = read_object(record, "give a new folder", CheckpointError)
+    found = read_object(record, "use a new folder", CheckpointError)
     if odd := [name for name in asked.keys() | found.keys() if asked.get(name) != found.get(name)]:
         what = "; ".join(f"{name} was {short(found.get(name))}, is {short(asked.get(name))}" for name in sorted(odd))
-        raise CheckpointError(f"{folder} holds another run ({what}): give the same command line, or a new folder")
+        raise CheckpointError(f"{folder} holds another run ({what}): use the same command line, or a new folder")
     return "done" if all((folder / name).is_file() for name in task.files) else "begun"
 
 
 def _begin(folder: Path, task: Finetune) -> str:
-    """The folder is this task's from here on."""
+    """Records the task in its folder."""
     if _look(folder, task) == "new":
         folder.mkdir(parents=True, exist_ok=True)
         beside = folder / f".{_RECORD}.{os.getpid()}.tmp"

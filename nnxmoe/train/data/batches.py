@@ -1,9 +1,9 @@
-"""Batches for training from a file of texts or chats: packed, shuffled, and resumed where they were left.
+"""Batches for training from a file of texts or chats: packed, shuffled and resumable.
 
     data = batches("chats.jsonl", tokenizer, batch_size=8, seq_len=512)
     next(data)  # {"tokens", "loss_mask", "segment_ids", "positions"}: int32 [8, 512]
 
-With grain, for its workers and transformations: ``grain.MapDataset.source(Rows(documents, 512)).shuffle(…).batch(8)``.
+With grain's workers and transformations: ``grain.MapDataset.source(Rows(documents, 512)).shuffle(…).batch(8)``.
 """
 
 import os
@@ -21,7 +21,7 @@ from nnxmoe.train.data.jsonl import DataError
 from nnxmoe.train.data.packing import Row, fill, pieces, place
 
 _VERSION = 1
-_TOLD = 10  # warnings about single lines
+_MAX_WARNINGS = 10  # about single lines
 Batch = dict[str, np.ndarray]
 
 
@@ -37,18 +37,19 @@ def batches(
     epochs: int | None = None,
     share: tuple[int, int] | None = None,
 ) -> "Batches":
-    """`Batches` of the documents in a JSONL file. Raises DataError (a ValueError) that names the line."""
+    """`Batches` from a JSONL file. Raises DataError, a ValueError that names the line, for unusable data."""
     documents = Documents(path, tokenizer)
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, pack=pack, epochs=epochs, share=share)
 
 
 class Batches(Iterator[Batch]):
-    """Batches of int32 [B, T] arrays, without end or for so many ``epochs``; the same for the same seed and data.
+    """An iterator over batches of int32 [B, T] arrays, endless or for ``epochs``; deterministic given seed and data.
 
-    The documents of an epoch, in an order drawn from ``seed``, are packed 8 to 64 rows at a time; a text longer than
-    ``seq_len`` is split, a chat is cut (`pieces`). An epoch begins in the batch in which the one before ends; the very
-    last batch is filled up with padding. ``share``: (number of this process, of how many), by default JAX's: each gets
-    its rows of every batch, and all make the same calls. `get_state` and `set_state` are those of grain's iterators.
+    The documents of an epoch, in an order drawn from ``seed``, are packed 8 to 64 rows at a time. A text longer than
+    ``seq_len`` is split, a longer chat truncated (see `pieces`). An epoch starts in the batch in which the previous one
+    ends; the last batch of all is padded. ``share`` is (index of this process, number of processes) and defaults to
+    JAX's: each process gets its rows of every batch, and all must make the same calls. `get_state` and `set_state`
+    have the signatures of grain's iterators.
     """
 
     def __init__(
@@ -67,17 +68,19 @@ class Batches(Iterator[Batch]):
         least = {"batch_size": (batch_size, 1), "seq_len": (seq_len, 2), "seed": (seed, 0)}
         for name, (value, low) in (least | ({} if epochs is None else {"epochs": (epochs, 1)})).items():
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**32:
-                raise ValueError(f"{name}={value!r}: give a whole number from {low}")
+                raise ValueError(f"{name}={value!r}: pass an int of at least {low}")
         if not 0 <= share[0] < share[1] or batch_size % share[1]:
-            raise ValueError(f"batch_size={batch_size} cannot be shared as {share}: use a multiple of the processes")
+            raise ValueError(
+                f"batch_size={batch_size} cannot be split as share={share}: use a multiple of the number of processes"
+            )
         self.documents, self.batch_size, self.seq_len = documents, batch_size, seq_len
         self.seed, self.shuffle, self.pack, self.epochs, self.share = seed, shuffle, pack, epochs, share
-        self._epoch, self._start, self._row = 0, 0, 0  # of the next row; its window begins at document _start
+        self._epoch, self._start, self._row = 0, 0, 0  # of the next row, whose window starts at document _start
         self._window: list[list[Document]] | None = None
-        self._stop = 0  # the document after the window
+        self._stop = 0  # end of the window
         self._order: tuple[int, np.ndarray] | None = None
         self._identity: dict[str, Any] | None = None
-        self._told: set[int] = set()
+        self._warned: set[int] = set()
 
     def __iter__(self) -> Self:
         return self
@@ -87,7 +90,7 @@ class Batches(Iterator[Batch]):
         try:
             while len(rows) < self.batch_size and (row := self._next_row()) is not None:
                 rows.append(row)
-        except BaseException:  # also where a person interrupts a notebook: no row may be lost
+        except BaseException:  # lose no row, also on KeyboardInterrupt in a notebook
             (self._epoch, self._start, self._row), self._window = at, None
             raise
         if not rows:
@@ -99,27 +102,27 @@ class Batches(Iterator[Batch]):
         return {name: np.stack([row[name] for row in filled]) for name in filled[0]}
 
     def get_state(self) -> dict[str, Any]:
-        """Where the next batch begins, and of which data: small, and JSON can hold it. The same in all processes."""
+        """The position of the next batch and the identity of the data: a small JSON value, equal in all processes."""
         position = {"epoch": self._epoch, "document": self._start, "row": self._row}
         return {"version": _VERSION, "data": self._settings(), "position": position}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `get_state` was called, bit for bit; DataError where that was with other data or settings."""
+        """Continue, bit for bit, where `get_state` was called. Raises DataError for other data or settings."""
         if state.get("version") != _VERSION or not isinstance(state.get("data"), Mapping):
-            raise DataError(f"{short(dict(state))} is no state of these batches: give what get_state returned")
+            raise DataError(f"{short(dict(state))} is not a state of Batches: pass the result of get_state")
         theirs, ours = state["data"], self._settings()
         other = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
         if other:
             what = ", ".join(f"{name} was {short(theirs.get(name))}, is {short(ours.get(name))}" for name in other)
             raise DataError(
-                f"{self.documents.lines.path}: this state is of other data or settings ({what}): go on with the same, "
-                "or begin anew"
+                f"{self.documents.lines.path}: the state is from other data or settings ({what}): use those, or "
+                "start a new run"
             )
         given = state.get("position")
         position: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
         numbers = position.keys() == {"epoch", "document", "row"} and all(type(at) is int for at in position.values())
         if not numbers or min(position.values()) < 0:
-            raise DataError(f"position {short(given)} is none of these batches: give what get_state returned")
+            raise DataError(f"{short(given)} is not a position of Batches: pass the result of get_state")
         self._epoch, self._start, self._row = position["epoch"], position["document"], position["row"]
         self._window = None
 
@@ -141,7 +144,8 @@ class Batches(Iterator[Batch]):
                 return self._window[self._row - 1]
             if self._start == 0 and self._stop >= len(self.documents) and not self._window:
                 raise DataError(
-                    f"{self.documents.lines.path}: no chat has an answer in its first {self.seq_len} tokens"
+                    f"{self.documents.lines.path}: no chat has an answer within its first {self.seq_len} tokens: "
+                    "increase seq_len"
                 )
             self._start, self._row, self._window = self._stop, 0, None
         return None
@@ -156,14 +160,14 @@ class Batches(Iterator[Batch]):
             parts = list(pieces(document, self.seq_len))
             tokens, stop = tokens + sum(len(part.tokens) for part in parts), stop + 1
             found += parts
-            self._tell(index, document)
+            self._warn_if_cut(index, document)
         if not self.pack:
             return [[part] for part in found], stop
         rows = place([len(part.tokens) for part in found], self.seq_len)
         return [[found[i] for i in row] for row in rows], stop
 
     def _index(self, at: int) -> int:
-        """The document at a place in this epoch's order, which no version of NumPy changes."""
+        """The document at a position of this epoch's order. RandomState draws the same in every version of NumPy."""
         if not self.shuffle:
             return at
         order = self._order
@@ -172,26 +176,26 @@ class Batches(Iterator[Batch]):
             order = self._order = self._epoch, numbers.permutation(len(self.documents))
         return int(order[1][at])
 
-    def _tell(self, index: int, document: Document) -> None:
-        if document.chat and len(document.tokens) > self.seq_len and index not in self._told:
-            self._told.add(index)
-            if len(self._told) <= _TOLD:
-                what = "cut" if document.learnt[: self.seq_len].any() else "left out, as no answer is within them"
+    def _warn_if_cut(self, index: int, document: Document) -> None:
+        if document.chat and len(document.tokens) > self.seq_len and index not in self._warned:
+            self._warned.add(index)
+            if len(self._warned) <= _MAX_WARNINGS:
+                what = "truncated" if document.learnt[: self.seq_len].any() else "left out: no answer fits"
                 where, count = self.documents.lines.where(index), len(document.tokens)
-                logger.warning("%s: a chat of %d tokens, with rows of %d, is %s", where, count, self.seq_len, what)
-            if len(self._told) == _TOLD:
-                logger.warning("further chats that are too long are not told")
+                logger.warning("%s: a chat of %d tokens, in rows of %d, is %s", where, count, self.seq_len, what)
+            if len(self._warned) == _MAX_WARNINGS:
+                logger.warning("further truncated chats are not reported")
 
 
 def _window(seq_len: int) -> int:
-    """Tokens that are packed together: of 64 rows, or of 8 where those are many."""
+    """The number of tokens packed together: 64 rows, but at least 8 and about 131,000 tokens."""
     return max(8 * seq_len, min(64 * seq_len, 1 << 17))
 
 
 class Rows:
-    """One document a row, as arrays int32 [T], by number: a source for ``grain.MapDataset``.
+    """A random-access source for ``grain.MapDataset``: one document per row, as int32 [T] arrays.
 
-    A longer text is cut here as a chat is; one without an answer in its beginning is all padding.
+    Longer texts are truncated, as chats are. A chat without an answer within the row becomes padding.
     """
 
     def __init__(self, documents: Documents, seq_len: int) -> None:

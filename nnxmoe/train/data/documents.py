@@ -1,4 +1,4 @@
-"""Lines of text or chat as token ids, and which of them are learnt."""
+"""Texts and chats as token ids, with a mask of the tokens to learn."""
 
 import dataclasses
 import hashlib
@@ -18,7 +18,7 @@ _CACHE_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Token ids, and which of them are to be predicted: of a chat what the assistant says, of a text everything."""
+    """Token ids with the mask of those to predict: the assistant's messages of a chat, every token of a text."""
 
     tokens: Int32[np.ndarray, " T"]
     learnt: Bool[np.ndarray, " T"]
@@ -26,12 +26,12 @@ class Document:
 
 
 class Documents:
-    """The lines of a file (see `JsonLines`) as tokens, made when they are asked for.
+    """The lines of a file (see `JsonLines`) as tokens, encoded on access.
 
-    A text is what ``tokenizer.encode`` makes of it, and the end-of-text token where the tokenizer has one. A chat is
-    what its chat template makes of it; learnt are the assistant's messages with the token that ends them, which are
-    found by rendering the chat up to each of them. Up to 256 MB of tokens are kept (5 bytes each), so that later epochs
-    of small files cost nothing. Raises DataError (a ValueError) that names the line.
+    A text is encoded with ``tokenizer.encode`` and ends with the tokenizer's end-of-text token, if there is one. A chat
+    is rendered with the chat template; the tokens to learn are the assistant's messages with the token that ends each,
+    found by rendering the chat up to each message. Up to 256 MB of tokens are cached (5 bytes per token), so that later
+    epochs of small files need no encoding. Raises DataError, a ValueError that names the line.
     """
 
     def __init__(self, path: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
@@ -53,12 +53,12 @@ class Documents:
         return document
 
     def check(self) -> None:
-        """Make every document once: errors of the tokenizer and of the chat template come now, not hours later."""
+        """Encode every document once, so that errors of tokenizer and chat template are raised before training."""
         for index in range(len(self)):
             self[index]
 
     def identity(self) -> dict[str, Any]:
-        """What the tokens depend on, to recognise it: small, and JSON can hold it."""
+        """Checksums of the file and the tokenizer: a small JSON value that identifies the tokens."""
         given = [self.tokenizer.backend.to_str(), self.tokenizer.chat_templates, self.tokenizer.special_tokens]
         made = hashlib.sha256(json.dumps(given, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
         return {"file's bytes": self.lines.size, "file's sha256": self.lines.digest, "tokenizer's sha256": made}
@@ -74,12 +74,12 @@ class Documents:
         if end is not None and ids[-1:] != [end]:
             ids.append(end)
         if not ids:
-            raise DataError(f"{where}: the tokenizer makes no token of it: remove the line")
+            raise DataError(f"{where}: the tokenizer returns no tokens for this line: remove it")
         return Document(np.asarray(ids, np.int32), np.ones(len(ids), bool), False)
 
 
 def _chat(tokenizer: Tokenizer, messages: Sequence[tuple[str, str]], where: str) -> Document:
-    """The whole chat, of which each answer is what comes after the chat before it, rendered as when it is asked for."""
+    """A whole chat. The tokens of an answer are those that follow the chat before it, rendered with its prompt."""
     given = [{"role": role, "content": content} for role, content in messages]
 
     def ids(count: int, asked: bool) -> list[int]:
@@ -93,9 +93,9 @@ def _chat(tokenizer: Tokenizer, messages: Sequence[tuple[str, str]], where: str)
         asked, answered = ids(turn, True), ids(turn + 1, False) if turn + 1 < len(given) else whole
         if whole[: len(asked)] != asked or whole[: len(answered)] != answered or len(answered) <= len(asked):
             raise DataError(
-                f"{where}: the chat template writes the chat up to messages[{turn}] in another way once it goes on, so "
-                "what the assistant says in it cannot be told from the rest: use a template that only adds to what is "
-                'there, or give {"text": …} written out'
+                f"{where}: the chat template renders the chat up to messages[{turn}] differently once more messages "
+                "follow, so the assistant's tokens cannot be located: use a template that only appends, or pass the "
+                'rendered chat as {"text": …}'
             )
         learnt[len(asked) : len(answered)] = True
     return Document(np.asarray(whole, np.int32), learnt, True)

@@ -1,7 +1,7 @@
-"""Training data as people write it, a JSON object a line: ``{"text": …}`` or ``{"messages": [{"role", "content"}]}``.
+"""Training data as JSON lines: one ``{"text": …}`` or ``{"messages": [{"role", "content"}]}`` per line.
 
-The file is read once to check every line and to note where it begins; after that a line is read when it is asked for,
-so a file may be larger than memory: the index takes 8 bytes a line.
+The file is read once to validate every line and to index its offset. Lines are then read on access, so a file may be
+larger than memory: the index takes 8 bytes per line.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ _REMEDY = "correct or remove the line"
 
 
 class DataError(ValueError):
-    """Training data is at fault; the message names the file, the line and what to do."""
+    """Raised for unusable training data; the message names the file, the line and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A line: a text, or the messages of a chat, ``(role, content)``."""
+    """One line: a text, or the messages of a chat as ``(role, content)``."""
 
     text: str | None
     messages: tuple[tuple[str, str], ...] = ()
 
 
 class JsonLines:
-    """The lines of a file that are not blank, all of them sound. Raises DataError for the first that is not."""
+    """The non-blank lines of a file, all validated. Raises DataError for the first invalid one."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = absolute(path)
@@ -49,27 +49,27 @@ class JsonLines:
                 starts.append(start)
                 numbers.append(number)
         if not starts:
-            raise DataError(f'{self.path} is empty: give a JSON object a line, like {{"text": "…"}}')
+            raise DataError(f'{self.path} is empty: write one JSON object per line, such as {{"text": "…"}}')
         self.digest = digest.hexdigest()
         self._starts = np.frombuffer(starts, np.int64)
         whole = len(numbers) == numbers[-1]
-        self._numbers = None if whole else np.frombuffer(numbers, np.int64)  # only where some lines are blank
+        self._numbers = None if whole else np.frombuffer(numbers, np.int64)  # needed only if some lines are blank
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def number(self, index: int) -> int:
-        """The line, counted from 1."""
+        """The line number, counted from 1."""
         return int(index + 1 if self._numbers is None else self._numbers[index])
 
     def where(self, index: int) -> str:
-        """The file and line, for messages."""
+        """File and line number, for messages."""
         return f"{self.path} line {self.number(index)}"
 
     def __getitem__(self, index: SupportsIndex) -> Record:
         number = range(len(self))[index]
         if self._stat() != self._status:
-            raise DataError(f"{self.path} was changed while it is being read: leave it as it is, and start again")
+            raise DataError(f"{self.path} was modified after it was opened: start again, and do not edit it meanwhile")
         with self.path.open("rb") as file:
             file.seek(int(self._starts[number]))
             return _parse(file.readline(MAX_LINE_BYTES + 1), self.where(number))
@@ -80,7 +80,7 @@ class JsonLines:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number, offset and bytes of every line; none is read that is too long."""
+    """Number, offset and bytes of each line. Raises DataError for a line that is too long, without reading it all."""
     try:
         with path.open("rb") as file:
             refuse_lfs_pointer(path, file.read(64), DataError)
@@ -90,7 +90,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
                     raise DataError(
-                        f"{path} line {number} has more than {MAX_LINE_BYTES} bytes: divide it into several"
+                        f"{path} line {number} has more than {MAX_LINE_BYTES} bytes: split it into several lines"
                     )
                 yield number, start, line
                 start += len(line)
@@ -101,20 +101,20 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 def _parse(line: bytes, where: str) -> Record:
     value = parse_json(line.removeprefix(b"\xef\xbb\xbf"), where, _REMEDY, DataError)
     if not isinstance(value, dict):
-        raise DataError(f"{where}: {short(value)} is no JSON object; {_REMEDY}")
+        raise DataError(f"{where}: {short(value)} is not a JSON object; {_REMEDY}")
     if value.keys() == {"text"}:
         return Record(_text(value["text"], f"{where}: text"))
     if value.keys() == {"messages"}:
         return Record(None, _messages(value["messages"], where))
     raise DataError(
-        f"{where} has the fields {short(sorted(value))}: give 'text' (a string) or 'messages' (a list of objects with "
-        "'role' and 'content'), and nothing else"
+        f"{where} has the fields {short(sorted(value))}: write either 'text' (a string) or 'messages' (a list of "
+        "objects with 'role' and 'content')"
     )
 
 
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{what} is {short(value)}: give a string that is not empty")
+        raise DataError(f"{what} is {short(value)}: it must be a non-empty string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -124,17 +124,17 @@ def _text(value: object, what: str) -> str:
 
 def _messages(value: object, where: str) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, list):
-        raise DataError(f"{where}: messages is {short(value)}: give a list of objects with 'role' and 'content'")
+        raise DataError(f"{where}: messages is {short(value)}: it must be a list of objects with 'role' and 'content'")
     found: list[tuple[str, str]] = []
     for number, message in enumerate(value):
         what = f"{where}: messages[{number}]"
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise DataError(f"{what} is {short(message)}: give an object with 'role' and 'content', and nothing else")
+            raise DataError(f"{what} is {short(message)}: it must be an object with only 'role' and 'content'")
         if message["role"] not in ROLES:
             raise DataError(f"{what} has the role {short(message['role'])}: use {', '.join(ROLES)}")
         found.append((message["role"], _text(message["content"], f"{what}: content")))
     if not any(role == "assistant" for role, _ in found):
-        raise DataError(f"{where} has no message of the assistant, so there is nothing to learn: add it, or {_REMEDY}")
+        raise DataError(f"{where} has no message from the assistant, hence nothing to learn: add one, or {_REMEDY}")
     if found[0][0] == "assistant":
-        raise DataError(f"{where} begins with the assistant: put before it what is answered")
+        raise DataError(f"{where} starts with the assistant: add the message that it answers")
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Documents of all lengths into rows of one length."""
+"""Packing documents of different lengths into rows of one length."""
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,9 +11,9 @@ Row = dict[str, np.ndarray]
 
 
 def pieces(document: Document, length: int) -> Iterator[Document]:
-    """What of a document goes into rows: a longer text in several pieces, of a longer chat the beginning.
+    """The pieces of a document of at most ``length`` tokens: all of a text, the beginning of a chat.
 
-    The rest of a chat would be learnt without what it answers. Nothing where its beginning has no answer.
+    The rest of a chat would be learnt without its context. A chat whose beginning has no answer yields nothing.
     """
     if document.chat:
         if document.learnt[:length].any():
@@ -25,9 +25,9 @@ def pieces(document: Document, length: int) -> Iterator[Document]:
 
 
 def place(sizes: Iterable[int], length: int) -> list[list[int]]:
-    """Rows of numbers of pieces: each piece, in order, goes into the fullest row that has room for it."""
+    """Rows as lists of piece indices. Best fit: each piece, in order, goes into the fullest row with room for it."""
     rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # of the rows that are not full: room, row; sorted
+    rooms: list[tuple[int, int]] = []  # (room, row) of each row that is not full, sorted
     for number, size in enumerate(sizes):
         at = bisect.bisect_left(rooms, (size, -1))
         room, row = rooms.pop(at) if at < len(rooms) else (length, len(rows))
@@ -40,7 +40,8 @@ def place(sizes: Iterable[int], length: int) -> list[list[int]]:
 
 
 def fill(documents: Sequence[Document], length: int, pad: int) -> Row:
-    """One row [T] of every array of a batch; ``segment_ids`` count from 1, 0 is padding; ``positions`` begin anew."""
+    """One row [T] of every array of a batch. ``segment_ids`` count from 1, 0 is padding; ``positions`` restart at 0 in
+    each document."""
     names = ("tokens", "loss_mask", "segment_ids", "positions")
     row = {name: np.full(length, pad if name == "tokens" else 0, np.int32) for name in names}
     start = 0

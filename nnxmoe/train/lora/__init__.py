@@ -1,11 +1,11 @@
 """LoRA (Hu et al. 2021) on attention, feed-forward networks and every routed expert.
 
-    lora.add(model, rank=16, rngs=nnx.Rngs(0))     # the same logits: b is 0
+    lora.add(model, rank=16, rngs=nnx.Rngs(0))     # logits do not change: b is 0
     graph, adapters, rest = nnx.split(model, lora.LoRAParam, ...)
-    lora.save(model, "adapter")                    # for peft, or lora.load(model, "adapter")
+    lora.save(model, "adapter")                    # in peft's format; lora.load(model, "adapter")
     lora.merge(model); nnxmoe.save_pretrained(model, "merged")
 
-Gate and up of the experts share ``a``, as PEFT has it where transformers keeps the two as one matrix.
+Gate and up of the experts share ``a``, as in PEFT, because transformers stores the two as one matrix.
 """
 
 from nnxmoe.layers.lora import LoRAParam as LoRAParam

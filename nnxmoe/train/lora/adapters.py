@@ -1,4 +1,4 @@
-"""Adding adapters to a model, and taking them away."""
+"""Adding adapters to a model, and removing them."""
 
 import math
 import zlib
@@ -15,8 +15,8 @@ from nnxmoe.config.validate import is_positive
 from nnxmoe.convert.dtypes import float_dtype
 from nnxmoe.layers.kernel import LEAD
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.train.lora.peft import placed
-from nnxmoe.train.lora.slots import Slot, chosen, refuse_second, unmerged
+from nnxmoe.train.lora.peft import put_array
+from nnxmoe.train.lora.slots import Slot, chosen, refuse_adapted, unmerged
 
 
 def add(
@@ -28,11 +28,12 @@ def add(
     rngs: nnx.Rngs | None,
     dtype: Any = jnp.float32,
 ) -> None:
-    """Give a model adapters, in place: ``a`` random, ``b`` 0, so that it computes what it did.
+    """Add adapters to a model, in place: ``a`` is random and ``b`` zero, so that its outputs do not change.
 
-    ``alpha`` None: the rank, a scale of 1. ``targets``: names or beginnings of names, such as ``["attention",
-    "experts.down"]``; None: everything but the router. The same ``rngs`` give the same values, layers scanned or not,
-    on whatever mesh; None makes shapes. Raises ValueError for what cannot be, and where there are adapters already.
+    ``alpha`` defaults to the rank, a scale of 1. ``targets`` are projections or groups of them, such as
+    ``["attention", "experts.down"]``, by default all but the router. The same ``rngs`` give the same values whether
+    layers are scanned or not and on any mesh; None makes shapes. Raises ValueError for unusable arguments, and if the
+    model has adapters already.
     """
     if not is_positive(rank):
         raise ValueError(f"rank {rank!r} is not a positive integer")
@@ -40,22 +41,22 @@ def add(
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ValueError(f"alpha {alpha!r} is not a positive number")
     kind, found = float_dtype(dtype) or np.dtype(np.float32), chosen(model, targets)
-    refuse_second(model)
+    refuse_adapted(model)
     made = [(slot, slot.shapes(rank, float(alpha), kind)) for slot in found]
     if rngs is not None:
         seed = np.asarray(jax.random.key_data(rngs.params())).tolist()
         for slot, adapter in made:
             a, b = adapter.a, adapter.b
             for variable, host in ((a, _drawn(seed, slot, a)), (b, np.zeros(b.shape, b.dtype))):
-                variable.set_value(placed(host, model.strategy.sharding_of(variable)))
+                variable.set_value(put_array(host, model.strategy.sharding_of(variable)))
     for slot, adapter in made:
         slot.put(adapter)
 
 
 def _drawn(seed: list[int], slot: Slot, a: nnx.Variable) -> np.ndarray:
-    """Values of an ``a``: uniform up to a bound, as PEFT has it, from a stream of random numbers for each layer.
+    """Initial values of ``a``: uniform within PEFT's bound, from one random stream per layer.
 
-    NumPy's: to compile JAX's for every shape takes longer than to draw.
+    NumPy draws them, since compiling JAX's generator for every shape takes longer than drawing.
     """
     bound = math.prod(n for n, axis in zip(a.shape[:-1], axes_of(a), strict=False) if axis not in LEAD) ** -0.5
     stream, layers = zlib.crc32(slot.name.encode()), range(slot.first, slot.first + (slot.depth or 1))
@@ -66,6 +67,6 @@ def _drawn(seed: list[int], slot: Slot, a: nnx.Variable) -> np.ndarray:
 
 
 def remove(model: CausalLM) -> None:
-    """Take a model's adapters away, in place. ValueError where it has none that are not merged."""
+    """Remove a model's adapters, in place. Raises ValueError if it has none, or merged ones."""
     for slot in unmerged(model, "remove"):
         slot.put(None)

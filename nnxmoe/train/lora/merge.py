@@ -1,4 +1,4 @@
-"""Adding adapters to the kernels they adapt, and undoing it to the bit."""
+"""Merging adapters into the kernels they adapt, and undoing it bit for bit."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from nnxmoe.train.lora.slots import refuse_shapes, slots, unmerged
 
 
 class Merged(nnx.Module):
-    """A merged adapter, and the kernels as they were."""
+    """A merged adapter with the original kernels."""
 
     def __init__(self, adapter: LoRA, base: Sequence[nnx.Variable]):
         self.a = _kept(adapter.a)
@@ -36,10 +36,10 @@ def _labels(variable: nnx.Variable) -> dict[str, Any]:
 
 
 def merge(model: CausalLM, *, keep: bool = True) -> None:
-    """Add the adapters to the kernels, in place: computed in float32 and rounded once to a kernel's dtype.
+    """Add the adapters to the kernels, in place: computed in float32, rounded once to the kernel's dtype.
 
-    ``keep``: hold on to adapters and kernels, so that `unmerge` gives back every bit, also of bfloat16, for as much
-    memory as the kernels take; False: for good. A model that was merged is saved as any other.
+    ``keep`` stores the adapters and the original kernels, at the cost of the kernels' memory, so that `unmerge`
+    restores every bit; without it the merge is final. A merged model is saved like any other.
     """
     refuse_shapes(model)
     found = unmerged(model, "merge")
@@ -58,8 +58,9 @@ def merge(model: CausalLM, *, keep: bool = True) -> None:
 def merger(lead: int, inner: int, scale: float, kernel: Any) -> Callable[..., list[Array]]:
     """The compiled ``(kernels, a, b) -> kernels`` that adds an adapter, one layer and one expert at a time.
 
-    The float32 sum of all experts would take twice the memory of their bfloat16 kernels. ``lead``: how many dimensions
-    count layers and experts; ``inner``: these and the input's. On a mesh every device merges its own shards.
+    The float32 sum of all experts would take twice the memory of their bfloat16 kernels. ``lead`` is the number of
+    leading layer and expert dimensions, ``inner`` that number plus the input dimensions. On a mesh, each device merges
+    its own shards.
     """
     place = kernel.sharding
     return _merger(lead, inner, scale, kernel.dtype, place if isinstance(place, NamedSharding) else None)
@@ -101,9 +102,9 @@ def _merger(
 
 
 def unmerge(model: CausalLM) -> None:
-    """Give a model back the kernels and adapters that it had before `merge`, bit for bit."""
+    """Restore the kernels and adapters from before `merge`, bit for bit."""
     if model.merged is None:
-        raise ValueError("cannot unmerge: nothing was merged, or merged with keep=False")
+        raise ValueError("cannot unmerge: no adapters were merged, or they were merged with keep=False")
     for slot in slots(model):
         if slot.place in model.merged:
             kept = model.merged[slot.place]

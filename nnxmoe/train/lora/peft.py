@@ -1,8 +1,8 @@
 """Adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Names are those that PEFT 0.21 gives on transformers 5. There the experts of a layer are two parameters, and an adapter
-of a parameter holds all experts: ``lora_A [E * rank, ins]``, ``lora_B [outs, rank * E]`` with the experts innermost.
-Of two adapted parameters of one module the first lies within the second, as its ``base_layer``.
+Names follow PEFT 0.21 with transformers 5, where the experts of a layer are two parameters and one adapter covers all
+experts: ``lora_A [E * rank, ins]``, ``lora_B [outs, rank * E]`` with the experts innermost. If two parameters of a
+module are adapted, PEFT nests the first in the second as its ``base_layer``.
 """
 
 import collections
@@ -28,7 +28,7 @@ from nnxmoe.storage.multihost import gather, shared_folder, spans_hosts
 from nnxmoe.storage.safetensors import TensorInfo, dtype_code, read_header
 from nnxmoe.storage.write import Tensors, write_json, write_shares
 from nnxmoe.train.lora.peft_config import CONFIG_FILE, Settings
-from nnxmoe.train.lora.slots import Slot, adapted, refuse_second, refuse_shapes, slots
+from nnxmoe.train.lora.slots import Slot, adapted, refuse_adapted, refuse_shapes, slots
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _FLOATS = ("F32", "BF16", "F16")
@@ -36,48 +36,47 @@ _FLOATS = ("F32", "BF16", "F16")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One stored tensor: ``a`` or ``b`` of a slot's adapter, of the layer ``index`` of a stack. ``one``: our shape of
-    that layer; ``experts`` None: it has none."""
+    """One stored tensor: ``a`` or ``b`` of the adapter of one layer."""
 
     name: str
     slot: Slot
-    which: str
-    index: int | None
-    one: tuple[int, ...]
+    which: str  # "a" or "b"
+    index: int | None  # the layer's index in a scanned stack
+    one: tuple[int, ...]  # the shape of one layer here
     rank: int
-    experts: int | None
+    experts: int | None  # None: a dense layer
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As it is stored."""
+        """The shape in the file."""
         size, rows = math.prod(self.one), self.rank * (self.experts or 1)
         return (rows, size // rows) if self.which == "a" else (size // rows, rows)
 
     def store(self, one: np.ndarray) -> np.ndarray:
-        """Our values as PEFT has them."""
+        """Values in PEFT's layout."""
         flat = one.reshape(self.experts or 1, *((-1, self.rank) if self.which == "a" else (self.rank, -1)))
         order = (0, 2, 1) if self.which == "a" else (2, 1, 0)
         return np.ascontiguousarray(flat.transpose(order)).reshape(self.shape)
 
     def read(self, stored: np.ndarray) -> np.ndarray:
-        """PEFT's values as we have them."""
+        """Values from PEFT's layout."""
         count = self.experts or 1
         split = (count, self.rank, -1) if self.which == "a" else (-1, self.rank, count)
         return stored.reshape(split).transpose((0, 2, 1) if self.which == "a" else (2, 1, 0)).reshape(self.one)
 
 
 def parameter_name(model: CausalLM, slot: Slot) -> str:
-    """What transformers 5 calls a slot's kernels in memory: ``model.layers.{layer}.self_attn.q_proj.weight``."""
+    """The parameter name in transformers 5 of a slot's kernels: ``model.layers.{layer}.self_attn.q_proj.weight``."""
     return model.hf_table[slot.key][-1].partition("[")[0]
 
 
 def suffix(model: CausalLM, slot: Slot) -> str:
-    """The same without its layer: ``self_attn.q_proj.weight``."""
+    """The parameter name within a layer: ``self_attn.q_proj.weight``."""
     return parameter_name(model, slot).partition("{layer}.")[2]
 
 
 def layout(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> Iterator[Part]:
-    """The tensors of adapters."""
+    """The stored tensors of adapters."""
     together = collections.Counter(slot.path for slot, _ in adapters)
     for slot, adapter in adapters:
         inner = ".base_layer" if together[slot.path] > 1 and slot.attribute == next(iter(slot.owner.adapted)) else ""
@@ -93,16 +92,19 @@ def layout(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> Iterator[Part]
 
 
 def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Write a model's adapters for ``peft``, and for `load`. The folder must be new or empty, unless ``overwrite`` asks
-    for what is in it to be replaced, other files staying; it appears whole or not at all. Raises ValueError where there
-    are no adapters, merged ones, or only a part of them."""
+    """Write a model's adapters in the format of ``peft``, which `load` reads too.
+
+    The folder must be new or empty; ``overwrite`` replaces the adapter's files in it and keeps others. It is written
+    completely or not at all. Raises ValueError if the model has no adapters, merged ones, or adapters in only some of
+    the layers.
+    """
     refuse_shapes(model)
     if model.merged is not None:
-        raise ValueError("cannot save: the model's adapters are merged; lora.unmerge(model) first")
+        raise ValueError("cannot save: the model's adapters are merged; call lora.unmerge(model) first")
     adapters = [(slot, slot.adapter) for slot in adapted(model) if slot.adapter is not None]
     if not adapters:
         raise ValueError("cannot save: the model has no adapters; nnxmoe.save_pretrained writes whole models")
-    _refuse_parts(model, adapters)
+    _refuse_partial(model, adapters)
     numbers = {suffix(model, slot): (adapter.rank, adapter.alpha) for slot, adapter in adapters}
     settings = Settings.of(numbers, has_experts=any(slot.name == "router" for slot in slots(model)))
     base = None if model.load_report is None else model.load_report.source
@@ -113,9 +115,9 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
         write_shares(stage, shares, 1 << 62, process=jax.process_index(), single=WEIGHTS_FILE)
 
 
-def _refuse_parts(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> None:
-    """ValueError unless a projection has adapters in all of its layers, of one rank and alpha: else the file would be
-    another adapter than the model's."""
+def _refuse_partial(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> None:
+    """Raises ValueError unless every adapted projection has adapters of one rank and alpha in all layers, as PEFT
+    assumes."""
     numbers = {slot.place: (adapter.rank, adapter.alpha) for slot, adapter in adapters}
     first = {slot.name: (slot, numbers[slot.place]) for slot, _ in reversed(adapters)}
     for slot in slots(model):
@@ -124,7 +126,7 @@ def _refuse_parts(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> None:
             other, both = first[slot.name]
             raise ValueError(
                 f"cannot save: {slot.place} has {what}, {other.place} one of rank {both[0]} and alpha {both[1]}; "
-                "an adapter is saved whole"
+                "PEFT needs the same adapter in every layer"
             )
 
 
@@ -143,22 +145,22 @@ def _tensors(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> Tensors:
 
 
 def _of_query(part: Part) -> bool:
-    """Whether it takes part in the scale of queries, see `DecoderConfig.query_pre_attn_scalar`."""
+    """Whether the scale of queries applies to a tensor, see `DecoderConfig.query_pre_attn_scalar`."""
     return part.which == "b" and part.slot.key.startswith(QUERY)
 
 
 def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> None:
-    """Give a model the adapters in a folder that `save` or ``peft`` wrote, in place, split over its mesh.
+    """Load the adapters that `save` or ``peft`` wrote to a folder into a model, in place, sharded over its mesh.
 
-    ``dtype`` None: as stored. Raises ValueError for another kind of adapter, and one that lists every tensor that is
-    missing, too much or of another shape than this model and the config's rank ask for; the model stays as it was.
+    ``dtype`` None keeps the stored dtype. Raises ValueError for other kinds of adapters, or with a list of all tensors
+    that are missing, unexpected, or of another shape than the model and the rank require. The model is then unchanged.
     """
-    refuse_second(model)
+    refuse_adapted(model)
     kind, where = float_dtype(dtype), absolute(folder)
     settings, infos = Settings.read(where / CONFIG_FILE), read_header(where / WEIGHTS_FILE)
-    adapters = _asked(model, settings, infos)
+    adapters = _in_file(model, settings, infos)
     parts = list(layout(model, adapters))
-    _refuse_misfits(where, parts, infos)
+    _check_tensors(where, parts, infos)
     values: dict[tuple[str, str], list[np.ndarray]] = collections.defaultdict(list)
     query = Change(times=1 / model.config.folded()[1])
     for part in parts:
@@ -168,13 +170,13 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
         for which, variable in (("a", adapter.a), ("b", adapter.b)):
             layers = values.pop((slot.place, which))
             host = layers[0] if slot.depth is None else np.stack(layers)
-            variable.set_value(placed(host.astype(kind or host.dtype), model.strategy.sharding_of(variable)))
+            variable.set_value(put_array(host.astype(kind or host.dtype), model.strategy.sharding_of(variable)))
     for slot, adapter in adapters:
         slot.put(adapter)
 
 
-def _asked(model: CausalLM, settings: Settings, infos: Mapping[str, TensorInfo]) -> list[tuple[Slot, LoRA]]:
-    """Shapes of adapters for the slots that a file has tensors for, be it in one layer."""
+def _in_file(model: CausalLM, settings: Settings, infos: Mapping[str, TensorInfo]) -> list[tuple[Slot, LoRA]]:
+    """Adapters without values for the slots of which the file has a tensor, in any layer."""
     there = {name.rpartition(".lora_")[0] for name in infos}
     every, asked = slots(model), set[str]()
     for slot in every:
@@ -188,20 +190,20 @@ def _asked(model: CausalLM, settings: Settings, infos: Mapping[str, TensorInfo])
     return [(slot, slot.shapes(*numbers[slot.name], np.dtype(np.float32))) for slot in every if slot.name in asked]
 
 
-def _refuse_misfits(where: Path, parts: list[Part], infos: Mapping[str, TensorInfo]) -> None:
+def _check_tensors(where: Path, parts: list[Part], infos: Mapping[str, TensorInfo]) -> None:
     wanted, faults = {part.name: part for part in parts}, []
     for name, part in wanted.items():
         if name not in infos:
             faults.append(f"missing: {name}")
         elif infos[name].shape != part.shape:
-            shapes = f"{list(infos[name].shape)}, the model and rank {part.rank} ask for {list(part.shape)}"
+            shapes = f"{list(infos[name].shape)}, the model and rank {part.rank} require {list(part.shape)}"
             faults.append(f"shape: {name} has {shapes}")
         elif infos[name].dtype not in _FLOATS:
             faults.append(f"dtype: {name} is {infos[name].dtype}, not one of {', '.join(_FLOATS)}")
     faults += [f"unexpected: {plain(name)}" for name in infos if name not in wanted]
     if faults or not parts:
         lines = "\n  ".join(faults or ["it has no tensors"])
-        raise CheckpointError(f"the adapter in {where} is not one of this model:\n  {lines}")
+        raise CheckpointError(f"the adapter in {where} does not fit this model:\n  {lines}")
 
 
 def _values(info: TensorInfo) -> np.ndarray:
@@ -210,6 +212,6 @@ def _values(info: TensorInfo) -> np.ndarray:
         return np.frombuffer(file.read(info.nbytes), info.numpy_dtype).reshape(info.shape)
 
 
-def placed(host: np.ndarray, place: Any) -> jax.Array:
-    """An array where it belongs: on the default device where ``place`` is None."""
+def put_array(host: np.ndarray, place: Any) -> jax.Array:
+    """A host array as a jax.Array with a sharding; None: on the default device."""
     return jnp.asarray(host) if place is None else jax.make_array_from_callback(host.shape, place, host.__getitem__)

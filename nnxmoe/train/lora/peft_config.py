@@ -1,4 +1,4 @@
-"""``adapter_config.json``: what is written for PEFT, and what is understood of what PEFT writes."""
+"""Writing and reading PEFT's ``adapter_config.json``."""
 
 import collections
 import dataclasses
@@ -14,7 +14,7 @@ from nnxmoe.storage.files import read_object
 
 CONFIG_FILE = "adapter_config.json"
 
-# Fields that change no result once an adapter is trained, or that the names and shapes of its tensors show.
+# Fields that do not affect a trained adapter, or that follow from the names and shapes of its tensors.
 _KNOWN = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout"),
@@ -22,23 +22,23 @@ _KNOWN = {
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
     *("init_lora_weights", "ensure_weight_tying", "bias"),
 }
-_HARMLESS_INIT = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the base model's weights
-# In models with experts PEFT 0.21 takes modules of these names for experts as transformers 4 had them: there, and
-# because a router is no torch.nn.Linear, an adapter of theirs must be one of their parameter.
+_HARMLESS_INIT = (True, False, None, "gaussian", "eva", "orthogonal")  # other values change the base model's weights
+# In models with experts, PEFT 0.21 assumes that modules of these names are the experts of transformers 4, and a router
+# is not a torch.nn.Linear: adapters of these modules have to target the parameter instead of the module.
 _TAKEN = {"gate_proj", "up_proj", "down_proj", "gate"}
-_REMEDY = "give a LoRA adapter that peft or nnxmoe saved"
+_REMEDY = "use a LoRA adapter saved by peft or nnxmoe"
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The fields of an adapter_config.json, and where they are from."""
+    """The fields of an adapter_config.json, and the file they were read from."""
 
     fields: Mapping[str, Any]
     path: Path | None = None
 
     @classmethod
     def of(cls, numbers: Mapping[str, tuple[int, float]], *, has_experts: bool) -> Self:
-        """For adapters of (rank, alpha) on parameters, which are called as in one layer: ``mlp.up_proj.weight``."""
+        """The settings of adapters, given (rank, alpha) per parameter name within a layer, ``mlp.up_proj.weight``."""
 
         def is_module(name: str) -> bool:
             module, _, last = name.rpartition(".")
@@ -69,8 +69,8 @@ class Settings:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """From a file. CheckpointError for what is no plain LoRA."""
-        fields = read_object(path, "a folder with an adapter has one", CheckpointError)
+        """The settings in a file. Raises CheckpointError for anything but plain LoRA."""
+        fields = read_object(path, "every adapter folder has this file", CheckpointError)
         if fields.get("peft_type") != "LORA":
             raise CheckpointError(f"{path}: peft_type {short(fields.get('peft_type'))} is not 'LORA'; {_REMEDY}")
         for name, value in fields.items():
@@ -80,23 +80,23 @@ class Settings:
             raise CheckpointError(f"{path}: bias {short(fields['bias'])} is not supported; {_REMEDY}")
         parameters, stable = fields.get("target_parameters"), fields.get("use_rslora")
         if not (isinstance(parameters, list | None) and all(isinstance(name, str) for name in parameters or ())):
-            raise CheckpointError(f"{path}: target_parameters {short(parameters)} is no list of names; {_REMEDY}")
+            raise CheckpointError(f"{path}: target_parameters {short(parameters)} is not a list of names; {_REMEDY}")
         if not isinstance(stable, bool | None):
             raise CheckpointError(f"{path}: use_rslora {short(stable)} is not true or false; {_REMEDY}")
         init = fields.get("init_lora_weights")
         if not (isinstance(init, bool | str | None) and init in _HARMLESS_INIT):
             raise CheckpointError(
-                f"{path}: init_lora_weights {short(init)} changes the base model: let peft convert the adapter "
-                "(save_pretrained with path_initial_model_for_weight_conversion)"
+                f"{path}: init_lora_weights {short(init)} changes the base model: convert the adapter with "
+                "peft (save_pretrained with path_initial_model_for_weight_conversion)"
             )
         return cls(fields, path)
 
     def has_parameter(self, name: str) -> bool:
-        """Whether ``target_parameters`` has a parameter of a layer: ``mlp.experts.gate_up_proj``."""
+        """Whether ``target_parameters`` names a parameter of a layer, such as ``mlp.experts.gate_up_proj``."""
         return any(_ends(name, target) for target in self.fields.get("target_parameters") or ())
 
     def numbers(self, name: str) -> tuple[int, float]:
-        """(rank, alpha over which the scale is alpha / rank) of a parameter, called as in one layer."""
+        """(rank, alpha) of a parameter, by its name within a layer; the scale is alpha / rank, also with rsLoRA."""
         rank = self._number("r", "rank_pattern", name)
         alpha = self._number("lora_alpha", "alpha_pattern", name)
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank < 2**31:
@@ -106,7 +106,7 @@ class Settings:
         return rank, float(alpha) * (math.sqrt(rank) if self.fields.get("use_rslora") else 1.0)
 
     def _number(self, field: str, patterns: str, name: str) -> Any:
-        """The value of the first pattern that a name ends with, else of the field."""
+        """The value of the first pattern that matches the end of a name, else that of the field."""
         found = self.fields.get(patterns) or {}
         if not isinstance(found, Mapping):
             raise CheckpointError(f"{self.path}: {patterns} {short(found)} is not an object; {_REMEDY}")
@@ -114,7 +114,8 @@ class Settings:
             plain = pattern.removeprefix("^").removeprefix(r".*\.").replace(r"\.", ".").replace(r"\_", "_")
             if not re.fullmatch(r"[A-Za-z0-9_.]{1,200}", plain) or re.search(r"(^|\.)\d+\.", plain):
                 raise CheckpointError(
-                    f"{self.path}: {patterns} {short(pattern)}: only names are understood, the same for all layers"
+                    f"{self.path}: {patterns} {short(pattern)} is not supported: only names that hold for all layers "
+                    "are"
                 )
             if _ends(name, plain) or _ends(name.removesuffix(".weight"), plain):
                 return value

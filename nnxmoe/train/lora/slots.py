@@ -1,4 +1,4 @@
-"""Where a model can have adapters, and what they are called there: `attention.q`, `mlp.up`, `experts.gate_up`."""
+"""The places in a model that can hold an adapter, and their names: `attention.q`, `mlp.up`, `experts.gate_up`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,46 +18,43 @@ from nnxmoe.model.causal_lm import CausalLM
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A place for an adapter: an attribute of a module, whose kernels it is for, the later ones beside the first.
+    """A place for an adapter: an attribute of a module, with the kernels that it adapts side by side."""
 
-    ``name``: the same in every layer. ``key``: the first kernel's in the tables. ``first``: its (first) layer.
-    """
-
-    name: str
-    key: str
+    name: str  # the same in every layer
+    key: str  # of the first kernel, in the tables of names
     path: Path
     owner: Any
     attribute: str
     kernels: tuple[str, ...]
-    first: int
+    first: int  # the layer, or the first layer of a scanned stack
 
     @property
     def place(self) -> str:
-        """Where it is, which no other slot of the model is."""
+        """The path of the attribute, unique in the model."""
         return ".".join(map(str, (*self.path, self.attribute)))
 
     @property
     def adapter(self) -> LoRA | None:
-        """What is in it."""
+        """The adapter, if there is one."""
         return getattr(self.owner, self.attribute)
 
     def put(self, adapter: LoRA | None) -> None:
-        """Put an adapter in, or take it out."""
+        """Set the adapter, or remove it with None."""
         setattr(self.owner, self.attribute, nnx.static(None) if adapter is None else nnx.data(adapter))
 
     @property
     def base(self) -> list[KernelParam]:
-        """The kernels."""
+        """The adapted kernels."""
         return [getattr(self.owner, name) for name in self.kernels]
 
     @property
     def depth(self) -> int | None:
-        """How many layers lie on the first axis; None: it is one layer's."""
+        """The number of layers of a scanned stack, on the first axis; None for a single layer."""
         kernel = self.base[0]
         return kernel.shape[0] if kernel.get_metadata()["axes"][0] == "layers" else None
 
     def shapes(self, rank: int, alpha: float, dtype: np.dtype) -> LoRA:
-        """An adapter without values, labelled so that it is split over a mesh as its kernel is."""
+        """An adapter without values, with logical axes by which it is sharded like its kernel."""
         (lead, ins, outs), labels = self.base[0].split(self.base[0].shape), self.base[0].split(axes_of(self.base[0]))
         lead_axes, in_axes, out_axes = labels
         if len(self.kernels) > 1:
@@ -70,7 +67,7 @@ class Slot:
 
 
 def slots(model: CausalLM) -> list[Slot]:
-    """All places for adapters, in the model's order; the embedding and the head have none."""
+    """All slots, in the order of the layers. The embedding and the head have none."""
     found = []
     for path, module in nnx.iter_graph(model.stacks):
         for attribute, kernels in getattr(module, "adapted", {}).items():
@@ -83,7 +80,7 @@ def slots(model: CausalLM) -> list[Slot]:
 
 
 def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
-    """The slots that targets name, whole or by their beginning; None: all but the router's."""
+    """The slots whose names equal a target or start with ``target.``; None: all but the router."""
     every = slots(model)
     if targets is None:
         return [slot for slot in every if slot.name != "router"]
@@ -92,8 +89,8 @@ def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
     if odd := [target for target in asked if not known[target]] if asked else [""]:
         groups = ", ".join(sorted({name.partition(".")[0] for name in names}))
         raise ValueError(
-            f"targets: {plain(str(odd[0])) or 'none'} is no projection of a {model.config.model_type} model; "
-            f"give some of {groups}, or parts of them: {', '.join(n for n in names if '.' in n)}"
+            f"targets: {plain(str(odd[0])) or 'an empty list'} names no projection of a {model.config.model_type} "
+            f"model; use {groups}, or single projections: {', '.join(n for n in names if '.' in n)}"
         )
     wanted = {name for found in known.values() for name in found}
     return [slot for slot in every if slot.name in wanted]
@@ -104,27 +101,30 @@ def adapted(model: CausalLM) -> list[Slot]:
     return [slot for slot in slots(model) if slot.adapter is not None]
 
 
-def refuse_second(model: CausalLM) -> None:
-    """ValueError where a model has adapters already, merged or not."""
+def refuse_adapted(model: CausalLM) -> None:
+    """Raises ValueError if the model has adapters already, merged or not."""
     if model.merged is not None:
-        raise ValueError("the model has merged adapters: lora.unmerge(model), or merge(model, keep=False) for good")
+        raise ValueError(
+            "the model has merged adapters: call lora.unmerge(model), or merge them for good with "
+            "lora.merge(model, keep=False)"
+        )
     if found := adapted(model):
         raise ValueError(
-            f"the model already has {len(found)} adapters, at {found[0].name} first: lora.remove(model) takes them "
-            "away, lora.merge(model, keep=False) makes them part of it"
+            f"the model already has {len(found)} adapters, the first at {found[0].name}: remove them with "
+            "lora.remove(model), or make them part of the kernels with lora.merge(model, keep=False)"
         )
 
 
 def refuse_shapes(model: CausalLM) -> None:
-    """ValueError for a model without values."""
+    """Raises ValueError for a model without values."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))):
-        raise ValueError("the model has shapes but no values: load it, or make it with rngs")
+        raise ValueError("the model has shapes but no values: load weights, or build it with rngs")
 
 
 def unmerged(model: CausalLM, what: str) -> list[Slot]:
-    """The slots with an adapter. Raises ValueError if there are none, or if they are merged; ``what`` was asked for."""
+    """The slots with an adapter. Raises ValueError, naming the operation ``what``, if there are none or merged ones."""
     if model.merged is not None:
-        raise ValueError(f"cannot {what}: the model's adapters are merged; lora.unmerge(model) first")
+        raise ValueError(f"cannot {what}: the model's adapters are merged; call lora.unmerge(model) first")
     if not (found := adapted(model)):
-        raise ValueError(f"cannot {what}: the model has no adapters; lora.add or lora.load gives it some")
+        raise ValueError(f"cannot {what}: the model has no adapters; add them with lora.add or lora.load")
     return found
