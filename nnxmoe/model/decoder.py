@@ -1,7 +1,7 @@
 """The decoder: embedding, stacks of layers, norm and head, as a function of tokens."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ class Decoder(nnx.Module):
     def __init__(
         self,
         embed: Embed,
-        stacks: nnx.List[Stack],
+        stacks: Sequence[Stack],
         norm: RMSNorm,
         head: Linear | None,
         *,
