@@ -56,7 +56,7 @@ def cases() -> Iterator[Case]:
         for fault, change in KINDS.items():
             name = DOWN[kind]
             yield Case(kind, f"tensors, {fault}", "refuse", _edit(_change(name, change)), (name, SINGLE))
-        yield Case(kind, "tensors, an integer norm", "refuse", _edit(_change(NORM, _cast(np.int64))), (NORM, "I64"))
+        yield Case(kind, "tensors, an integer norm", "refuse", _edit(_change(NORM, _cast(np.int64))), (NORM, "int64"))
         for fault, value in (("NaN", np.nan), ("Inf", np.inf), ("-Inf", -np.inf)):
             make = _edit(_spoil(DOWN[kind], value, 2), expect=True)
             yield Case(kind, f"tensors, {fault} among the weights", "report", make, (DOWN[kind], "2 values"))
