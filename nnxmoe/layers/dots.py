@@ -13,11 +13,11 @@ from nnxmoe.layers.xla_cpu import pad_single_row, widen
 
 
 def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False) -> Float[Array, "*rows O"]:
-    """``x @ kernel``, or with ``transpose`` ``x @ kernel.T``, accumulated in float32 and returned in ``x``'s dtype, to
-    which the kernel is cast.
+    """``x @ kernel``, or ``x @ kernel.T`` with ``transpose``; the kernel is cast to ``x``'s dtype.
 
-    So are the products of its backward, which JAX would compute in float32, of float32 copies of bfloat16 operands;
-    and the gradient of a float32 kernel is what was accumulated, never rounded to ``x``'s dtype.
+    Products accumulate in float32 and return ``x``'s dtype, those of the backward pass too; JAX's own backward would
+    multiply float32 copies of bfloat16 operands. The gradient of a float32 kernel is the float32 sum, never rounded to
+    ``x``'s dtype. Forward mode and higher derivatives work as for any JAX function.
     """
 
     def product(x: Array, kernel: Array) -> Array:
