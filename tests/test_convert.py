@@ -55,8 +55,14 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name: path for path in where.iterdir()}
 
 
-@pytest.mark.parametrize("to", ["hf", "maxtext", "orbax"])
-@pytest.mark.parametrize("start", ["hf", "maxtext", "parameters only", "orbax"])
+def _every_kind() -> list[Any]:
+    """Each kind is read and written by default, in turn; the other pairs are slow."""
+    starts, to = ("hf", "maxtext", "parameters only", "orbax"), ("maxtext", "orbax", "hf")
+    pairs = [(start, kind, i % 3 == j) for i, start in enumerate(starts) for j, kind in enumerate(to)]
+    return [pytest.param(start, kind, marks=[] if usual else pytest.mark.slow) for start, kind, usual in pairs]
+
+
+@pytest.mark.parametrize(("start", "to"), _every_kind())
 def test_every_kind_into_every_other(
     start: str, to: str, kinds: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +127,7 @@ def test_small_files_that_the_source_lacks_come_with_the_config(kinds: dict[str,
     assert (tmp_path / "b" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("value", [np.inf, 3e38, np.nan])
+@pytest.mark.parametrize("value", [np.inf, *(pytest.param(v, marks=pytest.mark.slow) for v in (3e38, np.nan))])
 def test_verify_takes_values_that_are_not_finite(value: float, tmp_path: Path) -> None:
     fields, weights = TINY["mixtral"], tiny_weights(TINY["mixtral"])
     weights["lm_head.weight"][0, 0] = weights["model.norm.weight"][3] = value

@@ -43,12 +43,23 @@ def tokenizer() -> nnxmoe.Tokenizer:
     return nnxmoe.Tokenizer.from_pretrained(FOLDER)
 
 
+def sit(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer, each: int, facts: int) -> dict[str, list]:
+    """The exam with ``each`` questions per subject, and a sample of those about facts, which are many."""
+    asked = exam.questions(each)
+    about = [question for question in asked if question.subject.startswith("facts")]
+    return exam.sit(model, tokenizer, [q for q in asked if q not in about] + Random(1).sample(about, facts))
+
+
 @pytest.fixture(scope="module")
 def results(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer) -> dict[str, list]:
-    """The exam: three of four facts' questions are left out, for time."""
-    asked = exam.questions(40)
-    facts = [question for question in asked if question.subject.startswith("facts")]
-    return exam.sit(model, tokenizer, [q for q in asked if q not in facts] + Random(1).sample(facts, 250))
+    return sit(model, tokenizer, 40, 50)
+
+
+@pytest.mark.slow
+def test_the_whole_exam(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer) -> None:
+    results = sit(model, tokenizer, 40, 250)
+    for subject in PASS:
+        test_right_answers(results, subject)
 
 
 @pytest.mark.parametrize("subject", PASS)

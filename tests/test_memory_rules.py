@@ -349,7 +349,8 @@ def handed_along(self: Scanned, x: Any, context: Any, cache: Any) -> Body:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"), [("llama", {}), ("mistral", {"sliding_window": 256}), ("deepseek_v3", {})]
+    ("kind", "changes"),
+    [("llama", {}), ("mistral", {"sliding_window": 256}), pytest.param("deepseek_v3", {}, marks=pytest.mark.slow)],
 )
 def test_caches_are_written_in_place(kind: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values, a window's ring, and latents: a decode step has no second copy of them."""

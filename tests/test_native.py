@@ -30,8 +30,14 @@ def plain(scan: bool = False, mesh: Any = None) -> nnxmoe.Strategy:
     return nnxmoe.Strategy(scan_layers=scan, mesh=mesh)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "stacked"),
+    [
+        pytest.param(kind, stacked, marks=pytest.mark.slow if stacked != bool(i % 2) else [])
+        for i, kind in enumerate(KINDS)
+        for stacked in (False, True)
+    ],
+)
 def test_the_same_bits_scanned_or_not(kind: str, stacked: bool, tmp_path: Path) -> None:
     """Two stacks in DeepSeek's case; written as in the model or otherwise; restored into both."""
     name, changes = KINDS[kind]

@@ -62,7 +62,7 @@ def _default(*names: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", _default("ring-scanned", "moe-ring", "latent-by-length", "mixtral-scanned", "deepseek", "remat-fused")
+    "name", _default("ring-scanned", "moe-ring", "latent-by-length", "mixtral-scanned", "remat-fused")
 )
 def test_what_is_left_out_changes_nothing(name: str) -> None:
     """Logits of the last token and the whole cache, whatever the padding; from a prompt longer than the window."""

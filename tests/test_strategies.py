@@ -298,7 +298,7 @@ def model_error(case: str, way: str, devices: int, scan: bool) -> float:
         pytest.param("mixtral_basic", "ring", True, marks=pytest.mark.slow),
         pytest.param("deepseek_yarn", "sorted", False, marks=pytest.mark.slow),
         pytest.param("deepseek_yarn", "ragged", True, marks=pytest.mark.slow),
-        ("deepseek_yarn", "ring", False),
+        pytest.param("deepseek_yarn", "ring", False, marks=pytest.mark.slow),
         ("deepseek_yarn", "capacity", True),
     ],
 )
@@ -326,6 +326,7 @@ def generated(dispatch: Any) -> tuple[list[list[int]], list[list[int]], list[str
     return *found, [line for line in said if "no room" in line]
 
 
+@pytest.mark.slow
 def test_rows_that_fill_a_batch_up_take_no_room(eight: Callable[..., Any]) -> None:
     """One prompt on four shards: three rows are nobody's, and a buffer of the balanced load is large enough."""
     ours, wanted, said = eight(generated, ExpertParallel(Sorted(), RingOfExperts(4.0)))

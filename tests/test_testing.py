@@ -215,7 +215,12 @@ def mlp() -> MLP:
 
 @pytest.mark.parametrize(
     ("scan", "linen_scan", "remat"),
-    [(False, False, False), (True, True, True), (True, False, False), (False, True, True)],
+    [
+        (False, False, False),
+        (True, True, True),
+        pytest.param(True, False, False, marks=pytest.mark.slow),
+        pytest.param(False, True, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_model(scan: bool, linen_scan: bool, remat: bool) -> None:
     """However the layers are stacked on either side, each is held against its own."""

@@ -220,7 +220,10 @@ def test_targets() -> None:
     assert targets_of(given)[1].tolist() == batch["loss_mask"].tolist()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("llama", marks=pytest.mark.slow), "mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)],
+)
 def test_packed_documents_are_documents_alone(kind: str) -> None:
     """The same loss and gradients, whoever shares the row; also the routers' losses."""
     model = build_tiny(kind, PLAIN)
@@ -270,7 +273,7 @@ def test_parts_of_a_batch_add_up_to_it() -> None:
 # The routers' bias, and numbers that are not finite
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_bias_is_moved_by_the_load_alone(scan: bool) -> None:
     """After the optimizer's step, by the rate, towards the mean load; no decay and no gradient touch it."""
     model = build_tiny("deepseek_v3", nnxmoe.Strategy(scan_layers=scan))
@@ -326,7 +329,13 @@ def test_bfloat16_models_have_float32_masters() -> None:
     assert out(fields["tokens"]).logits.dtype == jnp.float32 and out.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(("kind", "length"), [*((kind, 128) for kind in growth.TINY), ("llama", 256)])
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [
+        *(pytest.param(kind, 128, marks=pytest.mark.slow if kind != "llama" else []) for kind in growth.TINY),
+        ("llama", 256),
+    ],
+)
 def test_a_layer_more_costs_its_input(kind: str, length: int) -> None:
     """And its gradients, which are all there before the update; nothing else of a scanned layer is kept, of attention
     in blocks (256) neither."""
@@ -357,7 +366,7 @@ def test_batches_that_are_none(batch: Any, message: str) -> None:
         step(step.init(), batch)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_optimizers_may_ask_for_the_loss_and_its_gradients(accumulate: int) -> None:
     """Line searches and plateau schedules take ``value``, ``grad`` and ``value_fn``, of the whole batch."""
 
