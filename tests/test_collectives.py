@@ -85,7 +85,9 @@ def count(found: Found) -> tuple[int, int, int]:
     return exchanged, gathered, scattered
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=pytest.mark.slow if shape == "mixtral-8x7b" else []) for shape in SHAPES]
+)
 def test_expert_parallel_modes_have_their_collectives_and_no_other(eight: Callable[..., Any], shape: str) -> None:
     """(all-to-alls, all-gathers, reduce-scatters) on eight expert shards: forward, and forward with backward."""
     experts = SHAPES[shape][2]

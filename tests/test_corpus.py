@@ -1,6 +1,8 @@
 """Every malformed checkpoint of the corpus meets its verdict, in a process of its own."""
 
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -8,7 +10,17 @@ from tests.corpus.case import FAMILIES
 from tests.corpus.runner import CASES, judge
 
 
-@pytest.mark.parametrize("name", CASES)
+def _cases() -> Iterator[Any]:
+    """All names; where a fault is made for several families, all but one are slow, and families take turns."""
+    faults: dict[str, list[str]] = {}
+    for name, case in CASES.items():
+        faults.setdefault(case.fault, []).append(name)
+    for i, names in enumerate(faults.values()):
+        for j, name in enumerate(names):
+            yield pytest.param(name, marks=pytest.mark.slow if j != i % len(names) else [])
+
+
+@pytest.mark.parametrize("name", _cases())
 def test_case(name: str) -> None:
     _, fault = judge(CASES[name])
     assert fault is None, fault

@@ -35,7 +35,7 @@ def close(got: Any, wanted: np.ndarray, dtype: Any) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("lead", [(1,), (8, 1), (2, 3)])
+@pytest.mark.parametrize("lead", [(1,), pytest.param((8, 1), marks=pytest.mark.slow), (2, 3)])
 def test_products_with_a_kernel(lead: tuple[int, ...], transpose: bool, dtype: str) -> None:
     for ins, outs in itertools.product((1, 64), (1, 96)):
         x, kernel, dy = arrays(dtype, (*lead, ins), (outs, ins) if transpose else (ins, outs), (*lead, outs))
@@ -110,7 +110,7 @@ def test_grouped_products_copy_few_kernels(dtype: str, rows: int) -> None:
     assert temporary_bytes(Blocked(), x, kernel, sizes) < 3 * kernel[0].nbytes + 4 * x.nbytes + 20_000
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("sizes", [[2500, 0, 1, 700], [1, 3100, 0, 99], [1024, 1025, 1023, 128], [0, 0, 3200, 0]])
 def test_groups_of_very_different_sizes(sizes: list[int], dtype: str) -> None:
     """Larger than the largest block, and blocks cut off at the end of the rows."""

@@ -137,7 +137,14 @@ def test_logits_and_gradients_are_maxtexts_under_its_own_names(name: str) -> Non
 
 
 @pytest.mark.program
-@pytest.mark.parametrize(("kind", "scan"), [("llama 3.1", True), ("llama, biased and tied", False), ("mixtral", True)])
+@pytest.mark.parametrize(
+    ("kind", "scan"),
+    [
+        ("llama, biased and tied", False),
+        ("mixtral", True),
+        pytest.param("llama 3.1", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_models_program_is_that_of_linen_by_hand(kind: str, scan: bool) -> None:
     """Forward and backward: the same bits, no more instructions, the same temporary bytes (our scan over layers counts
     them, which may cost some hundred)."""
@@ -169,8 +176,8 @@ def same_program(ours: Callable[..., Any], theirs: Callable[..., Any], *args: An
     [
         pytest.param("llama, biased and tied", False, marks=pytest.mark.slow),
         ("llama 3.1", True),
-        pytest.param("mixtral", False, marks=pytest.mark.slow),
-        ("deepseek", True),
+        ("mixtral", False),
+        pytest.param("deepseek", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_models_parity_with_linen_by_hand(kind: str, scan: bool) -> None:
@@ -188,7 +195,7 @@ def test_a_models_parity_with_linen_by_hand(kind: str, scan: bool) -> None:
         pytest.param("llama, biased and tied", True, marks=pytest.mark.slow),
         pytest.param("llama 3.1", False, marks=pytest.mark.slow),
         ("mixtral", True),
-        ("deepseek", False),
+        pytest.param("deepseek", False, marks=pytest.mark.slow),
     ],
 )
 def test_from_linen_is_the_same_model(kind: str, scan: bool) -> None:
@@ -362,7 +369,12 @@ def test_queries_are_drawn_for_their_scale() -> None:
 
 @pytest.mark.program
 @pytest.mark.parametrize(
-    ("kind", "scan"), [("llama 3.1", True), pytest.param("mixtral", False, marks=pytest.mark.slow), ("deepseek", True)]
+    ("kind", "scan"),
+    [
+        ("llama 3.1", True),
+        pytest.param("mixtral", False, marks=pytest.mark.slow),
+        pytest.param("deepseek", True, marks=pytest.mark.slow),
+    ],
 )
 def test_layers_in_a_list_and_scanned(kind: str, scan: bool) -> None:
     config, moe = tiny(kind), kind != "llama 3.1"
@@ -619,7 +631,7 @@ def test_equal_modules_share_a_compiled_program() -> None:
 
 
 @pytest.mark.program
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_compiled_program_is_no_larger(scan: bool) -> None:
     """The benchmark's own layers, two of them: temporary bytes and instructions of forward and backward."""
     (theirs, size), (ours, mine) = (

@@ -407,6 +407,7 @@ def test_each_cache_is_written_in_place(kind: type[KVCache], dtype: Any, monkeyp
 # What is computed again
 
 
+@pytest.mark.slow
 def test_a_policy_keeps_more_and_changes_nothing() -> None:
     """The same loss and gradients; temporary bytes in the order of what is kept."""
     names = (None, "dots_with_no_batch_dims_saveable", "dots_saveable", "everything_saveable")

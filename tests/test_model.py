@@ -143,6 +143,7 @@ class Extended(Mixtral):
         self.extra = nnx.Param(jnp.ones((3, 5)))
 
 
+@pytest.mark.slow
 def test_a_parameter_without_labels(tmp_path: Path) -> None:
     """It is trained, kept whole on a mesh, and saved; other formats refuse it by its name."""
     config = config_from_hf(TINY["mixtral"])

@@ -138,10 +138,9 @@ def _cells(default: Iterable[tuple[str, ...]], *axes: Iterable[str]) -> list[Any
     return [cell if cell in chosen else pytest.param(*cell, marks=pytest.mark.slow) for cell in cells]
 
 
-# Each way on two meshes or more, each mesh with two ways or more, both exchanges on each kind of expert mesh.
+# Each mesh with two ways or more; both exchanges on several meshes.
 MODES = [
     ("dense", "sigmoid groups", "fsdp8"),
-    ("dense", "softmax", "expert4 tensor2"),
     ("sorted", "softmax", "one device"),
     ("sorted", "sigmoid groups", "expert4 tensor2"),
     ("capacity", "sigmoid groups", "one device"),
@@ -149,7 +148,6 @@ MODES = [
     ("capacity", "sigmoid groups", "data2 fsdp2 expert2"),
     ("ragged", "softmax", "data2 fsdp2 expert2"),
     ("ragged", "sigmoid groups", "expert8"),
-    ("ragged", "softmax", "expert4 tensor2"),
     ("ring", "softmax", "expert4 fsdp2"),
     ("ring", "sigmoid groups", "expert4 tensor2"),
     ("ring", "sigmoid groups", "fsdp8"),
@@ -164,7 +162,7 @@ def test_every_mode_gives_the_same_numbers(eight: Callable[..., Any], way: str, 
         assert error < 1e-5 and dropped == 0 and more == 0, (scenario, error, dropped, more)
 
 
-NARROW = [("sorted", "fsdp8"), ("capacity", "expert8"), ("ragged", "expert4 tensor2"), ("ring", "expert8")]
+NARROW = [("sorted", "fsdp8"), ("ragged", "expert4 tensor2")]
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,8 @@ def test_a_model(scan: bool, linen_scan: bool, remat: bool) -> None:
     assert f"parity: {report.parameters} parameters, 39 calls of submodules; outputs within" in str(report)
 
 
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
 def test_a_mixtral(scan: bool) -> None:
     """Embedding, norm, the whole; in a layer its norms, attention and four projections, experts, and itself."""
     model = llama(2, experts=True, scan_layers=scan)

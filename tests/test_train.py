@@ -31,6 +31,7 @@ from tests.support.tiny import TINY, build_tiny, random_tokens
 PLAIN = nnxmoe.Strategy(scan_layers=True)
 
 
+@pytest.mark.slow
 def test_no_array_is_broadcast_implicitly(eight: Callable[..., Any]) -> None:
     """Research code often runs with ``jax_numpy_rank_promotion="raise"``."""
     for kind, changes in (("llama", {}), ("mixtral", {"dispatch": nnxmoe.Capacity(2.0)}), ("deepseek_v3", {})):
