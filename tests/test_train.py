@@ -271,6 +271,17 @@ def test_parts_of_a_batch_add_up_to_it() -> None:
             assert max_error(a, b) < 1e-5
 
 
+def test_parts_that_are_equal_have_the_routers_losses_of_the_whole() -> None:
+    """The balance and router terms are means over the parts, not sums."""
+    model, losses = build_tiny("mixtral", PLAIN), []
+    batch = {"tokens": np.repeat(random_tokens(2, 9), 2, axis=0)}  # part i takes every second row, from row i
+    for parts in (1, 2):
+        step = Step(model, optax.sgd(0.1), Objective(balance=0.5, router_z_loss=0.5), accumulate=parts)
+        _, report = step(step.init(), batch)
+        losses.append((report.losses.total, report.losses.balance, report.losses.router_z))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 # The routers' bias, and numbers that are not finite
 
 
