@@ -112,8 +112,13 @@ def test_a_generation_config_may_be_a_dict() -> None:
     assert model(tokens).logits.shape == (1, 3, 53)
     again = nnx.merge(*nnx.split(model))
     assert again.generation_config == model.generation_config
+
+
+@pytest.mark.wrong_types
+def test_a_generation_config_that_is_no_mapping_is_refused() -> None:
+    model: Any = made("llama")
     with pytest.raises(ValueError, match="generation_config must be a mapping"):
-        model.generation_config = 5  # pyright: ignore
+        model.generation_config = 5
 
 
 # Caches under transformations

@@ -309,6 +309,7 @@ def test_stream_continues_a_prompt_that_ends_in_special_tokens() -> None:
         assert text == tokenizer.decode([*prompt, fox, hello], skip_special_tokens=True)
 
 
+@pytest.mark.wrong_types
 def test_stream_of_a_model_continues_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = sentencepiece_like(llama2_decoder())
     hello, fox = 3, 4
