@@ -168,6 +168,7 @@ def test_a_parameter_without_labels(tmp_path: Path) -> None:
 # What NNX shows
 
 
+@pytest.mark.wrong_types  # flax rebuilds our dataclasses with descriptions of arrays
 @pytest.mark.parametrize(("kind", "scan"), [("llama", True), ("mixtral", False), ("deepseek_v3", True)])
 def test_tabulate(kind: str, scan: bool) -> None:
     """Every module of a layer has a row with its inputs and outputs."""
