@@ -252,7 +252,7 @@ def test_two_checkpoints_never_share_a_folder(saved: Path, tmp_path: Path) -> No
     maxtext.save(model, tmp_path / "a")
     maxtext.save(model, tmp_path / "b", parameters_only=True)
     for folder in (saved, tmp_path / "a", tmp_path / "b"):
-        with pytest.raises(CheckpointError, match="holds an Orbax checkpoint, which would stay beside this one"):
+        with pytest.raises(CheckpointError, match="holds an Orbax checkpoint, which would remain beside this one"):
             nnxmoe.save_pretrained(model, folder, overwrite=True)
 
 

@@ -82,7 +82,7 @@ class Kernel:
 class DenseKernel(Kernel):
     """One float array ``[*E, I, O]``, or with ``transposed`` ``[*E, O, I]``."""
 
-    array: Float[Array, "*E _ _"]
+    array: Any  # a float array; transformations of JAX put other leaves in its place
     transposed: bool = dataclasses.field(default=False, metadata={"static": True})
 
     trained: ClassVar[bool] = True
