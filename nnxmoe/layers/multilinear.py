@@ -24,7 +24,7 @@ def multilinear(function: Function, transposes: Mapping[int, Function], forward:
     """
     wrapped = jax.custom_jvp(function)
 
-    def jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Any]:
+    def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Any]:
         out, slope = (forward or function)(*primals), None
         for i, transpose in transposes.items():
             if isinstance(tangents[i], SymbolicZero):
