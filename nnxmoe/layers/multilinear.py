@@ -24,14 +24,14 @@ def multilinear(function: Function, transposes: Mapping[int, Function], forward:
     """
     wrapped = jax.custom_jvp(function)
 
-    def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Any]:
+    def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         out, slope = (forward or function)(*primals), None
         for i, transpose in transposes.items():
             if isinstance(tangents[i], SymbolicZero):
                 continue
             others = (*primals[:i], *primals[i + 1 :])
 
-            def term(*given: Array, i: int = i) -> Array:
+            def term(*given: Any, i: int = i) -> Any:
                 return wrapped(*given[:i], given[-1], *given[i:-1])
 
             more = _linear.bind(*others, tangents[i], function=term, transpose=transpose)
@@ -47,7 +47,7 @@ _linear = Primitive("linear")
 
 
 @_linear.def_impl
-def _run(*given: Array, function: Function, transpose: Function) -> Array:
+def _run(*given: Any, function: Function, transpose: Function) -> Any:
     return function(*given)
 
 
@@ -56,7 +56,7 @@ def _shape(*given: Any, function: Function, transpose: Function) -> Any:
     return jax.make_jaxpr(function)(*given).out_avals[0]
 
 
-def _jvp(primals: Any, tangents: Any, *, function: Function, transpose: Function) -> tuple[Array, Any]:
+def _jvp(primals: Any, tangents: Any, *, function: Function, transpose: Function) -> tuple[Any, Any]:
     *constants, x = primals
     *d_constants, d_x = tangents
     out = _linear.bind(*primals, function=function, transpose=transpose)
@@ -66,7 +66,7 @@ def _jvp(primals: Any, tangents: Any, *, function: Function, transpose: Function
     moved = [i for i, d in enumerate(d_constants) if not isinstance(d, ad.Zero)]
     if moved:
 
-        def of_moved(*values: Array) -> Array:
+        def of_moved(*values: Array) -> Any:
             given = dict(zip(moved, values, strict=True))
             return function(*(given.get(i, c) for i, c in enumerate(constants)), x)
 
@@ -81,11 +81,11 @@ def _transposed(d_out: Any, *given: Any, function: Function, transpose: Function
     return [*(None for _ in constants), d_x]
 
 
-def _batched(given: Any, dims: Any, *, function: Function, transpose: Function) -> tuple[Array, int]:
+def _batched(given: Any, dims: Any, *, function: Function, transpose: Function) -> tuple[Any, int]:
     axes = tuple(dim if isinstance(dim, int) else None for dim in dims)
     if axes[-1] is None:  # a gradient is summed over the batch where x is shared
 
-        def summed(*given: Array) -> Array:
+        def summed(*given: Any) -> Any:
             return jax.vmap(transpose, (*axes[:-1], 0))(*given).sum(axis=0)
 
         back = summed
