@@ -101,13 +101,15 @@ def latent_norms_with_config_eps(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 def window_by(change: int) -> Plant:
     def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
-        model.window += change
+        for layer in layers(model):
+            layer.attention.window += change
 
     return plant
 
 
 def ignore_window(model: Any, patch: pytest.MonkeyPatch) -> None:
-    model.window = None
+    for layer in layers(model):
+        layer.attention.window = None
 
 
 def see_the_future(model: Any, patch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,6 @@ from jax import Array
 import nnxmoe
 from nnxmoe import testing
 from nnxmoe.convert import maxtext
-from nnxmoe.layers.attend import Mask
-from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
@@ -202,7 +200,7 @@ def attention() -> tuple[GQA, dict[str, Any]]:
     index, valid = jnp.arange(7), jnp.ones((2, 7), bool)
     segment = jnp.zeros((2, 7), jnp.int32)
     rotation = rotation_at(llama(1).rope, jnp.broadcast_to(index, (2, 7)))
-    context = Context(rotation, Mask(index, segment, Slots(index, valid, segment), None), jnp.int32(0), valid)
+    context = Context(rotation, index, valid, segment)
     return module, {"nnx_call": lambda module, x: module(x, context, None)[0]}
 
 

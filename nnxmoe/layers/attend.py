@@ -24,7 +24,7 @@ class Mask:
     Without segments (None) there is one. ``causal``: query t and key t are the same token, and there is no cache.
     """
 
-    query_index: Int[Array, "T"]
+    query_index: Int[Array, "T"] | Int[Array, "B T"]
     query_segment: Int[Array, "B T"] | None
     keys: Slots
     window: int | None = dataclasses.field(metadata={"static": True})
@@ -37,11 +37,11 @@ class Mask:
 
     def allowed(self) -> Bool[Array, "#B T S"]:
         """True where query t of a row may attend to key s."""
-        query, key = self.query_index[:, None], self.keys.index[None, :]
+        query, key = self.query_index[..., :, None], self.keys.index[..., None, :]
         near = (key >= 0) & (key <= query)
         if self.window is not None:
             near &= key > query - self.window
-        seen = near[None]
+        seen = near if near.ndim == 3 else near[None]
         if self.query_segment is not None:
             assert self.keys.segment is not None
             seen &= self.query_segment[:, :, None] == self.keys.segment[:, None, :]
@@ -51,8 +51,8 @@ class Mask:
         """The same for some of the queries and some of the keys; causal where these are the same tokens."""
         segment = None if self.query_segment is None else self.query_segment[:, queries]
         valid, key_segment = (None if a is None else a[:, keys] for a in (self.keys.valid, self.keys.segment))
-        slots = Slots(self.keys.index[keys], valid, key_segment)
-        return Mask(self.query_index[queries], segment, slots, self.window, self.causal and queries == keys)
+        slots = Slots(self.keys.index[..., keys], valid, key_segment)
+        return Mask(self.query_index[..., queries], segment, slots, self.window, self.causal and queries == keys)
 
     def hide(self, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
         """The scores, made of ``after``, but the least float32 where a query may not attend.
@@ -184,7 +184,9 @@ class Blockwise:
         blocks, outs = min(self.blocks, length // FEWEST_QUERIES), []
         for i in range(blocks):
             queries = slice(i * length // blocks, (i + 1) * length // blocks)
-            first = 0 if mask.window is None else max(queries.start - mask.window + 1, 0)
+            # A window counts real tokens: with padding among them it may reach further back.
+            window = None if mask.keys.valid is not None else mask.window
+            first = 0 if window is None else max(queries.start - window + 1, 0)
             keys = slice(first, queries.stop)
             part = mask.part(queries, keys)
             outs.append(self.inner(q[:, :, queries], k[:, :, keys], v[:, :, keys], part, scale))

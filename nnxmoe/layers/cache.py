@@ -1,7 +1,8 @@
-"""What decoding remembers: per layer keys and values (or MLA's latents), and once per model which slots hold what.
+"""Caches for decoding: keys and values (or MLA's latents) per layer, and how many tokens each row has stored.
 
-Every buffer is written by the same two functions, so that the keys of a layer and the bookkeeping of their slots
-cannot disagree. All are pytrees: passed in, returned, and safe to donate.
+Every row has a cursor of its own: its real tokens fill its slots in order, and padding takes none. A full cache holds
+token i of a row in slot i, a ring in slot i % size, so which token a slot holds follows from the row's length. All
+caches are pytrees: passed in, returned, and safe to donate.
 """
 
 import dataclasses
@@ -9,65 +10,106 @@ from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
+
+from nnxmoe.layers.xla_cpu import one_cpu, write_rows
 
 
-def written(buffer: Array, new: Array, start: Int[Array, ""], axis: int) -> Array:
-    """In place, where the buffer is donated or goes round with a loop.
+def written(buffer: Array, new: Array, slots: Int[Array, "B T"], axis: int) -> Array:
+    """``buffer`` with token t of row b of ``new`` at slot ``slots[b, t]``; slots out of range are not written.
 
-    XLA:CPU fuses the writing with each use of what was written, and copies the whole buffer for each; not what comes
-    out of a loop. One of a single turn would be no loop, so this one writes twice.
+    In place where the buffer is donated or carried by a loop.
+    """
+    new = new.astype(buffer.dtype)
+    if slots.shape[1] == 1 and one_cpu():
+        return write_rows(buffer, new, slots, axis)
+    at = (slice(None),) * (axis - 1)
+    return jax.vmap(lambda row, new, slots: row.at[(*at, slots)].set(new, mode="drop"))(buffer, new, slots)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The token that each slot holds: its index in its row (-1: none), whether it is real (None: all are), and its
+    segment (None: all are of one). Indices without a batch dimension are those of every row."""
+
+    index: Int[Array, "S"] | Int[Array, "B S"]
+    valid: Bool[Array, "B S"] | None
+    segment: Int[Array, "B S"] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """What the caches of all layers share in one forward pass.
+
+    ``index``: of each new token in its row, -1 for padding. ``before`` and ``after``: tokens that a row has stored
+    before and after this pass. ``segment``: of every stored token, by its index.
     """
 
-    def write(_: Any, buffer: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(buffer, new, start, axis)
+    index: Int[Array, "B T"]
+    before: Int[Array, "B"]
+    after: Int[Array, "B"]
+    segment: Int[Array, "B C"]
 
-    return jax.lax.fori_loop(0, 2, write, buffer) if jax.default_backend() == "cpu" else write(0, buffer)
+    def slots(self, index: Int[Array, "B S"]) -> Slots:
+        """The slots that hold the tokens of these indices."""
+        segment = jnp.take_along_axis(self.segment, jnp.maximum(index, 0), axis=1)
+        return Slots(index, None, segment)
 
 
-def append_full(buffer: Array, new: Array, start: Int[Array, ""], axis: int) -> tuple[Array, Array]:
-    """Write ``new`` at slot ``start``; what may be attended to is the whole buffer. Returns (buffer, seen)."""
-    buffer = written(buffer, new.astype(buffer.dtype), start, axis)
-    return buffer, buffer
+Seen = tuple[Array, Int[Array, "B S"]]  # what may be attended to, and the index of each of its tokens in its row
 
 
-def append_ring(buffer: Array, new: Array, start: Int[Array, ""], axis: int) -> tuple[Array, Array]:
-    """Write token i at slot ``i % size``. Several new tokens see the ring as it was, followed by themselves."""
-    size, count = buffer.shape[axis], new.shape[axis]
-    new = new.astype(buffer.dtype)
-    if count == 1:
-        buffer = written(buffer, new, start % size, axis)
-        return buffer, buffer
-    seen = jnp.concatenate([buffer, new], axis=axis)
-    if count >= size:
-        last = jax.lax.slice_in_dim(new, count - size, count, axis=axis)
-        return jnp.roll(last, (start + count) % size, axis), seen
-    slots = (start + jnp.arange(count)) % size
-    return buffer.at[(slice(None),) * axis + (slots,)].set(new), seen
+def append_full(buffer: Array, new: Array, past: Past, axis: int) -> tuple[Array, Seen]:
+    """Writes token i at slot i; all of the buffer may be attended to. Returns (buffer, seen)."""
+    size = buffer.shape[axis]
+    buffer = written(buffer, new, jnp.where(past.index < 0, size, past.index), axis)
+    slots = jnp.arange(size, dtype=jnp.int32)[None]
+    return buffer, (buffer, jnp.where(slots < past.after[:, None], slots, -1))
+
+
+def append_ring(buffer: Array, new: Array, past: Past, axis: int) -> tuple[Array, Seen]:
+    """Writes token i at slot ``i % size``. Several new tokens see the ring as it was, followed by themselves."""
+    size, index = buffer.shape[axis], past.index
+    kept = (index >= 0) & (index >= past.after[:, None] - size)
+    after = written(buffer, new, jnp.where(kept, index % size, size), axis)
+    if index.shape[1] == 1:
+        return after, (after, _ring_index(past.after, size))
+    seen = jnp.concatenate([buffer, new.astype(buffer.dtype)], axis=axis)
+    return after, (seen, jnp.concatenate([_ring_index(past.before, size), index], axis=1))
+
+
+def _ring_index(length: Int[Array, "B"], size: int) -> Int[Array, "B S"]:
+    """The index of the token in each slot of a ring, of which ``length`` tokens were written; -1 for empty slots."""
+    newest = length[:, None] - 1
+    index = newest - (newest - jnp.arange(size, dtype=jnp.int32)[None]) % size
+    return jnp.where(index < 0, -1, index)
 
 
 class LayerCache(Protocol):
-    """One layer's memory of the tokens before."""
+    """One layer's cache."""
 
-    def append(self, new: Any, start: Int[Array, ""]) -> tuple[Self, Any]:
-        """Remember ``new`` (tokens ``start …``) and return the memory and all that may be attended to."""
+    def append(self, new: Any, past: Past) -> tuple[Self, Any, Slots]:
+        """Stores ``new``; returns the cache, everything that may be attended to, and the tokens that it holds."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every token; as many slots as tokens."""
+    """Keys and values of every token, ``[*L, B, K, S, H]``; as many slots as tokens."""
 
-    k: Float[Array, "*L B K S H"]
-    v: Float[Array, "*L B K S H"]
+    k: Array
+    v: Array
 
-    def append(self, new: tuple[Array, Array], start: Int[Array, ""]) -> tuple[Self, tuple[Array, Array]]:
-        """Add keys and values ``[B, K, T, H]``."""
-        k, seen_k = self.write(self.k, new[0], start, axis=2)
-        v, seen_v = self.write(self.v, new[1], start, axis=2)
-        return type(self)(k, v), (seen_k, seen_v)
+    def append(self, new: tuple[Array, Array], past: Past) -> tuple[Self, tuple[Array, Array], Slots]:
+        """Adds keys and values ``[B, K, T, H]``."""
+        k, (seen_k, index) = self.write(self.k, new[0], past, axis=2)
+        v, (seen_v, _) = self.write(self.v, new[1], past, axis=2)
+        return type(self)(k, v), (seen_k, seen_v), past.slots(index)
 
     write = staticmethod(append_full)
 
@@ -83,68 +125,55 @@ class RingCache(KVCache):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LatentCache:
-    """MLA's compressed keys and values: one latent and one rotated key a token, shared by all heads (DeepSeek-V2)."""
+    """MLA's compressed keys and values, ``[*L, B, S, W]``: one latent and one rotated key per token, shared by all
+    heads (DeepSeek-V2)."""
 
-    latent: Float[Array, "*L B S W"]
+    latent: Array
 
-    def append(self, new: Array, start: Int[Array, ""]) -> tuple[Self, Array]:
-        """Add latents ``[B, T, kv_rank + rope]``."""
-        latent, seen = self.write(self.latent, new, start, axis=1)
-        return type(self)(latent), seen
+    def append(self, new: Array, past: Past) -> tuple[Self, Array, Slots]:
+        """Adds latents ``[B, T, kv_rank + rope]``."""
+        latent, (seen, index) = self.write(self.latent, new, past, axis=1)
+        return type(self)(latent), seen, past.slots(index)
 
     write = staticmethod(append_full)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Slots:
-    """Which token each slot holds: its index in the stream (-1: none), whether it is real (None: all are), its segment
-    (None: there is one)."""
-
-    index: Int[Array, "S"]
-    valid: Bool[Array, "B S"] | None
-    segment: Int[Array, "B S"] | None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Cache:
-    """A model's memory: its layers' caches, the slots they share, and how far each row has come.
+    """A model's cache: its layers' caches, the number of tokens that each row has stored, and their segments.
 
-    ``capacity`` is the number of tokens (padding included) that fit; ``length`` how many were written.
+    ``capacity``: the number of real tokens that fit in a row.
     """
 
     layers: tuple[Any, ...]
-    slots: Slots
-    length: Int[Array, ""]
-    next_position: Int[Array, "B"]
+    length: Int[Array, "B"]
+    segment: Int[Array, "B C"]
     capacity: int = dataclasses.field(metadata={"static": True})
-    ring: bool = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def empty(cls, layers: tuple[Any, ...], batch: int, slots: int, capacity: int, ring: bool) -> Self:
-        """A memory of nothing, around the layers' empty caches."""
-        zeros = jnp.zeros((batch, slots), jnp.int32)
-        book = Slots(jnp.full((slots,), -1, jnp.int32), zeros.astype(bool), zeros)
-        return cls(layers, book, jnp.int32(0), jnp.zeros((batch,), jnp.int32), capacity, ring)
+    def empty(cls, layers: tuple[Any, ...], batch: int, capacity: int) -> Self:
+        """A cache without tokens, around the layers' empty caches."""
+        return cls(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, capacity), jnp.int32), capacity)
 
     @property
     def known_length(self) -> int | None:
-        """``length`` as a number; None where it is traced."""
-        return None if isinstance(self.length, Tracer) else int(self.length)
+        """The largest ``length``; None where it is traced, or held by other processes."""
+        if isinstance(self.length, Tracer) or not self.length.is_fully_addressable:
+            return None
+        return int(np.asarray(self.length).max())
 
-    def advance(self, valid: Bool[Array, "B T"], segment: Int[Array, "B T"]) -> tuple[Self, Slots]:
-        """Count in T tokens; returns the new bookkeeping (layers not yet appended) and the slots that they may see."""
-        write = append_ring if self.ring else append_full
-        count = valid.shape[1]
-        assert self.slots.valid is not None and self.slots.segment is not None  # a cache has to know
-        index, seen_index = write(self.slots.index, self.length + jnp.arange(count, dtype=jnp.int32), self.length, 0)
-        valids, seen_valid = write(self.slots.valid, valid, self.length, 1)
-        segments, seen_segment = write(self.slots.segment, segment, self.length, 1)
-        moved = dataclasses.replace(
-            self,
-            slots=Slots(index, valids, segments),
-            length=self.length + count,
-            next_position=self.next_position + jnp.sum(valid, axis=1, dtype=jnp.int32),
-        )
-        return moved, Slots(seen_index, seen_valid, seen_segment)
+    def advance(
+        self, count: int, valid: Bool[Array, "B T"] | None, segment: Int[Array, "B T"] | None
+    ) -> tuple[Self, Past]:
+        """Counts in ``count`` tokens per row. Returns the cache, whose layers do not hold them yet, and the past."""
+        before = self.length[:, None]
+        if valid is None:
+            index = before + jnp.arange(count, dtype=jnp.int32)[None]
+        else:
+            index = jnp.where(valid, before + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
+        length = self.length + (count if valid is None else jnp.sum(valid, axis=1, dtype=jnp.int32))
+        segment = jnp.zeros(index.shape, jnp.int32) if segment is None else segment
+        segments = written(self.segment, segment, jnp.where(index < 0, self.capacity, index), 1)
+        moved = dataclasses.replace(self, length=length, segment=segments)
+        return moved, Past(index, self.length, length, segments)

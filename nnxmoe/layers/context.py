@@ -9,24 +9,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.layers.attend import Mask
-from nnxmoe.layers.cache import LayerCache
+from nnxmoe.layers.cache import LayerCache, Past, Slots
 from nnxmoe.layers.rope import Rotation
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What every layer of one forward pass shares: rotations, mask, first slot to write, which tokens are real (None:
-    all are), where there is randomness its key, and what is kept of each layer's routing (None: all of it).
+    """What every layer of one forward pass shares. Each attention derives its mask and its slots from it.
 
-    ``fresh``: the cache was empty, and the mask is of these tokens alone: they attend to each other, not to its slots.
+    ``index``: of each token in its row; padding has the index of the real token before it. ``valid``: which tokens are
+    real (None: all). ``segment``: None where all are of one. ``past``: None without a cache. ``key``: of randomness.
+    ``of_routing``: what is kept of each layer's routing (None: all of it).
+    ``fresh``: the cache was empty, so that the tokens attend to each other and not to its slots.
     ``last``: only the last token's output is needed, and it is all that a layer returns.
     """
 
     rotation: Rotation
-    mask: Mask
-    start: Int[Array, ""]
-    valid: Bool[Array, "B T"] | None
+    index: Int[Array, "T"] | Int[Array, "B T"]
+    valid: Bool[Array, "B T"] | None = None
+    segment: Int[Array, "B T"] | None = None
+    past: Past | None = None
     key: Key[Array, ""] | None = None
     of_routing: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
     fresh: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -43,8 +46,19 @@ class Context:
         end = slice(x.shape[1] - 1, x.shape[1])
         rotation = jax.tree.map(lambda a: a[:, end], self.rotation)
         valid = None if self.valid is None else self.valid[:, end]
-        mask = self.mask.part(end, slice(None))
-        return x[:, end], dataclasses.replace(self, rotation=rotation, mask=mask, valid=valid)
+        return x[:, end], dataclasses.replace(self, rotation=rotation, valid=valid)
+
+    def remember(self, cache: Any, new: Any, window: int | None) -> tuple[Any, Any, Mask]:
+        """Stores what a layer keeps of the tokens: the cache, everything they attend to, and the mask over it."""
+        slots = Slots(self.index, self.valid, self.segment)
+        mask, seen = Mask(self.index, self.segment, slots, window, causal=True), new
+        if cache is not None:
+            assert self.past is not None
+            cache, stored, slots = cache.append(new, self.past)
+            if not self.fresh:
+                segment = jnp.zeros(self.past.index.shape, jnp.int32) if self.segment is None else self.segment
+                seen, mask = stored, Mask(self.index, segment, slots, window)
+        return cache, seen, mask.part(slice(-1, None), slice(None)) if self.last else mask
 
 
 class Attention(Protocol):

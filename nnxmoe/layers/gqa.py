@@ -60,10 +60,8 @@ class GQA(nnx.Module):
         q = jnp.swapaxes(self.rotate(q, asked.rotation), 1, 2)
         k = jnp.swapaxes(self.rotate(k, context.rotation), 1, 2)
         v = jnp.swapaxes(self.v(x), 1, 2)
-        if cache is not None:
-            cache, seen = cache.append((k, v), context.start)
-            k, v = (k, v) if context.fresh else seen
-        y = self.attend(q, k, v, asked.mask, self.scale)
+        cache, (k, v), mask = context.remember(cache, (k, v), self.window)
+        y = self.attend(q, k, v, mask, self.scale)
         return self.o(jnp.swapaxes(y, 1, 2)), cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:

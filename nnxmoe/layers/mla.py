@@ -146,12 +146,10 @@ class MLA(nnx.Module):
         q_nope, q_rope = jnp.split(self.q(asking), [self.nope], axis=-1)
         latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
         k_rope = self.rotate(k_rope[:, :, None, :], context.rotation)[:, :, 0, :]
-        new = seen = jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
-        if cache is not None:
-            cache, seen = cache.append(new, context.start)
-        seen = new if context.fresh else seen
+        new = jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
+        cache, seen, mask = context.remember(cache, new, window=None)
         q_rope = self.rotate(q_rope, asked.rotation)
-        y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), asked.mask, self.scale, self.attend)
+        y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), mask, self.scale, self.attend)
         return self.o(y), cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> LatentCache:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 COPIES_16_BITS = jax.__version_info__ < (0, 12)  # the oldest release seen not to need `carried` and `as_bits`
 
@@ -16,6 +16,33 @@ COPIES_16_BITS = jax.__version_info__ < (0, 12)  # the oldest release seen not t
 def on_cpu() -> bool:
     """Whether programs are compiled for the CPU backend."""
     return jax.default_backend() == "cpu"
+
+
+def one_cpu() -> bool:
+    """Whether programs run on a single CPU device, so that no batch is split."""
+    return on_cpu() and jax.device_count() == 1
+
+
+def write_rows(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -> Array:
+    """``buffer`` with one new token per row, each at its own slot of ``axis``; slots out of range are not written.
+
+    XLA:CPU fuses a write with each use of the result and copies the whole buffer for each, but not the result of a
+    loop (jax 0.10.2, 0.12.0). It unrolls a loop of one trip, so there are at least two, of which the second repeats the
+    first. What rows keep is read before the loop: XLA casts all of a bfloat16 buffer for a select inside it.
+    """
+    size, rows = buffer.shape[axis], buffer.shape[0]
+    at, real = jnp.minimum(slots[:, 0], size - 1), slots < size
+    kept = jax.vmap(lambda row, slot: jax.lax.dynamic_slice_in_dim(row, slot, 1, axis - 1))(buffer, at)
+    new = jnp.where(real.reshape(rows, *(1,) * (buffer.ndim - 1)), new, kept)
+    new = jax.lax.optimization_barrier(new)
+
+    def write(i: Int[Array, ""], buffer: Array) -> Array:
+        row = i % rows
+        start = [jnp.int32(0)] * buffer.ndim
+        start[0], start[axis] = row, at[row]
+        return jax.lax.dynamic_update_slice(buffer, jax.lax.dynamic_slice_in_dim(new, row, 1, 0), start)
+
+    return jax.lax.fori_loop(0, max(2, rows), write, buffer)
 
 
 def pad_single_row(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:

@@ -81,7 +81,6 @@ class CausalLM(Decoder):
         super().__init__(
             **parts(None if strategy.mesh is not None else key),
             rope=config.rope,
-            window=config.window,
             dtype=jnp.dtype(strategy.compute_dtype or dtype),
             mesh=strategy.mesh,
         )
@@ -170,11 +169,8 @@ class CausalLM(Decoder):
             low, high = min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
             if low < 0 or high >= vocab:
                 raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {low if low < 0 else high}")
-        if cache is not None and (cache.known_length or 0) + shape[1] > cache.capacity:
-            raise ValueError(
-                f"the cache holds {cache.capacity} tokens; {cache.known_length or 0} are in and {shape[1]} more do not "
-                "fit: make it larger with empty_cache(batch, capacity)"
-            )
+        if cache is not None and cache.known_length is not None and not isinstance(attention_mask, Tracer):
+            _check_room(cache, shape, attention_mask)
 
 
 def decoder_of(model: CausalLM) -> Decoder:
@@ -185,10 +181,23 @@ def decoder_of(model: CausalLM) -> Decoder:
         model.norm,
         model.head,
         rope=model.rope,
-        window=model.window,
         dtype=model.dtype,
         mesh=model.strategy.mesh,
     )
+
+
+def _check_room(cache: Cache, shape: tuple[int, ...], attention_mask: Any) -> None:
+    """Raises ValueError if a row's real tokens do not fit. Other processes' rows are theirs to check."""
+    if isinstance(attention_mask, jax.Array) and not attention_mask.is_fully_addressable:
+        return
+    real = np.ones(shape, bool) if attention_mask is None else np.asarray(attention_mask) != 0
+    stored, new = np.asarray(cache.length), real.sum(axis=1)
+    row = int(np.argmax(stored + new))
+    if stored[row] + new[row] > cache.capacity:
+        raise ValueError(
+            f"the cache holds {cache.capacity} tokens; {stored[row]} are in and {new[row]} more do not fit: make it "
+            "larger with empty_cache(batch, capacity)"
+        )
 
 
 def refuse_shapes(leaves: Sequence[Any]) -> None:

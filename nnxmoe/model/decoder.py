@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import AnyMesh, label, split_batch
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.attend import Mask
-from nnxmoe.layers.cache import Cache, Slots
+from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.kernel import Kernel
@@ -57,12 +56,11 @@ class Decoder(nnx.Module):
         head: Linear | None,
         *,
         rope: Rope,
-        window: int | None,
         dtype: jnp.dtype,
         mesh: AnyMesh | None,
     ):
         self.embed, self.stacks, self.norm, self.head = embed, stacks, norm, head
-        self.rope, self.window, self.dtype, self.mesh = rope, window, dtype, mesh
+        self.rope, self.dtype, self.mesh = rope, dtype, mesh
 
     def __call__(
         self,
@@ -135,7 +133,7 @@ class Decoder(nnx.Module):
             first += stack.depth
         if moved is not None:
             moved = dataclasses.replace(moved, layers=tuple(caches))
-            x = jnp.where(moved.length > moved.capacity, jnp.nan, x)
+            x = jnp.where((moved.length > moved.capacity)[:, None, None], jnp.nan, x)
         x = self.norm(x[:, -1:] if last else x)
         return Body(x, moved, infos, (*hidden, x))
 
@@ -148,11 +146,9 @@ class Decoder(nnx.Module):
         return self.embed.weight() if self.head is None else self.head.weight()
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """A cache for ``capacity`` tokens per row, padding included, in the activations' dtype."""
+        """A cache for ``capacity`` real tokens per row, in the activations' dtype."""
         layers = tuple(stack.empty_cache(batch, capacity, self.dtype) for stack in self.stacks)
-        ring = self.window is not None
-        slots = capacity if self.window is None else min(self.window, capacity)
-        return Cache.empty(layers, batch, slots, capacity, ring)
+        return Cache.empty(layers, batch, capacity)
 
     def _context(
         self,
@@ -164,21 +160,14 @@ class Decoder(nnx.Module):
         key: Any,
         fresh: bool,
     ) -> tuple[Context, Cache | None]:
-        index = jnp.arange(shape[1], dtype=jnp.int32)
-        start, moved = jnp.int32(0), None
-        mask = Mask(index, segment, Slots(index, valid, segment), self.window, causal=True)  # of these tokens alone
-        if cache is None:
-            if positions is None:
-                positions = jnp.broadcast_to(index, shape)
-        else:
-            start = cache.length
-            valid = jnp.ones(shape, bool) if valid is None else valid
-            segment = jnp.zeros(shape, jnp.int32) if segment is None else segment
-            moved, seen = cache.advance(valid, segment)
-            if not fresh:
-                mask = Mask(start + index, segment, seen, self.window)
-            if positions is None:
-                before = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
-                positions = jnp.maximum(cache.next_position[:, None] + before, 0)
+        past, moved, index = None, None, jnp.arange(shape[1], dtype=jnp.int32)
+        if positions is None and cache is None:
+            positions = jnp.broadcast_to(index, shape)
+        if valid is not None:
+            index = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+        if cache is not None:
+            index = cache.length[:, None] + jnp.broadcast_to(index, shape)
+            moved, past = cache.advance(shape[1], valid, segment)
+            positions = jnp.maximum(index, 0) if positions is None else positions
         rotation = rotation_at(self.rope, jnp.asarray(positions))
-        return Context(rotation, mask, start, valid, key, fresh=fresh and cache is not None), moved
+        return Context(rotation, index, valid, segment, past, key, fresh=fresh and cache is not None), moved
