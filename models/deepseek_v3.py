@@ -22,11 +22,11 @@ from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.causal_lm import CausalLM, Runs
 from nnxmoe.model.layer import Layer
+from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.llama import HF_DECODER, HF_MLP, MAXTEXT_DECODER, MAXTEXT_MLP
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SigmoidGroupTopK
-from nnxmoe.strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.causal_lm import CausalLM, Runs
 from nnxmoe.model.layer import Layer
-from nnxmoe.strategy import Strategy
+from nnxmoe.model.strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,11 @@ from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.causal_lm import CausalLM, Runs
 from nnxmoe.model.layer import Layer
+from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.llama import HF_DECODER, HF_GQA, MAXTEXT_DECODER, MAXTEXT_GQA
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SoftmaxTopK
-from nnxmoe.strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

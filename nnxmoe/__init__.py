@@ -32,6 +32,10 @@ from nnxmoe.layers.mla import ByLength as ByLength
 from nnxmoe.layers.mla import Naive as Naive
 from nnxmoe.model.causal_lm import CausalLM as CausalLM
 from nnxmoe.model.decoder import Output as Output
+from nnxmoe.model.stack import Remat as Remat
+from nnxmoe.model.stack import Scanned as Scanned
+from nnxmoe.model.stack import Unrolled as Unrolled
+from nnxmoe.model.strategy import Strategy as Strategy
 from nnxmoe.models import config_from_hf as config_from_hf
 from nnxmoe.moe.dispatch import Capacity as Capacity
 from nnxmoe.moe.dispatch import Chunked as Chunked
@@ -46,8 +50,6 @@ from nnxmoe.moe.grouped_matmul import Masked as Masked
 from nnxmoe.moe.grouped_matmul import RaggedDot as RaggedDot
 from nnxmoe.runtime import processes as processes
 from nnxmoe.storage.errors import CheckpointError as CheckpointError
-from nnxmoe.strategy import Remat as Remat
-from nnxmoe.strategy import Strategy as Strategy
 
 __version__ = "0.1.0"
 

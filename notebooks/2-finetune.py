@@ -44,7 +44,7 @@ DEMO = Path(models.__file__).parent / "demo"
 # Ten thousand questions can be asked; the file that we will train on has a fifth of them. The exam draws others.
 
 # %%
-strategy = nnxmoe.Strategy(scan_layers=True, compute_dtype="float32")  # one stacked layer: compiles fast
+strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), compute_dtype="float32")  # one stacked layer: compiles fast
 model = nnxmoe.from_pretrained(DEMO, strategy=strategy)
 tokenizer = nnxmoe.Tokenizer.from_pretrained(DEMO)
 

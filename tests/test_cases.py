@@ -7,7 +7,20 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe import Absorbed, Blocked, ByLength, Capacity, Dense, Fused, Masked, Naive, RaggedDot, Sorted, Strategy
+from nnxmoe import (
+    Absorbed,
+    Blocked,
+    ByLength,
+    Capacity,
+    Dense,
+    Fused,
+    Masked,
+    Naive,
+    RaggedDot,
+    Scanned,
+    Sorted,
+    Strategy,
+)
 from tests.support.arrays import max_error
 from tests.support.cases import DEEPSEEK_NAMES, LLAMA_NAMES, NAMES, Case
 from tests.support.numpy_decoder import as_weights, reference_logits
@@ -16,19 +29,19 @@ from tests.support.tiny import ORACLE, TINY, build, random_tokens, tiny_weights
 
 PLAIN = {
     "unrolled": Strategy(),
-    "scanned-fused": Strategy(attend=Fused(), scan_layers=True),
+    "scanned-fused": Strategy(attend=Fused(), stacking=Scanned()),
 }
 MOE = {
     "unrolled-sorted-blocked": Strategy(dispatch=Sorted(), matmul=Blocked()),
-    "scanned-dense-masked": Strategy(dispatch=Dense(), matmul=Masked(), scan_layers=True),
+    "scanned-dense-masked": Strategy(dispatch=Dense(), matmul=Masked(), stacking=Scanned()),
     "unrolled-capacity-ragged": Strategy(dispatch=Capacity(8.0), matmul=RaggedDot()),
-    "scanned-sorted-blocked": Strategy(dispatch=Sorted(), matmul=Blocked(4), scan_layers=True),
+    "scanned-sorted-blocked": Strategy(dispatch=Sorted(), matmul=Blocked(4), stacking=Scanned()),
 }
 LATENT = {
     "unrolled-sorted-naive": Strategy(dispatch=Sorted(), matmul=Blocked(), latent=Naive()),
-    "scanned-dense-absorbed": Strategy(dispatch=Dense(), matmul=Masked(), latent=Absorbed(), scan_layers=True),
+    "scanned-dense-absorbed": Strategy(dispatch=Dense(), matmul=Masked(), latent=Absorbed(), stacking=Scanned()),
     "unrolled-capacity-by-length": Strategy(dispatch=Capacity(8.0), matmul=RaggedDot(), latent=ByLength()),
-    "scanned-sorted-by-length": Strategy(dispatch=Sorted(), matmul=Blocked(4), latent=ByLength(99), scan_layers=True),
+    "scanned-sorted-by-length": Strategy(dispatch=Sorted(), matmul=Blocked(4), latent=ByLength(99), stacking=Scanned()),
     "unrolled-sorted-absorbed-fused": Strategy(attend=Fused(), latent=Absorbed()),
 }
 FORWARDS = [
@@ -88,9 +101,9 @@ GREEDY = [
         pytest.param(name, Strategy(), marks=pytest.mark.slow if name in ("llama_basic", "llama3_rope") else [])
         for name in NAMES
     ),
-    pytest.param("llama3_rope", Strategy(scan_layers=True), marks=pytest.mark.slow),
-    pytest.param("mixtral_basic", Strategy(dispatch=Capacity(8.0), scan_layers=True), marks=pytest.mark.slow),
-    ("deepseek_yarn", Strategy(latent=Absorbed(), scan_layers=True)),
+    pytest.param("llama3_rope", Strategy(stacking=Scanned()), marks=pytest.mark.slow),
+    pytest.param("mixtral_basic", Strategy(dispatch=Capacity(8.0), stacking=Scanned()), marks=pytest.mark.slow),
+    ("deepseek_yarn", Strategy(latent=Absorbed(), stacking=Scanned())),
 ]
 
 
@@ -185,7 +198,7 @@ def test_strategies_do_not_change_what_a_model_is() -> None:
     """The same config and parameters whatever the strategy; only the shape of their stacking differs."""
     fields = TINY["deepseek_v3"]
     weights = tiny_weights(fields)
-    models = [build(fields, weights, s) for s in (ORACLE, Strategy(), dataclasses.replace(ORACLE, scan_layers=True))]
+    models = [build(fields, weights, s) for s in (ORACLE, Strategy(), dataclasses.replace(ORACLE, stacking=Scanned()))]
     assert len({model.config for model in models}) == 1
     counts = {sum(int(np.prod(value.shape)) for _, value in variables(model)) for model in models}
     assert counts == {sum(value.size for value in weights.values())}

@@ -86,7 +86,7 @@ def count(found: Found) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    "shape", [pytest.param(shape, marks=pytest.mark.slow if shape == "mixtral-8x7b" else []) for shape in SHAPES]
+    "shape", [pytest.param(shape, marks=() if shape == "tiny" else pytest.mark.slow) for shape in SHAPES]
 )
 def test_expert_parallel_modes_have_their_collectives_and_no_other(eight: Callable[..., Any], shape: str) -> None:
     """(all-to-alls, all-gathers, reduce-scatters) on eight expert shards: forward, and forward with backward."""

@@ -43,25 +43,15 @@ def tokenizer() -> nnxmoe.Tokenizer:
     return nnxmoe.Tokenizer.from_pretrained(FOLDER)
 
 
-def sit(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer, each: int, facts: int) -> dict[str, list]:
-    """The exam with ``each`` questions per subject, and a sample of those about facts, which are many."""
-    asked = exam.questions(each)
-    about = [question for question in asked if question.subject.startswith("facts")]
-    return exam.sit(model, tokenizer, [q for q in asked if q not in about] + Random(1).sample(about, facts))
-
-
 @pytest.fixture(scope="module")
 def results(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer) -> dict[str, list]:
-    return sit(model, tokenizer, 40, 50)
+    """The exam with 40 questions per subject, and a sample of those about facts, which are many."""
+    asked = exam.questions(40)
+    about = [question for question in asked if question.subject.startswith("facts")]
+    return exam.sit(model, tokenizer, [q for q in asked if q not in about] + Random(1).sample(about, 250))
 
 
 @pytest.mark.slow
-def test_the_whole_exam(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer) -> None:
-    results = sit(model, tokenizer, 40, 250)
-    for subject in PASS:
-        test_right_answers(results, subject)
-
-
 @pytest.mark.parametrize("subject", PASS)
 def test_right_answers(results: dict[str, list], subject: str) -> None:
     marks = [right for _, _, right in results[subject]]
@@ -69,10 +59,12 @@ def test_right_answers(results: dict[str, list], subject: str) -> None:
     assert np.mean(marks) >= PASS[subject], wrong[:5]
 
 
+@pytest.mark.slow
 def test_every_subject_is_asked(results: dict[str, list]) -> None:
     assert set(results) == set(PASS)
 
 
+@pytest.mark.slow
 def test_all_experts_are_used_and_each_kind_of_text_has_its_own(
     model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer
 ) -> None:
@@ -113,6 +105,7 @@ def test_template_and_corpus_agree(tokenizer: nnxmoe.Tokenizer) -> None:
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
 
 
+@pytest.mark.slow
 def test_corpus_is_the_same_for_a_seed_and_keeps_the_held_out_sums_out() -> None:
     first, again = (list(islice(corpus.documents(3), 4000)) for _ in range(2))
     assert first == again

@@ -25,7 +25,7 @@ from nnxmoe.train.runs.checkpoints import Checkpoints
 from tests.support.tiny import build_tiny, random_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAIN = nnxmoe.Strategy(scan_layers=True)
+PLAIN = nnxmoe.Strategy(stacking=nnxmoe.Scanned())
 
 
 class Draws:
@@ -67,6 +67,7 @@ def same_bits(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(array, second[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_given_model_stays(capsys: pytest.CaptureFixture[str]) -> None:
     model, told = build_tiny("mixtral", PLAIN), []
     before = jax.tree.map(np.asarray, nnx.state(model))
@@ -207,6 +208,7 @@ def test_parameters_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "c").latest() == 2
 
 
+@pytest.mark.slow
 def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
     model, batch = build_tiny("llama", PLAIN), {"tokens": random_tokens(2, 5)}
     with pytest.raises(ValueError, match="the data ended after 3 batches: pass more data, or fewer steps"):

@@ -102,6 +102,7 @@ def folder() -> Any:
         yield Path(path)
 
 
+@pytest.mark.slow
 def test_headers(folder: Path) -> None:
     taken = 0
 
@@ -130,6 +131,7 @@ VALUES = st.one_of(PLACES, PLACES, PLACES, st.text(max_size=8), st.none(), st.in
 SOUND_MAP = {"a": ONE, "b": ONE, "c": TWO}
 
 
+@pytest.mark.slow
 def test_indexes(folder: Path) -> None:
     model = folder / "model"
     (model / "sub").mkdir(parents=True)
@@ -181,6 +183,7 @@ FIELD_VALUES = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.wrong_types
 def test_configs() -> None:
     taken = 0

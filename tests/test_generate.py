@@ -385,6 +385,7 @@ def test_stream_is_lazy() -> None:
     pieces.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_models_are_functions_under_every_transformation(case_model: Any) -> None:
     """Tokens closed over or passed in; the model's arrays closed over or differentiated."""
     model, tokens = case_model("mixtral_basic"), jnp.array([[0, 5, 9]])

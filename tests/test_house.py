@@ -19,7 +19,6 @@ ORDER = (
     "nnxmoe.layers",
     "nnxmoe.moe",
     "nnxmoe.kernels",
-    "nnxmoe.strategy",
     "nnxmoe.model",
     "nnxmoe.models",
     "nnxmoe.storage",
@@ -33,7 +32,7 @@ ORDER = (
     "nnxmoe.cli",
 )
 LEVELS = {package: level for level, package in enumerate(ORDER)}
-MODELS_KNOW = {f"nnxmoe.{name}" for name in ("config", "layers", "moe", "strategy", "model", "models")}
+MODELS_KNOW = {f"nnxmoe.{name}" for name in ("config", "layers", "moe", "model", "models")}
 # Imports upwards that are left; the list may only shrink.
 UPWARDS: set[tuple[str, str]] = set()
 

@@ -74,7 +74,7 @@ def dequantise(model: nnx.Module, codes: nnx.Module) -> None:
 STRATEGIES = {
     "sorted-blocked": nnxmoe.Strategy(dispatch=nnxmoe.Sorted(), matmul=nnxmoe.Blocked()),
     "dense-absorbed": nnxmoe.Strategy(dispatch=nnxmoe.Dense(), matmul=nnxmoe.Masked(), latent=nnxmoe.Absorbed()),
-    "scanned-ragged": nnxmoe.Strategy(dispatch=nnxmoe.Sorted(), matmul=nnxmoe.RaggedDot(), scan_layers=True),
+    "scanned-ragged": nnxmoe.Strategy(dispatch=nnxmoe.Sorted(), matmul=nnxmoe.RaggedDot(), stacking=nnxmoe.Scanned()),
 }
 
 
@@ -91,6 +91,7 @@ def test_another_storage_form_needs_no_other_file(kind: str, way: str) -> None:
     assert max_error(got, twin(tokens).logits) < 1e-4 < max_error(got, plain)
 
 
+@pytest.mark.slow
 def test_adapters_on_another_storage_form() -> None:
     """Gradients reach the adapters, and the input through every product, but not the codes."""
     model = build_tiny("mixtral", STRATEGIES["sorted-blocked"], num_hidden_layers=2)

@@ -54,7 +54,13 @@ def test_products_with_a_kernel(lead: tuple[int, ...], transpose: bool, dtype: s
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("of_y", [-2, -1])
 @pytest.mark.parametrize(
-    "lead", [(1,), pytest.param((8,), marks=pytest.mark.slow), pytest.param((1, 4), marks=pytest.mark.slow), (8, 2)]
+    "lead",
+    [
+        pytest.param((1,), marks=pytest.mark.slow),
+        pytest.param((8,), marks=pytest.mark.slow),
+        pytest.param((1, 4), marks=pytest.mark.slow),
+        (8, 2),
+    ],
 )
 def test_products_for_each_matrix(lead: tuple[int, ...], of_y: int, dtype: str) -> None:
     for count, ins, outs in itertools.product((1, 2, 8), (1, 33), (1, 24)):

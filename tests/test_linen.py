@@ -203,8 +203,9 @@ def test_from_linen_is_the_same_model(kind: str, scan: bool) -> None:
     module = LinenCausalLM(config, hand.STRATEGY, scan)
     variables = initial(module, TOKENS)
     wanted = run(module, variables, TOKENS).logits
-    model = linen.from_linen(variables, config, nnxmoe.Strategy(scan_layers=not scan))
-    assert type(model) is nnxmoe.models.model_class(config) and model.strategy.scan_layers is not scan
+    other = nnxmoe.Unrolled() if scan else nnxmoe.Scanned()
+    model = linen.from_linen(variables, config, nnxmoe.Strategy(stacking=other))
+    assert type(model) is nnxmoe.models.model_class(config) and model.strategy.stacking == other
     assert max_error(model(TOKENS).logits, wanted) < 1e-5
     assert 0.2 < float(jnp.std(wanted)) < 5  # queries are drawn for scores of the usual size
     tree = jax.tree.map(np.asarray, nn.meta.unbox(variables))
@@ -247,7 +248,7 @@ def test_all_that_a_model_takes_and_returns() -> None:
 def test_a_cache_goes_in_and_out() -> None:
     module = LinenCausalLM(LLAMA, scan_layers=True)
     variables = filled(module, TOKENS)
-    model = linen.from_linen(variables, LLAMA, nnxmoe.Strategy(scan_layers=True))
+    model = linen.from_linen(variables, LLAMA, nnxmoe.Strategy(stacking=nnxmoe.Scanned()))
     cache, pieces = model.empty_cache(2, 9), []
     for part in (TOKENS[:, :5], TOKENS[:, 5:]):
         out = run(module, variables, part, cache=cache)

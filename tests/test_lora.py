@@ -136,7 +136,7 @@ def test_by_default_everything_but_the_router(kind: str) -> None:
 
 def test_fresh_values_are_as_peft_draws_them() -> None:
     """Uniform up to 1 / sqrt(ins), other values for every projection, layer, expert and seed; ``b`` is 0."""
-    model, drawn = build_tiny("mixtral", Strategy(scan_layers=True)), []
+    model, drawn = build_tiny("mixtral", Strategy(stacking=nnxmoe.Scanned())), []
     for seed in range(2):
         lora.add(model, 16, rngs=nnx.Rngs(seed), dtype=None)
         for slot in adapted(model):
@@ -346,7 +346,7 @@ def quantised(folder: Path) -> Path:
 @pytest.mark.slow
 def test_fit_trains_the_adapters_of_an_fp8_checkpoint(tmp_path: Path) -> None:
     """Over a base in bfloat16 that keeps its bits; the optimizer has moments of the adapters only."""
-    folder, strategy = quantised(tmp_path / "base"), Strategy(scan_layers=True)
+    folder, strategy = quantised(tmp_path / "base"), Strategy(stacking=nnxmoe.Scanned())
     model = nnxmoe.from_pretrained(folder, strategy=strategy)
     assert {kernel.dtype for kernel in kernels(model)} == {np.dtype(jnp.bfloat16)}
     lora.add(model, 4, alpha=6, rngs=nnx.Rngs(0))
@@ -386,7 +386,7 @@ def test_save_and_load_give_back_every_bit(tmp_path: Path, kind: str, scan: bool
     for other in (ready(kind, scan), ready(kind, not scan)):
         lora.remove(other)
         lora.load(other, tmp_path / "adapter")
-        assert same(values(other), values(ready(kind, other.strategy.scan_layers)))
+        assert same(values(other), values(ready(kind, other.strategy.stacking == nnxmoe.Scanned())))
         assert {slot.adapter.alpha for slot in adapted(other)} == {6.0}
 
 
@@ -724,7 +724,10 @@ def trained_on_a_mesh(folder: Path) -> tuple[float, bool, bool]:
     """The error of what a mesh has trained and one device has loaded; whether all of it moved, and whether moments lie
     as adapters do."""
     fields = TINY["mixtral"] | WIDE
-    mesh, strategy = nnxmoe.make_mesh(**MESHES["fsdp2 expert2 tensor2"]), Strategy(WAYS["ragged"], scan_layers=True)
+    mesh, strategy = (
+        nnxmoe.make_mesh(**MESHES["fsdp2 expert2 tensor2"]),
+        Strategy(WAYS["ragged"], stacking=nnxmoe.Scanned()),
+    )
     model = build(fields, tiny_weights(fields), strategy, mesh=mesh)
     lora.add(model, 4, alpha=6, rngs=nnx.Rngs(0))
     fresh = values(model)

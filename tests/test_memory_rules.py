@@ -25,7 +25,7 @@ from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import KVCache, Past, RingCache, Slots
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.model.stack import Body, ByLayer, Scanned
+from nnxmoe.model.stack import Body, ByLayer, ScannedStack
 from nnxmoe.models import Llama, LlamaConfig, config_from_hf, model_class
 from nnxmoe.moe import dispatch, permute
 from nnxmoe.moe.router import SoftmaxTopK
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.program
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 LENGTH = 48  # tokens a row: no other dimension here has this size
-REMAT = nnxmoe.Strategy(scan_layers=True, remat=nnxmoe.Remat())
+REMAT = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), remat=nnxmoe.Remat())
 
 
 def shape(*dims: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
@@ -266,7 +266,7 @@ def plain_matmul(x: Any, kernel: Any, transpose: bool = False) -> Any:
 
 def test_casts_change_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """A float32 model's step has none at all; in a bfloat16 one's nothing goes there and back, gradients included."""
-    narrow = nnxmoe.Strategy(scan_layers=True, remat=nnxmoe.Remat(), compute_dtype=BF16)
+    narrow = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), remat=nnxmoe.Remat(), compute_dtype=BF16)
     assert not casts(traced(REMAT))
     found = traced(narrow)
     assert casts(found) and not round_trips(found)
@@ -296,7 +296,9 @@ def test_a_step_on_one_device_has_no_constraint(monkeypatch: pytest.MonkeyPatch)
     mesh = nnxmoe.make_mesh(devices=jax.devices()[:1])
 
     def constraints() -> int:
-        run, *given = step_of(shapes("mixtral", nnxmoe.Strategy(scan_layers=True, remat=nnxmoe.Remat(), mesh=mesh)))
+        run, *given = step_of(
+            shapes("mixtral", nnxmoe.Strategy(stacking=nnxmoe.Scanned(), remat=nnxmoe.Remat(), mesh=mesh))
+        )
         return len(re.findall(r"sharding_constraint|custom_call @Sharding", run.lower(*given).as_text()))
 
     assert constraints() == 0
@@ -308,7 +310,7 @@ def test_a_step_on_one_device_has_no_constraint(monkeypatch: pytest.MonkeyPatch)
 # Stacks: the weights of a layer, and its cache
 
 
-def sliced_outside(self: Scanned, x: Any, context: Any, cache: Any) -> Body:
+def sliced_outside(self: ScannedStack, x: Any, context: Any, cache: Any) -> Body:
     """Each layer's weights taken out of the stack before the part that is computed again."""
     graph, state = nnx.split(self.layer)
     assert self.remat is not None and cache is None
@@ -318,6 +320,7 @@ def sliced_outside(self: Scanned, x: Any, context: Any, cache: Any) -> Body:
     return Body(x, None, ByLayer(), ())
 
 
+@pytest.mark.slow
 def test_weights_are_selected_inside_remat(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer more costs its input and its gradients, no second copy of its weights."""
 
@@ -332,11 +335,11 @@ def test_weights_are_selected_inside_remat(monkeypatch: pytest.MonkeyPatch) -> N
     layer = nnx.state(shapes("llama", REMAT, num_hidden_layers=1).stacks, nnx.Param)
     weights, inputs = (4 * sum(a.size for a in jax.tree.leaves(found)) for found in (layer, shape(2, LENGTH, 24)))
     assert growth() <= inputs + weights
-    monkeypatch.setattr(Scanned, "__call__", sliced_outside)
+    monkeypatch.setattr(ScannedStack, "__call__", sliced_outside)
     assert growth() > inputs + 1.5 * weights
 
 
-def handed_along(self: Scanned, x: Any, context: Any, cache: Any) -> Body:
+def handed_along(self: ScannedStack, x: Any, context: Any, cache: Any) -> Body:
     """The caches as what the scan reads and writes, not in its carry."""
     graph, state = nnx.split(self.layer)
 
@@ -359,7 +362,7 @@ def test_caches_are_written_in_place(kind: str, changes: Any, monkeypatch: pytes
         """How much of a layer's cache each layer adds to the temporary bytes."""
         sizes, caches = [], []
         for layers in (3, 7):
-            model = shapes(kind, nnxmoe.Strategy(scan_layers=True), num_hidden_layers=layers, **changes)
+            model = shapes(kind, nnxmoe.Strategy(stacking=nnxmoe.Scanned()), num_hidden_layers=layers, **changes)
             graph, state = nnx.split(model)
             cache = model.empty_cache(2, 512)
             leaves, tree = jax.tree.flatten(cache)
@@ -373,7 +376,7 @@ def test_caches_are_written_in_place(kind: str, changes: Any, monkeypatch: pytes
         return (sizes[1] - sizes[0]) / (caches[1] - caches[0])
 
     assert copied() < 0.1
-    monkeypatch.setattr(Scanned, "__call__", handed_along)
+    monkeypatch.setattr(ScannedStack, "__call__", handed_along)
     assert copied() > 0.9
 
 

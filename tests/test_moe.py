@@ -391,7 +391,10 @@ def inputs(batch: int, length: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal((batch, length, 8)), jnp.float32)
 
 
-@pytest.mark.parametrize(("k", "masked"), [(1, False), (2, True), (5, False)])
+@pytest.mark.parametrize(
+    ("k", "masked"),
+    [pytest.param(1, False, marks=pytest.mark.slow), (2, True), pytest.param(5, False, marks=pytest.mark.slow)],
+)
 def test_dispatches_are_one_function(k: int, masked: bool) -> None:
     """Outputs, loads and all gradients (x, router, experts, shared) of every dispatch with every backend."""
     x, valid = inputs(2, 9), None
@@ -443,6 +446,7 @@ def test_no_tokens_at_all() -> None:
         assert y.shape == (2, 0, 8) and int(jnp.sum(info.load)) == 0
 
 
+@pytest.mark.slow
 def test_bfloat16_blocks_agree() -> None:
     """The same routing, and outputs within bfloat16's rounding of each other."""
     x = inputs(2, 9).astype(jnp.bfloat16)
@@ -613,8 +617,8 @@ def test_jitter_of_a_model_is_the_keys_and_the_same_in_every_stack() -> None:
         name: build_tiny("mixtral", strategy, router_jitter_noise=0.5)
         for name, strategy in {
             "unrolled": nnxmoe.Strategy(),
-            "scanned": nnxmoe.Strategy(scan_layers=True),
-            "remat": nnxmoe.Strategy(remat=nnxmoe.Remat(), scan_layers=True),
+            "scanned": nnxmoe.Strategy(stacking=nnxmoe.Scanned()),
+            "remat": nnxmoe.Strategy(remat=nnxmoe.Remat(), stacking=nnxmoe.Scanned()),
         }.items()
     }
     tokens, key = random_tokens(2, 7), jax.random.key(5)

@@ -62,7 +62,9 @@ def modes(function: Callable[..., Any], given: list[Any], moved: list[Any]) -> d
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("matmul", "blocked") else pytest.mark.slow) for name in CASES]
+)
 def test_every_mode(name: str) -> None:
     function, plain, shapes = CASES[name]
     rng = np.random.default_rng(0)

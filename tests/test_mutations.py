@@ -122,9 +122,9 @@ def see_the_future(model: Any, patch: pytest.MonkeyPatch) -> None:
 class Tiled(nnxmoe.Reference):
     """Query head n uses key head n % K."""
 
-    def __call__(self, q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
+    def __call__(self, q: Any, k: Any, v: Any, scores: Any) -> Any:
         times = (1, q.shape[1] // k.shape[1], 1, 1)
-        return super().__call__(q, jnp.tile(k, times), jnp.tile(v, times), mask, scale)
+        return super().__call__(q, jnp.tile(k, times), jnp.tile(v, times), scores)
 
 
 def tile_kv_heads(model: Any, patch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ DULL = ("none", "one", "float32", "auto")
 
 STRATEGIES: dict[str, Callable[[], nnxmoe.Strategy | None]] = {
     "auto": lambda: None,
-    "scan": lambda: nnxmoe.Strategy(scan_layers=True),
+    "scan": lambda: nnxmoe.Strategy(stacking=nnxmoe.Scanned()),
     "dense": lambda: nnxmoe.Strategy(dispatch=nnxmoe.Dense()),
     "naive": lambda: nnxmoe.Strategy(latent=nnxmoe.Naive()),
     "absorbed": lambda: nnxmoe.Strategy(latent=nnxmoe.Absorbed()),
@@ -72,7 +72,9 @@ STRATEGIES: dict[str, Callable[[], nnxmoe.Strategy | None]] = {
     "masked": lambda: nnxmoe.Strategy(matmul=nnxmoe.Masked()),
     "capacity": lambda: nnxmoe.Strategy(dispatch=nnxmoe.Capacity(12.0)),  # room for all
     "fused": lambda: nnxmoe.Strategy(attend=nnxmoe.Fused()),
-    "scan.dense.absorbed": lambda: nnxmoe.Strategy(dispatch=nnxmoe.Dense(), latent=nnxmoe.Absorbed(), scan_layers=True),
+    "scan.dense.absorbed": lambda: nnxmoe.Strategy(
+        dispatch=nnxmoe.Dense(), latent=nnxmoe.Absorbed(), stacking=nnxmoe.Scanned()
+    ),
 }
 
 # Rope: the longest position, and what stands in rope_parameters beside theta. Sequences have up to 23 tokens.

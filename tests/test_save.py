@@ -105,6 +105,7 @@ def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
     assert len(seen) > 5 and midway > 30, "hardly a kill came in the middle of a save"
 
 
+@pytest.mark.slow
 def test_a_first_save_that_is_killed_leaves_nothing_or_all(tmp_path: Path) -> None:
     moments, whole = random.Random(1), 0
     for trial in range(6):

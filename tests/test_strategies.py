@@ -235,9 +235,7 @@ def exchanged(seed: int, room: int) -> tuple[Any, ...]:
         plan = Plan.of(jnp.asarray(counts), jax.lax.axis_index("expert"), room)
 
         def move(rows: Any) -> Any:
-            return ragged_all_to_all(
-                rows, room, plan.send, plan.receive, axis="expert", most=min(have, room), native=False
-            )
+            return ragged_all_to_all(rows, room, plan.send, plan.receive, axis="expert", most=min(have, room))
 
         out, pull = jax.vjp(move, rows[0])
         return out[None], pull(weight[0])[0][None], plan.expert[None], plan.sizes[None], plan.dropped[None]
@@ -288,6 +286,7 @@ def model_error(case: str, way: str, devices: int, scan: bool) -> float:
     return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "way", "scan"),
     [

@@ -28,7 +28,7 @@ from tests.benchmarks import growth, modes
 from tests.support.arrays import flat, max_error
 from tests.support.tiny import TINY, build_tiny, random_tokens
 
-PLAIN = nnxmoe.Strategy(scan_layers=True)
+PLAIN = nnxmoe.Strategy(stacking=nnxmoe.Scanned())
 
 
 @pytest.mark.slow
@@ -52,6 +52,7 @@ def trace_strictly(kind: str, strategy: nnxmoe.Strategy, mesh: dict[str, int] | 
         jax.eval_shape(lambda state: step.merge(state.params, state.frozen)(**batch).logits, step.shapes())
 
 
+@pytest.mark.slow
 def test_forward_mode_and_hessian_vector_products() -> None:
     """Through a scan, rematerialisation, dispatch, grouped products and the chunked loss."""
     model = build_tiny("mixtral", dataclasses.replace(PLAIN, remat=nnxmoe.Remat()))
@@ -271,6 +272,7 @@ def test_parts_of_a_batch_add_up_to_it() -> None:
             assert max_error(a, b) < 1e-5
 
 
+@pytest.mark.slow
 def test_parts_that_are_equal_have_the_routers_losses_of_the_whole() -> None:
     """The balance and router terms are means over the parts, not sums."""
     model, losses = build_tiny("mixtral", PLAIN), []
@@ -285,6 +287,7 @@ def test_parts_that_are_equal_have_the_routers_losses_of_the_whole() -> None:
 # The routers' bias, and numbers that are not finite
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_bias_is_moved_by_the_load_alone(scan: bool) -> None:
     """After the optimizer's step, by the rate, towards the mean load; no decay and no gradient touch it."""
@@ -378,6 +381,7 @@ def test_batches_that_are_none(batch: Any, message: str) -> None:
         step(step.init(), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_optimizers_may_ask_for_the_loss_and_its_gradients(accumulate: int) -> None:
     """Line searches and plateau schedules take ``value``, ``grad`` and ``value_fn``, of the whole batch."""

@@ -107,8 +107,8 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling
 def inspect(options: argparse.Namespace) -> None:
     """A model's config, sizes, and whether it fits in memory."""
     from nnxmoe.cli.inspect import summarise
+    from nnxmoe.model.strategy import Strategy
     from nnxmoe.runtime.memory import memory_bytes
-    from nnxmoe.strategy import Strategy
 
     s = summarise(_path(options.model), options.dtype, options.revision, options.local_files_only)
     spread = _spread(s.config, s.weight_dtype, options.mesh) if options.mesh else []

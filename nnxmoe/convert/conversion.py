@@ -19,6 +19,8 @@ from nnxmoe.convert.hf_source import stored
 from nnxmoe.convert.lazy_array import LazyArrays
 from nnxmoe.convert.side_files import has_tokenizer, read_config, read_generation_config
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.stack import Scanned, Unrolled
+from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import PRESETS, preset
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import bytes_bar, logger, say
@@ -28,7 +30,6 @@ from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute
 from nnxmoe.storage.hub import local_folder
 from nnxmoe.storage.source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE
-from nnxmoe.strategy import Strategy
 
 _PROMPT = 8  # tokens whose logits are compared
 
@@ -131,7 +132,7 @@ def convert(
     if config is not None and kind is not KINDS["maxtext"]:
         raise ValueError(f"--config {config}: {source} has a config.json of its own: leave it out, or change that")
     given = _given_config(config)
-    strategy = dataclasses.replace(Strategy.auto(), mesh=mesh, scan_layers=scan)
+    strategy = dataclasses.replace(Strategy.auto(), mesh=mesh, stacking=Scanned() if scan else Unrolled())
     if kind is not KINDS["hf"] or local_folder(source, CheckpointError) is not None:
         with kind.stored(source) as arrays:
             _announce(arrays, dtype)

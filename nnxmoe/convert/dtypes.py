@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from nnxmoe.axes import axes_of
-from nnxmoe.strategy import Strategy
+from nnxmoe.model.strategy import Strategy
 
 
 def float_dtype(dtype: Any) -> np.dtype | None:

@@ -28,6 +28,7 @@ from nnxmoe.convert.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.side_files import check_generation, parse_config, write_side_files
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.checkpoint import Checkpoint
@@ -35,7 +36,6 @@ from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.multihost import shared_folder
 from nnxmoe.storage.safetensors import TensorInfo, dtype_code
 from nnxmoe.storage.write import Tensors, write_shares
-from nnxmoe.strategy import Strategy
 
 
 def from_pretrained(

@@ -41,11 +41,11 @@ from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.restore import abstract, check_config, restore, unless_cast
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.strategy import Strategy
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import shared_folder
-from nnxmoe.strategy import Strategy
 
 Tree = Mapping[str, Any]
 _TRAINING = frozenset({"opt_state", "step"})  # beside params in a training's state

@@ -22,13 +22,14 @@ from nnxmoe.convert.report import LoadReport
 from nnxmoe.convert.restore import abstract, restore, unless_cast
 from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.stack import Scanned
+from nnxmoe.model.strategy import Strategy
 from nnxmoe.runtime.progress import bytes_bar
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.multihost import shared_folder
 from nnxmoe.storage.source import NATIVE_FILE
 from nnxmoe.storage.write import write_json
-from nnxmoe.strategy import Strategy
 
 PARAMETERS = "parameters"
 _VERSION = 2  # 1 said in nnxmoe.json whether queries carry the scale; since then config.json does
@@ -64,7 +65,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
     """
     from nnxmoe.convert import orbax_folder
 
-    found = arrays(model, model.strategy.scan_layers if scan_layers is None else scan_layers)
+    found = arrays(model, isinstance(model.strategy.stacking, Scanned) if scan_layers is None else scan_layers)
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
         orbax_folder.write(stage / PARAMETERS, unflatten_dict(found, sep="/"), bar)
         if jax.process_index() == 0:

@@ -13,8 +13,8 @@ from nnxmoe.convert.layout import Leaf
 from nnxmoe.convert.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.report import LoadReport
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class
-from nnxmoe.strategy import Strategy
 
 
 def check_config(config: DecoderConfig) -> None:

@@ -77,16 +77,52 @@ def _hidden_slope(given: tuple[Array, ...], slopes: tuple[Array, ...]) -> tuple[
     return _hidden(*given), slopes[0]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How products of queries and keys become weights: scaled, capped, masked, and a softmax in float32.
+
+    ``softcap`` c: a score s becomes ``c * tanh(s / c)`` (Gemma 2, 2024). ``sinks``: per query head one more score, of a
+    key that has no value and that every query sees (gpt-oss, 2025).
+    """
+
+    mask: Mask
+    scale: float = dataclasses.field(metadata={"static": True})
+    softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
+    sinks: Float[Array, "N"] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether there are neither sinks nor a soft cap."""
+        return self.sinks is None and self.softcap is None
+
+    def part(self, queries: slice, keys: slice) -> "Scores":
+        """The same for some of the queries and some of the keys."""
+        return dataclasses.replace(self, mask=self.mask.part(queries, keys))
+
+    def weights(self, products: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
+        """The weights of all values, from products of ``after`` (see `Mask.hide`) with the keys."""
+        scores = products * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        scores = self.mask.hide(scores, after)
+        if self.sinks is None:
+            return jax.nn.softmax(scores, axis=-1)
+        sinks = self.sinks.astype(scores.dtype).reshape(scores.shape[1], scores.shape[2], 1, 1)
+        peak = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
+        shares = jnp.exp(scores - peak)
+        return shares / (jnp.sum(shares, axis=-1, keepdims=True) + jnp.exp(sinks - peak))
+
+
 class Attend(Protocol):
-    """``(q, k, v, mask, scale) -> o``; N is a multiple of K: query head n uses key head ``n // (N / K)``."""
+    """``(q, k, v, scores) -> o``; N is a multiple of K: query head n uses key head ``n // (N / K)``."""
 
     def __call__(
         self,
         q: Float[Array, "B N T H"],
         k: Float[Array, "B K S H"],
         v: Float[Array, "B K S Hv"],
-        mask: Mask,
-        scale: float,
+        scores: Scores,
     ) -> Float[Array, "B N T Hv"]: ...
 
 
@@ -102,17 +138,14 @@ class Reference:
         q: Float[Array, "B N T H"],
         k: Float[Array, "B K S H"],
         v: Float[Array, "B K S Hv"],
-        mask: Mask,
-        scale: float,
+        scores: Scores,
     ) -> Float[Array, "B N T Hv"]:
         batch, heads, count, _ = q.shape
         kv_heads = k.shape[1]
         grouped = q.reshape(batch, kv_heads, heads // kv_heads * count, q.shape[3])
-        scores = batched(grouped, k.astype(q.dtype), -1) * scale
-        scores = scores.reshape(batch, kv_heads, heads // kv_heads, count, k.shape[2])
-        scores = mask.hide(scores, q)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        weights = weights.reshape(batch, kv_heads, -1, k.shape[2])
+        products = batched(grouped, k.astype(q.dtype), -1)
+        products = products.reshape(batch, kv_heads, heads // kv_heads, count, k.shape[2])
+        weights = scores.weights(products, q).astype(v.dtype).reshape(batch, kv_heads, -1, k.shape[2])
         out = batched(weights, v, -2).astype(q.dtype)
         return out.reshape(batch, heads, count, v.shape[3])
 
@@ -131,22 +164,24 @@ class Fused:
         q: Float[Array, "B N T H"],
         k: Float[Array, "B K S H"],
         v: Float[Array, "B K S Hv"],
-        mask: Mask,
-        scale: float,
+        scores: Scores,
     ) -> Float[Array, "B N T Hv"]:
         width = v.shape[3]
         if width > k.shape[3]:
             raise ValueError(
                 f"Fused attention needs values no wider than keys, got {width} > {k.shape[3]}: use Reference"
             )
+        if not scores.plain:
+            raise ValueError("Fused attention has neither sinks nor a soft cap: use Reference()")
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[3] - width)))  # the library wants one head width
         q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k.astype(q.dtype), v.astype(q.dtype)))
+        mask = scores.mask
         if mask.plain:
             near = None if mask.window is None else (mask.window - 1, 0)
             seen: dict[str, Any] = {"is_causal": True, "local_window_size": near}
         else:
             seen = {"mask": mask.allowed()[:, None]}
-        out = jax.nn.dot_product_attention(q, k, v, scale=scale, implementation=self.implementation, **seen)
+        out = jax.nn.dot_product_attention(q, k, v, scale=scores.scale, implementation=self.implementation, **seen)
         return jnp.swapaxes(out, 1, 2)[..., :width]
 
 
@@ -175,12 +210,11 @@ class Blockwise:
         q: Float[Array, "B N T H"],
         k: Float[Array, "B K S H"],
         v: Float[Array, "B K S Hv"],
-        mask: Mask,
-        scale: float,
+        scores: Scores,
     ) -> Float[Array, "B N T Hv"]:
-        length = q.shape[2]
+        length, mask = q.shape[2], scores.mask
         if not mask.causal or self.blocks == 1 or length < FEWEST_TOKENS:
-            return self.inner(q, k, v, mask, scale)
+            return self.inner(q, k, v, scores)
         blocks, outs = min(self.blocks, length // FEWEST_QUERIES), []
         for i in range(blocks):
             queries = slice(i * length // blocks, (i + 1) * length // blocks)
@@ -188,6 +222,6 @@ class Blockwise:
             window = None if mask.keys.valid is not None else mask.window
             first = 0 if window is None else max(queries.start - window + 1, 0)
             keys = slice(first, queries.stop)
-            part = mask.part(queries, keys)
-            outs.append(self.inner(q[:, :, queries], k[:, :, keys], v[:, :, keys], part, scale))
+            part = scores.part(queries, keys)
+            outs.append(self.inner(q[:, :, queries], k[:, :, keys], v[:, :, keys], part))
         return jnp.concatenate(outs, axis=2)

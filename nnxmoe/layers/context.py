@@ -22,13 +22,14 @@ class Context:
     real (None: all). ``segment``: None where all are of one. ``past``: None without a cache. ``key``: of randomness.
     ``of_routing``: what is kept of each layer's routing (None: all of it).
     ``fresh``: the cache was empty, so that the tokens attend to each other and not to its slots.
-    ``last``: only the last token's output is needed, and it is all that a layer returns.
+    ``last``: only the last token's output is needed, and it is all that a layer returns. ``asking`` then leaves T = 1
+    of the S tokens.
     """
 
     rotation: Rotation
-    index: Int[Array, "T"] | Int[Array, "B T"]
+    index: Int[Array, "S"] | Int[Array, "B S"]
     valid: Bool[Array, "B T"] | None = None
-    segment: Int[Array, "B T"] | None = None
+    segment: Int[Array, "B S"] | None = None
     past: Past | None = None
     key: Key[Array, ""] | None = None
     of_routing: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.layers.attend import Attend
+from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.cache import KVCache, RingCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import Linear
@@ -61,7 +61,7 @@ class GQA(nnx.Module):
         k = jnp.swapaxes(self.rotate(k, context.rotation), 1, 2)
         v = jnp.swapaxes(self.v(x), 1, 2)
         cache, (k, v), mask = context.remember(cache, (k, v), self.window)
-        y = self.attend(q, k, v, mask, self.scale)
+        y = self.attend(q, k, v, Scores(mask, self.scale))
         return self.o(jnp.swapaxes(y, 1, 2)), cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:

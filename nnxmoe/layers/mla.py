@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.layers.attend import Attend, Mask
+from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.cache import LatentCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.dots import batched
@@ -38,21 +38,21 @@ class Latents:
 class LatentAttend(Protocol):
     """How queries meet latents."""
 
-    def __call__(self, x: Latents, mask: Mask, scale: float, attend: Attend) -> Float[Array, "B T N v"]: ...
+    def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Naive:
     """Expand every latent to the keys and values of all heads."""
 
-    def __call__(self, x: Latents, mask: Mask, scale: float, attend: Attend) -> Float[Array, "B T N v"]:
+    def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
         kv_rank, heads, dtype = x.kv_b.shape[0], x.q_nope.shape[2], x.q_nope.dtype
         latent, k_rope = x.seen[..., :kv_rank].astype(dtype), x.seen[..., kv_rank:].astype(dtype)
         kv = x.kv_b(latent).reshape(*latent.shape[:2], heads, -1)
         k_nope, v = jnp.split(jnp.swapaxes(kv, 1, 2), [x.q_nope.shape[-1]], axis=-1)
         k_rope = jnp.broadcast_to(k_rope[:, None], (k_rope.shape[0], heads, *k_rope.shape[1:]))
         q = jnp.swapaxes(jnp.concatenate([x.q_nope, x.q_rope], axis=-1), 1, 2)
-        out = attend(q, jnp.concatenate([k_nope, k_rope], axis=-1), v, mask, scale)
+        out = attend(q, jnp.concatenate([k_nope, k_rope], axis=-1), v, scores)
         return jnp.swapaxes(out, 1, 2)
 
 
@@ -60,14 +60,14 @@ class Naive:
 class Absorbed:
     """Project queries into the latent space and outputs out of it: all heads share one key and value, the latent."""
 
-    def __call__(self, x: Latents, mask: Mask, scale: float, attend: Attend) -> Float[Array, "B T N v"]:
+    def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
         kv_rank, heads, dtype = x.kv_b.shape[0], x.q_nope.shape[2], x.q_nope.dtype
         up = x.kv_b.dense(dtype).reshape(kv_rank, heads, -1)
         k_up, v_up = jnp.split(jnp.swapaxes(up, 0, 1), [x.q_nope.shape[-1]], axis=-1)
         q_latent = _each_head(jnp.swapaxes(x.q_nope, 1, 2), k_up, -1)
         q = jnp.concatenate([q_latent, jnp.swapaxes(x.q_rope, 1, 2)], axis=-1)
         shared = x.seen[:, None].astype(dtype)
-        out = attend(q, shared, shared, mask, scale)[..., :kv_rank]  # values carry the rope part along, unread
+        out = attend(q, shared, shared, scores)[..., :kv_rank]  # values carry the rope part along, unread
         return jnp.swapaxes(_each_head(out, v_up, -2), 1, 2)
 
 
@@ -84,9 +84,9 @@ class ByLength:
 
     queries: int = 8
 
-    def __call__(self, x: Latents, mask: Mask, scale: float, attend: Attend) -> Float[Array, "B T N v"]:
+    def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
         form = Absorbed() if x.q_nope.shape[1] <= self.queries else Naive()
-        return form(x, mask, scale, attend)
+        return form(x, scores, attend)
 
 
 class Query(nnx.Module):
@@ -149,7 +149,7 @@ class MLA(nnx.Module):
         new = jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
         cache, seen, mask = context.remember(cache, new, window=None)
         q_rope = self.rotate(q_rope, asked.rotation)
-        y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), mask, self.scale, self.attend)
+        y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale), self.attend)
         return self.o(y), cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> LatentCache:

@@ -33,7 +33,7 @@ from nnxmoe.linen.plan import (
 )
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.decoder import Output
-from nnxmoe.strategy import Strategy
+from nnxmoe.model.strategy import Strategy
 
 
 class LinenCausalLM(nn.Module):

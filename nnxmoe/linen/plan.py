@@ -30,11 +30,12 @@ from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
+from nnxmoe.model.stack import Scanned, Unrolled
+from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import MODELS, model_class
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router
-from nnxmoe.strategy import Strategy
 
 Names = tuple[str, ...]
 Make = Callable[[nnx.Rngs | None], nnx.Module]
@@ -161,7 +162,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
     """A whole model as MaxText stores it: its queries carry 1 / sqrt(head width)."""
     if not isinstance(config, DecoderConfig) or not isinstance(scan_layers, bool):
         raise ValueError(f"LinenCausalLM({config!r}, scan_layers={scan_layers!r}): give a model's config, and a bool")
-    strategy = dataclasses.replace(strategy or Strategy.auto(), scan_layers=scan_layers)
+    strategy = dataclasses.replace(strategy or Strategy.auto(), stacking=Scanned() if scan_layers else Unrolled())
 
     config = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.grouped else config
 

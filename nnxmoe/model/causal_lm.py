@@ -20,8 +20,7 @@ from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.decoder import Decoder, Ids, Output, TokenMask
 from nnxmoe.model.layer import MakeLayer
-from nnxmoe.model.stack import Scanned, Unrolled
-from nnxmoe.strategy import Strategy
+from nnxmoe.model.strategy import Strategy
 
 Runs = Sequence[tuple[int, MakeLayer]]
 
@@ -65,14 +64,14 @@ class CausalLM(Decoder):
         self.generation_config = {}
         self.merged: Any = None  # adapters, by `nnxmoe.train.lora.merge`
 
-        stack = Scanned if strategy.scan_layers else Unrolled
-
         def parts(key: Array | None) -> dict[str, Any]:
             kw: dict[str, Any] = {"dtype": dtype, "rngs": None if key is None else nnx.Rngs(key)}
             vocab, dim = config.vocab_size, config.hidden_size
             return {
                 "embed": Embed(vocab, dim, **kw),
-                "stacks": nnx.List([stack(count, make, kw["rngs"], strategy.remat) for count, make in layers if count]),
+                "stacks": nnx.List(
+                    [strategy.stacking(count, make, kw["rngs"], strategy.remat) for count, make in layers if count]
+                ),
                 "norm": RMSNorm(dim, config.rms_norm_eps, **kw),
                 "head": None if config.tie_word_embeddings else Linear((dim,), (vocab,), ("embed", "vocab"), **kw),
             }

@@ -1,11 +1,8 @@
-"""Stacks of equal layers.
-
-``Unrolled`` keeps a module a layer: fastest to decode, and each layer's weights are arrays of their own. ``Scanned``
-keeps one module whose parameters have a leading layer axis: one layer to trace and compile, whatever the depth.
-"""
+"""Stacks of equal layers, and the two choices of a strategy that make them: `Unrolled` and `Scanned`."""
 
 import dataclasses
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,6 @@ from jaxtyping import Array, Float, Key
 from nnxmoe.axes import axes_of
 from nnxmoe.layers.context import Context
 from nnxmoe.model.layer import MakeLayer
-from nnxmoe.strategy import Remat
 
 
 def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
@@ -52,8 +48,21 @@ class Body:
     hidden: tuple[Float[Array, "B _ D"], ...]
 
 
-class Unrolled(nnx.Module):
-    """L layers one after the other; cache: a tuple of the layers' caches.
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """Recomputes a layer's activations in the backward pass, except for those that ``policy`` saves.
+
+    ``policy``: one of ``jax.checkpoint_policies``; None saves nothing.
+    """
+
+    policy: Callable[..., bool] | None = None
+
+    def __call__(self, run: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
+        return jax.checkpoint(run, policy=self.policy, prevent_cse=not scanned)
+
+
+class UnrolledStack(nnx.Module):
+    """L layers, each a module of its own; cache: a tuple of the layers' caches.
 
     Where only the last token's output is needed, the last layer computes only keys and values of the others, if its
     feed-forward separates tokens.
@@ -91,10 +100,10 @@ class Unrolled(nnx.Module):
         return tuple(layer.attention.empty_cache(batch, capacity, dtype) for layer in self.layers)
 
 
-class Scanned(nnx.Module):
-    """L layers as one, with a leading axis ``layers`` on every parameter; cache: one pytree with the same axis.
+class ScannedStack(nnx.Module):
+    """L layers as one module whose parameters have a leading axis ``layers``; cache: one pytree with the same axis.
 
-    Every layer computes the same, all tokens.
+    Every layer computes all tokens.
     """
 
     def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None):
@@ -146,4 +155,28 @@ class Scanned(nnx.Module):
         return jax.tree.map(lambda a: jnp.zeros((self.depth, *a.shape), a.dtype), cache)
 
 
-Stack = Unrolled | Scanned
+Stack = UnrolledStack | ScannedStack
+
+
+class Stacking(Protocol):
+    """How ``count`` equal layers, each made by ``make``, become one stack; without ``rngs`` it holds shapes only."""
+
+    def __call__(
+        self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None
+    ) -> UnrolledStack | ScannedStack: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Unrolled:
+    """A module per layer, with arrays of its own: the fastest decoding."""
+
+    def __call__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None) -> UnrolledStack:
+        return UnrolledStack(count, make, rngs, remat)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scanned:
+    """One module for all layers, its arrays stacked: one layer to trace and compile, whatever the depth (training)."""
+
+    def __call__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None) -> ScannedStack:
+        return ScannedStack(count, make, rngs, remat)

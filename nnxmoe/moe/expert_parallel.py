@@ -33,7 +33,6 @@ class Exchange(Protocol):
         weights: Float[Array, "B T X"],
         experts: ExpertFn,
         axis: str,
-        native: bool,
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]: ...
 
 
@@ -85,16 +84,9 @@ class ExpertParallel:
         ids, weights = assignments(routing)
         body: Any = functools.partial(sorted_rows, limit=None)
         if size > 1:
-            body = functools.partial(self.exchange, axis=self.axis, native=has_ragged_all_to_all(mesh))
+            body = functools.partial(self.exchange, axis=self.axis)
         y, dropped = on_shards(body, x, ids, weights, experts, mesh, axes, self.axis)
         return y.astype(x.dtype), information(routing, jnp.sum(dropped), dropped)
-
-
-def has_ragged_all_to_all(mesh: AnyMesh | None) -> bool:
-    """Whether the backend of a mesh compiles ``jax.lax.ragged_all_to_all``; XLA:CPU does not."""
-    devices = getattr(mesh, "devices", None)
-    platform = jax.default_backend() if devices is None else devices.flat[0].platform
-    return platform in ("tpu", "gpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +110,6 @@ class RaggedAllToAll:
         weights: Float[Array, "B T X"],
         experts: ExpertFn,
         axis: str,
-        native: bool,
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
         size, me, mine = jax.lax.axis_size(axis), jax.lax.axis_index(axis), experts.count
         tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
@@ -129,7 +120,7 @@ class RaggedAllToAll:
         plan = Plan.of(jax.lax.all_gather(counts, axis).reshape(size, size, mine), me, room)
         # Exchange.
         most = min(tokens * min(chosen, mine), room)  # rows that one shard sends to another
-        move = functools.partial(ragged_all_to_all, axis=axis, most=most, native=native)
+        move = functools.partial(ragged_all_to_all, axis=axis, most=most)
         received = move(rows, room, plan.send, plan.receive)
         # Local permute, this shard's experts, local unpermute.
         grouped, local = permute(received, plan.expert[:, None], room)
@@ -194,7 +185,6 @@ class RingOfExperts:
         weights: Float[Array, "B T X"],
         experts: ExpertFn,
         axis: str,
-        native: bool,
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
         size, mine = jax.lax.axis_size(axis), experts.count
         tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]

@@ -19,36 +19,40 @@ class Side(NamedTuple):
 
 
 def ragged_all_to_all(
-    rows: Float[Array, "R D"], room: int, send: Side, receive: Side, *, axis: str, most: int, native: bool
+    rows: Float[Array, "R D"], room: int, send: Side, receive: Side, *, axis: str, most: int
 ) -> Float[Array, "room D"]:
     """The ``room`` rows that this shard receives, zeros where nothing arrives; at most ``most`` go from one to another.
 
-    ``native``: `jax.lax.ragged_all_to_all`; else an all-to-all of pieces padded to ``most`` rows, the same to the bit.
-    The backward is the exchange with its sides changed.
+    On TPUs and GPUs it is `jax.lax.ragged_all_to_all`, which XLA:CPU does not compile; there it is an all-to-all of
+    pieces padded to ``most`` rows, the same to the bit. The backward pass is the exchange with its sides swapped.
     """
 
     def there(rows: Array, *sides: Array) -> Array:
-        return _move(rows, Side(*sides[:3]), Side(*sides[3:]), room, have, axis, most, native)
+        return _move(rows, Side(*sides[:3]), Side(*sides[3:]), room, have, axis, most)
 
     def back(*given: Array) -> Array:
         *sides, d_out = given
-        return _move(d_out, Side(*sides[3:]), Side(*sides[:3]), have, room, axis, most, native)
+        return _move(d_out, Side(*sides[3:]), Side(*sides[:3]), have, room, axis, most)
 
     have = rows.shape[0]
     return multilinear(there, {0: back})(rows, *send, *receive)
 
 
-def _move(rows: Any, send: Side, receive: Side, room: int, have: int, axis: str, most: int, native: bool) -> Any:
-    if native:
+def _move(rows: Any, send: Side, receive: Side, room: int, have: int, axis: str, most: int) -> Any:
+    def ragged(rows: Array) -> Array:
         out = jnp.zeros((room, rows.shape[1]), rows.dtype)
         sizes = (send.here, send.count, send.there, receive.count)
         return jax.lax.ragged_all_to_all(rows, out, *sizes, axis_name=axis)
-    shards, within, place = send.count.shape[0], jnp.arange(most)[None, :], jnp.arange(room)
-    index = jnp.where(within < send.count[:, None], send.here[:, None] + within, have)
-    pieces = rows.at[index].get(mode="fill", fill_value=0)
-    pieces = jax.lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0).reshape(shards * most, -1)
-    begins = receive.here
-    sender = jnp.clip(jnp.searchsorted(begins, place, side="right") - 1, 0, shards - 1)
-    offset = place - begins[sender]
-    index = jnp.where(offset < receive.count[sender], sender * most + offset, shards * most)
-    return pieces.at[index].get(mode="fill", fill_value=0)
+
+    def padded(rows: Array) -> Array:
+        shards, within, place = send.count.shape[0], jnp.arange(most)[None, :], jnp.arange(room)
+        index = jnp.where(within < send.count[:, None], send.here[:, None] + within, have)
+        pieces = rows.at[index].get(mode="fill", fill_value=0)
+        pieces = jax.lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0).reshape(shards * most, -1)
+        begins = receive.here
+        sender = jnp.clip(jnp.searchsorted(begins, place, side="right") - 1, 0, shards - 1)
+        offset = place - begins[sender]
+        index = jnp.where(offset < receive.count[sender], sender * most + offset, shards * most)
+        return pieces.at[index].get(mode="fill", fill_value=0)
+
+    return jax.lax.platform_dependent(rows, cpu=padded, default=ragged)

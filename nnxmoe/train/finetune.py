@@ -19,13 +19,14 @@ from nnxmoe.config.printable import short
 from nnxmoe.convert.hf import from_pretrained, save_pretrained
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.stack import Remat, Scanned
+from nnxmoe.model.strategy import Strategy
 from nnxmoe.runtime.progress import say
 from nnxmoe.storage.atomic_dir import refuse_unless_empty
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.multihost import from_first
 from nnxmoe.storage.write import write_json
-from nnxmoe.strategy import Remat, Strategy
 from nnxmoe.train import lora
 from nnxmoe.train.data.batches import Batches
 from nnxmoe.train.data.documents import Documents
@@ -132,7 +133,7 @@ def finetune(
 def _strategy() -> Strategy:
     """Scanned layers with rematerialisation; float32 activations on CPUs, whose bfloat16 is slow."""
     narrow = jax.default_backend() == "cpu"
-    return Strategy(scan_layers=True, remat=Remat(), compute_dtype=jnp.float32 if narrow else None)
+    return Strategy(stacking=Scanned(), remat=Remat(), compute_dtype=jnp.float32 if narrow else None)
 
 
 def _look(folder: Path, task: Finetune) -> str:

@@ -46,7 +46,7 @@ class Growth:
 def step_of(kind: str, layers: int, dtype: Any, accumulate: int) -> Step:
     """The training step of a model without arrays."""
     config = config_from_hf(TINY[kind] | {"num_hidden_layers": layers})
-    strategy = nnxmoe.Strategy(scan_layers=True, remat=nnxmoe.Remat(), compute_dtype=dtype)
+    strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), remat=nnxmoe.Remat(), compute_dtype=dtype)
     model = model_class(config)(config, strategy, rngs=None)
     return Step(model, optax.sgd(0.1), accumulate=accumulate)
 

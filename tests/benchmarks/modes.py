@@ -136,7 +136,7 @@ def strategy(mode: str) -> nnxmoe.Strategy:
     """Scanned layers whose activations are computed again in the backward pass, on a mesh of eight."""
     dispatch, axis, *_ = MODES[mode]
     mesh = nnxmoe.make_mesh(**{axis: 8})
-    return nnxmoe.Strategy(dispatch=dispatch, scan_layers=True, remat=nnxmoe.Remat(), mesh=mesh)
+    return nnxmoe.Strategy(dispatch=dispatch, stacking=nnxmoe.Scanned(), remat=nnxmoe.Remat(), mesh=mesh)
 
 
 def mixtral(mode: str) -> Training:

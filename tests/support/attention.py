@@ -10,7 +10,7 @@ from nnxmoe import Absorbed, ByLength
 from tests.support.tiny import ORACLE
 
 LENGTH = 19
-SCANNED = dataclasses.replace(ORACLE, scan_layers=True)
+SCANNED = dataclasses.replace(ORACLE, stacking=nnxmoe.Scanned())
 
 
 def masks(length: int) -> dict[str, np.ndarray]:

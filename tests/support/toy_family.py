@@ -13,8 +13,8 @@ from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.causal_lm import CausalLM, Runs
 from nnxmoe.model.layer import Layer
+from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.llama import HF_DECODER, HF_GQA, HF_MLP
-from nnxmoe.strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

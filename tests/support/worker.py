@@ -54,7 +54,7 @@ Numbers = dict[str, np.ndarray]
 def load(plan: str) -> nnxmoe.CausalLM:
     case, dispatch, sizes = PLANS[plan]
     mesh = nnxmoe.make_mesh(**sizes, devices=jax.devices()[:DEVICES])
-    strategy = nnxmoe.Strategy(dispatch=dispatch, scan_layers=True)
+    strategy = nnxmoe.Strategy(dispatch=dispatch, stacking=nnxmoe.Scanned())
     return nnxmoe.from_pretrained(HF_CASES / case / "model", mesh=mesh, strategy=strategy)
 
 

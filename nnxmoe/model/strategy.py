@@ -1,7 +1,11 @@
-"""How this machine computes a model. Changing a strategy changes no result beyond rounding."""
+"""How this machine computes a model.
+
+Results differ by rounding only, except where an object says that it drops assignments (`Capacity`, a
+``buffer_factor``), and with a ``compute_dtype`` of fewer bits.
+"""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
@@ -14,23 +18,9 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend, Blockwise
 from nnxmoe.layers.mla import ByLength, LatentAttend
+from nnxmoe.model.stack import Remat, Scanned, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
-from nnxmoe.moe.expert_parallel import has_ragged_all_to_all
 from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, RaggedDot
-
-
-@dataclasses.dataclass(frozen=True)
-class Remat:
-    """Recomputes a layer's activations in the backward pass, except for those that ``policy`` saves.
-
-    ``policy``: one of ``jax.checkpoint_policies``; None saves nothing.
-    """
-
-    policy: Callable[..., bool] | None = None
-
-    def __call__(self, run: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
-        return jax.checkpoint(run, policy=self.policy, prevent_cse=not scanned)
-
 
 _WHY = {  # by type and backend, None: any; measured by python -m tests.benchmarks --only moe on two AVX-512 cores
     ("Blocked", "cpu"): "only the blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), or "
@@ -42,6 +32,8 @@ _WHY = {  # by type and backend, None: any; measured by python -m tests.benchmar
     ("Tokamax", "tpu"): "its Pallas kernels",
     ("Sorted", None): "computes exactly the chosen experts; nothing is dropped",
     ("Blockwise", None): "half the scores of a causal pass, a block at a time",
+    ("Unrolled", None): "arrays of its own for each layer, the fastest to decode",
+    ("Scanned", None): "one layer to compile, whatever the depth",
     ("ByLength", None): "absorbed for few tokens at a time (decoding), naive for many (prefill, training)",
 }
 
@@ -54,40 +46,50 @@ def _default_matmul() -> GroupedMatmul:
     return RaggedDot() if jax.default_backend() == "tpu" else Blocked()
 
 
-_DEFAULTS = {"dispatch": Sorted(), "matmul": Blocked(), "attend": Blockwise(), "latent": ByLength()}
+_DEFAULTS = {
+    "dispatch": Sorted(),
+    "matmul": Blocked(),
+    "attend": Blockwise(),
+    "latent": ByLength(),
+    "stacking": Unrolled(),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
     """The execution choices of a model, each an object that does the work.
 
-    ``compute_dtype`` None: activations have the dtype of the loaded matrices. ``scan_layers`` stacks each run of equal
-    layers into one module with a leading layer axis (training, large meshes); without it every layer has its own
-    arrays (fastest decoding). ``mesh``: where parameters and tokens lie, split by ``rules``;
-    ``from_pretrained(mesh=…, rules=…)`` sets them. ``remat``: what the backward pass computes again.
+    ``stacking``: ``Unrolled()``, each layer with arrays of its own (fastest decoding), or ``Scanned()``, a run of equal
+    layers as one with a leading layer axis (training, large meshes); ``scan_layers`` is an older name for the choice.
+    ``remat``: what the backward pass computes again. ``compute_dtype`` None: activations have the dtype of the loaded
+    matrices. ``mesh``: where parameters and tokens lie, split by ``rules``; ``from_pretrained(mesh=…, rules=…)`` sets
+    them.
     """
 
     dispatch: Dispatch = Sorted()
     matmul: GroupedMatmul = dataclasses.field(default_factory=_default_matmul)
     attend: Attend = Blockwise()
     latent: LatentAttend = ByLength()
-    scan_layers: bool = False
+    stacking: Stacking = Unrolled()
     remat: Remat | None = None
     compute_dtype: Any = None
     mesh: Mesh | None = None
     rules: Rules = RULES
+    scan_layers: dataclasses.InitVar[bool | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, scan_layers: bool | None) -> None:
         self._check_mesh()
         if self.remat is not None and not isinstance(self.remat, Remat):
             raise ValueError(f"Strategy(remat={self.remat!r}): give Remat(), an object, or None")
-        if not isinstance(self.scan_layers, bool):
-            raise ValueError(f"Strategy(scan_layers={self.scan_layers!r}): True or False")
+        if scan_layers not in (None, True, False):
+            raise ValueError(f"Strategy(scan_layers={scan_layers!r}): give stacking=Scanned() or Unrolled()")
+        if scan_layers is not None:
+            object.__setattr__(self, "stacking", Scanned() if scan_layers else Unrolled())
         if self.compute_dtype is not None:
             object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
             if not jnp.issubdtype(self.compute_dtype, jnp.floating):
                 raise ValueError(f"Strategy(compute_dtype={self.compute_dtype}): give a floating-point dtype")
-        for name in ("dispatch", "matmul", "attend", "latent"):
+        for name in _DEFAULTS:
             check_object("Strategy", name, getattr(self, name), f"{type(_DEFAULTS[name]).__name__}()")
 
     def _check_mesh(self) -> None:
@@ -126,8 +128,11 @@ class Strategy:
             kind = type(choice).__name__
             return f"{choice}: {_WHY.get((kind, backend)) or _WHY.get((kind, None)) or 'asked for; not a default here'}"
 
-        exchange = "jax.lax.ragged_all_to_all" if has_ragged_all_to_all(self.mesh) else "a padded all-to-all"
-        where = f"{dict(self.mesh.shape)}; rows between experts by {exchange}" if self.mesh else "none, one device"
+        where = "none, one device"
+        if self.mesh is not None:
+            cpu = self.mesh.devices.flat[0].platform == "cpu"
+            exchange = "a padded all-to-all" if cpu else "jax.lax.ragged_all_to_all"
+            where = f"{dict(self.mesh.shape)}; rows between experts by {exchange}"
         return "\n".join(
             [
                 f"backend   {backend}",
@@ -136,6 +141,7 @@ class Strategy:
                 f"matmul    {why(self.matmul)}",
                 f"attend    {why(self.attend)}",
                 f"latent    {why(self.latent)}",
-                f"layers    {'scanned' if self.scan_layers else 'unrolled'}, {self.remat or 'activations kept'}",
+                f"stacking  {why(self.stacking)}",
+                f"remat     {self.remat or 'none: activations are kept for the backward pass'}",
             ]
         )
