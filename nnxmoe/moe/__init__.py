@@ -1,1 +1,1 @@
-"""Mixture of experts: router -> dispatch -> experts -> combine."""
+"""Mixture of experts: router, dispatch, experts, combine."""

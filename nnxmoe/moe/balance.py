@@ -1,6 +1,6 @@
-"""How evenly the experts are used: losses that push towards it, DeepSeek's rule without a loss, and statistics.
+"""Load balance across experts: auxiliary losses, DeepSeek's auxiliary-loss-free bias update, and statistics.
 
-Pure functions of a `Routing`; padding counts nowhere. All losses are without their weight.
+Pure functions of a `Routing` that ignore padding. The losses are not multiplied by their coefficients.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from nnxmoe.moe.router import Routing
 
 
 def switch_loss(routing: Routing) -> Float[Array, ""]:
-    """``E * sum_e f_e P_e`` over all tokens together: f_e assignments a token to e, P_e its mean probability.
+    """``E * sum_e f_e P_e`` over all tokens: f_e assignments per token to expert e, P_e its mean probability.
 
-    X (experts a token) at perfect balance. Switch Transformer (Fedus et al. 2021, eq. 4), summed over the X choices as
-    transformers does for Mixtral; give it all layers' routings stacked to pool them as transformers does.
+    Equals X (experts per token) at perfect balance. Switch Transformer (Fedus et al. 2021, eq. 4), summed over the X
+    choices as transformers does for Mixtral. Stack the routings of all layers to pool them as transformers does.
     """
     chosen, real = _chosen(routing), _real(routing)
     total = jnp.maximum(jnp.sum(real), 1.0)
@@ -28,22 +28,22 @@ def switch_loss(routing: Routing) -> Float[Array, ""]:
 
 
 def sequence_loss(routing: Routing) -> Float[Array, ""]:
-    """DeepSeek-V3's balance within each sequence (2024, eq. 17 to 20), averaged over the sequences.
+    """DeepSeek-V3's sequence-wise balance loss (2024, eq. 17 to 20), averaged over the sequences.
 
-    ``sum_e f_e P_e`` with ``f_e = E / X * share of e``, and P_e the mean of the affinities divided by their sum: 1 at
-    perfect balance. Rows are ``[..., T]``.
+    ``sum_e f_e P_e`` with ``f_e = E / X * assignments per token to e`` and P_e the mean normalised affinity, over the
+    last row dimension of ``[..., T]``. Equals 1 at perfect balance.
     """
     total = jnp.sum(routing.scores, axis=-1, keepdims=True)
-    affinities = routing.scores / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # all may have underflowed
+    affinities = routing.scores / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # all affinities may underflow to 0
     share, probability, weight = _by_sequence(routing, affinities)
     scale = share.shape[-1] / routing.experts.shape[-1]
     return jnp.sum(scale * jnp.sum(share * probability, axis=-1) * weight)
 
 
 def maxtext_loss(routing: Routing, logits: Float[Array, "*rows E"] | None = None) -> Float[Array, ""]:
-    """MaxText's load balance loss: ``mean over b, e of (density * density_prob) * E**2``, each within its sequence.
+    """MaxText's load balance loss: ``mean over b, e of (density * density_prob) * E**2``, computed per sequence.
 
-    ``density_prob`` is the softmax of ``logits``: the router's; for DeepSeek MaxText puts affinities plus bias there.
+    ``density_prob`` is the softmax of ``logits`` (None: the router's; for DeepSeek, MaxText uses affinities plus bias).
     """
     logits = _where_real(routing, routing.logits if logits is None else logits)
     share, probability, weight = _by_sequence(routing, jax.nn.softmax(logits, axis=-1))
@@ -51,16 +51,16 @@ def maxtext_loss(routing: Routing, logits: Float[Array, "*rows E"] | None = None
 
 
 def z_loss(routing: Routing) -> Float[Array, ""]:
-    """Mean over tokens of ``logsumexp(logits) ** 2``: keeps the router's logits small (ST-MoE, Zoph et al. 2022)."""
+    """Router z-loss: mean over tokens of ``logsumexp(logits) ** 2``. Keeps logits small (ST-MoE, Zoph et al. 2022)."""
     real = _real(routing)
     squares = jax.nn.logsumexp(_where_real(routing, routing.logits), axis=-1) ** 2
     return jnp.sum(squares * real) / jnp.maximum(jnp.sum(real), 1.0)
 
 
 def updated_bias(bias: Float[Array, "*L E"], load: Int[Array, "*L E"], rate: float) -> Float[Array, "*L E"]:
-    """DeepSeek-V3's balancing without a loss: ``rate`` up for experts below the mean load, ``rate`` down above it.
+    """The correction bias, raised by ``rate`` for experts below the mean load and lowered by ``rate`` above it.
 
-    Wang et al. 2024 (arXiv 2408.15664), algorithm 1. To be applied after the optimizer's step, to nothing else.
+    Auxiliary-loss-free balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1). Apply after the optimizer step.
     """
     load = load.astype(jnp.float32)
     return bias + rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
@@ -69,8 +69,8 @@ def updated_bias(bias: Float[Array, "*L E"], load: Int[Array, "*L E"], rate: flo
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Utilisation:
-    """Of each layer: shares of the assignments, their entropy over log(E) (1: even, 0: one expert has all), the busiest
-    expert's load over the mean, experts without any assignment, and the share of assignments dropped."""
+    """Load statistics per layer: each expert's share of the assignments; their entropy / log(E) (1: uniform, 0: one
+    expert); the largest load / mean load; the number of unused experts; the fraction of assignments dropped."""
 
     share: Float[Array, "*L E"]
     entropy: Float[Array, "*L"]
@@ -80,7 +80,7 @@ class Utilisation:
 
 
 def utilisation(load: Int[Array, "*L E"], dropped: Int[Array, "*L"]) -> Utilisation:
-    """From what a dispatch reports of a layer, or of layers stacked."""
+    """`Utilisation` from the `DispatchInfo` fields of one layer, or of several layers stacked."""
     count, loads = load.shape[-1], load.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(loads, axis=-1), 1.0)
     share = loads / total[..., None]
@@ -95,19 +95,19 @@ def _real(routing: Routing) -> Float[Array, "*rows"]:
 
 
 def _where_real(routing: Routing, values: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-    """``values``, and 0 at padding, whatever they are there: 0 times NaN would be NaN."""
+    """``values`` with padding set to 0. Multiplying by a 0/1 mask would keep NaN."""
     return values if routing.valid is None else jnp.where(routing.valid[..., None], values, 0)
 
 
 def _chosen(routing: Routing) -> Float[Array, "*rows E"]:
-    """1 where a token goes to an expert."""
+    """Indicator of the experts chosen for each token."""
     return jnp.sum(jax.nn.one_hot(assignments(routing)[0], routing.scores.shape[-1]), axis=-2)
 
 
 def _by_sequence(
     routing: Routing, probabilities: Float[Array, "*B T E"]
 ) -> tuple[Float[Array, "*B E"], Float[Array, "*B E"], Float[Array, "*B"]]:
-    """Assignments a token, mean probability, and the weight of each sequence in the mean over those with tokens."""
+    """Per sequence: assignments per token, mean probability, and its weight in the mean over non-empty sequences."""
     real = _real(routing)
     length = jnp.sum(real, axis=-1)
     total = jnp.maximum(length, 1.0)[..., None]

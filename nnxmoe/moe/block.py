@@ -18,15 +18,14 @@ from nnxmoe.moe.router import Router, Routing
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEInfo:
-    """What a MoE layer did: its routing, or what was asked of it (`Context.of_routing`), and what the dispatch
-    reported."""
+    """A MoE layer's routing, or the result of `Context.of_routing` applied to it, and its dispatch statistics."""
 
     routing: Any
     dispatch: DispatchInfo
 
 
 class MoEOutput(NamedTuple):
-    """Output of the experts, the routing of every token, and the report of the dispatch."""
+    """The layer's output, the routing of every token, and the dispatch statistics."""
 
     y: Float[Array, "B T D"]
     routing: Routing
@@ -34,7 +33,7 @@ class MoEOutput(NamedTuple):
 
 
 class MoE(nnx.Module):
-    """``x[B T D] -> y``: routed experts, plus a shared expert that sees every token where there is one."""
+    """``x[B T D] -> y``: routed experts, plus an optional shared expert applied to every token."""
 
     name: ClassVar[str] = "moe"
 
@@ -57,11 +56,11 @@ class MoE(nnx.Module):
         return MoEOutput(y, routing, info)
 
     def feed(self, x: Float[Array, "B T D"], context: Context) -> Fed:
-        """As a `FeedForward`: the output, and a `MoEInfo` of what the context asks for."""
+        """Implements `FeedForward`: the output and a `MoEInfo`."""
         y, routing, info = self(x, context.valid, context.key)
         return Fed(y, MoEInfo(routing if context.of_routing is None else context.of_routing(routing), info))
 
     def separates_tokens(self, context: Context) -> bool:
-        """False where tokens compete for room, or draw noise by their places in the batch."""
+        """False if tokens compete for capacity, or if routing depends on a token's index in the batch."""
         alone = getattr(self.dispatch, "by_token", False) and self.router.select.by_row
         return alone and (context.key is None or not self.router.jitter)

@@ -1,7 +1,7 @@
-"""How tokens reach their experts and come back: ``(x, routing, experts, mesh) -> y, DispatchInfo``.
+"""Dispatch of tokens to experts and combination of the outputs: ``(x, routing, experts, mesh) -> y, DispatchInfo``.
 
-Experts only ever see rows grouped by expert and the sizes of the groups; a dispatch wraps the experts it is given. All
-give the same y, but for the assignments they say they dropped. Padding reaches no expert and its y is 0.
+The experts receive only rows grouped by expert and the group sizes. All dispatches return the same y, except for the
+assignments that they report as dropped. Padding is not sent to any expert and its y is 0.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from nnxmoe.moe.router import Routing
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DispatchInfo:
-    """Assignments (token, expert) to each expert, padding left out; those of them that found no room and were dropped,
-    in all and on each shard of the tokens."""
+    """Number of assignments (token, expert) per expert, padding excluded, and how many of them were dropped for lack
+    of capacity, in total and per shard of the tokens."""
 
     load: Int[Array, "*L E"]
     dropped: Int[Array, "*L"]
@@ -35,10 +35,10 @@ class DispatchInfo:
 
 
 class Dispatch(Protocol):
-    """One way to bring tokens to experts, on one device or on a mesh.
+    """Protocol of a dispatch, on one device or on a mesh.
 
-    One whose class says ``by_token = True`` gives a token the same whichever others there are: nobody takes another's
-    room. What says nothing of it is taken for one where tokens compete, and is always given all of them.
+    Set ``by_token = True`` on the class if a token's output does not depend on the other tokens. Otherwise (the
+    default) tokens may compete for capacity, and the layer is always called with all of them.
     """
 
     def __call__(
@@ -48,7 +48,7 @@ class Dispatch(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Every expert on every token, then the weighted sum. Slow and obvious: the oracle of the others."""
+    """Computes every expert for every token, then the weighted sum. Slow: the reference for the other dispatches."""
 
     by_token: ClassVar[bool] = True
 
@@ -69,10 +69,10 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class Sorted:
-    """Sort the assignments by expert, compute exactly those, put them back. Nothing is dropped, nothing padded.
+    """Sorts the assignments by expert, computes exactly those and restores the order. No dropping, no padding.
 
-    On a mesh every shard of the batch sorts its own tokens and gathers the experts' weights; where the batch does not
-    divide, every device computes all of it.
+    On a mesh each shard of the batch sorts its own tokens and gathers the experts' weights. If the batch is not
+    divisible by the number of shards, every device computes the whole batch.
     """
 
     by_token: ClassVar[bool] = True
@@ -97,9 +97,9 @@ def sorted_rows(
     experts: ExpertFn,
     limit: int | None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
-    """``y`` in float32, and the number of assignments beyond the ``limit`` rows, which are dropped.
+    """``y`` in float32, and the number of assignments beyond the first ``limit`` rows, which are dropped.
 
-    Ids that are no expert's are not computed. Rows are sorted by expert, so the last experts lose rows first.
+    Out-of-range ids are skipped. Rows are sorted by expert, so the last experts lose rows first.
     """
     tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
     total = ids.size if limit is None else min(limit, ids.size)
@@ -112,10 +112,10 @@ def sorted_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-    """A fixed number of slots an expert and batch row; what comes later in the sequence is dropped (GShard, 2020).
+    """A fixed number of slots per expert and batch row; later tokens of the sequence are dropped (GShard, 2020).
 
-    Slots: ``max(ceil(T * X / E) * factor, factor)`` rounded down, as in MaxText. On a mesh the dispatched tokens lie by
-    expert: their expert dimension takes the ``expert`` axis, which their batch dimension gives up.
+    Slots: ``max(ceil(T * X / E) * factor, factor)`` rounded down, as in MaxText. On a mesh the ``expert`` axis shards
+    the dispatched tokens ``[E, B, C, D]`` along E instead of B.
     """
 
     by_token: ClassVar[bool] = False
@@ -126,9 +126,9 @@ class Capacity:
         check_factor("Capacity(factor", self.factor)
 
     def slots(self, length: int, chosen: int, count: int) -> int:
-        """C, for rows of ``length`` tokens with ``chosen`` of ``count`` experts each."""
+        """Slots per expert, C, for rows of ``length`` tokens with ``chosen`` of ``count`` experts per token."""
         slots = int(max(math.ceil(length * chosen / count) * self.factor, self.factor))
-        return min(max(slots, 1), length)  # an expert gets a token at most once
+        return min(max(slots, 1), length)  # an expert receives each token at most once
 
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
@@ -138,11 +138,11 @@ class Capacity:
         check_batch("Capacity", batch, mesh, batch_axes(mesh))
         slots = self.slots(length, chosen, count)
         ids, scales = assignments(routing)
-        wanted = jax.nn.one_hot(ids, count, dtype=jnp.int32)  # padding is no expert's
-        flat = wanted.reshape(batch, length * chosen, count)  # sequence order, choices of a token side by side
+        wanted = jax.nn.one_hot(ids, count, dtype=jnp.int32)  # all zeros for padding, whose id is out of range
+        flat = wanted.reshape(batch, length * chosen, count)  # sequence order, the choices of a token adjacent
         place = (jnp.cumsum(flat, axis=1) - flat).reshape(wanted.shape)
         kept = wanted * (place < slots)
-        # A token goes to an expert once, so the choices can be added up before the slots are laid out.
+        # A token is sent to an expert at most once, so its choices can be summed before the one-hot over slots.
         slot = jax.nn.one_hot(jnp.sum(place * kept, axis=2), slots, dtype=x.dtype)
         mask = slot * jnp.sum(kept, axis=2)[..., None].astype(x.dtype)
         weights = jnp.sum(kept * scales[..., None], axis=2).astype(x.dtype)[..., None] * mask
@@ -161,8 +161,8 @@ class Capacity:
 
 @dataclasses.dataclass(frozen=True)
 class Chunked:
-    """Another dispatch on one slice of the sequence after the other, recomputed in the backward: activations of one
-    slice at a time. (``Capacity`` counts its slots a slice.)"""
+    """Applies ``inner`` to one slice of the sequence at a time, recomputed in the backward pass, so that only one
+    slice's activations are in memory. (The slots of ``Capacity`` are then per slice.)"""
 
     by_token: ClassVar[bool] = False
 
@@ -195,7 +195,7 @@ class Chunked:
 
 
 def assignments(routing: Routing) -> tuple[Int[Array, "*rows X"], Float[Array, "*rows X"]]:
-    """Expert ids and weights; padding goes to expert E, which there is not, with weight 0."""
+    """Expert ids and weights; padding gets the out-of-range id E and weight 0."""
     if routing.valid is None:
         return routing.experts, routing.weights
     valid = routing.valid[..., None]
@@ -203,33 +203,33 @@ def assignments(routing: Routing) -> tuple[Int[Array, "*rows X"], Float[Array, "
 
 
 def by_expert(axes: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
-    """Of the batch axes, for rows ``[E, B, ...]``: what splits the experts, and what is then left for the batch."""
+    """Mesh axes of the two leading dimensions of rows ``[E, B, ...]``: ``expert`` if present, and the other axes."""
     return "expert" if "expert" in axes else None, tuple(axis for axis in axes if axis != "expert")
 
 
 def check_factor(what: str, factor: float) -> None:
-    """ValueError where the size of a buffer is not a positive number of times the balanced load."""
+    """Raise ValueError unless a buffer size factor is a positive finite number."""
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
         raise ValueError(f"{what}={factor!r}): give a positive multiple of the balanced load")
 
 
 def check_batch(who: str, batch: int, mesh: AnyMesh | None, axes: Sequence[str]) -> None:
-    """ValueError where a batch does not divide over these axes of a mesh."""
+    """Raise ValueError unless the batch size is divisible by the number of shards over these mesh axes."""
     if mesh is not None and batch % shards(mesh, axes):
         raise ValueError(
             f"{who}: a batch of {batch} does not divide over {shards(mesh, axes)} devices, "
-            f"{ {axis: mesh.shape[axis] for axis in axes} }: pad it with rows of padding, or use Sorted()"
+            f"{ {axis: mesh.shape[axis] for axis in axes} }: add rows of padding, or use Sorted()"
         )
 
 
 def information(routing: Routing, dropped: Any = 0, by_shard: Any = None) -> DispatchInfo:
-    """What a dispatch reports of all its shards."""
+    """The `DispatchInfo` for all shards together."""
     dropped = jnp.asarray(dropped, jnp.int32)
     by_shard = dropped[None] if by_shard is None else by_shard
     return DispatchInfo(count_experts(routing), dropped, by_shard)
 
 
 def count_experts(routing: Routing) -> Int[Array, "E"]:
-    """Assignments to each expert, padding left out."""
+    """Number of assignments per expert, padding excluded."""
     hits = jax.nn.one_hot(assignments(routing)[0], routing.scores.shape[-1], dtype=bool)
     return jnp.sum(hits, axis=tuple(range(hits.ndim - 1)), dtype=jnp.int32)

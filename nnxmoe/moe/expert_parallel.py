@@ -1,7 +1,7 @@
-"""Experts spread over a mesh axis: tokens travel to them, or are shown to all (GShard, 2020; MaxText's sparse modes).
+"""Expert parallelism: experts sharded over a mesh axis (GShard, 2020; MaxText's sparse modes).
 
 ``ExpertParallel(Sorted(), RaggedAllToAll())`` sends each row to the device of its expert and back.
-``ExpertParallel(Sorted(), RingOfExperts())`` shows every token of the axis to every device and adds up their parts.
+``ExpertParallel(Sorted(), RingOfExperts())`` gathers all tokens of the axis on each device and sums the outputs.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from nnxmoe.moe.router import Routing
 
 
 class Exchange(Protocol):
-    """How the tokens of a shard meet the experts of all shards of an axis: ``-> y in float32, dropped assignments``."""
+    """Exchange of tokens between shards, called inside ``shard_map``; returns y in float32 and the dropped count."""
 
     def __call__(
         self,
@@ -38,13 +38,13 @@ class Exchange(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertParallel:
-    """Each shard of ``axis`` holds its part of the experts; the batch is split over ``data_axes`` and ``axis``.
+    """Shards the experts over ``axis`` and the batch over ``data_axes`` and ``axis``.
 
-    ``inner`` computes the local experts' rows: ``Sorted()``. Raises ValueError where numbers do not divide, and for
-    axes that the mesh lacks or that are named twice. Without a mesh it is ``inner``.
+    ``inner`` must be ``Sorted()``; it is called directly if there is no mesh. Raises ValueError if the batch or the
+    number of experts is not divisible by the shards, or if a mesh axis is missing or repeated.
     """
 
-    by_token: ClassVar[bool] = False  # a buffer may be too small for all of them
+    by_token: ClassVar[bool] = False  # tokens compete for a buffer of limited size
 
     inner: Sorted
     exchange: Exchange
@@ -53,10 +53,10 @@ class ExpertParallel:
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Sorted):
-            raise ValueError(f"ExpertParallel(inner={self.inner!r}): local experts are computed by Sorted()")
+            raise ValueError(f"ExpertParallel(inner={self.inner!r}): inner must be Sorted()")
         check_object("ExpertParallel", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
         if isinstance(self.data_axes, str):
-            raise ValueError(f"ExpertParallel(data_axes={self.data_axes!r}): give a tuple of axes")
+            raise ValueError(f"ExpertParallel(data_axes={self.data_axes!r}): give a tuple of axis names")
         object.__setattr__(self, "data_axes", tuple(self.data_axes))
         named = (*self.data_axes, self.axis)
         if self.axis in self.data_axes:
@@ -91,10 +91,10 @@ class ExpertParallel:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedAllToAll:
-    """Rows go to their expert's device and come back: permute, exchange, local permute, experts, and all of it back.
+    """Sends each row to its expert's device and back: permute, exchange, local permute, experts, and the inverses.
 
-    ``buffer_factor`` None: room for the worst case, every row of the axis on one device; nothing is dropped. A number:
-    room for so many times the balanced load; rows that find none are dropped and counted.
+    ``buffer_factor`` None: the receive buffer fits the worst case, all rows of the axis on one device, so nothing is
+    dropped. A number: the buffer size in multiples of the balanced load; rows that do not fit are dropped and counted.
     """
 
     buffer_factor: float | None = None
@@ -114,18 +114,18 @@ class RaggedAllToAll:
         size, me, mine = jax.lax.axis_size(axis), jax.lax.axis_index(axis), experts.count
         tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
         room = buffer_rows(self.buffer_factor, tokens, chosen, size, mine)
-        # Permute: this shard's rows in order of the experts of all shards, and how many go to each.
+        # Permute: this shard's rows sorted by global expert, and the number of rows per expert.
         rows, order = permute(x.reshape(tokens, x.shape[-1]), ids.reshape(tokens, chosen), ids.size)
         counts = jnp.bincount(ids.reshape(-1), length=size * mine).astype(jnp.int32)
         plan = Plan.of(jax.lax.all_gather(counts, axis).reshape(size, size, mine), me, room)
         # Exchange.
-        most = min(tokens * min(chosen, mine), room)  # rows that one shard sends to another
+        most = min(tokens * min(chosen, mine), room)  # upper bound on rows from one shard to another
         move = functools.partial(ragged_all_to_all, axis=axis, most=most)
         received = move(rows, room, plan.send, plan.receive)
         # Local permute, this shard's experts, local unpermute.
         grouped, local = permute(received, plan.expert[:, None], room)
         back = unpermute(experts(grouped, plan.sizes), local)
-        # Exchange back; what was dropped stays zero.
+        # Exchange back; dropped rows stay zero.
         returned = move(back, ids.size, plan.receive, plan.send)
         return combine(returned, order, weights.reshape(tokens, chosen)).reshape(x.shape), plan.dropped
 
@@ -133,9 +133,9 @@ class RaggedAllToAll:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Who sends how many rows to whom, seen from one shard of the axis (of size S, with L experts each).
+    """Send and receive counts and offsets of one shard of the axis (S shards with L experts each).
 
-    ``expert``: the local expert of each row of the buffer, L for none; ``sizes``: rows of each local expert.
+    ``expert``: local expert of each row of the receive buffer, L for unused rows; ``sizes``: rows per local expert.
     """
 
     send: Side
@@ -146,8 +146,8 @@ class Plan:
 
     @classmethod
     def of(cls, counts: Int[Array, "S S L"], me: Int[Array, ""], room: int) -> "Plan":
-        """From all shards' counts: rows of shard s for the experts of shard r. Buffers fill in the order of the
-        senders; what comes after the buffer is full does not fit."""
+        """The plan of shard ``me`` from ``counts[s, r, l]``, the rows of shard s for expert l of shard r. Buffers are
+        filled in the order of the senders; rows beyond ``room`` are dropped."""
         wanted = jnp.sum(counts, axis=-1)
         begins = jnp.cumsum(wanted, axis=1) - wanted  # in the sender's rows
         arrives = jnp.cumsum(wanted, axis=0) - wanted  # in the receiver's buffer
@@ -169,8 +169,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class RingOfExperts:
-    """All tokens of the axis are gathered on each of its devices, which computes its experts' part of all of them; the
-    parts are summed and scattered back. ``buffer_factor`` as in `RaggedAllToAll`."""
+    """All-gathers the tokens of the axis; each device applies its own experts to all of them, and the partial outputs
+    are reduce-scattered. ``buffer_factor`` as in `RaggedAllToAll`."""
 
     buffer_factor: float | None = None
 
@@ -200,6 +200,6 @@ class RingOfExperts:
 
 
 def buffer_rows(factor: float | None, tokens: int, chosen: int, size: int, mine: int) -> int:
-    """Rows that a shard makes room for, of ``tokens`` on each of ``size`` shards with ``mine`` experts each."""
+    """Rows in a shard's buffer, given ``tokens`` on each of ``size`` shards with ``mine`` experts each."""
     worst = size * tokens * min(chosen, mine)
     return worst if factor is None else min(worst, max(1, math.ceil(factor * tokens * chosen)))

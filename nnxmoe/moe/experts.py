@@ -1,4 +1,4 @@
-"""The experts: gated feed-forward networks, one per group of rows."""
+"""Experts: gated feed-forward networks, one per group of rows."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Protocol
@@ -15,9 +15,9 @@ from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
 
 
 class ExpertFn(Protocol):
-    """``rows[R D]`` sorted by expert with ``sizes[E]``, or ``rows[E R D]`` with None: equally many rows per expert.
+    """Applies the experts to ``rows[R D]`` sorted by expert with group ``sizes[E]``, or to ``rows[E R D]`` with None.
 
-    Rows beyond ``sum(sizes)`` belong to no expert; their output is zero. ``rules`` shard its parameters over a mesh.
+    The output of rows beyond ``sum(sizes)`` is zero. ``rules``: the sharding rules of the parameters.
     """
 
     rules: Rules
@@ -33,7 +33,7 @@ class ExpertFn(Protocol):
 class Experts(nnx.Module):
     """An `ExpertFn` of gated networks; kernels ``gate up [E D F]``, ``down [E F D]``.
 
-    An adapter of gate and up is one of the two side by side, ``[E D 2 F]``.
+    Gate and up share one adapter, of a kernel ``[E D 2 F]``.
     """
 
     adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora_gate_up": ("gate", "up"), "lora_down": ("down",)}

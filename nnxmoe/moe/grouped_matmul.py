@@ -1,6 +1,6 @@
-"""One linear map per group of rows: ``rows[R I], kernel[E I O], sizes[E] -> [R O]``, rows sorted by group.
+"""Grouped matrix product, one kernel per group: ``rows[R I], kernel[E I O], sizes[E] -> [R O]``, rows sorted by group.
 
-Rows beyond ``sum(sizes)`` belong to no group; their output is zero on every backend.
+The output of rows beyond ``sum(sizes)`` is zero on every backend.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ Weights = Kernel | Float[Array, "E I O"]
 
 
 class GroupedMatmul(Protocol):
-    """A backend of the grouped product, with its own backward. Kernels may be given as arrays."""
+    """A backend of the grouped product, with its own backward pass. ``kernel`` may be an array."""
 
     def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]: ...
 
 
 def equal_groups(rows: Float[Array, "E R I"], kernel: Weights) -> Float[Array, "E R O"]:
-    """Equally many rows per expert: one batched product, which compilers also split over devices."""
+    """The product for equally sized groups: one batched dot, which XLA can partition over devices."""
     return as_kernel(kernel).equal_groups(rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Masked:
-    """Every expert's kernel on every row, all but the right one masked: E times the work. The oracle."""
+    """Multiplies every row by every kernel and masks the result: E times the work. The reference for the others."""
 
     def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel, ends = as_kernel(kernel), jnp.cumsum(sizes)
@@ -47,7 +47,7 @@ class Masked:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedDot:
-    """``jax.lax.ragged_dot``: a real grouped kernel on TPU; a masked dense product on CPU and NVIDIA GPUs."""
+    """``jax.lax.ragged_dot``: a grouped kernel on TPU, a masked dense product on CPU and NVIDIA GPUs."""
 
     def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         rows = zeros_beyond(rows, sizes)
@@ -57,16 +57,16 @@ class RaggedDot:
 
 
 def zeros_beyond(rows: Float[Array, "R D"], sizes: Int[Array, "E"]) -> Float[Array, "R D"]:
-    """Rows of no group set to zero, and their gradients: kernels may leave anything there, in both directions."""
+    """``rows`` with those beyond ``sum(sizes)`` set to zero. Backends may return any values there, or gradients."""
     inside = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
     return jnp.where(inside[:, None], rows, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Aligned:
-    """Another backend, given groups whose sizes are multiples of ``block`` rows: for kernels that need it so.
+    """Calls ``inner`` with group sizes rounded up to multiples of ``block``, for backends that require it.
 
-    Each group is filled up with zeros, at most ``E * (block - 1)`` rows in all.
+    Groups are padded with zeros, at most ``E * (block - 1)`` rows in total.
     """
 
     inner: GroupedMatmul
@@ -87,7 +87,7 @@ class Aligned:
 
 
 def _moved(ours: Int[Array, "E"], theirs: Int[Array, "E"], count: int, nowhere: int) -> Int[Array, "count"]:
-    """Of ``count`` rows in groups of ``ours``, where each lies in groups of ``theirs``, which may lack it."""
+    """Index of each row of groups ``ours`` within groups ``theirs``; ``nowhere`` beyond the end of the group."""
     index, ends = jnp.arange(count), jnp.cumsum(ours)
     group = jnp.minimum(jnp.searchsorted(ends, index, side="right"), ours.shape[0] - 1)
     within = index - (ends - ours)[group]
@@ -97,11 +97,11 @@ def _moved(ours: Int[Array, "E"], theirs: Int[Array, "E"], count: int, nowhere: 
 
 @dataclasses.dataclass(frozen=True)
 class Blocked:
-    """A loop over blocks of rows of one group, as many as there are: work grows with the rows, not with the experts.
+    """A loop over blocks of rows, each within one group: the work grows with the rows, not with the experts.
 
-    ``block`` None: the smallest of several sizes that holds the group, of fewer sizes where there are gradients. The
-    backward keeps only the inputs. For Hessian-vector products use forward over reverse: JAX 0.10 cannot apply reverse
-    mode twice to its loops within ``jax.checkpoint``.
+    ``block`` None: the smallest of several sizes that holds the group (of fewer sizes under differentiation). The
+    backward pass saves only the inputs. For Hessian-vector products use forward over reverse: JAX 0.10 cannot apply
+    reverse mode twice to these loops within ``jax.checkpoint``.
     """
 
     block: int | None = None
@@ -118,18 +118,18 @@ class Blocked:
         if self.block is not None:
             return _blocked((min(self.block, count),), (min(self.block, count),), rows, kernel, sizes)
         fewer = block_sizes(count, groups, FEW)
-        # A loop for few rows waits for the kernels; what is computed in vain costs nothing.
+        # With few rows per group the product is bound by reading the kernels, so padded rows cost nothing.
         return _blocked(block_sizes(count, groups, MANY) if count >= 16 * groups else fewer, fewer, rows, kernel, sizes)
 
 
-# Closest above 1: of even loads, half lie a little above the mean.
+# Block sizes as multiples of the mean group size. Densest just above 1: half of balanced loads lie slightly above it.
 FEW = (0.5, 1.125, 1.5, 2)
 MANY = (0.5, 0.75, 1, 1.125, 1.25, 1.5, 2, 4)
 
 
 def block_sizes(rows: int, groups: int, means: Sequence[float]) -> tuple[int, ...]:
-    """Sizes of blocks, each compiled by itself: so many times the mean size of a group, ascending, 2048 at most, which
-    hold a group each. A larger group is cut into blocks of the last size, 512 at most: little of them is empty."""
+    """Block sizes, ascending: multiples of the mean group size up to 2048, each compiled separately and holding a whole
+    group. Larger groups are cut into blocks of the last size, at most 512 so that little padding is computed."""
     mean = max(1, rows // groups)
     sizes = sorted({min(_rounded_up(math.ceil(mean * times)), rows) for times in means})
     whole = tuple(size for size in sizes if size <= 2048)
@@ -137,14 +137,14 @@ def block_sizes(rows: int, groups: int, means: Sequence[float]) -> tuple[int, ..
 
 
 def _rounded_up(size: int) -> int:
-    """To 16 rows, which products are made of, if that is little in proportion."""
+    """Round up to a multiple of 16 rows, the tile of matrix products; sizes below 32 stay."""
     return -(-size // 16) * 16 if size >= 32 else size
 
 
 def _for_each_group(blocks, sizes, body, init):
-    """Fold ``body(block, several, first row, end, group, carry)`` over the groups that have rows, with the smallest
-    block that holds them, or the last, of which they may need ``several``. There is a loop for each size: a choice
-    within one would copy what it is given."""
+    """Fold ``body(block, several, first row, end, group, carry)`` over the non-empty groups, with the smallest block
+    that holds the group, or the last block size, of which it may need ``several``. One loop per block size:
+    `lax.switch` inside a single loop copies its operands."""
     ends = jnp.cumsum(sizes)
     which = jnp.sum(sizes[:, None] > jnp.asarray(blocks[:-1], sizes.dtype)[None, :], axis=1)
     which = jnp.where(sizes == 0, len(blocks), which)
@@ -163,7 +163,7 @@ def _for_each_group(blocks, sizes, body, init):
 
 
 def _for_each_block(block, several, start, end, body, init):
-    """Fold ``body(first row, carry)`` over the blocks of a group, if there may be ``several``."""
+    """Fold ``body(first row, carry)`` over the blocks of a group; only one block unless ``several``."""
     if not several:
         return body(start, init)
     count = (end - start + block - 1) // block
@@ -171,13 +171,13 @@ def _for_each_block(block, several, start, end, body, init):
 
 
 def _window(block, start, end, rows):
-    """Where a block is cut from so many rows, and which of its rows are its own."""
+    """Start of a slice of ``block`` rows within ``rows``, and the mask of its rows in ``start`` to ``end``."""
     first = jnp.minimum(start, rows - block)
     index = first + jnp.arange(block)
     return first, ((index >= start) & (index < end))[:, None]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))  # jitted, or an eager call would compile its loops every time
+@functools.partial(jax.jit, static_argnums=(0, 4))  # without jit, every eager call would recompile the loops
 def _apply(blocks, rows, kernel, sizes, back):
     """The grouped product, or with ``back`` the product with each kernel's transpose."""
     count, width = rows.shape[0], kernel.shape[1 if back else 2]
@@ -205,7 +205,7 @@ def _apply(blocks, rows, kernel, sizes, back):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _kernel_gradient(blocks, form, rows, d_out, sizes):
-    """``rows.T @ d_out`` of each group: a kernel of this form."""
+    """``rows.T @ d_out`` per group, as a kernel of this form."""
     kernel = form.zeros()  # only its shape is used
 
     def group_product(block, several, start, end, group, carry):
@@ -234,7 +234,7 @@ def _kernel_gradient(blocks, form, rows, d_out, sizes):
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """What a kernel is apart from its values."""
+    """The tree structure, shapes and dtypes of a kernel; hashable."""
 
     tree: Any
     leaves: tuple[tuple[tuple[int, ...], jnp.dtype], ...]
@@ -245,13 +245,13 @@ class _Form:
 
 
 def _blocked(blocks, fewer, rows, kernel, sizes):
-    """``blocks``: block sizes of the forward pass; ``fewer``: of passes with gradients."""
+    """``blocks``: block sizes of the forward pass; ``fewer``: block sizes under differentiation."""
     leaves, tree = jax.tree.flatten(kernel)
     form = _Form(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trained)
     return _product(blocks, fewer, form, False)(rows, sizes, *leaves)
 
 
-# The product, the product with the transpose and the outer product are each other's gradients, of any order.
+# The product, the product with the transpose and the outer product are closed under differentiation, to any order.
 
 
 def _product(blocks, fewer, form, back):

@@ -1,4 +1,4 @@
-"""One ``shard_map`` around dispatch, experts and combine: each device with its own tokens and its own experts."""
+"""``shard_map`` around dispatch, experts and combine."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,11 +23,10 @@ def on_shards(
     axes: Sequence[str],
     expert_axis: str | None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "S"]]:
-    """``body(x, ids, weights, experts) -> y, dropped`` on every device, the batch split over ``axes``.
+    """Runs ``body(x, ids, weights, experts) -> y, dropped`` on every device, with the batch sharded over ``axes``.
 
-    Kernels arrive as they lie on the mesh. Experts stay split over ``expert_axis``; a feed-forward width stays split
-    over an axis that splits no tokens, and the parts of y are added up; all else is gathered, and its gradient is then
-    a reduce-scatter.
+    Experts stay sharded over ``expert_axis``. The feed-forward width stays sharded over mesh axes that do not shard
+    tokens, and the partial y are summed. All other kernel dimensions are all-gathered (gradient: reduce-scatter).
     """
     graph, state = nnx.split(experts)
     flat = nnx.to_flat_state(state)
@@ -55,6 +54,6 @@ def on_shards(
 
 
 def _split_dims(names: Sequence[str | None], spec: PartitionSpec) -> list[tuple[str, int, str]]:
-    """(logical name, dimension, mesh axis) of the dimensions that are split."""
+    """(logical name, dimension, mesh axis) of the sharded dimensions."""
     split = enumerate(zip(names, spec, strict=False))
     return [(name, dim, axis) for dim, (name, axis) in split if name is not None and axis is not None]

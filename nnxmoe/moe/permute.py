@@ -1,4 +1,4 @@
-"""Rows in order of their experts and back, with gathers in both directions and in their backward."""
+"""Sorting rows by expert and back, by gathers in the forward and the backward pass."""
 
 from typing import NamedTuple
 
@@ -10,24 +10,24 @@ from nnxmoe.layers.multilinear import multilinear
 
 
 class Order(NamedTuple):
-    """Rows sorted by expert and the assignments they are: ``assignment[row]``, and back ``row[assignment]``, which is
-    the number of rows for an assignment without one."""
+    """A permutation of assignments to rows sorted by expert: ``assignment[row]``, and its inverse ``row[assignment]``,
+    which is the number of rows (out of range) for dropped assignments."""
 
     assignment: Int[Array, "rows"]
     row: Int[Array, "R"]
 
 
 def sort_by_expert(ids: Int[Array, "R"], rows: int) -> Order:
-    """The first ``rows`` assignments in stable order of their experts."""
+    """The first ``rows`` assignments, sorted by expert (stable)."""
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     return Order(order[:rows], jnp.minimum(back, rows))
 
 
 def gather_rows(rows: Float[Array, "N D"], index: Int[Array, "M"], back: Int[Array, "N K"]) -> Float[Array, "M D"]:
-    """``rows[index]``, zeros where the index is N. ``back``: the places where each row went (M: nowhere).
+    """``rows[index]``, zeros where the index is N. ``back``: the output indices of each row (M: none).
 
-    With both directions known, the backward is a gather and a sum too; the transpose would be a scatter-add.
+    ``back`` makes the backward pass a gather and a sum; the transpose of a gather would be a scatter-add.
     """
     return _gather(rows, index, back)
 
@@ -45,26 +45,26 @@ _gather = multilinear(_gathered, {0: _gathered_back})
 
 
 def permute(x: Float[Array, "N D"], ids: Int[Array, "N X"], rows: int) -> tuple[Float[Array, "rows D"], Order]:
-    """One row for each assignment, sorted by expert: the first ``rows`` of them."""
+    """One row per assignment, sorted by expert and cut to the first ``rows``."""
     order = sort_by_expert(ids.reshape(-1), rows)
     return gather_rows(x, order.assignment // ids.shape[1], order.row.reshape(ids.shape)), order
 
 
 def unpermute(rows: Float[Array, "rows D"], order: Order) -> Float[Array, "R D"]:
-    """Rows back in the order of the assignments; zeros for those that had none."""
+    """Rows in the order of the assignments; zeros for dropped assignments."""
     return gather_rows(rows, order.row, order.assignment[:, None])
 
 
 def combine(rows: Float[Array, "rows D"], order: Order, weights: Float[Array, "N X"]) -> Float[Array, "N D"]:
-    """Undo `permute` and add up each token's rows by weight, in float32."""
+    """Undo `permute` and return the weighted sum of each token's rows, in float32."""
     back = unpermute(rows, order).reshape(*weights.shape, rows.shape[-1])
     return weighted_sum(weights, back, axis=1)
 
 
 def weighted_sum(weights: Float[Array, "M N"], rows: Float[Array, "M N D"], axis: int) -> Float[Array, "_ D"]:
-    """``sum(weights * rows)`` over one of the first two axes, in float32, without an array of float32 rows.
+    """``sum(weights * rows)`` over axis 0 or 1, in float32, without materialising the rows in float32.
 
-    Compilers fuse the cast, the product and the sum, where a dot would be given an array; and the backward casts again.
+    XLA fuses the cast, the product and the sum; a dot would need a float32 operand. The backward pass casts again.
     """
     if rows.dtype == jnp.float32:
         return jnp.einsum(
@@ -78,6 +78,6 @@ def weighted_sum(weights: Float[Array, "M N"], rows: Float[Array, "M N D"], axis
 
 
 def fitting(sizes: Int[Array, "E"], rows: int) -> Int[Array, "E"]:
-    """How much of each group lies within the first ``rows`` rows."""
+    """The number of rows of each group within the first ``rows`` rows."""
     start = jnp.cumsum(sizes) - sizes
     return jnp.clip(rows - start, 0, sizes)

@@ -1,4 +1,4 @@
-"""Rows from every shard of an axis to every other, as many as there are for each."""
+"""Ragged all-to-all: exchange of a variable number of rows between the shards of a mesh axis."""
 
 from typing import Any, NamedTuple
 
@@ -10,8 +10,8 @@ from nnxmoe.layers.multilinear import multilinear
 
 
 class Side(NamedTuple):
-    """One side of an exchange with each shard of the axis: where the rows begin ``here``, how many there are, and
-    where they begin ``there``, in the other shard's rows."""
+    """One side of an exchange with each shard of the axis: start of the rows ``here``, their ``count``, and their start
+    ``there``, in the other shard's rows."""
 
     here: Int[Array, "S"]
     count: Int[Array, "S"]
@@ -21,10 +21,10 @@ class Side(NamedTuple):
 def ragged_all_to_all(
     rows: Float[Array, "R D"], room: int, send: Side, receive: Side, *, axis: str, most: int
 ) -> Float[Array, "room D"]:
-    """The ``room`` rows that this shard receives, zeros where nothing arrives; at most ``most`` go from one to another.
+    """The ``room`` rows that this shard receives, padded with zeros. One shard sends at most ``most`` rows to another.
 
-    On TPUs and GPUs it is `jax.lax.ragged_all_to_all`, which XLA:CPU does not compile; there it is an all-to-all of
-    pieces padded to ``most`` rows, the same to the bit. The backward pass is the exchange with its sides swapped.
+    On TPUs and GPUs this is `jax.lax.ragged_all_to_all`, which XLA:CPU does not compile. On CPU it is an all-to-all of
+    pieces padded to ``most`` rows, bitwise equal. The backward pass is the exchange with the two sides swapped.
     """
 
     def there(rows: Array, *sides: Array) -> Array:

@@ -1,6 +1,6 @@
-"""Which experts each token goes to, and with what weight. All of it in float32, products included, on every platform.
+"""Routers: the experts of each token and their weights, computed in float32 (products included) on every platform.
 
-A token with NaN logits gets NaN weights, so its output is NaN.
+NaN logits produce NaN weights and so NaN outputs.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from nnxmoe.layers.lora import LoRA, with_adapter
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Chosen experts with their weights, and what the choice was made from.
+    """Chosen experts per token with their weights, and the scores and logits they were chosen from.
 
     ``scores`` are the router's probabilities (softmax) or affinities (sigmoid), without any correction bias.
-    ``valid`` is False for padding, which takes no capacity and belongs in no statistics; None: all are real.
+    ``valid`` is False for padding, which uses no capacity and is excluded from statistics; None: no padding.
     """
 
     experts: Int[Array, "*rows X"]
@@ -36,9 +36,9 @@ class Routing:
 
 
 class Select(Protocol):
-    """``(logits, bias | None) -> Routing``. Among equal scores the lower expert index wins.
+    """``(logits, bias | None) -> Routing``. Ties go to the lower expert index.
 
-    ``by_row``: whether each row is for itself, so that shards may choose for theirs alone.
+    ``by_row``: whether each row is routed independently of the others, so that each shard can route its own rows.
     """
 
     by_row: ClassVar[bool]
@@ -47,13 +47,13 @@ class Select(Protocol):
 
 
 class RouterBias(nnx.Variable):
-    """The correction bias of DeepSeek's routing: balances the load, is set by its own rule, and gets no gradient."""
+    """The correction bias of DeepSeek's routing; set by `nnxmoe.moe.balance.updated_bias`, without a gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxTopK:
-    """Softmax over all experts, then the best ``k``, rescaled to sum to 1 (Mixtral; Jiang et al. 2024) or, without
-    ``normalise``, as they are; times ``scale``. Rescaled, this is the softmax over the ``k`` best logits as well."""
+    """Softmax over all experts, then top ``k``, with weights rescaled to sum to 1 if ``normalise`` (Mixtral; Jiang et
+    al. 2024), times ``scale``. With rescaling this equals a softmax over the top ``k`` logits."""
 
     by_row: ClassVar[bool] = True
 
@@ -71,8 +71,8 @@ class SoftmaxTopK:
 
 @dataclasses.dataclass(frozen=True)
 class RandomTopK:
-    """Not a router but a load test: every expert gets as many tokens as the next (one more or less), whatever the
-    logits; weights are equal. The same ``seed`` chooses the same experts."""
+    """A load test instead of a learned router: ignores the logits and assigns tokens to experts evenly (loads differ by
+    at most one), with equal weights. Deterministic for a given ``seed``."""
 
     by_row: ClassVar[bool] = False
 
@@ -89,10 +89,10 @@ class RandomTopK:
 
 @dataclasses.dataclass(frozen=True)
 class SigmoidGroupTopK:
-    """Sigmoid affinities; the best ``top_groups`` of ``groups`` by the sum of their two best biased affinities; in
-    those the best ``k``. The bias chooses but does not weigh (DeepSeek-V3, 2024; auxiliary-loss-free balancing).
+    """Sigmoid affinities, the top ``top_groups`` of ``groups`` by the sum of their two largest biased affinities, then
+    the top ``k`` within those groups. The bias affects the choice only, not the weights (DeepSeek-V3, 2024).
 
-    Experts outside the chosen groups are masked with -inf: with 0, a negative bias would let them win.
+    Experts outside the chosen groups are masked with -inf; with 0 they could win against negative biased affinities.
     """
 
     by_row: ClassVar[bool] = True
@@ -115,12 +115,12 @@ class SigmoidGroupTopK:
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.normalise:
             weights = _normalised(weights)
-        lost = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # its group may not have been chosen
+        lost = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # else NaN is lost if its group is not chosen
         return Routing(experts, jnp.where(lost, jnp.nan, weights * self.scale), scores, logits)
 
 
 def _normalised(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
-    """``weights / (sum + 1e-20)``; without a gradient where all of them underflow, which would be 0 / 0."""
+    """``weights / (sum + 1e-20)``; without a gradient where all weights underflow, which would be 0 / 0."""
     total = jnp.sum(weights, axis=-1, keepdims=True)
     tiny = total < 1e-15
     usual = weights / (jnp.where(tiny, 1.0, total) + 1e-20)
@@ -128,10 +128,10 @@ def _normalised(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
 
 
 class Router(nnx.Module):
-    """``x[B T D] -> Routing`` by a linear map to one logit an expert; kernel ``[D, E]``, optional correction bias.
+    """``x[B T D] -> Routing`` by a linear map to one logit per expert; kernel ``[D, E]``, optional correction bias.
 
-    ``jitter``: with a key, what the router sees (and nobody else) is multiplied by random numbers of 1 - jitter to
-    1 + jitter, one for each feature of each token (Switch Transformer, Fedus et al. 2021).
+    ``jitter``: if a key is passed, the router's input is multiplied elementwise by uniform noise in
+    [1 - jitter, 1 + jitter) (Switch Transformer, Fedus et al. 2021).
     """
 
     adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora": ("kernel",)}
@@ -164,11 +164,11 @@ class Router(nnx.Module):
         x = x.astype(jnp.float32)
         if self.jitter and key is not None:
             x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
-        # Near ties decide which experts run, so no faster and less precise product will do.
+        # HIGHEST: with near ties, a less precise product would choose other experts.
         logits = with_adapter(self.kernel.read(), self.lora).float32(x, jax.lax.Precision.HIGHEST)
         bias = None if self.bias is None else self.bias[...]
         axes = divided_over(x.shape[0], mesh)
-        # XLA:CPU gathers all tokens for a top-k: keep it local.
+        # shard_map keeps top-k local to each shard; without it XLA:CPU gathers all tokens.
         if axes and self.select.by_row:
             rows = PartitionSpec(axes)
             select = jax.shard_map(
