@@ -1,1 +1,1 @@
-"""From token ids to more token ids, and text on both ends."""
+"""Text generation: tokenizer, chat templates, sampling and decoding."""

@@ -1,6 +1,6 @@
-"""Renders untrusted chat templates: runs ``template_worker.py`` in a process, and turns its failures into messages.
+"""Renders untrusted chat templates: runs ``template_worker.py`` in a subprocess and reports its failures as errors.
 
-One worker process serves all templates. It starts with the first render, is replaced after a kill, and ends with us.
+One worker process serves all templates: started by the first render, restarted after a kill, closed at exit.
 """
 
 import atexit
@@ -27,7 +27,7 @@ MEMORY = 64 * 1024 * 1024
 
 _WHY = {
     "raised": "refuses this conversation: {detail}. Change the messages to a form that it accepts",
-    "include": "includes another template ({detail}). A chat template must be a single file: insert that template",
+    "include": "includes another template ({detail}). A chat template must be a single file: inline that template",
     "output": "writes {detail}. Correct the template or shorten the messages",
     "security": "does something that is not allowed: {detail}. A template may only read its variables",
     "undefined": "uses something undefined: {detail}. Pass it in the messages or as a variable",
@@ -53,7 +53,7 @@ class _WorkerEnded(Exception):
 
 
 class _Worker:
-    """A running worker process: one line in, one line out; it is killed if its reply is late."""
+    """A running worker process: one request line in, one reply line out. It is killed if the reply is late."""
 
     def __init__(self) -> None:
         found = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
@@ -72,8 +72,8 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in keep if name in os.environ},  # no tokens, no keys
-                start_new_session=True,  # Ctrl-C must not reach it
+                env={name: os.environ[name] for name in keep if name in os.environ},  # no API tokens or keys
+                start_new_session=True,  # Ctrl-C in the terminal must not interrupt it
             )
         except OSError as error:
             raise ChatTemplateError(
@@ -117,7 +117,7 @@ class _Worker:
         return line
 
     def _how_it_ended(self) -> _WorkerEnded:
-        """The reason from the exit code: the alarm's signal means the time limit."""
+        """The reason, from the exit code; the alarm's signal means that the time limit was exceeded."""
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
@@ -136,21 +136,21 @@ class _Worker:
                     pipe.close()
 
     def disown(self) -> None:
-        """In a forked child: close our ends of the pipes without flushing; the process belongs to the parent."""
+        """In a forked child: close this process's ends of the pipes without flushing. The parent owns the worker."""
         self._process.returncode = 0
         for pipe in (self._process.stdin, self._process.stdout):
             cast(io.BufferedReader | io.BufferedWriter, pipe).raw.close()
 
 
 class _Renderer:
-    """The one worker of this process, started on demand; renders one template at a time."""
+    """The worker of this process, started on demand. Renders one template at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
 
     def render(self, request: bytes) -> dict[str, Any]:
-        """The worker's reply. After a failure that could leave it damaged, the worker is replaced."""
+        """The worker's reply. The worker is restarted after a failure that may have corrupted its state."""
         with self._lock:
             sound = False
             try:
@@ -170,7 +170,7 @@ class _Renderer:
                     self._stop()
 
     def close(self) -> None:
-        """End the worker if it runs."""
+        """Stop the worker if it is running."""
         with self._lock:
             self._stop()
 
@@ -180,7 +180,7 @@ class _Renderer:
             worker.close()
 
     def forget(self) -> None:
-        """In a forked child: the worker belongs to the parent, and the lock may be held."""
+        """In a forked child: drop the worker, which the parent owns, and the lock, which another thread may hold."""
         self._lock = threading.Lock()
         worker, self._worker = self._worker, None
         if worker:
@@ -194,10 +194,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def render_chat_template(template: str, variables: dict[str, Any], required: Iterable[str] = ()) -> str:
-    """Render a template from an untrusted source: within about a second and 64 MB, without access to files or code.
+    """Render an untrusted template in a sandbox: about 1 second, 64 MB, no access to files or code.
 
-    ``variables`` must be plain data, as in JSON. Raises ChatTemplateError, and TypeError if the template does not read
-    a variable named in ``required``.
+    ``variables`` must be JSON-serialisable. Raises ChatTemplateError, or TypeError if the template does not read a
+    variable named in ``required``.
     """
     if len(template) > TEMPLATE_CHARACTERS:
         raise _fault(f"is {len(template)} characters long; the limit is {TEMPLATE_CHARACTERS}. Shorten it")
@@ -208,7 +208,7 @@ def render_chat_template(template: str, variables: dict[str, Any], required: Ite
         why = f"cannot be given these messages or variables: {error}. Use strings, numbers, lists and dicts only"
         raise _fault(why) from None
     if len(asked) - len(template) > TEXT_CHARACTERS:
-        raise _fault(f"is given {len(asked)} characters of messages; the limit is {TEXT_CHARACTERS}. Shorten them")
+        raise _fault(f"received {len(asked)} characters of messages; the limit is {TEXT_CHARACTERS}. Shorten them")
     reply = _renderer.render(asked.encode("utf-8", "surrogatepass") + b"\n")
     text = reply.get("text")
     if isinstance(text, str):
@@ -232,5 +232,5 @@ def _fault(why: str, line: int | None = None) -> ChatTemplateError:
 
 
 def _printable(text: str) -> str:
-    """Untrusted text for a terminal: control characters become spaces."""
+    """Untrusted text made safe for a terminal: control characters become spaces."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -1,8 +1,8 @@
-"""Prefill and decode: ``generate`` for batches of ids, ``stream`` for text as it is made.
+"""Prefill and decode: ``generate`` for batches of ids, ``stream`` for text, piece by piece.
 
-Shapes are rounded up to a few sizes and the cache is written in place, so that a new prompt length or a new token
-compiles nothing. Each step is one call of a jitted function over a flat list of arrays, made before the step before it
-is waited for.
+Shapes are rounded up to a few sizes and the cache is updated in place, so that new prompt lengths and new tokens seldom
+recompile. Each step is one call of a jitted function over a flat list of arrays, dispatched before the previous step's
+token is read.
 """
 
 import functools
@@ -41,11 +41,11 @@ def generate(
     eos_token_id: Eos = ...,
     seed: int = 0,
 ) -> Integer[np.ndarray, "B T_plus_new"]:
-    """Prompts ``[B, T]`` followed by up to ``max_new_tokens`` new ids; ends early once every row has ended.
+    """Prompts ``[B, T]`` followed by up to ``max_new_tokens`` new ids; stops early once every row has ended.
 
     ``attention_mask`` is 0 at padding, on either side. ``sampling`` None: greedy. ``eos_token_id`` default: the
-    checkpoint's; None: never stop. Ended rows are filled with the checkpoint's pad id (else its eos). The same seed
-    gives the same ids. Raises ValueError for ids outside the vocabulary, empty prompts and masks of another shape.
+    checkpoint's; None: never stop. Ended rows are padded with the checkpoint's pad id (else its eos id). Deterministic
+    for a given seed. Raises ValueError for ids outside the vocabulary, empty prompts and masks of another shape.
     """
     tokens = _ids(tokens)
     eos = eos_ids(model, eos_token_id)
@@ -68,9 +68,9 @@ def stream(
     eos_token_id: Eos = ...,
     seed: int = 0,
 ) -> Iterator[str]:
-    """The continuation of one prompt (text, or ids already encoded), piece by piece, without its end token.
+    """Yields the continuation of one prompt (text or token ids) in pieces of text, without the end token.
 
-    The prompt's text followed by the pieces is the text of all ids: a first piece may begin with a space.
+    The prompt's text followed by the pieces is the decoded text of all ids, so the first piece may start with a space.
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     eos, text = eos_ids(model, eos_token_id), TextStream(tokenizer, context=ids)
@@ -91,7 +91,7 @@ def generate_tokens(
     sampling: Sampling | None,
     seed: int,
 ) -> Iterator[Int[np.ndarray, "B"]]:
-    """The next id of every row, again and again; knows nothing of ends of sequences."""
+    """Yields the next id of every row ``max_new_tokens`` times; does not stop at end tokens."""
     if isinstance(max_new_tokens, bool) or int(max_new_tokens) != max_new_tokens or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
     max_new_tokens = int(max_new_tokens)
@@ -106,9 +106,9 @@ def generate_tokens(
     ids, valid = left_padded(tokens, attention_mask)
     limit = model.config.max_position_embeddings
     if int(valid.sum(axis=1).max()) + max_new_tokens > limit:
-        logger.warning("prompt and new tokens exceed the %d positions this model was made for", limit)
+        logger.warning("prompt and new tokens exceed the %d positions (max_position_embeddings) of this model", limit)
     rows, mesh = len(ids), model.strategy.mesh
-    more = -rows % shards(mesh, batch_axes(mesh))  # rows of padding, until the batch divides
+    more = -rows % shards(mesh, batch_axes(mesh))  # rows of padding that make the batch divisible by the shards
     ids, valid = (np.pad(a, ((0, more), (0, 0))) for a in (ids, valid))
     real = np.arange(rows + more) < rows if more else None
     steps, knobs = prepare(sampling, vocab)
@@ -138,13 +138,13 @@ def generate_tokens(
                 token, dropped = next(started)
                 new = np.asarray(token)
             yield new[:rows]
-    finally:  # the count is not donated: it is there also where a step was broken off
+    finally:  # the count is not donated, so it can be read even after an interrupted step
         if count := int(dropped):
-            logger.warning("%d assignments to experts found no room: %s", count, model.strategy.dispatch)
+            logger.warning("%d assignments to experts were dropped: %s", count, model.strategy.dispatch)
 
 
 def _one_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Each item is begun before the one before it is handed out: a device has its next step while Python reads."""
+    """Yields the items, computing one ahead, so that the device has its next step while Python reads the last one."""
     for now in items:
         for after in items:
             yield now
@@ -159,19 +159,19 @@ def _check_room(model: CausalLM, batch: int, capacity: int) -> None:
         raise ValueError(
             f"a cache of {capacity} tokens for batch {batch} needs {need / 1e9:.1f} GB, "
             f"{where} is {have / 1e9:.1f} GB: "
-            "ask for fewer max_new_tokens or a smaller batch"
+            "use fewer max_new_tokens or a smaller batch"
         )
 
 
 class Memory(NamedTuple):
-    """What a step hands to the next: the model's cache and, where a penalty asks for it, the ids seen so far."""
+    """State carried between steps: the cache and, with a repetition penalty, the mask of ids seen so far."""
 
     cache: Cache
     seen: Bool[Array, "B V"] | None
 
 
 class _Programs:
-    """The compiled prefill and decode step of one model structure; its weights are passed in at every call."""
+    """The compiled prefill and decode step of one model structure; the weights are arguments of every call."""
 
     def __init__(self, graph: Any, tree: Any):
         self._known: set[Any] = set()
@@ -224,12 +224,10 @@ class _Programs:
         self.decode = jax.jit(decode, static_argnums=(5,), donate_argnums=(4,))
 
     def announce(self, shape: tuple[int, ...], capacity: int, steps: Steps) -> None:
-        """Say so when the next call has to compile."""
+        """Log that the next call will compile, if it will."""
         if (shape, capacity, steps) not in self._known:
             self._known.add((shape, capacity, steps))
-            say(
-                "compiling for batch %d, prompts up to %d tokens, %d in all (once for each such size)", *shape, capacity
-            )
+            say("compiling for batch %d, prompts up to %d tokens, %d in all (once per combination)", *shape, capacity)
 
 
 _programs = functools.lru_cache(maxsize=16)(_Programs)
@@ -245,7 +243,7 @@ def _see(seen: Bool[Array, "B V"] | None, token: Int[Array, "B"]) -> Bool[Array,
 
 
 def bucket(length: int, smallest: int = 16) -> int:
-    """The next of 16, 24, 32, 48, 64, 96, …: at most half as much again as what is needed."""
+    """``length`` rounded up to one of 16, 24, 32, 48, 64, 96, …: at most 1.5 times ``length`` or ``smallest``."""
     size = smallest
     while size < length:
         if size * 3 // 2 >= length:
@@ -255,7 +253,7 @@ def bucket(length: int, smallest: int = 16) -> int:
 
 
 def left_padded(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Real tokens moved to the right end, wherever the padding was, and the length rounded up: ids and validity."""
+    """Ids and validity mask with all padding moved to the left and the length rounded up by `bucket`."""
     valid = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask) != 0
     if valid.shape != tokens.shape:
         raise ValueError(f"attention_mask must have the tokens' shape {list(tokens.shape)}, got {list(valid.shape)}")
@@ -270,7 +268,7 @@ def left_padded(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarr
 
 
 def eos_ids(model: CausalLM, eos_token_id: Eos) -> tuple[int, ...]:
-    """The ids that end a sequence; ``...`` asks generation_config.json, then config.json."""
+    """The ids that end a sequence; ``...`` reads them from generation_config.json, else config.json."""
     if eos_token_id is ...:
         eos_token_id = model.generation_config.get("eos_token_id", model.config.eos_token_id)
     if eos_token_id is None:
@@ -280,7 +278,7 @@ def eos_ids(model: CausalLM, eos_token_id: Eos) -> tuple[int, ...]:
 
 def _pad_id(model: CausalLM, eos: tuple[int, ...]) -> int:
     pad = model.generation_config.get("pad_token_id", model.config.pad_token_id)
-    return int(pad) if pad is not None and pad >= 0 else (eos[0] if eos else 0)  # -1: an older way to say none
+    return int(pad) if pad is not None and pad >= 0 else (eos[0] if eos else 0)  # -1: none, in old checkpoints
 
 
 def _ids(tokens: Any) -> np.ndarray:

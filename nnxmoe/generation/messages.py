@@ -1,16 +1,16 @@
-"""Chat messages as templates expect them, and prompts that end inside the last message."""
+"""Chat messages in the form that templates expect, and prompts that end inside the last message."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nnxmoe.generation.tokenizer_files import TokenizerError
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field in templates by different authors
-_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims its messages
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field in different templates
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to detect whether the template strips its messages
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the messages without fields that are None, and with reasoning under every name in use."""
+    """Copies of the messages without None fields, with reasoning stored under each name that templates read."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
     if not is_list or not all(isinstance(message, Mapping) for message in messages):
         raise TokenizerError('messages must be a list of dicts like {"role": "user", "content": "Hello"}')
@@ -29,8 +29,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def mark_end(messages: list[dict[str, Any]], field: str) -> tuple[list[dict[str, Any]], str]:
     """Appends a mark to a field of the last message; returns the messages and the field's text without the mark.
 
-    ``field`` holds a text, or a list of blocks, of which the last with a "text" is marked. Reasoning is marked under
-    each of its names.
+    If ``field`` holds a list of blocks, the last block with a "text" is marked. Reasoning is marked under each of its
+    names.
     """
     *before, last = messages
     value = last.get(field)

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits, in the order that transformers applies the same knobs."""
+"""Sampling of the next token from logits. Options are applied in the same order as in transformers."""
 
 import dataclasses
 import math
@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Knobs of random sampling; each is off at its default. ``temperature`` 0 is greedy (after the penalty).
+    """Sampling options; each is off at its default. ``temperature`` 0 is greedy (after the repetition penalty).
 
-    ``top_k``: the k likeliest (0 or None: all). ``top_p``: the likeliest that together reach p. ``min_p``: those at
-    least p times as likely as the best. ``repetition_penalty``: above 1 makes tokens seen before less likely.
+    ``top_k``: keep the k most likely tokens (0 or None: all). ``top_p``: keep the fewest that sum to p. ``min_p``: keep
+    those at least p times as likely as the best. ``repetition_penalty``: > 1 makes tokens already seen less likely.
     """
 
     temperature: float = 1.0
@@ -39,7 +39,7 @@ class Sampling:
 
 
 class Steps(NamedTuple):
-    """Which knobs are in use: the part of a Sampling that a compiled program depends on."""
+    """Which options are in use: the static part of a Sampling."""
 
     random: bool
     penalty: bool
@@ -47,7 +47,7 @@ class Steps(NamedTuple):
 
 
 class Knobs(NamedTuple):
-    """The knobs' values: the part that may change without compiling anew."""
+    """Values of the options: the part that may change without recompilation."""
 
     temperature: Float[Array, ""]
     top_k: Int[Array, ""]
@@ -57,7 +57,7 @@ class Knobs(NamedTuple):
 
 
 def prepare(sampling: Sampling | None, vocab: int) -> tuple[Steps, Knobs]:
-    """Split a Sampling (None: greedy) into what is compiled in and what is passed in."""
+    """Split a Sampling (None: greedy) into its static part and its traced values."""
     s = sampling or Sampling(temperature=0.0)
     top_k = min(s.top_k or vocab, vocab)
     random = s.temperature > 0
@@ -69,7 +69,7 @@ def prepare(sampling: Sampling | None, vocab: int) -> tuple[Steps, Knobs]:
 def pick(
     logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, steps: Steps, knobs: Knobs, key: Key[Array, ""]
 ) -> Int[Array, "B"]:
-    """The next token of each row. A row's randomness does not depend on the rows beside it."""
+    """The next token of each row. The random numbers of a row do not depend on the number of rows."""
     if steps.penalty:
         assert seen is not None
         punished = jnp.where(logits < 0, logits * knobs.penalty, logits / knobs.penalty)
@@ -84,11 +84,11 @@ def pick(
 
 
 def _threshold(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B"]:
-    """The smallest logit that may be chosen: top-k, then top-p among those, then min-p."""
+    """The smallest logit that is kept by top-k, then top-p, then min-p."""
     ordered = -jnp.sort(-logits, axis=-1)
     rank = jnp.arange(logits.shape[-1])[None, :]
     least = jnp.take(ordered, knobs.top_k - 1, axis=-1)[:, None]
-    ordered = jnp.where(ordered < least, -jnp.inf, ordered)  # equals of the k-th stay, as in transformers
+    ordered = jnp.where(ordered < least, -jnp.inf, ordered)  # keeps ties with the k-th, as transformers does
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     kept = ((before < knobs.top_p) | (knobs.top_p == 1) | (rank == 0)) & (ordered >= least)

@@ -1,13 +1,13 @@
 """Renders chat templates in a separate process; ``chat_template.py`` runs this file by its path.
 
 Templates come with checkpoints and are untrusted. Jinja's sandbox protects Python's internals, but it cannot stop
-``'a' * 10**10``, ``9**9**9`` or nested loops, which spend their time inside one C call. Hence a process whose time,
-memory and files are limited by the kernel. Standard library and jinja2 only.
+``'a' * 10**10``, ``9**9**9`` or nested loops, which spend their time inside one C call. The kernel therefore limits the
+time, memory and files of this process. It imports the standard library and jinja2 only.
 
 Started as ``python -I -S template_worker.py SETTINGS``; SETTINGS is a JSON object ``{path, seconds, memory, output}``:
 folders for ``sys.path``, seconds and bytes per render, characters of output. It writes ``{"ready": true}`` and answers
 each line ``{template, variables, required}`` with ``{"text"}``, ``{"error", "detail", "line"}``, or, if the template
-does not read a required variable, ``{"unused", "names"}``: that variable, and the names that the template does read.
+does not read a required variable, ``{"unused", "names"}``: that variable, and the names that the template reads.
 """
 
 import functools
@@ -22,11 +22,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-if __name__ == "__main__":  # the parent's jinja2 and markupsafe: -S leaves every site-packages folder out
+if __name__ == "__main__":  # the parent's jinja2 and markupsafe: -S excludes every site-packages folder
     sys.path.extend(json.loads(sys.argv[1])["path"])
 
 import jinja2
-import jinja2.constants  # jinja2 imports it and debug while rendering, like textwrap
+import jinja2.constants  # like textwrap: jinja2 imports it and debug while rendering
 import jinja2.debug
 import jinja2.ext
 import jinja2.nodes
@@ -36,7 +36,7 @@ import jinja2.utils
 
 try:
     import resource
-except ImportError:  # Windows has neither rlimits nor timers: only the parent limits the time
+except ImportError:  # Windows has neither rlimits nor timers; there only the parent enforces the time limit
     resource = None
 
 
@@ -53,12 +53,12 @@ class OutputTooLong(Exception):
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the assistant's text; here the body is rendered as it is."""
+    """``{% generation %}...{% endgeneration %}`` marks the assistant's text; the body is rendered unchanged."""
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Turn the block into a call of :meth:`body`, which gives it its own scope."""
+        """Turn the block into a call of :meth:`body`, so that it has its own scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
@@ -140,7 +140,7 @@ def make_environment() -> jinja2.Environment:
 
 
 def render(compiled: jinja2.Template, variables: dict[str, Any], longest: int) -> str:
-    """Render piece by piece, so that endless output stops at ``longest`` characters."""
+    """Render in pieces, so that endless output stops at ``longest`` characters."""
     pieces: list[str] = []
     length = 0
     rendered: Iterator[str] = compiled.root_render_func(compiled.new_context(variables))
@@ -153,14 +153,14 @@ def render(compiled: jinja2.Template, variables: dict[str, Any], longest: int) -
 
 
 def unused_variable(environment: jinja2.Environment, template: str, required: list[str]) -> dict[str, Any]:
-    """The reply for a required variable that the template never reads; empty if there is none."""
+    """The reply for the first required variable that the template never reads; empty if it reads all."""
     if not required:
         return {}
     names = {node.name for node in environment.parse(template).find_all(jinja2.nodes.Name) if node.ctx == "load"}
     return next(({"unused": name, "names": sorted(names)} for name in required if name not in names), {})
 
 
-# An error gets the name of the first kind that matches.
+# The first matching class determines the kind of an error.
 KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (RaisedByTemplate, "raised"),
     (OtherTemplateWanted, "include"),
@@ -202,13 +202,13 @@ def limit_process(memory: int) -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """Let the kernel end this process after ``seconds`` of wall time; 0 cancels the limit.
+    """Let the kernel kill this process after ``seconds`` of wall time; 0 cancels the limit.
 
     SIGALRM keeps its default action: a Python handler would only run after the current C call.
     """
     if resource is None:
         return
-    if seconds:  # limits the processor time too, in case the alarm is lost
+    if seconds:  # limits the CPU time too, in case the alarm is lost
         used = math.ceil(time.process_time() + seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (used + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]))
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -1,7 +1,7 @@
 """Text to token ids and back: a checkpoint's tokenizer, its chat template, and streaming decoding.
 
-The ids are those of the ``tokenizers`` library and ``tokenizer.json``. ``add_bos_token`` in ``tokenizer_config.json``
-is ignored, as by transformers 5 for such files.
+Ids are computed by the ``tokenizers`` library from ``tokenizer.json``. ``add_bos_token`` in ``tokenizer_config.json``
+is ignored, as transformers 5 does for such files.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ class Tokenizer:
         source: str,
         template_file: str | None = None,
     ) -> None:
-        backend.no_truncation()  # these settings of tokenizer.json are meant for training batches
+        backend.no_truncation()  # truncation and padding in tokenizer.json are settings for training batches
         backend.no_padding()
         self.backend = backend
         self.special_tokens = dict(special_tokens)
@@ -85,7 +85,7 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Special tokens spelled out in the text become these tokens."""
+        """Token ids of a text. Special tokens written in the text are encoded as special tokens."""
         if not isinstance(text, str):
             raise TypeError(f"encode takes a str, not {type(text).__name__}")
         try:
@@ -97,16 +97,16 @@ class Tokenizer:
             raise backend_failure(error, f"{self.source}: {TOKENIZER} cannot encode a text") from None
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        """Text of one row of ids: a list, or an integer array of NumPy or JAX. Unknown ids give no text."""
+        """Text of one row of ids: a list, or an integer array of NumPy or JAX. Unknown ids are skipped."""
         row = np.asarray(ids)
         if row.ndim > 1:
             raise TokenizerError(f"decode takes one row of ids, not an array of shape {row.shape}: decode row by row")
         if row.size and not (np.issubdtype(row.dtype, np.integer) and 0 <= row.min() and row.max() < 2**32):
-            raise TokenizerError(f"token ids must be integers from 0, not {row.tolist()!r:.60} ({row.dtype})")
+            raise TokenizerError(f"token ids must be integers >= 0, not {row.tolist()!r:.60} ({row.dtype})")
         return self.decode_list([int(i) for i in row.reshape(-1)], skip_special_tokens)
 
     def decode_list(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """:meth:`decode` without the checks, for loops."""
+        """:meth:`decode` without validation, for use in loops."""
         try:
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except BaseException as error:
@@ -126,14 +126,14 @@ class Tokenizer:
         """Render a conversation as the prompt the model was trained on: a str, or its ids with ``tokenize=True``.
 
         ``tools`` are JSON schemas; ``chat_template`` names one of several templates. ``continue_final_message`` leaves
-        the last message open, for the model to continue its "content" (or the field of the given name). Other keyword
-        arguments are variables of the template, such as ``enable_thinking``: TypeError for one that it does not read.
-        Raises TokenizerError, also if the template fails (it runs in its own process, within a second and 64 MB).
+        the last message open, for the model to continue its "content" (or the named field). Other keyword arguments are
+        variables of the template, such as ``enable_thinking``; TypeError if the template does not read one of them.
+        Raises TokenizerError, also if the template fails. It runs in a subprocess limited to 1 second and 64 MB.
         """
         plain, end = plain_messages(messages), None
         if continue_final_message:
             if add_generation_prompt:
-                raise TokenizerError("give add_generation_prompt or continue_final_message, not both")
+                raise TokenizerError("pass add_generation_prompt or continue_final_message, not both")
             field = "content" if continue_final_message is True else continue_final_message
             plain, end = mark_end(plain, field)
         given = {
@@ -149,11 +149,11 @@ class Tokenizer:
         except ChatTemplateError as error:
             raise TokenizerError(f"{self._template_file}: {error}") from None
         text = text if end is None else cut_at_mark(text, end)
-        # The template writes the special tokens itself.
+        # The rendered text already contains the special tokens.
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _template(self, name: str | None, with_tools: bool) -> str:
-        """The template of that name; by default "tool_use" if tools are given and it exists, else "default"."""
+        """The template of that name; None: "tool_use" if there are tools and it exists, else "default"."""
         if name is None:
             name = "tool_use" if with_tools and "tool_use" in self.chat_templates else "default"
         if name in self.chat_templates:
@@ -173,7 +173,7 @@ class Tokenizer:
 class TextStream:
     """Decodes tokens one by one: ``put`` returns the text that a token completes, ``end`` the rest.
 
-    Incomplete characters are held back until the tokens that complete them arrive. Each step decodes only a short
+    Incomplete characters are buffered until the tokens that complete them arrive. Each step decodes only a short
     window. It begins with tokens whose text has been returned, since decoders treat the start of a text differently
     (leading spaces). ``context``: the prompt's ids; the prompt's text followed by the pieces is the text of all ids.
     """

@@ -1,4 +1,4 @@
-"""Reads the tokenizer's files of a checkpoint, a local folder or a repository of Hugging Face's hub."""
+"""Reads a checkpoint's tokenizer files from a local folder or a Hugging Face repository."""
 
 import base64
 import binascii
@@ -27,9 +27,9 @@ from nnxmoe.storage.hub import TOKENIZER_FILES, local_folder, snapshot
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
 REMEDY = "Download the file again"
-MAX_BYTES = 100_000_000  # Gemma's tokenizer.json has 33 MB
+MAX_BYTES = 100_000_000  # for comparison: Gemma's tokenizer.json has 33 MB
 MAX_GROWTH = 1000
-EXPLAINED_BYTES = 16_000_000  # a larger tokenizer.json that the library refuses is not parsed again
+EXPLAINED_BYTES = 16_000_000  # a rejected tokenizer.json up to this size is parsed again for a clearer error
 
 
 class TokenizerError(ValueError):
@@ -37,7 +37,7 @@ class TokenizerError(ValueError):
 
 
 def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_only: bool) -> Path:
-    """The local folder, or the hub's cache folder after fetching the tokenizer's files only."""
+    """The local folder, or the hub's cache folder after downloading only the tokenizer's files."""
     folder = local_folder(path_or_hub_id, TokenizerError)
     if folder is not None:
         return folder
@@ -45,7 +45,7 @@ def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_on
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
-    """Load tokenizer.json; errors are clearer than the library's."""
+    """The tokenizer in tokenizer.json. Raises TokenizerError if it is missing or invalid."""
     path = folder / TOKENIZER
     if not os.path.lexists(path):
         hint = " (its tokenizer.model is SentencePiece)" if (folder / "tokenizer.model").exists() else ""
@@ -69,7 +69,7 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _check_precompiled(path: Path, data: bytes) -> None:
-    """Refuses a truncated character map, on which the library aborts the process."""
+    """Refuses a truncated character map, for which ``tokenizers`` aborts the process."""
     if b"recompiled" not in data and not re.search(rb"\\u00[4-7]", data):  # the name, possibly with escaped letters
         return
     found: Any = parse_json(data, path, REMEDY, TokenizerError, values=20 * MAX_JSON_VALUES)
@@ -82,7 +82,7 @@ def _check_precompiled(path: Path, data: bytes) -> None:
 
 
 def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
-    """Refuses Replace steps that together multiply a text without bound: out of memory, the library aborts."""
+    """Refuses Replace steps that multiply a text's length beyond MAX_GROWTH: ``tokenizers`` aborts out of memory."""
     for name in ("normalizer", "decoder"):
         part, growth = getattr(backend, name), 1.0
         for step in _steps(json.loads(part.__getstate__()) if part is not None else None):
@@ -91,7 +91,7 @@ def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
                 growth *= max(1.0, len(content) / max(1, len(pattern.get("String") or "")))
         if growth > MAX_GROWTH:
             raise TokenizerError(
-                f"{path}: {name}: its Replace steps make a text up to {growth:.0f} times as long. {REMEDY}"
+                f"{path}: {name}: its Replace steps can make a text {growth:.0f} times as long. {REMEDY}"
             )
 
 
@@ -105,7 +105,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) -> None:
-    """Refuses added tokens whose ids are taken or leave a gap: the library would give them other ids."""
+    """Refuses added tokens whose ids are taken or leave a gap: ``tokenizers`` would assign other ids."""
     match = re.search(rb'"added_tokens"\s*:\s*', data)
     try:
         tokens = json.JSONDecoder().raw_decode(data[match.end() :].decode(errors="replace"))[0] if match else []
@@ -117,7 +117,7 @@ def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) 
             if known is not None and known != token.get("id"):
                 raise TokenizerError(
                     f"{path}: added_tokens: {short(content)} has the id {short(token.get('id'))}, but the vocabulary "
-                    f"leaves it {known}. {REMEDY}"
+                    f"assigns it {known}. {REMEDY}"
                 )
 
 
@@ -142,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Every ``*_token`` that is a text or an object with a text as "content"."""
+    """Every ``*_token`` field that is a string, or an object with a string "content"."""
     tokens: dict[str, str] = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -180,7 +180,7 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[s
 def _read_template(path: Path) -> str:
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(TEMPLATE_CHARACTERS + 1)  # one character more than allowed is refused when rendering
+            text = file.read(TEMPLATE_CHARACTERS + 1)  # one more than the limit, which rendering checks
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} is not UTF-8 text ({error}). {REMEDY}") from None
     except OSError as error:
