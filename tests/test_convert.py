@@ -282,6 +282,6 @@ def test_a_killed_conversion_leaves_nothing_under_the_name(to: str, tmp_path: Pa
 def test_it_says_how_much_memory_it_will_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     convert(MIXTRAL, str(tmp_path / "a"), "orbax")
-    assert "expected peak memory 0.00 GB beside the program's own" in caplog.text
+    assert "expected peak memory 0.00 GB, without the program's own" in caplog.text
     conversion._announce({"x": LazyArray((10**6, 10**6), np.dtype(np.float32), lambda *_: None)}, None)
     assert "expected peak memory 12000.00 GB" in caplog.text and "that is more than the " in caplog.text

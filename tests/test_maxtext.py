@@ -106,7 +106,7 @@ def test_of_a_training_state_the_parameters_are_taken(caplog: pytest.LogCaptureF
     model = maxtext.from_tree(state, config)
     identical(flat(maxtext.to_tree(model)), params)
     assert model.load_report is not None and model.load_report.skipped == {"state of a training": ("opt_state", "step")}
-    with pytest.raises(CheckpointError, match=r"ema/params/decoder/decoder_norm/scale \[32\] is no parameter"):
+    with pytest.raises(CheckpointError, match=r"ema/params/decoder/decoder_norm/scale \[32\] is not a parameter"):
         maxtext.from_tree({**tree, "ema": moments}, config)
     with pytest.raises(
         CheckpointError, match="there are two arrays decoder/decoder_norm/scale, one of them at params/params/"
@@ -183,7 +183,7 @@ def test_one_error_lists_all_that_is_wrong() -> None:
         maxtext.from_tree(nested(params), config)
     for fault in (
         "decoder/layers_0/MoeBlock_0/wo is missing, [8, 48, 32]",
-        "decoder/layers_0/extra/kernel [3, 4] is no parameter",
+        "decoder/layers_0/extra/kernel [3, 4] is not a parameter",
         "decoder/layers_0/MoeBlock_0/gate/kernel has shape [8, 32], the config asks for [32, 8] (it looks transposed)",
         "decoder/layers_0/self_attention/query/kernel has shape [32, 8, 6], the config asks for [32, 4, 12]",
         "decoder/decoder_norm/scale is int32: weights are float32, bfloat16, float16, float64",
@@ -333,7 +333,7 @@ def test_a_step_that_is_not_whole_is_told(tmp_path: Path, caplog: pytest.LogCapt
     assert not caplog.text
     (tmp_path / "12" / "items").mkdir(parents=True)
     identical(flat(maxtext.to_tree(maxtext.load(tmp_path, config_of(case.name)))), params_of(case.name))
-    assert "12 is not whole: step 007 is read" in caplog.text
+    assert "12 is incomplete: step 007 is read" in caplog.text
 
 
 DAMAGES: dict[str, Any] = {

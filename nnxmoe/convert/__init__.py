@@ -1,1 +1,1 @@
-"""Checkpoints: from files to modules and back."""
+"""Checkpoint conversion: loading models from files and saving them."""

@@ -1,6 +1,6 @@
-"""What a model needs compared with what a checkpoint stores, from shapes and dtypes alone.
+"""Compares the arrays that a model needs with those that a checkpoint stores, by name, shape and dtype.
 
-Loading and ``nnxmoe inspect`` judge by this one list of faults.
+Loading and ``nnxmoe inspect`` use the same check.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ _SHOWN = 20
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """``missing``: names without an array; ``unexpected``: names that the model does not need; ``wrong``: sentences
-    about arrays of the wrong shape or dtype."""
+    """``missing``: names without an array; ``unexpected``: names that the model does not use; ``wrong``: messages about
+    arrays of the wrong shape or dtype."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -29,7 +29,7 @@ class Faults:
 
 
 def check(leaves: Mapping[str, Leaf], arrays: LazyArrays) -> Faults:
-    """Compare the arrays that a layout asks for with those that are there."""
+    """The differences between the arrays that a layout needs and those that are stored."""
     return Faults(
         tuple(sorted(leaves.keys() - arrays.keys())),
         tuple(sorted(arrays.keys() - leaves.keys())),
@@ -50,7 +50,7 @@ def _wrong(name: str, leaf: Leaf, arrays: LazyArrays) -> Iterator[str]:
 
 
 def refuse(faults: Faults, leaves: Mapping[str, Leaf], report: LoadReport, misfit: str, remedy: str = "") -> None:
-    """Raise LoadError, which begins with ``misfit``, if arrays are missing or wrong."""
+    """Raise LoadError if arrays are missing or wrong. The message begins with ``misfit`` and lists up to 20 of them."""
     lines = [f"{name} is missing, {list(leaves[name].shape)}" for name in faults.missing] + list(faults.wrong)
     if lines:
         more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []

@@ -1,4 +1,4 @@
-"""From one kind of checkpoint to another, by way of a model: found out, announced, written, read back and compared."""
+"""Converts checkpoints between formats: detects the format, loads a model, writes it and optionally verifies it."""
 
 import contextlib
 import dataclasses
@@ -36,8 +36,8 @@ _PROMPT = 8  # tokens whose logits are compared
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of checkpoint. ``stored(folder)``: its arrays as they lie there; ``made(model, scan)``: its arrays as
-    ``save(model, folder, scan)`` writes them; ``load(folder, config, dtype, strategy)``: a model."""
+    """A checkpoint format. ``stored(folder)``: the arrays in a folder; ``made(model, scan)``: the arrays that
+    ``save(model, folder, scan)`` writes; ``load(folder, config, dtype, strategy)``: a model."""
 
     stored: Callable[[str], contextlib.AbstractContextManager[LazyArrays]]
     made: Callable[[CausalLM, bool], LazyArrays]
@@ -74,7 +74,7 @@ KINDS = {
 
 
 def kind_of(path_or_hub_id: str) -> str:
-    """Which of `KINDS` a folder holds; a hub id is ``hf``. Raises CheckpointError where it is none of them."""
+    """The key in `KINDS` of a folder's format; a hub id is ``hf``. Raises CheckpointError for unknown formats."""
     folder = local_folder(path_or_hub_id, CheckpointError)
     if folder is None or (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
         return "hf"
@@ -93,7 +93,7 @@ def kind_of(path_or_hub_id: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What a conversion did; speeds in bytes a second. ``difference``: of logits, where they were compared."""
+    """Result of a conversion; speeds in bytes per second. ``difference``: largest logits difference, if verified."""
 
     source: str
     target: str
@@ -115,18 +115,18 @@ def convert(
     config: str | None = None,
     verify: bool = False,
 ) -> Done:
-    """Write the checkpoint ``source``, of whatever kind, as one of kind ``to`` into ``target``, a new or empty folder.
+    """Convert the checkpoint ``source``, in any supported format, to format ``to`` in the new or empty ``target``.
 
-    ``scan``: layers as one array (not for ``hf``). ``config``: a folder with config.json, or a preset's name, where
-    ``source`` has none. ``verify``: read every array back and compare it, to the bit, and the logits of a small prompt
-    of both models. Raises ValueErrors, before anything is read where they can be known.
+    ``scan``: stack layers in one array (not for ``hf``). ``config``: a folder with config.json or a preset's name, for
+    sources without config.json. ``verify``: read all arrays back and compare them bitwise, and compare the logits of
+    both models for a short prompt. Raises ValueError; invalid arguments are reported before anything is read.
     """
     if to not in KINDS:
-        raise ValueError(f"--to {to}: one of {', '.join(KINDS)}")
+        raise ValueError(f"--to {to}: choose one of {', '.join(KINDS)}")
     if scan and to == "hf":
         raise ValueError("--scan: Hugging Face's layout keeps every layer's tensors apart; leave it out")
     if verify and jax.process_count() > 1:
-        raise ValueError("--verify compares in one process: run it again there, on the machine with the files")
+        raise ValueError("--verify needs a single process: run it on one machine that has the files")
     refuse_unless_empty(target)
     kind, writer = KINDS[kind_of(source)], KINDS[to]
     if config is not None and kind is not KINDS["maxtext"]:
@@ -147,7 +147,7 @@ def convert(
     write_speed, difference = size / (time.perf_counter() - started), None
     if verify:
         _compare(made, writer, target)
-        narrow = any(array.dtype.itemsize < 4 for array in made.values())  # also where only queries are rounded
+        narrow = any(array.dtype.itemsize < 4 for array in made.values())  # true also if only queries are rounded
         wanted, used = _logits(model), model.config
         del model, made
         difference = _difference(wanted, _logits(writer.load(target, used, None, strategy)), target, narrow)
@@ -163,7 +163,7 @@ def _given_config(name: str | None) -> DecoderConfig | None:
 
 
 def _take_along(model: CausalLM, folder: Path) -> None:
-    """What a folder with config.json has and the source has not."""
+    """Use the folder's tokenizer files and generation config where the source has none."""
     assert model.load_report is not None
     if model.load_report.files is None or not has_tokenizer(model.load_report.files):
         model.load_report = dataclasses.replace(model.load_report, files=str(folder))
@@ -171,20 +171,22 @@ def _take_along(model: CausalLM, folder: Path) -> None:
 
 
 def _announce(arrays: LazyArrays, dtype: Any) -> None:
-    """Say how much memory this is expected to take: the model, and its largest array while it is changed."""
+    """Log the expected peak memory: the model plus two copies of its largest array."""
     width = np.dtype(dtype).itemsize if dtype is not None else None
     sizes = [math.prod(a.shape) * (width or max(a.kind.itemsize, 2)) for a in arrays.values()] or [0]
     need, (have, where) = sum(sizes) + 2 * max(sizes), memory_bytes()
-    say("%d arrays; expected peak memory %.2f GB beside the program's own", len(arrays), need / 1e9)
+    say("%d arrays; expected peak memory %.2f GB, without the program's own", len(arrays), need / 1e9)
     if need > have:
-        logger.warning("that is more than the %.2f GB of %s: give --mesh, or a larger machine", have / 1e9, where)
+        logger.warning("that is more than the %.2f GB of %s: pass --mesh or use a larger machine", have / 1e9, where)
 
 
 def _compare(made: LazyArrays, writer: Kind, target: str) -> None:
-    """Every array of a folder against the model's, bit by bit."""
+    """Raise CheckpointError unless every array in the folder is bitwise equal to the model's."""
     with writer.stored(target) as found, bytes_bar(sum(a.nbytes for a in made.values()), "verifying") as bar:
         if odd := sorted(found.keys() ^ made.keys()):
-            raise CheckpointError(f"{target}: {odd[0]} is not in both files and model: remove it and convert again")
+            raise CheckpointError(
+                f"{target}: {odd[0]} is not in both files and model: remove the folder and convert again"
+            )
         for name, array in made.items():
             ours, theirs = np.asarray(array), np.asarray(found[name])
             if (
@@ -208,7 +210,7 @@ def _logits(model: CausalLM) -> np.ndarray:
 
 
 def _difference(wanted: np.ndarray, found: np.ndarray, target: str, narrow: bool) -> float:
-    """By how much the logits of what was written are off; where it is more than rounding, CheckpointError."""
+    """The largest difference of the logits; CheckpointError if it exceeds rounding errors."""
     apart = ~((found == wanted) | (np.isnan(found) & np.isnan(wanted)))
     with np.errstate(invalid="ignore"):
         difference = float(np.max(np.abs(found - wanted), initial=0, where=apart))

@@ -1,4 +1,4 @@
-"""Dtypes of weights: what may be asked for, what files are loaded as, and what activations take."""
+"""Dtypes: which are supported for weights, the default dtype when loading, and the dtype of activations."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +13,7 @@ from nnxmoe.model.strategy import Strategy
 
 
 def float_dtype(dtype: Any) -> np.dtype | None:
-    """A dtype for weights; None stays None. ValueError for others than float32, bfloat16 and float16."""
+    """``dtype`` as a NumPy dtype; None stays None. ValueError unless it is float32, bfloat16 or float16."""
     if dtype is None:
         return None
     try:
@@ -26,23 +26,22 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 
 
 def natural_dtype(kinds: Iterable[np.dtype]) -> np.dtype:
-    """The dtype that arrays of these dtypes are loaded as by default: the widest; FP8 as bfloat16, float64 as
-    float32."""
+    """The default dtype for loading arrays of these dtypes: the widest, with FP8 as bfloat16 and float64 as float32."""
     narrowed = {1: np.dtype(ml_dtypes.bfloat16), 8: np.dtype(np.float32)}
     return np.dtype(jnp.result_type(*(narrowed.get(kind.itemsize, kind) for kind in kinds)))
 
 
 def activations_dtype(strategy: Strategy, variables: Iterable[nnx.Variable]) -> Any:
-    """The strategy's dtype, or that of the matrices among a model's parameters."""
+    """The strategy's ``compute_dtype``, or else the dtype of the model's matrices."""
     return matrices_dtype(variables) if strategy.compute_dtype is None else jnp.dtype(strategy.compute_dtype)
 
 
 def matrices_dtype(variables: Iterable[nnx.Variable]) -> Any:
-    """The dtype that holds every matrix among a model's parameters."""
+    """The promoted dtype of all matrices among a model's parameters."""
     return jnp.result_type(*{v.dtype for v in variables if is_matrix(v)})
 
 
 def is_matrix(variable: nnx.Variable) -> bool:
-    """Whether activations take a parameter's dtype: norms, biases and routers may have another."""
+    """Whether a parameter determines the dtype of activations: true except for norms, biases and routers."""
     axes = [axis for axis in axes_of(variable) if axis != "layers"]
     return isinstance(variable, nnx.Param) and len(axes) > 1 and "router" not in axes

@@ -1,7 +1,7 @@
-"""Reads a checkpoint into a model: every layout, with or without a mesh, by the same threads.
+"""Reads the arrays of a checkpoint into a model, for every layout, with or without a mesh.
 
-Each parameter gets one aligned buffer per range that this process's devices hold. Arrays are read in blocks; a block
-goes to every buffer that has a part of it, cast and transposed on the way, and each is read once.
+Each parameter gets one aligned buffer per shard on this process's devices. Arrays are read in blocks, each block once;
+its values are cast, transposed and copied into every buffer that overlaps it.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.progress import bytes_bar
 from nnxmoe.storage.host import Blocks, Scratch, copy_into, count_nonfinite, few_threads, transpose_into
 
-AHEAD_BYTES = 128 << 20  # of parameters begun before the first of them is placed
+AHEAD_BYTES = 128 << 20  # limit on the parameters that are read but not yet placed on devices
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Parameters that share arrays, with their dtypes and shardings, and those arrays."""
+    """Parameters that share arrays, with their dtypes and shardings, and the names of those arrays."""
 
     wanted: list[tuple[Parameter, np.dtype, Sharding | None]]
     names: list[str]
@@ -42,7 +42,7 @@ class Group:
 def fill(
     model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dtype: np.dtype | None, report: LoadReport
 ) -> None:
-    """Give an abstract model its values and its report. ``dtype`` None: as stored; the router's bias is always
+    """Set the values and ``load_report`` of an abstract model. ``dtype`` None: as stored. A `RouterBias` is always
     float32."""
     started, groups = time.perf_counter(), grouped(model, leaves, arrays, dtype)
     total = sum(arrays[name].nbytes for name in leaves)
@@ -75,7 +75,7 @@ def _casts(groups: list[Group], leaves: Mapping[str, Leaf], arrays: LazyArrays) 
 
 
 def grouped(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dtype: np.dtype | None) -> list[Group]:
-    """The model's parameters in groups that share no array, in the model's order."""
+    """The model's parameters in disjoint groups, in the model's order; parameters that share an array share a group."""
     names: dict[Path, list[str]] = {}
     for name, leaf in leaves.items():
         for path in {part.parameter.path for part in leaf.parts}:
@@ -84,7 +84,7 @@ def grouped(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
     for path in every:
         paths, of_group = [path] if path not in done else [], dict[str, None]()
         done.add(path)
-        for each in paths:  # grows while arrays lead to further parameters
+        for each in paths:  # the list grows during the loop, by parameters that share an array
             for name in names[each]:
                 of_group[name] = None
                 beside = dict.fromkeys(p.parameter.path for p in leaves[name].parts)
@@ -108,8 +108,8 @@ def _sharding(model: CausalLM, parameter: Parameter) -> Sharding | None:
 
 
 class Filler:
-    """Reads groups of parameters. A few threads read while the caller's places what is complete; the memory of
-    parameters that are not yet placed is that of one group, or of several that have at most AHEAD_BYTES."""
+    """Reads groups of parameters in a few threads, while the calling thread places finished groups on the devices.
+    Unplaced parameters take the memory of one group, or of several groups of at most AHEAD_BYTES together."""
 
     def __init__(self, leaves: Mapping[str, Leaf], arrays: LazyArrays, bar: Any = None):
         self.leaves, self.arrays, self.bar = leaves, arrays, bar
@@ -118,7 +118,7 @@ class Filler:
         self._scratch, self._blocks = Scratch(), Blocks()
 
     def place(self, groups: Iterable[Group]) -> dict[Path, jax.Array]:
-        """The parameters of all groups, each on its devices."""
+        """The parameters of all groups as JAX arrays with their shardings."""
         placed: dict[Path, jax.Array] = {}
         begun: deque[tuple[Group, dict[Path, Buffers], list[Future[Any]]]] = deque()
         ahead = 0
@@ -147,7 +147,7 @@ class Filler:
         return self._blocks.empty(tuple(stop - start for start, stop in ranges), dtype)
 
     def begin(self, names: Iterable[str], buffers: Mapping[Path, Buffers], pool: Executor) -> list[Future[Any]]:
-        """Start to read arrays into buffers of ranges of parameters."""
+        """Submit the reads of arrays into the buffers of parameters."""
         found = []
         for name in names:
             leaf, array = self.leaves[name], self.arrays[name]
@@ -163,9 +163,9 @@ class Filler:
         return found
 
     def finish(self, reads: list[Future[tuple[str, int, int]]]) -> None:
-        """Wait for reads; an error in a thread is raised here."""
+        """Wait for the reads and raise the first exception of a thread."""
         running: set[Future[Any]] = set(reads)
-        while running:  # woken seldom: this thread's steps take time from the others
+        while running:  # every 0.1 s only, because each wake-up takes the GIL from the readers
             done, running = wait(running, timeout=0.1, return_when=FIRST_EXCEPTION)
             for name, bad, size in [read.result() for read in done]:
                 self.bytes_read += size
@@ -177,7 +177,7 @@ class Filler:
     def _read(
         self, name: str, array: LazyArray, box: Box, targets: list[tuple[Target, Box]], change: Change
     ) -> tuple[str, int, int]:
-        """Read a block and put it into its targets; (array's name, number of non-finite values, bytes read)."""
+        """Read a block into its targets. Returns (array name, number of non-finite values, bytes read)."""
         shape, straight = sizes(box), None
         if len(targets) == 1 and change.none:
             target, both = targets[0]
@@ -203,10 +203,10 @@ class Filler:
         return name, bad, math.prod(shape) * array.kind.itemsize
 
     def _put(self, view: np.ndarray, piece: np.ndarray) -> int:
-        """``view[...] = piece``, cast; the number of non-finite values in the result."""
+        """``view[...] = piece``, cast. Returns the number of non-finite values in the result."""
         while view.ndim > 2 and view.shape[0] == 1:
             view, piece = view[0], piece[0]
-        if view.ndim == 2 and view.strides[0] < view.strides[1]:  # rows there are columns here
+        if view.ndim == 2 and view.strides[0] < view.strides[1]:  # the view is a transpose
             cast = self._scratch.padded("cast", (view.shape[0], view.shape[1]), view.dtype)
             copy_into(cast, piece)
             transpose_into(view.T, cast)
@@ -216,7 +216,7 @@ class Filler:
 
 
 def _ranges_on(parameter: Parameter, sharding: Sharding | None) -> list[Ranges]:
-    """The ranges of a parameter on this process's devices, each once."""
+    """The distinct shards of a parameter on this process's devices, as ranges."""
     if sharding is None:
         return [tuple((0, size) for size in parameter.shape)]
     indices = sharding.addressable_devices_indices_map(parameter.shape).values()

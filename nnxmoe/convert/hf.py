@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints: a folder or hub id becomes a model, and a model a folder that transformers loads.
+"""Loads models from Hugging Face checkpoints, and saves models as folders that transformers loads.
 
-The path is straight: config.json -> config -> abstract model (shapes only) -> for each parameter its row of the
-table -> the bytes that this process's devices need -> one array on its devices. Nothing is left at a random value.
+Loading: config.json -> config -> abstract model (shapes only) -> the tensor names of each parameter -> the bytes that
+this process's devices need -> one array on the devices. Every parameter is read; none keeps a random value.
 """
 
 import dataclasses
@@ -49,13 +49,13 @@ def from_pretrained(
     rules: Rules | None = None,
     expect: type[CausalLM] | None = None,
 ) -> CausalLM:
-    """A model with the weights of a folder or hub id, and a ``load_report`` of every tensor.
+    """Load a model from a local folder or hub id. Its ``load_report`` accounts for every tensor.
 
-    ``dtype`` None: as stored, FP8 blocks as bfloat16; DeepSeek's correction bias stays float32 whatever is asked.
-    ``mesh`` and ``rules`` (None: the strategy's): parameters are split over the mesh by the rules, and each process
-    reads only what its devices hold.
-    Raises CheckpointError or ConfigError (ValueErrors) naming the file, tensor or field, and LoadError, which lists
-    every missing tensor and wrong shape at once.
+    ``dtype`` None: as stored, with FP8 blocks as bfloat16. DeepSeek's correction bias is always float32.
+    ``mesh`` and ``rules`` (None: the strategy's): the rules shard the parameters over the mesh, and each process reads
+    only the shards of its devices.
+    Raises CheckpointError or ConfigError (ValueErrors) naming the file, tensor or field, or LoadError, which lists
+    all missing tensors and wrong shapes.
     """
     dtype = float_dtype(dtype)
     with Checkpoint.open(path_or_hub_id, revision=revision, local_files_only=local_files_only) as checkpoint:
@@ -80,7 +80,7 @@ def from_pretrained(
 
 
 def restore(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dtype: Any, report: LoadReport) -> None:
-    """Give an abstract model the values of a checkpoint, and a report of every tensor. Raises LoadError for misfits."""
+    """Set the values and ``load_report`` of an abstract model. Raises LoadError if tensors are missing or wrong."""
     faults, report = judge(model.config, leaves, arrays, report)
     misfit = f"{report.source}: the tensors do not fit config.json ({model.config.model_type})"
     remedy = "\nCheck that config.json belongs to these files and that the download is complete."
@@ -96,7 +96,7 @@ def restore(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
 
 
 def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, list[str]]:
-    """The config, untied where the file holds a head of its own in spite of ``tie_word_embeddings``."""
+    """The config, with ``tie_word_embeddings`` False if the checkpoint stores a different head, and notes on that."""
     config = parse_config(checkpoint.config, str(checkpoint.folder / "config.json"))
     check_generation(checkpoint.generation_config, config, str(checkpoint.folder / "generation_config.json"))
     if untied(config, checkpoint.tensors, checkpoint.same):
@@ -109,9 +109,9 @@ def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, list[str]]:
 def untied(
     config: DecoderConfig, tensors: Mapping[str, TensorInfo], same: Callable[[str, str], bool] | None = None
 ) -> bool:
-    """Whether a checkpoint of a tied model has a head of its own: of another shape, or with other bytes.
+    """Whether a checkpoint of a tied model stores a head with another shape or other bytes than the embedding.
 
-    ``same`` compares two tensors; None: from headers alone they count as equal.
+    ``same`` compares the bytes of two tensors; None (headers only): assume that they are equal.
     """
     if not config.tie_word_embeddings or not {HEAD, EMBED} <= tensors.keys():
         return False
@@ -126,12 +126,12 @@ def save_pretrained(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write config.json, generation_config.json and safetensors under Hugging Face's names, in the model's dtypes, and
-    the tokenizer's files from where the model was loaded.
+    """Save as safetensors with Hugging Face's names in the model's dtypes, with config.json, generation_config.json and
+    the tokenizer files of the folder that the model was loaded from.
 
-    One tensor at a time is held in memory; of several processes each writes what its devices hold. The folder must be
-    new or empty, unless ``overwrite`` asks for its checkpoint to be replaced, which happens in one step once all is
-    written; other files in it stay. Whatever goes wrong, also a kill, leaves what was there.
+    Holds one tensor at a time in memory; each process writes the shards of its devices. The folder must be new or empty
+    unless ``overwrite`` is set. Then the checkpoint in it is replaced atomically after everything is written, and other
+    files are kept. If saving fails or is killed, the folder is unchanged.
     Raises CheckpointError (a ValueError).
     """
     size, found = _size(max_shard_size), arrays(model)
@@ -143,12 +143,12 @@ def save_pretrained(
 
 
 def arrays(model: CausalLM) -> dict[str, LazyArray]:
-    """Name -> tensor, made of a model's parameters when it is read."""
+    """Hugging Face name -> lazy tensor, computed from the model's parameters when read."""
     return arrays_of(layout(model, times=model.config.folded()[1]))
 
 
 def _shares(found: LazyArrays, bar: Any) -> list[tuple[int | None, Tensors]]:
-    """Which process writes what: tensors that none holds first, the others by whoever has least to write."""
+    """Tensors by writing process, the holder with the fewest bytes so far; None: no process holds the whole tensor."""
     shares: dict[int | None, list[Any]] = {None: []} | {process: [] for process in range(jax.process_count())}
     loads = [0] * jax.process_count()
     for name, array in found.items():

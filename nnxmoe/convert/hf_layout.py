@@ -1,4 +1,4 @@
-"""Hugging Face's names for a model's parameters, and which tensors of a checkpoint may be left out."""
+"""Hugging Face's names for a model's parameters, and the tensors of a checkpoint that may be skipped."""
 
 import math
 import re
@@ -20,8 +20,8 @@ _PREDICTION = re.compile(_LAYER.pattern + r"(enorm|hnorm|eh_proj|shared_head|emb
 
 
 def layout(model: CausalLM, names: Container[str] | None = None, times: float = 1.0) -> dict[str, Leaf]:
-    """Tensor name -> `Leaf` for every parameter. Of several names in the table the first that is among ``names``
-    counts, for each layer, else the first. ``times``: a factor on the queries, see `DecoderConfig.query_scalar`."""
+    """Tensor name -> `Leaf` for every parameter. If the table has several names, the first one in ``names`` is used
+    (per layer), else the first. ``times``: a factor on the queries, see `DecoderConfig.query_scalar`."""
     found: dict[str, Leaf] = {}
     for parameter in parameters(model):
         if parameter.key not in model.hf_table:
@@ -34,14 +34,14 @@ def layout(model: CausalLM, names: Container[str] | None = None, times: float = 
             for name, leaf, part in (chosen or options)[0]:
                 add_part(found, name, leaf, part)
     swap = names is not None and EMBED not in names and HEAD in names and HEAD not in found
-    # A tied model whose files hold only the head: the embedding takes it.
+    # A tied model may be stored with the head only; the embedding is then read from it.
     return {HEAD if swap and name == EMBED else name: leaf for name, leaf in found.items()}
 
 
 def _named(
     template: str, layer: int | None, at: tuple[int, ...], parameter: Parameter, change: Change
 ) -> list[tuple[str, Leaf, Part]]:
-    """The tensors of one layer of a parameter under one template. ``name[i/n]``: the i-th of n equal ranges of rows."""
+    """The tensors of one layer of a parameter, named by one template; ``name[i/n]``: the i-th of n equal row ranges."""
     match = _PART.match(template)
     name, i, n = (match["name"], int(match["part"]), int(match["parts"])) if match else (template, 0, 1)
     inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
@@ -50,7 +50,7 @@ def _named(
     if experts is None:
         leaf = Leaf(parameter.key, shape, (), flat, True, change)
         return [(name.format(layer=layer), leaf, Part(parameter, at, rows))]
-    if "{expert}" not in name:  # all experts in one tensor
+    if "{expert}" not in name:  # one tensor for all experts
         leaf, name = Leaf(parameter.key, (experts, *shape), (), flat, True, change), name.format(layer=layer)
         return [(name, leaf, Part(parameter, (*at, e), (e, *rows))) for e in range(experts)]
     leaf = Leaf(parameter.key, shape, (), flat, True, change)
@@ -58,13 +58,13 @@ def _named(
 
 
 def refuse_unjustified(config: DecoderConfig, arrays: LazyArrays, where: str) -> None:
-    """Refuse a config that asks for more layers or experts than the files can hold, before any are laid out."""
+    """Raise CheckpointError if config.json has far more layers or experts than the files, before building a layout."""
     stored = [array.shape for array in arrays.values() if math.prod(array.shape)]
-    fused = [shape[0] for shape in stored if len(shape) == 3]  # experts in one tensor
+    fused = [shape[0] for shape in stored if len(shape) == 3]  # all experts in one tensor
     layers, experts = config.num_hidden_layers, config.experts
-    # 16: where nearly all layers are dense, all of them together have that many more experts than are stored.
+    # The margin of 16 allows for models in which most layers are dense, so that layers * experts overcounts.
     if layers > len(stored) or layers * experts > 16 * (len(stored) + sum(fused)):
-        count = f" of {experts} experts each" if experts else ""
+        count = f" with {experts} experts each" if experts else ""
         raise CheckpointError(
             f"{where}: num_hidden_layers is {layers}{count}, and the files hold {len(stored)} tensors in all: check "
             "that config.json belongs to these files and that all of them are here"
@@ -74,7 +74,7 @@ def refuse_unjustified(config: DecoderConfig, arrays: LazyArrays, where: str) ->
 def judge(
     config: DecoderConfig, leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport
 ) -> tuple[Faults, LoadReport]:
-    """The faults of a checkpoint, and a report that accounts for each of its tensors."""
+    """The faults of a checkpoint, and a report of each of its tensors."""
     faults = check(leaves, arrays)
     left = set(faults.unexpected)
     scales = {f"{name}_scale_inv" for name in leaves.keys() & arrays.keys() if arrays[name].stored} & left
@@ -97,10 +97,10 @@ def judge(
 
 
 def _skip_rules(config: DecoderConfig, left: Set[str]) -> dict[str, Callable[[str], bool]]:
-    """Rules for tensors that are left out on purpose: name -> test of a tensor's name."""
+    """Rules for tensors that are skipped on purpose: description -> predicate of a tensor's name."""
     first = config.num_hidden_layers
     numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
-    # A prediction layer, unlike one layer too many, joins the hidden state with an embedding.
+    # Only prediction layers have tensors that combine the hidden state with an embedding; a surplus layer has not.
     marked = {number for name in left if (number := _number(name, _PREDICTION)) in numbers}
     return {
         "multi-token prediction layers (not part of the model)": lambda name: _number(name, _LAYER) in marked,
@@ -110,7 +110,7 @@ def _skip_rules(config: DecoderConfig, left: Set[str]) -> dict[str, Callable[[st
 
 
 def _beyond(config: DecoderConfig, left: Set[str]) -> list[str]:
-    """What the names of unused tensors have in common."""
+    """Likely reasons for unused tensors, from their names."""
     found = []
     for what, pattern, asked in (("layers", _LAYER, config.num_hidden_layers), ("experts", _EXPERT, config.experts)):
         numbers = {n for name in left if (n := _number(name, pattern)) is not None and n >= asked}

@@ -12,15 +12,15 @@ from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.fp8 import check_scale_grid, dequantize_blocks, fp8_block
 from nnxmoe.storage.safetensors import TensorInfo
 
-CHUNK_BYTES = 2 << 20  # per read: fits the caches, and threads seldom need the interpreter
+CHUNK_BYTES = 2 << 20  # per read: fits into CPU caches, and is large enough that threads seldom take the GIL
 
 
 def stored(
     tensors: Mapping[str, TensorInfo], fields: Mapping[str, Any], where: str, checkpoint: Checkpoint | None
 ) -> dict[str, LazyArray]:
-    """Name -> array. ``fields``: of config.json at ``where``; ``checkpoint`` None: headers only, nothing can be read.
+    """Name -> lazy array. ``fields``: config.json, at ``where``; ``checkpoint`` None: headers only, reading fails.
 
-    Raises CheckpointError for a quantization that is not supported.
+    Raises CheckpointError for unsupported quantization.
     """
     block, found = fp8_block(fields, where), dict[str, LazyArray]()
     for name, info in tensors.items():
@@ -48,7 +48,7 @@ def _read(checkpoint: Checkpoint | None, info: TensorInfo, box: Box, empty: Empt
 def _quantised(
     raw: LazyArray, info: TensorInfo, scale: TensorInfo | None, block: tuple[int, int] | None, checkpoint: Any
 ) -> LazyArray:
-    """An FP8 tensor with the values that its block scales give it, in float32."""
+    """An FP8 tensor, dequantised with its block scales to float32."""
     fault = _scale_fault(info, scale, block)
 
     @functools.cache

@@ -1,7 +1,7 @@
-"""The one description of external layouts: ``layout(model) -> {external name: Leaf}``.
+"""The common description of external layouts: ``layout(model) -> {external name: Leaf}``.
 
-A `Leaf` says which parts of which parameters an external array holds, where, and in which arrangement. Hugging Face,
-MaxText, our own format and Linen each build one; filling, checking and writing know nothing else of them.
+A `Leaf` says which parts of which parameters an external array holds, where, and how they are arranged. Hugging Face,
+MaxText, the native format and Linen each build one; loading, checking and saving depend on it alone.
 """
 
 import math
@@ -28,12 +28,12 @@ QUERY = "layer.attention.q."
 
 
 class TableError(AssertionError):
-    """A parameter without a row in its model's table: a bug in the model, not in a checkpoint."""
+    """Raised for a parameter without a row in its model's table: a bug in the model, not in the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as layouts see it: its labels (`axes.label`), and its variable with shape and metadata."""
+    """A parameter of a model: its labels (see `axes.label`) and its variable, with shape and metadata."""
 
     path: Path
     key: str
@@ -43,7 +43,7 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape, with the dimensions of layers and experts first."""
+        """Shape, with the layer and expert dimensions first."""
         return tuple(self.variable.shape)
 
     @property
@@ -58,22 +58,22 @@ class Parameter:
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """Shape for one layer and expert."""
+        """Shape per layer and expert."""
         return self.shape[sum(axis in LEAD for axis in self.axes) :]
 
     @property
     def of_layer(self) -> tuple[int, ...]:
-        """Shape for one layer, experts first; for a bias, that of its outputs, such as heads, flat in memory."""
+        """Shape per layer, experts first; for a bias, its unflattened output shape, such as [heads, width]."""
         outs = self.variable.get_metadata().get("outs")
         return (self.shape[1:] if "layers" in self.axes else self.shape) if outs is None else outs
 
     @property
     def experts(self) -> int | None:
-        """Number of experts, on their own dimension; None without one."""
+        """Size of the expert dimension; None without one."""
         return self.shape[self.axes.index("expert")] if "expert" in self.axes else None
 
     def layers(self) -> Iterator[tuple[int | None, tuple[int, ...]]]:
-        """Each layer's number in the model and its index into the first dimension; ``(None, ())`` outside of stacks."""
+        """Yields (layer number in the model, index into the first dimension); ``(None, ())`` outside of stacks."""
         if "layers" in self.axes:
             assert self.layer is not None
             yield from ((self.layer + i, (i,)) for i in range(self.shape[0]))
@@ -82,30 +82,30 @@ class Parameter:
 
 
 def parameters(model: nnx.Module) -> list[Parameter]:
-    """Everything that belongs in a checkpoint, in the model's order; values kept for `lora.unmerge` do not.
+    """The parameters to store in a checkpoint, in the model's order, without values kept for `lora.unmerge`.
 
-    Raises ValueError if the model has adapters that are not merged: they would be lost.
+    Raises ValueError if the model has unmerged adapters, which would be lost.
     """
     flat = [(path, v) for path, v in nnx.to_flat_state(nnx.state(model)) if not isinstance(v, Kept)]
     if found := [".".join(map(str, path)) for path, v in flat if isinstance(v, LoRAParam)]:
         raise ValueError(
-            f"the model has adapters ({some(found)}), for which this format has no place: merge them first with "
-            "nnxmoe.train.lora.merge(model), or save them alone with nnxmoe.train.lora.save(model, folder)"
+            f"the model has adapters ({some(found)}), which this format cannot store: merge them first with "
+            "nnxmoe.train.lora.merge(model), or save them separately with nnxmoe.train.lora.save(model, folder)"
         )
     made = []
     for path, variable in flat:
         meta = variable.get_metadata()
-        key = meta.get("key") or ".".join(map(str, path))  # a parameter that the user added has no labels
+        key = meta.get("key") or ".".join(map(str, path))  # parameters added by the user have no labels
         made.append(Parameter(path, key, meta.get("layer"), meta.get("stack"), variable))
     return made
 
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to the numbers of an array, in the external arrangement, on the way in or out.
+    """A transformation of an external array's values, on loading or saving.
 
-    ``times``, ``over``: factors, applied in float32 and rounded once. ``features``: how the last dimension is
-    reordered: ``halves`` puts even features before odd ones, ``pairs`` undoes that.
+    ``times``, ``over``: multiply and divide, in float32, rounded once. ``features``: reorders the last dimension;
+    ``halves`` puts even features before odd ones, ``pairs`` is its inverse.
     """
 
     times: float = 1.0
@@ -114,7 +114,7 @@ class Change:
 
     @property
     def none(self) -> bool:
-        """Whether nothing is done."""
+        """Whether this is the identity."""
         return self == SAME
 
     def __call__(self, array: AnyArray) -> AnyArray:
@@ -136,15 +136,15 @@ SAME = Change()
 
 @dataclass(frozen=True)
 class Part:
-    """``parameter[at]``, and the place of its values in an external array: integers and slices for the first
-    dimensions, all of the others."""
+    """``parameter[at]`` and its index ``place`` in an external array: integers and slices for the first dimensions, the
+    others in full."""
 
     parameter: Parameter
     at: tuple[int, ...] = ()
     place: Place = ()
 
     def box(self, shape: tuple[int, ...]) -> Box:
-        """The place in an array of this shape, with an extent of 1 where it is an integer."""
+        """``place`` as slices of an array of this shape; an integer becomes a slice of length 1."""
         first = (slice(at, at + 1) if isinstance(at, int) else at for at in self.place)
         cut = (slice(*at.indices(size)[:2]) for at, size in zip(first, shape, strict=False))
         return (*cut, *whole(shape)[len(self.place) :])
@@ -154,8 +154,8 @@ class Part:
 class Leaf:
     """An external array: its shape and the parts of parameters that it consists of.
 
-    ``inner``: the shape of one part there. ``flat``: linear maps lie as ``[outs, ins]`` with heads flattened; otherwise
-    as ``[*ins, *outs]``. ``axes``: the logical axes there, where the layout names them.
+    ``inner``: the shape of one part in it. ``flat``: linear maps are stored as ``[outs, ins]`` with heads flattened;
+    otherwise as ``[*ins, *outs]``. ``axes``: its logical axes, if the layout has them.
     """
 
     key: str
@@ -171,10 +171,10 @@ class Leaf:
         """The dimension along which parts are stacked; None for a single part."""
         return next((i for i, at in enumerate(self.parts[0].place) if isinstance(at, int)), None)
 
-    # The next two are the only places that know how parameters lie in memory: kernels as [*ins, *outs].
+    # Only these two methods depend on how parameters are stored in memory: kernels as [*ins, *outs].
 
     def view(self, values: AnyArray, parameter: Parameter, shape: tuple[int, ...] | None = None) -> AnyArray:
-        """Values of one part, or of a box of it, as they lie there (a view, if they are NumPy's)."""
+        """Values of one part, or of a box of it, in the external arrangement (a view, for NumPy arrays)."""
         inputs = parameter.inputs
         if self.flat and inputs is not None:
             ins, outs = math.prod(values.shape[:inputs]), math.prod(values.shape[inputs:])
@@ -182,13 +182,13 @@ class Leaf:
         return values.reshape(self.inner if shape is None else shape)
 
     def inner_box(self, box: Box, parameter: Parameter) -> Box:
-        """The box there of a box of one part in memory. ValueError if it is none."""
+        """A box of one part in memory as a box of the external array. ValueError if it has no such box."""
         own, inputs = parameter.inner, parameter.inputs
         if self.flat and inputs is not None:
             return _flattened(box[inputs:], own[inputs:]), _flattened(box[:inputs], own[:inputs])
         if len(self.inner) == len(box):
             return box
-        width = math.prod(self.inner[1:])  # a bias, flat in memory and by heads there
+        width = math.prod(self.inner[1:])  # a bias, flat in memory, [heads, width] in the external array
         low, high = box[0].start, box[0].stop
         if low % width or high % width:
             raise ValueError(f"heads of width {width} cannot be split: change the rules")
@@ -196,7 +196,7 @@ class Leaf:
 
 
 def _flattened(box: Box, shape: tuple[int, ...]) -> slice:
-    """The range of a box when the dimensions are flattened; only the first may be cut."""
+    """The range of a box after flattening the dimensions; only the first may be sliced."""
     if any(part != slice(0, size) for part, size in zip(box[1:], shape[1:], strict=True)):
         raise ValueError(f"only the first of the dimensions {shape} can be split, got {box}: change the rules")
     rest = math.prod(shape[1:])
@@ -204,13 +204,13 @@ def _flattened(box: Box, shape: tuple[int, ...]) -> slice:
 
 
 def add_part(found: dict[str, Leaf], name: str, leaf: Leaf, part: Part) -> None:
-    """Add a part to a named array, which ``leaf`` describes."""
+    """Append a part to the leaf of a named array, creating it from ``leaf`` if it is new."""
     before = found[name].parts if name in found else ()
     found[name] = replace(leaf, parts=(*before, part))
 
 
 def add_layer(found: dict[str, Leaf], name: str, leaf: Leaf, part: Part, axis: int) -> None:
-    """Add a layer, which ``leaf`` describes alone, to a named array that has its layers on ``axis``."""
+    """Append a layer, described by ``leaf``, to a named array with layers stacked on ``axis``."""
     before = found[name].parts if name in found else ()
     place = (*(slice(None),) * axis, len(before))
     shape = (*leaf.inner[:axis], len(before) + 1, *leaf.inner[axis:])
@@ -218,7 +218,7 @@ def add_layer(found: dict[str, Leaf], name: str, leaf: Leaf, part: Part, axis: i
 
 
 def arrays_of(leaves: Mapping[str, Leaf], dtype: Any = None) -> dict[str, LazyArray]:
-    """Name -> array of every leaf, made of the parameters' values when it is read; ``dtype`` None: in their own."""
+    """Name -> lazy array of every leaf, computed from the parameters when read; ``dtype`` None: their own dtype."""
     found: dict[str, LazyArray] = {}
     for name, leaf in leaves.items():
         values = [part.parameter.variable.get_value() for part in leaf.parts]
@@ -236,14 +236,14 @@ def arrays_of(leaves: Mapping[str, Leaf], dtype: Any = None) -> dict[str, LazyAr
 
 @dataclass(frozen=True)
 class _Made:
-    """The values of a leaf, made of parameters."""
+    """Computes the values of a leaf from parameters."""
 
     leaf: Leaf
     values: list[Array]
     dtype: np.dtype
 
     def read(self, box: Box, empty: Empty) -> np.ndarray:
-        """A box of it, on the host; of an array that no process holds, a collective."""
+        """A box of the array, on the host. Collective if no process holds the whole array."""
         leaf = self.leaf
         if leaf.axis is None:
             (part,), (value,) = leaf.parts, self.values
@@ -259,7 +259,7 @@ class _Made:
         return out
 
     def join(self) -> Array:
-        """All of it, on the devices where the parameters lie."""
+        """The whole array, on the devices of the parameters."""
         leaf = self.leaf
 
         def run(values: list[Array]) -> Array:
@@ -275,13 +275,13 @@ class _Made:
 
 
 def _fetch(value: Array, at: tuple[int, ...], once: bool) -> np.ndarray:
-    """``value[at]`` on the host; a collective if the value spans hosts and none holds all of that.
+    """``value[at]`` on the host. Collective if the value spans hosts and no host holds all of ``value[at]``.
 
-    ``once``: it is not asked for again. Then only this part leaves the devices; otherwise JAX keeps a copy of the whole
-    value on the host, from which further ranges are read.
+    ``once``: no other range will be read, so only this part is copied from the device. Otherwise the whole value is
+    copied to the host and cached by JAX for further reads.
     """
     if spans_hosts(value):
         return local_value(value, at) if hosts_holding(value, at) else gather(value, at)
     devices = list(value.devices()) if isinstance(value, jax.Array) else []
-    free = not devices or (len(devices) == 1 and devices[0].platform == "cpu")  # NumPy reads that memory in place
+    free = not devices or (len(devices) == 1 and devices[0].platform == "cpu")  # NumPy reads this memory in place
     return np.asarray(value)[at] if free or not once else np.asarray(value[at])

@@ -1,4 +1,4 @@
-"""Arrays that are read, or made, a box at a time: what every kind of checkpoint is read from and written with."""
+"""Lazy arrays, read or computed one box at a time. All checkpoint formats are read and written through them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,12 +14,12 @@ Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 @dataclass(frozen=True)
 class LazyArray:
-    """Shape and dtype of an array, and how to read boxes of it.
+    """Shape and dtype of an array, and a function that reads boxes of it.
 
-    ``read_box(box, empty)`` returns the values of a box; ``empty`` provides memory that it may read into.
-    ``block``: bytes that are worth reading at a time. ``stored``: the dtype in the file, where ``dtype`` is that of
-    dequantised values. ``file``: its name, for messages. ``fault``: what is wrong with it, found from headers alone.
-    ``holders``: for an array that spans processes, those that hold all of it; ``joined`` makes it on all devices.
+    ``read_box(box, empty)`` returns the values of a box; ``empty`` allocates memory that it may read into.
+    ``block``: efficient size of a read, in bytes. ``stored``: the dtype in the file, if ``dtype`` is that of the
+    dequantised values. ``file``: its name, for messages. ``fault``: an error message from checking the headers.
+    ``holders``: for an array that spans processes, those that hold all of it; ``joined`` computes it on all devices.
     """
 
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class LazyArray:
 
     @classmethod
     def of(cls, array: Any) -> "LazyArray":
-        """Wrap an array that is in memory."""
+        """Wrap an array already in memory."""
         shape, dtype = tuple(np.shape(array)), np.dtype(getattr(array, "dtype", type(array)))
         return cls(shape, dtype, lambda box, _: np.asarray(array)[box])
 
@@ -75,11 +75,11 @@ def sizes(box: Box) -> tuple[int, ...]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes share; None if nothing."""
+    """The intersection of two boxes; None if it is empty."""
     both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return both if all(part.start < part.stop for part in both) else None
 
 
 def within(box: Box, outer: Box) -> Box:
-    """A box relative to the start of one that contains it."""
+    """A box relative to the start of an outer box."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))

@@ -1,7 +1,7 @@
-"""MaxText's Linen layout: nested dicts with its names and shapes, and models made of them.
+"""Conversion from and to MaxText's Linen layout: nested dicts with MaxText's names and shapes.
 
-Nearly all arrays have our own shape. Scanned layers are stacked on axis 1, vectors too; grouped-query attention has its
-queries divided by sqrt(head width); where rope is Llama 3.1's, the two halves of a head's features are interleaved.
+Differences to our own layout: scanned layers, vectors included, are stacked on axis 1; grouped-query attention has its
+queries divided by sqrt(head width); with Llama 3.1's rope the two halves of a head's features are interleaved.
 """
 
 import dataclasses
@@ -48,18 +48,18 @@ from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import shared_folder
 
 Tree = Mapping[str, Any]
-_TRAINING = frozenset({"opt_state", "step"})  # beside params in a training's state
+_TRAINING = frozenset({"opt_state", "step"})  # stored next to params in a training state
 _AROUND = re.compile(r"^(params/){0,2}(nnx_aux/(model/)?)?(?=(decoder|token_embedder)/)")
 _KEY = "layer.attention.k."
 
 
 def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change = SAME) -> dict[str, Leaf]:
-    """MaxText's name -> `Leaf` for every parameter of a model; ``query`` and ``key``: what is done to those
-    projections. TableError for a parameter without a name there."""
+    """MaxText's name -> `Leaf` for every parameter of a model. ``query``, ``key``: changes to those projections. Raises
+    TableError for a parameter that has no MaxText name."""
     if not model.maxtext_table:
-        raise CheckpointError(f"MaxText has no model of the type {model.config.model_type!r}, and so no layout for it")
+        raise CheckpointError(f"MaxText has no model of the type {model.config.model_type!r}: choose another format")
     every, found = parameters(model), dict[str, Leaf]()
-    first = {p.stack: p.layer for p in reversed(every)}  # of each stack; parameters are in the order of layers
+    first = {p.stack: p.layer for p in reversed(every)}  # first layer of each stack; parameters are in layer order
     sparse = {parameter.stack for parameter in every if parameter.experts}
     changes = {QUERY: query, _KEY: key}
     for parameter in every:
@@ -81,7 +81,7 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change
 
 
 def changes(model: CausalLM) -> tuple[Change, Change]:
-    """What MaxText's layout does to the queries and the keys of a model."""
+    """The changes from a model's query and key projections to MaxText's layout."""
     config = model.config
     features = "pairs" if config.grouped and isinstance(config.rope, Llama3Rope) else "as they are"
     key = Change(features=features)
@@ -89,7 +89,7 @@ def changes(model: CausalLM) -> tuple[Change, Change]:
 
 
 def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, LazyArray]:
-    """MaxText's name -> array, made of a model's parameters when it is read."""
+    """MaxText's name -> lazy array, computed from the model's parameters when read."""
     return arrays_of(layout(model, scan_layers, *changes(model)), float_dtype(dtype))
 
 
@@ -97,18 +97,18 @@ def _warn_of_rounding(model: CausalLM, found: LazyArrays) -> None:
     narrow = {a.dtype for a in found.values()} - {np.dtype(np.float32)}
     if narrow and math.frexp(changes(model)[0].over)[0] != 0.5:
         logger.warning(
-            "queries divided by sqrt(%d) are rounded to %s, as MaxText does: in float32 they lose nothing",
+            "queries divided by sqrt(%d) are rounded to %s, as in MaxText; float32 avoids the rounding",
             model.config.head_width,
             ", ".join(sorted(map(str, narrow))),
         )
 
 
 def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dict[str, Any]:
-    """``{"params": {"decoder": …, "token_embedder": …}}``, arrays of NumPy (of JAX where several processes hold the
-    model); ``dtype`` None: in the model's own. Arrays that are the same in both layouts are not copied.
+    """The model as MaxText's ``{"params": {"decoder": …, "token_embedder": …}}``, with NumPy arrays (JAX arrays if the
+    model spans processes); ``dtype`` None: the model's. Arrays that are equal in both layouts are not copied.
 
-    Queries are divided in float32 and rounded once. That is exact where sqrt(head width) is a power of two; from
-    bfloat16 it loses nothing with ``dtype=float32``.
+    Queries are divided in float32 and rounded once. The result is exact if sqrt(head width) is a power of two; for a
+    bfloat16 model use ``dtype=float32`` to avoid the rounding.
     """
     found = arrays(model, scan_layers, dtype)
     _warn_of_rounding(model, found)
@@ -124,11 +124,11 @@ def from_tree(
     *,
     dtype: Any = None,
 ) -> CausalLM:
-    """A model with the arrays of a tree, scanned or not, boxed or not, with ``params`` around it once, twice or never.
+    """A model from MaxText's parameter tree, scanned or not, boxed or not, with zero to two levels of ``params``.
 
-    Heads and rope are the config's; ``dtype`` None: as in the tree. Of a training state the optimizer's part is left,
-    which ``load_report`` says. Raises CheckpointError (a ValueError) that lists every array that is missing, too much,
-    or of another shape than the config asks for.
+    ``dtype`` None: as in the tree. The optimizer state of a training state is skipped and listed in ``load_report``.
+    Raises CheckpointError (a ValueError) that lists all missing and unexpected arrays, and all shapes that differ from
+    those of the config.
     """
     tops = _TRAINING & tree.keys() if "params" in tree else set()
     found = {"/".join(path): leaf for path, leaf in _leaves(tree, ()) if path[0] not in tops}
@@ -155,7 +155,7 @@ def _model(
     scanned = any(name.startswith(f"decoder/{group}/") for name in names for group in model.maxtext_layers)
     features = "halves" if changes(model)[1].features == "pairs" else "as they are"
     wanted = layout(model, scanned, Change(times=times, features=features), Change(features=features))
-    # Beside its parameters MaxText 0.2.5 keeps other things as well, such as the state of its random numbers.
+    # MaxText 0.2.5 also stores other values in nnx_aux, such as the state of random number generators.
     aside = tuple(name for name, (_, aux) in names.items() if aux and name not in wanted)
     skipped = {**report.skipped, "no parameter of the model (nnx_aux)": aside} if aside else report.skipped
     given = {name: _from_aux(a) if aux and scanned else a for name, (a, aux) in names.items() if name not in aside}
@@ -167,11 +167,11 @@ def _model(
 def save(
     model: CausalLM, folder: str | os.PathLike[str], scan_layers: bool = True, *, parameters_only: bool = False
 ) -> None:
-    """Writes an Orbax checkpoint as MaxText's converter does: ``0/items`` with ``step``, ``params`` and ``opt_state``;
-    beside it config.json and the other small files of a Hugging Face folder, which `load` can do without.
+    """Save an Orbax checkpoint as MaxText's converter does: ``0/items`` with ``step``, ``params`` and ``opt_state``,
+    plus config.json and the other small files of a Hugging Face folder, which are optional for `load`.
 
-    ``parameters_only``: the parameters in the folder itself, MaxText's form for inference. One array at a time is in
-    memory. The folder must be new or empty, and appears whole or not at all. Raises CheckpointError (a ValueError).
+    ``parameters_only``: only the parameters, in the folder itself, as MaxText does for inference. Holds one array at a
+    time in memory. The folder must be new or empty and is created atomically. Raises CheckpointError (a ValueError).
     """
     found = arrays(model, scan_layers)
     _warn_of_rounding(model, found)
@@ -193,15 +193,15 @@ def load(
     *,
     dtype: Any = None,
 ) -> CausalLM:
-    """A model from an Orbax checkpoint of MaxText's, in either form, scanned or not; the optimizer's state is left.
+    """Load a model from a MaxText Orbax checkpoint, in either form, scanned or not, without the optimizer state.
 
     ``folder``: the checkpoint, one of its steps, or ``items``. ``config`` None: the folder's config.json, which
-    MaxText does not write. Raises CheckpointError as `from_tree`.
+    MaxText does not write. Raises CheckpointError as `from_tree` does.
     """
     where = absolute(folder)
     if config is None and not os.path.lexists(where / "config.json"):
         raise CheckpointError(
-            f"{where} has no config.json, MaxText writes none: pass the model's config (nnxmoe convert: --config)"
+            f"{where} has no config.json; MaxText does not write one. Pass the config (nnxmoe convert: --config)"
         )
     config = read_config(where) if config is None else config
     model = _model(read(where), LoadReport(str(where), files=str(where)), config, strategy, mesh, dtype)
@@ -210,36 +210,36 @@ def load(
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
-    """Name -> array of the parameters in an Orbax checkpoint of MaxText's."""
+    """Name -> lazy array of the parameters in a MaxText Orbax checkpoint."""
     return orbax_folder.read(items(absolute(folder)), ("params", "nnx_aux"))
 
 
 def items(folder: pathlib.Path) -> pathlib.Path:
-    """Where the arrays are: the folder itself, its ``items``, or those of its last step."""
+    """The folder with the arrays: the folder itself, its ``items``, or the ``items`` of its last complete step."""
     steps = sorted(
         (path for path in folder.glob("*") if path.name.isdecimal()), key=lambda p: int(p.name), reverse=True
     )
     for where in (folder, folder / "items", *(step / "items" for step in steps)):
         if (where / "_METADATA").is_file():
             if (step := where.parent) in steps[1:]:
-                logger.warning("%s is not whole: step %s is read", steps[0], step.name)
+                logger.warning("%s is incomplete: step %s is read", steps[0], step.name)
             return where
     raise CheckpointError(f"{folder} holds no Orbax checkpoint: neither _METADATA, items nor a step such as 0/items")
 
 
 def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
-    """Name -> array, without what is around ``decoder``, and whether MaxText 0.2.5 keeps it beside its parameters."""
+    """Name without prefixes such as ``params/`` -> (array, whether it is in MaxText 0.2.5's ``nnx_aux``)."""
     names: dict[str, tuple[LazyArray, bool]] = {}
     for name, later in found.items():
         short = _AROUND.sub("", name)
         if short in names:
-            raise CheckpointError(f"there are two arrays {short}, one of them at {name}: leave out what is not meant")
+            raise CheckpointError(f"there are two arrays {short}, one of them at {name}: remove one of them")
         names[short] = later, name.startswith("nnx_aux/")
     return names
 
 
 def _from_aux(array: LazyArray) -> LazyArray:
-    """An array that MaxText 0.2.5 keeps beside its parameters: its layers come first there."""
+    """An array of MaxText 0.2.5's ``nnx_aux``, which has layers on axis 0, with layers moved to axis 1."""
     shape = (*array.shape[1:2], array.shape[0], *array.shape[2:])
 
     def read(box: Box, empty: Empty) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Our own checkpoints: the parameters as Orbax keeps arrays, beside the small files of a Hugging Face folder.
+"""The native checkpoint format: parameters as an Orbax checkpoint, plus the small files of a Hugging Face folder.
 
-``config.json``, ``nnxmoe.json`` (the version of this format) and ``parameters/``: a plain
-nested dict, ``layers/3/attention/q/kernel``, or ``stacks/0/attention/q/kernel`` with all layers of a stack first.
+``config.json``, ``nnxmoe.json`` (the version of this format) and ``parameters/``, a nested dict with names such as
+``layers/3/attention/q/kernel``, or ``stacks/0/attention/q/kernel`` with the layers of a stack stacked on axis 0.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ from nnxmoe.storage.source import NATIVE_FILE
 from nnxmoe.storage.write import write_json
 
 PARAMETERS = "parameters"
-_VERSION = 2  # 1 said in nnxmoe.json whether queries carry the scale; since then config.json does
+_VERSION = 2  # version 1 stored in nnxmoe.json whether queries carry the scale; version 2 in config.json
 
 
 def layout(model: CausalLM, scan_layers: bool, query: Change = SAME) -> dict[str, Leaf]:
-    """Name -> `Leaf` for every parameter of a model; ``query``: what is done to query projections."""
+    """Name -> `Leaf` for every parameter of a model; ``query``: the change to query projections."""
     found: dict[str, Leaf] = {}
     for parameter in parameters(model):
         shape, name = parameter.shape, parameter.key.replace(".", "/")
@@ -52,16 +52,16 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME) -> dict[str
 
 
 def arrays(model: CausalLM, scan_layers: bool) -> dict[str, LazyArray]:
-    """Name -> array, made of a model's parameters when it is read."""
+    """Name -> lazy array, computed from the model's parameters when read."""
     return arrays_of(layout(model, scan_layers))
 
 
 def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool | None = None) -> None:
-    """Write a model for `load`: an Orbax checkpoint of its parameters, its config and its tokenizer's files.
+    """Save a model for `load`: an Orbax checkpoint of its parameters, its config and its tokenizer files.
 
-    ``scan_layers``: whether the layers of a stack are one array there, which restores faster into models that scan;
-    None: as in the model. Of several processes each writes its share. The folder must be new or empty, and appears
-    whole or not at all. Raises CheckpointError (a ValueError).
+    ``scan_layers``: store the layers of a stack as one array, which loads faster into scanned models; None: as in the
+    model. Each process writes its shards. The folder must be new or empty and is created atomically.
+    Raises CheckpointError (a ValueError).
     """
     from nnxmoe.convert import orbax_folder
 
@@ -76,9 +76,9 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
 def load(
     folder: str | os.PathLike[str], dtype: Any = None, mesh: Mesh | None = None, strategy: Strategy | None = None
 ) -> CausalLM:
-    """The model that `save` wrote, on whatever mesh, its layers scanned or not as the strategy says.
+    """Load a model that `save` wrote, on any mesh, with layers scanned or not according to the strategy.
 
-    ``dtype`` None: as stored. Raises CheckpointError (a ValueError) that lists every array that does not fit.
+    ``dtype`` None: as stored. Raises CheckpointError (a ValueError) that lists all arrays that do not fit.
     """
     where, kind = absolute(folder), float_dtype(dtype)
     stored, found = _config(where), read(where)
@@ -93,7 +93,7 @@ def load(
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
-    """Name -> array of the parameters in a folder that `save` wrote."""
+    """Name -> lazy array of the parameters in a folder that `save` wrote."""
     from nnxmoe.convert import orbax_folder
 
     return orbax_folder.read(absolute(folder) / PARAMETERS, None)

@@ -1,4 +1,4 @@
-"""Orbax checkpoints as the layouts here need them: arrays are made, written and read one at a time."""
+"""Orbax checkpoints of lazy arrays: computed, written and read one at a time."""
 
 import contextlib
 import dataclasses
@@ -25,16 +25,16 @@ _BLOCK_BYTES = 32 << 20  # read at a time
 
 @dataclasses.dataclass(frozen=True)
 class _Spread:
-    """An array that spans processes, which ``make`` assembles on their devices."""
+    """An array that spans processes; ``make`` computes it on the devices."""
 
     array: LazyArray
     make: Callable[[], jax.Array]
 
 
 class _Writer:
-    """Makes an array when its turn comes, and lets go of it once it is on the disk.
+    """Computes each array just before writing it, and frees it once it is on disk.
 
-    An error is kept for the end: the other processes would wait for this one.
+    Errors are stored and raised at the end, because the other processes would wait for this one.
     """
 
     def __init__(self, bar: Any, **options: Any):
@@ -45,7 +45,7 @@ class _Writer:
     async def serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> list[Any]:
         args = args or [ocp.SaveArgs()] * len(values)
         for value, info, arg in zip(values, infos, args, strict=True):
-            value = value.make() if isinstance(value, _Spread) else value  # all processes together
+            value = value.make() if isinstance(value, _Spread) else value  # collective
             if self.failure is None:
                 try:
                     for written in await super().serialize([value], [info], [arg]):  # pyright: ignore
@@ -64,13 +64,13 @@ class _HostWriter(_Writer, type_handlers.NumpyHandler):
         self._busy = threading.Lock()
 
     def stop(self, failure: BaseException) -> None:
-        """Write nothing more; returns when the thread that writes is done."""
+        """Cancel further writes and wait for the current one."""
         self.failure = failure
         with self._busy:
             return
 
     async def _open_and_write(self, value: LazyArray, tspec: Any, ts_context: Any) -> None:
-        """Some rows at a time: Orbax would ask for the whole array, and keep all of it compressed as well."""
+        """Write a chunk of rows at a time: Orbax would hold the whole array and its compressed copy in memory."""
         with self._busy:
             try:
                 if self.failure is None:
@@ -89,11 +89,11 @@ class _HostWriter(_Writer, type_handlers.NumpyHandler):
 
 
 class _SpreadWriter(_Writer, type_handlers.ArrayHandler):
-    """Each process writes what its devices hold."""
+    """Each process writes the shards of its devices."""
 
 
 def handler(*kinds: tuple[type, Any]) -> Any:
-    """Orbax's handler of trees in the form that MaxText's converter writes, with what else is done to some leaves."""
+    """Orbax's tree handler in the format of MaxText's converter (OCDBT, Zarr 3); ``kinds``: extra leaf handlers."""
     usual = [(int, type_handlers.ScalarHandler()), (jax.Array, type_handlers.ArrayHandler())]
     registry = type_handlers.create_type_handler_registry(*usual, *kinds)
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
@@ -101,13 +101,13 @@ def handler(*kinds: tuple[type, Any]) -> Any:
 
 @contextlib.contextmanager
 def _writer(folder: Path, bar: Any) -> Iterator[Any]:
-    """A handler that writes; at the end CheckpointError where it could not."""
+    """A handler for writing; on exit raises CheckpointError if a write failed."""
     check_orbax_path(folder)
     writers = _HostWriter(bar), _SpreadWriter(bar, enable_write_sharding_file=False)
     failure: BaseException | None = None
     try:
         yield handler((LazyArray, writers[0]), (_Spread, writers[1]))
-    except (OSError, ValueError, RuntimeError) as error:  # perhaps for want of what could not be written
+    except (OSError, ValueError, RuntimeError) as error:  # may follow from an earlier failed write
         failure = error
     except BaseException as error:
         writers[0].stop(error)
@@ -117,13 +117,13 @@ def _writer(folder: Path, bar: Any) -> Iterator[Any]:
 
 
 def write(folder: Path, tree: Mapping[str, Any], bar: Any) -> None:
-    """A tree of `LazyArray` arrays into a folder."""
+    """Write a tree of `LazyArray` leaves to a folder."""
     with _writer(folder, bar) as writer, ocp.Checkpointer(writer) as checkpointer:
         checkpointer.save(folder, args=_save_args(tree), force=True)
 
 
 def write_step(folder: Path, tree: Mapping[str, Any], bar: Any) -> None:
-    """The same as step 0 of a folder of steps, in its item ``items``."""
+    """Write a tree of `LazyArray` leaves to ``0/items`` in a folder, as step 0."""
     with _writer(folder, bar) as writer, ocp.CheckpointManager(folder, item_handlers={"items": writer}) as manager:
         manager.save(0, args=ocp.args.Composite(items=_save_args(tree)))
 
@@ -135,7 +135,7 @@ def _save_args(tree: Mapping[str, Any]) -> Any:
 
 
 def _chunks(leaf: Any) -> ocp.SaveArgs:
-    """Large arrays in chunks: of one row where rows are long, else as Orbax cuts them."""
+    """Chunking of large arrays: along axis 0 only if rows are long, otherwise as Orbax chooses."""
     array: Any = leaf.array if isinstance(leaf, _Spread) else leaf
     if isinstance(array, int) or array.nbytes <= _CHUNK_BYTES:
         return ocp.SaveArgs()
@@ -144,7 +144,7 @@ def _chunks(leaf: Any) -> ocp.SaveArgs:
 
 
 class _Opener(type_handlers.NumpyHandler):
-    """Opens the arrays that Orbax is asked to restore, and leaves reading them for later."""
+    """Opens the arrays to restore without reading them."""
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         found = []
@@ -155,7 +155,7 @@ class _Opener(type_handlers.NumpyHandler):
 
 
 def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
-    """Name -> array of the tree in a folder; of the branches ``tops`` only, the first of which must be there."""
+    """Name -> lazy array of the tree in a folder. ``tops``: read only these branches; the first must exist."""
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{folder} holds no Orbax checkpoint: it has no _METADATA")
     check_orbax_path(folder)
@@ -178,7 +178,7 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
 
 @contextlib.contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Whatever Orbax makes of a damaged checkpoint is a CheckpointError."""
+    """Turns any exception that Orbax raises for a damaged checkpoint into CheckpointError."""
     try:
         yield
     except Exception as error:
@@ -187,13 +187,13 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def _read_bytes(store: Any) -> int:
-    """Bytes per read: at least one chunk, which is decompressed whole."""
+    """Bytes per read: at least one chunk, since chunks are decompressed as a whole."""
     chunk = math.prod(store.chunk_layout.read_chunk.shape) * store.dtype.numpy_dtype.itemsize
     return max(_BLOCK_BYTES, chunk)
 
 
 def _read(folder: Path, store: Any, lock: threading.Lock, box: Box, _: Empty) -> np.ndarray:
-    """A box; one at a time, because the library has threads of its own, and each chunk takes memory."""
+    """A box of values. Reads are serialised: tensorstore has its own threads, and each chunk takes memory."""
     with _readable(folder), lock:
         give_back()
         values = store[box].read().result()

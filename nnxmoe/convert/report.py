@@ -1,4 +1,4 @@
-"""What a load did, tensor by tensor."""
+"""The report of a load, tensor by tensor."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from nnxmoe.storage.errors import CheckpointError
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """Every tensor of a checkpoint and every parameter of a model, accounted for.
+    """Accounts for every tensor of a checkpoint and every parameter of a model.
 
-    ``skipped``: rule -> names left out on purpose. ``unexpected``: names nobody asked for. ``missing``: parameters
-    without a tensor (never in a model that was returned). ``casts``: "stored -> loaded dtype" -> names.
-    ``nonfinite``: tensor -> how many of its values are NaN or infinite once loaded (on this process's devices).
-    ``files``: the folder with the tokenizer's files, which saving takes along.
+    ``skipped``: rule -> names skipped on purpose. ``unexpected``: other tensors that the model does not use.
+    ``missing``: parameters without a tensor (empty for a loaded model). ``casts``: "stored -> loaded dtype" -> names.
+    ``nonfinite``: tensor -> number of NaN or infinite values after loading (on this process's devices).
+    ``files``: the folder with the tokenizer files, which saving copies.
     """
 
     source: str
@@ -36,16 +36,16 @@ class LoadReport:
             "skipped",
             "casts",
             "nonfinite",
-        ):  # a model holds its report as a static, hence hashable, attribute
+        ):  # the report is a static attribute of a model and must be hashable
             object.__setattr__(self, name, FrozenDict(getattr(self, name)))
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Speed of reading, casting and placing."""
+        """Speed of reading, casting and placing on devices."""
         return self.bytes_read / max(self.seconds, 1e-9) / 1e9
 
     def warn(self) -> None:
-        """Log what is wrong with the values."""
+        """Log a warning if values are NaN or infinite."""
         if self.nonfinite:
             count, names = sum(self.nonfinite.values()), sorted(self.nonfinite)
             text = "%s: %d values of %d tensors are NaN or infinite: %s"
@@ -66,7 +66,7 @@ class LoadReport:
 
 
 class LoadError(CheckpointError):
-    """Weights and model do not fit; ``report`` says all of it."""
+    """Raised if weights do not fit the model; ``report`` has the details."""
 
     def __init__(self, message: str, report: LoadReport):
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Models without values, and their restoration from arrays that must all belong to them."""
+"""Abstract models (shapes only), and loading them from arrays that must match their parameters one to one."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -18,13 +18,13 @@ from nnxmoe.models import model_class
 
 
 def check_config(config: DecoderConfig) -> None:
-    """Raise ValueError unless this is a config."""
+    """Raise ValueError unless ``config`` is a DecoderConfig."""
     if not isinstance(config, DecoderConfig):
-        raise ValueError(f"config is a {type(config).__name__}: give what nnxmoe.config_from_hf makes")
+        raise ValueError(f"config is a {type(config).__name__}: pass the result of nnxmoe.config_from_hf")
 
 
 def abstract(config: DecoderConfig, strategy: Strategy | None, mesh: Mesh | None) -> CausalLM:
-    """A model without values; ``mesh`` None: the strategy's."""
+    """A model with shapes but no values; ``mesh`` None: the strategy's."""
     strategy = strategy or Strategy.auto()
     strategy = dataclasses.replace(strategy, mesh=strategy.mesh if mesh is None else mesh)
     return model_class(config)(config, strategy, rngs=None)
@@ -33,8 +33,8 @@ def abstract(config: DecoderConfig, strategy: Strategy | None, mesh: Mesh | None
 def unless_cast(
     config: DecoderConfig, arrays: Iterable[LazyArray], dtype: np.dtype | None
 ) -> tuple[DecoderConfig, float]:
-    """The config for queries that stay as they are stored and carry a scale; if they are cast, the config of queries
-    without it and the factor that takes it out, so that they are rounded once."""
+    """``(config, 1.0)`` if all arrays keep their dtype. Otherwise `config.folded()`: the config without the queries'
+    scale and the factor that removes it, so that scaling and casting round only once."""
     kept = dtype is None or all(array.dtype == dtype for array in arrays)
     return (config, 1.0) if kept else config.folded()
 
@@ -47,9 +47,9 @@ def restore(
     report: LoadReport,
     misfit: str,
 ) -> None:
-    """Give an abstract model its values and its report. LoadError, which begins with ``misfit``, if arrays are missing,
-    unexpected or wrong."""
+    """Set the values and ``load_report`` of an abstract model. Raises LoadError, whose message begins with ``misfit``,
+    if arrays are missing, unexpected or wrong."""
     faults = check(leaves, arrays)
-    strange = tuple(f"{name} {list(arrays[name].shape)} is no parameter" for name in faults.unexpected)
+    strange = tuple(f"{name} {list(arrays[name].shape)} is not a parameter" for name in faults.unexpected)
     refuse(dataclasses.replace(faults, wrong=(*strange, *faults.wrong)), leaves, report, misfit)
     fill(model, leaves, arrays, dtype, report)

@@ -24,8 +24,8 @@ _MAX_BYTES = 100_000_000
 
 
 def write_side_files(stage: Path, model: CausalLM, target: str | os.PathLike[str], config: DecoderConfig) -> None:
-    """Config, generation config, and the tokenizer's files from where the model was loaded; those that ``target``
-    has already stay its own."""
+    """Write config.json and generation_config.json, and copy the tokenizer files from where the model was loaded,
+    except those that ``target`` already has."""
     dtype = matrices_dtype(parameter.variable for parameter in parameters(model))
     write_json(stage / "config.json", config.to_hf() | {"dtype": str(dtype)})
     if model.generation_config:
@@ -34,29 +34,29 @@ def write_side_files(stage: Path, model: CausalLM, target: str | os.PathLike[str
         return
     source = Path(model.load_report.files)
     if not source.is_dir():
-        logger.warning("%s is gone: the tokenizer's files cannot be taken along", source)
+        logger.warning("%s no longer exists: the tokenizer's files are not copied", source)
     for name in TOKENIZER_FILES:
         if os.path.lexists(source / name) and not os.path.lexists(absolute(target) / name):
             try:
-                data = read_bounded(source / name, _MAX_BYTES, "it was not taken along", CheckpointError)
-            except CheckpointError as error:  # no reason to lose a model
+                data = read_bounded(source / name, _MAX_BYTES, "it was not copied", CheckpointError)
+            except CheckpointError as error:  # a missing tokenizer must not prevent saving the model
                 logger.warning("%s", error)
             else:
                 write_bytes(stage / name, data)
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder has files of a tokenizer."""
+    """Whether a folder has any tokenizer file."""
     return any(os.path.lexists(Path(folder) / name) for name in TOKENIZER_FILES)
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The config of a folder's config.json."""
+    """The config in a folder's config.json."""
     return parse_config(find_config(folder), str(folder / "config.json"))
 
 
 def read_generation_config(folder: Path, config: DecoderConfig) -> Mapping[str, Any]:
-    """A folder's generation_config.json, checked; empty where there is none."""
+    """The validated generation_config.json of a folder; empty if the file is missing."""
     path = folder / GENERATION
     if not os.path.lexists(path):
         return FrozenDict({})
@@ -66,7 +66,7 @@ def read_generation_config(folder: Path, config: DecoderConfig) -> Mapping[str, 
 
 
 def parse_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
-    """The config of a parsed config.json; a ConfigError says which file it was."""
+    """The config of a parsed config.json; errors name the file ``where``."""
     try:
         return config_from_hf(fields)
     except ConfigError as error:
@@ -74,7 +74,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
 
 
 def check_generation(fields: Mapping[str, Any], config: DecoderConfig, where: str) -> None:
-    """Checks what generation needs of a parsed generation_config.json; a ConfigError says which file it was."""
+    """Validate the token ids of a parsed generation_config.json; errors name the file ``where``."""
     try:
         check_token_ids(fields, config.vocab_size)
     except ConfigError as error:

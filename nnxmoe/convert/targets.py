@@ -1,4 +1,4 @@
-"""Where the values of an array go: boxes of it, and views of the buffers that receive them."""
+"""Targets of an array's values: boxes of the array, and views of the buffers that receive them."""
 
 import dataclasses
 import math
@@ -15,9 +15,9 @@ Buffers = dict[Ranges, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where values of an array go: their box in the array, and a view of a buffer with the array's dimensions.
+    """A box of an array, and the buffer view that receives its values, with the array's dimensions.
 
-    ``cut``: the range of the last dimension to keep after the change, which needs all of it.
+    ``cut``: the range of the last dimension to keep after `Leaf.change`, which needs the whole dimension.
     """
 
     box: Box
@@ -26,10 +26,10 @@ class Target:
 
 
 def targets_of(leaf: Leaf, part: Part, buffers: Buffers) -> Iterator[Target]:
-    """Where the values of a part go among the buffers of its parameter."""
+    """The targets of a part among the buffers of its parameter."""
     lead, whole = len(part.at), part.box(leaf.shape)
     inner = [i for i, at in enumerate(part.place) if not isinstance(at, int)]
-    inner += range(len(part.place), len(leaf.shape))  # the array's dimensions that the part has
+    inner += range(len(part.place), len(leaf.shape))  # dimensions of the array that are dimensions of the part
     for ranges, buffer in buffers.items():
         starts = [start for start, _ in ranges[:lead]]
         if not all(start <= at < stop for at, (start, stop) in zip(part.at, ranges, strict=False)):
@@ -58,7 +58,7 @@ def blocks(targets: list[Target], array: LazyArray) -> Iterator[Box]:
 
 
 def _cut(box: Box, item: int, limit: int, lines: int) -> Iterator[Box]:
-    """A box in pieces of about ``limit`` bytes; their rows are a multiple of ``lines``, for whole cache lines."""
+    """A box in pieces of about ``limit`` bytes; row counts are multiples of ``lines``, to fill whole cache lines."""
     if not box:
         yield box
         return
