@@ -1,4 +1,4 @@
-"""The models, and which class reads which ``model_type``."""
+"""Model families, and the registry of their ``model_type`` and presets."""
 
 if __name__ != "nnxmoe.models":
     raise ImportError(f"import nnxmoe.models, not {__name__}: otherwise every class here would exist twice")
@@ -20,7 +20,7 @@ PRESETS: dict[str, DecoderConfig] = {}
 
 
 def register(family: type[CausalLM]) -> None:
-    """Make a family known by the ``model_type`` of each of its configs and by the names of its presets."""
+    """Register a model family under the ``model_type`` of each of its configs, and its presets by name."""
     MODELS.update({config.model_type: (config, family) for config in family.configs})
     PRESETS.update(family.presets)
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
-    """The config of a parsed config.json. Raises ConfigError for models and values that are not supported."""
+    """The config of a parsed config.json. Raises ConfigError for unsupported models and values."""
     if not isinstance(fields, Mapping):
         raise ConfigError(f"config.json must hold an object, got {type(fields).__name__}")
     kind = fields.get("model_type")
@@ -56,10 +56,10 @@ def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
 
 
 def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
-    """The preset of that name, unless a folder is called so."""
+    """The preset of that name; None if there is none, or if a folder of that name exists."""
     return None if os.path.isdir(name) else PRESETS.get(str(name).lower())
 
 
 def model_class(config: DecoderConfig) -> type[CausalLM]:
-    """The class that computes a config."""
+    """The model class of a config."""
     return MODELS[config.model_type][1]

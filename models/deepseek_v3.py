@@ -1,8 +1,8 @@
 """DeepSeek-V3 and R1 (DeepSeek-V3 technical report, 2024).
 
-Latent attention (MLA) with rotary embedding by neighbouring pairs; the first layers dense, then experts chosen by
-sigmoid affinities within the best groups, a correction bias that chooses but does not weigh, and a shared expert.
-The multi-token-prediction layers of a checkpoint are recognised and left out.
+Latent attention (MLA) with rotary embedding of neighbouring pairs. The first layers are dense; the others have a shared
+expert and routed experts, chosen by sigmoid affinities plus a correction bias within the best groups and weighted
+without the bias. The multi-token-prediction layers of a checkpoint are skipped.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from nnxmoe.moe.router import Router, SigmoidGroupTopK
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSeekV3Config(DecoderConfig):
-    """``intermediate_size``: the dense layers' width; ``moe_intermediate_size``: one expert's. ``q_lora_rank`` None:
-    queries are one plain projection. ``head_dim`` is ignored: the rotated width is ``qk_rope_head_dim``."""
+    """``intermediate_size``: width of the dense layers; ``moe_intermediate_size``: width of one expert. ``q_lora_rank``
+    None: a single query projection. ``head_dim`` is ignored: the rotated width is ``qk_rope_head_dim``."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
@@ -192,7 +192,7 @@ MAXTEXT_TABLE = (
 
 
 class DeepSeekV3(CausalLM):
-    """A DeepSeek-V3."""
+    """DeepSeek-V3 and R1."""
 
     configs = (DeepSeekV3Config,)
     presets = PRESETS

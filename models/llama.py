@@ -1,6 +1,6 @@
-"""Llama 1 to 3.x (Touvron et al. 2023; Llama 3, 2024) and Mistral (Jiang et al. 2023), which is Llama with a window.
+"""Llama 1 to 3.x (Touvron et al. 2023; Llama 3, 2024) and Mistral (Jiang et al. 2023), Llama with a sliding window.
 
-Grouped-query attention, rotary embedding by halves, SwiGLU; biases only where the config asks for them.
+Grouped-query attention, rotary embedding of halves, SwiGLU; optional biases.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from nnxmoe.model.strategy import Strategy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """``attention_bias``: on q, k, v and o. ``mlp_bias``: on gate, up and down."""
+    """``attention_bias``: biases of q, k, v and o. ``mlp_bias``: biases of gate, up and down."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
@@ -32,7 +32,7 @@ class LlamaConfig(DecoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MistralConfig(DecoderConfig):
-    """``sliding_window``: keys a query sees, its own included; null: all."""
+    """``sliding_window``: number of keys that a query attends to, its own included; null: all."""
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
@@ -127,7 +127,7 @@ PRESETS: dict[str, DecoderConfig] = {
 }
 
 
-# MaxText's Linen names and logical axes; ``{layer}`` is layers_3, or layers with all of them stacked on axis 1.
+# MaxText's Linen names and logical axes; ``{layer}`` is for example layers_3, or layers if stacked on axis 1.
 _SELF = "decoder/{layer}/self_attention/"
 _NORM = ("norm",)
 MAXTEXT_DECODER: dict[str, tuple[str, tuple[str | None, ...]]] = {
@@ -159,7 +159,7 @@ MAXTEXT_MLP: dict[str, tuple[str, tuple[str | None, ...]]] = {
 
 
 class Llama(CausalLM):
-    """A Llama or Mistral."""
+    """Llama and Mistral."""
 
     configs = (LlamaConfig, MistralConfig)
     presets = PRESETS

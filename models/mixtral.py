@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024): Llama's attention, and in every layer eight experts of which each token uses two.
 
-The router is a softmax over all experts, cut to the best and rescaled; there is no shared expert and no bias.
+The router applies a softmax over all experts, keeps the top two and rescales them. No shared expert, no biases.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from nnxmoe.moe.router import Router, SoftmaxTopK
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(DecoderConfig):
-    """``intermediate_size`` is the width of one expert. ``router_jitter_noise`` is heard only with a key (training)."""
+    """``intermediate_size``: width of one expert. ``router_jitter_noise``: used only with a key (training)."""
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
@@ -80,8 +80,8 @@ PRESETS: dict[str, DecoderConfig] = {
     ),
 }
 
-_BLOCK = "model.layers.{layer}.block_sparse_moe."  # the hub's names
-_MLP = "model.layers.{layer}.mlp."  # transformers 5 in memory, and on disk where somebody saved it so
+_BLOCK = "model.layers.{layer}.block_sparse_moe."  # names in the checkpoints on the hub
+_MLP = "model.layers.{layer}.mlp."  # names of transformers 5 in memory, also found in some saved checkpoints
 
 HF_TABLE = (
     HF_DECODER
@@ -123,7 +123,7 @@ MAXTEXT_TABLE = (
 
 
 class Mixtral(CausalLM):
-    """A Mixtral."""
+    """Mixtral."""
 
     configs = (MixtralConfig,)
     presets = PRESETS

@@ -1,12 +1,12 @@
-"""Names of dimensions, logical axes and mesh axes, and the one table between the last two.
+"""Names of dimensions, logical axes and mesh axes, and the rules table that maps logical axes to mesh axes.
 
 Dimension letters, the same in every signature and einsum:
 
     B batch          T query tokens    S key positions    D model width    V vocabulary
     N query heads    K key/value heads G = N / K          H head width     F feed-forward width
-    E experts        X experts a token C slots an expert  R routed rows    L layers
+    E experts        X experts/token   C slots/expert     R routed rows    L layers
 
-MLA's widths are words: ``q_rank kv_rank nope rope``. ``asked``: T, or 1 where the last token's output alone is wanted.
+MLA's widths are words: ``q_rank kv_rank nope rope``. ``asked``: T, or 1 if only the last token's output is needed.
 """
 
 import math
@@ -23,12 +23,12 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.runtime.progress import logger
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
-BATCH_AXES = ("data", "fsdp", "expert")  # the batch is split over all of them; attention then needs no communication
+BATCH_AXES = ("data", "fsdp", "expert")  # the batch is sharded over all three, so attention needs no communication
 AnyMesh = Mesh | AbstractMesh
 
 Rules = Mapping[str, str | None]
 
-# Logical axis of a parameter -> mesh axis that splits it (None: kept whole).
+# Logical axis of a parameter -> mesh axis that shards it (None: replicated).
 RULES: Rules = FrozenDict(
     {
         "vocab": "tensor",
@@ -38,14 +38,14 @@ RULES: Rules = FrozenDict(
         "head": None,
         "mlp": "tensor",
         "expert": "expert",
-        "latent": None,  # what MLA projects down to
-        "q_rank": None,  # and up from; "fsdp" saves memory where the ranks divide
+        "latent": None,  # output of MLA's down projections
+        "q_rank": None,  # input of MLA's up projections; "fsdp" saves memory if it divides the ranks
         "kv_rank": None,
         "norm": None,
         "router": None,
         "layers": None,
-        "rank": None,  # of an adapter
-        "gate_up": None,  # two maps side by side
+        "rank": None,  # of a LoRA adapter
+        "gate_up": None,  # gate and up in one LoRA adapter
     }
 )
 
@@ -60,9 +60,9 @@ def parameter(
     kind: type[nnx.Variable] = nnx.Param,
     inputs: int | None = None,
 ) -> nnx.Variable:
-    """A parameter labelled with its logical axes; without ``rngs`` only its shape: 671B parameters cost nothing.
+    """A parameter labelled with its logical axes; ``rngs`` None: a ShapeDtypeStruct instead of a value.
 
-    ``inputs``: of a linear map, how many dimensions (after those of experts and layers) it contracts; None otherwise.
+    ``inputs``: number of dimensions (after those of layers and experts) that a linear map contracts; else None.
     """
     shape, axes = tuple(shape), tuple(axes)
     assert len(shape) == len(axes), (shape, axes)
@@ -71,8 +71,8 @@ def parameter(
 
 
 def label(part: Any, key: str, layer: int | None = None, stack: int | None = None) -> None:
-    """Stamp every parameter of a part with its key, such as ``layer.attention.q.kernel``, and where the part stands:
-    the index of its (first) layer and of that layer's stack, None outside of stacks."""
+    """Set the metadata of every parameter of a module: its key, such as ``layer.attention.q.kernel``, and the indices
+    of its (first) layer and of that layer's stack, None outside of stacks."""
     for path, variable in nnx.iter_graph(part):
         if isinstance(variable, nnx.Variable):
             variable.set_metadata(key=".".join((key, *map(str, path))), layer=layer, stack=stack)
@@ -81,9 +81,9 @@ def label(part: Any, key: str, layer: int | None = None, stack: int | None = Non
 def make_mesh(
     data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, *, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A device mesh with the axes ``data, fsdp, expert, tensor``; one size may be -1: all the devices that are left.
+    """A device mesh with the axes ``data, fsdp, expert, tensor``; one size may be -1: all remaining devices.
 
-    Raises ValueError where the sizes do not multiply to the number of devices.
+    Raises ValueError unless the product of the sizes is the number of devices.
     """
     sizes = {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
     if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes.values()):
@@ -91,7 +91,7 @@ def make_mesh(
     found = np.asarray(jax.devices() if devices is None else devices, dtype=object)
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
-        raise ValueError(f"mesh sizes {sizes}: every size is at least 1, and at most one is -1 (what is left)")
+        raise ValueError(f"mesh sizes {sizes}: every size must be at least 1; one may be -1 (all remaining devices)")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
         sizes[open_axes[0]] = found.size // fixed
@@ -103,25 +103,25 @@ def make_mesh(
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """A mesh of these sizes without devices, to plan with; axes that are not named have size 1."""
+    """A mesh of these sizes without devices, for planning; omitted axes have size 1. ValueError for unknown axes."""
     if unknown := [name for name in sizes if name not in MESH_AXES]:
-        raise ValueError(f"{unknown[0]!r} is no axis of a mesh; the axes are {', '.join(MESH_AXES)}")
+        raise ValueError(f"{unknown[0]!r} is not a mesh axis; the axes are {', '.join(MESH_AXES)}")
     every = tuple(sizes.get(name, 1) for name in MESH_AXES)
     return AbstractMesh(every, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def batch_axes(mesh: AnyMesh | None) -> tuple[str, ...]:
-    """The axes of a mesh over which the batch is split, those of size 1 left out."""
+    """The mesh axes that shard the batch, without those of size 1."""
     return () if mesh is None else tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
 
 
 def shards(mesh: AnyMesh | None, axes: Sequence[str]) -> int:
-    """How many parts these axes make."""
+    """Number of shards over these mesh axes."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
 def divided_over(batch: int, mesh: AnyMesh | None) -> tuple[str, ...]:
-    """The batch axes of a mesh where a batch divides over them, else none."""
+    """The batch axes of a mesh if the batch size is divisible by their shards, else ()."""
     axes = batch_axes(mesh)
     return () if batch % shards(mesh, axes) else axes
 
@@ -129,9 +129,9 @@ def divided_over(batch: int, mesh: AnyMesh | None) -> tuple[str, ...]:
 def partition_spec(
     axes: Sequence[str | None], shape: Sequence[int], mesh: AnyMesh, rules: Rules = RULES
 ) -> PartitionSpec:
-    """The mesh axis that splits each dimension; a dimension without a name (None) is kept whole.
+    """The mesh axis that shards each dimension; a dimension without a name (None) is not sharded.
 
-    Mesh axes of size 1 are dropped. Raises ValueError for impossible splits.
+    Mesh axes of size 1 are dropped. ValueError for an indivisible size, a missing rule, or a missing or repeated axis.
     """
     entries: list[str | None] = []
     for name, size in zip(axes, shape, strict=True):
@@ -143,14 +143,14 @@ def partition_spec(
         axis = rules[name]
         if axis is not None and axis not in mesh.shape:
             raise ValueError(
-                f"the rule {name!r} -> {axis!r} names no axis of the mesh {dict(mesh.shape)}: "
-                "make it with nnxmoe.make_mesh, which has all axes, or give other rules"
+                f"the rule {name!r} -> {axis!r} does not name an axis of the mesh {dict(mesh.shape)}: "
+                "create the mesh with nnxmoe.make_mesh, which has all axes, or pass other rules"
             )
         entries.append(axis if axis is not None and mesh.shape[axis] > 1 else None)
         if entries[-1] is not None and size % mesh.shape[entries[-1]]:
             raise ValueError(
                 f"{name!r} of size {size} does not divide over the mesh axis {axis!r} of size {mesh.shape[axis]}: "
-                f"take another size, or rules that keep it whole, {{**nnxmoe.RULES, {name!r}: None}}"
+                f"use another mesh size, or rules that replicate it, {{**nnxmoe.RULES, {name!r}: None}}"
             )
     used = [entry for entry in entries if entry is not None]
     if len(set(used)) != len(used):
@@ -159,13 +159,13 @@ def partition_spec(
 
 
 def constrain(x: jax.Array, mesh: AnyMesh | None, *axes: str | Sequence[str] | None) -> jax.Array:
-    """``x`` with its first dimensions split over these mesh axes; untouched where none splits anything."""
+    """``x`` with its first dimensions sharded over these mesh axes; a no-op without axes or mesh."""
     spec = PartitionSpec(*(axis or None for axis in axes))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if mesh is not None and any(spec) else x
 
 
 def split_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
-    """``x`` with its rows split over the batch axes; untouched, with a warning, where they do not divide."""
+    """``x`` with its rows sharded over the batch axes; unchanged, with a warning, if they are not divisible."""
     axes, wanted = divided_over(x.shape[0], mesh), batch_axes(mesh)
     if axes != wanted:
         logger.warning("a batch of %d does not divide over %s: every device computes all of it", x.shape[0], wanted)
@@ -173,19 +173,19 @@ def split_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
 
 
 def everywhere(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
-    """``x`` whole on every device of the mesh, where each process can read it."""
+    """``x`` replicated over the mesh, so that every process can read it."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def axes_of(variable: nnx.Variable) -> tuple[str | None, ...]:
     """The logical axes of a parameter's dimensions; None for each dimension of a parameter without labels.
 
-    Within a scan over layers the axis ``layers`` is absent, as it is from the value.
+    Inside a scan over layers, where values have no layer dimension, the axis ``layers`` is omitted.
     """
     axes, rank = variable.get_metadata().get("axes"), len(variable.shape)
     return (None,) * rank if axes is None else tuple(axes[len(axes) - rank :])
 
 
 def sharding_of(variable: nnx.Variable, mesh: Mesh, rules: Rules = RULES) -> NamedSharding:
-    """Where one parameter lies on the mesh."""
+    """The sharding of a parameter over the mesh."""
     return NamedSharding(mesh, partition_spec(axes_of(variable), variable.shape, mesh, rules))

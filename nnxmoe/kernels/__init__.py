@@ -1,4 +1,4 @@
-"""Kernels of other libraries and our own, one backend per file; each is imported on first use."""
+"""Kernel backends, one per file, imported on first use."""
 
 import importlib
 import pkgutil
@@ -6,12 +6,12 @@ from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
-    """``nnxmoe.kernels.tokamax`` and its like work after ``import nnxmoe`` alone."""
+    """Import a backend such as ``nnxmoe.kernels.tokamax`` on first access."""
     if name in __dir__():
         return importlib.import_module(f"nnxmoe.kernels.{name}")
     raise AttributeError(f"module 'nnxmoe.kernels' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """The backends."""
+    """Names of the backends."""
     return [module.name for module in pkgutil.iter_modules(__path__)]

@@ -1,4 +1,4 @@
-"""Grouped products by tokamax's Pallas kernels (Triton and Mosaic on NVIDIA GPUs, Mosaic on TPUs)."""
+"""Grouped matrix products with tokamax's Pallas kernels (Triton and Mosaic on NVIDIA GPUs, Mosaic on TPUs)."""
 
 import dataclasses
 import importlib
@@ -13,12 +13,12 @@ from nnxmoe.moe.grouped_matmul import Weights, zeros_beyond
 
 
 def installed() -> bool:
-    """Whether the extra 'kernels' is there; imports nothing."""
+    """Whether tokamax (the extra 'kernels') is installed, without importing it."""
     return importlib.util.find_spec("tokamax") is not None
 
 
 def _library() -> Any:
-    """tokamax, kept (before 0.0.17) from reading the options of our program's command line as its own."""
+    """The tokamax module. Before 0.0.17 it parses sys.argv with absl unless the flags are marked as parsed."""
     flags = importlib.import_module("absl.flags").FLAGS
     if not flags.is_parsed():
         flags.mark_as_parsed()
@@ -27,8 +27,8 @@ def _library() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Tokamax:
-    """``tokamax.ragged_dot``. ``implementation``: one of its own ("mosaic", "triton", "xla"), or None for its choice,
-    which on CPU is a masked dense product. ValueError where tokamax is not installed."""
+    """``tokamax.ragged_dot``. ``implementation``: "mosaic", "triton", "xla", or None for tokamax's default, which on
+    CPU is a masked dense product. Raises ValueError if tokamax is not installed."""
 
     implementation: str | None = None
 
