@@ -1,11 +1,11 @@
-"""Pictures for notebooks: which experts are used, how a training goes, how ways to compute a model compare.
+"""Plots for notebooks: expert load, training curves, and comparisons of strategies.
 
     plot.load(model(tokens, return_routing=True).routing)
     plot.history(fitted.history, ["loss", "evaluation"])
 
-Every function draws into ``ax`` (None: a new figure), returns it, and takes arrays, plain lists and dicts, or what the
-models return. The colours differ for colour-blind eyes too: cividis, and the palette of Okabe and Ito (2008). Needs
-matplotlib, which is imported when the first picture is drawn: ``pip install 'nnxmoe[notebooks]'``.
+Every function draws into ``ax`` (None: a new figure) and returns it. Inputs are arrays, lists, dicts or model outputs.
+The colours are colour-blind safe: cividis, and the palette of Okabe and Ito (2008). Requires matplotlib, imported on
+the first plot: ``pip install 'nnxmoe[notebooks]'``.
 """
 
 import itertools
@@ -16,32 +16,32 @@ import numpy as np
 
 from nnxmoe.moe.router import Routing
 
-Axes = Any  # matplotlib's, which need not be installed; or None
+Axes = Any  # matplotlib.axes.Axes or None; matplotlib is optional
 Loads = Mapping[int, Routing] | Sequence[Any] | Any  # {layer: Routing}, or counts or shares [L, E]
 Numbers = Mapping[str, float] | Mapping[str, Mapping[str, float]]
 
 PALETTE = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#BBBBBB")
-_MAP, _CELLS = "cividis", 160  # the map of heat maps; up to so many cells have their number written in
+_MAP, _CELLS = "cividis", 160  # colour map; heat maps with at most this many cells show their values
 
 
 def shares(loads: Loads) -> np.ndarray:
-    """Shares ``[L, E]`` of the assignments that went to each expert; a row of an idle layer is 0.
+    """Share of the assignments per layer and expert, ``[L, E]``; 0 for layers without assignments.
 
-    ``loads``: the routings of a model's output, whose padding does not count, or counts or shares ``[L, E]``.
+    ``loads``: the routings of a model's output (padding is excluded), or counts or shares ``[L, E]``.
     """
     if isinstance(loads, Mapping):
         loads = [_counts(loads[layer]) for layer in sorted(loads)]
     array = np.asarray(loads, np.float64)
     if array.ndim != 2 or not array.size or not (array >= 0).all():
-        raise ValueError(f"loads: {list(array.shape)}, give numbers from 0 as [layers, experts], or {{layer: Routing}}")
+        raise ValueError(f"loads: {list(array.shape)}, pass numbers >= 0 as [layers, experts], or {{layer: Routing}}")
     total = array.sum(axis=1, keepdims=True)
     return np.divide(array, total, out=np.zeros_like(array), where=total > 0)
 
 
 def load(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> Axes:
-    """Heat map, layers down and experts across: each expert's load over the mean of its layer, so that 1 is even.
+    """Heat map with layers as rows and experts as columns: each expert's load / the mean load of its layer.
 
-    ``loads``: see `shares`; its rows need not be layers: ``names`` says what they are.
+    ``loads``: see `shares`. ``names``: row labels, by default "layer 0", …
     """
     values = shares(loads)
     values = values * values.shape[1]
@@ -57,7 +57,7 @@ def load(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> A
 
 
 def entropy(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> Axes:
-    """A bar a layer: the entropy of its load over log(E). 1: all experts have the same, 0: one has all of it.
+    """One bar per layer: the entropy of its load / log(E). 1: uniform load, 0: one expert has all of it.
 
     ``loads``: see `shares`.
     """
@@ -71,9 +71,9 @@ def entropy(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -
 
 
 def over_steps(loads: Any, steps: Sequence[int] | None = None, ax: Axes = None) -> Axes:
-    """Heat map, experts down and training steps across, of one layer's load over even load.
+    """Heat map of one layer's load / mean load, with experts as rows and training steps as columns.
 
-    ``loads``: counts or shares ``[S, E]``, one row a step. ``steps``: their numbers, evenly spaced; default 1 … S.
+    ``loads``: counts or shares ``[S, E]``, one row per step. ``steps``: step numbers, evenly spaced; default 1 … S.
     """
     values = shares(loads)
     values = values.T * values.shape[1]
@@ -86,10 +86,10 @@ def over_steps(loads: Any, steps: Sequence[int] | None = None, ax: Axes = None) 
 
 
 def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: int = 0, ax: Axes = None) -> Axes:
-    """A text token by token: a column a token, a row a layer, in each cell the number and colour of its first expert.
+    """The first expert of each token in each layer, as number and colour: one column per token, one row per layer.
 
-    ``pieces``: the text of the first tokens, or of all T. ``routing``: ``{layer: Routing [B, T, …]}``; of a single
-    Routing all choices are shown, the best on top. ``row``: which of the B texts. Cells of padding stay empty.
+    ``pieces``: the text of the first tokens, or of all T. ``routing``: ``{layer: Routing [B, T, …]}``, or a single
+    Routing to show all its choices, best first. ``row``: index into the batch. Cells of padding stay empty.
     """
     many = {0: routing} if isinstance(routing, Routing) else dict(sorted(routing.items()))
     cells = {f"layer {i}": (np.asarray(r.experts)[row, :, 0], r.valid) for i, r in many.items()}
@@ -120,7 +120,7 @@ def history(
 ) -> Axes:
     """Curves of metrics by step. ``runs``: a `Fitted.history`, or ``{label: history}`` to compare several.
 
-    Steps without a metric, as those between two evaluations, are passed over; one that no step has is a ValueError.
+    Steps without a metric are skipped (for example between evaluations). ValueError if no step has it.
     """
     runs = runs if isinstance(runs, Mapping) else {"": runs}
     metrics = [metrics] if isinstance(metrics, str) else list(metrics)
@@ -142,8 +142,8 @@ def history(
 
 
 def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}") -> Axes:
-    """Horizontal bars, the first on top, with their numbers: ``{label: number}``, or ``{label: {part: number}}``, whose
-    parts are stacked in the order in which they first appear. ``form``: how a number is written."""
+    """Horizontal bars with their values, the first on top: ``{label: number}``, or ``{label: {part: number}}`` for
+    stacked bars, with parts in order of first appearance. ``form``: format of the values."""
     stacked = {label: dict(v) if isinstance(v, Mapping) else {"": v} for label, v in values.items()}
     parts = list(dict.fromkeys(part for bar in stacked.values() for part in bar))
     ax = _axes(ax, (6 + 1.5 * (len(parts) > 1), 0.7 + 0.32 * len(stacked)))
@@ -165,8 +165,8 @@ def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}"
 
 
 def errors(differences: Mapping[str, float], tolerance: float | None = None, ax: Axes = None) -> Axes:
-    """A dot a place, first on top, at its largest difference on a logarithmic axis; a hollow one at the left edge where
-    there is none at all. ``tolerance``: a line; what lies above it, or is NaN or infinite, is red at the right edge."""
+    """One dot per entry at its absolute difference on a logarithmic axis, the first on top; zeros are hollow dots at
+    the left edge. ``tolerance``: a dotted line; larger values are red. NaN and infinity are red, at the right edge."""
     values = np.nan_to_num(np.array([abs(v) for v in differences.values()], float), nan=np.inf)
     finite = [*values[(values > 0) & np.isfinite(values)], tolerance or 1e-5]
     low, high = min(finite) / 10, max(finite) * 10
@@ -185,7 +185,7 @@ def errors(differences: Mapping[str, float], tolerance: float | None = None, ax:
 
 
 def _axes(ax: Axes, size: tuple[float, float]) -> Axes:
-    """The given one, or the only one of a new figure of so many inches."""
+    """``ax``, or the axes of a new figure of ``size`` inches."""
     if ax is not None:
         return ax
     try:
@@ -196,7 +196,7 @@ def _axes(ax: Axes, size: tuple[float, float]) -> Axes:
 
 
 def _counts(routing: Routing) -> np.ndarray:
-    """Assignments to each expert, ``[E]``; padding does not count."""
+    """Assignments per expert, ``[E]``, padding excluded."""
     experts = np.asarray(routing.experts)
     real = experts if routing.valid is None else experts[np.asarray(routing.valid)]
     return np.bincount(real.reshape(-1), minlength=routing.scores.shape[-1])
@@ -227,5 +227,5 @@ def _ink(color: str) -> str:
 
 
 def _visible(piece: str) -> str:
-    """Spaces and line ends as signs; a dollar would begin a formula."""
+    """Makes spaces and newlines visible, and escapes dollars, which start a formula in matplotlib."""
     return piece.replace(" ", "·").replace("\n", "↵").replace("$", r"\$")
