@@ -683,15 +683,15 @@ def test_one_error_lists_all_that_is_wrong(boxed: bool) -> None:
         "  params/decoder/decoder_norm/scale is int32: weights are floating-point",
         "  params/decoder/layers_0/MoeBlock_0/wo is missing, [8, 48, 32]",
         "  params/decoder/layers_0/MoeBlock_0/gate/kernel has shape [8, 32], the module has [32, 8]",
-        "  params/token_embedder/embedding is no array: 'table'",
-        "  params/decoder/layers_0/extra/kernel is no variable of the module",
+        "  params/token_embedder/embedding is not an array: 'table'",
+        "  params/decoder/layers_0/extra/kernel is not a variable of the module",
     }
 
 
 def test_trees_of_the_other_stacking_and_of_none() -> None:
     scanned, unscanned = nested(params_of("mixtral_scanned")), nested(params_of("mixtral_lbloss_unscanned"))
     for tree, scan in ((scanned, False), (unscanned, True)):
-        with pytest.raises(ValueError, match=r"is missing(.|\n)*is no variable of the module"):
+        with pytest.raises(ValueError, match=r"is missing(.|\n)*is not a variable of the module"):
             LinenCausalLM(MIXTRAL, None, scan).apply(tree, TOKENS)
     with pytest.raises(ValueError, match="decoder_norm/scale is missing"):
         LinenCausalLM(MIXTRAL).apply({}, TOKENS)

@@ -1,7 +1,7 @@
-"""A thin bridge: our NNX modules as Linen modules, with MaxText's parameter tree.
+"""A thin bridge from NNX modules to Linen modules, with MaxText's parameter tree.
 
-``init`` declares names, shapes and logical axes as boxes. ``apply`` reads the arrays from Linen's scope, puts them into
-a structure that was built once (`nnxmoe.linen.plan`), and calls it: no constructor runs again.
+``init`` creates boxed variables with MaxText's names, shapes and logical axes. ``apply`` reads the arrays from Linen's
+scope, merges them into a cached NNX graph definition (`nnxmoe.linen.plan`) and calls it, without running constructors.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ from nnxmoe.model.strategy import Strategy
 
 
 class LinenCausalLM(nn.Module):
-    """A language model as a Linen module whose variables are MaxText's, to the name, shape and logical axis.
+    """A language model as a Linen module whose variables have MaxText's names, shapes and logical axes.
 
-    ``scan_layers`` stacks layers on axis 1, whatever the strategy's own says. Activations have the matrices' dtype
-    where the strategy names none. Grouped queries carry 1 / sqrt(head width), as they do there.
+    ``scan_layers``: stack layers on axis 1; overrides the strategy's ``stacking``. Activations have the strategy's
+    compute dtype, else the matrices'. As in MaxText, grouped queries are stored divided by sqrt(head width).
     """
 
     config: DecoderConfig
@@ -49,46 +49,46 @@ class LinenCausalLM(nn.Module):
 
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> Output:
-        """Takes what `CausalLM.__call__` takes, tokens ``[B, T]`` first. ValueError lists all variables that do not
-        fit."""
+        """Takes the arguments of `CausalLM.__call__`, tokens ``[B, T]`` first. Raises ValueError listing all variables
+        that do not fit."""
         return _call(self, model_plan(self.config, self.strategy, self.scan_layers), args, kwargs)
 
 
 class Wrapped(nn.Module):
-    """An NNX module as a Linen module; `wrap` makes it."""
+    """An NNX module as a Linen module, created by `wrap`."""
 
     blueprint: Blueprint
 
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes and returns what the NNX module does. ValueError lists all variables that do not fit."""
+        """Takes the NNX module's arguments and returns its output. Raises ValueError listing misfitting variables."""
         return _call(self, part_plan(self.blueprint), args, kwargs)
 
 
 def wrap(nnx_class: Callable[..., nnx.Module], *args: Any, name: str | None = None, **kwargs: Any) -> Wrapped:
-    """A Linen module of an NNX class, or of a function that makes a module, and of its arguments but ``rngs``.
+    """A Linen module of an NNX class, or of a function that returns a module, and its arguments except ``rngs``.
 
-    An argument may be wrapped itself: ``wrap(MoE, wrap(Router, …), wrap(Experts, …), Sorted(), None)``. Our parts have
-    MaxText's names and axes; its queries are divided by sqrt(H), hence ``wrap(GQA, …, scale=1.0)``. Other modules have
-    their attributes' names, ``layers_0`` for an item of a list, and the axes of their metadata. Arguments must be
-    hashable (ValueError): modules of equal ones share a structure and compiled programs.
+    Arguments may be wrapped modules: ``wrap(MoE, wrap(Router, …), wrap(Experts, …), Sorted(), None)``. Variables of
+    nnxmoe modules have MaxText's names and axes; since its queries are divided by sqrt(H), use ``wrap(GQA, …,
+    scale=1.0)``. Other variables are named by attribute (``layers_0`` for list items), with the axes of their metadata.
+    Arguments must be hashable (else ValueError): equal arguments share the graph definition and compiled programs.
     """
     if "rngs" in kwargs:
-        raise ValueError("wrap(…, rngs=…): random keys come from Linen's rngs, leave it out")
+        raise ValueError("wrap(…, rngs=…): random keys come from Linen's rngs; omit the argument")
     given = {i: value.blueprint if isinstance(value, Wrapped) else value for i, value in enumerate(args)}
     named = {key: value.blueprint if isinstance(value, Wrapped) else value for key, value in kwargs.items()}
     for key, value in {**given, **named}.items():
         try:
             hash(value)
         except TypeError as error:
-            raise ValueError(f"wrap: argument {key} has no hash, {value!r}: give a tuple or frozen object") from error
+            raise ValueError(f"wrap: argument {key} has no hash, {value!r}: pass a tuple or frozen object") from error
     return Wrapped(Blueprint(nnx_class, tuple(given.values()), tuple(sorted(named.items()))), name=name)
 
 
 def from_linen(
     params: maxtext.Tree, config: DecoderConfig, strategy: Strategy | None = None, mesh: Mesh | None = None
 ) -> CausalLM:
-    """The NNX model with the variables of a `LinenCausalLM`, or of MaxText; boxed or not. See `maxtext.from_tree`."""
+    """The NNX model with the variables of a `LinenCausalLM` or of MaxText, boxed or not. See `maxtext.from_tree`."""
     return maxtext.from_tree(params, config, strategy, mesh)
 
 
@@ -105,7 +105,7 @@ def _call(module: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str
         kinds = {value.dtype for leaf, value in zip(plan.leaves, values, strict=True) if _is_matrix(leaf)}
         part.dtype = jnp.dtype(part.strategy.compute_dtype or jnp.result_type(*kinds))
     out = part(*args, **kwargs)
-    if not module.is_initializing():  # as with Linen's own modules, statistics begin after it
+    if not module.is_initializing():  # Linen's own modules do not update statistics in ``init`` either
         _write_back(module, plan, part, values, stored)
     return out
 
@@ -115,8 +115,8 @@ def _is_matrix(leaf: Any) -> bool:
 
 
 def _draw(module: nn.Module, plan: Plan) -> None:
-    """Initial values into the scope, from Linen's keys."""
-    with nnx.use_eager_sharding(False):  # the boxes say how to split, Linen's user decides when
+    """Store initial values in the scope, drawn with Linen's keys."""
+    with nnx.use_eager_sharding(False):  # the boxes carry the logical axes; the user applies the sharding
         state = nnx.state(plan.make(Streams(module.make_rng)))
     for value, leaf in zip(jax.tree.leaves(state), plan.leaves, strict=True):
         if isinstance(leaf, Slot):
@@ -124,12 +124,12 @@ def _draw(module: nn.Module, plan: Plan) -> None:
 
 
 def _put(module: nn.Module, collection: str, names: Names, value: Any) -> None:
-    """As submodules of these names would have put it."""
+    """Store a variable as nested submodules of these names would."""
     module.put_variable(collection, names[0], unflatten_dict({names[1:]: value}) if names[1:] else value)
 
 
 def _stored(module: nn.Module, plan: Plan) -> list[Any]:
-    """What the scope holds for each leaf. ValueError for all that is missing, of another shape, or too much."""
+    """The scope's value of each leaf. Raises ValueError for all missing, misshapen and unexpected variables."""
     collections, odd = module.variables, list[str]()
     stored: list[Any] = [None] * len(plan.leaves)
     for collection in sorted({collection for collection, _ in plan.places} & collections.keys()):
@@ -137,7 +137,7 @@ def _stored(module: nn.Module, plan: Plan) -> list[Any]:
             if (collection, names) in plan.places:
                 stored[plan.places[collection, names]] = value
             else:
-                odd.append(f"{'/'.join((collection, *names))} is no variable of the module")
+                odd.append(f"{'/'.join((collection, *names))} is not a variable of the module")
     pairs = zip(plan.leaves, stored, strict=True)
     faults = [fault for leaf, value in pairs if isinstance(leaf, Slot) and (fault := leaf.fault(value))]
     if faults or odd:
@@ -147,7 +147,7 @@ def _stored(module: nn.Module, plan: Plan) -> list[Any]:
 
 
 def _random(module: nn.Module, leaf: Random) -> Any:
-    """A stream begins anew at each call, with a key of Linen's."""
+    """The key or count of a random stream, which restarts with a key of Linen's at every call."""
     if leaf.count:
         return jnp.zeros(leaf.shape, jnp.uint32)
     if not (module.has_rng(leaf.tag) or module.has_rng("params")):
@@ -159,7 +159,7 @@ def _random(module: nn.Module, leaf: Random) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _NoKey:
-    """Stands where nobody gave a key: only using it is an error, and a dropout that is off does not."""
+    """Placeholder for a missing key. Raises only when it is used, so that disabled dropout needs no key."""
 
     module: str
     tag: str
@@ -169,7 +169,7 @@ class _NoKey:
 
 
 def _write_back(module: nn.Module, plan: Plan, part: nnx.Module, values: list[Any], stored: list[Any]) -> None:
-    """What the call changed goes to Linen's collections; what it added, to those that are mutable."""
+    """Store changed variables in Linen's collections, and new variables in collections that are mutable."""
     before = {leaf.path: i for i, leaf in enumerate(plan.leaves)}
     for path, variable in nnx.to_flat_state(nnx.state(part, nnx.Not(nnx.RngState))):
         new = variable.get_value()

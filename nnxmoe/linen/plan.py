@@ -1,6 +1,6 @@
-"""What an NNX module is in Linen: its structure, built once, and where each of its variables stands.
+"""The mapping of an NNX module to Linen: its graph definition, built once, and the place of each of its variables.
 
-Whole models have the names of `maxtext.layout`, our parts those of the models' tables, other modules their attributes'.
+Whole models are named by `maxtext.layout`, parts of models by the models' tables, other modules by their attributes.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from nnxmoe.moe.router import Router
 Names = tuple[str, ...]
 Make = Callable[[nnx.Rngs | None], nnx.Module]
 
-# Our parts, and where their parameters stand in the models' tables.
+# Modules of nnxmoe, and the prefixes of their parameters in the models' tables.
 _PARTS: dict[type[nnx.Module], str] = {
     Layer: "layer.",
     GQA: "layer.attention.",
@@ -56,8 +56,8 @@ _PARTS: dict[type[nnx.Module], str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A variable of ours and Linen's: its path here, its place there, its shape there and here, logical axes (None: no
-    box). ``stacked``: layers lie on axis 1 there, 0 here. ``matrix``: activations have its dtype."""
+    """A variable in NNX and in Linen. ``path``, ``own``: path and shape in NNX. ``collection``, ``names``, ``shape``,
+    ``axes`` (None: unboxed): in Linen. ``stacked``: layers on axis 1 in Linen, 0 here. ``matrix``: see `is_matrix`."""
 
     path: Path
     collection: str
@@ -70,26 +70,26 @@ class Slot:
     matrix: bool = False
 
     def write(self, value: Any) -> Any:
-        """Our value as Linen stores it, in its box."""
+        """The NNX value in Linen's form, boxed if it has axes."""
         if self.stacked:
             value = jnp.moveaxis(value.reshape(self.shape[1], self.shape[0], *self.shape[2:]), 0, 1)
         value = value.reshape(self.shape)
         return value if self.axes is None else nn.LogicallyPartitioned(value, self.axes)
 
     def read(self, value: Any) -> Any:
-        """Linen's value, boxed or not, as we have it."""
+        """Linen's value, boxed or not, in NNX's form."""
         value = value.unbox() if isinstance(value, meta.AxisMetadata) else value
         value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
         value = jnp.moveaxis(value, 1, 0) if self.stacked else value
         return value if value.shape == self.own else value.reshape(self.own)
 
     def fault(self, boxed: Any) -> str | None:
-        """What is wrong with a stored value; None: there is none."""
+        """An error message for a stored value that does not fit, else None."""
         name, value = "/".join((self.collection, *self.names)), meta.unbox(boxed)
         if value is None:
             return f"{name} is missing, {list(self.shape)}"
         if not hasattr(value, "shape"):
-            return f"{name} is no array: {value!r}"
+            return f"{name} is not an array: {value!r}"
         if value.shape != self.shape:
             return f"{name} has shape {list(value.shape)}, the module has {list(self.shape)}"
         if jnp.issubdtype(self.dtype, jnp.floating) and not jnp.issubdtype(value.dtype, jnp.floating):
@@ -99,7 +99,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Random:
-    """The key or the count of a stream of random numbers; Linen stores neither."""
+    """The key or the count of an RNG stream, neither of which Linen stores."""
 
     path: Path
     tag: str
@@ -109,7 +109,7 @@ class Random:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """A module's structure and its leaves, in the structure's order."""
+    """A module's graph definition, and its leaves in the order of the tree."""
 
     make: Make
     graph: Any
@@ -118,20 +118,20 @@ class Plan:
     places: Mapping[tuple[str, Names], int]
 
     def merge(self, values: list[Any]) -> Any:
-        """The module with these values for its leaves."""
+        """The module with these leaf values."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, values))
 
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """What an NNX module is made from, but its random keys."""
+    """The constructor and arguments of an NNX module, without its random keys."""
 
     make: Callable[..., nnx.Module]
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
 
     def __call__(self, rngs: nnx.Rngs | None) -> nnx.Module:
-        """The module, with those among its arguments that are blueprints themselves."""
+        """Construct the module and the blueprints among its arguments."""
         args = [value(rngs) if isinstance(value, Blueprint) else value for value in self.args]
         kwargs = {key: value(rngs) if isinstance(value, Blueprint) else value for key, value in self.kwargs}
         signature = inspect.signature(self.make.__init__ if isinstance(self.make, type) else self.make)
@@ -140,11 +140,11 @@ class Blueprint:
 
 
 class Streams(nnx.Rngs):
-    """Streams of any name, made when they are first asked for: so each keeps the name it was asked for by."""
+    """RNG streams of any name, created on first access, so that each one keeps the requested name as its tag."""
 
     def __init__(self, key_of: Callable[[str], Any]):
         self._key_of = key_of
-        _ = self["params"], self["dropout"]  # there from the start, for constructors that split all streams
+        _ = self["params"], self["dropout"]  # created eagerly, for constructors that split all streams
 
     def __getitem__(self, name: str) -> nnx.RngStream:
         if name not in self:
@@ -159,7 +159,7 @@ class Streams(nnx.Rngs):
 
 @functools.lru_cache(maxsize=32)
 def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bool) -> Plan:
-    """A whole model as MaxText stores it: its queries carry 1 / sqrt(head width)."""
+    """The plan of a whole model in MaxText's layout, in which queries are divided by sqrt(head width)."""
     if not isinstance(config, DecoderConfig) or not isinstance(scan_layers, bool):
         raise ValueError(f"LinenCausalLM({config!r}, scan_layers={scan_layers!r}): give a model's config, and a bool")
     strategy = dataclasses.replace(strategy or Strategy.auto(), stacking=Scanned() if scan_layers else Unrolled())
@@ -177,7 +177,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
     graph, state = nnx.split(model)
     slots = dict[Path, Slot]()
     for name, leaf in layout(model, scan_layers).items():
-        parameter, names = leaf.parts[0].parameter, tuple(name.split("/"))  # layers are stacked where ours are
+        parameter, names = leaf.parts[0].parameter, tuple(name.split("/"))  # same stacking: one parameter per leaf
         variable, own = parameter.variable, parameter.shape
         slots[parameter.path] = Slot(
             parameter.path,
@@ -195,14 +195,14 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
 
 @functools.lru_cache(maxsize=256)
 def part_plan(blueprint: Blueprint) -> Plan:
-    """A single part, or any other NNX module. ValueError where Linen could not store what it holds."""
+    """The plan of a part of a model or of any other NNX module. ValueError if Linen cannot store its state."""
     made: list[nnx.Module] = []
 
     def shapes() -> Any:
         with nnx.use_eager_sharding(False):
             made[:] = [blueprint(Streams(lambda name: jax.random.key(0)))]
         if isinstance(made[0], Layer):
-            made[0].label(0, 0)  # the tables name its feed-forward by its kind
+            made[0].label(0, 0)  # sets the keys that the tables are indexed by (layer.mlp or layer.moe)
         return nnx.state(made[0])
 
     state = jax.eval_shape(shapes)
@@ -237,7 +237,7 @@ def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, Slot]) -> Pla
 
 
 def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, kind: type) -> dict[Path, Slot]:
-    """Names and axes of the first model that has such a part, without the folders that all of them lie in."""
+    """Names and axes from the first model table with all of these parameters, without their common path prefix."""
     keys = {path: v.get_metadata().get("key") or prefix + ".".join(map(str, path)) for path, v in variables.items()}
     tables = [model.maxtext_table for _, model in MODELS.values()]
     table = next((table for table in tables if table.keys() >= set(keys.values())), None)
@@ -249,7 +249,7 @@ def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, kind: type) -
     found: dict[Path, Slot] = {}
     for path, variable in variables.items():
         own, labels = tuple(variable.shape), table[keys[path]][1]
-        shape = tuple(variable.get_metadata().get("outs", own))  # biases of heads are flat here
+        shape = tuple(variable.get_metadata().get("outs", own))  # biases of heads are flat in NNX
         found[path] = Slot(path, "params", full[path][shared:], shape, own, variable.dtype, labels)
     return found
 
@@ -265,7 +265,7 @@ def _by_attribute(variables: Mapping[Path, nnx.Variable]) -> dict[Path, Slot]:
 
 
 def collection_of(variable: nnx.Variable) -> str:
-    """Linen's collection for a kind of variable: ``params``, ``batch_stats``, …, else the name of its class."""
+    """Linen's collection of a variable: ``params``, ``batch_stats``, … or else the name of its class."""
     return nnx.variable_name_from_type(type(variable), allow_register=True)
 
 
