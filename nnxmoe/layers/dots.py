@@ -1,7 +1,7 @@
-"""Matrix products of arrays: every dot of the package, with accumulation in float32 and backward passes of its own.
+"""Matrix products of arrays, for all dots of the package, with accumulation in float32 and custom backward passes.
 
-Products of float32 operands have the precision that ``jax.default_matmul_precision`` sets, which by default is TF32 on
-NVIDIA GPUs and bfloat16 on TPUs. A caller that needs float32 everywhere passes ``precision``.
+Products of float32 operands use the precision set by ``jax.default_matmul_precision``, by default TF32 on NVIDIA GPUs
+and bfloat16 on TPUs. Pass ``precision`` where float32 is needed on every platform.
 """
 
 import jax
@@ -15,9 +15,9 @@ from nnxmoe.layers.xla_cpu import pad_single_row, widen
 def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False) -> Float[Array, "*rows O"]:
     """``x @ kernel``, or ``x @ kernel.T`` with ``transpose``; the kernel is cast to ``x``'s dtype.
 
-    Products accumulate in float32 and return ``x``'s dtype, those of the backward pass too; JAX's own backward would
-    multiply float32 copies of bfloat16 operands. The gradient of a float32 kernel is the float32 sum, never rounded to
-    ``x``'s dtype. Forward mode and higher derivatives work as for any JAX function.
+    Products accumulate in float32 and return ``x``'s dtype, also in the backward pass, where JAX's own derivative would
+    multiply float32 copies of bfloat16 operands. The gradient of a float32 kernel is accumulated and returned in
+    float32, without rounding to ``x``'s dtype. Supports forward mode and higher derivatives.
     """
 
     def product(x: Array, kernel: Array) -> Array:
@@ -38,9 +38,9 @@ def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: b
 def dot_f32(
     x: Float[Array, "*b _ _"], y: Float[Array, "*b _ _"], of_x: int, of_y: int, precision: jax.lax.PrecisionLike = None
 ) -> Float[Array, "*b _ _"]:
-    """Sum over dimension ``of_x`` of x and ``of_y`` of y (-2 or -1), accumulated in float32.
+    """Contraction of dimension ``of_x`` of x with ``of_y`` of y (-2 or -1 each), accumulated in float32.
 
-    Batch dimensions lead, the one order in which XLA:CPU executes every bfloat16 product.
+    Batch dimensions come first: XLA:CPU cannot execute all bfloat16 products with other orders.
     """
     padded, lead = pad_single_row(x, -3 - of_x), tuple(range(x.ndim - 2))
     dims = ((x.ndim + of_x,), (y.ndim + of_y,)), (lead, lead)
@@ -80,5 +80,5 @@ def batched(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], of_y: int) -> 
 
 
 def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A contraction of any dimensions, accumulated and returned in float32, which compilers split over devices."""
+    """A contraction of any dimensions, accumulated and returned in float32; XLA can partition it over devices."""
     return jnp.einsum(spec, *widen(*operands), preferred_element_type=jnp.float32)

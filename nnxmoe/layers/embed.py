@@ -9,7 +9,7 @@ from nnxmoe.layers.kernel import DenseKernel
 
 
 class Embed(nnx.Module):
-    """Table ``[V, D]``: a gather on the way in, ``weight`` for tied logits on the way out."""
+    """Table ``[V, D]``: looks up the embeddings of tokens; ``weight`` returns the tied output head."""
 
     def __init__(self, vocab: int, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         init = nnx.initializers.normal(dim**-0.5)

@@ -14,8 +14,8 @@ from nnxmoe.layers.lora import LoRA, with_adapter
 
 
 class Linear(nnx.Module):
-    """``x[... *ins] -> [... *outs]``; kernel ``[*ins, *outs]``, where heads are dimensions of their own; bias flat, as
-    checkpoints store it.
+    """``x[... *ins] -> [... *outs]``; kernel ``[*ins, *outs]`` with heads as a separate dimension; bias flattened, as
+    in checkpoints.
 
     ``gain``: the scale of the initial output relative to the input. ``lora``: an adapter (`nnxmoe.train.lora.add`).
     """
@@ -38,12 +38,12 @@ class Linear(nnx.Module):
         if bias:
             zeros = nnx.initializers.zeros
             self.bias = parameter((math.prod(outs),), (axes[len(ins)],), zeros, dtype=dtype, rngs=rngs)
-            self.bias.set_metadata(outs=tuple(outs))  # its shape in layouts that keep heads apart
+            self.bias.set_metadata(outs=tuple(outs))  # its shape in layouts with a separate head dimension
         else:
             self.bias = None
 
     def weight(self) -> Kernel:
-        """The kernel with its adapter, if there is one, inputs and outputs flat."""
+        """The kernel ``[I, O]``, inputs and outputs flattened, with its adapter if there is one."""
         return with_adapter(self.kernel.read(), self.lora)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear maps (Hu et al. 2021): ``y + alpha / rank * (x @ a) @ b``."""
+"""LoRA: low-rank adapters of linear maps, ``y + alpha / rank * (x @ a) @ b`` (Hu et al. 2021)."""
 
 import dataclasses
 from typing import Any
@@ -12,17 +12,17 @@ from nnxmoe.layers.kernel import DenseKernel, Kernel, KernelParam, Product
 
 
 class LoRAParam(KernelParam):
-    """A parameter of an adapter: trained while the rest of the model is frozen."""
+    """A parameter of an adapter, trained while the rest of the model is frozen."""
 
 
 class Kept(nnx.Variable):
-    """A value saved by `nnxmoe.train.lora.merge` for ``unmerge``; not a parameter."""
+    """A value that `nnxmoe.train.lora.merge` keeps for ``unmerge``; not a parameter."""
 
 
 class LoRA(nnx.Module):
     """The adapter of a kernel ``[*lead, *ins, *outs]``: ``a [*lead, *ins, rank]``, ``b [*lead, rank, *outs]``.
 
-    For maps side by side, such as the experts' gate and up, ``b`` is ``[*lead, rank, maps, *outs]``.
+    If several maps share one adapter, such as the experts' gate and up, ``b`` is ``[*lead, rank, maps, *outs]``.
     """
 
     def __init__(self, a: KernelParam, b: KernelParam, alpha: float):
@@ -41,15 +41,15 @@ class LoRA(nnx.Module):
         return self.alpha / self.rank
 
     def each(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]:
-        """The output for each of several maps side by side, which share ``x @ a``.
+        """The adapter's output for each of several maps, which share ``x @ a``.
 
-        ``b`` is indexed before the product: an output split over a mesh would move between devices if it were cut.
+        ``b`` is indexed before the product: slicing a sharded output would move data between devices.
         """
         low, b = product(x, self.a.read()), self.b[...]
         return [product(low, DenseKernel(b[..., i, :])) * self.scale for i in range(b.shape[-2])]
 
     def delta(self) -> Float[Array, "*lead I O"]:
-        """The matrix that the adapter adds to its kernel, inputs and outputs flat, in float32."""
+        """The matrix that the adapter adds to its kernel, in float32, with inputs and outputs flattened."""
         return _delta(self.a.read(), self.b.read(), self.scale)
 
 
@@ -60,7 +60,7 @@ def _delta(a: DenseKernel, b: DenseKernel, scale: float) -> Float[Array, "*lead 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdaptedKernel(Kernel):
-    """A kernel plus ``scale * a @ b``, which products never materialise."""
+    """A kernel plus ``scale * a @ b``; products do not materialise the sum."""
 
     base: Kernel
     a: DenseKernel
@@ -73,7 +73,7 @@ class AdaptedKernel(Kernel):
         return self.base.shape
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
-        """The sum, computed in float32; ``dtype`` None: float32."""
+        """The materialised sum, computed in float32; ``dtype`` None: float32."""
         whole = self.base.dense(jnp.float32) + _delta(self.a, self.b, self.scale)
         return whole if dtype is None else whole.astype(dtype)
 

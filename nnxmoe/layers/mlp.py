@@ -25,9 +25,9 @@ class MLP(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
     def feed(self, x: Float[Array, "B T D"], context: Context) -> Fed:
-        """As a `FeedForward`: the output, and no report."""
+        """Implements `FeedForward`: the output, without a report."""
         return Fed(self(x), None)
 
     def separates_tokens(self, context: Context) -> bool:
-        """Always."""
+        """Always True."""
         return True

@@ -1,7 +1,7 @@
-"""Multilinear functions with transposes of their own, for forward and reverse mode.
+"""Multilinear functions with custom transposes, for forward and reverse mode.
 
-``jax.custom_vjp`` would do for reverse mode but refuses ``jax.jvp``, and ``jax.custom_derivatives.linear_call`` can be
-neither batched nor differentiated by what it holds constant (JAX 0.10 to 0.12).
+``jax.custom_vjp`` supports reverse mode only, not ``jax.jvp``. ``jax.custom_derivatives.linear_call`` supports neither
+batching nor differentiation with respect to its residual arguments (JAX 0.10 to 0.12).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ Function = Callable[..., Array]
 
 
 def multilinear(function: Function, transposes: Mapping[int, Function], forward: Function | None = None) -> Function:
-    """``function``, linear in each of the arguments that ``transposes`` names by position.
+    """``function``, which is linear in each argument whose position is a key of ``transposes``, with derivatives.
 
-    ``transposes[i](*arguments, d_out)``, given the arguments without number i, returns the gradient of argument i. The
-    output comes from ``forward`` where there are derivatives. Its operations are seen by policies of rematerialisation.
+    ``transposes[i](*others, d_out)`` returns the gradient of argument i; ``others`` are all arguments except i. Under
+    differentiation the output is computed by ``forward``. All operations are visible to rematerialisation policies.
     """
     wrapped = jax.custom_jvp(function)
 
@@ -42,7 +42,7 @@ def multilinear(function: Function, transposes: Mapping[int, Function], forward:
     return wrapped
 
 
-# ``function(*constants, x)``, linear in x; the gradient of x is ``transpose(*constants, d_out)``.
+# Computes ``function(*constants, x)``, linear in x; the gradient of x is ``transpose(*constants, d_out)``.
 _linear = Primitive("linear")
 
 
@@ -83,7 +83,7 @@ def _transposed(d_out: Any, *given: Any, function: Function, transpose: Function
 
 def _batched(given: Any, dims: Any, *, function: Function, transpose: Function) -> tuple[Any, int]:
     axes = tuple(dim if isinstance(dim, int) else None for dim in dims)
-    if axes[-1] is None:  # a gradient is summed over the batch where x is shared
+    if axes[-1] is None:  # x is not batched: its gradient is the sum over the batch
 
         def summed(*given: Any) -> Any:
             return jax.vmap(transpose, (*axes[:-1], 0))(*given).sum(axis=0)

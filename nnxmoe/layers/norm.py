@@ -9,7 +9,7 @@ from nnxmoe.axes import parameter
 
 
 class RMSNorm(nnx.Module):
-    """``x / sqrt(mean(x^2) + eps)`` in float32, cast back to ``x``'s dtype, then times the scale, as Llama does."""
+    """``x / sqrt(mean(x^2) + eps)`` in float32, cast back to ``x``'s dtype, then times the scale, as in Llama."""
 
     def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         self.eps = eps

@@ -1,4 +1,4 @@
-"""Rotates queries and keys by their positions, as Hugging Face checkpoints mean it."""
+"""Rotary position embedding of queries and keys, with the feature order of Hugging Face checkpoints."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from nnxmoe.config.rope import Rope
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of every token's angles, in float32."""
+    """Cosines and sines of the rotation angles of every token, in float32."""
 
     cos: Float[Array, "B T half"]
     sin: Float[Array, "B T half"]
 
 
 def rotation_at(rope: Rope, positions: Int[Array, "B T"]) -> Rotation:
-    """The rotation of tokens at these positions."""
+    """The `Rotation` for tokens at these positions."""
     frequencies = rope.frequencies(jnp.max(positions) + 1)
     angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
     return Rotation(jnp.cos(angles) * rope.factor(), jnp.sin(angles) * rope.factor())
@@ -34,7 +34,7 @@ def rotate_halves(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array
 
 
 def rotate_pairs(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
-    """Rotate the pairs ``(2i, 2i + 1)`` (DeepSeek). The result lies de-interleaved, queries and keys alike."""
+    """Rotate the pairs ``(2i, 2i + 1)`` (DeepSeek). Queries and keys are both de-interleaved; scores are equal."""
     return rotate_halves(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), rotation)
 
 
