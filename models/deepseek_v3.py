@@ -106,7 +106,7 @@ class DeepSeekV3Config(DecoderConfig):
 
     @property
     def softmax_scale(self) -> float:
-        """1 / sqrt(query width), times YaRN's temperature squared where ``mscale_all_dim`` is set."""
+        """1 / sqrt(query width), times YaRN's temperature squared if ``mscale_all_dim`` is set."""
         fields, scale = self.rope_fields, (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         if kind_of(fields) != "default" and fields.get("mscale_all_dim"):
             stretch = float(fields.get("factor") or getattr(self.rope, "scale", 1.0))

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face checkpoint as lazy arrays; FP8 blocks are dequantised while they are read."""
+"""The tensors of a Hugging Face checkpoint as lazy arrays; FP8 blocks are dequantised on reading."""
 
 import functools
 from collections.abc import Mapping

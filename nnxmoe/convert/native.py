@@ -100,7 +100,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
 
 
 def _config(folder: Path) -> DecoderConfig:
-    """The config of a folder that `save` wrote, in any version."""
+    """The config of a folder that `save` wrote, in any version of the format."""
     config, path = read_config(folder), folder / NATIVE_FILE
     fields = read_object(path, "give a folder that nnxmoe.save wrote", CheckpointError)
     version = fields.get("version")

@@ -19,8 +19,8 @@ from nnxmoe.convert.lazy_array import Box, Empty, LazyArray, sizes
 from nnxmoe.runtime.memory import give_back
 from nnxmoe.storage.errors import CheckpointError, check_orbax_path, summary
 
-_CHUNK_BYTES = 64 << 20  # compressed at a time
-_BLOCK_BYTES = 32 << 20  # read at a time
+_CHUNK_BYTES = 64 << 20  # size of a chunk, the unit of compression
+_BLOCK_BYTES = 32 << 20  # minimum size of a read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _save_args(tree: Mapping[str, Any]) -> Any:
 
 
 def _chunks(leaf: Any) -> ocp.SaveArgs:
-    """Chunking of large arrays: along axis 0 only if rows are long, otherwise as Orbax chooses."""
+    """Large arrays are written in chunks of at most _CHUNK_BYTES, split along axis 0 if rows are long."""
     array: Any = leaf.array if isinstance(leaf, _Spread) else leaf
     if isinstance(array, int) or array.nbytes <= _CHUNK_BYTES:
         return ocp.SaveArgs()

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, cast
 
 TEMPLATE_CHARACTERS = 256 * 1024
-TEXT_CHARACTERS = 4 * 1024 * 1024  # of a conversation as JSON, and of the rendered text
-SECONDS = 1.0  # per render, enforced by the worker's alarm
+TEXT_CHARACTERS = 4 * 1024 * 1024  # limit on a conversation as JSON, and on the rendered text
+SECONDS = 1.0  # limit per render, enforced by the worker's alarm
 GRACE = 0.5  # seconds after that alarm until the parent kills the worker
 START_SECONDS = 60.0
 MEMORY = 64 * 1024 * 1024
@@ -45,7 +45,7 @@ class ChatTemplateError(ValueError):
 
 
 class _WorkerEnded(Exception):
-    """The worker process has ended; holds the reply to use instead."""
+    """Raised if the worker process has ended; ``reply`` is the reply to use instead."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
