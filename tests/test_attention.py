@@ -344,16 +344,23 @@ def test_reference_and_fused_equal_numpy(
         rng.standard_normal(shape).astype(np.float32)
         for shape in ((2, heads, 5, width), (2, kv_heads, 9, width), (2, kv_heads, 9, v_width))
     )
-    mask, scale = some_mask(rng, 2, 5, 9, window), 0.3
+    mask, arrays = some_mask(rng, 2, 5, 9, window), [jnp.asarray(a) for a in (q, k, v)]
     allowed, wanted = np.asarray(mask.allowed()), np.empty((2, heads, 5, v_width))
-    for b, n in np.ndindex(2, heads):
-        m = n // (heads // kv_heads)
-        scores = np.where(allowed[b], q[b, n].astype(np.float64) @ k[b, m].T * scale, -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        wanted[b, n] = weights / weights.sum(axis=-1, keepdims=True) @ v[b, m]
-    arrays = [jnp.asarray(a) for a in (q, k, v)]
-    for attend in (Reference(), Fused()):
-        assert max_error(attend(*arrays, Scores(mask, scale)), wanted) < PART_TOLERANCE, attend
+    sinks = jnp.asarray(rng.standard_normal(heads) * 3, jnp.float32)
+    for scores in (Scores(mask, 0.3), Scores(mask, 0.9, softcap=1.5), Scores(mask, 0.3, sinks=sinks)):
+        for b, n in np.ndindex(2, heads):
+            products = q[b, n].astype(np.float64) @ k[b, n // (heads // kv_heads)].T * scores.scale
+            if scores.softcap is not None:
+                products = scores.softcap * np.tanh(products / scores.softcap)
+            weights = np.exp(products) * allowed[b]
+            sink = 0 if scores.sinks is None else np.exp(float(sinks[n]))
+            wanted[b, n] = weights / (weights.sum(axis=-1, keepdims=True) + sink) @ v[b, n // (heads // kv_heads)]
+        assert max_error(Reference()(*arrays, scores), wanted) < PART_TOLERANCE
+        if scores.plain:
+            assert max_error(Fused()(*arrays, scores), wanted) < PART_TOLERANCE
+        else:
+            with pytest.raises(ValueError, match="neither sinks nor a soft cap"):
+                Fused()(*arrays, scores)
 
 
 def test_gradients_of_fused_equal_reference() -> None:
@@ -373,8 +380,9 @@ def test_a_query_that_sees_nothing_is_finite() -> None:
     slots = Slots(jnp.arange(3), jnp.zeros((1, 3), bool), jnp.zeros((1, 3), jnp.int32))
     mask = Mask(jnp.arange(3), jnp.zeros((1, 3), jnp.int32), slots, None)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 3, 4)), jnp.float32)
-    for attend in (Reference(), Fused()):
-        value, gradient = jax.jit(jax.value_and_grad(lambda x, f=attend: jnp.sum(f(x, x, x, Scores(mask, 0.5)))))(x)
+    sinks = Scores(mask, 0.5, sinks=jnp.asarray([-1e4, 1e4], jnp.float32))
+    for attend, scores in ((Reference(), Scores(mask, 0.5)), (Fused(), Scores(mask, 0.5)), (Reference(), sinks)):
+        value, gradient = jax.jit(jax.value_and_grad(lambda x, f=attend, s=scores: jnp.sum(f(x, x, x, s))))(x)
         assert np.isfinite(value) and np.isfinite(np.asarray(gradient)).all()
 
 

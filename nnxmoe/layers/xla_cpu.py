@@ -1,7 +1,8 @@
 """Workarounds for XLA:CPU, all of them: each with what goes wrong without it, where that was seen, and its test.
 
-On other backends, and with releases that do not need it, a function here is the plain operation.
-`tests/test_xla_cpu.py` runs each operation without its workaround and fails once XLA no longer needs it.
+On other backends, and with releases that do not need it, a function here is the plain operation. A test in
+`tests/test_xla_cpu.py` (for `write_rows`: `tests/test_memory_rules.py`) runs each operation without its workaround and
+fails once XLA no longer needs it.
 """
 
 from typing import Any
