@@ -41,7 +41,7 @@ def token_flops(model: CausalLM, trained: Container[str]) -> float:
         share = 1.0
         if "expert" in axes_of(variable):
             share = model.config.experts_per_token / model.config.experts
-        elif path[0] == "embed" and model.head is not None:
+        elif variable.get_metadata().get("key") == "embed.table" and model.head is not None:
             share = 0.0  # a table lookup, no product
         total += (6 if ".".join(map(str, path)) in trained else 4) * share * math.prod(variable.shape)
     return total

@@ -12,8 +12,8 @@ from jaxtyping import Array
 
 from nnxmoe.layers.lora import Kept, LoRA, LoRAParam
 from nnxmoe.layers.xla_cpu import as_bits, from_bits
-from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.train.lora.slots import refuse_shapes, slots, unmerged
+from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
+from nnxmoe.train.lora.slots import slots, unmerged
 
 
 class Merged(nnx.Module):
@@ -41,7 +41,7 @@ def merge(model: CausalLM, *, keep: bool = True) -> None:
     ``keep`` stores the adapters and the original kernels, at the cost of the kernels' memory, so that `unmerge`
     restores every bit; without it the merge is final. A merged model is saved like any other.
     """
-    refuse_shapes(model)
+    refuse_shapes(jax.tree.leaves(nnx.state(model)))
     found = unmerged(model, "merge")
     kept = {slot.place: Merged(adapter, slot.base) for slot in found if (adapter := slot.adapter) and keep}
     for slot in found:

@@ -16,19 +16,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from nnxmoe.config.printable import plain
 from nnxmoe.convert.dtypes import float_dtype
 from nnxmoe.convert.layout import QUERY, Change
 from nnxmoe.layers.lora import LoRA
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import gather, shared_folder, spans_hosts
 from nnxmoe.storage.safetensors import TensorInfo, dtype_code, read_header
 from nnxmoe.storage.write import Tensors, write_json, write_shares
 from nnxmoe.train.lora.peft_config import CONFIG_FILE, Settings
-from nnxmoe.train.lora.slots import Slot, adapted, refuse_adapted, refuse_shapes, slots
+from nnxmoe.train.lora.slots import Slot, adapted, refuse_adapted, slots
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _FLOATS = ("F32", "BF16", "F16")
@@ -98,7 +99,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     completely or not at all. Raises ValueError if the model has no adapters, merged ones, or adapters in only some of
     the layers.
     """
-    refuse_shapes(model)
+    refuse_shapes(jax.tree.leaves(nnx.state(model)))
     if model.merged is not None:
         raise ValueError("cannot save: the model's adapters are merged; call lora.unmerge(model) first")
     adapters = [(slot, slot.adapter) for slot in adapted(model) if slot.adapter is not None]

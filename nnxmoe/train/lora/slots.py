@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -113,12 +112,6 @@ def refuse_adapted(model: CausalLM) -> None:
             f"the model already has {len(found)} adapters, the first at {found[0].name}: remove them with "
             "lora.remove(model), or make them part of the kernels with lora.merge(model, keep=False)"
         )
-
-
-def refuse_shapes(model: CausalLM) -> None:
-    """Raises ValueError for a model without values."""
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))):
-        raise ValueError("the model has shapes but no values: load weights, or build it with rngs")
 
 
 def unmerged(model: CausalLM, what: str) -> list[Slot]:
