@@ -18,10 +18,12 @@ from nnxmoe.layers.dots import batched
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Who may see whom, as indices: a key is seen if it is real, not later, in the window and in the same segment.
+    """The attention mask in structured form: a query attends to keys that are real, not later than itself, inside the
+    window and in its own segment.
 
-    ``window`` W lets a query see W keys, its own included. Kernels may use the structure; ``allowed`` spells it out.
-    Without segments (None) there is one. ``causal``: query t and key t are the same token, and there is no cache.
+    ``window`` W: a query attends to the last W tokens, itself included. ``causal``: query t and key t are the same
+    token, as in a pass without a cache. Segments None: all tokens are in one segment. Kernels that support a structure
+    can use it directly; `allowed` is the equivalent boolean array.
     """
 
     query_index: Int[Array, "T"] | Int[Array, "B T"]
@@ -32,11 +34,11 @@ class Mask:
 
     @property
     def plain(self) -> bool:
-        """Whether order and window alone decide."""
+        """Whether causal order and the window are all there is: no cache, padding or segments."""
         return self.causal and self.query_segment is None and self.keys.valid is None
 
     def allowed(self) -> Bool[Array, "#B T S"]:
-        """True where query t of a row may attend to key s."""
+        """True where query t may attend to key s."""
         query, key = self.query_index[..., :, None], self.keys.index[..., None, :]
         near = (key >= 0) & (key <= query)
         if self.window is not None:
@@ -48,17 +50,18 @@ class Mask:
         return seen if self.keys.valid is None else seen & self.keys.valid[:, None, :]
 
     def part(self, queries: slice, keys: slice) -> "Mask":
-        """The same for some of the queries and some of the keys; causal where these are the same tokens."""
+        """The mask of a slice of the queries and a slice of the keys; causal if both are the same tokens."""
         segment = None if self.query_segment is None else self.query_segment[:, queries]
         valid, key_segment = (None if a is None else a[:, keys] for a in (self.keys.valid, self.keys.segment))
         slots = Slots(self.keys.index[..., keys], valid, key_segment)
         return Mask(self.query_index[..., queries], segment, slots, self.window, self.causal and queries == keys)
 
     def hide(self, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
-        """The scores, made of ``after``, but the least float32 where a query may not attend.
+        """Scores with the lowest float32 where a query may not attend. ``after``: an input of the scores.
 
-        JAX and XLA would compare the indices before the first layer and keep the result, of T x S, for all of them.
-        What waits for ``after`` is not the same in any two layers, so each compares them where it chooses.
+        JAX and XLA would hoist the comparison of indices out of the layers and keep its T x S result in memory for all
+        of them. The barrier makes the comparison depend on ``after``, which differs between layers, so each layer
+        computes its own.
         """
         least = jnp.float32(jnp.finfo(jnp.float32).min)
         mask, least, _ = jax.lax.optimization_barrier((self, least, jax.lax.stop_gradient(after)))
@@ -67,8 +70,8 @@ class Mask:
 
 @jax.custom_jvp
 def _hidden(scores: Float[Array, "B K G T S"], allowed: Bool[Array, "#B 1 1 T S"], least: Float[Array, ""]) -> Array:
-    """With slope 1 everywhere, so that a backward pass needs no ``allowed``: the softmax that follows gives what is
-    hidden a slope of 0."""
+    """Masked scores with a derivative of 1 everywhere, so that ``allowed`` is not saved for the backward pass: the
+    softmax that follows has derivative 0 at masked scores."""
     return jnp.where(allowed, scores, least)
 
 
@@ -128,9 +131,9 @@ class Attend(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Scores, softmax in float32, weighted sum; keys and values are never repeated for their groups of queries.
+    """Scores, softmax in float32, weighted sum; keys and values are not repeated for the query heads that share them.
 
-    A query that may see nothing (padding) gets the mean of all values, which nobody should read, instead of NaN.
+    The output of a query without any key (padding) is the mean of all values instead of NaN.
     """
 
     def __call__(
@@ -152,9 +155,10 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """``jax.nn.dot_product_attention``: cuDNN or XLA's own fusion on accelerators; slower than Reference on CPU.
+    """``jax.nn.dot_product_attention``: cuDNN or XLA's own fusion on accelerators; slower than `Reference` on CPU.
 
-    It takes causal order and a window as such; caches, padding and segments as an array of who may see whom.
+    Causal order and a window are passed as such; caches, padding and segments as a boolean mask. Raises ValueError for
+    sinks, a soft cap, and values wider than keys.
     """
 
     implementation: Literal["xla", "cudnn"] | None = None
@@ -185,17 +189,17 @@ class Fused:
         return jnp.swapaxes(out, 1, 2)[..., :width]
 
 
-FEWEST_QUERIES = 64  # in a block
-FEWEST_TOKENS = 192  # in a pass that is cut: in less there is little to win
+FEWEST_QUERIES = 64  # per block
+FEWEST_TOKENS = 192  # per pass; blocks of a shorter one save too little
 
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise:
-    """A causal pass in up to ``blocks`` blocks of 64 or more consecutive queries: each is ``inner``, on the keys up to
-    the block's end and, with a window, not before its first token's.
+    """Splits a causal pass into up to ``blocks`` blocks of at least 64 consecutive queries and runs ``inner`` on each,
+    with the keys that the block can attend to.
 
-    Blocks above the diagonal are skipped, as in FlashAttention (Dao et al. 2022): of 8 blocks, 36 of 64 are computed,
-    and a block's scores stay in the CPU's cache. Short passes, and steps with a cache, go to ``inner`` as they are.
+    Blocks above the diagonal are skipped, as in FlashAttention (Dao et al. 2022): of 8 x 8 blocks 36 are computed, and
+    the scores of a block stay in the CPU's cache. Short passes and steps with a cache go to ``inner`` unsplit.
     """
 
     inner: Attend = Reference()
@@ -218,7 +222,7 @@ class Blockwise:
         blocks, outs = min(self.blocks, length // FEWEST_QUERIES), []
         for i in range(blocks):
             queries = slice(i * length // blocks, (i + 1) * length // blocks)
-            # A window counts real tokens: with padding among them it may reach further back.
+            # A window counts real tokens, so with padding it may reach further back than its size.
             window = None if mask.keys.valid is not None else mask.window
             first = 0 if window is None else max(queries.start - window + 1, 0)
             keys = slice(first, queries.stop)

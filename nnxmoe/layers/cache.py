@@ -64,7 +64,7 @@ Seen = tuple[Array, Int[Array, "B S"]]  # what may be attended to, and the index
 
 
 def append_full(buffer: Array, new: Array, past: Past, axis: int) -> tuple[Array, Seen]:
-    """Writes token i at slot i; all of the buffer may be attended to. Returns (buffer, seen)."""
+    """Writes token i to slot i. Returns the buffer, and as ``seen`` all of it."""
     size = buffer.shape[axis]
     buffer = written(buffer, new, jnp.where(past.index < 0, size, past.index), axis)
     slots = jnp.arange(size, dtype=jnp.int32)[None]
@@ -72,7 +72,8 @@ def append_full(buffer: Array, new: Array, past: Past, axis: int) -> tuple[Array
 
 
 def append_ring(buffer: Array, new: Array, past: Past, axis: int) -> tuple[Array, Seen]:
-    """Writes token i at slot ``i % size``. Several new tokens see the ring as it was, followed by themselves."""
+    """Writes token i to slot ``i % size``. Several new tokens attend to the previous ring followed by themselves, since
+    later ones of them may overwrite slots that earlier ones attend to."""
     size, index = buffer.shape[axis], past.index
     kept = (index >= 0) & (index >= past.after[:, None] - size)
     after = written(buffer, new, jnp.where(kept, index % size, size), axis)
@@ -117,7 +118,7 @@ class KVCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RingCache(KVCache):
-    """Keys and values of the last tokens only: what a sliding window can see, whatever the length."""
+    """Keys and values of the last tokens only, as many as a sliding window covers."""
 
     write = staticmethod(append_ring)
 

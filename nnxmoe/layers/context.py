@@ -1,4 +1,4 @@
-"""What the two halves of a layer, attention and feed-forward, are given and return."""
+"""Inputs and outputs of the two halves of a layer: attention and feed-forward."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,14 +16,13 @@ from nnxmoe.layers.rope import Rotation
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What every layer of one forward pass shares. Each attention derives its mask and its slots from it.
+    """State that all layers of a forward pass share. Each attention derives its own mask and cache slots from it.
 
-    ``index``: of each token in its row; padding has the index of the real token before it. ``valid``: which tokens are
-    real (None: all). ``segment``: None where all are of one. ``past``: None without a cache. ``key``: of randomness.
-    ``of_routing``: what is kept of each layer's routing (None: all of it).
-    ``fresh``: the cache was empty, so that the tokens attend to each other and not to its slots.
-    ``last``: only the last token's output is needed, and it is all that a layer returns. ``asking`` then leaves T = 1
-    of the S tokens.
+    ``index``: position of each token among the real tokens of its row; padding repeats that of the token before.
+    ``valid``: True for real tokens; None if all are. ``segment``: None if there is only one. ``past``: None without a
+    cache. ``key``: random key of the router's jitter. ``of_routing``: maps each layer's routing to what is kept of it;
+    None keeps all. ``fresh``: the cache was empty, so the tokens attend to each other instead of to its slots.
+    ``last``: a layer returns the last token's output only; T = 1 of the S tokens is then left in ``valid``.
     """
 
     rotation: Rotation
@@ -37,11 +36,11 @@ class Context:
     last: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def of_layer(self, index: int | Int[Array, ""]) -> "Context":
-        """The same with a key of its own for a layer, or a stack."""
+        """The context of a layer or stack, with its own random key."""
         return self if self.key is None else dataclasses.replace(self, key=jax.random.fold_in(self.key, index))
 
     def asking(self, x: Float[Array, "B T D"]) -> "tuple[Float[Array, 'B asked D'], Context]":
-        """The tokens whose output is needed and their context: all, or the last with its own rotation."""
+        """The tokens whose output is needed, all or the last, and their context."""
         if not self.last:
             return x, self
         end = slice(x.shape[1] - 1, x.shape[1])
@@ -50,7 +49,10 @@ class Context:
         return x[:, end], dataclasses.replace(self, rotation=rotation, valid=valid)
 
     def remember(self, cache: Any, new: Any, window: int | None) -> tuple[Any, Any, Mask]:
-        """Stores what a layer keeps of the tokens: the cache, everything they attend to, and the mask over it."""
+        """Appends ``new`` (keys and values, or latents) to a layer's cache.
+
+        Returns the cache, everything that the tokens attend to, and the mask over it.
+        """
         slots = Slots(self.index, self.valid, self.segment)
         mask, seen = Mask(self.index, self.segment, slots, window, causal=True), new
         if cache is not None:
@@ -63,7 +65,7 @@ class Context:
 
 
 class Attention(Protocol):
-    """``(x, context, cache) -> y, cache``: mixes tokens; y of all of them, or of the last one (``context.last``)."""
+    """``(x, context, cache) -> y, cache``, with y of all tokens, or of the last one if ``context.last``."""
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any
@@ -75,16 +77,16 @@ class Attention(Protocol):
 
 
 class Fed(NamedTuple):
-    """Output of a feed-forward, and its report: of experts a `MoEInfo`, None of a dense one."""
+    """Output of a feed-forward, and its `MoEInfo`; None for a dense one."""
 
     y: Float[Array, "B T D"]
     info: Any
 
 
 class FeedForward(Protocol):
-    """The half of a layer that computes each token: a dense `MLP`, or a `MoE`.
+    """The second half of a layer: a dense `MLP`, or a `MoE`.
 
-    ``name``: what tables and checkpoints call it, ``layer.mlp`` or ``layer.moe``.
+    ``name``: its name in parameter keys, ``layer.mlp`` or ``layer.moe``.
     """
 
     name: ClassVar[str]
@@ -94,5 +96,5 @@ class FeedForward(Protocol):
         ...
 
     def separates_tokens(self, context: Context) -> bool:
-        """Whether the output for a token depends on no other token."""
+        """Whether the output for a token is independent of all other tokens."""
         ...

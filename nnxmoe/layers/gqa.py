@@ -17,9 +17,9 @@ from nnxmoe.layers.rope import Rotate, rotate_halves
 class GQA(nnx.Module):
     """N query heads over K key/value heads of width H; kernels ``q [D N H]``, ``k v [D K H]``, ``o [N H D]``.
 
-    ``scale`` is what scores are multiplied by: None is ``H ** -0.5``; 1 where the queries carry it (MaxText's layout),
-    which are then drawn smaller, so that scores start the same. ``rotate``: pairs by halves, or side by side.
-    ``q_norm``, ``k_norm``: norms of the heads ``[B T N H]`` before the rotation.
+    ``scale``: factor of the scores; None means ``H ** -0.5``. With another scale the query kernel is initialised so
+    that the scores have the same variance (MaxText folds the scale into that kernel and uses 1). ``rotate``: pairing
+    of a head's components. ``q_norm``, ``k_norm``: norms of the heads ``[B T N H]``, applied before the rotation.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GQA(nnx.Module):
         return self.o(jnp.swapaxes(y, 1, 2)), cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
-        """A ring of the window's size where there is a window, else a slot for every token."""
+        """A ring of the window's size if there is a window, else one slot per token."""
         kv_heads, head_dim = self.k.kernel.outs
         slots = capacity if self.window is None else min(self.window, capacity)
         kind = KVCache if self.window is None else RingCache

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, 2024; DeepSeek-V3 technical report, 2024).
 
-Keys and values are expanded from one small latent a token. ``Naive`` expands them and attends as usual (fewer FLOPs
-for many queries); ``Absorbed`` moves the expansion to the queries and outputs, and attends in latent space (reads
-only the cache: decoding). Both compute the same function and share the latent cache.
+Keys and values are expanded from one small latent per token. ``Naive`` expands them and attends as usual: fewer FLOPs
+for many queries. ``Absorbed`` applies the expansion to the queries and outputs instead and attends in latent space,
+which reads nothing but the cache: faster decoding. Both compute the same function and share the latent cache.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import Rotate
 
-LATENT_NORM_EPS = 1e-6  # whatever the config's rms_norm_eps says, as in the published implementation
+LATENT_NORM_EPS = 1e-6  # not the config's rms_norm_eps, as in the published implementation
 
 
 @dataclasses.dataclass(frozen=True)
 class Latents:
-    """Queries in two parts, all latents (each followed by its rotated key), and the kernel that expands latents:
-    ``[kv_rank, N * (nope + v)]``."""
+    """Inputs of latent attention: queries in two parts, the latents (each followed by its rotated key), and the kernel
+    ``[kv_rank, N * (nope + v)]`` that expands them to keys and values."""
 
     q_nope: Float[Array, "B T N nope"]
     q_rope: Float[Array, "B T N rope"]
@@ -36,14 +36,14 @@ class Latents:
 
 
 class LatentAttend(Protocol):
-    """How queries meet latents."""
+    """``(inputs, scores, attend) -> o``: attention of queries over latents."""
 
     def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Naive:
-    """Expand every latent to the keys and values of all heads."""
+    """Expands every latent to the keys and values of all heads."""
 
     def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
         kv_rank, heads, dtype = x.kv_b.shape[0], x.q_nope.shape[2], x.q_nope.dtype
@@ -58,7 +58,7 @@ class Naive:
 
 @dataclasses.dataclass(frozen=True)
 class Absorbed:
-    """Project queries into the latent space and outputs out of it: all heads share one key and value, the latent."""
+    """Projects queries into the latent space and outputs out of it; all heads share the latents as keys and values."""
 
     def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
         kv_rank, heads, dtype = x.kv_b.shape[0], x.q_nope.shape[2], x.q_nope.dtype
@@ -67,7 +67,7 @@ class Absorbed:
         q_latent = _each_head(jnp.swapaxes(x.q_nope, 1, 2), k_up, -1)
         q = jnp.concatenate([q_latent, jnp.swapaxes(x.q_rope, 1, 2)], axis=-1)
         shared = x.seen[:, None].astype(dtype)
-        out = attend(q, shared, shared, scores)[..., :kv_rank]  # values carry the rope part along, unread
+        out = attend(q, shared, shared, scores)[..., :kv_rank]  # the rope part of the values is dropped
         return jnp.swapaxes(_each_head(out, v_up, -2), 1, 2)
 
 
@@ -80,7 +80,7 @@ def _each_head(x: Float[Array, "B N T I"], y: Float[Array, "N _ _"], of_y: int) 
 
 @dataclasses.dataclass(frozen=True)
 class ByLength:
-    """Absorbed for up to ``queries`` tokens at a time (decoding), naive for more (prefill, training)."""
+    """`Absorbed` for up to ``queries`` tokens per pass (decoding), `Naive` for more (prefill, training)."""
 
     queries: int = 8
 
@@ -90,7 +90,7 @@ class ByLength:
 
 
 class Query(nnx.Module):
-    """Queries through a low-rank bottleneck: ``b(norm(a(x)))``."""
+    """Low-rank query projection: ``b(norm(a(x)))``."""
 
     def __init__(
         self, dim: int, rank: int, heads: int, head_dim: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs | None
@@ -106,7 +106,7 @@ class Query(nnx.Module):
 class MLA(nnx.Module):
     """Latent attention; kernels ``kv_a [D, kv_rank + rope]``, ``kv_b [kv_rank, N, nope + v]``, ``o [N, v, D]``.
 
-    ``q_rank`` None: queries are one plain projection. ``bias`` is on the down-projections and the output only.
+    ``q_rank`` None: queries are one full-rank projection. ``bias``: on the down-projections and the output only.
     """
 
     def __init__(
@@ -153,5 +153,5 @@ class MLA(nnx.Module):
         return self.o(y), cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> LatentCache:
-        """One latent and one rotated key a token."""
+        """A slot per token, for its latent and its rotated key."""
         return LatentCache(jnp.zeros((batch, capacity, self.kv_a.kernel.outs[0]), dtype))

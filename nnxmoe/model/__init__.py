@@ -1,1 +1,1 @@
-"""What puts parts together: a layer, stacks of layers, the decoder, and the model around it."""
+"""From parts to models: layer, stack, decoder, and the causal language model around it."""

@@ -1,4 +1,4 @@
-"""Language models as users hold them: a decoder, with its config, its strategy and where its weights came from."""
+"""Causal language models: a decoder with its config, its strategy and a report of where its weights came from."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,9 @@ Runs = Sequence[tuple[int, MakeLayer]]
 class CausalLM(Decoder):
     """A decoder-only language model: ``Mixtral(MixtralConfig(…), nnxmoe.Strategy(…), rngs=nnx.Rngs(0), dtype=…)``.
 
-    Parameters have ``dtype``; so have activations, unless the strategy says otherwise. ``rngs`` None makes shapes
-    instead of arrays; with a mesh the arrays are made on it. Raises ConfigError for another family's config.
+    ``dtype``: of the parameters, and of the activations unless the strategy has a ``compute_dtype``. ``rngs`` None:
+    a model of shapes without arrays. With a mesh in the strategy every device initialises its own shards. Raises
+    ConfigError for the config of another family.
 
     A family is a subclass that declares its configs and its tables of tensor names, and whose `runs` makes its layers.
     """
@@ -42,7 +43,7 @@ class CausalLM(Decoder):
     load_report: Any = None
 
     def runs(self, config: Any, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        """The layers, first to last, as runs of equal layers: (how many, a function that makes one)."""
+        """Runs of equal layers, first to last: pairs of their number and a function that makes one of them."""
         raise TypeError("a model class must define runs(config, strategy, dtype)")
 
     def __init__(
@@ -88,7 +89,7 @@ class CausalLM(Decoder):
             self._initialise_on_mesh(parts, key)
 
     def _initialise_on_mesh(self, parts: Callable[[Array], dict[str, Any]], key: Array) -> None:
-        """Sets the values that one device would compute, each shard computed on the device that holds it."""
+        """Initialises each shard on its own device, to the values that a single device would compute."""
         shapes = nnx.to_flat_state(nnx.state(self))
         shardings = [self.strategy.sharding_of(variable) for _, variable in shapes]
 
@@ -130,14 +131,16 @@ class CausalLM(Decoder):
     ) -> Output:
         """Logits ``[B, T, V]`` in float32 for token ids ``[B, T]``.
 
-        ``attention_mask``: nonzero where a token is real, for these T tokens (a cache remembers the earlier ones).
-        ``positions``: rotary positions; default 0 … T-1, and with a cache the count of real tokens before.
-        ``segment_ids``: tokens see their own segment only (packed documents). ``cache``: from ``empty_cache``.
-        ``key``: of the router's jitter, where the config has one; without it there is none.
-        Called with arrays it compiles once for each shape, and once more for several tokens and an empty cache, which
-        attend only to each other; within a transformation it is traced like any function.
-        Raises ValueError for ids outside the vocabulary, wrong shapes, a full cache, or a model without values. Within
-        a transformation the cache's length is unknown: logits of tokens that do not fit are NaN there.
+        ``attention_mask [B, T]``: nonzero for real tokens, 0 for padding; of these T tokens, not of those in the cache.
+        ``positions [B, T]``: rotary positions. Default: 0 … T-1, or with a cache the number of real tokens before.
+        ``segment_ids [B, T]``: tokens attend to their own segment only (packed documents). ``cache``: from
+        ``empty_cache``. ``key``: random key of the router's jitter, if the config has one; None disables it.
+
+        Compiled once per shape when called with arrays, and once more for a prompt with an empty cache; inside a
+        transformation such as ``jax.jit`` it is traced like any function.
+
+        Raises ValueError for ids outside the vocabulary, wrong shapes, a full cache, or a model without values. Inside
+        a transformation the length of the cache is unknown, and the logits of rows that do not fit are NaN.
         """
         tokens = _array(tokens)
         attention_mask, positions, segment_ids = map(_array, (attention_mask, positions, segment_ids))
@@ -162,7 +165,7 @@ class CausalLM(Decoder):
                 raise ValueError(f"{name} must have the tokens' shape {list(shape)}, got {list(np.shape(array))}")
         if not isinstance(tokens, Tracer) and np.size(tokens):
             vocab = self.embed.table.shape[0]
-            # As NumPy: under a trace, reducing a JAX array would be traced too. Of other processes' rows they know.
+            # In NumPy, because reducing a JAX array inside a trace would be traced. Each process checks its own rows.
             apart = isinstance(tokens, jax.Array) and not tokens.is_fully_addressable
             parts = [np.asarray(p) for p in ([s.data for s in tokens.addressable_shards] if apart else [tokens])]
             low, high = min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
@@ -173,7 +176,7 @@ class CausalLM(Decoder):
 
 
 def decoder_of(model: CausalLM) -> Decoder:
-    """The model's parts as a decoder of their own: what compiled programs depend on, unlike its report or config."""
+    """The model as a plain `Decoder`: the part that compiled programs depend on, without config and load report."""
     return Decoder(
         model.embed,
         model.stacks,
@@ -186,7 +189,7 @@ def decoder_of(model: CausalLM) -> Decoder:
 
 
 def _check_room(cache: Cache, shape: tuple[int, ...], attention_mask: Any) -> None:
-    """Raises ValueError if a row's real tokens do not fit. Other processes' rows are theirs to check."""
+    """Raises ValueError if the real tokens of a row do not fit. Each process checks its own rows."""
     if isinstance(attention_mask, jax.Array) and not attention_mask.is_fully_addressable:
         return
     real = np.ones(shape, bool) if attention_mask is None else np.asarray(attention_mask) != 0
@@ -212,14 +215,14 @@ def _array(given: Any) -> Any:
 def _check_arguments(name: str, strategy: Any, rngs: Any) -> None:
     remedy = f"give random keys as {name}(config, rngs=nnx.Rngs(0)), or rngs=None for shapes without values"
     if not isinstance(strategy, Strategy):
-        raise ValueError(f"strategy={type(strategy).__name__}(…) is no nnxmoe.Strategy: {remedy}")
+        raise ValueError(f"strategy={type(strategy).__name__}(…) is not an nnxmoe.Strategy: {remedy}")
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise ValueError(f"{remedy}, got rngs={rngs!r}")
 
 
 @functools.lru_cache(maxsize=32)
 def _compiled(graph: Any, tree: Any) -> Any:
-    """The forward pass of one structure as a compiled function of its flat list of weights."""
+    """The compiled forward pass of models with one structure, as a function of their flat list of weights."""
 
     def run(
         leaves: list[Array], tokens: Array, arrays: tuple[Any, ...], key: Any, asked: tuple[bool, bool], fresh: bool

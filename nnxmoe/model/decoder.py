@@ -1,4 +1,4 @@
-"""The decoder: embedding, stacks of layers, norm and head, as a function of tokens."""
+"""The decoder: embedding, stacks of layers, norm and output head."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -29,10 +29,11 @@ TokenMask = Ids | Bool[Array, "B T"] | Bool[np.ndarray, "B T"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a model returns; parts that were not asked for are None.
+    """Output of a model; parts that were not requested are None.
 
-    ``routing``: by layer index, MoE layers only; with it ``dispatch``: the experts' load, and the assignments dropped.
-    ``hidden``: the embedding, every layer's output, and last the normed output that the head sees.
+    ``routing``: layer index -> `Routing`, MoE layers only. ``dispatch``: layer index -> `DispatchInfo`, the load of the
+    experts and the number of dropped assignments. ``hidden``: the embedding, the output of every layer, and last the
+    normalised input of the head.
     """
 
     logits: Float[Array, "B T V"]
@@ -43,9 +44,9 @@ class Output:
 
 
 class Decoder(nnx.Module):
-    """A decoder-only language model without what surrounds it: no config, no files, no strategy.
+    """A decoder-only transformer assembled from parts; it knows no config, files or strategy.
 
-    ``rope``: rotations of positions. ``dtype``: of activations. ``head`` None: the embedding is tied.
+    ``rope``: rotary position embedding. ``dtype``: of activations. ``head`` None: the embedding is also the head.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Decoder(nnx.Module):
         *,
         fresh: bool = False,
     ) -> Output:
-        """Logits and what else is asked for; see `CausalLM.__call__` for the arguments and `body` for ``fresh``."""
+        """Logits and the requested extras; see `CausalLM.__call__` for the arguments and `body` for ``fresh``."""
         body = self.body(tokens, attention_mask, positions, segment_ids, cache, key, fresh=fresh)
         routing, dispatch = (
             ByLayer({i: getattr(info, name) for i, info in body.infos.items()}) if return_routing else None
@@ -84,7 +85,7 @@ class Decoder(nnx.Module):
         return Output(self.logits(body.x), body.cache, routing, body.hidden if return_hidden else None, dispatch)
 
     def label(self) -> None:
-        """Stamp every parameter with its key, layer and stack: checkpoints and training find it by those."""
+        """Stamps every parameter with its key, layer and stack, by which checkpoints and training find it."""
         first = 0
         for i, stack in enumerate(self.stacks):
             stack.label(i, first)
@@ -108,11 +109,11 @@ class Decoder(nnx.Module):
     ) -> Body:
         """Everything but the head, for callers that need the logits of some tokens only.
 
-        ``of_routing``: what the infos hold of each layer's routing, computed in the layer, so that less is kept.
-        ``fresh``: the caller knows that the cache is empty, so that its slots need not be read; raises ValueError where
-        it is known not to be.
-        ``last``: only the last token's ``x`` is needed, ``[B, 1, D]``. Where the last layer can leave out the others
-        (but for their keys and values), what ``infos`` and ``hidden`` hold of it is of that token alone.
+        ``of_routing``: maps each layer's routing to what ``infos`` keep of it, so that less stays in memory.
+        ``fresh``: promises that the cache is empty, so that its slots are not read. Raises ValueError if it is known
+        not to be.
+        ``last``: returns ``x [B, 1, D]`` of the last token only. If the last layer can skip the other tokens (but not
+        their keys and values), its part of ``infos`` and ``hidden`` covers that token only.
         """
         if fresh and cache is not None and cache.known_length:
             raise ValueError(f"fresh=True: {cache.known_length} tokens are in the cache; pass an empty cache")

@@ -12,7 +12,7 @@ from nnxmoe.layers.norm import RMSNorm
 
 
 class LayerOutput(NamedTuple):
-    """Hidden states, the layer's cache, and the report of its feed-forward (`MoEInfo`, or None)."""
+    """Hidden states, the layer's cache, and the `MoEInfo` of its feed-forward (None for a dense one)."""
 
     x: Float[Array, "B asked D"]
     cache: Any
@@ -20,7 +20,7 @@ class LayerOutput(NamedTuple):
 
 
 class Layer(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``; the feed-forward is dense or a mixture."""
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``; the feed-forward is a dense `MLP` or a `MoE`."""
 
     def __init__(
         self, attention_norm: RMSNorm, attention: Attention, feed_forward_norm: RMSNorm, feed_forward: FeedForward
@@ -32,7 +32,7 @@ class Layer(nnx.Module):
 
     @property
     def moe(self) -> Any:
-        """The feed-forward of a layer with experts."""
+        """The feed-forward, under the name it has in layers with experts."""
         return self.feed_forward
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> LayerOutput:
@@ -43,7 +43,7 @@ class Layer(nnx.Module):
         return LayerOutput(x + fed.y, cache, fed.info)
 
     def label(self, number: int, stack: int) -> None:
-        """Stamp the parameters with their keys, in which the feed-forward is ``layer.mlp`` or ``layer.moe``."""
+        """Stamps the parameters with their keys, such as ``layer.attention.q.kernel`` and ``layer.mlp.up.kernel``."""
         kind = self.feed_forward.name
         label(self, "layer", number, stack)
         label(self.feed_forward_norm, f"layer.{kind}_norm", number, stack)

@@ -15,7 +15,7 @@ from nnxmoe.model.layer import MakeLayer
 
 
 def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
-    """One key per layer, the same for every kind of stack: layer i's is folded from the stack's key and i."""
+    """One random key per layer, folded from the stack's key and the layer's index, whatever the kind of stack."""
     return jax.vmap(jax.random.fold_in, (None, 0))(rngs.params(), jnp.arange(count))
 
 
@@ -23,11 +23,11 @@ def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
 class ByLayer(dict[int, Any]):
     """Layer index -> a value of that layer; layers without one are absent.
 
-    As a pytree it is flat: `nnx.tabulate` fails on pytrees inside of lists, and of dicts whose keys are integers.
+    Its pytree leaves are flat, because `nnx.tabulate` fails on dicts with integer keys.
     """
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        """The leaves, and their structure."""
+        """Leaves and structure, for JAX."""
         return jax.tree.flatten(dict(self))
 
     @classmethod
@@ -39,8 +39,8 @@ class ByLayer(dict[int, Any]):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """Output of a stack of layers, or of all of a model but the head: hidden states of the tokens that were asked for,
-    caches, the reports of feed-forwards (`MoEInfo`), and the output of every layer."""
+    """Output of a stack, or of a model without its head: hidden states of the requested tokens, caches, the `MoEInfo`
+    of each layer with experts, and the output of every layer."""
 
     x: Float[Array, "B asked D"]
     cache: Any
@@ -64,8 +64,8 @@ class Remat:
 class UnrolledStack(nnx.Module):
     """L layers, each a module of its own; cache: a tuple of the layers' caches.
 
-    Where only the last token's output is needed, the last layer computes only keys and values of the others, if its
-    feed-forward separates tokens.
+    If only the last token's output is needed, and the last layer's feed-forward separates tokens, that layer computes
+    nothing but keys and values of the other tokens.
     """
 
     def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None):
@@ -79,7 +79,7 @@ class UnrolledStack(nnx.Module):
         return len(self.layers)
 
     def label(self, stack: int, first: int) -> None:
-        """Stamp the parameters with their keys, layers and stack (see `axes.label`)."""
+        """Stamps the parameters with their keys, layers and stack (see `axes.label`)."""
         for i, layer in enumerate(self.layers):
             layer.label(first + i, stack)
 
@@ -96,7 +96,7 @@ class UnrolledStack(nnx.Module):
         return Body(x, None if cache is None else tuple(caches), infos, tuple(hidden))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
-        """One empty cache a layer."""
+        """One empty cache per layer."""
         return tuple(layer.attention.empty_cache(batch, capacity, dtype) for layer in self.layers)
 
 
@@ -122,7 +122,7 @@ class ScannedStack(nnx.Module):
             variable.set_metadata(axes=axes)
 
     def label(self, stack: int, first: int) -> None:
-        """Stamp the parameters with their keys, first layer and stack (see `axes.label`)."""
+        """Stamps the parameters with their keys, first layer and stack (see `axes.label`)."""
         self.layer.label(first, stack)
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> Body:
@@ -139,7 +139,7 @@ class ScannedStack(nnx.Module):
             layer_state, i = inputs
             one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
             x, one, info = run(layer_state, x, context.of_layer(i), one)
-            # The cache rides in the carry: as scanned inputs and outputs it would be copied whole.
+            # The cache is in the carry: as scanned inputs and outputs XLA would copy all of it.
             caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
             return (x, caches), (info, x)
 

@@ -22,7 +22,7 @@ from nnxmoe.model.stack import Remat, Scanned, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
 from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, RaggedDot
 
-_WHY = {  # by type and backend, None: any; measured by python -m tests.benchmarks --only moe on two AVX-512 cores
+_WHY = {  # (type, backend or None for any) -> reason; measured by python -m tests.benchmarks --only moe on two cores
     ("Blocked", "cpu"): "only the blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), or "
     "0.9 (4096 tokens); lax.ragged_dot computes every expert on every row here",
     ("Blocked", "gpu"): "only the blocks in use: lax.ragged_dot computes every expert on every row here, and tokamax, "
@@ -113,15 +113,15 @@ class Strategy:
 
     @classmethod
     def auto(cls) -> Self:
-        """What suits the backend that JAX runs on."""
+        """The defaults for the backend that JAX runs on."""
         return cls()
 
     def sharding_of(self, variable: nnx.Variable) -> NamedSharding | None:
-        """Where a parameter lies on the mesh; None without one."""
+        """The sharding of a parameter on the mesh; None without a mesh."""
         return None if self.mesh is None else sharding_of(variable, self.mesh, self.rules)
 
     def explain(self) -> str:
-        """One line a choice: what was picked on this backend, and why."""
+        """One line per choice: the object, and why it is the default on this backend."""
         backend = jax.default_backend()
 
         def why(choice: Any) -> str:
