@@ -4,6 +4,7 @@ https://docs.python.org/3/library/audit_events.html
 """
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -65,6 +66,7 @@ def watch(folder: Path, what: str) -> tuple[list[str], str]:
         text=True,
         timeout=180,
         cwd=folder.parent,
+        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"},  # which writes files of its own
     )
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])

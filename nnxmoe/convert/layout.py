@@ -239,7 +239,7 @@ class _Made:
     """Computes the values of a leaf from parameters."""
 
     leaf: Leaf
-    values: list[Array]
+    values: list[Any]  # JAX or NumPy arrays
     dtype: np.dtype
 
     def read(self, box: Box, empty: Empty) -> np.ndarray:

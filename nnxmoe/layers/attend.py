@@ -76,7 +76,7 @@ def _hidden(scores: Float[Array, "B K G T S"], allowed: Bool[Array, "#B 1 1 T S"
 
 
 @_hidden.defjvp
-def _hidden_slope(given: tuple[Array, ...], slopes: tuple[Array, ...]) -> tuple[Array, Array]:
+def _hidden_slope(given: tuple[Array, ...], slopes: tuple[Any, ...]) -> tuple[Array, Array]:
     return _hidden(*given), slopes[0]
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-COPIES_16_BITS = jax.__version_info__ < (0, 12)  # the oldest release seen not to need `carried` and `as_bits`
+COPIES_16_BITS = jax.__version_info__ < (0, 12)  # 0.12.0 is the oldest release seen not to cast whole 16-bit arrays
 
 
 def on_cpu() -> bool:
@@ -70,9 +70,10 @@ def carried(*values: Any) -> tuple[Any, ...]:
     """Values to be carried through a loop that does not change them.
 
     XLA:CPU hoists the cast of a 16-bit loop invariant to float32 out of the loop and so copies the whole array
-    (jax 0.10.2; no longer in 0.12.0). A carried value behind a barrier is no loop invariant, and it is not copied.
+    (jax 0.10.2), and keeps more float32 rows alive around the loops of expert parallelism (jax 0.12.0: a third more
+    temporary memory per step; `tests/test_modes.py`). A carried value behind a barrier is not a loop invariant.
     """
-    return jax.lax.optimization_barrier(values) if COPIES_16_BITS and on_cpu() else values
+    return jax.lax.optimization_barrier(values) if on_cpu() else values
 
 
 def as_bits(array: Array) -> Array:

@@ -158,7 +158,7 @@ def checkpoints(out: Path) -> None:
             assert kept.save(step, arrays(step), {"at": step})
         kept.wait()
         assert kept.latest() == 4
-        for wrong, message in ((jnp.ones((8, 6)), "lies on devices of this process only"), (key, "has dtype")):
+        for wrong, message in ((jnp.ones((8, 6)), "is on devices of this process only"), (key, "has dtype")):
             try:
                 kept.save(5, {"a": wrong, "k": key})
             except CheckpointError as error:

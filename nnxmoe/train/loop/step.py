@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config.validate import is_positive
@@ -39,8 +39,8 @@ class Report:
     """The results of one step. If a gradient is not finite, parameters and optimizer state keep their values."""
 
     losses: Losses
-    gradient_norm: Float[Array, ""]  # before the optimizer
-    finite: Bool[Array, "P"]  # whether each gradient is finite, in the order of ``TrainState.params``
+    gradient_norm: Any  # a scalar, or its shape; before the optimizer
+    finite: Any  # bool [P], or its shape: whether each gradient is finite, in the order of ``TrainState.params``
 
 
 class Step:
