@@ -1,4 +1,4 @@
-"""Checkpoints of training: bit for bit what was saved, on any mesh, and never half of it, whatever happens."""
+"""Training checkpoints: bitwise equal after restoring on any mesh, and atomic under every failure."""
 
 import json
 import multiprocessing
@@ -29,7 +29,7 @@ Tree = dict[str, Any]
 
 
 def tree(step: int) -> Tree:
-    """Arrays of every kind, all of which say their step."""
+    """Arrays of many dtypes whose values encode ``step``."""
     bits = jnp.asarray([0x7FC00123 + step, 0x80000000, 0xFFC00001], jnp.uint32)
     return {
         "params": {"a": jnp.full((6, 4), step, jnp.float32), "b.c": {"d": jnp.full(5, step, jnp.bfloat16)}},
@@ -58,7 +58,7 @@ def bits(array: Any) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def same(one: Tree, other: Tree) -> None:
-    """Dtypes, shapes and bits."""
+    """Assert equal structure, dtypes, shapes and bits."""
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
         assert bits(a) == bits(b), path
@@ -75,10 +75,10 @@ def listing(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# What comes back
+# Round trips
 
 
-def test_bit_for_bit(tmp_path: Path) -> None:
+def test_restore_is_bitwise_equal(tmp_path: Path) -> None:
     checkpoints = filled(tmp_path / "run")
     assert checkpoints.latest() == 2
     for step in (1, 2):
@@ -86,14 +86,14 @@ def test_bit_for_bit(tmp_path: Path) -> None:
         same(arrays, tree(step))
         assert extra == {"seen": step}
         assert jax.random.key_impl(arrays["keys"]["more"]) == jax.random.key_impl(keys(0))
-    arrays, _ = checkpoints.restore(2, tree(0))  # arrays say as much as their shapes
+    arrays, _ = checkpoints.restore(2, tree(0))  # arrays are accepted in place of ShapeDtypeStructs
     same(arrays, tree(2))
     nowhere = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree(0))
     same(checkpoints.restore(1, nowhere)[0], tree(1))
 
 
-def test_donated_at_once(tmp_path: Path) -> None:
-    """The copy is made before `save` returns: the next step of training writes over the arrays."""
+def test_arrays_may_be_donated_right_after_save(tmp_path: Path) -> None:
+    """`save` copies before it returns, since the next training step overwrites the arrays."""
     grow = jax.jit(lambda x: jax.tree.map(lambda a: a + 1, x), donate_argnums=0)
     values = {"a": jnp.zeros((1000, 1000)), "b": jnp.zeros((8,), jnp.int32)}
     with Checkpoints(tmp_path / "run", keep=9) as checkpoints:
@@ -122,7 +122,7 @@ def test_every_and_keep(tmp_path: Path) -> None:
 
 
 def on_other_meshes(folder: Path) -> None:
-    """In a process with eight devices: saved on one mesh, restored on others, each with a layout of its own."""
+    """Runs in a process with eight devices: saves on one mesh, restores on others with different shardings."""
     host = {"a": np.arange(64.0, dtype=np.float32).reshape(8, 8), "b": np.arange(16, dtype=np.float32)}
 
     def like(rows: str | None, columns: str | None, **sizes: int) -> Tree:
@@ -144,12 +144,12 @@ def on_other_meshes(folder: Path) -> None:
         assert all(found[name].sharding == other[name].sharding for name in other)
 
 
-def test_another_mesh(tmp_path: Path, eight: Callable[..., Any]) -> None:
+def test_restore_on_another_mesh(tmp_path: Path, eight: Callable[..., Any]) -> None:
     eight(on_other_meshes, tmp_path / "run")
 
 
 @pytest.mark.commands
-def test_two_processes_save_what_one_restores(tmp_path: Path) -> None:
+def test_one_process_restores_what_two_saved(tmp_path: Path) -> None:
     with Launch(tmp_path, 2, "checkpoint", devices=2) as job:
         job.finish(120)
     checkpoints = Checkpoints(tmp_path / "run")
@@ -160,10 +160,10 @@ def test_two_processes_save_what_one_restores(tmp_path: Path) -> None:
     assert extra == {"at": 4} and bits(arrays["k"]) == bits(jax.random.key(7))
 
 
-# What does not fit
+# Mismatches
 
 
-def test_every_misfit_is_listed(tmp_path: Path) -> None:
+def test_error_lists_every_mismatch(tmp_path: Path) -> None:
     checkpoints = filled(tmp_path / "run", 1)
     like = shapes(tree(0))
     del like["step"]
@@ -185,8 +185,8 @@ def test_every_misfit_is_listed(tmp_path: Path) -> None:
     ]
 
 
-def test_part_of_what_is_there_cannot_be_saved(tmp_path: Path) -> None:
-    """Only adapters, or no moments: the next resume would lack the rest."""
+def test_saving_a_different_structure_is_refused(tmp_path: Path) -> None:
+    """For example without the moments: resuming from that step would fail."""
     run = tmp_path / "run"
     filled(run, 1)
     part = tree(2)
@@ -202,7 +202,7 @@ def test_part_of_what_is_there_cannot_be_saved(tmp_path: Path) -> None:
         assert checkpoints.latest() == steps
 
 
-def test_steps_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_steps(tmp_path: Path) -> None:
     checkpoints = filled(tmp_path / "run", 1)
     with pytest.raises(CheckpointError, match=r"run/7/step\.json: No such file"):
         checkpoints.restore(7, tree(0))
@@ -236,13 +236,13 @@ _NOT_JSON = [{"a": float("nan")}, {"a": (1, 2)}, {1: 2}, {"a": np.int32(1)}, {"a
 
 @pytest.mark.parametrize("extra", _NOT_JSON)
 @pytest.mark.wrong_types
-def test_extra_that_json_cannot_hold(tmp_path: Path, extra: Any) -> None:
+def test_extra_must_be_json_serializable(tmp_path: Path, extra: Any) -> None:
     with Checkpoints(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match="JSON"):
         checkpoints.save(0, tree(0), extra)
 
 
 @pytest.mark.wrong_types
-def test_numbers_that_make_no_sense(tmp_path: Path) -> None:
+def test_invalid_keep_every_and_step(tmp_path: Path) -> None:
     for options in ({"keep": 0}, {"every": 0}, {"keep": True}, {"every": 1.5}, {"keep": None}):
         with pytest.raises(ValueError, match=r"pass an int of at least 1"):
             Checkpoints(tmp_path, **options)  # pyright: ignore
@@ -251,12 +251,12 @@ def test_numbers_that_make_no_sense(tmp_path: Path) -> None:
             Checkpoints(tmp_path).save(step, tree(0))  # pyright: ignore
 
 
-# Folders of others, and two at once
+# Unrelated folders and concurrent writers
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "model", "5", "5.orbax-checkpoint-tmp", "5.tmp"])
-def test_folders_that_hold_something_else(tmp_path: Path, name: str) -> None:
-    """Refused, and left as they were; hidden files of the system do no harm."""
+def test_folders_with_unrelated_files_are_refused(tmp_path: Path, name: str) -> None:
+    """The folder is left unchanged. Hidden files such as .DS_Store are allowed."""
     run = tmp_path / "run"
     (run / name).mkdir(parents=True)
     (run / name / "mine").write_text("mine")
@@ -297,13 +297,13 @@ def fork_and_die(run: Path, pipe: Connection) -> None:
     os._exit(3)
 
 
-def test_a_worker_that_outlives_its_run_keeps_nothing(tmp_path: Path) -> None:
+def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     assert apart(fork_and_die, tmp_path / "run")[0] == 3
     with Checkpoints(tmp_path / "run") as checkpoints:
         assert checkpoints.save(2, state(2))
 
 
-# Damage
+# Corruption
 
 
 @pytest.fixture(scope="module")
@@ -313,8 +313,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield run
 
 
-def test_a_file_that_is_cut_or_gone(sound: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whichever file of a step it is: the step before is the latest, and saving goes on from there."""
+def test_truncated_or_missing_files_skip_the_step(
+    sound: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For every file of a step: the previous step becomes the latest, and saving continues from there."""
     files = [path.relative_to(sound) for path in (sound / "3").rglob("*") if path.is_file()]
     ours = [path for path in files if path.parts[1] in ("arrays", "step.json")]
     assert len(ours) >= 6
@@ -335,7 +337,7 @@ def test_a_file_that_is_cut_or_gone(sound: Path, tmp_path: Path, caplog: pytest.
     assert listing(run) == ["1", "2", "3", "3.damaged", "checkpoints.json"]
 
 
-def test_files_that_only_orbax_needs(sound: Path, tmp_path: Path) -> None:
+def test_damaged_orbax_metadata_does_not_matter(sound: Path, tmp_path: Path) -> None:
     for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
         for content in (None, b"", b"{"):
             run = tmp_path / "run"
@@ -349,8 +351,8 @@ def test_files_that_only_orbax_needs(sound: Path, tmp_path: Path) -> None:
             assert checkpoints.latest() == 4
 
 
-def test_a_bit_that_flips(sound: Path, tmp_path: Path) -> None:
-    """The size says nothing; the checksum does."""
+def test_flipped_bit_is_found_by_the_checksum(sound: Path, tmp_path: Path) -> None:
+    """The file size is unchanged."""
     run = tmp_path / "run"
     shutil.copytree(sound, run)
     largest = max((run / "3" / "arrays").rglob("*"), key=lambda path: path.stat().st_size)
@@ -362,8 +364,8 @@ def test_a_bit_that_flips(sound: Path, tmp_path: Path) -> None:
     same(Checkpoints(run).restore(2, tree(0))[0], tree(2))
 
 
-def test_what_killed_runs_leave(sound: Path, tmp_path: Path) -> None:
-    """Saves that were begun, steps half deleted, a step of another number: none is taken for a finished one."""
+def test_incomplete_steps_of_killed_runs_are_skipped(sound: Path, tmp_path: Path) -> None:
+    """Covers unfinished saves, half-deleted steps and a folder whose name is another step's number."""
     run = tmp_path / "run"
     shutil.copytree(sound, run)
     shutil.copytree(run / "3", run / "4.orbax-checkpoint-tmp")
@@ -377,7 +379,7 @@ def test_what_killed_runs_leave(sound: Path, tmp_path: Path) -> None:
     assert listing(run) == ["3", "4", "5.damaged", "6.damaged", "checkpoints.json"]
 
 
-# Disks that are full
+# Full disks
 
 
 def in_small_files(run: Path, pipe: Connection) -> None:
@@ -403,12 +405,12 @@ def in_small_files(run: Path, pipe: Connection) -> None:
     os._exit(3)
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    """The next call says so; what was written of the step is removed, and it can be saved once there is room."""
+def test_full_disk_is_reported_by_the_next_call(tmp_path: Path) -> None:
+    """The partial step is removed and can be saved again once there is space."""
     assert apart(in_small_files, tmp_path / "run")[0] == 3
 
 
-def test_a_seal_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_manifest_write_discards_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path / "run", 1)
 
     def full(*_: Any) -> None:
@@ -427,7 +429,10 @@ def test_a_seal_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def apart(function: Callable[..., None], *arguments: Any, kill_after: float | None = None) -> tuple[int, list[Any]]:
-    """Runs a function in another process, killed this long after its first message; exit code, messages."""
+    """Run a function in another process and return its exit code and messages.
+
+    With ``kill_after``, the process is killed that many seconds after its first message.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.test_checkpoint"])
     ours, theirs = context.Pipe(duplex=False)
@@ -456,14 +461,14 @@ def apart(function: Callable[..., None], *arguments: Any, kill_after: float | No
 
 
 def state(step: int) -> Tree:
-    """Made without compiling anything."""
+    """State of a step, made without compiling anything."""
     numbers = np.random.default_rng(step)
     host = {"params": numbers.normal(size=(200, 300)), "key": numbers.integers(0, 2**32, 2, np.uint32), "step": step}
     return jax.device_put({name: np.asarray(x) for name, x in host.items()})
 
 
 def train_for_ever(run: Path, pipe: Connection) -> None:
-    """Resumes, and saves every step."""
+    """Resume from the latest step and save every step."""
     with Checkpoints(run, keep=2) as checkpoints:
         step = checkpoints.latest() or 0
         pipe.send(step)
@@ -474,8 +479,8 @@ def train_for_ever(run: Path, pipe: Connection) -> None:
 
 
 @pytest.mark.slow
-def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
-    """What is the latest afterwards is whole, and at most the one step that was being written is lost."""
+def test_thirty_random_kills_lose_at_most_one_step(tmp_path: Path) -> None:
+    """The latest step is always complete; only the step being written is lost."""
     run, moments, seen, midway = tmp_path / "run", random.Random(0), set(), 0
     for _ in range(30):
         code, said = apart(train_for_ever, run, kill_after=moments.uniform(0, 0.5))

@@ -1,4 +1,4 @@
-"""``nnxmoe.save`` and ``nnxmoe.load``: the same bits again, whatever the layers are stacked like, on whatever mesh."""
+"""``nnxmoe.save`` and ``nnxmoe.load``: bitwise round trips, whatever the layer stacking or the mesh."""
 
 import dataclasses
 import json
@@ -38,8 +38,8 @@ def plain(scan: bool = False, mesh: Any = None) -> nnxmoe.Strategy:
         for stacked in (False, True)
     ],
 )
-def test_the_same_bits_scanned_or_not(kind: str, stacked: bool, tmp_path: Path) -> None:
-    """Two stacks in DeepSeek's case; written as in the model or otherwise; restored into both."""
+def test_round_trip_between_scanned_and_unrolled(kind: str, stacked: bool, tmp_path: Path) -> None:
+    """Stored scanned or unrolled and restored into both. DeepSeek has two stacks."""
     name, changes = KINDS[kind]
     model = build_tiny(name, plain(), **changes)
     nnxmoe.save(model, tmp_path / "a", scan_layers=stacked)
@@ -48,7 +48,7 @@ def test_the_same_bits_scanned_or_not(kind: str, stacked: bool, tmp_path: Path) 
         assert (
             again.strategy.stacking == (nnxmoe.Scanned() if scan else nnxmoe.Unrolled()) and again.dtype == model.dtype
         )
-        assert again.config == dataclasses.replace(model.config, dtype="float32")  # said in what is written
+        assert again.config == dataclasses.replace(model.config, dtype="float32")  # the written config states the dtype
         identical(tensors(again), tensors(model))
         report = again.load_report
         assert report is not None and len(report.loaded) == len(native.arrays(model, stacked)) and not report.casts
@@ -58,7 +58,7 @@ def test_the_same_bits_scanned_or_not(kind: str, stacked: bool, tmp_path: Path) 
         assert stored.keys() == native.arrays(model, scan).keys(), "as in the model"
 
 
-def test_logits_are_the_same_to_the_bit(tmp_path: Path) -> None:
+def test_logits_are_bitwise_equal_after_a_round_trip(tmp_path: Path) -> None:
     model = nnxmoe.from_pretrained(HF_CASES / "deepseek_basic" / "model", strategy=plain(), dtype="bfloat16")
     nnxmoe.save(model, tmp_path / "a")
     again = nnxmoe.load(tmp_path / "a", strategy=plain())
@@ -68,8 +68,8 @@ def test_logits_are_the_same_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3_unscanned", "mixtral_scanned"])
-def test_queries_that_carry_the_scale(name: str, tmp_path: Path) -> None:
-    """What came from MaxText goes back to MaxText without a rounding; cast, they are rounded once."""
+def test_folded_query_scale_round_trips(name: str, tmp_path: Path) -> None:
+    """Weights from MaxText return to MaxText bitwise equal; a cast rounds them once."""
     model = maxtext.from_tree(params_of(name), config_of(name))
     nnxmoe.save(model, tmp_path / "a")
     path = tmp_path / "a" / "config.json"
@@ -77,7 +77,7 @@ def test_queries_that_carry_the_scale(name: str, tmp_path: Path) -> None:
     assert fields["query_pre_attn_scalar"] == model.config.query_pre_attn_scalar == 1
     again = nnxmoe.load(tmp_path / "a")
     identical(flat(maxtext.to_tree(again)), flat(maxtext.to_tree(model)))
-    del fields["query_pre_attn_scalar"]  # as version 1 of the format had it
+    del fields["query_pre_attn_scalar"]  # as in version 1 of the format
     path.write_text(json.dumps(fields))
     (tmp_path / "a" / "nnxmoe.json").write_text(json.dumps({"version": 1, "queries_carry_scale": True}))
     identical(flat(maxtext.to_tree(nnxmoe.load(tmp_path / "a"))), flat(maxtext.to_tree(model)))
@@ -89,7 +89,7 @@ def test_queries_that_carry_the_scale(name: str, tmp_path: Path) -> None:
 
 
 def on_meshes(folder: str, kind: str, axis: str, size: int) -> None:
-    """Saved from one mesh, loaded on another and on none; by our own way, MaxText's and the hub's."""
+    """Save from one mesh and load on another and on none, in the native, MaxText and Hugging Face formats."""
     where, devices = Path(folder), jax.devices()
     start = build_tiny(kind, plain(), num_hidden_layers=3, attention_bias=kind == "llama")
     wanted, tokens = tensors(start), random_tokens(4, 6)
@@ -118,11 +118,11 @@ def on_meshes(folder: str, kind: str, axis: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "axis", "size"), [("llama", "tensor", 2), ("mixtral", "expert", 2), ("deepseek_v3", "expert", 3)]
 )
-def test_from_one_mesh_to_another(kind: str, axis: str, size: int, eight: Callable[..., Any], tmp_path: Path) -> None:
+def test_load_on_another_mesh(kind: str, axis: str, size: int, eight: Callable[..., Any], tmp_path: Path) -> None:
     eight(on_meshes, str(tmp_path), kind, axis, size)
 
 
-# What is refused
+# Errors
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def test_a_folder_is_never_written_over(saved: Path) -> None:
+def test_non_empty_folder_is_refused(saved: Path) -> None:
     before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError, match=r"is not an empty folder, it holds config\.json.*: save to a new one$"):
         nnxmoe.save(build_tiny("llama", plain()), saved)
@@ -139,14 +139,14 @@ def test_a_folder_is_never_written_over(saved: Path) -> None:
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
 
 
-def test_models_without_values_leave_nothing(tmp_path: Path) -> None:
+def test_saving_a_model_without_values_writes_nothing(tmp_path: Path) -> None:
     model = type(build_tiny("llama"))(nnxmoe.config_from_hf(TINY["llama"]), rngs=None)
     with pytest.raises(ValueError, match="has a shape but no values"):
         nnxmoe.save(model, tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_config_of_another_model_lists_all_that_does_not_fit(saved: Path) -> None:
+def test_error_lists_every_mismatch_with_the_config(saved: Path) -> None:
     fields = json.loads((saved / "config.json").read_text()) | {"num_hidden_layers": 1, "num_attention_heads": 2}
     (saved / "config.json").write_text(json.dumps(fields))
     with pytest.raises(CheckpointError) as caught:
@@ -170,7 +170,7 @@ def test_a_config_of_another_model_lists_all_that_does_not_fit(saved: Path) -> N
         (None, "nnxmoe.json"),
     ],
 )
-def test_what_its_own_file_says(saved: Path, fields: Any, message: str) -> None:
+def test_invalid_format_versions(saved: Path, fields: Any, message: str) -> None:
     if fields is None:
         (saved / "nnxmoe.json").unlink()
     else:
@@ -179,13 +179,13 @@ def test_what_its_own_file_says(saved: Path, fields: Any, message: str) -> None:
         nnxmoe.load(saved)
 
 
-def test_damaged_folders(saved: Path) -> None:
+def test_missing_parameters_folder(saved: Path) -> None:
     shutil.rmtree(saved / "parameters")
     with pytest.raises(CheckpointError, match="parameters holds no Orbax checkpoint"):
         nnxmoe.load(saved)
 
 
-def test_the_wrong_door_says_which_is_right(saved: Path) -> None:
+def test_wrong_loader_error_names_the_right_one(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"use nnxmoe\.load"):
         nnxmoe.from_pretrained(saved)
     with pytest.raises(CheckpointError, match=r"use nnxmoe\.convert\.maxtext\.load"):
@@ -202,7 +202,7 @@ def write_config(case: Path, folder: Path) -> Path:
     return folder
 
 
-def test_values_that_are_not_finite_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_non_finite_values_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = build_tiny("mixtral", plain())
     scale = model.norm.scale
     scale.set_value(scale.get_value().at[3].set(jnp.nan))
@@ -216,8 +216,8 @@ def test_values_that_are_not_finite_are_reported(tmp_path: Path, caplog: pytest.
         assert f"1 values of 1 tensors are NaN or infinite: {name}" in caplog.text
 
 
-def test_values_that_become_infinite_are_reported(tmp_path: Path) -> None:
-    """In the asked dtype, on one device and on a mesh."""
+def test_values_that_overflow_in_a_cast_are_reported(tmp_path: Path) -> None:
+    """Loading as float16, on one device and on a mesh."""
     model = build_tiny("llama", plain())
     kernel = model.stacks[0].layers[1].feed_forward.up.kernel
     kernel.set_value(kernel.get_value().at[2, 3].set(1e6))
@@ -228,10 +228,10 @@ def test_values_that_become_infinite_are_reported(tmp_path: Path) -> None:
         assert again.load_report.nonfinite == {"layers/1/mlp/up/kernel": 1}
 
 
-# Names of folders
+# Folder names
 
 
-def test_home_and_names_that_the_libraries_below_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_expansion_and_invalid_folder_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     model = build_tiny("llama", plain())
     nnxmoe.save(model, "~/a b/ünï %20{}")
@@ -249,7 +249,7 @@ def test_home_and_names_that_the_libraries_below_cannot_write(tmp_path: Path, mo
 
 
 def test_two_checkpoints_never_share_a_folder(saved: Path, tmp_path: Path) -> None:
-    """Or the one that is read would depend on who reads."""
+    """Otherwise each loader would read a different one."""
     model = build_tiny("llama", plain())
     maxtext.save(model, tmp_path / "a")
     maxtext.save(model, tmp_path / "b", parameters_only=True)
@@ -259,13 +259,13 @@ def test_two_checkpoints_never_share_a_folder(saved: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("save", [nnxmoe.save, pytest.param(maxtext.save, marks=pytest.mark.slow)])
-def test_an_error_or_an_interrupt_while_writing_leaves_nothing(
+def test_failed_or_interrupted_save_leaves_no_files(
     save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = build_tiny("mixtral", plain())
 
     class Store:
-        """Of tensorstore's, on a disk that is full, or while a person presses Ctrl-C."""
+        """Stand-in for tensorstore on a full disk."""
 
         failure: BaseException = OSError(28, "No space left on device")
 
@@ -309,11 +309,11 @@ except KeyboardInterrupt:
 """
 
 
-# The small files
+# Tokenizer files
 
 
-def test_small_files_are_taken_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """From the hub's folder to ours, to MaxText's and back: the tokenizer is the same; what cannot be read is told."""
+def test_tokenizer_files_are_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """From Hugging Face to the native format, to MaxText and back; unreadable files are logged."""
     source = shutil.copytree(HF_CASES / "mixtral_basic" / "model", tmp_path / "source")
     (source / "merges.txt").symlink_to(tmp_path / "nowhere")
     (source / "notes.txt").write_text("no file of a tokenizer")
@@ -335,7 +335,7 @@ def test_small_files_are_taken_along(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert nnxmoe.from_pretrained(tmp_path / "c").generation_config == model.generation_config
 
 
-def test_a_target_keeps_its_own_tokenizer(tmp_path: Path) -> None:
+def test_overwriting_keeps_the_target_tokenizer(tmp_path: Path) -> None:
     model = nnxmoe.from_pretrained(HF_CASES / "mixtral_basic" / "model")
     nnxmoe.save_pretrained(model, tmp_path / "a")
     (tmp_path / "a" / "tokenizer.json").write_text("mine")
@@ -343,7 +343,7 @@ def test_a_target_keeps_its_own_tokenizer(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "tokenizer.json").read_text() == "mine"
 
 
-def test_a_source_that_is_gone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_source_folder_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fields = TINY["llama"]
     model = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "source", fields, tiny_weights(fields)))
     shutil.rmtree(tmp_path / "source")

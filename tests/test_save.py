@@ -1,4 +1,4 @@
-"""Saving never harms: whatever goes wrong, and whenever, a folder holds all of the old checkpoint or all of the new."""
+"""Saving is atomic: after any failure a folder holds either the whole old checkpoint or the whole new one."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ SMALL |= {"num_attention_heads": 2, "max_position_embeddings": 32}
 
 
 def model_of(version: int) -> nnxmoe.CausalLM:
-    """A model all of whose weights, and a field of whose config, are its version."""
+    """Model whose weights, and one field of whose config, all encode ``version``."""
     model = Llama(LlamaConfig(**SMALL, rope_theta=1000.0 + version), rngs=None)
     state = nnx.to_flat_state(nnx.state(model))
     values = [(path, variable.replace(np.full(variable.shape, version, np.float32))) for path, variable in state]
@@ -38,7 +38,7 @@ def model_of(version: int) -> nnxmoe.CausalLM:
 
 
 def version_in(folder: Path) -> int:
-    """The version that a folder holds, if it holds one only."""
+    """Version of the checkpoint in ``folder``; asserts that all files agree on it."""
     with Checkpoint.open(folder) as checkpoint:
         values = [np.unique(checkpoint.read(name)) for name in checkpoint.tensors]
         versions = set(np.concatenate(values).tolist()) | {checkpoint.config["rope_theta"] - 1000.0}
@@ -52,7 +52,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def apart(function: Callable[..., None], *arguments: Any, kill_after: float | None = None) -> int:
-    """Runs a function in another process, killed this long after it says that it starts; the exit code."""
+    """Run a function in another process and return its exit code.
+
+    With ``kill_after``, the process is killed that many seconds after it reports its start.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.test_save"])
     ours, theirs = context.Pipe(duplex=False)
@@ -84,8 +87,8 @@ def _save_for_ever(folder: Path, version: int, pipe: Connection) -> None:
 
 
 @pytest.mark.slow
-def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
-    """The folder always holds one whole version; files that are no part of it survive every exchange."""
+def test_save_is_atomic_under_thirty_random_kills(tmp_path: Path) -> None:
+    """The folder always holds one whole version; unrelated files survive every exchange."""
     folder, moments = tmp_path / "model", random.Random(0)
     nnxmoe.save_pretrained(model_of(0), folder, "2KB")
     (folder / "README.md").write_text("mine")
@@ -106,7 +109,7 @@ def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_first_save_that_is_killed_leaves_nothing_or_all(tmp_path: Path) -> None:
+def test_killed_first_save_leaves_nothing_or_a_whole_checkpoint(tmp_path: Path) -> None:
     moments, whole = random.Random(1), 0
     for trial in range(6):
         folder = tmp_path / str(trial)
@@ -125,10 +128,10 @@ def _save_many(folder: Path, pipe: Connection) -> None:
         nnxmoe.save_pretrained(model, folder / str(number), "2KB")
 
 
-# Refusals
+# Rejected targets
 
 
-def test_a_folder_that_is_not_empty_is_refused_unless_told(tmp_path: Path) -> None:
+def test_non_empty_folder_requires_overwrite(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     nnxmoe.save_pretrained(model_of(1), folder)  # empty is fine
@@ -140,7 +143,7 @@ def test_a_folder_that_is_not_empty_is_refused_unless_told(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == ["model"]
 
 
-def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
+def test_file_as_target_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for target in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(nnxmoe.CheckpointError, match="file"):
@@ -148,8 +151,8 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"file": b"mine"}
 
 
-def test_links(tmp_path: Path) -> None:
-    """A link to a folder is followed; a folder of links, as the hub's cache, is not written over."""
+def test_symlinked_folder_is_followed_and_folder_of_symlinks_refused(tmp_path: Path) -> None:
+    """A folder of symlinks is what the Hugging Face hub cache holds."""
     nnxmoe.save_pretrained(model_of(1), tmp_path / "real")
     (tmp_path / "link").symlink_to("real")
     nnxmoe.save_pretrained(model_of(2), tmp_path / "link", overwrite=True)
@@ -163,8 +166,8 @@ def test_links(tmp_path: Path) -> None:
     assert version_in(snapshot) == version_in(tmp_path / "real") == 2
 
 
-def test_a_model_may_replace_the_checkpoint_it_came_from(tmp_path: Path) -> None:
-    """Loading reads everything, so nothing is lost."""
+def test_model_can_overwrite_the_checkpoint_it_was_loaded_from(tmp_path: Path) -> None:
+    """Loading reads every array into memory, so the old files are no longer needed."""
     nnxmoe.save_pretrained(model_of(5), tmp_path / "model", "2KB")
     before = contents(tmp_path / "model")
     nnxmoe.save_pretrained(nnxmoe.from_pretrained(tmp_path / "model"), tmp_path / "model", "2KB", overwrite=True)
@@ -174,7 +177,7 @@ def test_a_model_may_replace_the_checkpoint_it_came_from(tmp_path: Path) -> None
     assert json.loads(after["config.json"])["dtype"] == "float32"
 
 
-def test_two_saves_at_once(tmp_path: Path) -> None:
+def test_concurrent_save_raises_and_keeps_the_first(tmp_path: Path) -> None:
     with (
         pytest.raises(nnxmoe.CheckpointError, match="it is unchanged"),
         atomic_dir(tmp_path / "model") as stage,
@@ -190,12 +193,14 @@ def test_models_without_values_are_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-# Disks that fail
+# I/O errors
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("failing", range(0, 12, 2))
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, overwrite: bool) -> None:
+def test_full_disk_keeps_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, overwrite: bool
+) -> None:
     folder = tmp_path / "model"
     if overwrite:
         nnxmoe.save_pretrained(model_of(1), folder, "2KB")
@@ -225,7 +230,7 @@ def _save_small_files_only(folder: Path, pipe: Connection) -> None:
         os._exit(3 if "cannot write" in str(error) and "File too large" in str(error) else 4)
 
 
-def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+def test_file_size_limit_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
     assert apart(_save_small_files_only, tmp_path / "model") == 3
     assert version_in(tmp_path / "model") == 1 and os.listdir(tmp_path) == ["model"]
@@ -242,7 +247,7 @@ def _save_as_nobody(folder: Path, pipe: Connection) -> None:
         os._exit(3 if "Permission denied" in str(error) and "nothing was changed" in str(error) else 4)
 
 
-def test_a_place_that_may_only_be_read(tmp_path: Path) -> None:
+def test_read_only_folder(tmp_path: Path) -> None:
     nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
     modes = [(path, path.stat().st_mode) for path in (tmp_path, tmp_path / "model")]
     for path, _ in modes:
@@ -256,8 +261,8 @@ def test_a_place_that_may_only_be_read(tmp_path: Path) -> None:
     assert version_in(tmp_path / "model") == 1 and os.listdir(tmp_path) == ["model"]
 
 
-def test_a_mounted_folder_is_filled_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot be renamed: empty, it gets its files one by one, config.json last; in use, it is left alone."""
+def test_mount_point_is_filled_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount point cannot be renamed. If empty, files are moved in one by one, config.json last."""
     folder = tmp_path / "mount"
     folder.mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder)
@@ -285,7 +290,7 @@ def test_a_mounted_folder_is_filled_from_within(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(empty) == []
 
 
-def test_file_systems_that_cannot_exchange_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwrite_fails_without_atomic_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     nnxmoe.save_pretrained(model_of(1), folder)
 
@@ -300,7 +305,7 @@ def test_file_systems_that_cannot_exchange_folders(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="hard links and exchanges as on Linux")
-def test_other_files_are_carried_over_as_links(tmp_path: Path) -> None:
+def test_unrelated_files_are_hard_linked_on_overwrite(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     nnxmoe.save_pretrained(model_of(1), folder)
     (folder / "sub" / "deeper").mkdir(parents=True)
@@ -313,14 +318,14 @@ def test_other_files_are_carried_over_as_links(tmp_path: Path) -> None:
     assert os.readlink(folder / "dangling") == "nowhere" and version_in(folder) == 2
 
 
-def test_leftovers_of_killed_saves_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_leftovers_of_killed_saves_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / ".model.123-abcd.tmp").mkdir()
     nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
     assert ".model.123-abcd.tmp" in caplog.text
     assert (tmp_path / ".model.123-abcd.tmp").exists(), "not ours to delete: another process may be at work"
 
 
-def test_files_that_come_during_a_save_stay(tmp_path: Path) -> None:
+def test_files_created_during_a_save_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     nnxmoe.save_pretrained(model_of(1), folder)
     with atomic_dir(folder, overwrite=True) as stage:
@@ -329,7 +334,7 @@ def test_files_that_come_during_a_save_stay(tmp_path: Path) -> None:
     assert (folder / "new_log.txt").read_text() == "mine" and os.listdir(tmp_path) == ["model"]
 
 
-def test_names_like_ours_that_are_not(tmp_path: Path) -> None:
+def test_similar_file_names_are_not_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     nnxmoe.save_pretrained(model_of(1), folder)
     (folder / "model-٣-of-٣.safetensors").write_text("mine")
@@ -342,7 +347,7 @@ def test_names_like_ours_that_are_not(tmp_path: Path) -> None:
         nnxmoe.save_pretrained(model_of(3), "a\0b")
 
 
-def test_mounts_within_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwrite_refuses_folders_with_mounts_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     nnxmoe.save_pretrained(model_of(1), folder)
     (folder / "a" / "disk").mkdir(parents=True)
@@ -352,7 +357,7 @@ def test_mounts_within_are_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     assert version_in(folder) == 1
 
 
-def test_mode_stays(tmp_path: Path) -> None:
+def test_overwrite_keeps_the_folder_mode(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     nnxmoe.save_pretrained(model_of(1), folder)
     folder.chmod(0o700)
@@ -360,8 +365,8 @@ def test_mode_stays(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700 and version_in(folder) == 2
 
 
-def test_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays the current folder: empty, it is filled from within; in use, it is not replaced."""
+def test_save_to_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty current folder is filled in place; one that holds a checkpoint is not replaced."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -372,8 +377,8 @@ def test_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert version_in(folder) == 1
 
 
-def test_the_current_folder_with_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `finetune --out .` has it at its end: they stay, and nothing of theirs is replaced."""
+def test_save_to_the_current_folder_keeps_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`finetune --out .` ends this way."""
     monkeypatch.chdir(tmp_path)
     Path("checkpoints").mkdir()
     Path("finetune.json").write_text("{}")
@@ -392,6 +397,6 @@ def test_the_current_folder_with_other_files(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "9" * 400, "\u0665GB", "1e9", "5XB", ""])
-def test_sizes_that_are_none(tmp_path: Path, size: str) -> None:
+def test_invalid_max_shard_size(tmp_path: Path, size: str) -> None:
     with pytest.raises(ValueError, match="max_shard_size"):
         nnxmoe.save_pretrained(model_of(1), tmp_path / "model", size)
