@@ -1,4 +1,4 @@
-"""Attention and its memory: cached decoding equals the full pass, and every fast form equals the obvious one."""
+"""Attention and KV caches: cached decoding equals the full pass, and every fast form equals the reference."""
 
 import dataclasses
 from typing import Any
@@ -25,7 +25,7 @@ from tests.support.tiny import ORACLE, build_tiny, random_tokens
 
 
 def counted(mask: np.ndarray) -> np.ndarray:
-    """The positions that a cache gives: the count of real tokens before."""
+    """Positions that a cache assigns: the number of preceding real tokens."""
     return np.maximum(np.cumsum(mask, axis=1) - 1, 0).astype(np.int32)
 
 
@@ -44,8 +44,8 @@ CHUNKS = {
         for name in MODELS
     ],
 )
-def test_cached_equals_full(name: str) -> None:
-    """Every way to cut a sequence into chunks and every way to pad it; rows of unequal lengths."""
+def test_cached_decoding_equals_the_full_pass(name: str) -> None:
+    """Covers several chunkings and paddings, and rows of unequal lengths."""
     kind, strategy, changes = MODELS[name]
     model, tokens = build_tiny(kind, strategy, **changes), random_tokens(2, LENGTH)
     for padding, mask in masks(LENGTH).items():
@@ -57,8 +57,8 @@ def test_cached_equals_full(name: str) -> None:
             assert cache.length.tolist() == mask.sum(axis=1).tolist()
 
 
-def test_far_beyond_the_window() -> None:
-    """A ring written over many times, from a prompt longer and one shorter than the window."""
+def test_ring_cache_far_beyond_the_window() -> None:
+    """The ring wraps around many times, for a prompt longer and one shorter than the window."""
     model = build_tiny("mistral", sliding_window=7, num_hidden_layers=1)
     tokens = random_tokens(1, 60, seed=1)
     full = forward(model, tokens).logits
@@ -68,7 +68,7 @@ def test_far_beyond_the_window() -> None:
 
 
 def test_positions_default_to_the_index_without_a_cache() -> None:
-    """With rotary embedding only differences matter: padding on the left moves nothing, a hole in the middle does."""
+    """Rotary embedding depends on position differences only: left padding has no effect, holes in the middle do."""
     model, tokens = build_tiny("llama"), random_tokens(2, LENGTH)
     for padding, mask in masks(LENGTH).items():
         index = forward(model, tokens, attention_mask=mask).logits
@@ -90,7 +90,7 @@ def test_explicit_positions_with_a_cache() -> None:
 
 
 def test_padding_never_reaches_real_tokens() -> None:
-    """Other ids under the mask, the same logits bit for bit; and the same as without the padding."""
+    """Changing masked ids leaves the logits bitwise equal, and they match those without padding."""
     for kind, changes in (("mistral", {}), ("deepseek_v3", DENSE)):
         model, tokens = build_tiny(kind, **changes), random_tokens(2, 12)
         mask = np.ones_like(tokens)
@@ -101,7 +101,7 @@ def test_padding_never_reaches_real_tokens() -> None:
         assert max_error(np.asarray(one)[:, 5:], forward(model, tokens[:, 5:]).logits) < 2 * PART_TOLERANCE
 
 
-def test_masks_of_any_kind_mean_nonzero() -> None:
+def test_any_nonzero_mask_value_means_real() -> None:
     model, tokens = build_tiny("llama"), random_tokens(2, 12)
     mask = masks(12)["left"]
     wanted = forward(model, tokens, attention_mask=mask).logits
@@ -117,7 +117,7 @@ def nbytes(cache: Any) -> int:
 
 
 @pytest.mark.parametrize("strategy", [ORACLE, SCANNED])
-def test_a_ring_is_as_large_as_the_window(strategy: nnxmoe.Strategy) -> None:
+def test_ring_cache_size_is_the_window(strategy: nnxmoe.Strategy) -> None:
     model = build_tiny("mistral", strategy, sliding_window=7)
     small, large = model.empty_cache(2, 20), model.empty_cache(2, 100_000)
     assert nbytes(small) == nbytes(large) == 2 * 2 * (2 * 2 * 7 * 8) * 4  # k and v, layers, [B K W H], float32
@@ -145,8 +145,8 @@ def test_a_full_cache_is_refused(kind: str) -> None:
         model(tokens[:, 5:], cache=dataclasses.replace(cache, length=jnp.full((1,), 5, jnp.int32)))
 
 
-def test_a_cache_can_be_used_twice() -> None:
-    """Two continuations from the same memory do not disturb each other."""
+def test_cache_is_not_modified_by_a_continuation() -> None:
+    """Two continuations of one cache are independent."""
     model, tokens = build_tiny("mistral"), random_tokens(1, 10)
     _, cache = feed(model, tokens[:, :8], [8], mask=None, capacity=16)
     first = forward(model, tokens[:, 8:9], cache=cache).logits
@@ -155,15 +155,15 @@ def test_a_cache_can_be_used_twice() -> None:
 
 
 def past(lengths: list[int], real: np.ndarray) -> Past:
-    """Rows that have stored so many tokens, and are given others, of which some are real."""
+    """Past of rows that hold ``lengths`` tokens and get new ones, of which ``real`` marks the non-padding."""
     cache = Cache(layers=(), length=jnp.asarray(lengths), segment=jnp.zeros((len(lengths), 99), jnp.int32), capacity=99)
     return cache.advance(real.shape[1], jnp.asarray(real), None)[1]
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 7])
 def test_append_ring_equals_a_list(size: int) -> None:
-    """Random chunks, of which each row takes the real tokens: slot i % size holds token i, and a chunk sees the ring
-    before it, then itself."""
+    """Random chunks with padding: slot i % size holds token i, and a chunk attends to the earlier ring, then to
+    itself."""
     rng, rows = np.random.default_rng(size), 3
     buffer, stored, lengths = jnp.full((rows, size), -1), [[-1] * size for _ in range(rows)], [0] * rows
     for count in rng.integers(1, 2 * size + 2, 12):
@@ -185,13 +185,13 @@ def test_append_ring_equals_a_list(size: int) -> None:
 
 
 def _numbers(length: int, size: int) -> list[int]:
-    """Which token each slot of a ring holds."""
+    """Index of the token in each slot of a ring, -1 if empty."""
     newest = {n % size: n for n in range(length)}
     return [newest.get(slot, -1) for slot in range(size)]
 
 
 def test_append_full_writes_in_the_buffers_dtype() -> None:
-    """At each row's own cursor, and only what is real."""
+    """Real tokens are written at each row's own cursor; padding is not."""
     real = np.array([[True, True], [False, True]])
     buffer, (seen, index) = append_full(
         jnp.zeros((2, 4), jnp.bfloat16), 1 + jnp.arange(4.0).reshape(2, 2), past([1, 2], real), 1
@@ -201,12 +201,12 @@ def test_append_full_writes_in_the_buffers_dtype() -> None:
     assert np.asarray(index).tolist() == [[0, 1, 2, -1], [0, 1, 2, -1]]
 
 
-# Rows of their own
+# Rows of different lengths
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "deepseek_v3"])
-def test_rows_that_advance_by_different_counts_equal_each_row_alone(kind: str) -> None:
-    """Each step gives a row none, one or several tokens, padding anywhere among them."""
+def test_rows_that_advance_by_different_counts(kind: str) -> None:
+    """Each step gives a row zero or more tokens with padding anywhere; results equal those of each row alone."""
     model, rng = build_tiny(kind, nnxmoe.Strategy()), np.random.default_rng(0)
     tokens, total = random_tokens(3, 20), np.array([20, 13, 9])
     full = forward(model, tokens).logits
@@ -230,9 +230,9 @@ def test_rows_that_advance_by_different_counts_equal_each_row_alone(kind: str) -
 
 
 @pytest.mark.parametrize("strategy", [ORACLE, nnxmoe.Strategy()])
-def test_layers_with_windows_of_their_own(strategy: nnxmoe.Strategy) -> None:
-    """Alternating windows against a slow reference: each token's logits from a pass over it and the tokens before,
-    whose masks are written out; and the same from caches, of which only some are rings."""
+def test_layers_with_different_windows(strategy: nnxmoe.Strategy) -> None:
+    """Alternating windows against a slow reference that slices the keys per query, without a cache and with a mix of
+    ring and full caches."""
     model: Any = build_tiny("mistral", strategy, num_hidden_layers=3)
     tokens = random_tokens(2, 12)
     windows = [3, None, 5]
@@ -251,7 +251,7 @@ def test_layers_with_windows_of_their_own(strategy: nnxmoe.Strategy) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """Attention query by query, over the keys that a window's definition names; for passes without a cache."""
+    """Attention per query over the keys in its window; for passes without a cache."""
 
     window: int | None = None
 
@@ -270,7 +270,7 @@ class Written:
 
 @pytest.mark.parametrize("kind", ["mistral", "mixtral", "deepseek_v3"])
 def test_packed_segments_equal_separate_sequences(kind: str) -> None:
-    """Documents side by side in a row, positions from 0 in each, padding behind."""
+    """Several documents per row, each with positions from 0, followed by padding."""
     model = build_tiny(kind, **(DENSE if kind == "deepseek_v3" else {"num_hidden_layers": 1}))
     lengths, tokens = [[5, 7, 2], [9, 4, 1]], random_tokens(2, 16)
     segments, positions = np.zeros((2, 16), np.int32), np.zeros((2, 16), np.int32)
@@ -294,7 +294,7 @@ def test_packed_segments_equal_separate_sequences(kind: str) -> None:
 
 
 def test_segments_with_a_cache() -> None:
-    """A cache remembers the segment of each token; positions are the caller's here."""
+    """A cache stores each token's segment id; the caller passes positions."""
     model, tokens = build_tiny("mistral"), random_tokens(1, 12)
     segments = np.array([[1] * 5 + [2] * 7], np.int32)
     positions = np.array([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], np.int32)
@@ -308,11 +308,11 @@ def test_segments_with_a_cache() -> None:
     assert max_error(np.concatenate(got, axis=1), full) < 2 * PART_TOLERANCE
 
 
-# The kernels
+# Attention kernels
 
 
 def some_mask(rng: np.random.Generator, batch: int, count: int, keys: int, window: int | None) -> Mask:
-    """The last ``count`` of ``keys`` tokens ask; some keys are padding, and there are two segments."""
+    """Mask for the last ``count`` of ``keys`` tokens as queries, with some padding and two segments."""
     valid = rng.random((batch, keys)) < 0.8
     valid[:, -count:] = True
     segment = np.sort(rng.integers(0, 2, (batch, keys)), axis=1)
@@ -320,7 +320,7 @@ def some_mask(rng: np.random.Generator, batch: int, count: int, keys: int, windo
     return Mask(jnp.arange(keys - count, keys), jnp.asarray(segment[:, -count:]), slots, window)
 
 
-def test_mask_spelled_out() -> None:
+def test_mask_equals_its_definition() -> None:
     rng = np.random.default_rng(0)
     for window in (None, 1, 3):
         mask = some_mask(rng, 2, 4, 9, window)
@@ -375,8 +375,8 @@ def test_gradients_of_fused_equal_reference() -> None:
         assert max_error(a, b) < PART_TOLERANCE
 
 
-def test_a_query_that_sees_nothing_is_finite() -> None:
-    """Also its gradients: NaN times zero would spoil the whole step."""
+def test_fully_masked_query_is_finite() -> None:
+    """Its gradients are finite too: NaN times zero is NaN and would reach every parameter."""
     slots = Slots(jnp.arange(3), jnp.zeros((1, 3), bool), jnp.zeros((1, 3), jnp.int32))
     mask = Mask(jnp.arange(3), jnp.zeros((1, 3), jnp.int32), slots, None)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 3, 4)), jnp.float32)
@@ -398,7 +398,7 @@ def test_fused_refuses_wide_values() -> None:
 
 
 def causal_mask(length: int, window: int | None, padding: str, segments: bool) -> tuple[Mask, np.ndarray]:
-    """Of two rows of a pass without a cache; and which of their tokens are real."""
+    """Mask of two rows without a cache, and a boolean array of the real tokens."""
     real = masks(length)[padding].astype(bool)
     index, valid = jnp.arange(length), None if padding == "full" else jnp.asarray(real)
     segment = None
@@ -426,8 +426,8 @@ def operands(length: int, heads: int, kv_heads: int) -> list[jax.Array]:
 def test_blockwise_equals_reference(
     length: int, blocks: int, window: int | None, heads: int, kv_heads: int, segments: bool, paddings: list[str]
 ) -> None:
-    """Outputs of real tokens, and every gradient of those, relative to its size; also of the kernel that takes causal
-    order as such."""
+    """Compares outputs of real tokens and their gradients, relative to magnitude; also with Fused, whose kernel has
+    a causal flag."""
     arrays = operands(length, heads, kv_heads)
 
     def compiled(attend: Any) -> Any:
@@ -448,7 +448,7 @@ def test_blockwise_equals_reference(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Told:
-    """No attention, but what it was asked: tokens of the queries, of the keys, and whether the mask is causal."""
+    """Stub that records the query indices, the key indices and whether the mask is causal."""
 
     calls: list[tuple[list[int], list[int], bool]] = dataclasses.field(default_factory=list)
 
@@ -461,8 +461,8 @@ class Told:
 
 @pytest.mark.parametrize("window", [None, 1, 30, 100])
 @pytest.mark.parametrize(("length", "blocks", "cut"), [(191, 8, 1), (192, 8, 3), (600, 8, 8), (600, 5, 5), (300, 1, 1)])
-def test_blocks_are_given_the_keys_they_may_see(length: int, blocks: int, cut: int, window: int | None) -> None:
-    """All of those, no other but in the triangle at the block's end; 64 queries or more; only the same are causal."""
+def test_blocks_get_only_the_keys_they_attend_to(length: int, blocks: int, cut: int, window: int | None) -> None:
+    """Blocks have at least 64 queries; a block's mask is causal only if its queries and keys are the same tokens."""
     mask, _ = causal_mask(length, window, "full", False)
     told = Told()
     Blockwise(told, blocks)(*operands(length, 2, 1), Scores(mask, 1.0))
@@ -474,8 +474,8 @@ def test_blocks_are_given_the_keys_they_may_see(length: int, blocks: int, cut: i
         assert causal == (queries == keys)
 
 
-def test_what_is_not_causal_is_not_cut() -> None:
-    """With a cache the keys are others: their order is in their indices."""
+def test_blockwise_does_not_split_a_non_causal_mask() -> None:
+    """With a cache, keys differ from queries and their order is given by the indices."""
     told, mask = Told(), some_mask(np.random.default_rng(0), 2, 200, 300, None)
     q, k, v = operands(300, 2, 1)
     Blockwise(told)(q[:, :, :200], k, v, Scores(mask, 0.4))
@@ -493,8 +493,8 @@ def test_parts_of_a_mask() -> None:
 
 @pytest.mark.program
 @pytest.mark.parametrize(("window", "least", "most"), [(None, 0.54, 0.6), (64, 0.2, 0.3)])
-def test_blocks_compute_less(window: int | None, least: float, most: float) -> None:
-    """Operations of a compiled pass: 36 of 64 blocks, and with a window of one block 15; its bytes shrink alike."""
+def test_blockwise_uses_less_flops_and_memory(window: int | None, least: float, most: float) -> None:
+    """Of 64 blocks 36 are computed, or 15 with a window of one block; temporary memory shrinks likewise."""
 
     def cost(attend: Any) -> tuple[float, int]:
         mask, _ = causal_mask(512, window, "full", False)
@@ -507,19 +507,19 @@ def test_blocks_compute_less(window: int | None, least: float, most: float) -> N
 
 @pytest.mark.wrong_types
 @pytest.mark.parametrize("blocks", [0, -1, True, 2.0, "8", None])
-def test_blocks_that_are_no_number(blocks: Any) -> None:
+def test_blockwise_rejects_invalid_block_counts(blocks: Any) -> None:
     with pytest.raises(ValueError, match=r"Blockwise\(blocks=.*positive integer"):
         Blockwise(blocks=blocks)
 
 
 @pytest.mark.wrong_types
 @pytest.mark.parametrize("inner", [Reference, "reference", None])
-def test_blocks_of_no_attention(inner: Any) -> None:
+def test_blockwise_rejects_invalid_inner_attention(inner: Any) -> None:
     with pytest.raises(ValueError, match=r"Blockwise\(inner=.*such as Reference\(\)"):
         Blockwise(inner)
 
 
-# The modules
+# Attention modules
 
 
 def context(batch: int, length: int, rope: Rope) -> Context:
@@ -530,7 +530,7 @@ def context(batch: int, length: int, rope: Rope) -> Context:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_gqa_equals_numpy(window: int | None) -> None:
-    """Every head by itself, in float64: kernel layouts, biases, groups, rotation, scale, window."""
+    """NumPy computes each head separately in float64, with biases, groups, rotation, scale and window."""
     gqa = GQA(10, 6, 2, 4, window=window, bias=True, attend=Reference(), dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
     randomise(gqa, seed=1)
     x = np.random.default_rng(0).standard_normal((2, 7, 10))
@@ -557,8 +557,8 @@ def test_gqa_equals_numpy(window: int | None) -> None:
 
 
 @pytest.mark.parametrize(("q_rank", "rotate"), [(None, rotate_pairs), (7, rotate_halves)])
-def test_mla_forms_are_one_function(q_rank: int | None, rotate: Any) -> None:
-    """Naive, absorbed and by length: outputs and all gradients."""
+def test_mla_forms_agree(q_rank: int | None, rotate: Any) -> None:
+    """Outputs and gradients of Naive, Absorbed and ByLength."""
 
     def make(form: Any) -> MLA:
         mla = MLA(
@@ -602,7 +602,7 @@ def test_mla_forms_are_one_function(q_rank: int | None, rotate: Any) -> None:
 
 
 def test_rotations() -> None:
-    """Lengths are kept, differences of positions alone matter, and pairs are halves of de-interleaved vectors."""
+    """Rotations preserve norms, and dot products depend on position differences only."""
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.standard_normal((1, 1, 1, 8)), jnp.float32) for _ in range(2))
     rope = Rope(8, 100.0)
@@ -622,7 +622,7 @@ def test_rotations() -> None:
 
 
 @pytest.mark.wrong_types
-def test_refusals() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     model, tokens = build_tiny("llama"), random_tokens(2, 5)
     with pytest.raises(ValueError, match=r"attention_mask must have the tokens' shape \[2, 5\], got \[2, 4\]"):
         model(tokens, attention_mask=np.ones((2, 4)))

@@ -1,4 +1,4 @@
-"""A prompt in an empty cache: what prefill leaves out changes neither logits nor cache, and is really left out."""
+"""Prefill of an empty cache: ``fresh`` and ``last`` skip work without changing logits or cache."""
 
 import dataclasses
 from typing import Any
@@ -34,7 +34,7 @@ def build(name: str) -> nnxmoe.CausalLM:
 
 
 def prefill(model: nnxmoe.CausalLM, capacity: int = 24, **options: Any) -> Any:
-    """Compiled: tokens and mask -> logits, cache and infos of a prompt in an empty cache."""
+    """Return a jitted function from tokens and mask to logits, cache and infos, starting from an empty cache."""
 
     def run(tokens: Any, mask: Any) -> Any:
         body = model.body(tokens, mask, cache=model.empty_cache(len(tokens), capacity), **options)
@@ -44,7 +44,7 @@ def prefill(model: nnxmoe.CausalLM, capacity: int = 24, **options: Any) -> Any:
 
 
 def caches_apart(one: Any, other: Any, mask: np.ndarray) -> float:
-    """The largest difference of what two caches remember of real tokens; of padding, nobody should read it."""
+    """Largest difference between two caches over the slots of real tokens; padding slots are ignored."""
     assert one.length.tolist() == other.length.tolist() == mask.sum(axis=1).tolist()
     layers = jax.tree.leaves(one.layers, is_leaf=lambda layer: isinstance(layer, KVCache | LatentCache))
     latent, errors = isinstance(layers[0], LatentCache), []
@@ -57,13 +57,13 @@ def caches_apart(one: Any, other: Any, mask: np.ndarray) -> float:
 
 
 def _default(*names: str) -> list[Any]:
-    """All families; those that are not named are slow."""
+    """All families as pytest params; those not in ``names`` are marked slow."""
     return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in FAMILIES]
 
 
 @pytest.mark.parametrize("name", _default("ring-scanned", "moe-ring", "latent-by-length"))
-def test_what_is_left_out_changes_nothing(name: str) -> None:
-    """Logits of the last token and the whole cache, whatever the padding; from a prompt longer than the window."""
+def test_fresh_and_last_keep_logits_and_cache(name: str) -> None:
+    """Compares the last token's logits and the whole cache for every padding; the prompt is longer than the window."""
     model, tokens = build(name), random_tokens(2, LENGTH)
     plain, fresh, last, both = (
         prefill(model, **options) for options in ({}, {"fresh": True}, {"last": True}, {"fresh": True, "last": True})
@@ -78,7 +78,7 @@ def test_what_is_left_out_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _default("ring-scanned", "deepseek-absorbed"))
-def test_greedy_tokens_are_those_of_whole_passes(name: str) -> None:
+def test_greedy_decoding_matches_full_forward_passes(name: str) -> None:
     """Two prompts of unequal lengths, one padded on the left."""
     model, tokens, mask = build(name), random_tokens(2, 9), np.ones((2, 9), np.int32)
     mask[0, :4] = 0
@@ -90,12 +90,12 @@ def test_greedy_tokens_are_those_of_whole_passes(name: str) -> None:
         assert logits.argmax(axis=-1).tolist() == ids[row].tolist()
 
 
-# A cache that is empty is not looked at
+# Skipping the keys of an empty cache
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Asked:
-    """Reference, and how many queries and keys it was given, and whether the mask was causal."""
+    """Reference attention that records the number of queries and keys and whether the mask was causal."""
 
     calls: list[tuple[int, int, bool]] = dataclasses.field(default_factory=list)
 
@@ -105,9 +105,9 @@ class Asked:
 
 
 @pytest.mark.parametrize(("kind", "scan"), [("llama", True), ("mistral", False), ("deepseek_v3", True)])
-def test_prefill_attends_to_its_own_tokens(kind: str, scan: bool) -> None:
-    """Of the model as it is called: a prompt in an empty cache; not one in a cache that holds something, nor one whose
-    length is traced, nor a single token."""
+def test_prefill_of_an_empty_cache_attends_to_the_prompt_only(kind: str, scan: bool) -> None:
+    """Applies to a prompt in an empty cache, but not to a non-empty cache, a cache whose length is traced, or a
+    single token."""
     asked = Asked()
     model = build_tiny(kind, dataclasses.replace(ORACLE, attend=asked, scan_layers=scan), sliding_window=40)
     tokens, seen = random_tokens(1, 9), []
@@ -121,23 +121,23 @@ def test_prefill_attends_to_its_own_tokens(kind: str, scan: bool) -> None:
     run(slice(4, 9), run(slice(0, 4), model.empty_cache(1, 30)))
     run(slice(0, 1), model.empty_cache(1, 30))
     jax.jit(lambda cache: run(slice(0, 4), cache))(model.empty_cache(1, 30))
-    ring = kind == "mistral"  # which is followed by what is new
+    ring = kind == "mistral"  # the ring's slots are followed by the new tokens
     five, four = (30 + 5 * ring, 30 + 4 * ring)
     assert seen == [{(4, 4, True)}, {(5, five, False)}, {(1, 30, False)}, {(4, four, False)}]
 
 
-def test_a_cache_that_is_not_fresh_is_refused() -> None:
+def test_fresh_rejects_a_non_empty_cache() -> None:
     model, tokens = build_tiny("llama"), random_tokens(1, 6)
     _, cache = feed(model, tokens, [6], mask=None, capacity=20)
     with pytest.raises(ValueError, match=r"fresh=True: 6 tokens are in the cache"):
         model.body(tokens, cache=cache, fresh=True)
 
 
-# The last layer computes the last token
+# Computing the last token only in the last layer
 
 
 def operations(model: nnxmoe.CausalLM, capacity: int = 64, **options: Any) -> float:
-    """Of a compiled prefill of two prompts, without the head."""
+    """FLOPs of a compiled prefill of two prompts, without the head."""
 
     def run(tokens: Any) -> Any:
         body = model.body(tokens, cache=model.empty_cache(2, capacity), **options)
@@ -147,15 +147,15 @@ def operations(model: nnxmoe.CausalLM, capacity: int = 64, **options: Any) -> fl
 
 
 def products(*modules: nnx.Module) -> int:
-    """Operations of each token's products with all the kernels of some modules."""
+    """FLOPs per token of the products with all kernels of ``modules``."""
     return 2 * sum(a.size for module in modules for a in jax.tree.leaves(nnx.state(module, nnx.Param)) if a.ndim > 1)
 
 
 @pytest.mark.program
 @pytest.mark.parametrize("kind", ["llama", "mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
-def test_prefill_computes_less(kind: str) -> None:
-    """By the last layer's queries, outputs and feed-forward of all tokens but the last; and a larger cache costs the
-    scores with its empty slots only where it is looked at."""
+def test_fresh_and_last_reduce_flops(kind: str) -> None:
+    """``last`` skips the last layer's queries, outputs and feed-forward for all tokens but the last. Without
+    ``fresh``, a larger cache costs the scores against its empty slots."""
     model = build_tiny(kind)
     layer = model.stacks[-1].layers[-1]
     saved = 2 * (LENGTH - 1) * products(layer.attention.q, layer.attention.o, layer.feed_forward)
@@ -167,19 +167,19 @@ def test_prefill_computes_less(kind: str) -> None:
 
 
 @pytest.mark.program
-def test_a_scanned_layer_computes_all() -> None:
+def test_scanned_layers_compute_all_tokens() -> None:
     model = build_tiny("llama", SCANNED)
     assert operations(model, last=True) == pytest.approx(operations(model), rel=0.01)
 
 
 def tokens_routed(model: nnxmoe.CausalLM, **options: Any) -> list[int]:
-    """How many tokens of a prompt each layer with experts chose for."""
+    """Number of tokens per prompt that each MoE layer routed."""
     infos = model.body(random_tokens(2, LENGTH), last=True, **options).infos
     return [infos[i].routing.experts.shape[1] for i in sorted(infos)]
 
 
 class Silent:
-    """A dispatch that does not say whether tokens compete."""
+    """A dispatch that does not declare whether tokens affect each other."""
 
     def __call__(self, *arguments: Any) -> Any:
         return Sorted()(*arguments)
@@ -196,8 +196,8 @@ class Silent:
         pytest.param(Silent(), False, marks=pytest.mark.slow),
     ],
 )
-def test_tokens_that_compete_are_all_there(dispatch: Any, alone: bool) -> None:
-    """Only where each is for itself is the last one routed alone; what is dropped stays the same."""
+def test_last_layer_routes_all_tokens_if_the_dispatch_mixes_them(dispatch: Any, alone: bool) -> None:
+    """The last token is routed alone only if tokens do not affect each other. The number of drops stays the same."""
     model, tokens = build_tiny("mixtral", nnxmoe.Strategy(dispatch=dispatch)), random_tokens(2, LENGTH)
     (logits, _, infos), (ours, _, our_infos) = (prefill(model, last=last)(tokens, None) for last in (False, True))
     assert max_error(ours, logits[:, -1:]) < 2 * PART_TOLERANCE
@@ -206,8 +206,8 @@ def test_tokens_that_compete_are_all_there(dispatch: Any, alone: bool) -> None:
     assert drops[0] == drops[1] and (drops[0] > 0) == isinstance(dispatch, Capacity)
 
 
-def test_randomness_sees_all_tokens() -> None:
-    """The place of a token decides its noise, and its experts where they are chosen at random."""
+def test_random_routing_gets_all_tokens() -> None:
+    """A token's index determines its jitter noise, and its experts under random routing."""
     model = build_tiny("mixtral", nnxmoe.Strategy(), router_jitter_noise=0.1)
     assert tokens_routed(model) == [LENGTH, 1]
     assert tokens_routed(model, key=jax.random.key(0)) == [LENGTH, LENGTH]
@@ -217,7 +217,7 @@ def test_randomness_sees_all_tokens() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
-def test_adapters_are_part_of_it(kind: str) -> None:
+def test_last_token_prefill_applies_adapters(kind: str) -> None:
     model, tokens = build_tiny(kind, nnxmoe.Strategy()), random_tokens(2, LENGTH)
     before = model.logits(model.body(tokens).x)
     lora.add(model, rank=2, rngs=nnx.Rngs(0))
@@ -227,8 +227,8 @@ def test_adapters_are_part_of_it(kind: str) -> None:
     assert max_error(model.logits(model.body(tokens, last=True).x), after[:, -1:]) < 2 * PART_TOLERANCE
 
 
-def test_what_was_asked_of_the_routing_and_hidden_states() -> None:
-    """Of the last layer they are of the last token; a pass without a cache can be asked for it as well."""
+def test_last_keeps_one_token_in_final_routing_and_hidden_states() -> None:
+    """``last`` also works without a cache."""
     model, tokens = build_tiny("mixtral", nnxmoe.Strategy()), random_tokens(2, LENGTH)
     whole, last = (model.body(tokens, of_routing=lambda r: r.experts, last=last) for last in (False, True))
     assert [h.shape[1] for h in last.hidden] == [LENGTH, LENGTH, 1, 1] and last.x.shape[1] == 1
