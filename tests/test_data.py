@@ -1,4 +1,4 @@
-"""Data for training: every token once, documents apart, answers marked, and a resume that is the straight run."""
+"""Training data: JSON lines, tokenization, packing, loss masks, and resumable batches."""
 
 import json
 import pickle
@@ -38,7 +38,7 @@ def tokenizer() -> Tokenizer:
 
 
 def chat(*turns: str) -> dict[str, Any]:
-    """User and assistant in turns."""
+    """Chat with alternating user and assistant messages."""
     return {"messages": [{"role": (USER, ASSISTANT)[i % 2], "content": turn} for i, turn in enumerate(turns)]}
 
 
@@ -63,7 +63,7 @@ def documents(mixed: Path, tokenizer: Tokenizer) -> Documents:
 
 
 def segments(batch: dict[str, np.ndarray]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Tokens and mask of every segment, which has to lie in one piece and count its positions from 0."""
+    """Yield tokens and loss mask per segment; asserts that it is contiguous and its positions start at 0."""
     for row in range(len(batch["tokens"])):
         ids = batch["segment_ids"][row]
         used = int((ids > 0).sum())
@@ -86,8 +86,8 @@ def equal(one: Any, other: Any) -> None:
 # Lines
 
 
-def test_lines(tmp_path: Path) -> None:
-    """Blank lines count but hold nothing; the ends of lines of every system, and none at the end."""
+def test_blank_lines_and_line_endings(tmp_path: Path) -> None:
+    """Blank lines are numbered but skipped. CRLF, LF, a byte order mark and a missing final newline are accepted."""
     path = tmp_path / "a.jsonl"
     path.write_bytes('\ufeff{"text": "one"}\r\n\n{"messages": [{"role": "user", "content": "é"},'.encode())
     with path.open("ab") as file:
@@ -100,8 +100,8 @@ def test_lines(tmp_path: Path) -> None:
         lines[3]
 
 
-def test_punctuation_in_a_text_is_no_value(tmp_path: Path) -> None:
-    """The bound on the values of a line is on objects, lists and their items, not on commas in strings."""
+def test_commas_and_brackets_inside_strings_are_not_counted(tmp_path: Path) -> None:
+    """The limit on the number of JSON values per line ignores punctuation within strings."""
     text = '1,[{\\",' * 250_000
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
     assert JsonLines(tmp_path / "a.jsonl")[0].text == text
@@ -174,7 +174,7 @@ def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         JsonLines(path)
 
 
-def test_a_file_that_changes(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_file_modified_after_opening(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
     documents = Documents(path, tokenizer)
     path.write_bytes(path.read_bytes() + GOOD)
@@ -195,8 +195,8 @@ def test_a_file_is_not_held_in_memory(tmp_path: Path) -> None:
 # Documents
 
 
-def test_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Everything is learnt, and where it ends."""
+def test_all_tokens_of_a_text_are_trained_on(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Includes the end-of-sequence token."""
     documents = Documents(write(tmp_path / "a", {"text": "A cat."}, {"text": "A cat.<|eos|>"}), tokenizer)
     for document in documents:
         assert document.tokens.tolist() == [*tokenizer.encode("A cat."), tokenizer.eos_token_id]
@@ -204,8 +204,8 @@ def test_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("folder", [DEMO, *sorted(path / "model" for path in HF_CASES.iterdir())], ids=str)
-def test_chats(tmp_path: Path, folder: Path) -> None:
-    """The template's own ids, of which the answers are learnt with the token that ends them."""
+def test_only_assistant_tokens_of_a_chat_are_trained_on(tmp_path: Path, folder: Path) -> None:
+    """Token ids are those of the chat template; the mask covers each answer and the token that ends it."""
     tokenizer = Tokenizer.from_pretrained(folder)
     if tokenizer.chat_template is None:
         pytest.skip("no chat template")
@@ -231,8 +231,8 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_that_do_not_only_add(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
-    """Text may agree where token ids do not: 'ca' and 't' are one token together."""
+def test_templates_that_change_earlier_messages_are_refused(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    """Token ids can differ although the text agrees: 'ca' followed by 't' is tokenized as one token."""
     other = Tokenizer(tokenizer.backend, tokenizer.special_tokens, {"default": TEMPLATES[name]}, "here")
     path = write(tmp_path / "a", {"text": "fine"}, chat("a ca", "t", "no", "yes"))
     documents = Documents(path, other)
@@ -243,7 +243,7 @@ def test_templates_that_do_not_only_add(tmp_path: Path, tokenizer: Tokenizer, na
         documents.check()
 
 
-def test_templates_that_refuse(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_template_errors(tmp_path: Path, tokenizer: Tokenizer) -> None:
     other = Tokenizer(tokenizer.backend, {}, {"default": "{{ raise_exception('no') }}"}, "here")
     for asked, message in (
         (other, "line 1: here: .*refuses this conv"),
@@ -262,7 +262,7 @@ def document(size: int, start: int = 0, is_chat: bool = False) -> Document:
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(2, 20))
 @settings(max_examples=200, deadline=None)
-def test_packing_loses_nothing_and_mixes_nothing(sizes: list[int], length: int) -> None:
+def test_packing_keeps_every_token_and_separates_documents(sizes: list[int], length: int) -> None:
     given = [document(size, 1000 * i) for i, size in enumerate(sizes)]
     found = [piece for one in given for piece in pieces(one, length)]
     rows = place([len(piece.tokens) for piece in found], length)
@@ -283,13 +283,13 @@ def test_packing_loses_nothing_and_mixes_nothing(sizes: list[int], length: int) 
 
 
 @given(st.lists(st.integers(1, 20), max_size=60))
-def test_no_two_rows_that_would_go_into_one(sizes: list[int]) -> None:
+def test_packing_leaves_no_two_rows_that_fit_into_one(sizes: list[int]) -> None:
     used = sorted(sum(sizes[i] for i in row) for row in place(sizes, 20))
     assert len(used) < 2 or used[0] + used[1] > 20
 
 
-def test_long_chats_are_cut(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
-    """Their rest would be learnt without the question; one whose question is too long is left out. Both are told."""
+def test_long_chats_are_truncated(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    """A chat whose question alone is too long is dropped. Both cases are logged once."""
     objects = chat("Hi", "a cat " * 50), chat("Hi " * 50, "yes"), {"text": "a cat " * 50}
     data = batches(write(tmp_path / "a", *objects), tokenizer, batch_size=2, seq_len=40, shuffle=False, epochs=2)
     seen = [segment for batch in data for segment in segments(batch)]
@@ -316,8 +316,8 @@ def expected(documents: Documents, length: int) -> Counter[Any]:
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("length", [16, 64, 512])
-def test_an_epoch_has_every_document_once(documents: Documents, length: int, pack: bool) -> None:
-    """Two epochs have each twice; the last batch is filled up."""
+def test_epoch_contains_every_document_once(documents: Documents, length: int, pack: bool) -> None:
+    """Two epochs contain each document twice; the last batch is padded."""
     made = list(Batches(documents, 4, length, pack=pack, epochs=2))
     assert all(array.shape == (4, length) and array.dtype == np.int32 for batch in made for array in batch.values())
     seen = Counter(segment for batch in made for segment in segments(batch))
@@ -327,8 +327,8 @@ def test_an_epoch_has_every_document_once(documents: Documents, length: int, pac
     assert not pack or max(batch["segment_ids"].max() for batch in made) > 1
 
 
-def test_order(documents: Documents) -> None:
-    """Another one each epoch and for each seed; the same for the same seed, whatever the versions of libraries."""
+def test_shuffling_depends_on_epoch_and_seed(documents: Documents) -> None:
+    """The order for a seed is fixed and does not depend on library versions."""
 
     def first(epochs: int = 3, **options: Any) -> list[list[int]]:
         made = Batches(documents, 1, 600, pack=False, epochs=epochs, **options)
@@ -347,10 +347,10 @@ def test_order(documents: Documents) -> None:
     st.integers(0, 2**32 - 1), st.integers(2, 200), st.integers(1, 5), st.booleans(), st.booleans(), st.integers(0, 80)
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_resume_is_the_straight_run(
+def test_resumed_batches_equal_an_uninterrupted_run(
     documents: Documents, seed: int, length: int, size: int, shuffle: bool, pack: bool, at: int
 ) -> None:
-    """At any point, also after the end; through JSON; in an iterator that was somewhere else."""
+    """From any point, including after the end; the state passes through JSON into an advanced iterator."""
 
     def make() -> Batches:
         return Batches(documents, size, length, seed=seed, shuffle=shuffle, pack=pack, epochs=2)
@@ -366,8 +366,10 @@ def test_a_resume_is_the_straight_run(
     assert straight.get_state() == resumed.get_state()
 
 
-def test_a_resume_makes_few_documents_again(mixed: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those packed together with the next row; and a second epoch none."""
+def test_resuming_tokenizes_few_documents_again(
+    mixed: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only documents packed with the next row are tokenized again, and later epochs reuse the cache."""
     monkeypatch.setattr(data_module, "_window", lambda length: 4 * length)
     straight = batches(mixed, tokenizer, batch_size=2, seq_len=64, epochs=3)
     for _ in range(20):
@@ -387,7 +389,7 @@ def test_a_resume_makes_few_documents_again(mixed: Path, tokenizer: Tokenizer, m
     assert len(made) == len(set(made)) <= 70
 
 
-def test_an_interrupt_loses_no_row(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_does_not_lose_rows(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
     straight, other = Batches(documents, 8, 64), Batches(documents, 8, 64)
     equal([next(straight)], [next(other)])
     after, real, count = next(straight), Batches._next_row, [0]
@@ -404,8 +406,8 @@ def test_an_interrupt_loses_no_row(documents: Documents, monkeypatch: pytest.Mon
     equal([after], [next(other)])
 
 
-def test_several_processes(documents: Documents) -> None:
-    """Their rows together are the batch, their states are one, and another number of them may go on."""
+def test_process_shares_add_up_to_the_batch(documents: Documents) -> None:
+    """All shares have the same state, which can be resumed with another number of processes."""
     assert jax.process_count() == 1
     whole = Batches(documents, 4, 64)
     halves = [Batches(documents, 4, 64, share=(i, 2)) for i in range(2)]
@@ -431,18 +433,22 @@ OTHER: list[tuple[str, Callable[[Documents], Batches]]] = [
 
 
 @pytest.mark.parametrize(("message", "make"), OTHER)
-def test_states_of_other_settings(documents: Documents, message: str, make: Callable[[Documents], Batches]) -> None:
+def test_state_from_other_settings_is_refused(
+    documents: Documents, message: str, make: Callable[[Documents], Batches]
+) -> None:
     state = Batches(documents, 4, 64).get_state()
     with pytest.raises(DataError, match=rf"mixed\.jsonl: the state is from other data or settings \({message}\)"):
         make(documents).set_state(state)
-    Batches(documents, 4, 64, epochs=5).set_state(state)  # longer is fine
+    Batches(documents, 4, 64, epochs=5).set_state(state)  # more epochs are allowed
 
 
-def test_states_of_other_data(mixed: Path, tmp_path: Path, tokenizer: Tokenizer, documents: Documents) -> None:
+def test_state_from_other_data_is_refused(
+    mixed: Path, tmp_path: Path, tokenizer: Tokenizer, documents: Documents
+) -> None:
     state = Batches(documents, 4, 64).get_state()
     path = tmp_path / "a.jsonl"
     path.write_bytes(mixed.read_bytes())
-    batches(path, tokenizer, batch_size=4, seq_len=64).set_state(state)  # another place is fine
+    batches(path, tokenizer, batch_size=4, seq_len=64).set_state(state)  # another path is allowed
     path.write_bytes(mixed.read_bytes().replace(b"cat", b"dog"))
     with pytest.raises(DataError, match=r"\(file's sha256 was '[0-9a-f]+', is '[0-9a-f]+'\)"):
         batches(path, tokenizer, batch_size=4, seq_len=64).set_state(state)
@@ -464,7 +470,7 @@ def test_states_of_other_data(mixed: Path, tmp_path: Path, tokenizer: Tokenizer,
         {"position": {"epoch": 0, "document": 0, "row": 1, "more": 1}},
     ],
 )
-def test_states_that_are_none(documents: Documents, change: dict[str, Any]) -> None:
+def test_malformed_states(documents: Documents, change: dict[str, Any]) -> None:
     data = Batches(documents, 4, 64)
     with pytest.raises(DataError, match="pass the result of get_state"):
         data.set_state(data.get_state() | change)
@@ -473,7 +479,7 @@ def test_states_that_are_none(documents: Documents, change: dict[str, Any]) -> N
 
 
 @pytest.mark.wrong_types
-def test_numbers_that_make_no_sense(documents: Documents) -> None:
+def test_invalid_settings(documents: Documents) -> None:
     for options in (
         {"batch_size": 0},
         {"seq_len": 1},
@@ -486,8 +492,8 @@ def test_numbers_that_make_no_sense(documents: Documents) -> None:
             Batches(documents, **({"batch_size": 2, "seq_len": 8} | options))
 
 
-def test_a_model_takes_a_batch(documents: Documents) -> None:
-    """Packed documents are as alone, as far as the model sees them."""
+def test_model_separates_packed_documents(documents: Documents) -> None:
+    """Logits of a packed document equal those of the document alone."""
     model = build_tiny("llama", vocab_size=768)
     batch = next(Batches(documents, 1, 96))
     out = forward(model, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]).logits
@@ -499,16 +505,16 @@ def test_a_model_takes_a_batch(documents: Documents) -> None:
 # grain
 
 
-def test_pickle(documents: Documents) -> None:
-    """As grain's workers need."""
+def test_rows_can_be_pickled(documents: Documents) -> None:
+    """grain sends them to its worker processes."""
     copy = pickle.loads(pickle.dumps(Rows(documents, 32)))
     assert len(copy) == 70
     equal([copy[3]], [Rows(documents, 32)[3]])
 
 
 @pytest.mark.grain
-def test_grain(documents: Documents) -> None:
-    """Its shuffling, batches and state over our rows."""
+def test_grain_resumes_over_rows(documents: Documents) -> None:
+    """Uses grain's own shuffling, batching and iterator state."""
     import grain
 
     def make() -> Any:

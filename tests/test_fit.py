@@ -1,4 +1,4 @@
-"""``fit``: what it gives, that a run goes on to the bit where another stopped, and what it refuses."""
+"""``fit``: its result, bitwise resumption from a checkpoint, and errors."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ PLAIN = nnxmoe.Strategy(stacking=nnxmoe.Scanned())
 
 
 class Draws:
-    """Batches that can be resumed, drawn from a seed and their number."""
+    """Resumable batches, each drawn from a seed that is its number."""
 
     def __init__(self, rows: int = 4, length: int = 9) -> None:
         self.rows, self.length, self.at = rows, length, 0
@@ -54,7 +54,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def state_of(fitted: Any) -> dict[str, np.ndarray]:
-    """Every array of the state by name, keys as numbers."""
+    """Every array of the state by name, PRNG keys as their key data."""
     leaves = jax.tree_util.tree_leaves_with_path(fitted.state)
     plain = lambda a: jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a  # noqa: E731
     return {jax.tree_util.keystr(path): np.asarray(plain(leaf)) for path, leaf in leaves}
@@ -68,7 +68,7 @@ def same_bits(one: Any, other: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_loss_falls_and_the_given_model_stays(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_lowers_the_loss_and_keeps_the_given_model(capsys: pytest.CaptureFixture[str]) -> None:
     model, told = build_tiny("mixtral", PLAIN), []
     before = jax.tree.map(np.asarray, nnx.state(model))
     batch = {"tokens": random_tokens(2, 8)}
@@ -83,13 +83,13 @@ def test_the_loss_falls_and_the_given_model_stays(capsys: pytest.CaptureFixture[
     targets = jax.nn.log_softmax(done.model(batch["tokens"]).logits[:, :-1])
     chosen = -np.take_along_axis(np.asarray(targets), batch["tokens"][:, 1:, None], -1).mean()
     assert chosen == pytest.approx(evaluations[30], rel=1e-5)
-    assert "training" not in capsys.readouterr().err  # TQDM_DISABLE, which the tests set, is heeded
+    assert "training" not in capsys.readouterr().err  # the tests set TQDM_DISABLE
 
 
 @pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("resumes", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_ten_and_ten_steps_are_twenty(adapters: bool, resumes: bool, tmp_path: Path) -> None:
-    """Parameters, moments, step, key, bias, and what the data gives next."""
+def test_resumed_run_equals_an_uninterrupted_one(adapters: bool, resumes: bool, tmp_path: Path) -> None:
+    """Compares parameters, moments, step, key and bias after 10 + 10 steps with those after 20."""
 
     def model() -> nnxmoe.CausalLM:
         made = build_tiny("deepseek_v3", PLAIN)
@@ -114,7 +114,7 @@ def test_ten_and_ten_steps_are_twenty(adapters: bool, resumes: bool, tmp_path: P
 
 
 @pytest.mark.grain
-def test_grain_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_grain_iterator_resumes(tmp_path: Path) -> None:
     import grain
 
     rows = [{"tokens": row} for row in random_tokens(12, 9, seed=5)]
@@ -131,7 +131,7 @@ def test_grain_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_another_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
+def test_resume_on_another_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
     eight(on_another_mesh, str(tmp_path))
 
 
@@ -144,13 +144,13 @@ def on_another_mesh(folder: str) -> None:
     assert done.history[0]["step"] == 4
     for name, array in state_of(straight).items():
         apart = np.abs(array.astype(np.float64) - state_of(done)[name])
-        assert np.mean(apart < 1e-4) >= 0.99, name  # Adam divides gradients of nearly nothing by themselves
+        assert np.mean(apart < 1e-4) >= 0.99, name  # Adam divides near-zero gradients by their own magnitude
     assert {len(a.sharding.device_set) for a in done.state.params.values()} == {4}
 
 
 @pytest.mark.slow
-def test_kills_lose_one_interval_at_most(tmp_path: Path, count: int = 6) -> None:
-    """Each a SIGKILL at a random moment of the same command, which goes on by itself."""
+def test_kills_lose_at_most_one_save_interval(tmp_path: Path, count: int = 6) -> None:
+    """Runs the same command repeatedly, with SIGKILL at a random moment; each run resumes."""
     rng, steps, last = np.random.default_rng(0), 5 * count, 0
     command = [sys.executable, "-c", RUN, str(tmp_path), str(steps)]
     for _ in range(count):
@@ -184,10 +184,10 @@ fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=steps, checkpoint=fold
 """
 
 
-# What is refused
+# Errors
 
 
-def test_gradients_that_are_not_finite_stop_it_by_name(tmp_path: Path) -> None:
+def test_non_finite_gradients_raise_with_the_parameter_name(tmp_path: Path) -> None:
     model = build_tiny("llama", PLAIN)
 
     def head(x: Any, kernel: Any, targets: Any, weights: Any, z: float, shards: int) -> Any:
@@ -199,8 +199,8 @@ def test_gradients_that_are_not_finite_stop_it_by_name(tmp_path: Path) -> None:
         fit(model, [good, good, bad], **settings(checkpoint=tmp_path / "c", objective=Objective(head=head)))
 
 
-def test_parameters_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
-    """The gradients were, and a run could never go on from there."""
+def test_non_finite_parameters_are_not_saved(tmp_path: Path) -> None:
+    """The gradients are finite, but no run could continue from such a checkpoint."""
     with pytest.raises(NotFinite, match=r"step 4: the new values of .*embed.table.* The last checkpoint is of step 2"):
         spoilt = optax.sgd(lambda step: jnp.where(step == 3, jnp.nan, 0.1))
         batch = {"tokens": np.ones((2, 5), np.int32)}
@@ -209,7 +209,7 @@ def test_parameters_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
+def test_exhausted_data_and_invalid_settings(tmp_path: Path) -> None:
     model, batch = build_tiny("llama", PLAIN), {"tokens": random_tokens(2, 5)}
     with pytest.raises(ValueError, match="the data ended after 3 batches: pass more data, or fewer steps"):
         fit(model, iter([batch] * 3), **settings())
@@ -253,19 +253,19 @@ def test_data_that_ends_and_settings_that_are_none(tmp_path: Path) -> None:
         pytest.param("tokens", "a batch must be a dict of arrays, got str", marks=pytest.mark.wrong_types),
     ],
 )
-def test_batches_that_would_give_nan_or_nonsense(batch: Any, message: str) -> None:
+def test_invalid_batches(batch: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(build_tiny("llama", PLAIN), [batch], **settings())
 
 
 @pytest.mark.wrong_types
-def test_numbers_that_are_not_whole() -> None:
+def test_non_integer_steps_and_accumulate() -> None:
     for name in ("steps", "accumulate"):
         with pytest.raises(ValueError, match=rf"{name}=2\.0: the number of"):
             fit(build_tiny("llama", PLAIN), [], **settings(**{name: 2.0}))
 
 
-def test_a_callback_stops_with_numpys_true_as_well() -> None:
+def test_callback_may_return_numpy_true_to_stop() -> None:
     told: list[int] = []
     stop = [lambda progress: told.append(progress.step), lambda progress: np.float64(progress.step) > 1]
     fit(build_tiny("llama", PLAIN), [{"tokens": random_tokens(2, 5)}], **settings(), callbacks=stop)

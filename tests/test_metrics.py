@@ -1,4 +1,4 @@
-"""Where metrics go, and what the ones about speed mean."""
+"""Metric logs, FLOP counts and model FLOPs utilisation."""
 
 import csv
 import json
@@ -26,13 +26,13 @@ def progress(step: int, **metrics: float) -> train.Progress:
 
 @pytest.mark.wrong_types
 @pytest.mark.parametrize("kind", [train.JsonLog, train.CsvLog])
-def test_a_run_that_goes_on_tells_each_step_once(kind: Any, tmp_path: Path) -> None:
+def test_resumed_run_logs_each_step_once(kind: Any, tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics"
     first = kind(path)
     for step in (1, 2, 3, 4):
         first(progress(step, **({"evaluation": 0.5} if step == 2 else {})))
     again = kind(path)
-    for step in (3, 4, 5):  # the checkpoint was of step 2
+    for step in (3, 4, 5):  # resumed from the checkpoint of step 2
         again(progress(step, **({"evaluation": 0.25} if step == 4 else {})))
     text = path.read_text()
     rows = list(csv.DictReader(text.splitlines())) if kind is train.CsvLog else list(map(json.loads, text.splitlines()))
@@ -44,8 +44,8 @@ def test_a_run_that_goes_on_tells_each_step_once(kind: Any, tmp_path: Path) -> N
 
 @pytest.mark.wrong_types
 @pytest.mark.parametrize("kind", [train.JsonLog, train.CsvLog])
-def test_half_a_line_is_made_again(kind: Any, tmp_path: Path) -> None:
-    """As a full disk leaves it; and another run with the same log begins it anew."""
+def test_truncated_last_line_is_dropped(kind: Any, tmp_path: Path) -> None:
+    """A full disk truncates the line. A new run that starts at step 1 clears the log."""
     log = kind(tmp_path / "metrics")
     for step in (1, 2, 13):
         log(progress(step))
@@ -56,7 +56,7 @@ def test_half_a_line_is_made_again(kind: Any, tmp_path: Path) -> None:
         assert [int(row["step"]) for row in log.read()] == {13: [1, 2, 13], 14: [1, 2, 13, 14]}.get(step, [1, 2][:step])
 
 
-def test_a_table_has_no_place_for_later_metrics(tmp_path: Path) -> None:
+def test_csv_log_rejects_new_columns(tmp_path: Path) -> None:
     log = train.CsvLog(tmp_path / "metrics.csv")
     log._begin(1)
     log.add({"step": 1})
@@ -80,8 +80,8 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
-def test_operations_are_six_for_each_active_parameter(family: str) -> None:
-    """Two forward, two backward, two for the gradient; nothing for a table that is only looked up."""
+def test_training_takes_six_flops_per_active_parameter(family: str) -> None:
+    """Two forward, two for the input gradient, two for the weight gradient; none for an embedding lookup."""
     model = build_tiny(family)
     names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     sizes = {path: v.size for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
@@ -93,8 +93,8 @@ def test_operations_are_six_for_each_active_parameter(family: str) -> None:
     assert token_flops(model, ()) == pytest.approx(4 * active)
 
 
-def test_published_sizes() -> None:
-    """Mixtral 8x7B: 12.9 billion active parameters, of which the embedding's table is looked up."""
+def test_flops_of_mixtral_8x7b() -> None:
+    """It has 12.9 billion active parameters, including the embedding table, which is excluded here."""
     summary = summarise("mixtral-8x7b")
     model: Any = nnxmoe.models.Mixtral(summary.config, rngs=None)
     names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
@@ -102,7 +102,7 @@ def test_published_sizes() -> None:
 
 
 @pytest.mark.slow
-def test_utilisation_is_told_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_is_logged_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = build_tiny("mixtral"), {"tokens": random_tokens(2, 6)}
     usual: dict[str, Any] = {"optimizer": optax.sgd(0.1), "steps": 1}
     assert peak_flops(None) is None and "mfu" not in train.fit(model, [batch], **usual).history[0]

@@ -1,4 +1,4 @@
-"""The training step: MaxText's losses, the chunked head against the whole one, packing, accumulation, bias, memory."""
+"""The training step: parity with MaxText, chunked loss, packing, gradient accumulation, router bias and memory."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ PLAIN = nnxmoe.Strategy(stacking=nnxmoe.Scanned())
 
 
 @pytest.mark.slow
-def test_no_array_is_broadcast_implicitly(eight: Callable[..., Any]) -> None:
+def test_training_allows_strict_rank_promotion(eight: Callable[..., Any]) -> None:
     """Research code often runs with ``jax_numpy_rank_promotion="raise"``."""
     for kind, changes in (("llama", {}), ("mixtral", {"dispatch": nnxmoe.Capacity(2.0)}), ("deepseek_v3", {})):
         trace_strictly(kind, dataclasses.replace(PLAIN, **changes))
@@ -40,7 +40,7 @@ def test_no_array_is_broadcast_implicitly(eight: Callable[..., Any]) -> None:
 
 
 def trace_strictly(kind: str, strategy: nnxmoe.Strategy, mesh: dict[str, int] | None = None) -> None:
-    """Traces a forward pass with padding and segments, and a step with every loss term and adapters."""
+    """Trace a forward pass with padding and segments, and a step with every loss term and adapters."""
     strategy = dataclasses.replace(strategy, mesh=None if mesh is None else nnxmoe.make_mesh(**mesh))
     config, objective = config_from_hf(TINY[kind]), Objective(z_loss=0.1, balance=0.1, router_z_loss=0.1)
     model = model_class(config)(config, strategy, rngs=None)
@@ -79,11 +79,11 @@ def test_forward_mode_and_hessian_vector_products() -> None:
     assert (along(ahead) - along(behind)) / 4e-4 == pytest.approx(along(curved), rel=1e-2)
 
 
-# MaxText's own training
+# Parity with MaxText
 
 
 def eight_steps(mesh: dict[str, int] | None, accumulate: int) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The losses of its eight steps, and the parameters after them."""
+    """Losses of eight steps and the final parameters."""
     made = None if mesh is None else nnxmoe.make_mesh(**mesh)
     strategy = dataclasses.replace(PLAIN, mesh=made, remat=nnxmoe.Remat())
     if mesh is not None and "expert" in mesh:
@@ -110,7 +110,7 @@ def eight_steps(mesh: dict[str, int] | None, accumulate: int) -> tuple[list[floa
         pytest.param({"fsdp": 2, "expert": 4}, 1, marks=pytest.mark.slow),
     ],
 )
-def test_eight_steps_are_maxtexts(mesh: Any, accumulate: int, eight: Callable[..., Any]) -> None:
+def test_eight_steps_equal_maxtext(mesh: Any, accumulate: int, eight: Callable[..., Any]) -> None:
     losses, params = (eight if mesh else lambda f, *a: f(*a))(eight_steps, mesh, accumulate)
     wanted = json.loads((modes.CASE / "train.json").read_text())["losses"]
     np.testing.assert_allclose(losses, wanted, rtol=0, atol=5e-6)
@@ -121,7 +121,7 @@ def test_eight_steps_are_maxtexts(mesh: Any, accumulate: int, eight: Callable[..
     assert np.mean(apart < 1e-4) >= 0.999
 
 
-# The head
+# Chunked loss
 
 
 def head_case(seed: int, tied: bool, dtype: Any, shape: tuple[int, int]) -> tuple[Any, ...]:
@@ -136,8 +136,8 @@ def head_case(seed: int, tied: bool, dtype: Any, shape: tuple[int, int]) -> tupl
 @pytest.mark.parametrize(
     ("shape", "logits"), [((1, 23), 1), ((1, 23), 37 * 5), ((3, 7), 37 * 6), ((2, 5), 1 << 20), ((1, 1), 40)]
 )
-def test_the_chunked_head_is_the_whole_one(shape: tuple[int, int], logits: int, tied: bool) -> None:
-    """Lengths that the chunks do not divide, tokens without weight, a z-loss."""
+def test_chunked_loss_equals_the_full_loss(shape: tuple[int, int], logits: int, tied: bool) -> None:
+    """Covers lengths that the chunk size does not divide, zero weights and a z-loss."""
     x, kernel, *rest = head_case(0, tied, jnp.float32, shape)
     runs = [
         jax.jit(jax.value_and_grad(lambda x, k, head=head: head(x, k, *rest, 1e-2), (0, 1), has_aux=True))
@@ -149,7 +149,7 @@ def test_the_chunked_head_is_the_whole_one(shape: tuple[int, int], logits: int, 
     assert ChunkedLoss(logits)(x, kernel, *rest, 1e-2)[0] == pytest.approx(float(one), rel=1e-6)  # without gradients
 
 
-def test_bfloat16_activations_keep_a_float32_gradient_of_the_head() -> None:
+def test_head_gradient_is_float32_with_bfloat16_activations() -> None:
     x, kernel, *rest = head_case(1, False, jnp.bfloat16, (2, 9))
     runs = [jax.grad(lambda x, k, head=head: head(x, k, *rest, 0.0)[0], (0, 1)) for head in (Whole(), ChunkedLoss(99))]
     (by_x, by_kernel), (by_x_2, by_kernel_2) = (run(x, kernel) for run in runs)
@@ -159,7 +159,7 @@ def test_bfloat16_activations_keep_a_float32_gradient_of_the_head() -> None:
 
 
 @pytest.mark.parametrize("count", [700, 900])
-def test_the_mean_over_tokens_does_not_bias_bfloat16_gradients(count: int) -> None:
+def test_mean_over_tokens_does_not_bias_bfloat16_gradients(count: int) -> None:
     """1 / 700 and 1 / 900 are 0.13 % and 0.25 % from the nearest bfloat16."""
     x, kernel, *rest = head_case(2, False, jnp.bfloat16, (1, count))
     wanted, ours = (
@@ -170,13 +170,13 @@ def test_the_mean_over_tokens_does_not_bias_bfloat16_gradients(count: int) -> No
 
 
 @pytest.mark.program
-def test_chunks_are_limited_per_device(eight: Callable[..., Any]) -> None:
-    """However many rows the mesh adds, a device loops as often, so it gathers the head as often."""
+def test_chunk_size_is_per_device(eight: Callable[..., Any]) -> None:
+    """The number of chunks, and with it of head gathers, does not grow with the rows that a mesh adds."""
     assert {loops({"fsdp": 1}, 2), eight(loops, {"fsdp": 8}, 16), eight(loops, {"fsdp": 2, "expert": 4}, 16)} == {5}
 
 
 def loops(mesh: dict[str, int], rows: int) -> int:
-    """The chunks of 9 tokens per row, of which two rows' share fits into the limit twice."""
+    """Number of chunks for rows of 9 tokens, with a limit of 4 tokens per chunk and device."""
     made = nnxmoe.make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())])
     config = config_from_hf(TINY["llama"])
     model = model_class(config)(config, dataclasses.replace(PLAIN, mesh=made), rngs=None)
@@ -190,8 +190,8 @@ def loops(mesh: dict[str, int], rows: int) -> int:
 
 @pytest.mark.program
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_never_all_there(tied: bool) -> None:
-    """128k words, 8k tokens: an eighth of the temporary bytes at most, beyond the head's own gradient."""
+def test_chunked_loss_never_materialises_all_logits(tied: bool) -> None:
+    """With a 128k vocabulary and 8k tokens it needs under 1/8 of the temporary bytes, the head gradient aside."""
     vocab, dim, length = 128_000, 64, 8192
 
     def temporary(head: Any) -> int:
@@ -206,10 +206,10 @@ def test_logits_are_never_all_there(tied: bool) -> None:
     assert temporary(ChunkedLoss()) - vocab * dim * 4 < temporary(Whole()) / 8
 
 
-# Which tokens predict which
+# Targets, packing and accumulation
 
 
-def test_targets() -> None:
+def test_targets_and_loss_weights() -> None:
     batch = {
         "tokens": np.array([[1, 2, 3, 4, 5, 0], [6, 7, 8, 9, 1, 2]]),
         "segment_ids": np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]]),
@@ -226,8 +226,8 @@ def test_targets() -> None:
     "kind",
     [pytest.param("llama", marks=pytest.mark.slow), "mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)],
 )
-def test_packed_documents_are_documents_alone(kind: str) -> None:
-    """The same loss and gradients, whoever shares the row; also the routers' losses."""
+def test_packed_documents_train_as_separate_rows(kind: str) -> None:
+    """Compares the loss, including the router losses, and all gradients."""
     model = build_tiny(kind, PLAIN)
     lengths, rng = [5, 3, 8, 1, 6], np.random.default_rng(0)
     documents = [rng.integers(0, 53, n) for n in lengths]
@@ -256,8 +256,8 @@ def gradients(model: nnxmoe.CausalLM, objective: Objective, batch: Any) -> tuple
     return losses.total, grads
 
 
-def test_parts_of_a_batch_add_up_to_it() -> None:
-    """Though they have different numbers of tokens that count."""
+def test_gradient_accumulation_equals_the_whole_batch() -> None:
+    """The parts have different numbers of real tokens."""
     model = build_tiny("mixtral", PLAIN)
     tokens = random_tokens(6, 9)
     mask = (np.arange(9) < np.array([[9], [2], [5], [7], [1], [9]])).astype(np.int32)
@@ -273,7 +273,7 @@ def test_parts_of_a_batch_add_up_to_it() -> None:
 
 
 @pytest.mark.slow
-def test_parts_that_are_equal_have_the_routers_losses_of_the_whole() -> None:
+def test_router_losses_are_averaged_over_accumulated_parts() -> None:
     """The balance and router terms are means over the parts, not sums."""
     model, losses = build_tiny("mixtral", PLAIN), []
     batch = {"tokens": np.repeat(random_tokens(2, 9), 2, axis=0)}  # part i takes every second row, from row i
@@ -284,13 +284,13 @@ def test_parts_that_are_equal_have_the_routers_losses_of_the_whole() -> None:
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
-# The routers' bias, and numbers that are not finite
+# Router bias and non-finite values
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_bias_is_moved_by_the_load_alone(scan: bool) -> None:
-    """After the optimizer's step, by the rate, towards the mean load; no decay and no gradient touch it."""
+def test_router_bias_is_updated_by_the_load_only(scan: bool) -> None:
+    """It moves by ``bias_rate`` towards the mean load after the optimizer step, without weight decay or gradient."""
     model = build_tiny("deepseek_v3", nnxmoe.Strategy(scan_layers=scan))
     before = nnx.to_flat_state(nnx.state(model, RouterBias))
     step = Step(model, optax.adamw(0.1, weight_decay=0.9), bias_rate=0.25)
@@ -308,7 +308,7 @@ def test_the_bias_is_moved_by_the_load_alone(scan: bool) -> None:
     assert row == len(report.losses.load) == 2 and int(report.losses.load.sum()) == 2 * 33 * 3
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named() -> None:
+def test_non_finite_gradients_skip_the_update() -> None:
     model = build_tiny("llama", PLAIN)
     model.stacks[0].layer.feed_forward.down.kernel.set_value(
         model.stacks[0].layer.feed_forward.down.kernel.get_value().at[1, 3].set(jnp.nan)
@@ -325,8 +325,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named() -> None:
 # Dtypes and memory
 
 
-def test_bfloat16_models_have_float32_masters() -> None:
-    """Small updates add up; the model that comes out has its dtypes again."""
+def test_bfloat16_models_train_float32_master_weights() -> None:
+    """Small updates accumulate, and the resulting model has its original dtypes."""
     model = build_tiny("mixtral", nnxmoe.Strategy())
     fields = {"tokens": random_tokens(2, 7)}
     narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(model))
@@ -351,15 +351,14 @@ def test_bfloat16_models_have_float32_masters() -> None:
         ("llama", 256),
     ],
 )
-def test_a_layer_more_costs_its_input(kind: str, length: int) -> None:
-    """And its gradients, which are all there before the update; nothing else of a scanned layer is kept, of attention
-    in blocks (256) neither."""
+def test_each_remat_layer_stores_only_its_input(kind: str, length: int) -> None:
+    """Beyond its gradients, which all exist before the update. Length 256 uses blockwise attention."""
     found = growth.measure(kind, (4, 8), length=length)
     print(found)
-    assert found.layer <= found.inputs + found.gradients + 256  # the load of its experts
+    assert found.layer <= found.inputs + found.gradients + 256  # the expert load
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -375,7 +374,7 @@ def test_a_layer_more_costs_its_input(kind: str, length: int) -> None:
         ({"tokens": np.ones((3, 3), int)}, "3 rows cannot be cut into accumulate=2 parts"),
     ],
 )
-def test_batches_that_are_none(batch: Any, message: str) -> None:
+def test_malformed_batches(batch: Any, message: str) -> None:
     step = Step(build_tiny("llama", PLAIN), optax.sgd(0.1), accumulate=2)
     with pytest.raises(ValueError, match=message):
         step(step.init(), batch)
@@ -383,8 +382,8 @@ def test_batches_that_are_none(batch: Any, message: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_optimizers_may_ask_for_the_loss_and_its_gradients(accumulate: int) -> None:
-    """Line searches and plateau schedules take ``value``, ``grad`` and ``value_fn``, of the whole batch."""
+def test_optimizers_get_value_grad_and_value_fn(accumulate: int) -> None:
+    """Line searches and plateau schedules take these for the whole batch, also with accumulation."""
 
     def update(updates: Any, state: Any, params: Any, *, value: Any, grad: Any, value_fn: Any) -> Any:
         moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grad)
@@ -406,7 +405,7 @@ def test_lbfgs_traces() -> None:
     assert jax.tree.structure(state) == jax.tree.structure(step.shapes())
 
 
-def test_settings_that_are_none() -> None:
+def test_invalid_settings() -> None:
     model = build_tiny("llama", PLAIN)
     for wrong, message in (({"accumulate": 0}, "accumulate=0"), ({"trainable": nnx.BatchStat}, "no variable")):
         with pytest.raises(ValueError, match=message):
