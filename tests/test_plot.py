@@ -1,4 +1,4 @@
-"""What the pictures show, read back from the artists that matplotlib was given."""
+"""Plots, checked by reading back matplotlib's artists."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def ticks(ax: Any) -> list[str]:
     return [label.get_text() for label in ax.get_yticklabels()]
 
 
-def test_shares_are_counted_without_padding() -> None:
+def test_shares_exclude_padding() -> None:
     np.testing.assert_allclose(plot.shares({0: routing()}), [np.array(COUNTS) / 12])
     padded = routing(jnp.array([[True, True, False], [True, True, False]]))
     np.testing.assert_allclose(plot.shares({3: padded, 1: routing()}), [np.array(COUNTS) / 12, np.array(UNPADDED) / 8])
@@ -49,13 +49,13 @@ def test_shares_are_counted_without_padding() -> None:
 
 
 @pytest.mark.parametrize("bad", [[1, 2], [[1, -1]], [[np.nan, 1]], [], {}])
-def test_loads_that_are_none(bad: Any) -> None:
+def test_malformed_loads(bad: Any) -> None:
     with pytest.raises(ValueError, match="layers, experts"):
         plot.shares(bad)
 
 
-def test_load() -> None:
-    """A cell is the load over the mean: of 12 assignments to 4 experts the mean is 3."""
+def test_load_heatmap() -> None:
+    """A cell is the load divided by the mean, which is 3 for 12 assignments to 4 experts."""
     ax = plot.load({2: routing(), 7: routing(jnp.zeros((2, 3), bool))})
     np.testing.assert_allclose(ax.images[0].get_array(), [[5 / 3, 1, 2 / 3, 2 / 3], [0, 0, 0, 0]])
     assert texts(ax) == ["1.7", "1.0", "0.7", "0.7", *["0.0"] * 4]
@@ -66,11 +66,11 @@ def test_load() -> None:
         plot.load([[1, 1], [1, 1]], names=["a"])
 
 
-def test_many_cells_have_no_numbers() -> None:
+def test_large_heatmaps_have_no_numbers() -> None:
     assert not texts(plot.load(np.ones((10, 64))))
 
 
-def test_entropy_is_that_of_the_statistics() -> None:
+def test_entropy_equals_utilisation() -> None:
     loads = np.array([[5, 3, 2, 2], [12, 0, 0, 0], [3, 3, 3, 3]])
     ax = plot.entropy(loads)
     widths = [bar.get_width() for bar in ax.patches]
@@ -78,8 +78,8 @@ def test_entropy_is_that_of_the_statistics() -> None:
     assert widths[1:] == [0, 1] and ticks(ax) == ["layer 0", "layer 1", "layer 2"]
 
 
-def test_over_steps() -> None:
-    """Experts down, steps across, each step in the middle of its column."""
+def test_load_over_steps() -> None:
+    """Experts are rows, steps are columns centred on their step number."""
     ax = plot.over_steps([[1, 1], [2, 0], [0, 4]], steps=[10, 20, 30])
     np.testing.assert_allclose(ax.images[0].get_array(), [[1, 2, 0], [1, 0, 2]])
     assert ax.images[0].get_extent() == [5, 35, 1.5, -0.5]
@@ -87,7 +87,7 @@ def test_over_steps() -> None:
 
 
 def test_strip_of_layers() -> None:
-    """The first choice of the second text; its last token is padding in layer 5."""
+    """Shows the first choice for the second row, whose last token is padding in layer 5."""
     valid = jnp.array([[True, True, True], [True, True, False]])
     ax = plot.strip(["a b", "\n", "$"], {5: routing(valid), 4: routing()}, row=1)
     cells = {(text.get_position()): text.get_text() for text in ax.texts}
@@ -98,7 +98,7 @@ def test_strip_of_layers() -> None:
 
     colors = [to_hex(patch.get_facecolor()).upper() for patch in ax.patches]
     assert colors == [plot.PALETTE[int(text)].upper() for text in texts(ax)]
-    ax.figure.canvas.draw()  # a lone dollar would be an error here
+    ax.figure.canvas.draw()  # raises if a lone dollar sign is not escaped
 
 
 def test_strip_of_choices() -> None:
@@ -113,7 +113,7 @@ def test_strip_of_more_experts_than_colours() -> None:
     assert texts(plot.strip(["x"] * 20, {0: chosen})) == [str(i) for i in range(20)]
 
 
-def test_history() -> None:
+def test_metric_history() -> None:
     steps = [{"step": i, "loss": 1 / i} | ({"evaluation": 2 / i} if i % 2 == 0 else {}) for i in (1, 2, 3, 4)]
     ax = plot.history(steps, ["loss", "evaluation"])
     curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
@@ -132,15 +132,15 @@ def test_bars() -> None:
 
 
 def test_stacked_bars() -> None:
-    """A part begins where the one before it ends; one that a bar lacks has no width."""
+    """Segments are stacked; a segment missing from a bar has width 0."""
     ax = plot.bars({"a": {"gather": 1, "reduce": 2}, "b": {"reduce": 4}})
     assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [(0, 1), (0, 0), (1, 2), (0, 4)]
     assert texts(ax) == ["3", "4"]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["gather", "reduce"]
 
 
-def test_errors() -> None:
-    """Hollow at 0, red beyond the tolerance, and NaN is at the right edge and red."""
+def test_error_dots() -> None:
+    """Zeros are hollow, errors beyond the tolerance are red, and NaN is red at the right edge."""
     ax = plot.errors({"a": 0, "b": 1e-6, "c": -1e-2, "d": float("nan")}, 1e-5)
     dots = [line for line in ax.lines if line.get_marker() == "o"]
     x = [float(dot.get_xdata()[0]) for dot in dots]
@@ -163,7 +163,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_drawn_into_the_axes_that_are_given(name: str) -> None:
+def test_plots_draw_into_the_given_axes(name: str) -> None:
     import matplotlib.pyplot as plt
 
     _, ax = plt.subplots()
@@ -175,7 +175,7 @@ def test_drawn_into_the_axes_that_are_given(name: str) -> None:
 
 @pytest.mark.commands
 def test_without_matplotlib() -> None:
-    """The module can be imported, a picture says what to install."""
+    """The module imports; plotting raises an ImportError that names the extra to install."""
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from nnxmoe import plot\n"

@@ -1,6 +1,6 @@
-"""Real processes on this machine: the same numbers as one process, and an end in time when one of them fails.
+"""Multi-process runs on this machine: results equal those of one process, and failures end the job in time.
 
-Every launch has a deadline of its own, after which its whole process group is killed.
+Every launch has its own deadline, after which its whole process group is killed.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from tests.support.arrays import flat, identical, tensors
 from tests.support.launch import Launch, wait
 
 ROOT = Path(__file__).resolve().parent.parent
-SLACK = 15.0  # seconds that a busy machine may add to a limit
+SLACK = 15.0  # seconds added to limits for a busy machine
 GAVE_UP_FOR = "Another process is missing, dead or stuck"
 ENDS = ("JAX distributed service detected fatal errors", "of 2 exits on this", GAVE_UP_FOR)
 
 
-# The same numbers
+# Equal results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "plans"), [(2, tuple(worker.PLANS)), (4, ("mixtral expert ragged",))])
-def test_several_processes_compute_what_one_does(tmp_path: Path, count: int, plans: tuple[str, ...]) -> None:
-    """With four devices in all: the same numbers in each process, which reads its own bytes only. What they save
-    together is the model."""
+def test_several_processes_match_a_single_one(tmp_path: Path, count: int, plans: tuple[str, ...]) -> None:
+    """With four devices in total, each process reads only the bytes of its own shards, and the checkpoint they save
+    together equals the model."""
     with numbers(tmp_path / "one", 1, plans) as one, numbers(tmp_path / "several", count, plans) as several:
         one.finish(280)
         several.finish(280)
@@ -51,7 +51,7 @@ def test_several_processes_compute_what_one_does(tmp_path: Path, count: int, pla
         start = nnxmoe.from_pretrained(worker.HF_CASES / worker.PLANS[plan][0] / "model")
         folders = {way: several.out / f"{plan} {way}" for way in ("hf", "maxtext", "native")}
         shards = sorted(path.stat().st_size for path in folders["hf"].glob("*.safetensors"))
-        if "expert ragged" in plan:  # of tensors that are split no process holds the whole: one writes them for all
+        if "expert ragged" in plan:  # no process holds all of a split tensor, so one process writes those
             assert len(shards) >= count and sum(shards[:-1]) > (1 - 1.2 / count) * sum(shards), "each wrote its share"
         identical(tensors(nnxmoe.from_pretrained(folders["hf"])), tensors(start))
         identical(tensors(nnxmoe.load(folders["native"])), tensors(start))
@@ -62,8 +62,8 @@ def test_several_processes_compute_what_one_does(tmp_path: Path, count: int, pla
 
 
 @pytest.mark.slow
-def test_a_process_that_cannot_save(tmp_path: Path) -> None:
-    """It says why, the other one that it could not; both go on, and nothing remains."""
+def test_failed_save_raises_in_every_process(tmp_path: Path) -> None:
+    """One reports the cause, the other that its peer failed; both continue, and no files remain."""
     with Launch(tmp_path, 2, "cannot save", devices=2) as job:
         job.finish(120)
     assert len(list(tmp_path.glob("* failed *"))) == 6
@@ -76,7 +76,7 @@ def numbers(out: Path, count: int, plans: tuple[str, ...]) -> Launch:
 
 
 def same_numbers(ours: worker.Numbers, wanted: worker.Numbers) -> None:
-    """Routing, new ids and text are equal; logits, losses and every gradient within 2e-6 of their size (at least 1)."""
+    """Assert equal integers (routing, ids, text) and floats within 2e-6, relative to max(1, magnitude)."""
     assert set(ours) == set(wanted)
     for name in [name for name in wanted if "bytes" not in name]:
         if np.issubdtype(wanted[name].dtype, np.integer):
@@ -86,13 +86,13 @@ def same_numbers(ours: worker.Numbers, wanted: worker.Numbers) -> None:
             assert np.abs(ours[name] - wanted[name]).max() / scale < 2e-6, name
 
 
-# An end in time
+# Failures
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "victim"), [("step with a limit", 1), ("step with a limit", 0), ("step", 1)])
-def test_a_killed_process(tmp_path: Path, task: str, victim: int) -> None:
-    """What notices first differs: the connection, JAX's coordinator, or the deadline; the end is the same."""
+def test_killed_process_ends_the_others(tmp_path: Path, task: str, victim: int) -> None:
+    """The connection, JAX's coordinator or the deadline may detect it first."""
     with Launch(tmp_path, 2, task) as job:
         job.ten()
         job.processes[victim].kill()
@@ -106,8 +106,8 @@ def test_a_killed_process(tmp_path: Path, task: str, victim: int) -> None:
     ("task", "doing"),
     [("stop", "a training step"), ("generate", "computing a new token"), ("end", "waiting for the other processes")],
 )
-def test_a_process_that_is_stuck(tmp_path: Path, task: str, doing: str) -> None:
-    """Stopped by a signal, asleep while the other generates, or asleep while the other wants to end."""
+def test_stuck_process_ends_the_other_at_its_deadline(tmp_path: Path, task: str, doing: str) -> None:
+    """One process is stopped by a signal, or sleeps while the other generates or waits at the end."""
     with Launch(tmp_path, 2, task) as job:
         job.ten()
         assert job.end(0, 10 + SLACK) == GAVE_UP
@@ -117,7 +117,7 @@ def test_a_process_that_is_stuck(tmp_path: Path, task: str, doing: str) -> None:
 
 
 @pytest.mark.commands
-def test_a_process_that_is_missing(tmp_path: Path) -> None:
+def test_missing_process_times_out(tmp_path: Path) -> None:
     with Launch(tmp_path, 2, "missing", started=1) as job:
         assert job.end(0, 60) == GAVE_UP
         said = job.said(0)
@@ -125,7 +125,7 @@ def test_a_process_that_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.commands
-def test_an_exception_ends_all(tmp_path: Path) -> None:
+def test_exception_ends_every_process(tmp_path: Path) -> None:
     with Launch(tmp_path, 2, "fail") as job:
         job.ten()
         assert job.end(1, SLACK) == 1
@@ -135,7 +135,7 @@ def test_an_exception_ends_all(tmp_path: Path) -> None:
         assert any(end in job.said(0) for end in ENDS)
 
 
-# Alone, and the launcher
+# Single process and launcher
 
 SCRIPT = """
 import logging, sys, time
@@ -174,7 +174,7 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.commands
-def test_alone(script: str) -> None:
+def test_single_process(script: str) -> None:
     done = python(script, "nap")
     assert done.returncode == GAVE_UP and done.stdout.startswith("0 1 ")
     assert "running as a single process" in done.stderr
@@ -183,7 +183,7 @@ def test_alone(script: str) -> None:
 
 
 @pytest.mark.commands
-def test_a_limit_that_is_kept_leaves_no_trace() -> None:
+def test_deadline_is_cancelled_on_exit() -> None:
     step = deadline("a step", 0.1)(lambda: time.sleep(0.01))
     for _ in range(3):
         step()
@@ -194,7 +194,7 @@ def test_a_limit_that_is_kept_leaves_no_trace() -> None:
 
 @pytest.mark.wrong_types
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), "5", True])
-def test_a_timeout_is_some_seconds(timeout: float) -> None:
+def test_invalid_timeouts(timeout: float) -> None:
     with pytest.raises(ValueError, match="positive number of seconds"):
         initialize(timeout=timeout)
     with pytest.raises(ValueError, match="positive number of seconds"), deadline("a step", timeout):
@@ -215,8 +215,8 @@ with deadline("a nap", 0.3):
 
 @pytest.mark.commands
 @pytest.mark.parametrize("argument", ["here", "fork"])
-def test_a_deadline_after_others(tmp_path: Path, argument: str) -> None:
-    """One that no clock can count, and in a fork, which has not the thread that looks after them."""
+def test_deadline_after_a_very_long_one_and_after_fork(tmp_path: Path, argument: str) -> None:
+    """The first timeout exceeds every clock; a forked child lacks the watcher thread."""
     (tmp_path / "later.py").write_text(LATER)
     done = python(str(tmp_path / "later.py"), argument)
     assert done.returncode == GAVE_UP and "gave up a nap after 0.3 s" in done.stderr
@@ -230,14 +230,14 @@ def test_a_deadline_after_others(tmp_path: Path, argument: str) -> None:
         ({"JAX_NUM_PROCESSES": "2"}, "coordinator_address should be defined"),
     ],
 )
-def test_an_environment_that_says_too_little(script: str, variables: dict[str, str], message: str) -> None:
+def test_incomplete_environment_variables(script: str, variables: dict[str, str], message: str) -> None:
     done = python(script, **variables)
     assert done.returncode == 1 and message in done.stderr and not done.stdout
 
 
 @pytest.mark.commands
-def test_jax_finds_slurm(script: str) -> None:
-    """With the variables that ``srun`` sets, and none of ours."""
+def test_jax_detects_slurm(script: str) -> None:
+    """Uses only the variables that ``srun`` sets."""
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
     slurm["JAX_COORDINATOR_PORT"] = str(launch.free_port())
     with contextlib.ExitStack() as stack:
@@ -253,7 +253,7 @@ def test_jax_finds_slurm(script: str) -> None:
 
 
 @pytest.mark.commands
-def test_launcher(script: str) -> None:
+def test_launcher_starts_processes_with_their_arguments(script: str) -> None:
     done = python("-m", "nnxmoe.runtime.launch", "--devices", "3", "2", script, "one", "--two")
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.endswith("]"))
@@ -267,15 +267,15 @@ def test_launcher_ends_all_when_one_fails(script: str) -> None:
     assert "process 1 of 2 exited with status 1; stopping the others" in done.stderr
 
 
-# The launcher, and a job in the background hears Ctrl-C.
+# Runs the launcher with the default SIGINT handler, which background jobs ignore.
 HEARS = "import signal as s, sys; s.signal(s.SIGINT, s.default_int_handler); from nnxmoe.runtime import launch; "
 HEARS += "sys.exit(launch.main())"
 
 
 @pytest.mark.commands
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_launcher_ends_all_when_it_is_ended(tmp_path: Path, number: int, status: int) -> None:
-    """Also processes that do not listen."""
+def test_launcher_kills_its_processes_on_a_signal(tmp_path: Path, number: int, status: int) -> None:
+    """Including processes that ignore SIGINT and SIGTERM."""
     deaf = "import os, signal, sys, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]"
     deaf += "; open(f'{sys.argv[1]}/{os.getpid()}', 'w').close(); time.sleep(100)"
     command = [sys.executable, "-c", HEARS, "2", "-c", deaf, str(tmp_path)]
@@ -292,7 +292,7 @@ def test_launcher_ends_all_when_it_is_ended(tmp_path: Path, number: int, status:
 
 
 @pytest.mark.parametrize("arguments", [("0", "script.py"), ("2",), ("two", "script.py")])
-def test_launcher_refuses(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_launcher_rejects_invalid_arguments(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         launch.main(arguments)
     assert "usage: python -m nnxmoe.runtime.launch" in capsys.readouterr().err
