@@ -1,4 +1,4 @@
-"""Adapters: where they act, that they are all that is trained, and that merging, saving and meshes change nothing."""
+"""LoRA adapters: forward pass, training, merging, files, and parity across strategies and meshes."""
 
 import functools
 import json
@@ -54,7 +54,7 @@ WAYS: dict[str, Any] = {
 
 
 def with_adapters(kind: str, strategy: Strategy | None = None, **changes: Any) -> Any:
-    """A tiny model of two layers with adapters everywhere, also on the router."""
+    """Tiny two-layer model with adapters on every projection and the router."""
     model = build_tiny(kind, strategy or Strategy(), num_hidden_layers=2, **changes)
     lora.add(model, 4, alpha=6, targets=EVERYTHING[kind], rngs=nnx.Rngs(0))
     return fill(model)
@@ -66,7 +66,7 @@ def _ready(kind: str, scan: bool) -> Any:
 
 
 def ready(kind: str, scan: bool = False) -> Any:
-    """The same, made once; to be changed at will."""
+    """Copy of a cached model with adapters; the caller may modify it."""
     return nnx.clone(_ready(kind, scan))
 
 
@@ -86,12 +86,12 @@ def same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True))
 
 
-# What adapters do
+# Forward pass
 
 
 @pytest.mark.parametrize(("kind", "scan"), SOME)
-def test_fresh_adapters_change_nothing(kind: str, scan: bool) -> None:
-    """And without them the model is what it was, its structure too, so that it has the same compiled program."""
+def test_fresh_adapters_do_not_change_the_logits(kind: str, scan: bool) -> None:
+    """Removing them restores the graphdef, so the compiled program is reused."""
     model = ready(kind, scan)
     lora.remove(model)
     plain = build_tiny(kind, Strategy(scan_layers=scan), num_hidden_layers=2)
@@ -101,8 +101,8 @@ def test_fresh_adapters_change_nothing(kind: str, scan: bool) -> None:
 
 
 @pytest.mark.program
-def test_without_adapters_programs_are_the_plain_ones() -> None:
-    """Operation for operation, those of the formulas without adapters."""
+def test_program_without_adapters_has_no_extra_operations() -> None:
+    """The lowered program equals the one of the formula without adapters."""
     linear = Linear((4,), (3, 2), ("embed", "heads", "head"), bias=True, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
     experts = Experts(4, 6, 2, matmul=nnxmoe.Masked(), dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
     kernel, bias = linear.kernel[...], linear.bias[...]
@@ -124,8 +124,8 @@ def test_without_adapters_programs_are_the_plain_ones() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_by_default_everything_but_the_router(kind: str) -> None:
-    """In float32, whatever the base; without ``rngs`` they are shapes."""
+def test_default_targets_exclude_the_router(kind: str) -> None:
+    """Adapters are float32 for a bfloat16 base. Without ``rngs`` they have shapes only."""
     model = build(TINY[kind], tiny_weights(TINY[kind]), Strategy(), dtype="bfloat16")
     lora.add(model, 3, rngs=None)
     assert {slot.name for slot in adapted(model)} == {slot.name for slot in slots(model)} - {"router"}
@@ -134,8 +134,8 @@ def test_by_default_everything_but_the_router(kind: str) -> None:
         assert slot.adapter.a.shape[-1] == slot.adapter.rank == 3
 
 
-def test_fresh_values_are_as_peft_draws_them() -> None:
-    """Uniform up to 1 / sqrt(ins), other values for every projection, layer, expert and seed; ``b`` is 0."""
+def test_initial_values_follow_peft() -> None:
+    """``a`` is uniform up to 1 / sqrt(ins), distinct per projection, layer, expert and seed; ``b`` is 0."""
     model, drawn = build_tiny("mixtral", Strategy(stacking=nnxmoe.Scanned())), []
     for seed in range(2):
         lora.add(model, 16, rngs=nnx.Rngs(seed), dtype=None)
@@ -151,8 +151,8 @@ def test_fresh_values_are_as_peft_draws_them() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_are_the_formula(kind: str) -> None:
-    """Against kernels with ``alpha / rank * a @ b`` added here in float64, for gate and up one after the other."""
+def test_adapters_equal_kernels_plus_scaled_a_b(kind: str) -> None:
+    """The reference adds ``alpha / rank * a @ b`` to the kernels in float64, separately for gate and up."""
     model, plain = ready(kind), build_tiny(kind, Strategy(), num_hidden_layers=2)
     for slot, bare in zip(slots(model), slots(plain), strict=True):
         a, b = (np.asarray(v.get_value(), np.float64) for v in (slot.adapter.a, slot.adapter.b))
@@ -166,8 +166,8 @@ def test_adapters_are_the_formula(kind: str) -> None:
     assert max_error(logits(model), logits(plain)) < 1e-5
 
 
-def test_gradients_only_in_adapters() -> None:
-    """Each adapter has one, and what is no adapter is not among what is trained."""
+def test_only_adapters_have_gradients() -> None:
+    """Every adapter array gets a non-zero gradient."""
     graph, adapters, rest = nnx.split(ready("mixtral"), lora.LoRAParam, ...)
 
     def loss(adapters: Any) -> Any:
@@ -182,8 +182,8 @@ def test_gradients_only_in_adapters() -> None:
 
 
 @pytest.mark.parametrize(("way", "scan"), [("dense", False), ("sorted", False), ("capacity", True)])
-def test_an_experts_adapter_reaches_its_tokens_only(way: str, scan: bool) -> None:
-    """In a model of one layer, for every expert: its adapter moves the tokens routed to it, and no other."""
+def test_expert_adapter_affects_only_tokens_routed_to_it(way: str, scan: bool) -> None:
+    """Checked for every expert of a one-layer model."""
     model = build_tiny("mixtral", Strategy(dispatch=WAYS[way], scan_layers=scan), num_hidden_layers=1)
     lora.add(model, 2, targets="experts", rngs=nnx.Rngs(0))
     out = model(TOKENS, return_routing=True)
@@ -210,7 +210,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def one_layer(kind: str, **choices: Any) -> np.ndarray:
-    """Logits of a model of one layer with adapters, by a strategy."""
+    """Logits of a one-layer model with adapters under a strategy."""
     model = build_tiny(kind, Strategy(**choices), num_hidden_layers=1)
     lora.add(model, 4, alpha=6, rngs=nnx.Rngs(0))
     return logits(fill(model))
@@ -223,19 +223,19 @@ def one_layer(kind: str, **choices: Any) -> np.ndarray:
         for name in STRATEGIES
     ],
 )
-def test_every_strategy_gives_the_same(strategy: str) -> None:
-    """Of those for experts; expert parallelism below, on meshes."""
+def test_expert_strategies_agree(strategy: str) -> None:
+    """Expert parallelism is tested below, on meshes."""
     assert max_error(one_layer("mixtral", **STRATEGIES[strategy]), one_layer("mixtral")) < 1e-5
 
 
-def test_both_forms_of_latent_attention() -> None:
+def test_naive_and_absorbed_latent_attention_agree() -> None:
     naive, absorbed = (one_layer("deepseek_v3", latent=latent) for latent in (nnxmoe.Naive(), nnxmoe.Absorbed()))
     assert max_error(naive, absorbed) < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scanned_is_unrolled(kind: str) -> None:
-    """Fresh values too, bit for bit."""
+def test_scanned_equals_unrolled(kind: str) -> None:
+    """Initial values are bitwise equal too."""
     ours, theirs = ready(kind), ready(kind, True)
     stacked = {(s.name, s.first + i): s.adapter.a.get_value()[i] for s in adapted(theirs) for i in range(s.depth or 0)}
     for slot in adapted(ours):
@@ -244,8 +244,7 @@ def test_scanned_is_unrolled(kind: str) -> None:
     assert max_error(logits(ours), logits(theirs)) < 1e-5
 
 
-def test_generating_with_adapters() -> None:
-    """Through the cache, the same tokens as of the merged model."""
+def test_generation_equals_that_of_the_merged_model() -> None:
     model = build_tiny("deepseek_v3", Strategy(), num_hidden_layers=1)
     lora.add(model, 4, alpha=6, targets="attention", rngs=nnx.Rngs(0))
     ids = np.asarray(nnxmoe.generate(fill(model), TOKENS, max_new_tokens=3, eos_token_id=None))
@@ -257,14 +256,14 @@ def test_generating_with_adapters() -> None:
 
 
 @pytest.mark.parametrize(("kind", "scan"), SOME)
-def test_merged_is_unmerged(kind: str, scan: bool) -> None:
+def test_merge_keeps_logits_and_unmerge_restores_bits(kind: str, scan: bool) -> None:
     model = ready(kind, scan)
     before, bits = logits(model), kernels(model) + values(model)
     lora.merge(model)
     assert max_error(logits(model), before) < 1e-5
     assert not adapted(model) and not same(kernels(model), bits[: len(kernels(model))])
     kept = [v for path, v in nnx.to_flat_state(nnx.state(model)) if path[0] == "merged"]
-    assert kept and not any(isinstance(v, nnx.Param) for v in kept)  # nothing for an optimizer
+    assert kept and not any(isinstance(v, nnx.Param) for v in kept)  # so an optimizer does not update them
     lora.unmerge(model)
     assert same(kernels(model) + values(model), bits) and (logits(model) == before).all()
     lora.merge(model, keep=False)
@@ -274,8 +273,8 @@ def test_merged_is_unmerged(kind: str, scan: bool) -> None:
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_unmerge_gives_back_the_bits_of_bfloat16(scan: bool) -> None:
-    """And merging rounds the sum in float32 once."""
+def test_unmerge_restores_bfloat16_bits(scan: bool) -> None:
+    """Merging adds in float32 and rounds once."""
     model = build(TINY["mixtral"], tiny_weights(TINY["mixtral"]), Strategy(scan_layers=scan), dtype="bfloat16")
     lora.add(model, 4, rngs=nnx.Rngs(0))
     fill(model)
@@ -290,8 +289,8 @@ def test_unmerge_gives_back_the_bits_of_bfloat16(scan: bool) -> None:
 
 
 @pytest.mark.program
-def test_merging_takes_the_memory_of_one_expert() -> None:
-    """Not of the float32 sum of all of them."""
+def test_merging_needs_memory_for_one_expert_at_a_time() -> None:
+    """The float32 sum is never materialised for all experts at once."""
     experts, dim, width = 32, 64, 96
     kernels, a, b = (
         [jnp.zeros((experts, dim, width))] * 2,
@@ -311,8 +310,8 @@ WRITERS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize(("way", "scan"), [("hf", True), ("native", True), ("maxtext", True), ("tree", False)])
-def test_saving_asks_for_merging(tmp_path: Path, way: str, scan: bool) -> None:
-    """No format of whole models drops an adapter without a word; merged, it is in what is written."""
+def test_saving_the_model_requires_merging(tmp_path: Path, way: str, scan: bool) -> None:
+    """No model format drops adapters silently; after merging, the saved weights include them."""
     save, load = WRITERS[way]
     model = ready("mixtral", scan)
     with pytest.raises(ValueError, match=r"the model has adapters .*lora\.merge\(model\)"):
@@ -344,8 +343,8 @@ def quantised(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_fit_trains_the_adapters_of_an_fp8_checkpoint(tmp_path: Path) -> None:
-    """Over a base in bfloat16 that keeps its bits; the optimizer has moments of the adapters only."""
+def test_fit_trains_adapters_on_an_fp8_checkpoint(tmp_path: Path) -> None:
+    """The bfloat16 base stays bitwise equal, and the optimizer has moments for adapters only."""
     folder, strategy = quantised(tmp_path / "base"), Strategy(stacking=nnxmoe.Scanned())
     model = nnxmoe.from_pretrained(folder, strategy=strategy)
     assert {kernel.dtype for kernel in kernels(model)} == {np.dtype(jnp.bfloat16)}
@@ -375,8 +374,8 @@ def test_fit_trains_the_adapters_of_an_fp8_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_save_and_load_give_back_every_bit(tmp_path: Path, kind: str, scan: bool) -> None:
-    """Into scanned layers from unrolled ones and the other way, too."""
+def test_save_and_load_are_bitwise_equal(tmp_path: Path, kind: str, scan: bool) -> None:
+    """Also between scanned and unrolled layers."""
     model = ready(kind, scan)
     lora.save(model, tmp_path / "adapter")
     assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
@@ -391,8 +390,8 @@ def test_save_and_load_give_back_every_bit(tmp_path: Path, kind: str, scan: bool
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_files_are_as_peft_reads_them(tmp_path: Path, scan: bool) -> None:
-    """PEFT's own einsum over its tensors gives our deltas, in transformers' fused layout ``[E, outs, ins]``."""
+def test_files_follow_the_peft_layout(tmp_path: Path, scan: bool) -> None:
+    """PEFT's einsum over the stored tensors equals our deltas in transformers' fused layout ``[E, outs, ins]``."""
     model = ready("mixtral", scan)
     lora.save(model, tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -408,8 +407,8 @@ def test_files_are_as_peft_reads_them(tmp_path: Path, scan: bool) -> None:
         assert max_error(b @ a * 1.5, deltas[name].T) < 1e-6
 
 
-def test_what_peft_is_told(tmp_path: Path) -> None:
-    """Modules that PEFT would take for something else in models with experts are named as parameters."""
+def test_adapter_config_names_targets_for_peft(tmp_path: Path) -> None:
+    """In MoE models, modules that PEFT would mistake for others are listed in ``target_parameters``."""
     lora.save(ready("deepseek_v3"), tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 6)
@@ -419,7 +418,7 @@ def test_what_peft_is_told(tmp_path: Path) -> None:
 
 
 def edited(folder: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> Path:
-    """The adapter of `ready` mixtral with its config and tensors changed."""
+    """Save the adapter of `ready("mixtral")` with its config and tensors changed."""
     lora.save(ready("mixtral"), folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -456,8 +455,8 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], 
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_broken_adapters_are_refused(tmp_path: Path, what: str) -> None:
-    """All that is wrong with tensors at once, and the model stays as it was."""
+def test_invalid_adapters_are_refused(tmp_path: Path, what: str) -> None:
+    """The model is left without adapters."""
     change, message = BROKEN[what]
     folder, model = edited(tmp_path / "adapter", change), ready("mixtral")
     lora.remove(model)
@@ -480,7 +479,7 @@ DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_damaged_files_are_refused_by_name(tmp_path: Path, what: str) -> None:
+def test_damaged_files_are_named_in_the_error(tmp_path: Path, what: str) -> None:
     model, (name, damage) = ready("llama"), DAMAGES[what]
     lora.save(model, tmp_path / "adapter")
     lora.remove(model)
@@ -492,7 +491,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, what: str) -> None:
     assert not adapted(model)
 
 
-def test_a_part_of_an_adapter_is_not_saved(tmp_path: Path) -> None:
+def test_incomplete_adapters_are_not_saved(tmp_path: Path) -> None:
     for change, message in (
         (lambda slot: slot.put(None), r"stacks\.0\.layers\.1\.attention\.q\.lora has no adapter"),
         (lambda slot: setattr(slot.adapter, "alpha", 3.0), r"layers\.1\.attention\.q\.lora has one of .* alpha 3\.0"),
@@ -504,7 +503,7 @@ def test_a_part_of_an_adapter_is_not_saved(tmp_path: Path) -> None:
         assert not (tmp_path / "adapter").exists()
 
 
-def test_everything_wrong_is_listed(tmp_path: Path) -> None:
+def test_error_lists_every_mismatch(tmp_path: Path) -> None:
     def change(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
         tensors["what"] = tensors.pop(Q)
         tensors[Q.replace("lora_A", "lora_B")] = np.ones((3, 4), np.float32)
@@ -523,8 +522,8 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
             lora.load(other, tmp_path / "mixtral")
 
 
-def test_patterns_of_names(tmp_path: Path) -> None:
-    """Scales as PEFT computes them: the first pattern that fits, and rank-stabilised ones."""
+def test_alpha_pattern_and_rslora(tmp_path: Path) -> None:
+    """Scales follow PEFT: the first matching pattern, divided by sqrt(rank) with rsLoRA."""
 
     def change(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
         config |= {"use_rslora": True, "alpha_pattern": {r".*\.q_proj": 3, "q_proj": 4, "experts.down_proj": 5}}
@@ -541,14 +540,14 @@ def test_patterns_of_names(tmp_path: Path) -> None:
     assert {slot.name: slot.adapter.scale for slot in adapted(other)} == scales
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_save_refuses_a_non_empty_folder(tmp_path: Path) -> None:
     lora.save(ready("llama"), tmp_path / "adapter")
     with pytest.raises(nnxmoe.CheckpointError, match="is not an empty folder"):
         lora.save(ready("llama"), tmp_path / "adapter")
 
 
-def test_queries_that_carry_their_scale(tmp_path: Path) -> None:
-    """A model in MaxText's form, whose queries are divided, writes the same adapter and reads it."""
+def test_adapters_of_queries_with_a_folded_scale(tmp_path: Path) -> None:
+    """A model in MaxText's form, whose queries include 1 / sqrt(head_dim), reads and writes the same adapter."""
     model = build_tiny("llama", Strategy(), num_hidden_layers=2)
     divided = maxtext.from_tree(maxtext.to_tree(model), model.config, Strategy())
     lora.add(divided, 4, targets="attention.q", rngs=nnx.Rngs(0))
@@ -563,7 +562,7 @@ def test_queries_that_carry_their_scale(tmp_path: Path) -> None:
     assert max_error(values(again)[1], values(divided)[1]) < 1e-6
 
 
-# Refusals
+# Invalid calls
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rank 0": (lambda m: lora.add(m, 0, rngs=None), "rank 0 is not a positive integer"),
@@ -584,7 +583,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refusals(what: str) -> None:
+def test_invalid_calls_are_refused(what: str) -> None:
     act, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         act(build_tiny("llama", Strategy()))
@@ -608,12 +607,12 @@ def test_a_second_adapter_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.wrong_types
 @pytest.mark.parametrize("rank", [True, 4.0, "4", None])
-def test_ranks_that_are_no_integers(rank: Any) -> None:
+def test_non_integer_ranks(rank: Any) -> None:
     with pytest.raises(ValueError, match="is not a positive integer"):
         lora.add(build_tiny("llama", Strategy()), rank, rngs=None)
 
 
-def test_shapes_alone_are_not_saved_or_merged(tmp_path: Path) -> None:
+def test_models_without_values_are_not_saved_or_merged(tmp_path: Path) -> None:
     model = Mixtral(config_from_hf(TINY["mixtral"]), rngs=None)
     lora.add(model, 4, rngs=None)
     for act in (lambda: lora.merge(model), lambda: lora.save(model, tmp_path / "adapter")):
@@ -633,7 +632,7 @@ ROWS = random_tokens(8, 5)
 
 @functools.cache
 def on_mesh(way: str, mesh: str | None, scan: bool) -> tuple[list[np.ndarray], list[np.ndarray], Any]:
-    """Logits and the gradients of all adapters, of one device or a mesh; fresh values; and the model."""
+    """Logits and adapter gradients on one device or a mesh, the initial values, and the model."""
     fields = TINY["mixtral"] | WIDE
     where = None if mesh is None else nnxmoe.make_mesh(**MESHES[mesh])
     strategy = Strategy(dispatch=WAYS[way], scan_layers=scan)
@@ -651,7 +650,7 @@ def on_mesh(way: str, mesh: str | None, scan: bool) -> tuple[list[np.ndarray], l
 
 
 def apart(way: str, mesh: str, scan: bool) -> tuple[float, bool, int]:
-    """Largest error against one device, whether fresh values are the same, and how many adapters are split."""
+    """Largest error against one device, whether initial values agree, and the number of sharded arrays."""
     ours, fresh, model = on_mesh(way, mesh, scan)
     wanted, first, _ = on_mesh("sorted", None, scan)
     error = max(max_error(a, b) / max(1.0, float(np.abs(b).max())) for a, b in zip(ours, wanted, strict=True))
@@ -670,15 +669,15 @@ def apart(way: str, mesh: str, scan: bool) -> tuple[float, bool, int]:
         ("ragged", "fsdp2 expert2 tensor2", True),
     ],
 )
-def test_meshes_give_the_same(eight: Callable[..., Any], way: str, mesh: str, scan: bool) -> None:
-    """Logits and gradients; adapters are split as their kernels are."""
+def test_meshes_match_one_device(eight: Callable[..., Any], way: str, mesh: str, scan: bool) -> None:
+    """Compares logits and gradients; adapters are sharded like their kernels."""
     error, fresh, split = eight(apart, way, mesh, scan)
     assert error < 1e-5 and fresh and split >= (4 if scan else 8)
 
 
 def files_of_a_mesh(folder: Path) -> tuple[float, bool, bool, bool]:
-    """Of a model on a mesh: the error once merged, whether kernels stay where they were and unmerging gives back their
-    bits, and whether what is saved and loaded is the same."""
+    """For a model on a mesh: the error after merging, whether kernels keep their sharding, whether unmerging restores
+    their bits, and whether a saved and loaded adapter is equal."""
     model = nnx.clone(on_mesh("ragged", "fsdp2 expert2 tensor2", True)[2])
     before, bits = logits(model, ROWS), kernels(model)
     places = [kernel.get_value().sharding for slot in slots(model) for kernel in slot.base]
@@ -696,13 +695,13 @@ def files_of_a_mesh(folder: Path) -> tuple[float, bool, bool, bool]:
 
 
 @pytest.mark.slow
-def test_merging_and_files_on_a_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
+def test_merge_save_and_load_on_a_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
     error, still, back, again = eight(files_of_a_mesh, tmp_path / "adapter")
     assert error < 1e-5 and still and back and again
 
 
 def collectives(adapters: bool) -> dict[str, int]:
-    """How many of each kind are in the program of a layer, whose experts are split in two ways."""
+    """Number of collectives by kind in a layer's program whose experts are sharded over two axes."""
     fields = TINY["mixtral"] | WIDE | {"num_hidden_layers": 1}
     mesh = nnxmoe.make_mesh(**MESHES["expert4 tensor2"])
     model = build(fields, tiny_weights(fields), Strategy(dispatch=WAYS["capacity"]), mesh=mesh)
@@ -714,15 +713,15 @@ def collectives(adapters: bool) -> dict[str, int]:
 
 
 @pytest.mark.program
-def test_adapters_need_no_collectives(eight: Callable[..., Any]) -> None:
-    """Beyond those of their kernels: they are split alike."""
+def test_adapters_add_no_collectives(eight: Callable[..., Any]) -> None:
+    """They are sharded like their kernels."""
     plain = eight(collectives, False)
     assert plain and eight(collectives, True) == plain
 
 
 def trained_on_a_mesh(folder: Path) -> tuple[float, bool, bool]:
-    """The error of what a mesh has trained and one device has loaded; whether all of it moved, and whether moments lie
-    as adapters do."""
+    """Train on a mesh and load on one device: the error, whether every adapter changed, and whether moments are
+    sharded like adapters."""
     fields = TINY["mixtral"] | WIDE
     mesh, strategy = (
         nnxmoe.make_mesh(**MESHES["fsdp2 expert2 tensor2"]),
@@ -745,6 +744,6 @@ def trained_on_a_mesh(folder: Path) -> tuple[float, bool, bool]:
 
 
 @pytest.mark.slow
-def test_trained_on_a_mesh_and_loaded_elsewhere(eight: Callable[..., Any], tmp_path: Path) -> None:
+def test_train_on_a_mesh_and_load_on_one_device(eight: Callable[..., Any], tmp_path: Path) -> None:
     error, moved, held = eight(trained_on_a_mesh, tmp_path / "adapter")
     assert error < 1e-5 and moved and held

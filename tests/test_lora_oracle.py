@@ -1,4 +1,4 @@
-"""Adapters beside peft and transformers: it loads ours and gives our logits, and we load its."""
+"""Adapter files exchanged with peft and transformers in both directions, compared by logits."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ peft = pytest.importorskip("peft")
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
-TOLERANCE = 2e-4  # of whole models in float32
+TOLERANCE = 2e-4  # for whole models in float32
 TOKENS = random_tokens(2, 9)
 CASES = {
     "llama": ("llama", None),
@@ -40,7 +40,7 @@ CASES = {
 def checkpoint(folder: Path, kind: str) -> Path:
     fields = dict(TINY[kind])
     if "moe_intermediate_size" in fields:
-        fields["moe_intermediate_size"] = 16  # torch's grouped product wants rows of whole 16 bytes
+        fields["moe_intermediate_size"] = 16  # torch's grouped matmul requires rows that are multiples of 16 bytes
     fields["architectures"] = [nnxmoe.config_from_hf(fields).architecture]
     return write_checkpoint(folder / "base", fields, tiny_weights(fields))
 
@@ -56,8 +56,8 @@ def logits(model: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_peft_loads_ours(tmp_path: Path, case: str, scan: bool) -> None:
-    """With and without a ``PeftModel`` around, and merged by PEFT."""
+def test_peft_loads_our_adapters(tmp_path: Path, case: str, scan: bool) -> None:
+    """As a ``PeftModel`` and after PEFT merged it."""
     kind, targets = CASES[case]
     base = checkpoint(tmp_path, kind)
     model = nnxmoe.from_pretrained(base, strategy=nnxmoe.Strategy(scan_layers=scan))
@@ -78,8 +78,8 @@ def test_peft_loads_ours(tmp_path: Path, case: str, scan: bool) -> None:
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3"])
-def test_we_load_what_peft_saves(tmp_path: Path, kind: str, scan: bool) -> None:
-    """Adapters that PEFT makes, ranks and scales by pattern, with a matrix ``b`` that mixes gate and up."""
+def test_peft_adapters_are_loaded(tmp_path: Path, kind: str, scan: bool) -> None:
+    """With rank and alpha patterns, and a matrix ``b`` that mixes gate and up."""
     base = checkpoint(tmp_path, kind)
     own = ["q_a_proj", "kv_b_proj"] if kind == "deepseek_v3" else ["q_proj", "v_proj"]
     experts = {} if kind == "llama" else {"target_parameters": ["experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -110,8 +110,8 @@ def test_we_load_what_peft_saves(tmp_path: Path, kind: str, scan: bool) -> None:
     assert max_error(logits(again), logits(theirs)) < 1e-5
 
 
-def test_transformers_loads_ours_by_itself(tmp_path: Path) -> None:
-    """Its own ``load_adapter``, without a ``PeftModel``."""
+def test_transformers_loads_our_adapters_without_peft_model(tmp_path: Path) -> None:
+    """Uses the model's ``load_adapter``."""
     base = checkpoint(tmp_path, "deepseek_v3")
     model = nnxmoe.from_pretrained(base)
     lora.add(model, 4, rngs=nnx.Rngs(jax.random.key(3)))

@@ -1,4 +1,4 @@
-"""MaxText's Linen layout against what MaxText computed: numbers, gradients, names, shapes, files; both ways."""
+"""MaxText's Linen layout, read and written, against logits, gradients and files computed by MaxText."""
 
 import json
 import shutil
@@ -34,8 +34,8 @@ from tests.support.tiny import build_tiny, random_tokens
         for name in NAMES
     ],
 )
-def test_logits_loss_and_gradients_are_maxtexts(name: str, other: bool) -> None:
-    """Of whole and packed sequences; gradients under MaxText's names. ``other``: our stacking is not MaxText's."""
+def test_logits_loss_and_gradients_equal_maxtext(name: str, other: bool) -> None:
+    """For whole and packed sequences. ``other``: our layer stacking differs from MaxText's."""
     scan = ("_scanned" in name) != other
     arrays = load_file(CASES / name / "io.safetensors")
     results = json.loads((CASES / name / "config.json").read_text())
@@ -69,8 +69,8 @@ def test_logits_loss_and_gradients_are_maxtexts(name: str, other: bool) -> None:
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_there_and_back_is_the_same_to_the_bit(name: str, scan: bool) -> None:
-    """Also by way of the other stacking."""
+def test_round_trip_is_bitwise_equal(name: str, scan: bool) -> None:
+    """Also through the other layer stacking."""
     params, scanned = params_of(name), "_scanned" in name
     model = maxtext.from_tree(nested(params), config_of(name), nnxmoe.Strategy(scan_layers=scan))
     identical(flat(maxtext.to_tree(model, scan_layers=scanned)), params)
@@ -78,8 +78,8 @@ def test_there_and_back_is_the_same_to_the_bit(name: str, scan: bool) -> None:
     identical(flat(maxtext.to_tree(other, scan_layers=scanned)), params)
 
 
-def test_what_a_tree_may_look_like() -> None:
-    """Boxed, with ``params`` twice or not at all, flat, JAX arrays, or MaxText 0.2.5's with its bias set apart."""
+def test_accepted_tree_formats() -> None:
+    """Boxed, ``params`` nested twice or absent, flat, JAX arrays, and MaxText 0.2.5 with a separate bias collection."""
     params, config = params_of("deepseek3_unscanned"), config_of("deepseek3_unscanned")
     tree = nested(params)
     boxed = jax.tree.map(lambda a: nn.LogicallyPartitioned(jnp.asarray(a), (None,) * a.ndim), tree)
@@ -97,8 +97,8 @@ def test_what_a_tree_may_look_like() -> None:
         identical(flat(maxtext.to_tree(maxtext.from_tree(nested(apart), config), scan_layers=scan)), whole)
 
 
-def test_of_a_training_state_the_parameters_are_taken(caplog: pytest.LogCaptureFixture) -> None:
-    """Moments have the same names; so would other copies of the model, which are not taken for it."""
+def test_training_states_are_reduced_to_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    """Optimizer moments have the same names and are skipped; other copies such as EMA weights are refused."""
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
     tree = {"params": nested(params)}
     moments = jax.tree.map(np.zeros_like, tree["params"])
@@ -119,8 +119,8 @@ def mixed(params: Flat, narrow: str) -> Flat:
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_layers_of_several_dtypes_lose_nothing(scan: bool, tmp_path: Path) -> None:
-    """One bfloat16 layer; stacked, the wider dtype holds both."""
+def test_layers_with_different_dtypes_stack_in_the_wider_one(scan: bool, tmp_path: Path) -> None:
+    """One layer is bfloat16, the others float32."""
     params, config = params_of("mixtral_lbloss_unscanned"), config_of("mixtral_lbloss_unscanned")
     params = mixed(params, "layers_0/")
     model = maxtext.from_tree(nested(params), config, nnxmoe.Strategy(scan_layers=scan))
@@ -131,8 +131,8 @@ def test_layers_of_several_dtypes_lose_nothing(scan: bool, tmp_path: Path) -> No
         identical(found, {name: array.astype(np.float32) for name, array in params.items()})
 
 
-def test_activations_have_the_dtype_of_the_matrices(tmp_path: Path) -> None:
-    """Not that of the embedding alone."""
+def test_activation_dtype_is_that_of_the_kernels(tmp_path: Path) -> None:
+    """The dtype of the embedding has no influence."""
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
     model = maxtext.from_tree(nested(mixed(params, "token_embedder")), config)
     assert model.dtype == jnp.float32 and model.embed.table.get_value().dtype == jnp.bfloat16
@@ -160,7 +160,7 @@ def compiled_in(run: Callable[[], Any]) -> int:
     return len(count)
 
 
-def test_loading_onto_a_mesh_again_compiles_nothing() -> None:
+def test_second_load_onto_a_mesh_does_not_compile() -> None:
     model, mesh = build_tiny("llama", nnxmoe.Strategy(), rope_scaling=LLAMA_3), nnxmoe.make_mesh(fsdp=1)
     tree = maxtext.to_tree(model)
     for dtype in (None, "bfloat16"):
@@ -171,7 +171,7 @@ def test_loading_onto_a_mesh_again_compiles_nothing() -> None:
 # Wrong trees
 
 
-def test_one_error_lists_all_that_is_wrong() -> None:
+def test_error_lists_every_mismatch() -> None:
     params, config = params_of("mixtral_lbloss_unscanned"), config_of("mixtral_lbloss_unscanned")
     layer = "params/decoder/layers_0/"
     del params[layer + "MoeBlock_0/wo"]
@@ -192,7 +192,7 @@ def test_one_error_lists_all_that_is_wrong() -> None:
 
 
 @pytest.mark.wrong_types
-def test_what_is_no_tree_and_no_config() -> None:
+def test_invalid_arrays_and_configs() -> None:
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
     name = "params/token_embedder/embedding"
     with pytest.raises(CheckpointError, match=f"shapes without values: {name}"):
@@ -206,7 +206,7 @@ def test_what_is_no_tree_and_no_config() -> None:
     identical(flat(maxtext.to_tree(maxtext.from_tree(wide, config))), params)
 
 
-def test_scanned_arrays_under_unscanned_names() -> None:
+def test_scanned_arrays_with_unscanned_names_are_refused() -> None:
     params = params_of("mixtral_scanned")
     renamed = {name.replace("/layers/", "/layers_0/"): array for name, array in params.items()}
     with pytest.raises(CheckpointError, match=r"layers_0/MoeBlock_0/wi_0 has shape \[8, 2, 32, 48\], the config asks"):
@@ -217,7 +217,7 @@ def test_scanned_arrays_under_unscanned_names() -> None:
 
 
 def saved(model: nnxmoe.CausalLM, folder: Path) -> Flat:
-    """The tensors as they stand in a Hugging Face folder."""
+    """Save in Hugging Face format and return the stored tensors."""
     nnxmoe.save_pretrained(model, folder)
     return load_file(folder / "model.safetensors")
 
@@ -231,8 +231,8 @@ def saved(model: nnxmoe.CausalLM, folder: Path) -> Flat:
     ],
 )
 def test_from_hugging_face_to_maxtext_and_back(kind: str, scan: bool, tmp_path: Path) -> None:
-    """Every tensor is the same to the bit, but for grouped queries in float32 (head width 6: divided by a root that is
-    no power of two), which are rounded once each way. From bfloat16 by way of a float32 tree those are the same too."""
+    """Tensors are bitwise equal, except grouped queries in float32: head width 6 divides them by sqrt(6), which rounds
+    once per direction. From bfloat16 through a float32 tree these are equal too."""
     name, changes = KINDS[kind]
     start = build_tiny(name, nnxmoe.Strategy(), **changes)
     theirs = saved(start, tmp_path / "start")
@@ -262,8 +262,8 @@ def test_llama_3_rope_under_either_key_is_interleaved(key: str) -> None:
 
 
 @pytest.mark.parametrize("scalar", [1.0, 5.0])
-def test_a_query_scalar_is_saved_or_folded_into_the_queries(scalar: float, tmp_path: Path) -> None:
-    """Our format keeps it in config.json; layouts without the field have other queries and the same logits."""
+def test_query_pre_attn_scalar_is_saved_or_folded_into_queries(scalar: float, tmp_path: Path) -> None:
+    """The native format stores it in config.json; other formats scale the queries, with equal logits."""
     start, tokens = build_tiny("mixtral", nnxmoe.Strategy()), random_tokens(2, 5)
     nnxmoe.save(start, tmp_path / "ours")
     fields = json.loads((tmp_path / "ours" / "config.json").read_text())
@@ -280,8 +280,8 @@ def test_a_query_scalar_is_saved_or_folded_into_the_queries(scalar: float, tmp_p
         build_tiny("deepseek_v3", nnxmoe.Strategy(), query_pre_attn_scalar=scalar)
 
 
-def test_a_tree_has_the_models_dtypes(caplog: pytest.LogCaptureFixture) -> None:
-    """Where queries are rounded more than they need be, it is said."""
+def test_tree_has_the_model_dtypes_and_rounding_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning is logged if dividing the queries rounds them."""
     exact = build_tiny("mixtral", nnxmoe.Strategy(), head_dim=4)
     maxtext.to_tree(exact, dtype="bfloat16")
     model = build_tiny("mixtral", nnxmoe.Strategy())
@@ -300,15 +300,15 @@ def test_a_tree_has_the_models_dtypes(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     "where", ["orbax_to_maxtext", "orbax_to_maxtext/0", "orbax_to_maxtext/0/items", "orbax_param_only"]
 )
-def test_checkpoints_that_maxtext_wrote(where: str) -> None:
+def test_load_checkpoints_written_by_maxtext(where: str) -> None:
     case = CASES / "mixtral_scanned"
     model = maxtext.load(case / where, config_of(case.name))
     identical(flat(maxtext.to_tree(model)), params_of(case.name))
 
 
 @pytest.mark.parametrize("parameters_only", [False, True])
-def test_what_we_write_has_maxtexts_structure(tmp_path: Path, parameters_only: bool) -> None:
-    """Orbax's own description of the tree is theirs, and so are the files."""
+def test_saved_checkpoints_have_maxtext_structure(tmp_path: Path, parameters_only: bool) -> None:
+    """Orbax's tree metadata and the file names are equal."""
     case = CASES / "mixtral_scanned"
     model = maxtext.from_tree(params_of(case.name), config_of(case.name))
     maxtext.save(model, tmp_path / "new", parameters_only=parameters_only)
@@ -320,13 +320,13 @@ def test_what_we_write_has_maxtexts_structure(tmp_path: Path, parameters_only: b
     assert json.loads((ours / "_METADATA").read_text()) == json.loads((theirs / "_METADATA").read_text())
     files = {path.name for path in theirs.iterdir()} | ({"config.json"} if parameters_only else set())
     assert {path.name for path in ours.iterdir()} == files and (tmp_path / "new" / "config.json").is_file()
-    for config in (model.config, None):  # None: from the config.json that we write beside
+    for config in (model.config, None):  # None: read from the config.json saved with it
         identical(flat(maxtext.to_tree(maxtext.load(tmp_path / "new", config))), params_of(case.name))
     with pytest.raises(CheckpointError, match="new"):
         maxtext.save(model, tmp_path / "new")
 
 
-def test_a_step_that_is_not_whole_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_incomplete_step_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES / "mixtral_scanned"
     shutil.copytree(case / "orbax_to_maxtext" / "0", tmp_path / "007")
     identical(flat(maxtext.to_tree(maxtext.load(tmp_path, config_of(case.name)))), params_of(case.name))
