@@ -1,4 +1,4 @@
-"""Generation: sampling, ends of sequences, padding, and the promise that nothing is compiled twice."""
+"""Generation: sampling, end-of-sequence ids, padding, streaming and reuse of compiled programs."""
 
 import functools
 import gc
@@ -27,23 +27,23 @@ PROMPT = random_tokens(2, 7, seed=5)
 
 @functools.cache
 def tiny() -> nnxmoe.CausalLM:
-    """One small model for the file, so that it is compiled a few times only; not to be changed."""
+    """One small model for all tests here, to limit compilation; must not be modified."""
     return build_tiny("mistral", nnxmoe.Strategy(), num_hidden_layers=1, sliding_window=12)
 
 
 def run(prompt: Any = PROMPT, mask: Any = None, count: int = 8, **options: Any) -> np.ndarray:
-    """New ids only, without stopping unless told to."""
+    """New ids only; generation does not stop early by default."""
     options = {"eos_token_id": None} | options
     ids = nnxmoe.generate(tiny(), prompt, mask, max_new_tokens=count, **options)
     assert np.array_equal(ids[:, : np.shape(prompt)[1]], prompt)
     return ids[:, np.shape(prompt)[1] :]
 
 
-# Sampling, one step at a time
+# Sampling of one token
 
 
 def draw(logits: Sequence[float], sampling: Sampling | None, count: int = 20000, seen: Any = None) -> np.ndarray:
-    """How often each token is chosen by that many rows of equal logits, as fractions."""
+    """Fraction of ``count`` rows with equal logits that choose each token."""
     steps, knobs = prepare(sampling, len(logits))
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
     mask = None if seen is None else jnp.tile(jnp.asarray(seen, bool), (count, 1))
@@ -52,7 +52,7 @@ def draw(logits: Sequence[float], sampling: Sampling | None, count: int = 20000,
     return np.bincount(np.asarray(tokens), minlength=len(logits)) / count
 
 
-def test_sampling_broadcasts_no_array_implicitly() -> None:
+def test_sampling_allows_strict_rank_promotion() -> None:
     """Research code often runs with ``jax_numpy_rank_promotion="raise"``."""
     sampling = Sampling(temperature=0.7, top_k=3, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     with jax.numpy_rank_promotion("raise"):
@@ -64,12 +64,12 @@ def softmax(x: Any) -> np.ndarray:
     return e / e.sum()
 
 
-LOGITS = [1.0, 3.0, -2.0, 2.0, 0.5, 2.5]  # likeliest first: 1 5 3 0 4 2
+LOGITS = [1.0, 3.0, -2.0, 2.0, 0.5, 2.5]  # most likely first: 1 5 3 0 4 2
 P = softmax(LOGITS)
 
 
 def only(*kept: int, p: np.ndarray = P) -> np.ndarray:
-    """A distribution cut down to some tokens."""
+    """A distribution restricted to some tokens and normalised."""
     out = np.zeros(len(p))
     out[list(kept)] = p[list(kept)]
     return out / out.sum()
@@ -96,8 +96,8 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_frequencies(name: str) -> None:
-    """Counted over 20000 rows: five standard errors; what is cut never comes."""
+def test_sampling_frequencies(name: str) -> None:
+    """Within five standard errors over 20000 rows; removed tokens are never drawn."""
     sampling, wanted = CUTS[name]
     found = draw(LOGITS, sampling)
     assert np.all(found[wanted == 0] == 0)
@@ -105,7 +105,7 @@ def test_frequencies(name: str) -> None:
 
 
 def test_repetition_penalty() -> None:
-    """Positive logits are divided, negative multiplied, of seen tokens only; before the temperature and the cuts."""
+    """Divides positive and multiplies negative logits of seen tokens, before temperature, top-k and top-p."""
     seen = [False, True, True, False, False, True]
     punished = np.array([1.0, 1.5, -4.0, 2.0, 0.5, 1.25])
     found = draw(LOGITS, Sampling(repetition_penalty=2.0), seen=seen)
@@ -114,15 +114,15 @@ def test_repetition_penalty() -> None:
     assert draw(LOGITS, Sampling(repetition_penalty=2.0, top_k=1), 1, seen=seen).argmax() == 3
 
 
-def test_extremes_are_finite() -> None:
+def test_extreme_values_are_finite() -> None:
     assert draw(LOGITS, Sampling(temperature=1e-30)).argmax() == 1
     assert draw(LOGITS, Sampling(temperature=1e30)).max() < 0.2
     assert draw([-1e9, 5.0, -1e9], Sampling(top_k=2, top_p=0.9))[1] == 1
     assert draw([1e4, -1e4, 0.0], Sampling(min_p=0.5))[0] == 1
 
 
-def test_equals_share() -> None:
-    """Ties at the edge of top-k are all kept, as transformers does; greedy takes the first of equals."""
+def test_ties() -> None:
+    """Top-k keeps every token tied with the k-th, as transformers does; greedy takes the first."""
     assert np.all(np.abs(draw([1.0, 1.0, 1.0, 0.0], Sampling(top_k=2)) - [1 / 3, 1 / 3, 1 / 3, 0]) < 0.02)
     assert draw([0.0, 1.0, 1.0], None, 1).argmax() == 1
 
@@ -144,12 +144,12 @@ def test_equals_share() -> None:
     ],
 )
 @pytest.mark.wrong_types
-def test_bad_knobs_are_named(knob: str, value: float) -> None:
+def test_invalid_sampling_arguments_are_named(knob: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"Sampling\({knob}={value}\)"):
         Sampling(**{knob: value})
 
 
-# Sampling, whole sequences
+# Sampling of sequences
 
 
 def test_seeds() -> None:
@@ -159,7 +159,7 @@ def test_seeds() -> None:
     assert not np.array_equal(first, run(sampling=sampling, seed=2))
     twins = np.stack([PROMPT[0]] * 2)
     both = run(twins, sampling=sampling, seed=1)
-    assert not np.array_equal(both[0], both[1])  # equal prompts draw by themselves
+    assert not np.array_equal(both[0], both[1])  # equal prompts draw independently
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
@@ -171,14 +171,14 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     assert np.array_equal(run(PROMPT[:1], sampling=sampling)[0], pair[0])
 
 
-def test_one_choice_is_greedy() -> None:
+def test_single_candidate_equals_greedy() -> None:
     greedy = run()
     for sampling in (Sampling(top_k=1), Sampling(temperature=0), Sampling(top_p=1e-9), Sampling(min_p=1.0)):
         assert np.array_equal(run(sampling=sampling, seed=9), greedy), sampling
 
 
 def test_a_large_penalty_forbids_repetition() -> None:
-    """Of the prompt's ids and of the new ones; padding is not part of the prompt."""
+    """Penalises ids of the prompt, without its padding, and new ids."""
     new = run(count=10, sampling=Sampling(temperature=0, repetition_penalty=1e6))
     for row, prompt in zip(new, PROMPT, strict=True):
         assert len({*row.tolist(), *prompt.tolist()}) == 10 + len(set(prompt.tolist()))
@@ -188,11 +188,11 @@ def test_a_large_penalty_forbids_repetition() -> None:
     assert np.array_equal(same, new)
 
 
-# Ends
+# End of sequence
 
 
-def test_ended_rows_are_filled() -> None:
-    """Each row ends by itself, its end included, and is filled with the pad id; all ended: no more tokens."""
+def test_finished_rows_are_padded() -> None:
+    """Each row keeps its end token and is padded after it; generation stops when all rows are finished."""
     free = run(count=8)
     eos = int(free[0, 2])
     stop = int(np.argmax(free[0] == eos))
@@ -210,8 +210,8 @@ def test_ended_rows_are_filled() -> None:
         assert np.array_equal(row[: end + 1], all_of_it[: end + 1]) and np.all(row[end + 1 :] == 0)
 
 
-def test_the_end_by_default() -> None:
-    """generation_config.json, else config.json; None never stops; one id or several."""
+def test_default_eos_token_ids() -> None:
+    """Taken from generation_config.json, else config.json. None never stops; one or several ids are accepted."""
     model = build_tiny("llama", eos_token_id=[5, 6])
     assert eos_ids(model, ...) == (5, 6)
     model.generation_config = {"eos_token_id": 9}
@@ -226,7 +226,7 @@ def test_the_end_by_default() -> None:
         assert eos_ids(model, given) == wanted
 
 
-def test_the_defaults_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_eos_token_ids_stop_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     free = run(count=8)
     monkeypatch.setattr(decode, "eos_ids", lambda model, eos: (int(free[0, 0]), int(free[1, 0])))
     assert run(count=8, eos_token_id=...).shape == (2, 1)
@@ -235,8 +235,8 @@ def test_the_defaults_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
 # Prompts
 
 
-def test_padding_on_any_side_changes_nothing() -> None:
-    """Left, right, both, and holes: the continuation of the prompt alone."""
+def test_padding_does_not_change_the_continuation() -> None:
+    """Left, right and two-sided padding, and holes."""
     alone = [run(PROMPT[:1, :4])[0], run(PROMPT[1:])[0]]
     for at in (slice(3, 7), slice(0, 4), slice(1, 5), [0, 2, 3, 6]):
         prompt, mask = PROMPT.copy(), np.ones((2, 7), np.int32)
@@ -247,8 +247,8 @@ def test_padding_on_any_side_changes_nothing() -> None:
         assert np.array_equal(got[0], alone[0]) and np.array_equal(got[1], alone[1]), at
 
 
-def test_types_of_prompts() -> None:
-    """Lists, arrays of either kind, and any integer dtype; the dtype of the ids comes back."""
+def test_prompt_types() -> None:
+    """Lists, NumPy and JAX arrays of any integer dtype; the result keeps the dtype."""
     wanted = run(count=2)
     for prompt in (PROMPT.tolist(), jnp.asarray(PROMPT), PROMPT.astype(np.int64), PROMPT.astype(np.uint16)):
         ids = nnxmoe.generate(tiny(), prompt, max_new_tokens=2, eos_token_id=None)
@@ -257,7 +257,7 @@ def test_types_of_prompts() -> None:
 
 
 @pytest.mark.wrong_types
-def test_how_many() -> None:
+def test_max_new_tokens() -> None:
     assert run(count=0).shape == (2, 0)
     assert np.array_equal(run(count=1), run(count=5)[:, :1])
     assert run(count=np.int64(3)).shape == (2, 3)
@@ -266,13 +266,13 @@ def test_how_many() -> None:
 
 @pytest.mark.parametrize("count", [-1, 1.5, True])
 @pytest.mark.wrong_types
-def test_how_many_not(count: Any) -> None:
+def test_invalid_max_new_tokens(count: Any) -> None:
     with pytest.raises(ValueError, match=f"max_new_tokens must be an integer >= 0, got {count}"):
         run(count=count)
 
 
 @pytest.mark.wrong_types
-def test_refusals() -> None:
+def test_invalid_prompts() -> None:
     with pytest.raises(ValueError, match=r"token ids must lie in 0 … 52, got 53"):
         run([[1, 53]])
     with pytest.raises(ValueError, match=r"token ids must lie in 0 … 52, got -1"):
@@ -292,7 +292,7 @@ def test_refusals() -> None:
         run(mask=[[1] * 7, [0] * 7])
 
 
-def test_too_long_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceeding_max_positions_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("nnxmoe"), "propagate", True)
     with caplog.at_level("WARNING", logger="nnxmoe"):
         list(zip(range(1), decode.generate_tokens(tiny(), PROMPT, None, 58, None, 0), strict=False))
@@ -318,8 +318,8 @@ def test_buckets() -> None:
 
 
 @pytest.mark.program
-def test_nothing_is_compiled_twice() -> None:
-    """Neither for a prompt length of the same bucket, nor for a token, a seed, or other values of the same knobs."""
+def test_programs_are_reused_across_lengths_seeds_and_values() -> None:
+    """Prompt lengths of the same bucket, numbers of tokens, seeds and sampling values do not recompile."""
     model = tiny()
     graph, tree = _structure(model)
     programs = decode._programs(graph, tree)
@@ -338,8 +338,8 @@ def test_nothing_is_compiled_twice() -> None:
 
 
 @pytest.mark.program
-def test_programs_are_shared_and_hold_no_weights() -> None:
-    """A second model of the same structure compiles nothing; and a model that is gone frees its memory."""
+def test_programs_are_shared_between_models_and_hold_no_weights() -> None:
+    """A second model of the same structure does not compile; deleting a model frees its weights."""
     first, second = (build_tiny("llama", num_hidden_layers=1, seed=seed) for seed in (0, 1))
     known = decode._programs.cache_info().currsize
     one = nnxmoe.generate(first, PROMPT, max_new_tokens=4, eos_token_id=None)
@@ -356,15 +356,15 @@ def test_programs_are_shared_and_hold_no_weights() -> None:
 # Text
 
 
-def test_stream_is_generate_and_decode() -> None:
-    """Piece by piece the same text; ids or text as the prompt; it stops before the end token."""
+def test_stream_equals_generate_and_decode() -> None:
+    """For text and ids as prompts; the end token is not part of the text."""
     model = load_case_model("llama_basic", nnxmoe.Strategy())
     tokenizer = nnxmoe.Tokenizer.from_pretrained(HF_CASES / "llama_basic" / "model")
     prompt = "The quick brown fox"
     ids = tokenizer.encode(prompt)
     for options in ({}, {"sampling": Sampling(temperature=1.5), "seed": 3}):
         new = nnxmoe.generate(model, [ids], max_new_tokens=24, eos_token_id=None, **options)[0, len(ids) :]
-        keep = [int(i) for i in new if i < tokenizer.vocab_size]  # the model knows more ids than the tokenizer
+        keep = [int(i) for i in new if i < tokenizer.vocab_size]  # ids beyond the tokenizer's vocabulary
         pieces = list(nnxmoe.stream(model, tokenizer, prompt, max_new_tokens=24, eos_token_id=None, **options))
         text = "".join(pieces)
         assert text == tokenizer.decode(keep, skip_special_tokens=True)
@@ -377,7 +377,7 @@ def test_stream_is_generate_and_decode() -> None:
 
 
 def test_stream_is_lazy() -> None:
-    """Nothing runs before the first piece is asked for, and leaving early is fine."""
+    """The stream can be closed after the first piece."""
     model = load_case_model("llama_basic", nnxmoe.Strategy())
     tokenizer = nnxmoe.Tokenizer.from_pretrained(HF_CASES / "llama_basic" / "model")
     pieces = nnxmoe.stream(model, tokenizer, [1, 2, 3], max_new_tokens=40, eos_token_id=None)
@@ -386,8 +386,8 @@ def test_stream_is_lazy() -> None:
 
 
 @pytest.mark.slow
-def test_models_are_functions_under_every_transformation(case_model: Any) -> None:
-    """Tokens closed over or passed in; the model's arrays closed over or differentiated."""
+def test_models_work_under_jax_transformations(case_model: Any) -> None:
+    """Tokens are closed over or passed as arguments; parameters are closed over or differentiated."""
     model, tokens = case_model("mixtral_basic"), jnp.array([[0, 5, 9]])
     expected = np.asarray(model(tokens).logits)
     np.testing.assert_allclose(jax.jit(lambda: model(tokens).logits)(), expected, atol=1e-5)
@@ -398,21 +398,21 @@ def test_models_are_functions_under_every_transformation(case_model: Any) -> Non
 
 
 @pytest.mark.wrong_types
-def test_a_strategy_takes_objects() -> None:
+def test_strategy_rejects_strings_and_classes() -> None:
     for wrong in ("dense", nnxmoe.Dense):
         with pytest.raises(ValueError, match=r"dispatch=.*Sorted\(\)"):
             nnxmoe.Strategy(dispatch=wrong)  # pyright: ignore
 
 
 @pytest.mark.wrong_types
-def test_lists_of_tokens_are_taken(case_model: Any) -> None:
+def test_tokens_may_be_lists(case_model: Any) -> None:
     model = case_model("mixtral_basic")
     expected = model(jnp.array([[0, 5, 9]])).logits
     np.testing.assert_allclose(model([[0, 5, 9]]).logits, expected, atol=1e-5)
 
 
-def test_a_broken_off_step_shows_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in a decode step, whose memory was donated: no other error comes in its place."""
+def test_interrupted_decode_step_raises_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step's buffers were donated; no deleted-buffer error replaces the interrupt."""
     model = build_tiny("mixtral", nnxmoe.Strategy())
     tokens = decode.generate_tokens(model, np.ones((1, 4), np.int32), None, 6, None, 0)
     next(tokens)
@@ -428,10 +428,10 @@ def test_a_broken_off_step_shows_its_own_error(monkeypatch: pytest.MonkeyPatch) 
         next(tokens)
 
 
-def test_each_step_is_started_before_the_one_before_it_is_read(
+def test_next_step_starts_before_the_last_token_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And none that cannot be asked for; drops are counted up to the last token that was handed out."""
+    """No step starts beyond ``max_new_tokens``; drops are counted up to the last yielded token."""
     model = build_tiny("mixtral", nnxmoe.Strategy())
     programs = decode._programs(*_structure(model))
     step, started = programs.decode, []

@@ -1,4 +1,4 @@
-"""Models as objects: how they are made, what they refuse, what users may change."""
+"""Model construction: initial values, invalid arguments, user parameters and graph definitions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,7 +25,7 @@ KINDS = ("llama", "mixtral", "deepseek_v3")
 
 
 def made(kind: str, rngs: nnx.Rngs | None = None, **strategy: Any) -> nnxmoe.CausalLM:
-    """A tiny model with random values, or without ``rngs`` one of shapes."""
+    """Tiny model with random values, or with shapes only if ``rngs`` is None."""
     config = config_from_hf(TINY[kind])
     return model_class(config)(config, nnxmoe.Strategy(**strategy), rngs=rngs)
 
@@ -46,7 +46,7 @@ def test_scanned_and_unrolled_models_draw_the_same_values(kind: str) -> None:
 
 
 def drawn_on_a_mesh(kind: str) -> list[list[np.ndarray]]:
-    """Values of two models from one ``Rngs``, and then a number of it: on one device, on a mesh, and scanned there."""
+    """Values of two models and one more draw from one ``Rngs``: on one device, on a mesh, and scanned on a mesh."""
     found = []
     for strategy in ({}, {"mesh": True}, {"mesh": True, "scan_layers": True}):
         mesh = nnxmoe.make_mesh(fsdp=2, devices=jax.devices()[:2]) if strategy.pop("mesh", False) else None
@@ -62,8 +62,8 @@ def drawn_on_a_mesh(kind: str) -> list[list[np.ndarray]]:
     return found
 
 
-def test_a_mesh_draws_the_values_of_one_device_and_advances_the_rngs(eight: Callable[..., Any]) -> None:
-    """In particular, two models made from one ``Rngs`` differ."""
+def test_initial_values_and_rngs_do_not_depend_on_the_mesh(eight: Callable[..., Any]) -> None:
+    """Two models made from one ``Rngs`` differ."""
     alone, spread, scanned = eight(drawn_on_a_mesh, "mixtral")
     assert max_error(alone[0], alone[1]) > 0.01
     for other in (spread, scanned):
@@ -76,7 +76,7 @@ def test_a_mesh_draws_the_values_of_one_device_and_advances_the_rngs(eight: Call
 
 
 @pytest.mark.wrong_types
-def test_rngs_that_are_none() -> None:
+def test_invalid_rngs() -> None:
     config = config_from_hf(TINY["llama"])
     for wrong in (0, jax.random.key(0), nnx.Rngs(0).params):
         with pytest.raises(ValueError, match=r"Llama\(config, rngs=nnx\.Rngs\(0\)\).*got rngs="):
@@ -87,7 +87,7 @@ def test_rngs_that_are_none() -> None:
         Llama(config, nnx.Rngs(0))  # pyright: ignore
 
 
-def test_a_model_of_shapes_says_so() -> None:
+def test_models_without_values_raise_when_called() -> None:
     model, tokens = made("llama"), random_tokens(1, 3)
     for call in (lambda: model(tokens), lambda: nnxmoe.generate(model, tokens)):
         with pytest.raises(ValueError, match="the model has shapes only: load weights first"):
@@ -97,11 +97,11 @@ def test_a_model_of_shapes_says_so() -> None:
 
 @pytest.mark.wrong_types
 @pytest.mark.parametrize("name", ["attention_mask", "positions", "segment_ids"])
-def test_lists_are_taken_for_arrays(name: str, case_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks as lists run the compiled program of masks as arrays."""
+def test_masks_and_positions_may_be_lists(name: str, case_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists reuse the program compiled for arrays."""
     model, tokens, given = case_model("mixtral_basic"), [[0, 5, 9]], [[1, 1, 2]]
     expected = model(np.array(tokens), **{name: np.array(given)}).logits
-    monkeypatch.setattr(type(model), "body", None)  # what is compiled is not traced again
+    monkeypatch.setattr(type(model), "body", None)  # fails if the call is traced again
     assert max_error(model(tokens, **{name: given}).logits, expected) == 0
 
 
@@ -115,7 +115,7 @@ def test_a_generation_config_may_be_a_dict() -> None:
 
 
 @pytest.mark.wrong_types
-def test_a_generation_config_that_is_no_mapping_is_refused() -> None:
+def test_generation_config_must_be_a_mapping() -> None:
     model: Any = made("llama")
     with pytest.raises(ValueError, match="generation_config must be a mapping"):
         model.generation_config = 5
@@ -125,8 +125,8 @@ def test_a_generation_config_that_is_no_mapping_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mistral", "deepseek_v3"])
-def test_a_full_cache_inside_a_transformation_gives_nan(kind: str) -> None:
-    """Its length is known only when the program runs, so an error is impossible there."""
+def test_full_cache_under_jit_gives_nan(kind: str) -> None:
+    """Under jit the length is traced, so an overflow cannot raise."""
     model, tokens = made(kind, nnx.Rngs(0)), random_tokens(2, 4)
     step = jax.jit(lambda cache, tokens: model(tokens, cache=cache))
     out = step(model.empty_cache(2, 6), tokens)
@@ -137,11 +137,11 @@ def test_a_full_cache_inside_a_transformation_gives_nan(kind: str) -> None:
         model(tokens, cache=full.cache)
 
 
-# Parameters of the user's own
+# User parameters
 
 
 class Extended(Mixtral):
-    """A Mixtral with a parameter of the user's own, which has no labels."""
+    """Mixtral with an extra parameter that has no logical axis names."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -149,8 +149,8 @@ class Extended(Mixtral):
 
 
 @pytest.mark.slow
-def test_a_parameter_without_labels(tmp_path: Path) -> None:
-    """It is trained, kept whole on a mesh, and saved; other formats refuse it by its name."""
+def test_user_parameter_without_axis_names(tmp_path: Path) -> None:
+    """It is trained, replicated on a mesh and saved natively; other formats raise with its name."""
     config = config_from_hf(TINY["mixtral"])
     strategy = nnxmoe.Strategy(mesh=nnxmoe.make_mesh())
     model = Extended(config, strategy, rngs=nnx.Rngs(0))
@@ -165,13 +165,12 @@ def test_a_parameter_without_labels(tmp_path: Path) -> None:
         maxtext.to_tree(model)
 
 
-# What NNX shows
+# NNX introspection
 
 
-@pytest.mark.wrong_types  # flax rebuilds our dataclasses with descriptions of arrays
+@pytest.mark.wrong_types  # flax rebuilds our dataclasses with array descriptions as fields
 @pytest.mark.parametrize(("kind", "scan"), [("llama", True), ("mixtral", False), ("deepseek_v3", True)])
-def test_tabulate(kind: str, scan: bool) -> None:
-    """Every module of a layer has a row with its inputs and outputs."""
+def test_tabulate_lists_every_module(kind: str, scan: bool) -> None:
     model = made(kind, nnx.Rngs(0), scan_layers=scan)
     table = nnx.tabulate(model, random_tokens(1, 4), console_kwargs={"width": 400, "force_terminal": False})
     layer = "stacks/0/layer" if scan else "stacks/0/layers/1"
@@ -180,15 +179,15 @@ def test_tabulate(kind: str, scan: bool) -> None:
     assert f"{sum(a.size for a in jax.tree.leaves(nnx.state(model))):,}" in table
 
 
-def test_where_weights_came_from_is_no_part_of_a_program() -> None:
-    """Models that differ in report and generation config share the compiled forward pass and decoding."""
+def test_load_report_and_generation_config_do_not_recompile() -> None:
+    """Models that differ only in these share compiled programs."""
     first, second = made("llama", nnx.Rngs(0)), made("llama", nnx.Rngs(1))
     second.load_report, second.generation_config = nnxmoe.LoadReport("elsewhere"), {"eos_token_id": 3}
     graphs = [nnx.split(decoder_of(model))[0] for model in (first, second)]
     assert graphs[0] == graphs[1] and hash(graphs[0]) == hash(graphs[1])
 
 
-def test_reports_compare_by_what_was_loaded() -> None:
+def test_load_reports_compare_without_timings() -> None:
     report = nnxmoe.LoadReport("a", loaded=("x",), casts={"bfloat16 -> float32": ("x",)}, seconds=1.0)
     same = dataclasses.replace(report, seconds=2.0)
     assert report == same and hash(report) == hash(same)
