@@ -1,6 +1,6 @@
-"""Temporaries: each rule on the program as it is traced or compiled, and each check on a program that breaks the rule.
+"""Temporary memory: rules checked on traced or compiled programs; each check also fails for a program that breaks it.
 
-What is compiled here is read, not timed: machine code is made in haste.
+Programs are inspected and not timed, so XLA may compile them with less optimisation.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from tests.support.tiny import TINY, random_tokens
 pytestmark = pytest.mark.program
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-LENGTH = 48  # tokens a row: no other dimension here has this size
+LENGTH = 48  # tokens per row; no other dimension has this size
 REMAT = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), remat=nnxmoe.Remat())
 
 
@@ -53,7 +53,7 @@ def temporary(function: Any, *given: Any, **options: Any) -> int:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Of a traced program, those of its inner ones too."""
+    """Yield the equations of a jaxpr and of its inner jaxprs."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):
@@ -61,13 +61,13 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def shapes(kind: str, strategy: nnxmoe.Strategy, **changes: Any) -> nnxmoe.CausalLM:
-    """A tiny model without arrays."""
+    """Tiny model with shapes only."""
     config = config_from_hf(TINY[kind] | changes)
     return model_class(config)(config, strategy, rngs=None)
 
 
 def step_of(model: nnxmoe.CausalLM, *fields: str) -> tuple[Any, Any, dict[str, Any]]:
-    """A step's program, its state and its batch, as shapes."""
+    """Step function, and its state and batch as shapes."""
     step = Step(model, optax.sgd(0.1))
     return step._run, step.shapes(), {name: shape(2, LENGTH, dtype=jnp.int32) for name in ("tokens", *fields)}
 
@@ -76,7 +76,7 @@ def step_of(model: nnxmoe.CausalLM, *fields: str) -> tuple[Any, Any, dict[str, A
 
 
 class Contracting(RMSNorm):
-    """Scales by an einsum, as some do."""
+    """RMSNorm that scales by an einsum."""
 
     def __call__(self, x: Any) -> Any:
         unit = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
@@ -84,7 +84,7 @@ class Contracting(RMSNorm):
 
 
 @pytest.mark.parametrize(("kind", "dots"), [(RMSNorm, False), (Contracting, True)])
-def test_norms_multiply(kind: type[RMSNorm], dots: bool) -> None:
+def test_norms_use_no_dot_general(kind: type[RMSNorm], dots: bool) -> None:
     graph, state = nnx.split(kind(8, 1e-6, dtype=F32, rngs=None))
 
     def loss(state: Any, x: Any) -> Any:
@@ -98,9 +98,9 @@ def test_norms_multiply(kind: type[RMSNorm], dots: bool) -> None:
 
 
 def masks(text: str) -> set[str]:
-    """Of a compiled program, the arrays of all tokens by all tokens that outlive a layer: those that a loop is given,
-    constants, and those without heads (which scores have) that more than one layer reads."""
-    within = set(re.findall(r" fusion\(.*calls=%?([\w.-]+)", text))  # what is in a fusion is not in memory
+    """Arrays of shape ``[..., LENGTH, LENGTH]`` in a compiled program that outlive a layer: loop operands, constants,
+    and arrays without a head axis that more than one instruction reads."""
+    within = set(re.findall(r" fusion\(.*calls=%?([\w.-]+)", text))  # values inside a fusion are not in memory
     here, found = "", set[str]()
     for line in text.splitlines():
         if head := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
@@ -116,12 +116,12 @@ def masks(text: str) -> set[str]:
 
 
 def chosen(self: Mask, scores: Any, after: Any) -> Any:
-    """`Mask.hide` as one would write it."""
+    """Naive `Mask.hide` that materialises the mask."""
     return jnp.where(self.allowed()[:, None, None], scores, jnp.finfo(jnp.float32).min)
 
 
 @pytest.mark.parametrize("fields", [(), ("segment_ids",), ("segment_ids", "attention_mask")])
-def test_training_keeps_no_mask(fields: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_stores_no_attention_mask(fields: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> Any:
         run, *given = step_of(shapes("llama", REMAT), *fields)
         return masks(run.lower(*given).compile().as_text())
@@ -132,8 +132,8 @@ def test_training_keeps_no_mask(fields: tuple[str, ...], monkeypatch: pytest.Mon
         assert any(mask.startswith("while") for mask in found())
 
 
-def test_scores_need_no_mask_for_their_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without remat too: what is kept of attention are its operands and weights."""
+def test_attention_backward_stores_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without remat: the residuals are the operands and weights only."""
     operands = [shape(2, heads, LENGTH, 8) for heads in (4, 2, 2)]
     slots = Slots(jnp.arange(LENGTH), None, None)
 
@@ -150,8 +150,10 @@ def test_scores_need_no_mask_for_their_backward(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_kernels_are_told_of_causal_order(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where order and window are all there is, they get no array of who may see whom; and attend to the same."""
+def test_fused_attention_passes_is_causal_instead_of_a_mask(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With only causal order and a window, no mask array is passed, and the outputs equal the reference."""
     given, library = [], jax.nn.dot_product_attention
 
     def kernel(*operands: Any, **options: Any) -> Any:
@@ -173,15 +175,15 @@ def test_kernels_are_told_of_causal_order(window: int | None, monkeypatch: pytes
 
 
 class OneHot(Embed):
-    """Looks tokens up by a product."""
+    """Embedding lookup by a one-hot matmul."""
 
     def __call__(self, tokens: Any) -> Any:
         return jax.nn.one_hot(tokens, self.table.shape[0]) @ self.table[...]
 
 
 @pytest.mark.parametrize(("kind", "dots"), [(Embed, False), (OneHot, True)])
-def test_tokens_are_gathered(kind: type[Embed], dots: bool) -> None:
-    """Nothing is as large as tokens times vocabulary, forward and backward."""
+def test_embedding_gathers_rows(kind: type[Embed], dots: bool) -> None:
+    """No array of tokens times vocabulary, forward or backward."""
     vocab, dim, count = 2048, 8, 512
     graph, state = nnx.split(kind(vocab, dim, dtype=F32, rngs=None))
 
@@ -194,17 +196,17 @@ def test_tokens_are_gathered(kind: type[Embed], dots: bool) -> None:
     assert (temporary(jax.grad(loss), *given) < count * vocab) == (not dots)
 
 
-# Sums by weight
+# Weighted sums
 
 
 def multiplied(weights: Any, rows: Any, axis: int) -> Any:
-    """`weighted_sum` as a product of matrices in float32."""
+    """`weighted_sum` as a float32 matmul."""
     spec = "NX,NXD->ND" if axis else "EN,END->ND"
     return jnp.einsum(spec, weights, rows.astype(jnp.float32))
 
 
 class Doubling:
-    """Experts that all do the same."""
+    """Experts that double their rows."""
 
     rules, count = axes.RULES, 4
 
@@ -213,16 +215,16 @@ class Doubling:
 
 
 @pytest.mark.parametrize("way", [nnxmoe.Dense(), nnxmoe.Sorted()])
-def test_weight_sums_make_no_float32_rows(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bfloat16 rows, neither for the sum nor for its backward."""
+def test_weighted_sums_make_no_float32_rows(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For bfloat16 rows, neither in the forward nor in the backward pass."""
     x, logits = shape(2, 64, 32, dtype=BF16), shape(2, 64, 4)
-    rows = 2 * 64 * 32 * (4 if isinstance(way, nnxmoe.Dense) else 2)  # of all experts, or of two a token
+    rows = 2 * 64 * 32 * (4 if isinstance(way, nnxmoe.Dense) else 2)  # of all experts, or of two per token
 
     def run(x: Any, logits: Any) -> Any:
         return way(x, SoftmaxTopK(2)(logits, None), Doubling())[0]
 
     def found() -> tuple[bool, bool]:
-        """Whether float32 rows are kept for the backward, and whether a product is given some."""
+        """Whether float32 rows are residuals, and whether they are operands of a matmul."""
         kept = jax.tree.leaves(jax.eval_shape(lambda x, logits: jax.vjp(run, x, logits)[1], x, logits))
         dots = [
             e
@@ -248,24 +250,24 @@ def traced(strategy: nnxmoe.Strategy) -> list[Any]:
 
 
 def casts(found: list[Any]) -> list[Any]:
-    """Those between floating-point dtypes. (One to the same dtype JAX leaves out by itself.)"""
+    """Casts between floating-point dtypes. JAX omits casts to the same dtype."""
     every = [e for e in found if e.primitive.name == "convert_element_type"]
     return [e for e in every if all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*e.invars, *e.outvars))]
 
 
 def round_trips(found: list[Any]) -> int:
-    """Casts of what was just cast from the dtype that it is cast to."""
+    """Number of casts that undo the preceding cast."""
     made = {e.outvars[0]: e.invars[0].aval.dtype for e in casts(found)}
     return sum(made.get(e.invars[0]) == e.outvars[0].aval.dtype for e in casts(found))
 
 
 def plain_matmul(x: Any, kernel: Any, transpose: bool = False) -> Any:
-    """`matmul` with JAX's own backward."""
+    """`matmul` with JAX's default backward."""
     return dots.matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype)
 
 
-def test_casts_change_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A float32 model's step has none at all; in a bfloat16 one's nothing goes there and back, gradients included."""
+def test_steps_have_no_redundant_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 step has no casts; a bfloat16 step has no round trips, including its gradients."""
     narrow = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), remat=nnxmoe.Remat(), compute_dtype=BF16)
     assert not casts(traced(REMAT))
     found = traced(narrow)
@@ -274,8 +276,8 @@ def test_casts_change_something(monkeypatch: pytest.MonkeyPatch) -> None:
     assert round_trips(traced(narrow))
 
 
-def test_products_of_the_backward_have_one_dtype() -> None:
-    """Left to JAX, bfloat16 weights and activations would be multiplied by float32 gradients, as float32 copies."""
+def test_backward_matmuls_have_operands_of_one_dtype() -> None:
+    """JAX's default would multiply float32 copies of bfloat16 weights and activations by float32 gradients."""
 
     def mixed(product: Any) -> bool:
         jaxpr = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(product(x, w).astype(F32)), (0, 1)))
@@ -291,8 +293,8 @@ def test_products_of_the_backward_have_one_dtype() -> None:
     assert max(map(max_error, ours, plain)) < 1e-6
 
 
-def test_a_step_on_one_device_has_no_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What splits nothing is not said (of several devices: test_collectives.py)."""
+def test_step_on_one_device_has_no_sharding_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replicated constraint is omitted; for several devices see test_collectives.py."""
     mesh = nnxmoe.make_mesh(devices=jax.devices()[:1])
 
     def constraints() -> int:
@@ -307,11 +309,11 @@ def test_a_step_on_one_device_has_no_constraint(monkeypatch: pytest.MonkeyPatch)
     assert constraints() > 0
 
 
-# Stacks: the weights of a layer, and its cache
+# Stacks: weights and caches of a layer
 
 
 def sliced_outside(self: ScannedStack, x: Any, context: Any, cache: Any) -> Body:
-    """Each layer's weights taken out of the stack before the part that is computed again."""
+    """Slices each layer's weights outside the rematerialised function."""
     graph, state = nnx.split(self.layer)
     assert self.remat is not None and cache is None
     run = self.remat(lambda weights, x: nnx.merge(graph, weights)(x, context, None)[0], scanned=False)
@@ -322,7 +324,7 @@ def sliced_outside(self: ScannedStack, x: Any, context: Any, cache: Any) -> Body
 
 @pytest.mark.slow
 def test_weights_are_selected_inside_remat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer more costs its input and its gradients, no second copy of its weights."""
+    """Each extra layer costs its input and gradients, not a second copy of its weights."""
 
     def growth() -> float:
         sizes = []
@@ -340,7 +342,7 @@ def test_weights_are_selected_inside_remat(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def handed_along(self: ScannedStack, x: Any, context: Any, cache: Any) -> Body:
-    """The caches as what the scan reads and writes, not in its carry."""
+    """Passes caches as scanned inputs and outputs instead of in the carry."""
     graph, state = nnx.split(self.layer)
 
     def step(x: Any, inputs: Any) -> Any:
@@ -355,11 +357,11 @@ def handed_along(self: ScannedStack, x: Any, context: Any, cache: Any) -> Body:
     ("kind", "changes"),
     [("llama", {}), ("mistral", {"sliding_window": 256}), pytest.param("deepseek_v3", {}, marks=pytest.mark.slow)],
 )
-def test_caches_are_written_in_place(kind: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values, a window's ring, and latents: a decode step has no second copy of them."""
+def test_scanned_caches_are_updated_in_place(kind: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step makes no second copy of key-value, ring or latent caches."""
 
     def copied() -> float:
-        """How much of a layer's cache each layer adds to the temporary bytes."""
+        """Temporary bytes per layer, as a fraction of its cache."""
         sizes, caches = [], []
         for layers in (3, 7):
             model = shapes(kind, nnxmoe.Strategy(stacking=nnxmoe.Scanned()), num_hidden_layers=layers, **changes)
@@ -382,8 +384,8 @@ def test_caches_are_written_in_place(kind: str, changes: Any, monkeypatch: pytes
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("kind", [KVCache, RingCache])
-def test_each_cache_is_written_in_place(kind: type[KVCache], dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where layer after layer writes a cache of its own and reads it, nor has it; as wide as those of real models."""
+def test_unrolled_caches_are_updated_in_place(kind: type[KVCache], dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one cache per layer there is no second copy either; head width as in real models."""
     buffers = [(shape(1, 4, 512, 64, dtype=dtype),) * 2] * 4
 
     def decode(buffers: Any, x: Any, past: Any) -> Any:
@@ -396,26 +398,26 @@ def test_each_cache_is_written_in_place(kind: type[KVCache], dtype: Any, monkeyp
         return after, x
 
     def copied() -> float:
-        """Temporary bytes, in caches."""
+        """Temporary bytes, as a multiple of a cache."""
         rows: Any = shape(1, dtype=jnp.int32)
         index: Any = shape(1, 1, dtype=jnp.int32)
         past = Past(index, rows, rows, shape(1, 512, dtype=jnp.int32))  # pyright: ignore[reportArgumentType]
         given = buffers, shape(1, 4, 4, 64, dtype=dtype), past
-        again = functools.partial(decode)  # which JAX has not traced before
+        again = functools.partial(decode)  # a new object, so JAX traces it again
         return temporary(again, *given, donate_argnums=0) / (4 * 512 * 64 * dtype.itemsize)
 
     assert copied() < 0.3
-    if dtype == F32:  # older compilers copy nothing of 16 bits
-        monkeypatch.setattr(cache, "one_cpu", lambda: False)  # one write, not in a loop
+    if dtype == F32:  # older XLA versions do not copy 16-bit buffers
+        monkeypatch.setattr(cache, "one_cpu", lambda: False)  # a single write outside a loop
         assert copied() > 3
 
 
-# What is computed again
+# Rematerialisation
 
 
 @pytest.mark.slow
-def test_a_policy_keeps_more_and_changes_nothing() -> None:
-    """The same loss and gradients; temporary bytes in the order of what is kept."""
+def test_remat_policies_trade_memory_and_keep_the_gradients() -> None:
+    """Temporary bytes increase with the number of saved residuals."""
     names = (None, "dots_with_no_batch_dims_saveable", "dots_saveable", "everything_saveable")
     results, sizes, config = [], [], LlamaConfig.from_hf(TINY["llama"])
     batch = {"tokens": random_tokens(2, LENGTH)}

@@ -1,4 +1,4 @@
-"""MaxText's table: five execution modes on eight devices train alike, to its losses and within its memory."""
+"""Five execution modes on eight devices reproduce MaxText's losses within its memory."""
 
 import json
 from collections.abc import Callable
@@ -14,9 +14,9 @@ WANTED = json.loads((CASE / "train.json").read_text())["losses"]
 
 
 def trained(mode: str) -> tuple[list[float], float, float, dict[str, int]]:
-    """Eight losses, how far the parameters end from MaxText's, temporary megabytes, and collectives.
+    """Eight losses, mean parameter error against MaxText, temporary megabytes, and collectives.
 
-    How far on average: where a gradient is nearly 0, Adam divides rounding by rounding.
+    The error is a mean because Adam divides rounding errors by each other where a gradient is nearly 0.
     """
     training = mixtral(mode)
     losses, _ = training.run(len(WANTED))
@@ -30,12 +30,12 @@ def trained(mode: str) -> tuple[list[float], float, float, dict[str, int]]:
     "mode",
     [pytest.param(mode, marks=pytest.mark.slow if mode != "sparse ring EP8" else []) for mode in MODES],
 )
-def test_eight_steps_are_maxtexts(eight: Callable[..., Any], mode: str) -> None:
+def test_eight_steps_equal_maxtext(eight: Callable[..., Any], mode: str) -> None:
     losses, error, megabytes, found = eight(trained, mode)
     assert np.abs(np.array(losses) - WANTED).max() < 5e-6, losses
     assert error < 1e-6, error
     assert megabytes <= MODES[mode][2]
-    scatters = {"sparse ring EP8": 3, "sparse FSDP8": 3}  # of y and two gradients; of the gradients of three kernels
+    scatters = {"sparse ring EP8": 3, "sparse FSDP8": 3}  # of y and two gradients; of three kernel gradients
     assert found.get("reduce-scatter", 0) == scatters.get(mode, 0)
 
 
@@ -45,5 +45,5 @@ def memory(mode: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_deepseek_needs_no_more_memory_than_maxtexts(eight: Callable[..., Any], mode: str) -> None:
+def test_deepseek_memory_is_within_maxtext(eight: Callable[..., Any], mode: str) -> None:
     assert eight(memory, mode) <= MODES[mode][3]

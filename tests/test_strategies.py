@@ -1,4 +1,4 @@
-"""One layer, every execution mode, on one device and on meshes of eight: the same numbers."""
+"""Every execution mode of a MoE layer, on one device and on meshes of eight, matches the dense reference."""
 
 import functools
 import itertools
@@ -43,7 +43,7 @@ SELECTS = {"softmax": SoftmaxTopK(2), "sigmoid groups": SigmoidGroupTopK(3, 4, 2
 
 
 def make(way: Any, select: str, mesh: Any, dtype: str = "float32") -> MoE:
-    """A layer whose router listens to the first feature of a token, by which a test chooses experts."""
+    """A MoE layer; tests steer its routing through the first feature of each token."""
     kw: dict[str, Any] = {"dtype": jnp.dtype(dtype), "rngs": nnx.Rngs(0)}
     router = Router(D, E, SELECTS[select], bias=select != "softmax", **kw)
     if router.bias is not None:
@@ -52,11 +52,11 @@ def make(way: Any, select: str, mesh: Any, dtype: str = "float32") -> MoE:
 
 
 def scenarios(dtype: str = "float32") -> dict[str, tuple[Any, Any, Any]]:
-    """Name -> tokens, which of them are real, and what is added to the router's kernel."""
+    """Name -> tokens, mask of real tokens, and an offset added to the router kernel."""
     x = jax.random.normal(jax.random.key(1), (B, T, D)).at[..., 0].set(1.0).astype(dtype)
     everything = jnp.ones((B, T), bool)
     nothing = jnp.zeros((D, E))
-    padding = jax.random.bernoulli(jax.random.key(2), 0.6, (B, T)).at[3].set(False)  # one row has no token at all
+    padding = jax.random.bernoulli(jax.random.key(2), 0.6, (B, T)).at[3].set(False)  # row 3 is all padding
     return {
         "random": (x, everything, nothing),
         "all on one expert": (x, everything, nothing.at[0, 5].set(30.0)),
@@ -67,9 +67,9 @@ def scenarios(dtype: str = "float32") -> dict[str, tuple[Any, Any, Any]]:
 
 @functools.cache
 def program(way: str, select: str, mesh_name: str, dtype: str = "float32") -> tuple[Any, Any, Any]:
-    """Compiled loss and gradients of a layer, its parameters where they lie, and its mesh.
+    """Jitted loss and gradients of a layer, its sharded parameters, and its mesh.
 
-    ``dtype`` "exact": what is given in bfloat16, computed in float32.
+    ``dtype`` "exact" means values rounded to bfloat16 but computed in float32.
     """
     sizes = MESHES[mesh_name]
     mesh = None if sizes is None else nnxmoe.make_mesh(**sizes)
@@ -90,7 +90,7 @@ def program(way: str, select: str, mesh_name: str, dtype: str = "float32") -> tu
 
 
 def outcome(way: str, select: str, mesh_name: str, scenario: str, dtype: str = "float32") -> tuple[list[Any], int, int]:
-    """y and every gradient, as NumPy; dropped assignments; and the load in all."""
+    """Output and every gradient as NumPy arrays, the number of drops, and the total load."""
     run, params, mesh = program(way, select, mesh_name, dtype)
     x, valid, more = scenarios("bfloat16" if dtype == "exact" else dtype)[scenario]
     x = x.astype(jnp.float32) if dtype == "exact" else x
@@ -106,7 +106,7 @@ def outcome(way: str, select: str, mesh_name: str, scenario: str, dtype: str = "
 
 
 def compare(way: str, select: str, mesh_name: str, dtype: str = "float32") -> dict[str, tuple[float, int, int]]:
-    """Scenario -> largest error against `Dense` on one device (over the size of each array), dropped, load."""
+    """Scenario -> largest relative error against `Dense` on one device, drops, and difference in load."""
     found = {}
     for scenario in scenarios():
         ours, dropped, load = outcome(way, select, mesh_name, scenario, dtype)
@@ -118,8 +118,8 @@ def compare(way: str, select: str, mesh_name: str, dtype: str = "float32") -> di
 
 
 def roundings(way: str, select: str, mesh_name: str) -> dict[str, list[tuple[float, float]]]:
-    """Scenario -> of y and each gradient, how far this way and `Dense` on one device are from float32, both in bfloat16
-    and relative to the size of the array."""
+    """Scenario -> per output and gradient, the relative bfloat16 errors against float32 of this mode and of `Dense` on
+    one device."""
     found = {}
     for scenario in scenarios():
         ours, _, _ = outcome(way, select, mesh_name, scenario, "bfloat16")
@@ -132,13 +132,13 @@ def roundings(way: str, select: str, mesh_name: str) -> dict[str, list[tuple[flo
 
 
 def _cells(default: Iterable[tuple[str, ...]], *axes: Iterable[str]) -> list[Any]:
-    """The product of the axes; every cell that is not in ``default`` is slow."""
+    """Product of the axes as params; combinations not in ``default`` are marked slow."""
     chosen, cells = set(default), list(itertools.product(*axes))
     assert chosen <= set(cells), chosen - set(cells)
     return [cell if cell in chosen else pytest.param(*cell, marks=pytest.mark.slow) for cell in cells]
 
 
-# Each mesh with two ways or more; both exchanges on several meshes.
+# Every mesh has at least two modes, and both exchanges run on several meshes.
 MODES = [
     ("dense", "sigmoid groups", "fsdp8"),
     ("sorted", "softmax", "one device"),
@@ -156,8 +156,8 @@ MODES = [
 
 
 @pytest.mark.parametrize(("way", "select", "mesh"), _cells(MODES, WAYS, SELECTS, MESHES))
-def test_every_mode_gives_the_same_numbers(eight: Callable[..., Any], way: str, select: str, mesh: str) -> None:
-    """Outputs and every gradient: tokens, router, experts."""
+def test_every_mode_matches_dense_on_one_device(eight: Callable[..., Any], way: str, select: str, mesh: str) -> None:
+    """Compares outputs and the gradients of tokens, router and experts."""
     for scenario, (error, dropped, more) in eight(compare, way, select, mesh).items():
         assert error < 1e-5 and dropped == 0 and more == 0, (scenario, error, dropped, more)
 
@@ -173,7 +173,7 @@ NARROW = [("sorted", "fsdp8"), ("ragged", "expert4 tensor2")]
         ["fsdp8", "expert8", "expert4 tensor2", "expert4 fsdp2"],
     ),
 )
-def test_bfloat16_within_its_rounding(eight: Callable[..., Any], way: str, mesh: str) -> None:
+def test_bfloat16_error_is_within_rounding(eight: Callable[..., Any], way: str, mesh: str) -> None:
     """The error against float32 is at most four times that of `Dense`, or four roundings."""
     select = "sigmoid groups" if mesh == "expert4 fsdp2" else "softmax"
     for scenario, pairs in eight(roundings, way, select, mesh).items():
@@ -181,11 +181,11 @@ def test_bfloat16_within_its_rounding(eight: Callable[..., Any], way: str, mesh:
             assert ours < 4 * max(oracles, 2**-8), (scenario, ours, oracles)
 
 
-# Buffers that are too small
+# Buffer overflow
 
 
 def overflow(exchange: Any) -> tuple[np.ndarray, np.ndarray, int, list[int]]:
-    """y with a small buffer and with a large one, of a layer whose tokens nearly all go to one shard; drops."""
+    """Outputs with a small and a large buffer, the experts, and drops, for tokens that nearly all go to one shard."""
     mesh = nnxmoe.make_mesh(expert=8)
     x, valid, more = scenarios()["all on one expert"]
     outs = []
@@ -200,8 +200,8 @@ def overflow(exchange: Any) -> tuple[np.ndarray, np.ndarray, int, list[int]]:
 
 
 @pytest.mark.parametrize("exchange", [RaggedAllToAll(2.0), RingOfExperts(2.0)])
-def test_overflow_is_counted_and_leaves_the_rest_alone(eight: Callable[..., Any], exchange: Any) -> None:
-    """Shard 5 is wanted by all B * T tokens and has room for 2 * (B / 8) * T * X rows."""
+def test_buffer_overflow_drops_are_counted_and_isolated(eight: Callable[..., Any], exchange: Any) -> None:
+    """All B * T tokens are routed to shard 5, whose buffer has 2 * (B / 8) * T * X rows."""
     (small, large), experts, dropped, by_shard = eight(overflow, exchange)
     room, wanted = 2 * (B // 8) * T * 2, int((experts == 5).sum())
     others = [int((experts == e).sum()) for e in range(E)]
@@ -222,7 +222,7 @@ def test_buffer_sizes() -> None:
 
 
 def exchanged(seed: int, room: int) -> tuple[Any, ...]:
-    """What an exchange of random sizes gives, forward and backward, and what a loop in NumPy gives."""
+    """Results of an exchange of random sizes, forward and backward, and those of a loop in NumPy."""
     rng, shards, each = np.random.default_rng(seed), 4, 3
     counts = rng.integers(0, 4, (shards, shards, each)).astype(np.int32)
     counts[rng.integers(shards)] = 0
@@ -265,7 +265,7 @@ def exchanged(seed: int, room: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("seed", "room"), [(0, 1), (1, 7), (2, 15), (0, 40), *(pytest.param(s, 7, marks=pytest.mark.slow) for s in (0, 2))]
 )
-def test_the_exchange_moves_every_row_where_it_belongs(eight: Callable[..., Any], seed: int, room: int) -> None:
+def test_ragged_all_to_all_equals_a_numpy_loop(eight: Callable[..., Any], seed: int, room: int) -> None:
     got, wanted = eight(exchanged, seed, room)
     for ours, theirs in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -275,7 +275,7 @@ def test_the_exchange_moves_every_row_where_it_belongs(eight: Callable[..., Any]
 
 
 def model_error(case: str, way: str, devices: int, scan: bool) -> float:
-    """A reference case on a mesh over its experts."""
+    """Error of the logits of a reference case on an expert-parallel mesh."""
     mesh = nnxmoe.make_mesh(expert=devices, devices=jax.devices()[:devices])
     strategy = nnxmoe.Strategy(dispatch=WAYS[way], scan_layers=scan)
     model = nnxmoe.from_pretrained(HF_CASES / case / "model", mesh=mesh, strategy=strategy)
@@ -304,7 +304,7 @@ def test_reference_cases_on_a_mesh(eight: Callable[..., Any], case: str, way: st
 
 
 def generated(dispatch: Any) -> tuple[list[list[int]], list[list[int]], list[str]]:
-    """New ids of each of four prompts, alone on a mesh of four expert shards and on one device; and the warnings."""
+    """New ids of four prompts, one at a time, on four expert shards and on one device; and the warnings."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -324,8 +324,8 @@ def generated(dispatch: Any) -> tuple[list[list[int]], list[list[int]], list[str
 
 
 @pytest.mark.slow
-def test_rows_that_fill_a_batch_up_take_no_room(eight: Callable[..., Any]) -> None:
-    """One prompt on four shards: three rows are nobody's, and a buffer of the balanced load is large enough."""
+def test_batch_padding_rows_use_no_buffer_space(eight: Callable[..., Any]) -> None:
+    """One prompt on four shards is padded with three rows; a buffer for the balanced load suffices."""
     ours, wanted, said = eight(generated, ExpertParallel(Sorted(), RingOfExperts(4.0)))
     assert ours == wanted and not said
     _, _, said = eight(generated, ExpertParallel(Sorted(), RingOfExperts(0.25)))
@@ -333,7 +333,7 @@ def test_rows_that_fill_a_batch_up_take_no_room(eight: Callable[..., Any]) -> No
 
 
 def random_choice() -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """`RandomTopK` on one device and on a mesh, and the experts' load there."""
+    """Experts chosen by `RandomTopK` on one device and on a mesh, and the load on the mesh."""
     kw: dict[str, Any] = {"dtype": jnp.dtype("float32"), "rngs": nnx.Rngs(0)}
     router = Router(D, E, RandomTopK(2, seed=3), bias=False, **kw)
     x = scenarios()["random"][0]
@@ -341,17 +341,17 @@ def random_choice() -> tuple[np.ndarray, np.ndarray, list[int]]:
     return one, other, np.bincount(other.reshape(-1), minlength=E).tolist()
 
 
-def test_random_choice_is_the_same_and_even_on_a_mesh(eight: Callable[..., Any]) -> None:
+def test_random_top_k_is_balanced_and_independent_of_the_mesh(eight: Callable[..., Any]) -> None:
     one, other, load = eight(random_choice)
     np.testing.assert_array_equal(one, other)
     assert load == [B * T * 2 // E] * E
 
 
-# Refusals
+# Invalid arguments
 
 
 def refusal(kind: str) -> str:
-    """The message of a ValueError."""
+    """Message of the ValueError raised for an invalid mesh or batch."""
     try:
         if kind == "experts":
             mesh = nnxmoe.make_mesh(expert=3, devices=jax.devices()[:3])
@@ -393,12 +393,12 @@ def refusal(kind: str) -> str:
         ("explicit", "must be of type Auto: make it with nnxmoe.make_mesh"),
     ],
 )
-def test_numbers_that_do_not_divide(eight: Callable[..., Any], kind: str, message: str) -> None:
+def test_invalid_meshes_and_batch_sizes(eight: Callable[..., Any], kind: str, message: str) -> None:
     assert message in eight(refusal, kind)
 
 
 @pytest.mark.wrong_types
-def test_what_no_mode_can_be() -> None:
+def test_invalid_strategy_arguments() -> None:
     for make_one, message in (
         (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "expert")), "also among data_axes"),
         (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "data")), "named twice"),
@@ -430,12 +430,12 @@ def test_what_no_mode_can_be() -> None:
             make_one()
 
 
-def test_strategies_that_are_equal() -> None:
+def test_equal_strategies_compare_equal() -> None:
     same = [nnxmoe.Strategy(compute_dtype=kind) for kind in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"))]
     assert len(set(same)) == 1 and same[0] != nnxmoe.Strategy()
 
 
-def test_drops_are_said_by_the_model() -> None:
+def test_model_reports_drops() -> None:
     tokens = random_tokens(2, 12)
     for factor, lossless in ((0.5, False), (8.0, True)):
         model = build_tiny("mixtral", nnxmoe.Strategy(dispatch=Capacity(factor)))
@@ -446,7 +446,7 @@ def test_drops_are_said_by_the_model() -> None:
     assert model(tokens).dispatch is None
 
 
-def test_without_a_mesh_expert_parallel_is_what_is_in_it() -> None:
+def test_expert_parallel_without_a_mesh_equals_its_inner_dispatch() -> None:
     x, valid, _ = scenarios()["padding"]
     ours, theirs = (make(way, "softmax", None)(x, valid)[0] for way in (RAGGED, Sorted()))
     assert np.array_equal(ours, theirs)

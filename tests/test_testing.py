@@ -1,4 +1,4 @@
-"""The parity kit: equal modules pass, and every kind of difference is found and named where it begins."""
+"""``nnxmoe.testing``: equal modules pass, and every difference is reported at the first submodule it affects."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ from tests.support.tiny import build_tiny
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD = 3, 12, 4, 2, 6
 
 
-# A Llama in Linen, with MaxText's names; ``faults``: layer -> what is wrong in it
+# A Llama in Linen with MaxText's names; ``faults`` maps a layer to its planted fault
 
 
 class Norm(nn.Module):
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         if self.rotate:
             q, k = rotated(q), rotated(k)
         k, v = (jnp.repeat(a, HEADS // KV_HEADS, axis=2) for a in (k, v))
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k)  # the queries carry the scale
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k)  # the query kernel includes the scale
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
         y = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
         return Dense((WIDTH,), ins=2, name="out")(y)
@@ -186,7 +186,7 @@ def compare(model: nnxmoe.CausalLM, linen: nn.Module, **options: Any) -> testing
 
 
 def difference(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """What the AssertionError says."""
+    """Message of the expected AssertionError."""
     with pytest.raises(AssertionError) as caught:
         function(*arguments, **options)
     print(caught.value)
@@ -194,7 +194,7 @@ def difference(function: Callable[..., Any], *arguments: Any, **options: Any) ->
 
 
 def attention() -> tuple[GQA, dict[str, Any]]:
-    """One attention of ours, and how it is called."""
+    """A GQA module, and the options to call it."""
     window: dict[str, Any] = {"window": None, "bias": False, "attend": nnxmoe.Reference()}
     module = GQA(WIDTH, HEADS, KV_HEADS, HEAD, **window, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
     index, valid = jnp.arange(7), jnp.ones((2, 7), bool)
@@ -220,8 +220,8 @@ def mlp() -> MLP:
         pytest.param(False, True, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_model(scan: bool, linen_scan: bool, remat: bool) -> None:
-    """However the layers are stacked on either side, each is held against its own."""
+def test_models_pass_with_any_layer_stacking(scan: bool, linen_scan: bool, remat: bool) -> None:
+    """Every layer is compared, whether scanned, unrolled or rematerialised on either side."""
     model = llama(scan_layers=scan, remat=nnxmoe.Remat() if remat else None)
     report = compare(model, LinenLlama(scan=linen_scan, remat=remat))
     assert report.parameters == len(jax.tree.leaves(nnx.state(model)))
@@ -232,8 +232,8 @@ def test_a_model(scan: bool, linen_scan: bool, remat: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_a_mixtral(scan: bool) -> None:
-    """Embedding, norm, the whole; in a layer its norms, attention and four projections, experts, and itself."""
+def test_mixtral_pass_and_routing_fault(scan: bool) -> None:
+    """Submodules: embedding, norm and model; per layer two norms, attention, its four kernels, experts, the layer."""
     model = llama(2, experts=True, scan_layers=scan)
     report = compare(model, LinenLlama(layers=2, experts=True, scan=scan))
     assert report.submodules == 3 + 2 * 9 and report.gradient < 1e-5
@@ -242,7 +242,7 @@ def test_a_mixtral(scan: bool) -> None:
     assert f"DIFFER {ours} = decoder/layers_1/MoeBlock_0  " in text and "the cause is inside it" in text
 
 
-def test_parts() -> None:
+def test_single_modules_pass() -> None:
     norm = randomise(RMSNorm(WIDTH, 1e-5, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0)))
     assert testing.assert_module_parity(norm, Norm(), {"scale": "scale"}, X).submodules == 1
     assert testing.assert_module_parity(mlp(), Mlp(), GATED, (X,)).submodules == 4
@@ -250,14 +250,14 @@ def test_parts() -> None:
     assert testing.assert_module_parity(module, Attention(), DIVIDED, (X,), **how).submodules == 5
 
 
-def test_the_modules_stay_as_they_are() -> None:
+def test_comparison_does_not_modify_the_modules() -> None:
     model = llama(1)
     before = nnx.split(model)[0]
     compare(model, LinenLlama(layers=1))
     assert nnx.split(model)[0] == before and type(model.norm) is RMSNorm and not hasattr(model.norm, "_tap")
 
 
-def test_random_numbers_are_no_parameters() -> None:
+def test_rng_state_is_not_a_parameter() -> None:
     class Ours(nnx.Module):
         def __init__(self) -> None:
             self.dense = nnx.Linear(WIDTH, 5, rngs=nnx.Rngs(0))
@@ -270,14 +270,14 @@ def test_random_numbers_are_no_parameters() -> None:
     assert testing.assert_module_parity(Ours(), nn.Dense(5), mapping, X).parameters == 2
 
 
-def test_equal_infinities_agree() -> None:
+def test_equal_infinities_pass() -> None:
     ours, theirs = (lambda m, x: jnp.where(x > 1, -jnp.inf, m(x)) for _ in range(2))
     report = testing.assert_module_parity(mlp(), Mlp(), GATED, X, nnx_call=ours, linen_call=theirs)
     assert report.output < 1e-5
 
 
 def test_vectorised_submodules() -> None:
-    """Three experts at once, as each framework does it; every one is compared."""
+    """Three experts under each framework's vmap; every one is compared."""
 
     class Experts(nnx.Module):
         def __init__(self) -> None:
@@ -301,7 +301,7 @@ def test_vectorised_submodules() -> None:
 
 
 class Compiled(nnx.Module):
-    """Compiles a submodule by itself."""
+    """Calls one submodule under ``nnx.jit``."""
 
     def __init__(self) -> None:
         self.first, self.second = (nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2))
@@ -326,8 +326,8 @@ class LinenCompiled(nn.Module):
         return Dense((WIDTH,), name="second")(nn.jit(Wrapped)(name="first")(x))
 
 
-def test_submodules_that_are_compiled_or_wrapped() -> None:
-    """What was compiled before is not taken for this run, and a module is held against the wrapper of its partner."""
+def test_jitted_and_wrapped_submodules() -> None:
+    """Earlier compiled calls are not reused, and a module is compared with the wrapper of its counterpart."""
     mapping: dict[str, Any] = {"first/kernel": "first/inner/kernel", "second/kernel": "second/kernel"}
     ours, theirs = Compiled(), LinenCompiled()
     for _ in range(2):
@@ -336,7 +336,7 @@ def test_submodules_that_are_compiled_or_wrapped() -> None:
     assert "DIFFER first = first  " in text
 
 
-# Where they part
+# Reported differences
 
 
 LAYER = "stacks/0/layers/1/"
@@ -367,20 +367,20 @@ PARTINGS = {
 
 
 @pytest.mark.parametrize("fault", PARTINGS)
-def test_the_first_submodule_that_differs(fault: str) -> None:
-    """In layer 1 of 3: what still agreed, what no longer does, and whether the cause is in it."""
+def test_first_differing_submodule_is_named(fault: str) -> None:
+    """Layer 1 of 3 is faulty; the report names the last agreeing and first differing submodule."""
     text = difference(compare, llama(), LinenLlama(nn.FrozenDict({1: fault})))
     agree, part, cause = PARTINGS[fault]
     assert text.startswith("NNX Llama and Linen LinenLlama differ in their outputs (tolerance 1.0e-05):\n  output ")
     assert f"agree  {LAYER}{agree}  " in text and f"DIFFER {LAYER}{part}  " in text and cause in text
     assert ("  inf at [0, 0, 7]: NNX" in text and "Linen nan" in text) == (fault == "NaN")
-    assert ("maybe  stacks/0/layers/1/attention/q = " in text) == (fault == "no rope")  # it is divided on purpose
+    assert ("maybe  stacks/0/layers/1/attention/q = " in text) == (fault == "no rope")  # the mapping divides it
     assert "39 calls" in text
 
 
 @pytest.mark.parametrize(("scan", "linen_scan"), [(True, False), (True, True), (False, True)])
-def test_the_layer_of_a_scan(scan: bool, linen_scan: bool) -> None:
-    """Scanned Linen layers are all alike, so the first is at fault."""
+def test_differing_layer_of_a_scan_is_named(scan: bool, linen_scan: bool) -> None:
+    """Scanned Linen layers are identical, so there the first layer is faulty."""
     i = 0 if linen_scan else 1
     linen = LinenLlama(nn.FrozenDict({"all": "eps", 1: "eps"}), scan=linen_scan)
     text = difference(compare, llama(scan_layers=scan), linen)
@@ -390,17 +390,17 @@ def test_the_layer_of_a_scan(scan: bool, linen_scan: bool) -> None:
     assert f"DIFFER {ours} = {theirs}  " in text
 
 
-def test_what_is_done_in_no_submodule() -> None:
+def test_difference_outside_submodules() -> None:
     text = difference(compare, llama(1), LinenLlama(nn.FrozenDict({"head": True}), layers=1))
     assert "agree  norm = decoder/decoder_norm  " in text and "DIFFER (the whole) = (the whole)  " in text
 
 
-def test_after_the_last_submodule() -> None:
+def test_difference_after_the_last_submodule() -> None:
     text = difference(testing.assert_module_parity, mlp(), Mlp(), GATED, X, linen_call=lambda m, x: m(x) + 1)
     assert "agree  (the whole) = (the whole)  " in text and "this is the last: the cause comes after it" in text
 
 
-def test_no_submodules_correspond() -> None:
+def test_difference_without_corresponding_submodules() -> None:
     class Squared(nnx.Module):
         def __init__(self) -> None:
             self.kernel = nnx.Param(jnp.ones((WIDTH, 3)))
@@ -413,8 +413,8 @@ def test_no_submodules_correspond() -> None:
     assert "no submodules correspond" in text
 
 
-def test_wrong_functions_of_a_mapping() -> None:
-    """A square kernel transposed, and queries that are not divided: shapes cannot tell, numbers do."""
+def test_wrong_mapping_functions_are_found() -> None:
+    """A transposed square kernel and undivided queries have the right shapes but wrong values."""
 
     class Ours(nnx.Module):
         def __init__(self) -> None:
@@ -436,7 +436,7 @@ def test_wrong_functions_of_a_mapping() -> None:
     assert "agree  v = value  " in text and "DIFFER o = out  " in text
 
 
-def test_a_nan_on_both_sides_is_no_parity() -> None:
+def test_nan_on_both_sides_fails() -> None:
     def nan(module: Any, x: Array) -> Array:
         return module(x).at[1, 2, 3].set(jnp.nan)
 
@@ -444,8 +444,8 @@ def test_a_nan_on_both_sides_is_no_parity() -> None:
     assert "output inf at [1, 2, 3]: NNX nan, Linen nan" in text
 
 
-def test_the_tolerance() -> None:
-    """Relative to the largest value; one that is no number lets nothing pass."""
+def test_tolerance_is_relative_to_the_largest_value() -> None:
+    """A NaN tolerance always fails."""
     norm = RMSNorm(WIDTH, 1e-5, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
     arguments = (norm, Norm(1.2e-4), {"scale": "scale"}, X)
     text = difference(testing.assert_module_parity, *arguments)
@@ -462,8 +462,8 @@ def test_the_tolerance() -> None:
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_the_gradient_that_is_nearest_to_the_output(scan: bool) -> None:
-    """Outputs are equal, and so are the gradients behind the fault."""
+def test_differing_gradient_nearest_to_the_output_is_named(scan: bool) -> None:
+    """Outputs are equal, and so are gradients of parameters after the fault."""
     linen = LinenLlama(nn.FrozenDict({1: "gradient"}))
     text = difference(compare, llama(scan_layers=scan), linen)
     assert "differ in their gradients (tolerance 1.0e-05); their outputs agree:" in text
@@ -476,7 +476,7 @@ def test_the_gradient_that_is_nearest_to_the_output(scan: bool) -> None:
     assert count and 10 < int(count[1]) < 20  # layer 0, layer 1 up to the fault and the embedding
 
 
-def test_the_gradient_of_the_inputs() -> None:
+def test_input_gradients_are_compared() -> None:
     stopped: dict[str, Any] = {"linen_call": lambda m, inputs: m(jax.lax.stop_gradient(inputs["x"]))}
     arguments = (mlp(), Mlp(), GATED, ({"x": X},))
     text = difference(testing.assert_module_parity, *arguments, nnx_call=lambda m, inputs: m(inputs["x"]), **stopped)
@@ -486,7 +486,7 @@ def test_the_gradient_of_the_inputs() -> None:
 # Trees and mappings
 
 
-def test_every_fault_of_a_mapping_at_once() -> None:
+def test_error_lists_every_mapping_fault() -> None:
     class Ours(nnx.Module):
         def __init__(self) -> None:
             shapes = {"a": (3, 4), "b": (4, 3), "c": (4,), "d": (4,), "e": (4,), "f": (4,), "g": (5, 2)}
@@ -521,7 +521,7 @@ def test_every_fault_of_a_mapping_at_once() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_other_numbers_of_layers(count: int) -> None:
+def test_different_numbers_of_layers(count: int) -> None:
     text = difference(compare, llama(), LinenLlama(layers=count))
     if count == 2:
         assert (
@@ -547,8 +547,8 @@ LLAMA_3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_f
         ("deepseek_v3", {}),
     ],
 )
-def test_maxtexts_parameters_are_those_that_convert_writes(kind: str, changes: dict[str, Any], scan: bool) -> None:
-    """Made of ours by functions that can be differentiated: queries divided, interleaved, biases by heads, stacks."""
+def test_maxtext_mapping_equals_convert(kind: str, changes: dict[str, Any], scan: bool) -> None:
+    """Covers divided and interleaved queries, biases per head, and stacked layers."""
     model = build_tiny(kind, nnxmoe.Strategy(), **changes)
     tree = flatten_dict(maxtext.to_tree(model, scan_layers=scan)["params"], sep="/")
     params = {"/".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(model))}
@@ -561,7 +561,7 @@ def test_maxtexts_parameters_are_those_that_convert_writes(kind: str, changes: d
     assert queries == (kind != "deepseek_v3") and keys == (kind == "llama")
 
 
-def test_outputs_of_another_form() -> None:
+def test_different_output_structures_and_dtypes() -> None:
     text = difference(testing.assert_module_parity, llama(1), LinenLlama(layers=1), None, TOKENS)
     assert "differ in the structure of their outputs" in text and "NNX returns float32[2, 7, 29] as PyTreeDef" in text
     assert "use nnx_call and linen_call" in text
@@ -570,7 +570,7 @@ def test_outputs_of_another_form() -> None:
     assert "Linen returns bfloat16[2, 7, 12]" in text
 
 
-def test_what_cannot_be_compared() -> None:
+def test_unsupported_comparisons() -> None:
     with pytest.raises(ValueError, match="MLP has no MaxText names, which mapping=None"):
         testing.assert_module_parity(mlp(), Mlp(), None, X)
     with pytest.raises(ValueError, match="the Linen module has variables in batch_stats, but only"):
@@ -581,6 +581,6 @@ def test_what_cannot_be_compared() -> None:
 
 
 @pytest.mark.commands
-def test_the_package_does_not_import_it() -> None:
+def test_nnxmoe_does_not_import_testing() -> None:
     code = "import sys, nnxmoe; assert not [n for n in sys.modules if n.startswith('nnxmoe.testing')]"
     subprocess.run([sys.executable, "-c", code], check=True)
