@@ -1,4 +1,4 @@
-"""The bridge against decoders written by hand in Linen, and against what MaxText computed: trees, numbers, programs."""
+"""``nnxmoe.linen`` against handwritten Linen decoders and MaxText: trees, numerics and compiled programs."""
 
 import collections
 import dataclasses
@@ -53,7 +53,7 @@ MIXTRAL, DEEPSEEK, LLAMA = (config_of(f"{name}_unscanned") for name in ("mixtral
 
 
 def boxes(tree: Any) -> dict[str, Any]:
-    """Name -> shape, dtype and the box with its logical axes."""
+    """Name -> box type, logical axes, shape and dtype."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, nn.meta.AxisMetadata))[0]
     found = {}
     for path, leaf in leaves:
@@ -68,7 +68,7 @@ def declared(module: nn.Module, *args: Any) -> Any:
 
 
 def filled(module: nn.Module, *args: Any) -> Any:
-    """Random arrays in the boxes that a module declares: quicker than its initialisers."""
+    """Random arrays in the boxes that a module declares; faster than its initialisers."""
     random = np.random.default_rng(0)
     make = lambda a: jnp.asarray(random.normal(0, 0.2, a.shape) + (a.ndim == 1), a.dtype)  # noqa: E731
     return jax.tree.map(make, declared(module, *args))
@@ -79,7 +79,7 @@ def initial(module: nn.Module, *args: Any) -> Any:
 
 
 def run(module: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
-    """``apply``, compiled; keywords that are no arrays are bound."""
+    """Jitted ``apply``; boolean keywords are bound as constants."""
     arrays = {name: value for name, value in kwargs.items() if not isinstance(value, bool)}
     bound = functools.partial(module.apply, **{name: kwargs[name] for name in kwargs.keys() - arrays.keys()})
     return jax.jit(bound)(variables, *args, **arrays)
@@ -95,13 +95,13 @@ def inputs(config: Any, length: int = 6) -> tuple[jax.Array, Any]:
     return jax.random.normal(jax.random.key(7), (2, length, config.hidden_size)), hand.context_of(config, length)
 
 
-# Whole models
+# Models
 
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_models_tree_is_that_of_linen_by_hand(kind: str, scan: bool) -> None:
-    """Names, shapes, dtypes, boxes, logical axes, order."""
+def test_model_tree_equals_a_handwritten_linen_model(kind: str, scan: bool) -> None:
+    """Compares names, shapes, dtypes, boxes, logical axes and order."""
     config = tiny(kind)
     ours = declared(LinenCausalLM(config, scan_layers=scan), TOKENS)
     theirs = declared(hand.Transformer(config, scan), TOKENS)
@@ -109,8 +109,8 @@ def test_a_models_tree_is_that_of_linen_by_hand(kind: str, scan: bool) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_and_gradients_are_maxtexts_under_its_own_names(name: str) -> None:
-    """No name is mapped: its parameters go in, its gradients come out. Of whole and packed sequences."""
+def test_logits_and_gradients_equal_maxtext(name: str) -> None:
+    """MaxText's parameters and gradients are used under their own names, for whole and packed sequences."""
     arrays, config, scan = load_file(CASES / name / "io.safetensors"), config_of(name), "_scanned" in name
     results, variables = json.loads((CASES / name / "config.json").read_text()), nested(params_of(name))
     module = LinenCausalLM(config, hand.STRATEGY, scan)
@@ -145,9 +145,9 @@ def test_logits_and_gradients_are_maxtexts_under_its_own_names(name: str) -> Non
         pytest.param("llama 3.1", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_models_program_is_that_of_linen_by_hand(kind: str, scan: bool) -> None:
-    """Forward and backward: the same bits, no more instructions, the same temporary bytes (our scan over layers counts
-    them, which may cost some hundred)."""
+def test_model_program_equals_a_handwritten_linen_model(kind: str, scan: bool) -> None:
+    """Forward and backward are bitwise equal with no more instructions or temporary bytes. Our layer scan has a
+    counter, which may cost a few hundred bytes."""
     config = tiny(kind)
     ours, theirs = LinenCausalLM(config, hand.STRATEGY, scan), hand.Transformer(config, scan)
     variables = filled(theirs, TOKENS)
@@ -155,7 +155,7 @@ def test_a_models_program_is_that_of_linen_by_hand(kind: str, scan: bool) -> Non
 
 
 def same_program(ours: Callable[..., Any], theirs: Callable[..., Any], *args: Any, slack: float = 0.0) -> None:
-    """Values and gradients of two functions; ``slack``: by how much temporary bytes may grow."""
+    """Assert equal values and gradients; ``slack`` is the allowed relative growth of temporary bytes."""
 
     def compiled(function: Callable[..., Any]) -> Any:
         def loss(*args: Any) -> tuple[Any, Any]:
@@ -180,8 +180,8 @@ def same_program(ours: Callable[..., Any], theirs: Callable[..., Any], *args: An
         pytest.param("deepseek", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_models_parity_with_linen_by_hand(kind: str, scan: bool) -> None:
-    """Trees, logits and gradients, layer by layer, with norms and biases that matter."""
+def test_model_parity_with_a_handwritten_linen_model(kind: str, scan: bool) -> None:
+    """Compares trees, logits and gradients layer by layer, with random norms and biases."""
     config = tiny(kind)
     model = randomise(nnxmoe.models.model_class(config)(config, hand.STRATEGY, rngs=nnx.Rngs(0)))
     by_hand = hand.Transformer(config, scan)
@@ -198,7 +198,7 @@ def test_a_models_parity_with_linen_by_hand(kind: str, scan: bool) -> None:
         pytest.param("deepseek", False, marks=pytest.mark.slow),
     ],
 )
-def test_from_linen_is_the_same_model(kind: str, scan: bool) -> None:
+def test_from_linen_gives_the_same_logits(kind: str, scan: bool) -> None:
     config = tiny(kind)
     module = LinenCausalLM(config, hand.STRATEGY, scan)
     variables = initial(module, TOKENS)
@@ -207,12 +207,12 @@ def test_from_linen_is_the_same_model(kind: str, scan: bool) -> None:
     model = linen.from_linen(variables, config, nnxmoe.Strategy(stacking=other))
     assert type(model) is nnxmoe.models.model_class(config) and model.strategy.stacking == other
     assert max_error(model(TOKENS).logits, wanted) < 1e-5
-    assert 0.2 < float(jnp.std(wanted)) < 5  # queries are drawn for scores of the usual size
+    assert 0.2 < float(jnp.std(wanted)) < 5  # query initialisation gives scores of the usual magnitude
     tree = jax.tree.map(np.asarray, nn.meta.unbox(variables))
     same_bits(tree, maxtext.to_tree(linen.from_linen(tree, config), scan_layers=scan))
 
 
-def test_initial_values_are_those_of_the_nnx_model_but_for_divided_queries() -> None:
+def test_initial_values_equal_the_nnx_model_converted_to_maxtext() -> None:
     tree = nn.meta.unbox(initial(LinenCausalLM(LLAMA), TOKENS))
     model = nnxmoe.models.Llama(LLAMA, rngs=nnx.Rngs(params=first_key(KEY)))
     for name, value in flat(maxtext.to_tree(model, scan_layers=False)).items():
@@ -220,7 +220,7 @@ def test_initial_values_are_those_of_the_nnx_model_but_for_divided_queries() -> 
 
 
 def first_key(key: jax.Array) -> jax.Array:
-    """What a Linen module's first ``make_rng("params")`` gives."""
+    """Key of the first ``make_rng("params")`` in a Linen module."""
 
     class Module(nn.Module):
         @nn.compact
@@ -230,14 +230,14 @@ def first_key(key: jax.Array) -> jax.Array:
     return Module().apply({}, rngs={"params": key})
 
 
-def test_all_that_a_model_takes_and_returns() -> None:
+def test_model_arguments_and_outputs() -> None:
     module = LinenCausalLM(MIXTRAL, nnxmoe.Strategy(dispatch=nnxmoe.Dense(), compute_dtype="bfloat16"))
     variables = filled(module, TOKENS)
     out = run(module, variables, TOKENS, return_routing=True, return_hidden=True)
     assert len(out.hidden) == 4 and set(out.routing) == {0, 1} and out.hidden[0].dtype == jnp.bfloat16
     narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), variables)
     hidden = run(LinenCausalLM(MIXTRAL, hand.STRATEGY), narrow, TOKENS, return_hidden=True).hidden
-    assert hidden[0].dtype == jnp.bfloat16  # as the weights
+    assert hidden[0].dtype == jnp.bfloat16  # the dtype of the weights
     mask = np.ones_like(TOKENS)
     mask[0, :4] = 0
     padded = run(LinenCausalLM(MIXTRAL, hand.STRATEGY), variables, TOKENS, attention_mask=mask).logits
@@ -245,7 +245,7 @@ def test_all_that_a_model_takes_and_returns() -> None:
     assert max_error(padded[:1, 4:], alone) < 1e-5
 
 
-def test_a_cache_goes_in_and_out() -> None:
+def test_decoding_with_a_cache() -> None:
     module = LinenCausalLM(LLAMA, scan_layers=True)
     variables = filled(module, TOKENS)
     model = linen.from_linen(variables, LLAMA, nnxmoe.Strategy(stacking=nnxmoe.Scanned()))
@@ -273,7 +273,7 @@ def test_models_under_vmap_and_remat() -> None:
         assert max_error(both[i], alone) < 1e-5 * float(jnp.max(jnp.abs(alone)))
 
 
-# Parts
+# Layers
 
 PARTS: dict[str, tuple[Any, Callable[..., nn.Module], Callable[..., nn.Module], str]] = {
     "attention": (MIXTRAL, hand.wrapped_attention, lambda c: hand.Attention(c), "x context cache"),
@@ -308,8 +308,8 @@ PARTS: dict[str, tuple[Any, Callable[..., nn.Module], Callable[..., nn.Module], 
 
 @pytest.mark.program
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_alone(part: str) -> None:
-    """Tree, boxes and bits of the same part by hand."""
+def test_wrapped_layer_equals_a_handwritten_one(part: str) -> None:
+    """Compares tree, boxes and bits."""
     config, wrapped, by_hand, takes = PARTS[part]
     ours, theirs = wrapped(config), by_hand(config)
     x, context = inputs(config)
@@ -321,8 +321,8 @@ def test_a_part_alone(part: str) -> None:
     same_program(lambda v, x: ours.apply(v, x, *mine[1:])[0], lambda v, x: theirs.apply(v, x, *other[1:]), variables, x)
 
 
-def test_small_parts() -> None:
-    """Their trees: what is common to all of a part's names is left out."""
+def test_trees_of_small_modules() -> None:
+    """The prefix common to all MaxText names of a module is dropped."""
     x = jnp.ones((2, 3, 8))
     select = SoftmaxTopK(2)
     for module, wanted in (
@@ -343,7 +343,7 @@ def test_small_parts() -> None:
         assert {name: entry[1:3] for name, entry in found.items()} == {f"params/{n}": v for n, v in wanted.items()}
 
 
-def test_the_model_of_a_table_is_found_by_its_parameters() -> None:
+def test_parameters_of_no_known_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no model of MaxText's has all of layer\.attention\.k\.kernel, .*shared"):
         config = MIXTRAL
         moe = hand.wrapped_moe(DEEPSEEK).blueprint
@@ -352,8 +352,8 @@ def test_the_model_of_a_table_is_found_by_its_parameters() -> None:
         declared(layer, *inputs(config), None)
 
 
-def test_queries_are_drawn_for_their_scale() -> None:
-    """The same scores at first, and the same output where weights are moved from one scale to the other."""
+def test_query_initialisation_follows_the_attention_scale() -> None:
+    """Initial scores are equal for both scales, and so are outputs after converting the weights."""
     x, context = inputs(LLAMA)
     divided, plain = hand.wrapped_attention(LLAMA), hand.wrapped_attention(LLAMA).blueprint
     plain = linen.Wrapped(dataclasses.replace(plain, kwargs=tuple(kv for kv in plain.kwargs if kv[0] != "scale")))
@@ -365,7 +365,7 @@ def test_queries_are_drawn_for_their_scale() -> None:
     assert max_error(*outs) < 1e-5
 
 
-# In other Linen modules, under its transformations
+# Inside other Linen modules and transformations
 
 
 @pytest.mark.program
@@ -377,7 +377,7 @@ def test_queries_are_drawn_for_their_scale() -> None:
         pytest.param("deepseek", True, marks=pytest.mark.slow),
     ],
 )
-def test_layers_in_a_list_and_scanned(kind: str, scan: bool) -> None:
+def test_wrapped_layers_in_a_list_and_scanned(kind: str, scan: bool) -> None:
     config, moe = tiny(kind), kind != "llama 3.1"
     x, context = inputs(config)
     layer = hand.wrapped_layer(config, moe)
@@ -389,11 +389,11 @@ def test_layers_in_a_list_and_scanned(kind: str, scan: bool) -> None:
     if scan:
         name = "params/layers/layer/self_attention/" + ("wq_a" if kind == "deepseek" else "query") + "/kernel"
         assert found[name][1][:2] == ("embed", "layers") and found[name][2][1] == 2
-    slack = 0.005 if kind == "deepseek" else 0.0  # 1136 bytes of 464288, whose origin is not known
+    slack = 0.005 if kind == "deepseek" else 0.0  # 1136 of 464288 bytes, for an unknown reason
     same_program(*(lambda v, m=m: m.apply(v, x, context) for m in (ours, theirs)), variables, slack=slack)
 
 
-def test_scanned_layers_draw_different_values() -> None:
+def test_scanned_layers_have_different_initial_values() -> None:
     x, context = inputs(LLAMA)
     layer = hand.wrapped_layer(LLAMA, False)
     tree = hand.Layers(lambda name: layer.copy(name=name), 2, True)
@@ -403,8 +403,8 @@ def test_scanned_layers_draw_different_values() -> None:
 
 
 @pytest.mark.program
-def test_remat() -> None:
-    """As a lifted transformation of the module around it, and of the wrapped module itself."""
+def test_remat_around_and_of_wrapped_modules() -> None:
+    """``nn.remat`` applied to the surrounding module and to the wrapped module."""
     x, context = inputs(LLAMA)
     layer = hand.wrapped_layer(LLAMA, False)
     plain, one = (
@@ -424,7 +424,7 @@ def test_remat() -> None:
 
 
 class Twice(nn.Module):
-    """A user's module that holds parts in ``setup``, and calls one of them again."""
+    """User module with wrapped modules in ``setup``, one of which is called twice."""
 
     def setup(self) -> None:
         self.parts = [linen.wrap(MLP, 8, 6, bias=False, dtype=F32) for _ in range(2)]
@@ -436,11 +436,11 @@ class Twice(nn.Module):
         return x
 
 
-def test_in_a_modules_setup_shared_and_vmapped() -> None:
+def test_wrapped_modules_in_setup_shared_and_vmapped() -> None:
     x = jax.random.normal(KEY, (3, 8))
     module = Twice()
     out, variables = module.init_with_output(KEY, x)
-    assert max_error(out, module.apply(variables, x)) < 1e-5  # what is called again is drawn once
+    assert max_error(out, module.apply(variables, x)) < 1e-5  # the shared module is initialised once
     assert set(variables["params"]) == {"parts_0", "parts_1", "norm"}
     rows = nn.vmap(
         Twice, variable_axes={"params": 0}, split_rngs={"params": True}, metadata_params={nn.PARTITION_NAME: "rows"}
@@ -456,7 +456,7 @@ def test_in_a_modules_setup_shared_and_vmapped() -> None:
 
 
 class Net(nnx.Module):
-    """A stranger: lists, dropout, statistics, its own axes."""
+    """Third-party module with a list, dropout, batch statistics and its own axis names."""
 
     made = 0
 
@@ -475,7 +475,7 @@ class Net(nnx.Module):
 
 
 class LinenNet(nn.Module):
-    """The same by hand, but for the dropout."""
+    """Net in Linen, without dropout."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -488,7 +488,7 @@ class LinenNet(nn.Module):
 X = jax.random.normal(jax.random.key(3), (5, 4))
 
 
-def test_a_strangers_tree_and_its_statistics() -> None:
+def test_third_party_module_tree_and_batch_stats() -> None:
     module, by_hand = linen.wrap(Net, 4), LinenNet()
     variables = module.init(KEY, X)
     wanted = by_hand.init(KEY, X)
@@ -510,7 +510,7 @@ def without_dropout(width: int, rngs: nnx.Rngs) -> Net:
     return net
 
 
-def test_what_a_call_adds() -> None:
+def test_intermediates_are_returned_if_mutable() -> None:
     module = linen.wrap(Net, 4)
     variables = {k: v for k, v in module.init(KEY, X).items() if k != "intermediates"}
     out, kept = module.apply(variables, X, mutable=["intermediates"])
@@ -518,7 +518,7 @@ def test_what_a_call_adds() -> None:
     np.testing.assert_array_equal(out, module.apply(variables, X))
 
 
-def test_dropout_takes_linens_keys() -> None:
+def test_dropout_uses_linen_rngs() -> None:
     module = linen.wrap(Net, 4)
     variables = module.init({"params": KEY, "dropout": jax.random.key(5)}, X, True)
     run = functools.partial(module.apply, variables, X, True, mutable=["batch_stats"])
@@ -528,11 +528,11 @@ def test_dropout_takes_linens_keys() -> None:
     np.testing.assert_array_equal(one, run(rngs={"dropout": jax.random.PRNGKey(1)})[0])
     with pytest.raises(InvalidRngError, match='needs PRNG for "dropout"'):
         run()
-    module.apply(variables, X)  # off: no key is needed
+    module.apply(variables, X)  # without dropout no key is needed
 
 
 class Noise(nnx.Module):
-    """Two streams of other names."""
+    """Two RNG streams with custom names."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.rngs = rngs
@@ -542,7 +542,7 @@ class Noise(nnx.Module):
         return jax.random.normal(self.rngs.noise(), x.shape), jax.random.normal(self.own(), x.shape)
 
 
-def test_streams_of_any_name() -> None:
+def test_rng_streams_of_any_name() -> None:
     module = linen.wrap(lambda rngs: Noise(rngs) if rngs.noise else None)
     run = lambda noise, own: module.apply({}, X, rngs={"noise": jax.random.key(noise), "own": jax.random.key(9 + own)})  # noqa: E731
     a, b, c = run(1, 1), run(1, 2), run(2, 1)
@@ -551,14 +551,14 @@ def test_streams_of_any_name() -> None:
 
 
 class Dropping(nn.Module):
-    """A layer with dropout, as ``nn.scan`` wants it."""
+    """A layer with dropout and the signature that ``nn.scan`` requires."""
 
     @nn.compact
     def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
         return linen.wrap(nnx.Dropout, 0.5, name="drop")(x), None
 
 
-def test_scanned_dropout_draws_a_key_a_layer() -> None:
+def test_scanned_dropout_draws_one_key_per_layer() -> None:
     ones = jnp.ones((4, 64))
     out, _ = hand.scanned(Dropping, 3)().apply({}, ones, None, rngs={"dropout": KEY})
     kept = float(jnp.mean(out != 0))
@@ -566,7 +566,7 @@ def test_scanned_dropout_draws_a_key_a_layer() -> None:
 
 
 class Stacked(nnx.Module):
-    """Layers made by ``nnx.vmap``, each with a key of its own."""
+    """Layers made by ``nnx.vmap``, each with its own key."""
 
     def __init__(self, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=3)
@@ -580,7 +580,7 @@ class Stacked(nnx.Module):
         return nnx.vmap(lambda drop, x: drop(x), in_axes=(0, None))(self.drops, x)
 
 
-def test_stacked_streams() -> None:
+def test_vmapped_modules_have_separate_rng_streams() -> None:
     out = linen.wrap(Stacked).apply({}, jnp.ones((64,)), rngs={"dropout": KEY})
     assert out.shape == (3, 64) and not np.array_equal(out[0], out[1])
 
@@ -592,7 +592,7 @@ def test_no_constructor_runs_at_apply() -> None:
     module = linen.wrap(Net, 3)
     x, Net.made = X[:, :3], 0
     variables = module.init(KEY, x)
-    assert Net.made == 2  # for the structure, and for the values
+    assert Net.made == 2  # once for the structure, once for the values
     jax.jit(module.apply)(variables, x)
     jax.grad(lambda v: jnp.sum(module.apply(v, x)))(variables["params"] and {**variables})
     linen.wrap(Net, 3).apply(variables, x)  # an equal module has the same structure
@@ -634,8 +634,8 @@ def test_equal_modules_share_a_compiled_program() -> None:
 
 @pytest.mark.program
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_compiled_program_is_no_larger(scan: bool) -> None:
-    """The benchmark's own layers, two of them: temporary bytes and instructions of forward and backward."""
+def test_compiled_program_is_not_larger_than_linen(scan: bool) -> None:
+    """Temporary bytes and instructions of forward and backward for two of the benchmark's layers."""
     (theirs, size), (ours, mine) = (
         (bridge.instructions(done), done.memory_analysis().temp_size_in_bytes)
         for done in (bridge.program(bridge.MAKERS[n], 2, scan).compile() for n in ("Linen", "nnxmoe.linen"))
@@ -644,8 +644,8 @@ def test_the_compiled_program_is_no_larger(scan: bool) -> None:
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_no_more_is_traced(scan: bool) -> None:
-    """Equations of the traced program, all of them: as many as by hand, and no more than with flax's own bridge."""
+def test_traced_program_is_not_larger_than_linen(scan: bool) -> None:
+    """At most 2 % more equations than handwritten Linen, and no more than flax's ToLinen."""
     ours, theirs, flax = (
         bridge.equations(bridge.program(bridge.MAKERS[name], 2, scan).trace().jaxpr)
         for name in ("nnxmoe.linen", "Linen", "ToLinen")
@@ -653,7 +653,7 @@ def test_no_more_is_traced(scan: bool) -> None:
     assert ours <= theirs * 1.02 and ours <= flax, (ours, theirs, flax)
 
 
-# Wrong trees and wrong uses
+# Errors
 
 
 def test_boxed_and_unboxed_variables() -> None:
@@ -666,7 +666,7 @@ def test_boxed_and_unboxed_variables() -> None:
 
 
 @pytest.mark.parametrize("boxed", [False, True])
-def test_one_error_lists_all_that_is_wrong(boxed: bool) -> None:
+def test_error_lists_every_mismatch(boxed: bool) -> None:
     params = params_of("mixtral_lbloss_unscanned")
     layer = "params/decoder/layers_0/"
     del params[layer + "MoeBlock_0/wo"]
@@ -688,7 +688,7 @@ def test_one_error_lists_all_that_is_wrong(boxed: bool) -> None:
     }
 
 
-def test_trees_of_the_other_stacking_and_of_none() -> None:
+def test_trees_of_the_other_stacking_and_empty_trees() -> None:
     scanned, unscanned = nested(params_of("mixtral_scanned")), nested(params_of("mixtral_lbloss_unscanned"))
     for tree, scan in ((scanned, False), (unscanned, True)):
         with pytest.raises(ValueError, match=r"is missing(.|\n)*is not a variable of the module"):
@@ -697,7 +697,7 @@ def test_trees_of_the_other_stacking_and_of_none() -> None:
         LinenCausalLM(MIXTRAL).apply({}, TOKENS)
 
 
-def test_wrong_uses() -> None:
+def test_invalid_uses_of_wrap() -> None:
     with pytest.raises(ValueError, match="random keys come from Linen's rngs"):
         linen.wrap(Net, 4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"argument 0 has no hash, \[4\]"):
@@ -711,7 +711,7 @@ def test_wrong_uses() -> None:
 
 
 @pytest.mark.wrong_types
-def test_wrong_types() -> None:
+def test_invalid_model_arguments() -> None:
     for module in (LinenCausalLM({"vocab_size": 3}), LinenCausalLM(MIXTRAL, None, 2)):
         with pytest.raises(ValueError, match="give a model's config, and a bool"):
             module.init(KEY, TOKENS)

@@ -1,4 +1,4 @@
-"""Routing, dispatch and grouped products: every fast way against the obvious one, gradients included."""
+"""Routing, dispatch and grouped matmul: every fast implementation against a simple one, gradients included."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ from tests.support.numpy_decoder import as_weights, sigmoid_weights, softmax_wei
 from tests.support.running import PART_TOLERANCE, randomise
 from tests.support.tiny import build_tiny, random_tokens
 
-# Selection
+# Expert selection
 
 
 @pytest.mark.parametrize(("count", "k"), [(8, 2), (5, 1), (4, 4), (1, 1)])
@@ -52,7 +52,7 @@ def test_softmax_equals_numpy(count: int, k: int) -> None:
 def test_sigmoid_groups_equal_numpy(
     count: int, groups: int, top_groups: int, k: int, normalise: bool, shift: float
 ) -> None:
-    """With biases that make every choice negative (where a mask of 0 would win), and large ones."""
+    """Includes biases that make every score negative, where masking with 0 would select masked experts."""
     rng = np.random.default_rng(count + k)
     logits = rng.standard_normal((40, count)).astype(np.float32)
     bias = (rng.standard_normal(count) * 0.5 + shift).astype(np.float32)
@@ -63,10 +63,10 @@ def test_sigmoid_groups_equal_numpy(
         scores, bias, k=k, groups=groups, top_groups=top_groups, normalise=normalise, scale=2.5
     )  # in float32 up to here, so that the choices agree
     assert max_error(as_weights(routing.experts, routing.weights, count), wanted) < 1e-5
-    assert max_error(routing.scores, scores) == 0  # affinities, without the bias
+    assert max_error(routing.scores, scores) == 0  # affinities exclude the bias
 
 
-def test_softmax_without_rescaling_and_with_a_scale() -> None:
+def test_softmax_unnormalised_and_scaled() -> None:
     logits = jax.random.normal(jax.random.key(0), (5, 8))
     plain, usual = SoftmaxTopK(3, normalise=False)(logits, None), SoftmaxTopK(3)(logits, None)
     assert max_error(plain.weights, jnp.take_along_axis(plain.scores, plain.experts, -1)) == 0
@@ -87,8 +87,8 @@ def test_random_routing_is_balanced(rows: tuple[int, ...], count: int, k: int) -
     assert math.prod(rows) == 1 or not np.array_equal(routing.experts, other.experts)
 
 
-def test_nan_is_not_hidden() -> None:
-    """Experts stay in range, weights are NaN, and no other token notices."""
+def test_nan_logits_give_nan_weights() -> None:
+    """Expert ids stay in range, and other tokens are unaffected."""
     logits = jax.random.normal(jax.random.key(0), (6, 8))
     for select in (SoftmaxTopK(2), SigmoidGroupTopK(2, 4, 2, True, 2.5)):
         routing, sound = select(logits.at[2, 3].set(jnp.nan), None), select(logits, None)
@@ -112,7 +112,7 @@ def test_underflowing_affinities_have_a_gradient() -> None:
 
 
 def test_ties_go_to_the_lower_index() -> None:
-    """Exact ties among experts and among groups; the quantised affinities make hundreds of them."""
+    """Exact ties among experts and among groups; integer logits produce hundreds of them."""
     flat = SigmoidGroupTopK(3, 4, 2, True, 1.0)(jnp.zeros((1, 8)), jnp.zeros(8))
     assert np.asarray(flat.experts).tolist() == [[0, 1, 2]]
     assert np.asarray(SoftmaxTopK(2)(jnp.zeros((1, 5)), None).experts).tolist() == [[0, 1]]
@@ -124,7 +124,7 @@ def test_ties_go_to_the_lower_index() -> None:
     assert max_error(as_weights(routing.experts, routing.weights, 12), wanted) < 1e-6
 
 
-def test_sigmoid_without_a_bias_and_with_hopeless_affinities() -> None:
+def test_underflowing_affinities_give_zero_weights() -> None:
     logits = jnp.full((2, 8), -200.0)  # affinities of exactly 0: 0 / (0 + 1e-20) is 0, not NaN
     routing = SigmoidGroupTopK(2, 4, 2, True, 2.5)(logits, None)
     assert np.all(np.asarray(routing.weights) == 0)
@@ -140,7 +140,7 @@ def test_the_correction_bias_gets_no_gradient() -> None:
 
 
 def test_router_computes_in_float32() -> None:
-    """Also for a model in bfloat16; the correction bias is float32 whatever the dtype."""
+    """Also in a bfloat16 model; the correction bias is always float32."""
     router = Router(64, 8, SoftmaxTopK(2), bias=True, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0))
     assert router.kernel.dtype == jnp.bfloat16 and router.bias.dtype == jnp.float32
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 64)), jnp.bfloat16)
@@ -153,7 +153,7 @@ def test_router_computes_in_float32() -> None:
 
 @pytest.mark.program
 def test_router_products_have_full_precision() -> None:
-    """Without the tests' global setting: TPUs and NVIDIA GPUs round float32 operands unless the product forbids it."""
+    """TPUs and NVIDIA GPUs round float32 operands by default; the tests' global precision is disabled here."""
     router = Router(6, 4, SoftmaxTopK(2), bias=False, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
     labels = {"inputs": 1, "eager_sharding": False}
     a = LoRAParam(jnp.ones((6, 2)), axes=("embed", "rank"), **labels)
@@ -173,12 +173,12 @@ def test_router_products_have_full_precision() -> None:
 
 
 def products(jaxpr: Any) -> list[Any]:
-    """The precision of every dot, those of inner programs included."""
+    """Precision of every dot_general, including inner jaxprs."""
     found = [e.params["precision"] for e in jaxpr.eqns if e.primitive.name == "dot_general"]
     return found + [p for e in jaxpr.eqns for inner in jaxprs_in_params(e.params) for p in products(inner)]
 
 
-# Grouped products
+# Grouped matmul
 BACKENDS = {
     "blocked": Blocked(),
     "blocked-1": Blocked(1),
@@ -202,8 +202,8 @@ def by_hand(name: str, rows: Any, kernel: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_grouped_products(name: str) -> None:
-    """All backends equal the masked oracle and a loop by hand, forward and backward, in float32."""
+def test_grouped_matmul_backends_equal_the_oracle(name: str) -> None:
+    """Forward and backward against Masked and a loop over groups, in float32."""
     arrays = problem(name, jnp.float32)
     wanted = product_and_gradients(Masked(), *arrays)
     assert max_error(wanted[0], by_hand(name, *arrays[:2])) < PART_TOLERANCE
@@ -219,8 +219,8 @@ def test_grouped_products(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["uneven", "rows-left-over", "one-row"])
-def test_grouped_products_in_bfloat16(name: str) -> None:
-    """bfloat16 in, bfloat16 out, sums in float32: within a rounding of the exact product of the rounded inputs."""
+def test_grouped_matmul_in_bfloat16(name: str) -> None:
+    """bfloat16 in and out with float32 accumulation: within one rounding of the exact product."""
     arrays = problem(name, jnp.bfloat16)
     wanted = product_and_gradients(Masked(), *(a.astype(jnp.float32) for a in arrays[:2]), arrays[2])
     for label in ("masked", "blocked", "blocked-3", "ragged"):
@@ -230,8 +230,8 @@ def test_grouped_products_in_bfloat16(name: str) -> None:
             assert max_error(a, b) <= 0.02 * max(1.0, float(jnp.max(jnp.abs(b), initial=0))), (label, what)
 
 
-def test_rows_of_no_group_may_hold_anything() -> None:
-    """What lies behind the last group (a buffer's end) must not leak into the output: zero times NaN is NaN."""
+def test_rows_without_a_group_do_not_reach_the_output() -> None:
+    """Rows after the last group are the unused end of a buffer and may be NaN; zero times NaN is NaN."""
     rows, kernel, sizes = problem("rows-left-over", jnp.float32)
     clean = product_and_gradients(Masked(), rows, kernel, sizes)
     spoiled = rows.at[7:].set(jnp.nan)
@@ -241,8 +241,8 @@ def test_rows_of_no_group_may_hold_anything() -> None:
 
 
 @pytest.mark.parametrize("name", ["blocked", "blocked-3", "aligned-4"])
-def test_rows_of_no_group_do_not_reach_the_gradients(name: str) -> None:
-    """Not even what is not a number, in the rows or in the slopes of what they gave."""
+def test_rows_without_a_group_do_not_reach_the_gradients(name: str) -> None:
+    """NaN in these rows and in their output gradients is ignored."""
     rows, kernel, _ = problem("uneven", jnp.float32)
     sizes = jnp.asarray([1, 4, 0, 2])
 
@@ -255,8 +255,8 @@ def test_rows_of_no_group_do_not_reach_the_gradients(name: str) -> None:
 
 
 @pytest.mark.program
-def test_sizes_are_data() -> None:
-    """One compilation for every distribution of rows over groups."""
+def test_group_sizes_do_not_recompile() -> None:
+    """One compilation serves every distribution of rows over groups."""
     rows, kernel, _ = problem("uneven", jnp.float32)
     for backend in (Masked(), Blocked(), Blocked(4), RaggedDot()):
         run = jax.jit(backend)
@@ -267,7 +267,7 @@ def test_sizes_are_data() -> None:
 
 @pytest.mark.parametrize("name", [name for name, (count, _) in GROUPS.items() if count])
 def test_aligned_groups_are_multiples_of_the_block(name: str) -> None:
-    """Also that the kernel's rows start on one, and that all that there are have room."""
+    """Groups start at block boundaries, and the buffer holds all rows."""
     rows, kernel, sizes = problem(name, jnp.float32)
     seen: list[Any] = []
 
@@ -280,13 +280,13 @@ def test_aligned_groups_are_multiples_of_the_block(name: str) -> None:
     assert np.array_equal(filled, -(-have // 4) * 4) and room % 4 == 0 and room >= filled.sum()
 
 
-def test_aligned_refuses() -> None:
+def test_aligned_rejects_invalid_blocks() -> None:
     with pytest.raises(ValueError, match="block=0"):
         Aligned(Blocked(), 0)
 
 
-def test_blocked_does_not_keep_intermediates() -> None:
-    """Its backward needs the inputs only: what grows with rows times groups would not fit."""
+def test_blocked_stores_only_its_inputs_for_backward() -> None:
+    """Residuals of size rows times groups would not fit into memory."""
     rows, kernel, sizes = problem("uneven", jnp.float32)
     _, pull = jax.vjp(lambda r, k: Blocked(4)(r, k, sizes), rows, kernel)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
@@ -294,7 +294,7 @@ def test_blocked_does_not_keep_intermediates() -> None:
 
 
 def count_products(monkeypatch: pytest.MonkeyPatch, backend: Any, sizes: list[int]) -> int:
-    """How many matrix products a backend really computes, counted as they happen."""
+    """Number of matmuls that a backend executes, counted by a debug callback."""
     seen: list[int] = []
     true = kernels.matmul
 
@@ -312,8 +312,8 @@ def count_products(monkeypatch: pytest.MonkeyPatch, backend: Any, sizes: list[in
     return len(seen)
 
 
-def test_work_grows_with_the_rows_and_not_with_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The claim of a sparse model. The oracle really is dense, which shows that the count counts."""
+def test_work_scales_with_rows_and_not_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense oracle Masked scales with experts, which validates the counter."""
     few, many = [8, 8, 16, 0], [8, 8, 16, *[0] * 29]
     assert count_products(monkeypatch, Masked(), few) == 4
     assert count_products(monkeypatch, Masked(), many) == 32
@@ -321,7 +321,7 @@ def test_work_grows_with_the_rows_and_not_with_the_experts(monkeypatch: pytest.M
     assert count_products(monkeypatch, Blocked(4), [16, 16, 32, 0]) == 16
     assert count_products(monkeypatch, Blocked(4), [0] * 9) == 0
     scattered = [1 if e % 8 == 0 else 0 for e in range(64)]
-    assert count_products(monkeypatch, Blocked(4), scattered) == 8  # a block a group in use, at worst
+    assert count_products(monkeypatch, Blocked(4), scattered) == 8  # at most one block per non-empty group
     assert count_products(monkeypatch, Blocked(), scattered) == 8
 
 
@@ -329,8 +329,8 @@ def test_work_grows_with_the_rows_and_not_with_the_experts(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("rows", [12, 7, 1])
-def test_permute_sorts_rows_by_expert_and_unpermute_undoes_it(rows: int) -> None:
-    """In stable order; assignments to expert 5, which there is not, come last; those without a row come back as 0."""
+def test_permute_sorts_rows_by_expert_and_unpermute_inverts_it(rows: int) -> None:
+    """The sort is stable; the out-of-range expert id 5 sorts last; assignments without a row are restored as 0."""
     ids = np.array([[4, 0], [0, 5], [2, 4], [5, 5], [0, 2], [1, 0]], np.int32)
     x = np.arange(1.0, 13).reshape(6, 2).astype(np.float32)
     order = np.argsort(ids.reshape(-1), kind="stable")[:rows]
@@ -342,8 +342,8 @@ def test_permute_sorts_rows_by_expert_and_unpermute_undoes_it(rows: int) -> None
 
 
 @pytest.mark.program
-def test_sorting_and_permuting_scatter_nothing_in_their_backward() -> None:
-    """Forward and backward move rows by gathers; the transpose of plain indexing is a scatter-add."""
+def test_permute_and_combine_have_no_scatter_in_backward() -> None:
+    """Both passes use gathers; the transpose of plain indexing is a scatter-add."""
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 4, (6, 2)), jnp.int32)
     x, weights = jnp.ones((6, 3)), jnp.ones((6, 2))
 
@@ -372,7 +372,7 @@ def make_moe(
 
 
 def run_moe(moe: MoE, x: Any, valid: Any = None, gradients: bool = True) -> tuple[Any, DispatchInfo, Any]:
-    """y, what the dispatch reported, and gradients of x and every parameter (of the loss over valid tokens)."""
+    """Output, DispatchInfo, and gradients of x and every parameter for a loss over valid tokens."""
     graph, state = nnx.split(moe)
     keep = jnp.ones(x.shape[:2]) if valid is None else jnp.asarray(valid, jnp.float32)
 
@@ -395,7 +395,7 @@ def inputs(batch: int, length: int, seed: int = 0) -> jax.Array:
     ("k", "masked"),
     [pytest.param(1, False, marks=pytest.mark.slow), (2, True), pytest.param(5, False, marks=pytest.mark.slow)],
 )
-def test_dispatches_are_one_function(k: int, masked: bool) -> None:
+def test_dispatches_agree(k: int, masked: bool) -> None:
     """Outputs, loads and all gradients (x, router, experts, shared) of every dispatch with every backend."""
     x, valid = inputs(2, 9), None
     if masked:
@@ -417,8 +417,8 @@ def test_dispatches_are_one_function(k: int, masked: bool) -> None:
         assert all(max_error(a, b) < PART_TOLERANCE for a, b in pairs), (dispatch, matmul)
 
 
-def test_a_router_kernel_gets_its_gradient_from_the_weights() -> None:
-    """Against finite differences, where no choice flips."""
+def test_router_kernel_gradient_equals_finite_differences() -> None:
+    """Checked where no expert choice flips."""
     x = inputs(1, 4)
     gradient = np.asarray(run_moe(make_moe(Sorted(), Blocked()), x)[2][0]["router"]["kernel"][...])
 
@@ -439,7 +439,7 @@ def test_a_shared_expert_is_added_once_and_unweighted() -> None:
     assert max_error(moe(x)[0] - alone(x)[0], moe.shared(x)) < PART_TOLERANCE
 
 
-def test_no_tokens_at_all() -> None:
+def test_zero_tokens() -> None:
     x = jnp.zeros((2, 0, 8))
     for dispatch, matmul in ((Dense(), Masked()), (Sorted(), Blocked()), (Sorted(), RaggedDot())):
         y, _, info = make_moe(dispatch, matmul)(x)
@@ -447,8 +447,8 @@ def test_no_tokens_at_all() -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_blocks_agree() -> None:
-    """The same routing, and outputs within bfloat16's rounding of each other."""
+def test_dispatches_agree_in_bfloat16() -> None:
+    """Routing is equal, and outputs agree within bfloat16 rounding."""
     x = inputs(2, 9).astype(jnp.bfloat16)
     outs = []
     for dispatch, matmul in (
@@ -467,7 +467,7 @@ def test_bfloat16_blocks_agree() -> None:
         assert max_error(y, outs[0][0]) < 0.05
 
 
-def test_sorting_and_combining_undo_each_other() -> None:
+def test_combine_inverts_sorting() -> None:
     rng = np.random.default_rng(0)
     experts = np.stack([rng.permutation(6)[:3] for _ in range(10)])
     weights, x = jnp.asarray(rng.random((10, 3)), jnp.float32), inputs(2, 5).reshape(10, 8)
@@ -482,8 +482,8 @@ def test_sorting_and_combining_undo_each_other() -> None:
 
 
 @pytest.mark.program
-def test_gathers_have_gathers_for_a_backward() -> None:
-    """The gradient equals that of plain indexing, rows cut off and all, and is compiled without a scatter."""
+def test_gather_rows_has_a_gather_as_backward() -> None:
+    """The gradient equals that of plain indexing, with rows cut off, and compiles without a scatter."""
     ids, x = jnp.asarray([2, 0, 1, 2, 0, 0, 3, 1, 3, 2]), inputs(1, 5)[0]
     order, weights = sort_by_expert(ids, 7), jnp.arange(1.0, 57).reshape(7, 8)
 
@@ -503,7 +503,7 @@ def test_gathers_have_gathers_for_a_backward() -> None:
 
 
 def expected_drops(experts: np.ndarray, count: int, slots: int, valid: np.ndarray) -> np.ndarray:
-    """Which assignments are kept ``[B T X]``: first come, first served, in each row of the batch by itself."""
+    """Mask ``[B T X]`` of kept assignments: first come, first served, per batch row."""
     kept = np.zeros(experts.shape, bool)
     for b in range(experts.shape[0]):
         room = [slots] * count
@@ -525,10 +525,10 @@ def expected_drops(experts: np.ndarray, count: int, slots: int, valid: np.ndarra
         (16, 1, 4, 1.0, 4),
         (16, 1, 4, 1.25, 5),
         (3, 1, 8, 2.5, 2),  # ceil(3 / 8) * 2.5, and never below the factor
-        (6, 2, 3, 99.0, 6),  # an expert meets a token once at most
+        (6, 2, 3, 99.0, 6),  # an expert gets each token at most once
     ],
 )
-def test_capacity_drops_exactly_what_does_not_fit(
+def test_capacity_drops_exactly_the_overflow(
     length: int, k: int, count: int, factor: float, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = inputs(3, length, seed=length)
@@ -544,7 +544,7 @@ def test_capacity_drops_exactly_what_does_not_fit(
     experts, weights = np.asarray(routing.experts), np.asarray(routing.weights)
     kept = expected_drops(experts, count, slots, valid)
     assert int(info.dropped) == (valid[..., None] & ~kept).sum()
-    wanted_load = [(experts[valid] == e).sum() for e in range(count)]  # also of what found no room
+    wanted_load = [(experts[valid] == e).sum() for e in range(count)]  # includes dropped assignments
     assert np.asarray(info.load).tolist() == wanted_load
     wanted = np.zeros(x.shape)
     for b, t, i in zip(*np.nonzero(kept), strict=True):
@@ -555,7 +555,7 @@ def test_capacity_drops_exactly_what_does_not_fit(
     assert max_error(y, wanted) < PART_TOLERANCE
 
 
-def test_kept_tokens_do_not_notice_the_dropped() -> None:
+def test_kept_tokens_are_unaffected_by_drops() -> None:
     moe, x = make_moe(Capacity(0.6), shared=False), inputs(2, 12)
     y, routing, info = moe(x)
     assert int(info.dropped) > 0
@@ -566,15 +566,15 @@ def test_kept_tokens_do_not_notice_the_dropped() -> None:
     assert max_error(y, whole, kept) < PART_TOLERANCE
 
 
-def test_rows_of_a_batch_do_not_compete() -> None:
+def test_batch_rows_do_not_share_capacity() -> None:
     moe, x = make_moe(Capacity(0.6), shared=False), inputs(3, 12)
     together = moe(x)[0]
     alone = jnp.concatenate([moe(x[b : b + 1])[0] for b in range(3)])
     assert max_error(together, alone) < PART_TOLERANCE
 
 
-def test_padding_takes_no_room() -> None:
-    """With 12 tokens of padding in front, each expert still has room for the real ones."""
+def test_padding_uses_no_capacity() -> None:
+    """With leading padding, each expert still has capacity for the real tokens."""
     moe, x = make_moe(Capacity(1.0), shared=False), inputs(1, 24)
     valid = jnp.arange(24)[None] >= 18
     y, _, info = moe(x, valid)
@@ -584,12 +584,12 @@ def test_padding_takes_no_room() -> None:
 
 
 @pytest.mark.parametrize("factor", [0, -1.0, float("nan")])
-def test_capacity_refuses_no_room(factor: float) -> None:
+def test_capacity_rejects_invalid_factors(factor: float) -> None:
     with pytest.raises(ValueError, match="factor"):
         Capacity(factor)
 
 
-def test_values_are_hashable() -> None:
+def test_strategy_objects_are_hashable() -> None:
     """Strategies are static arguments of compiled programs."""
     for make in (Dense, Sorted, lambda: Capacity(1.5), Masked, Blocked, lambda: Blocked(8), RaggedDot):
         assert hash(make()) == hash(make()) and make() == make()
@@ -601,8 +601,8 @@ def test_values_are_hashable() -> None:
 # Jitter
 
 
-def test_jitter_needs_a_key_and_is_for_the_router_alone() -> None:
-    """Logits of a kernel that copies its input show the noise; what the experts see is not the router's to change."""
+def test_jitter_needs_a_key_and_scales_the_router_input() -> None:
+    """With an identity kernel the logits equal the jittered input."""
     router = Router(4, 4, SoftmaxTopK(2), bias=False, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0), jitter=0.25)
     router.kernel.set_value(jnp.eye(4))
     x = jax.random.normal(jax.random.key(1), (3, 50, 4))
@@ -612,7 +612,7 @@ def test_jitter_needs_a_key_and_is_for_the_router_alone() -> None:
 
 
 @pytest.mark.slow
-def test_jitter_of_a_model_is_the_keys_and_the_same_in_every_stack() -> None:
+def test_jitter_depends_on_the_key_and_not_on_the_stacking() -> None:
     models = {
         name: build_tiny("mixtral", strategy, router_jitter_noise=0.5)
         for name, strategy in {
