@@ -1,4 +1,4 @@
-"""What a config.json means: defaults of absent fields, both styles of rope, refusals by name, sizes of presets."""
+"""Reading config.json: defaults, rope styles, error messages, round trips and presets."""
 
 import dataclasses
 import logging
@@ -102,7 +102,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)
-def test_defaults(kind: str) -> None:
+def test_defaults_of_absent_fields(kind: str) -> None:
     config = read(kind)
     for name, value in (DEFAULTS[kind] | {"tie_word_embeddings": False, "hidden_act": "silu"}).items():
         assert getattr(config, name) == value, name
@@ -112,8 +112,8 @@ def test_defaults(kind: str) -> None:
 
 
 @pytest.mark.wrong_types
-def test_nulls() -> None:
-    """Null is a value: no window, as many heads as queries, width by division, no query latents."""
+def test_null_fields() -> None:
+    """Null means no window, as many KV heads as query heads, head width by division, and no query latents."""
     assert read("mistral", sliding_window=None).window is None
     for kind in ("llama", "mistral", "mixtral"):
         config = read(kind, num_key_value_heads=None, head_dim=None, hidden_size=1024, num_attention_heads=16)
@@ -133,19 +133,19 @@ def test_end_of_sequence_ids() -> None:
     assert read("llama").eos_ids == (2,)
 
 
-def test_dtype_of_both_styles() -> None:
+def test_dtype_and_torch_dtype() -> None:
     assert read("llama", torch_dtype="bfloat16").dtype == "bfloat16"
     assert read("llama", dtype="float16").dtype == "float16"
     assert read("llama", dtype="float16", torch_dtype="bfloat16").dtype == "float16"
 
 
-def test_aliases() -> None:
+def test_field_aliases() -> None:
     assert read("mixtral", num_experts=16).num_local_experts == 16
     assert read("deepseek_v3", num_local_experts=64).n_routed_experts == 64
     assert read("deepseek_v3", num_mtp_layers=3).num_nextn_predict_layers == 3
 
 
-def test_deepseeks_head_dim_is_the_rotated_width() -> None:
+def test_deepseek_head_dim_is_ignored_for_the_rope_width() -> None:
     for given in (None, 1, 128):
         config = read("deepseek_v3", head_dim=given, qk_rope_head_dim=32)
         assert config.rope_dim == config.rope.dim == 32
@@ -202,8 +202,8 @@ def test_yarn() -> None:
     assert read("deepseek_v3", rope_scaling=rope).softmax_scale == pytest.approx(192**-0.5)
 
 
-def test_frequencies_of_long_contexts() -> None:
-    """Llama 3.1: short waves as they were, long waves eight times as long; YaRN: the same at both ends."""
+def test_rope_frequencies_of_llama3_and_yarn() -> None:
+    """Llama 3.1 keeps high frequencies and divides low ones by 8; YaRN keeps high ones and divides low ones by 40."""
     plain = np.asarray(Rope(128, 5e5).frequencies(jnp.int32(1)))
     llama3 = np.asarray(PRESETS["llama-3.1-8b"].rope.frequencies(jnp.int32(1)))
     assert np.allclose(llama3[:20], plain[:20]) and np.allclose(llama3[-20:], plain[-20:] / 8)
@@ -213,7 +213,7 @@ def test_frequencies_of_long_contexts() -> None:
     assert np.allclose(yarn[:8], plain[:8]) and np.allclose(yarn[-6:], plain[-6:] / 40)
 
 
-# Refusals
+# Errors
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
@@ -277,19 +277,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "fields", "message"), REFUSED)
 @pytest.mark.wrong_types
-def test_refusals_name_the_field_and_the_value(kind: str, fields: dict[str, Any], message: str) -> None:
+def test_errors_name_the_field_and_the_value(kind: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(kind, **fields)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", None, 3, "deepseek_v2", "Llama"])
-def test_unknown_models_are_told_the_known_ones(kind: Any) -> None:
+def test_unknown_model_type_error_lists_the_supported_ones(kind: Any) -> None:
     with pytest.raises(ConfigError, match=rf"model_type {kind!r} .*llama, mistral, mixtral, deepseek_v3"):
         config_from_hf({"model_type": kind})
 
 
 @pytest.mark.wrong_types
-def test_what_is_no_config_at_all() -> None:
+def test_empty_and_non_dict_configs() -> None:
     with pytest.raises(ConfigError, match="model_type None"):
         config_from_hf({})
     with pytest.raises(ConfigError, match=r"config\.json must hold an object, got list"):
@@ -297,14 +297,14 @@ def test_what_is_no_config_at_all() -> None:
 
 
 @pytest.mark.wrong_types
-def test_a_model_refuses_the_config_of_another() -> None:
+def test_models_reject_configs_of_other_families() -> None:
     pairs: list[tuple[Any, Any]] = [(Llama, MixtralConfig()), (Mixtral, LlamaConfig()), (DeepSeekV3, MistralConfig())]
     for model, config in pairs:
         with pytest.raises(ConfigError, match=type(config).__name__):
             model(config, rngs=None)
 
 
-def test_unknown_fields_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_fields_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("nnxmoe"), "propagate", True)
     with caplog.at_level("WARNING", logger="nnxmoe"):
         read("llama", use_cache=True, quantum_attention=3, transformers_version="5")
@@ -315,7 +315,7 @@ def test_unknown_fields_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: 
 
 
 @pytest.mark.parametrize("config", [*PRESETS.values(), *(config_from_hf(f) for f in TINY.values())])
-def test_round_trip(config: DecoderConfig) -> None:
+def test_to_hf_round_trip(config: DecoderConfig) -> None:
     fields = config.to_hf()
     again = config_from_hf(fields)
     assert again == config and type(again) is type(config) and hash(again) == hash(config)
@@ -323,8 +323,8 @@ def test_round_trip(config: DecoderConfig) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_round_trip_of_the_cases(name: str) -> None:
-    """Every field that was in the file, and is not without effect, is written back with its value."""
+def test_to_hf_round_trip_of_reference_cases(name: str) -> None:
+    """Every supported field of the file is written back with its value."""
     fields = load_case(name).fields
     config = config_from_hf(fields)
     written = config.to_hf()
@@ -346,8 +346,8 @@ def test_configs_are_frozen_and_hashable() -> None:
         config.rope_scaling["factor"] = 3.0  # type: ignore[index]
 
 
-def test_equal_means_equal_hashes() -> None:
-    """8 == 8.0, so configs that differ in nothing else must meet in a set."""
+def test_equal_configs_have_equal_hashes() -> None:
+    """8 == 8.0, so configs that differ only in this must have equal hashes."""
     one, two = FrozenDict({"factor": 8, "betas": [1, 2]}), FrozenDict({"betas": (1, 2), "factor": 8.0})
     assert one == two and hash(one) == hash(two)
 
@@ -369,8 +369,8 @@ SIZES = {
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("name", SIZES)
-def test_sizes_of_the_presets(name: str, scan: bool) -> None:
-    """Built from shapes alone; the published counts to the digits that are published."""
+def test_preset_parameter_counts(name: str, scan: bool) -> None:
+    """Models are built from shapes only and match the published counts to their precision."""
     config = PRESETS[name]
     model = model_class(config)(config, nnxmoe.Strategy(scan_layers=scan), rngs=None)  # type: ignore[call-arg]
     count = sum(math.prod(v.shape) for _, v in nnx.to_flat_state(nnx.state(model)))
@@ -378,21 +378,21 @@ def test_sizes_of_the_presets(name: str, scan: bool) -> None:
     assert abs(count / SIZES[name] - 1) < 0.6 * 10 ** -(digits - 1), count
 
 
-def test_every_preset_has_a_size() -> None:
+def test_presets_have_registered_model_classes() -> None:
     assert set(PRESETS) >= set(SIZES)
     assert isinstance(PRESETS["deepseek-v3"], DeepSeekV3Config)
     for config in PRESETS.values():
         assert model_class(config) is MODELS[config.model_type][1]
 
 
-def test_an_alias_may_not_contradict_its_field() -> None:
+def test_conflicting_alias_is_refused() -> None:
     fields = {"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8}
     with pytest.raises(nnxmoe.ConfigError, match="num_experts 4 and num_local_experts 8"):
         nnxmoe.config_from_hf(fields)
     assert nnxmoe.config_from_hf(fields | {"num_experts": 8}).num_local_experts == 8  # pyright: ignore
 
 
-def test_partial_rotary_factor_is_refused_where_it_would_matter() -> None:
+def test_partial_rotary_factor_is_refused_with_rope_scaling() -> None:
     fields = {"model_type": "llama", "partial_rotary_factor": 0.5}
     assert nnxmoe.config_from_hf(fields).rope == nnxmoe.config_from_hf({"model_type": "llama"}).rope
     with pytest.raises(nnxmoe.ConfigError, match="partial_rotary_factor"):

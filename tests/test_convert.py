@@ -1,4 +1,4 @@
-"""``nnxmoe convert``: any kind of checkpoint into any other, without loss, refused in a line where it cannot be."""
+"""``nnxmoe convert``: lossless conversion between all checkpoint formats, verification, and one-line errors."""
 
 import contextlib
 import dataclasses
@@ -45,7 +45,7 @@ def start() -> nnxmoe.CausalLM:
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One model as each kind of checkpoint."""
+    """One model saved in every checkpoint format."""
     where = tmp_path_factory.mktemp("kinds")
     model = nnxmoe.from_pretrained(MIXTRAL, strategy=PLAIN)
     nnxmoe.save_pretrained(model, where / "hf")
@@ -56,17 +56,17 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _every_kind() -> list[Any]:
-    """Each kind is read and written by default, in turn; the other pairs are slow."""
+    """All pairs of formats; each format is read and written by default, and the other pairs are marked slow."""
     starts, to = ("hf", "maxtext", "parameters only", "orbax"), ("maxtext", "orbax", "hf")
     pairs = [(start, kind, i % 3 == j) for i, start in enumerate(starts) for j, kind in enumerate(to)]
     return [pytest.param(start, kind, marks=[] if usual else pytest.mark.slow) for start, kind, usual in pairs]
 
 
 @pytest.mark.parametrize(("start", "to"), _every_kind())
-def test_every_kind_into_every_other(
+def test_convert_between_every_pair_of_formats(
     start: str, to: str, kinds: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What comes out holds the same bits as the first checkpoint, and the tokenizer."""
+    """The output is bitwise equal to the source and includes the tokenizer."""
     scan = ["--scan"] if to != "hf" and start == "hf" else []
     assert cli.main(["convert", str(kinds[start]), str(tmp_path / "out"), "--to", to, "--verify", *scan]) == 0
     printed = capsys.readouterr()
@@ -84,8 +84,8 @@ def test_every_kind_into_every_other(
     assert again.generation_config == nnxmoe.from_pretrained(MIXTRAL).generation_config
 
 
-def test_the_same_file_comes_back(tmp_path: Path) -> None:
-    """bfloat16 by way of a float32 tree: not one byte is another, though queries are divided by sqrt(8)."""
+def test_round_trip_through_float32_restores_identical_files(tmp_path: Path) -> None:
+    """bfloat16 through a float32 tree is byte-identical, although queries are divided by sqrt(8)."""
     fields = TINY["mixtral"]
     source = write_checkpoint(tmp_path / "source", fields, tiny_weights(fields))
     convert(str(source), str(tmp_path / "narrow"), "hf", dtype="bfloat16")
@@ -96,8 +96,8 @@ def test_the_same_file_comes_back(tmp_path: Path) -> None:
     assert files(tmp_path / "back") == files(tmp_path / "narrow")
 
 
-def test_what_maxtext_itself_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has no config: that is asked for, and then taken along."""
+def test_maxtext_checkpoint_requires_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no config.json: the error asks for ``--config``, whose small files are then copied."""
     source, target = CASES / "mixtral_scanned" / "orbax_to_maxtext", tmp_path / "out"
     line = ["convert", str(source), str(target), "--to", "hf", "--verify"]
     assert cli.main(line) == 1
@@ -112,8 +112,8 @@ def test_what_maxtext_itself_wrote(tmp_path: Path, capsys: pytest.CaptureFixture
     identical(tensors(nnxmoe.from_pretrained(target)), tensors(wanted))
 
 
-def test_small_files_that_the_source_lacks_come_with_the_config(kinds: dict[str, Path], tmp_path: Path) -> None:
-    """Its own are kept."""
+def test_missing_small_files_are_taken_from_the_config_folder(kinds: dict[str, Path], tmp_path: Path) -> None:
+    """Small files of the source take precedence."""
     shutil.copytree(kinds["maxtext"], tmp_path / "source")
     (tmp_path / "source" / "generation_config.json").unlink()
     (tmp_path / "config").mkdir()
@@ -128,7 +128,7 @@ def test_small_files_that_the_source_lacks_come_with_the_config(kinds: dict[str,
 
 
 @pytest.mark.parametrize("value", [np.inf, *(pytest.param(v, marks=pytest.mark.slow) for v in (3e38, np.nan))])
-def test_verify_takes_values_that_are_not_finite(value: float, tmp_path: Path) -> None:
+def test_verify_accepts_non_finite_values(value: float, tmp_path: Path) -> None:
     fields, weights = TINY["mixtral"], tiny_weights(TINY["mixtral"])
     weights["lm_head.weight"][0, 0] = weights["model.norm.weight"][3] = value
     source = str(write_checkpoint(tmp_path / "source", fields, weights))
@@ -136,7 +136,7 @@ def test_verify_takes_values_that_are_not_finite(value: float, tmp_path: Path) -
         assert convert(source, str(tmp_path / to), to, verify=True).difference is not None
 
 
-def test_stray_files_beside_an_orbax_checkpoint(kinds: dict[str, Path], tmp_path: Path) -> None:
+def test_format_is_detected_despite_stray_files(kinds: dict[str, Path], tmp_path: Path) -> None:
     for kind in ("maxtext", "orbax"):
         folder = shutil.copytree(kinds[kind], tmp_path / kind)
         (folder / "adapter_model.safetensors").write_bytes(b"")
@@ -144,7 +144,7 @@ def test_stray_files_beside_an_orbax_checkpoint(kinds: dict[str, Path], tmp_path
 
 
 @pytest.mark.slow
-def test_a_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
+def test_convert_on_a_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
     eight(convert_on_a_mesh, str(tmp_path))
     identical(tensors(nnxmoe.from_pretrained(tmp_path / "hf")), tensors(nnxmoe.from_pretrained(MIXTRAL)))
 
@@ -160,7 +160,7 @@ def convert_on_a_mesh(folder: str) -> None:
 
 
 @pytest.mark.commands
-def test_a_mesh_on_the_command_line(tmp_path: Path) -> None:
+def test_convert_on_a_mesh_from_the_command_line(tmp_path: Path) -> None:
     def run(mesh: str) -> subprocess.CompletedProcess[str]:
         line = ["convert", MIXTRAL, str(tmp_path / "out"), "--to", "orbax", "--mesh", mesh]
         env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
@@ -177,7 +177,7 @@ def test_a_mesh_on_the_command_line(tmp_path: Path) -> None:
     identical(tensors(nnxmoe.load(tmp_path / "out")), tensors(start()))
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_mesh_on_the_command_line(tmp_path: Path) -> None:
         (["SOURCE", "", "--to", "maxtext"], "cannot name a folder"),
     ],
 )
-def test_refusals_are_one_line(
+def test_errors_are_one_line(
     line: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -214,15 +214,15 @@ def test_refusals_are_one_line(
 
 
 @pytest.mark.parametrize("line", [["demo", "x"], ["demo", "x", "--to", "gguf"], ["demo", "--to", "hf"]])
-def test_wrong_command_lines(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_lines(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["convert", *line])
     assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("kind", ["hf", "maxtext", "orbax"])
-def test_verify_finds_one_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One bit of one array is another on the way back from the disk."""
+def test_verify_detects_one_flipped_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one array is flipped when the output is read back."""
     real = conversion.KINDS[kind].stored
 
     def stored(folder: str) -> Any:
@@ -247,7 +247,7 @@ def test_verify_finds_one_bit(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose arrays are right and whose numbers are not: its config was written wrong."""
+    """Equal arrays with a wrong config give different logits."""
     real = conversion.KINDS["hf"].save
 
     def save(model: Any, folder: str, scan: bool) -> None:
@@ -262,8 +262,8 @@ def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["hf", "maxtext", "orbax"])
-def test_a_killed_conversion_leaves_nothing_under_the_name(to: str, tmp_path: Path) -> None:
-    """Once something was written; whoever does it again gets it."""
+def test_killed_conversion_leaves_no_output_folder(to: str, tmp_path: Path) -> None:
+    """Killed after the first file is written; a second conversion succeeds."""
     command = [sys.executable, "-m", "nnxmoe.cli", "convert", MIXTRAL, str(tmp_path / "out"), "--to", to]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as run:
         while run.poll() is None and not list(tmp_path.iterdir()):
@@ -279,7 +279,7 @@ def test_a_killed_conversion_leaves_nothing_under_the_name(to: str, tmp_path: Pa
     )
 
 
-def test_it_says_how_much_memory_it_will_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_expected_peak_memory_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     convert(MIXTRAL, str(tmp_path / "a"), "orbax")
     assert "expected peak memory 0.00 GB, without the program's own" in caplog.text

@@ -1,4 +1,4 @@
-"""The weight path: every stored tensor ends where it belongs, in the right dtype, and the report says so."""
+"""Loading weights: every stored tensor reaches its parameter in the right dtype, and the report accounts for it."""
 
 import _thread
 import gc
@@ -50,7 +50,7 @@ def tensors_of(case: str) -> dict[str, np.ndarray]:
 
 
 def write(folder: Path, case: str, tensors: dict[str, np.ndarray], **changes: object) -> Path:
-    """A copy of a case's checkpoint with other tensors and other config fields."""
+    """Write a case's checkpoint with other tensors and config fields."""
     folder.mkdir(parents=True)
     config = json.loads((CASES / case / "model" / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
@@ -89,7 +89,7 @@ def test_no_parameter_keeps_its_initial_value() -> None:
 
 
 def fused(tensors: dict[str, np.ndarray], names: tuple[str, str, str], block: str) -> dict[str, np.ndarray]:
-    """The layout that transformers 5 has in memory: gate and up in one 3-D tensor, under the prefix mlp."""
+    """transformers 5's in-memory layout: gate and up in one 3-D tensor, under the prefix mlp."""
     out = {n.replace(block, "mlp"): t for n, t in tensors.items() if ".experts." not in n or "shared" in n}
     layers = sorted({n.split(".experts.")[0] for n in tensors if ".experts." in n and "shared" not in n})
     for layer in layers:
@@ -109,7 +109,7 @@ def fused(tensors: dict[str, np.ndarray], names: tuple[str, str, str], block: st
         ("deepseek_basic", ("gate_proj", "up_proj", "down_proj"), "mlp"),
     ],
 )
-def test_fused_experts(tmp_path: Path, case: str, names: tuple[str, str, str], block: str, scan: bool) -> None:
+def test_load_fused_experts(tmp_path: Path, case: str, names: tuple[str, str, str], block: str, scan: bool) -> None:
     folder = write(tmp_path / "m", case, fused(tensors_of(case), names, block))
     model = nnxmoe.from_pretrained(folder, strategy=nnxmoe.Strategy(scan_layers=scan))
     np.testing.assert_allclose(logits(model, case), reference(case), atol=2e-4)
@@ -121,7 +121,7 @@ def test_renamed_prefix_with_separate_experts(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(model, "mixtral_basic"), reference("mixtral_basic"), atol=2e-4)
 
 
-def test_dtypes_as_stored_and_as_asked(tmp_path: Path) -> None:
+def test_stored_and_requested_dtypes(tmp_path: Path) -> None:
     tensors = tensors_of("deepseek_basic")
     half = {n: t if "correction_bias" in n else t.astype(ml_dtypes.bfloat16) for n, t in tensors.items()}
     folder = write(tmp_path / "m", "deepseek_basic", half)
@@ -152,7 +152,7 @@ def test_mixed_dtypes_in_one_file(tmp_path: Path) -> None:
 
 
 def by_the_rule(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """value[i, j] = float32(code) * scale[i // rows, j // cols], one by one."""
+    """Elementwise value[i, j] = float32(code) * scale[i // rows, j // cols]."""
     out = np.zeros(codes.shape, np.float32)
     for i in range(codes.shape[0]):
         for j in range(codes.shape[1]):
@@ -162,7 +162,7 @@ def by_the_rule(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_fp8_blocks_with_ragged_edges(tmp_path: Path, scan: bool) -> None:
-    """Blocks of 24 x 40 divide none of the case's 64-, 48- and 96-wide matrices evenly in both directions."""
+    """Blocks of 24 x 40 divide none of the matrix dimensions 64, 48 and 96 evenly in both directions."""
     block, tensors = (24, 40), tensors_of("deepseek_basic")
     stored, expected = {}, {}
     for name, tensor in tensors.items():
@@ -186,7 +186,7 @@ def test_fp8_blocks_with_ragged_edges(tmp_path: Path, scan: bool) -> None:
     assert any(cast.startswith("float8_e4m3fn -> bfloat16") for cast in default.load_report.casts)
 
 
-def test_fp8_needs_its_declaration_and_its_scales(tmp_path: Path) -> None:
+def test_fp8_requires_quantization_config_and_scales(tmp_path: Path) -> None:
     tensors = tensors_of("deepseek_basic")
     name = "model.layers.0.mlp.gate_proj.weight"
     tensors[name], scales = quantise(tensors[name], (24, 40))
@@ -234,7 +234,7 @@ def test_tied_heads(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(only_head.embed.table[...]), head)
 
 
-def test_misfits_are_listed_at_once(tmp_path: Path) -> None:
+def test_error_lists_every_mismatch(tmp_path: Path) -> None:
     tensors = tensors_of("mixtral_basic")
     del tensors["model.norm.weight"], tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
     tensors["lm_head.weight"] = np.ascontiguousarray(tensors["lm_head.weight"].T)
@@ -250,7 +250,7 @@ def test_misfits_are_listed_at_once(tmp_path: Path) -> None:
     }
 
 
-def test_the_class_must_fit_the_checkpoint() -> None:
+def test_model_class_must_match_the_checkpoint() -> None:
     with pytest.raises(ValueError, match="mixtral"):
         nnxmoe.models.Llama.from_pretrained(CASES / "mixtral_basic" / "model")
     assert isinstance(nnxmoe.models.Llama.from_pretrained(CASES / "mistral_basic" / "model"), nnxmoe.models.Llama)
@@ -292,8 +292,8 @@ def test_saved_models_load_again_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("case", ["mixtral_basic", "deepseek_yarn"])
-def test_a_part_of_a_parameter_reads_only_its_bytes(case: str, scan: bool) -> None:
-    """Every eighth of every parameter, along every dimension that rules may split, equals the slice of the whole."""
+def test_slice_of_a_parameter_reads_only_its_bytes(case: str, scan: bool) -> None:
+    """Reading half of a parameter along any dimension that can be sharded equals the slice of the full read."""
     with Checkpoint.open(CASES / case / "model") as checkpoint, few_threads() as pool:
         config = nnxmoe.config_from_hf(checkpoint.config)
         model = nnxmoe.models.model_class(config)(config, nnxmoe.Strategy(scan_layers=scan), rngs=None)
@@ -341,7 +341,7 @@ def test_loading_onto_a_mesh(eight: Callable[..., Any], case: str) -> None:
     eight(loaded_on_a_mesh, CASES / case)
 
 
-def test_specs_drop_axes_of_size_one_and_refuse_what_cannot_be() -> None:
+def test_partition_specs_and_invalid_meshes() -> None:
     mesh = nnxmoe.make_mesh(data=jax.device_count())
     assert partition_spec(("expert", "embed", "mlp"), (8, 64, 48), mesh) == jax.sharding.PartitionSpec()
     with pytest.raises(ValueError, match="no rule"):
@@ -369,8 +369,10 @@ def odd_checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [None, "float16"])
-def test_threads_and_pieces_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None) -> None:
-    """One thread with whole tensors, and five with pieces of 64 rows, which overlap as they like."""
+def test_threads_and_chunk_size_do_not_change_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None
+) -> None:
+    """One thread with whole tensors, and five threads with small chunks."""
     folder, found = odd_checkpoint(tmp_path), []
     for threads, chunk, ahead in ((1, 1 << 30, 1), (5, 1, 1 << 30), (5, 1, 20_000)):
         monkeypatch.setattr(host, "_cores", lambda threads=threads: threads)
@@ -391,8 +393,8 @@ def threads_of_a_load() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("nnxmoe-load")]
 
 
-def test_an_error_in_a_thread_is_raised_with_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A file that is cut short while it is read, of which later pieces are then not read any more."""
+def test_error_in_a_reader_thread_is_raised_with_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file is truncated while it is being read."""
     folder, reads = write(tmp_path / "m", "mixtral_basic", tensors_of("mixtral_basic")), []
     real = Checkpoint.read_into
 
@@ -409,8 +411,8 @@ def test_an_error_in_a_thread_is_raised_with_its_file(monkeypatch: pytest.Monkey
     assert not threads_of_a_load()
 
 
-def test_an_interrupt_stops_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C reaches the waiting thread at once; what runs is finished and the rest dropped."""
+def test_interrupt_stops_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C interrupts the waiting thread; running reads finish and pending ones are dropped."""
     real, reads = Checkpoint.read_into, []
 
     def read_into(self: Checkpoint, *args: Any) -> None:
@@ -422,8 +424,8 @@ def test_an_interrupt_stops_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Checkpoint, "read_into", read_into)
     monkeypatch.setattr(host, "_cores", lambda: 2)
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores the signal
-    gc.disable()  # Python ignores what is raised in a callback of the collector
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore the signal
+    gc.disable()  # Python ignores exceptions raised in garbage collector callbacks
     try:
         with pytest.raises(KeyboardInterrupt):
             nnxmoe.from_pretrained(CASES / "mixtral_basic" / "model")
@@ -433,7 +435,7 @@ def test_an_interrupt_stops_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(reads) < 10 and not threads_of_a_load()
 
 
-def test_parameters_begun_before_they_are_placed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, most, limit = {}, [], 60_000
     begin, finish = Filler.begin, Filler.finish
 
@@ -456,7 +458,7 @@ def test_parameters_begun_before_they_are_placed_are_bounded(monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_loading_needs_little_more_memory_than_the_model(tmp_path: Path) -> None:
+def test_peak_memory_of_loading(tmp_path: Path) -> None:
     load_benchmark.make(tmp_path / "model", 800, "bfloat16")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 4
     found = call("ours", tmp_path / "model", "load")
@@ -464,7 +466,7 @@ def test_loading_needs_little_more_memory_than_the_model(tmp_path: Path) -> None
     assert found["load peak memory, x checkpoint"] <= 1.2
 
 
-def test_unsafe_and_single_file_variants(tmp_path: Path) -> None:
+def test_pickle_only_checkpoints_are_refused(tmp_path: Path) -> None:
     save_file({"x": np.zeros(2, np.float32)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(nnxmoe.CheckpointError, match=r"pytorch_model.bin.*safetensors"):
@@ -472,14 +474,14 @@ def test_unsafe_and_single_file_variants(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_rules_place_parameters_elsewhere_and_change_no_number(eight: Callable[..., Any]) -> None:
-    """A feed-forward width split over ``fsdp`` and latents over ``expert``, from a checkpoint and from random keys."""
+def test_other_sharding_rules_keep_the_logits(eight: Callable[..., Any]) -> None:
+    """MLP width sharded over ``fsdp`` and latents over ``expert``, for loaded and for randomly initialised models."""
     for name, way in (("mixtral_basic", "sorted"), ("deepseek_yarn", "ragged")):
         assert max(eight(elsewhere, name, way)) < 2e-4
 
 
 def elsewhere(name: str, way: str) -> list[float]:
-    """Errors of logits: with other rules, and of a model made on the mesh."""
+    """Logit errors of a model loaded with other rules and of one initialised on the mesh."""
     mesh = nnxmoe.make_mesh(fsdp=2, expert=2, devices=jax.devices()[:4])
     rules = {**nnxmoe.RULES, "embed": None, "mlp": "fsdp", "kv_rank": "expert"}
     dispatch = {

@@ -1,4 +1,4 @@
-"""The container layer: what it reads, to the byte, and what it refuses, by name."""
+"""Safetensors reading and writing, checkpoint folders, the hub cache, and errors for malformed files."""
 
 import importlib
 import json
@@ -41,7 +41,7 @@ def make_folder(folder: Path, files: dict[str, bytes], config: Any = CONFIG, wei
 
 
 def refused(call: Callable[[], Any], *parts: str) -> str:
-    """Calls, expects a CheckpointError whose one-line message has all the parts, and returns it."""
+    """Assert that ``call`` raises a CheckpointError with all ``parts`` in its one-line message; return the message."""
     with pytest.raises(CheckpointError) as caught:
         call()
     message = str(caught.value)
@@ -79,7 +79,7 @@ def test_every_dtype_is_read_raw(tmp_path: Path, code: str) -> None:
 
 
 def test_slices_match_a_full_read(tmp_path: Path) -> None:
-    """Short rows (read in blocks) and long ones (read one by one), one to three dimensions, odd offsets."""
+    """Covers short rows (read in blocks), long rows (read one by one), one to three dimensions and odd offsets."""
     arrays = {
         "pad": random_array("U8", (3,)),
         "vector": random_array("BF16", (37,)),
@@ -116,7 +116,7 @@ def test_open_ended_slices_and_read_into(tmp_path: Path) -> None:
                 checkpoint.read_into("a", wrong)
 
 
-def test_slices_outside_are_refused_not_clipped(tmp_path: Path) -> None:
+def test_out_of_range_slices_are_refused(tmp_path: Path) -> None:
     arrays = {"a": A, "b": B, "s": np.float32(1).reshape(())}
     with Checkpoint.open(make_folder(tmp_path, {"model.safetensors": pack(arrays)})) as checkpoint:
         for part in (slice(0, 3), slice(-1, None), slice(2, 1), slice(0, 2, 2)):
@@ -164,7 +164,7 @@ def test_reads_from_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert checkpoint.bytes_read == 20 * sum(4000 - row for row in range(16))
 
 
-def test_a_file_cut_short_after_opening(tmp_path: Path) -> None:
+def test_file_truncated_after_opening(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, {"model.safetensors": pack({"a": A, "t": random_array("U8", (100, 5000))})})
     file = folder / "model.safetensors"
     with Checkpoint.open(folder) as checkpoint:
@@ -243,15 +243,15 @@ def test_header_faults_name_file_and_fault(tmp_path: Path, fault: str) -> None:
     refused(lambda: Checkpoint.open(folder), str(folder / "model.safetensors"), part)
 
 
-def test_a_header_above_the_cap_is_refused_unread(tmp_path: Path) -> None:
+def test_oversized_header_is_refused_without_reading_it(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(struct.pack("<Q", 150_000_000))
     os.truncate(file, 200_000_000)  # sparse
     refused(lambda: read_header(file), str(file), "150000000")
 
 
-def test_flipped_header_bytes_never_pass_for_something_else(tmp_path: Path) -> None:
-    """Any single changed byte of the header: a clear refusal, or a file the safetensors library reads alike."""
+def test_corrupted_header_bytes_are_never_misread(tmp_path: Path) -> None:
+    """After changing one header byte, reading raises or agrees with the safetensors library."""
     good = pack({"a": A, "b": B})
     file = tmp_path / "model.safetensors"
     rng = random.Random(1)
@@ -268,7 +268,7 @@ def test_flipped_header_bytes_never_pass_for_something_else(tmp_path: Path) -> N
             assert set(other.keys()) == set(tensors)
 
 
-def test_tensor_order_padding_and_empty_tensors_are_fine(tmp_path: Path) -> None:
+def test_tensor_order_padding_and_empty_tensors_are_accepted(tmp_path: Path) -> None:
     header = {"z": entry("U8", [0], 4, 4), "b": entry("U8", [2], 2, 4), "a": entry("U8", [2], 0, 2)}
     header["__metadata__"] = {"format": "pt"}
     file = tmp_path / "x.safetensors"
@@ -277,7 +277,7 @@ def test_tensor_order_padding_and_empty_tensors_are_fine(tmp_path: Path) -> None
     assert set(tensors) == {"z", "b", "a"} and tensors["b"].end == file.stat().st_size
 
 
-def test_many_tensors(tmp_path: Path) -> None:
+def test_header_with_many_tensors(tmp_path: Path) -> None:
     header = {f"layers.{i}.weight": entry("U8", [1], i, i + 1) for i in range(20_000)}
     file = tmp_path / "x.safetensors"
     file.write_bytes(container(header, bytes(20_000)))
@@ -431,7 +431,7 @@ def hub_cache(cache: Path, repo_id: str, files: dict[str, bytes]) -> Path:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A hub without network: an empty cache, and `serve(handler)` to answer requests by (method, path)."""
+    """Offline hub with an empty cache; `serve(handler)` answers requests by (method, path)."""
     if not hasattr(huggingface_hub, "set_client_factory"):
         pytest.skip("this huggingface_hub has no exchangeable HTTP client")
     from huggingface_hub.utils import _http
@@ -460,7 +460,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def hub_server(files: dict[str, bytes]) -> Callable[[str, str], tuple[int, dict[str, str], bytes]]:
-    """Answers for the repository org/tiny with the files given; everything else is not found."""
+    """Handler that serves ``files`` of the repository org/tiny and returns 404 otherwise."""
 
     def handler(method: str, path: str) -> tuple[int, dict[str, str], bytes]:
         name = path.removeprefix("/org/tiny/resolve/main/")
@@ -487,7 +487,7 @@ def test_hub_cache_with_links_out_of_the_folder(tmp_path: Path, hub: Any) -> Non
         with Checkpoint.open(where, local_files_only=True) as checkpoint:
             assert checkpoint.config == CONFIG
             assert same(checkpoint.read("a"), A) and same(checkpoint.read("b", slice(1, 3)), B[1:3])
-    assert same(Checkpoint.open("org/tiny").read("a"), A)  # the hub cannot be reached: the cache does
+    assert same(Checkpoint.open("org/tiny").read("a"), A)  # the hub is unreachable: the cache is used
     expected = (CONFIG, {"a": ("F32", (2, 3)), "b": ("I64", (4,))})
     assert hub_headers("org/tiny") == expected
     assert hub_headers("org/tiny", local_files_only=True) == expected
@@ -554,7 +554,7 @@ def test_download_asks_for_safe_files_only(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (seen["repo_id"], seen["revision"], seen["local_files_only"]) == ("org/tiny", "v1", False)
     names = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json", "model.py"]
     names += ["pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors"]
-    # What saving copies from a local folder is also fetched from the hub.
+    # Files that saving copies from a local folder are also fetched from the hub.
     names += (tokenizer := ["chat_template.jinja", "added_tokens.json", "tokenizer.model", "vocab.txt", "merges.txt"])
     kept = huggingface_hub.utils.filter_repo_objects(
         names, allow_patterns=seen["allow_patterns"], ignore_patterns=seen["ignore_patterns"]
@@ -566,7 +566,7 @@ def test_download_asks_for_safe_files_only(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def plain_dequantize(weight: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """The published rule as a double loop over the blocks."""
+    """Reference dequantisation as a double loop over blocks."""
     out = np.zeros(weight.shape, np.float32)
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
@@ -577,8 +577,8 @@ def plain_dequantize(weight: np.ndarray, scales: np.ndarray, block: tuple[int, i
 
 @pytest.mark.parametrize("dtype", [FP8, ml_dtypes.float8_e5m2])
 @pytest.mark.parametrize("shape", [(576, 512), (160, 200), (1, 1), (128, 128), (129, 257), (0, 5), (7, 300_000)])
-def test_blocks_match_the_plain_loop_bit_for_bit(shape: tuple[int, int], dtype: Any) -> None:
-    """All 256 codes occur, NaN among them; 576 rows take 5 scale rows, 160 rows are ragged."""
+def test_fp8_blocks_equal_a_plain_loop_bitwise(shape: tuple[int, int], dtype: Any) -> None:
+    """All 256 codes occur, including NaN; 576 rows take 5 scale rows, and 160 rows are ragged."""
     rng = np.random.default_rng(2)
     weight = rng.integers(0, 256, shape, dtype=np.uint8).view(dtype)
     grid = (-(-shape[0] // 128), -(-shape[1] // 128))
@@ -587,7 +587,7 @@ def test_blocks_match_the_plain_loop_bit_for_bit(shape: tuple[int, int], dtype: 
     assert same(dequantize_blocks(weight, scales, (128, 128)), plain_dequantize(weight, scales, (128, 128)))
 
 
-def test_blocks_of_slices_through_a_file(tmp_path: Path) -> None:
+def test_fp8_blocks_of_slices_read_from_a_file(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     weight = rng.integers(0, 256, (100, 90), dtype=np.uint8).view(FP8)
     scales = rng.random((4, 5), dtype=np.float32)
@@ -602,7 +602,7 @@ def test_blocks_of_slices_through_a_file(tmp_path: Path) -> None:
     assert same(dequantize_blocks(weight[3:50, 7:61], scales, (32, 20), 3, 7), full[3:50, 7:61])  # a view
 
 
-def test_blocks_that_do_not_fit_are_refused() -> None:
+def test_mismatched_fp8_blocks_are_refused() -> None:
     for scale_shape in ((4, 4), (5, 3), (5, 4, 1), (5,), (36, 32)):
         refused(
             lambda s=scale_shape: check_scale_grid("w", (576, 512), s, (128, 128), "f.safetensors"), "'w'", "[5, 4]"
@@ -662,7 +662,7 @@ def test_round_trip_in_shards(tmp_path: Path) -> None:
 
 
 def test_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
-    """Each array is made only after the one before it is gone."""
+    """Each array is created only after the previous one is freed."""
     alive = [0, 0]
 
     class Counted(np.ndarray):
@@ -678,7 +678,7 @@ def test_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
     assert alive == [0, 1]
 
 
-def test_writing_over_another_layout_leaves_one_meaning(tmp_path: Path) -> None:
+def test_overwriting_removes_files_of_the_old_layout(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     arrays = {"a": A, "b": B}
     write(folder, arrays)
@@ -694,7 +694,7 @@ def test_writing_over_another_layout_leaves_one_meaning(tmp_path: Path) -> None:
     assert same(Checkpoint.open(folder).read("b"), B + 1)
 
 
-def test_failures_leave_the_old_checkpoint_and_no_rubbish(tmp_path: Path) -> None:
+def test_failed_writes_keep_the_old_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     write(folder, {"a": A, "b": B}, limit=30)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
