@@ -1,4 +1,4 @@
-"""The command `finetune`: what it teaches, that it survives a kill to the bit, and what it refuses."""
+"""The command `finetune`: learning a task, bitwise resumption after a kill, and errors."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def digits(rng: random.Random) -> list[str]:
 
 
 def write_task(path: Path, lines: int = 2000) -> str:
-    """Chats in which digits are written backwards, which the demo model has never seen."""
+    """Write chats that reverse digits, a task the demo model was not trained on."""
     rng = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(lines):
@@ -41,7 +41,7 @@ def write_task(path: Path, lines: int = 2000) -> str:
 
 
 def share_right(folder: Path, count: int = 100) -> float:
-    """Of digits drawn anew; 4 in 5 of them stand nowhere in the task's file."""
+    """Share of right answers for newly drawn digits, of which 4 in 5 are not in the training file."""
     rng = random.Random(1)
     words = [digits(rng) for _ in range(count)]
     model, tokenizer = nnxmoe.from_pretrained(folder), nnxmoe.Tokenizer.from_pretrained(folder)
@@ -50,8 +50,8 @@ def share_right(folder: Path, count: int = 100) -> float:
 
 
 @pytest.mark.slow
-def test_it_teaches_the_demo_a_new_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under two minutes on two cores (about 20 s); the file has a fifth of what can be asked."""
+def test_finetune_teaches_the_demo_a_new_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Takes about 20 s on two cores; the file has a fifth of all possible questions."""
     data, out = write_task(tmp_path / "task.jsonl"), tmp_path / "tuned"
     line = ["finetune", "demo", data, "--out", str(out), "--lora", "8", "--learning-rate", "5e-3", "--steps", "120"]
     assert share_right(DEMO) < 0.05
@@ -81,7 +81,7 @@ def command(out: Path, data: str, *more: str) -> subprocess.Popen[str]:
 
 
 def last_checkpoint(out: Path) -> tuple[dict[str, Any], Any]:
-    """All arrays of step 20 by name, and what else it holds."""
+    """All arrays of step 20 by name, and its extra data."""
     folder = out / "checkpoints" / "20"
     restored = ocp.PyTreeCheckpointer().restore(folder / "arrays")
     arrays = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(restored)}
@@ -90,8 +90,8 @@ def last_checkpoint(out: Path) -> tuple[dict[str, Any], Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--lora", "4"]])
-def test_killed_and_given_again_it_is_the_same_to_the_bit(tmp_path: Path, more: list[str]) -> None:
-    """Straight 20 steps = 10 or some more + kill -9 + the same command line."""
+def test_killed_and_rerun_command_is_bitwise_equal(tmp_path: Path, more: list[str]) -> None:
+    """20 steps equal at least 10 steps, a SIGKILL, and the same command again."""
     data = write_task(tmp_path / "task.jsonl", 300)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     output, errors = command(straight, data, *more).communicate(timeout=300)
@@ -116,7 +116,7 @@ def test_killed_and_given_again_it_is_the_same_to_the_bit(tmp_path: Path, more: 
 
 
 @pytest.mark.slow
-def test_an_adapter_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_only_output_and_changed_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = write_task(tmp_path / "task.jsonl", 50), tmp_path / "adapter"
     line = ["finetune", "demo", data, "--out", str(out), "--steps", "2", "--batch-size", "2", "--seq-len", "32"]
     assert cli.main([*line, "--lora", "2", "--adapter-only"]) == 0
@@ -126,15 +126,15 @@ def test_an_adapter_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     plain = model(tokens).logits
     lora.load(model, out)
     assert np.max(np.abs(np.asarray(plain - model(tokens).logits))) > 0
-    # Another command line in the same folder is refused, and says what differs.
+    # Other arguments for the same folder are refused with the differences.
     assert cli.main([*line, "--lora", "4", "--adapter-only"]) == 1
     assert "lora was 2, is 4" in capsys.readouterr().err
     assert cli.main([*line, "--lora", "2", "--adapter-only", "--seed", "1"]) == 1
     assert "seed was 0, is 1" in capsys.readouterr().err
 
 
-def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, exit 1, and nothing of anybody's is changed."""
+def test_invalid_commands_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One error line, exit status 1, and no file is created or changed."""
     data, bad = write_task(tmp_path / "task.jsonl", 5), tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"txt": "misspelt"}\n')
     full, new = tmp_path / "full", tmp_path / "new"

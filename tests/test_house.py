@@ -1,4 +1,4 @@
-"""The rules of the house: which way imports point, what parts may know, and what importing costs."""
+"""Code structure: import direction, what each layer may depend on, and the cost of importing the package."""
 
 import ast
 import json
@@ -33,12 +33,12 @@ ORDER = (
 )
 LEVELS = {package: level for level, package in enumerate(ORDER)}
 MODELS_KNOW = {f"nnxmoe.{name}" for name in ("config", "layers", "moe", "model", "models")}
-# Imports upwards that are left; the list may only shrink.
+# Remaining imports of higher packages; do not add any.
 UPWARDS: set[tuple[str, str]] = set()
 
 
 def sources() -> dict[str, Path]:
-    """Module name -> file, of the package and of its models."""
+    """Module name -> file, for the package and its models."""
     found = {}
     for folder, prefix in ((PACKAGE, "nnxmoe"), (ROOT / "models", "nnxmoe.models")):
         for path in sorted(folder.rglob("*.py")):
@@ -53,7 +53,7 @@ SOURCES = sources()
 
 
 def package_of(module: str) -> str:
-    """The package, or the file beside the packages, that a module belongs to."""
+    """Package, or top-level module, that a module belongs to."""
     return ".".join(module.split(".")[:2])
 
 
@@ -81,20 +81,20 @@ def test_packages_import_lower_packages_only(package: str) -> None:
         assert package_of(other) == package or LEVELS[package_of(other)] < LEVELS[package], f"{module} imports {other}"
 
 
-def test_every_package_has_its_level_and_every_exception_is_needed() -> None:
+def test_every_package_has_a_level_and_no_exception_is_stale() -> None:
     assert set(map(package_of, SOURCES)) <= set(ORDER) and len(LEVELS) == len(ORDER)
     for module, other in UPWARDS:
         assert other in IMPORTS.get(module, ()), f"{module} no longer imports {other}: remove the exception"
         assert LEVELS[package_of(other)] > LEVELS[package_of(module)]
 
 
-def test_families_know_parts_only() -> None:
+def test_model_families_import_only_building_blocks() -> None:
     for module in SOURCES:
         if package_of(module) == "nnxmoe.models":
             assert set(map(package_of, IMPORTS[module])) <= MODELS_KNOW, module
 
 
-def test_no_circles_of_files() -> None:
+def test_no_circular_imports() -> None:
     graph = {name: {other for other in found if (name, other) not in UPWARDS} for name, found in IMPORTS.items()}
     done: set[str] = set()
 
@@ -109,22 +109,22 @@ def test_no_circles_of_files() -> None:
         visit(name, ())
 
 
-def test_kernels_are_imported_where_they_are_chosen_only() -> None:
+def test_kernels_are_not_imported_at_module_level() -> None:
     for module, path in SOURCES.items():
         if not module.startswith("nnxmoe.kernels"):
             assert not any(name.startswith("nnxmoe.kernels.") for name in imports(path, top_only=True)), module
 
 
 @pytest.mark.parametrize("module", [m for m in SOURCES if m.startswith(("nnxmoe.layers", "nnxmoe.moe"))])
-def test_parts_read_no_config(module: str) -> None:
-    """A part takes plain values; the config stays with whoever assembles it."""
+def test_layers_do_not_read_the_config(module: str) -> None:
+    """Layers take plain values; only the model class reads the config."""
     for node in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             assert ast.unparse(node) != "self.config", f"{module}:{node.lineno}"
 
 
 @pytest.mark.parametrize("module", [m for m in SOURCES if m != "nnxmoe.models"])
-def test_no_model_is_known_by_name(module: str) -> None:
+def test_no_branches_on_model_type(module: str) -> None:
     """No branch on ``model_type`` outside ``models/__init__.py``."""
     for node in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Compare):
@@ -179,7 +179,7 @@ except AttributeError as error:
 
 
 @pytest.mark.commands
-def test_submodules_are_attributes_and_load_when_used() -> None:
+def test_submodules_are_attributes_and_load_lazily() -> None:
     """`import nnxmoe` is enough to use every public submodule, and loads none of the large ones."""
     done = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -199,7 +199,7 @@ logger.warning("careful")
 
 
 @pytest.mark.commands
-def test_importing_leaves_logging_to_the_program(tmp_path: Path) -> None:
+def test_importing_does_not_configure_logging(tmp_path: Path) -> None:
     """Handlers that the program sets up after the import receive the package's warnings, once."""
     log = tmp_path / "log"
     done = subprocess.run([sys.executable, "-c", LOGGING, log], cwd=ROOT, capture_output=True, text=True)
@@ -226,14 +226,14 @@ assert cli.main(["inspect", "llama-3.1-8b"]) == 0
 
 
 @pytest.mark.commands
-def test_importing_needs_no_posix_names() -> None:
-    """What Windows (and in part macOS) lacks is used only where it exists."""
+def test_importing_does_not_require_posix() -> None:
+    """Names that Windows and in part macOS lack are used only if they exist."""
     done = subprocess.run([sys.executable, "-c", POSIX_NAMES], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "llama-3.1-8b: llama" in done.stdout, done.stderr
 
 
-def test_models_have_one_name_only() -> None:
-    """In a checkout ``models/`` is importable by accident, which would make every class twice."""
+def test_models_folder_cannot_be_imported_directly() -> None:
+    """In a checkout ``models/`` would be importable as a second package, with a duplicate of every class."""
     code = "import models"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "ImportError: import nnxmoe.models, not models" in done.stderr
