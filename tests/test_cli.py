@@ -1,4 +1,4 @@
-"""The command line as a person meets it: results on stdout, the rest on stderr, exit codes 0, 1 and 2."""
+"""The command line: results on stdout, everything else on stderr, exit codes 0, 1 and 2."""
 
 import io
 import json
@@ -51,7 +51,7 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
         ["inspect", "demo", "--mesh", "fsdp=-1"],
     ],
 )
-def test_wrong_command_lines_exit_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_lines_exit_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(line)
     printed = capsys.readouterr()
@@ -121,8 +121,8 @@ cli.command()
 
 @pytest.mark.commands
 @pytest.mark.parametrize("where", ["compiling", "in_c", "in_a_destructor"])
-def test_ctrl_c_ends_the_process_at_once_with_130(where: str) -> None:
-    """During a compile (a regular exit crashes XLA), in C code that sees no signals, and where exceptions are lost."""
+def test_ctrl_c_exits_immediately_with_130(where: str) -> None:
+    """While XLA compiles (a regular exit crashes), in C code, and in a destructor, where exceptions are ignored."""
     line = [sys.executable, "-c", INTERRUPTED, "inspect", "demo", where]
     process = subprocess.Popen(line, cwd=CASES.parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -133,7 +133,7 @@ def test_ctrl_c_ends_the_process_at_once_with_130(where: str) -> None:
 
 
 @pytest.mark.commands
-def test_a_closed_pipe_ends_the_process_silently() -> None:
+def test_closed_pipe_exits_silently() -> None:
     line = [sys.executable, "-m", "nnxmoe.cli", "inspect", "deepseek-v3"]
     process = subprocess.Popen(line, cwd=CASES.parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -141,7 +141,7 @@ def test_a_closed_pipe_ends_the_process_silently() -> None:
     assert (process.wait(60), process.stderr and process.stderr.read()) == (141, "")
 
 
-def test_generate_streams_the_same_text_for_the_same_seed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_is_deterministic_per_seed(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["generate", MIXTRAL, "--prompt", "The quick", "--max-new-tokens", "8", "--temperature", "1", "--seed", "5"]
     texts = []
     for _ in range(2):
@@ -183,7 +183,7 @@ def test_chat_keeps_and_forgets_the_conversation(
     assert "/what is not a command" in caplog.text and "conversation cleared" in caplog.text
 
 
-def test_chat_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_prints_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))  # ends without /exit
     assert cli.main(["chat", MIXTRAL, "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.endswith("\n")
@@ -201,7 +201,7 @@ def test_inspect_reads_no_weights(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert all(f"  {line}\n" in out for line in nnxmoe.Strategy.auto().explain().splitlines())
 
 
-def test_inspect_of_a_config_alone_and_of_misfits(tmp_path: Path) -> None:
+def test_inspect_without_weights_and_with_mismatches(tmp_path: Path) -> None:
     fields = json.loads((CASES / "deepseek_basic" / "model" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields))
     alone = summarise(tmp_path)
@@ -228,7 +228,7 @@ def test_inspect_of_a_config_alone_and_of_misfits(tmp_path: Path) -> None:
         ("deepseek-v3", 671.03, 37.55, 61 * (512 + 64) * 2),
     ],
 )
-def test_sizes_of_the_presets(preset: str, total: float, active: float, cache: int) -> None:
+def test_inspect_sizes_of_presets(preset: str, total: float, active: float, cache: int) -> None:
     found = summarise(preset)
     assert found.parameters / 1e9 == pytest.approx(total, abs=0.01)
     assert found.active / 1e9 == pytest.approx(active, abs=0.01)
@@ -236,7 +236,7 @@ def test_sizes_of_the_presets(preset: str, total: float, active: float, cache: i
     assert found.weight_bytes == 2 * found.parameters
 
 
-def test_a_window_bounds_the_cache() -> None:
+def test_sliding_window_bounds_the_cache() -> None:
     found = summarise("mistral-7b-v0.1")
     assert found.cache_slots == 4096 and found.cache_bytes(1, 32768) == 4096 * found.cache_token
     assert all(summarise(name).parameters > 1e9 for name in PRESETS)
@@ -254,8 +254,8 @@ sys.exit(code)
 """
 
 
-def test_inspect_shows_how_parameters_lie_on_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bytes of one device: experts split eight ways and each four ways, norms whole."""
+def test_inspect_shows_sharded_sizes_on_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes per device: experts sharded 8-way and their width 4-way, norms replicated."""
     assert cli.main(["inspect", "mixtral-8x7b", "--mesh", "fsdp=4,expert=8"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     by_name = {line[0]: line for line in lines if line}
@@ -271,7 +271,7 @@ def test_inspect_shows_how_parameters_lie_on_a_mesh(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.commands
-def test_inspect_of_671_billion_parameters_is_small() -> None:
+def test_inspect_of_671_billion_parameters_uses_little_memory() -> None:
     command = [sys.executable, "-c", INSPECT]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=CASES.parents[2])
     assert run.returncode == 0 and "671,026,419,200" in run.stdout, run.stderr
@@ -333,7 +333,7 @@ def in_this_process(
 
 
 def in_another(line: list[str], *_: object) -> tuple[int, str, str]:
-    """The same of another process, as a user sees it."""
+    """Exit code, stdout and stderr of a command in another process."""
     command = [sys.executable, "-m", "nnxmoe.cli", *line]
     run = subprocess.run(command, capture_output=True, text=True, cwd=CASES.parents[2], input="hi\n")
     return run.returncode, run.stdout, run.stderr
@@ -341,7 +341,7 @@ def in_another(line: list[str], *_: object) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("run", [in_this_process, pytest.param(in_another, marks=pytest.mark.commands)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_typical_faults_are_one_line(
+def test_common_checkpoint_faults_are_one_line(
     fault: str, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     spoil, parts = FAULTS[fault]
@@ -360,13 +360,13 @@ def test_typical_faults_are_one_line(
     assert "template" in fault or len(err.splitlines()) == 1, err
 
 
-def test_presets_have_no_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generating_with_a_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "mixtral-8x7b", "--prompt", "x"]) == 1
     assert "is a preset" in capsys.readouterr().err
 
 
 def test_inspect_agrees_with_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What loads is inspected with exit 0, what does not with exit 1; names from files cannot write on the terminal."""
+    """Exit status 0 if the checkpoint loads and 1 otherwise; control characters in tensor names are escaped."""
     draft = Draft(tmp_path, "llama")
     draft.fields["tie_word_embeddings"] = True
     draft.weights["lm_head.weight"] = draft.weights.pop("model.embed_tokens.weight")
@@ -392,7 +392,7 @@ QUANTISED = {"quant_method": "fp8", "weight_block_size": [8, 8]}
         (QUANTISED, (3, 2), "the scales of tensor .*o_proj.weight"),  # inspect shortens long lines
     ],
 )
-def test_inspect_and_loading_judge_fp8_alike(
+def test_inspect_and_loading_agree_on_fp8(
     config: Any, scales: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft, name = Draft(tmp_path, "mixtral"), "model.layers.0.self_attn.o_proj.weight"

@@ -1,4 +1,4 @@
-"""The embedded demo: what the tiny model knows, how its experts share the work, and how it was made."""
+"""The embedded demo model: its answers, expert specialisation, tokenizer, corpus and training."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ import nnxmoe
 from tests.demo import corpus, exam, topics, train
 
 FOLDER = pathlib.Path(nnxmoe.models.__file__).parent / "demo"
-# The share of right answers asked for; the printed results of the training script are a little above.
+# Required share of right answers, slightly below the results of the training script.
 PASS = {
     "facts": 0.95,
     "facts in one word": 0.9,
@@ -45,7 +45,7 @@ def tokenizer() -> nnxmoe.Tokenizer:
 
 @pytest.fixture(scope="module")
 def results(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer) -> dict[str, list]:
-    """The exam with 40 questions per subject, and a sample of those about facts, which are many."""
+    """Exam with 40 questions per subject, and a sample of the numerous fact questions."""
     asked = exam.questions(40)
     about = [question for question in asked if question.subject.startswith("facts")]
     return exam.sit(model, tokenizer, [q for q in asked if q not in about] + Random(1).sample(about, 250))
@@ -53,30 +53,28 @@ def results(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer) -> dict[str, li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", PASS)
-def test_right_answers(results: dict[str, list], subject: str) -> None:
+def test_share_of_right_answers(results: dict[str, list], subject: str) -> None:
     marks = [right for _, _, right in results[subject]]
     wrong = [(question.prompt, said) for question, said, right in results[subject] if not right]
     assert np.mean(marks) >= PASS[subject], wrong[:5]
 
 
 @pytest.mark.slow
-def test_every_subject_is_asked(results: dict[str, list]) -> None:
+def test_every_subject_has_a_threshold(results: dict[str, list]) -> None:
     assert set(results) == set(PASS)
 
 
 @pytest.mark.slow
-def test_all_experts_are_used_and_each_kind_of_text_has_its_own(
-    model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer
-) -> None:
+def test_all_experts_are_used_and_specialise(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer) -> None:
     use = exam.expert_use(model, tokenizer)
     everything = np.mean(list(use.values()), axis=0)
     assert everything.min() > 0.02, "a dead expert"
     for one, other in (("sums", "story"), ("code", "story"), ("facts", "sums"), ("code", "counting")):
-        apart = np.abs(use[one] - use[other]).sum(axis=-1) / 2  # total variation, by layer
+        apart = np.abs(use[one] - use[other]).sum(axis=-1) / 2  # total variation per layer
         assert apart.max() > 0.2, (one, other, apart)
 
 
-def test_size_and_files(model: nnxmoe.CausalLM) -> None:
+def test_demo_size_and_files(model: nnxmoe.CausalLM) -> None:
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir() if path.is_file()}
     assert sum(files.values()) < 1_200_000
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(files)
@@ -86,7 +84,7 @@ def test_size_and_files(model: nnxmoe.CausalLM) -> None:
 
 
 @pytest.mark.parametrize("text", ["What is 47 + 38?", "é 中 🙂\t\n", "", "def f(x):\n    return x", "\x00 <|user|>"])
-def test_no_text_is_unknown_and_digits_stand_alone(tokenizer: nnxmoe.Tokenizer, text: str) -> None:
+def test_tokenizer_round_trips_and_splits_digits(tokenizer: nnxmoe.Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     pieces = [tokenizer.decode([token]) for token in ids]
@@ -106,7 +104,7 @@ def test_template_and_corpus_agree(tokenizer: nnxmoe.Tokenizer) -> None:
 
 
 @pytest.mark.slow
-def test_corpus_is_the_same_for_a_seed_and_keeps_the_held_out_sums_out() -> None:
+def test_corpus_is_deterministic_and_excludes_held_out_sums() -> None:
     first, again = (list(islice(corpus.documents(3), 4000)) for _ in range(2))
     assert first == again
     assert first[:100] != list(islice(corpus.documents(4), 100))

@@ -1,4 +1,4 @@
-"""The tokenizer, streaming decoding, and chat templates written by strangers."""
+"""The tokenizer, streaming decoding, and untrusted chat templates."""
 
 import importlib.util
 import json
@@ -45,7 +45,7 @@ def change_json(path: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.parent.name)
-def test_reference_cases(case: Path) -> None:
+def test_tokenizer_matches_reference_cases(case: Path) -> None:
     expected = json.loads(case.read_text())["tokenizer"]
     tokenizer = Tokenizer.from_pretrained(case.parent / "model")
     for text in expected["texts"]:
@@ -58,11 +58,11 @@ def test_reference_cases(case: Path) -> None:
     assert json.dumps(chat["messages"]) == before
 
 
-def test_cases_are_there() -> None:
+def test_number_of_reference_cases() -> None:
     assert len(CASES) == 6
 
 
-def test_attributes() -> None:
+def test_tokenizer_attributes() -> None:
     tokenizer = Tokenizer.from_pretrained(str(MODEL))
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|bos|>", "<|eos|>", "<|pad|>")
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (293, 294, 295)
@@ -95,7 +95,7 @@ def test_decode_edges() -> None:
             tokenizer.decode(bad)
 
 
-def test_encode_refuses() -> None:
+def test_encode_rejects_invalid_text() -> None:
     tokenizer = Tokenizer.from_pretrained(MODEL)
     with pytest.raises(TokenizerError, match="lone surrogates"):
         tokenizer.encode("\ud800")
@@ -103,7 +103,7 @@ def test_encode_refuses() -> None:
         tokenizer.encode(5)  # type: ignore[arg-type]
 
 
-def test_post_processor_alone_adds_tokens(folder: Path) -> None:
+def test_only_the_post_processor_adds_special_tokens(folder: Path) -> None:
     change_json(folder / "tokenizer_config.json", add_bos_token=True)
     assert Tokenizer.from_pretrained(folder).encode("Hi") == [39, 72]
     template = {
@@ -116,10 +116,10 @@ def test_post_processor_alone_adds_tokens(folder: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(folder)
     assert tokenizer.encode("Hi") == [293, 39, 72]
     assert tokenizer.encode("Hi", add_special_tokens=False) == [39, 72]
-    assert tokenizer.apply_chat_template(HI, tokenize=True)[:2] == [293, 296]  # not a second one
+    assert tokenizer.apply_chat_template(HI, tokenize=True)[:2] == [293, 296]  # no second BOS
 
 
-def test_truncation_and_padding_are_off(folder: Path) -> None:
+def test_truncation_and_padding_are_disabled(folder: Path) -> None:
     padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
     padding |= {"pad_id": 295, "pad_type_id": 0, "pad_token": "<|pad|>"}
     truncation = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
@@ -150,7 +150,7 @@ def test_only_tokenizer_json(tmp_path: Path) -> None:
         tokenizer.apply_chat_template(HI)
 
 
-def test_where_templates_come_from(folder: Path) -> None:
+def test_chat_template_precedence(folder: Path) -> None:
     config, own = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     (folder / "chat_template.json").write_text('{"chat_template": "old"}')
     change_json(config, chat_template="config")
@@ -189,13 +189,13 @@ def test_where_templates_come_from(folder: Path) -> None:
         ("chat_template.jinja", "\xff", r"chat_template\.jinja is not UTF-8"),
     ],
 )
-def test_broken_files(folder: Path, name: str, content: str, message: str) -> None:
+def test_malformed_files(folder: Path, name: str, content: str, message: str) -> None:
     (folder / name).write_text(content, encoding="latin-1")
     with pytest.raises(TokenizerError, match=message):
         Tokenizer.from_pretrained(folder)
 
 
-def test_panics_become_errors(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tokenizers_panics_become_errors(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     template = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
     template["single"] = [{"SpecialToken": {"id": "X", "type_id": 0}}]
     change_json(folder / "tokenizer.json", post_processor=template)
@@ -267,8 +267,8 @@ def test_stream_byte_level(text: str) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_stream_any_bytes() -> None:
-    """Also for invalid UTF-8, the pieces add up to the text of all ids, as long as garbage does not go on for long."""
+def test_stream_of_arbitrary_bytes() -> None:
+    """The pieces add up to the text of all ids, also for short runs of invalid UTF-8."""
     tokenizer = Tokenizer.from_pretrained(MODEL)
     choose = random.Random(0)
     for _ in range(300):
@@ -300,7 +300,7 @@ def test_stream_keeps_the_space_after_the_prompt() -> None:
 
 
 def test_stream_continues_a_prompt_that_ends_in_special_tokens() -> None:
-    """Prompt and pieces add up to the text of all ids; skipped tokens are no text that a space could follow."""
+    """Prompt and pieces add up to the text of all ids; a skipped token is not followed by a space."""
     tokenizer = sentencepiece_like(llama2_decoder())
     end, hello, fox = 1, 3, 4
     for prompt in ([hello], [hello, *[end] * 9], [end], [fox, end, hello, end]):
@@ -331,7 +331,7 @@ def test_stream_special_tokens_and_reuse() -> None:
     assert stream.put(39) == "H" and stream.put(10**6) == ""
 
 
-def test_stream_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_decodes_few_tokens_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.from_pretrained(MODEL)
     decode, lengths = tokenizer.decode_list, []
 
@@ -344,14 +344,14 @@ def test_stream_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     stream_all(tokenizer, ids)
     assert sum(lengths) < 10 * len(ids)
     lengths.clear()
-    stream_all(tokenizer, [187] * 2000)  # a byte that UTF-8 never has: waiting ends
+    stream_all(tokenizer, [187] * 2000)  # 0xFF never occurs in UTF-8, so the stream must stop waiting
     assert max(lengths) <= 2 * TextStream.LONGEST_WAIT
 
 
-# Arguments of chats
+# Arguments of chat templates
 
 
-def test_an_argument_that_the_template_does_not_read_is_refused() -> None:
+def test_arguments_unused_by_the_template_are_refused() -> None:
     tokenizer = made_with("{% if date is not defined %}{% set date = 'today' %}{% endif %}{{ date }}")
     assert tokenizer.apply_chat_template(HI, date="Monday") == "Monday"
     assert tokenizer.apply_chat_template(HI) == "today"
@@ -378,13 +378,13 @@ THOUGHTS = "{% for m in messages %}<think>{{ m.thinking }}</think>{{ m.content }
         (THOUGHTS, {"reasoning": "well", "content": "x"}, "reasoning", "<think></think>hi<end><think>well"),
     ],
 )
-def test_the_final_message_can_be_left_open(template: str, last: dict[str, Any], field: Any, expected: str) -> None:
+def test_continue_final_message(template: str, last: dict[str, Any], field: Any, expected: str) -> None:
     before = json.dumps(last)
     assert made_with(template).apply_chat_template([*HI, last], continue_final_message=field) == expected
     assert json.dumps(last) == before
 
 
-def test_final_messages_that_cannot_be_left_open() -> None:
+def test_continue_final_message_errors() -> None:
     with pytest.raises(TokenizerError, match="not both"):
         made_with(PLAIN).apply_chat_template(HI, add_generation_prompt=True, continue_final_message=True)
     for last in ({"role": "assistant"}, {"content": [{"image": 1}]}):
@@ -395,7 +395,7 @@ def test_final_messages_that_cannot_be_left_open() -> None:
             made_with(template).apply_chat_template(HI, continue_final_message=True)
 
 
-# What templates may do
+# Supported templates
 
 LLAMA3 = """{{- bos_token }}
 {%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
@@ -555,7 +555,7 @@ def test_real_world_templates_against_transformers(name: str, folder: Path) -> N
     assert loaded.apply_chat_template(messages, chat_template=template, **options, **rest) == expected
 
 
-def test_the_date_is_today() -> None:
+def test_strftime_now_is_today() -> None:
     day = time.strftime("%d %b %Y")
     assert render("{{ strftime_now('%d %b %Y') }}") in (day, time.strftime("%d %b %Y"))
 
@@ -567,18 +567,18 @@ def test_long_messages() -> None:
         render("", messages=[{"content": "a" * 5_000_000}])
 
 
-def test_lone_surrogates_survive() -> None:
+def test_lone_surrogates_are_kept() -> None:
     assert render("{{ messages[0].content }}", messages=[{"content": "\ud800\u2028\0"}]) == "\ud800\u2028\0"
 
 
 @pytest.mark.parametrize("messages", ["hi", {"role": "user"}, ["hi"], None, [], 5])
 @pytest.mark.wrong_types
-def test_messages_must_be_messages(messages: Any) -> None:
+def test_invalid_messages(messages: Any) -> None:
     with pytest.raises(TokenizerError, match="messages"):
         made_with("").apply_chat_template(messages)
 
 
-def test_values_must_be_plain() -> None:
+def test_template_arguments_must_be_json_values() -> None:
     endless: list[Any] = []
     endless.append(endless)
     for bad in (len, np.ones(2), endless, object()):
@@ -586,7 +586,7 @@ def test_values_must_be_plain() -> None:
             made_with("").apply_chat_template(HI, x=bad)
 
 
-# What templates may not do
+# Hostile templates
 
 SLOW, BIG, UNSAFE, DEEP = "took longer than the 1 s", "needs more than 64 MB", "that is not allowed", "too deeply"
 HOSTILE = {
@@ -644,9 +644,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("template", HOSTILE, ids=lambda text: text[:40])
-def test_hostile_template(template: str) -> None:
+def test_hostile_templates_are_refused(template: str) -> None:
     resource = pytest.importorskip("resource")
-    render("")  # starting the process is not part of the time
+    render("")  # exclude the start of the process from the time
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.monotonic()
     with pytest.raises(TokenizerError, match=HOSTILE[template]) as caught:
@@ -658,8 +658,8 @@ def test_hostile_template(template: str) -> None:
     assert render("{{ messages[0].content }}") == "hi"
 
 
-def test_the_process_cannot_touch_files(tmp_path: Path) -> None:
-    """Should the sandbox ever be escaped: the process can neither open files nor start others, nor see our secrets."""
+def test_escaped_template_cannot_access_files_or_secrets(tmp_path: Path) -> None:
+    """Code that escapes the sandbox can neither open files or sockets nor read environment variables."""
     source = importlib.util.find_spec("nnxmoe.generation.template_worker")
     assert source and source.origin
     escaped = (
@@ -700,7 +700,7 @@ def test_the_process_cannot_touch_files(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-# The process
+# The worker process
 
 
 def worker_pid() -> int:
@@ -710,7 +710,7 @@ def worker_pid() -> int:
     return worker._process.pid
 
 
-def test_one_process_serves_all_and_is_replaced() -> None:
+def test_worker_process_is_reused_and_replaced_if_killed() -> None:
     pid = worker_pid()
     assert worker_pid() == pid
     os.kill(pid, 9)
@@ -721,7 +721,7 @@ def test_one_process_serves_all_and_is_replaced() -> None:
     assert worker_pid() != pid
 
 
-def test_threads_share_it() -> None:
+def test_threads_share_the_worker() -> None:
     wrong: list[str] = []
 
     def work(number: int) -> None:
@@ -735,7 +735,7 @@ def test_threads_share_it() -> None:
     assert not wrong
 
 
-def test_a_start_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     chat_template._renderer.close()
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(ChatTemplateError, match="cannot start a process for chat templates"):
@@ -769,7 +769,7 @@ assert "jinja2" not in sys.modules
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 @pytest.mark.parametrize("how", ["exit", "fork", "kill"])
-def test_it_ends_with_its_parent(how: str) -> None:
+def test_worker_exits_with_its_parent(how: str) -> None:
     program = f"PATH, HOW = {chat_template.__file__!r}, {how!r}\n{LIFE}"
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stderr == "" and done.returncode == (-9 if how == "kill" else 0)
@@ -781,7 +781,7 @@ def test_it_ends_with_its_parent(how: str) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process lives; one that init has yet to reap does not."""
+    """Whether the process is running; zombies are not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
