@@ -1,4 +1,4 @@
-"""Loading runs no code of a checkpoint: proved from inside, by the interpreter's own audit events.
+"""Loading does not run code from a checkpoint, checked by the interpreter's audit events.
 
 https://docs.python.org/3/library/audit_events.html
 """
@@ -20,7 +20,7 @@ WATCHED = Path(__file__).parent / "support" / "watched.py"
 
 
 class Payload:
-    """Leaves a mark when it is unpickled."""
+    """Creates the file ``mark`` when unpickled."""
 
     def __init__(self, mark: Path):
         self.mark = mark
@@ -30,7 +30,7 @@ class Payload:
 
 
 def hostile(folder: Path, family: str, model_type: str | None = None) -> Path:
-    """A sound checkpoint amid everything that has ever run code elsewhere; whatever runs leaves the file MARK."""
+    """Valid checkpoint with every known vector for code execution; any code that runs creates the file MARK."""
     folder.mkdir()
     mark = folder / "MARK"
     draft = Draft(folder, family)
@@ -59,14 +59,14 @@ def hostile(folder: Path, family: str, model_type: str | None = None) -> Path:
 
 
 def watch(folder: Path, what: str) -> tuple[list[str], str]:
-    """The forbidden events of a process that does ``what`` with a folder, and its last line."""
+    """Forbidden audit events of a process that does ``what`` with a folder, and its answer."""
     run = subprocess.run(
         [sys.executable, str(WATCHED), str(ROOT), str(folder), what],
         capture_output=True,
         text=True,
         timeout=180,
         cwd=folder.parent,
-        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"},  # which writes files of its own
+        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"},  # the cache writes files
     )
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
@@ -76,14 +76,14 @@ def watch(folder: Path, what: str) -> tuple[list[str], str]:
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name == "mixtral" else pytest.mark.commands) for name in FAMILIES]
 )
-def test_a_hostile_folder_is_loaded_and_nothing_of_it_runs(tmp_path: Path, family: str) -> None:
+def test_hostile_folder_loads_without_running_its_code(tmp_path: Path, family: str) -> None:
     folder = hostile(tmp_path / "model", family)
     assert watch(folder, "use") == ([], "loaded, saved, template refused")
     assert not (folder / "MARK").exists()
 
 
 @pytest.mark.commands
-def test_unknown_code_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_custom_code_and_pickles_are_refused(tmp_path: Path) -> None:
     folder = hostile(tmp_path / "model", "llama", model_type="x")
     forbidden, answer = watch(folder, "use")
     assert forbidden == [] and "model_type 'x' is not supported" in answer
@@ -107,6 +107,6 @@ def test_unknown_code_is_refused_and_not_run(tmp_path: Path) -> None:
         ("shell", "subprocess.Popen"),
     ],
 )
-def test_the_watch_sees_what_it_forbids(tmp_path: Path, what: str, event: str) -> None:
+def test_forbidden_events_are_detected(tmp_path: Path, what: str, event: str) -> None:
     forbidden, _ = watch(hostile(tmp_path / "model", "llama"), what)
     assert any(line.startswith(event) for line in forbidden), forbidden

@@ -1,4 +1,4 @@
-"""Every reference case, by several strategies, against what transformers computed; then more, against NumPy."""
+"""Reference cases under several strategies against transformers, and further configs against a NumPy decoder."""
 
 import dataclasses
 from typing import Any
@@ -54,7 +54,7 @@ FORWARDS = [
 
 
 def check_routing(out: nnxmoe.Output, case: Case) -> None:
-    """The same layers route, to the same experts, with the same weights."""
+    """Assert that the same layers route to the same experts with the same weights."""
     assert out.routing is not None
     layers = {int(key.split(".")[1]) for key in case.arrays if key.startswith("router.")}
     assert set(out.routing) == layers
@@ -68,7 +68,7 @@ def check_routing(out: nnxmoe.Output, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("name", "strategy"), FORWARDS)
-def test_forward(name: str, strategy: Strategy, case: Any, case_model: Any) -> None:
+def test_forward_matches_transformers(name: str, strategy: Strategy, case: Any, case_model: Any) -> None:
     known, model = case(name), case_model(name, strategy)
     arrays, ids = known.arrays, known.arrays["input_ids"]
     out = forward(model, ids, attention_mask=np.ones_like(ids))
@@ -88,8 +88,8 @@ def test_forward(name: str, strategy: Strategy, case: Any, case_model: Any) -> N
 
 
 @pytest.mark.parametrize("name", ["llama_basic", "mixtral_basic"])
-def test_plain_call(name: str, case: Any, case_model: Any) -> None:
-    """Without a mask, which is another path than a mask of ones; and only what was asked for."""
+def test_call_without_a_mask(name: str, case: Any, case_model: Any) -> None:
+    """No mask takes another code path than a mask of ones; outputs that were not requested are None."""
     known = case(name)
     out = case_model(name)(known.arrays["input_ids"])
     assert max_error(out.logits, known.arrays["logits"]) < MODEL_TOLERANCE
@@ -108,8 +108,8 @@ GREEDY = [
 
 
 @pytest.mark.parametrize(("name", "strategy"), GREEDY)
-def test_greedy(name: str, strategy: Strategy, case: Any, case_model: Any) -> None:
-    """Twelve tokens by cached decoding, exactly; with and without padding on the left."""
+def test_greedy_decoding_matches_transformers(name: str, strategy: Strategy, case: Any, case_model: Any) -> None:
+    """Twelve tokens by cached decoding, with and without left padding."""
     arrays, model = case(name).arrays, case_model(name, strategy)
     prompt = arrays["generate.prompt"]
     ids = nnxmoe.generate(model, prompt, max_new_tokens=12, eos_token_id=None)
@@ -121,7 +121,7 @@ def test_greedy(name: str, strategy: Strategy, case: Any, case_model: Any) -> No
     assert np.array_equal(ids[:, 10:], arrays["generate.padded.ids"])
 
 
-# What the six cases leave out
+# Configurations beyond the six cases
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -178,8 +178,8 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("label", MORE)
-def test_more_configurations(label: str) -> None:
-    """Padded on the left in one row, on the right in the other; negative correction biases for DeepSeek."""
+def test_more_configurations_match_the_numpy_decoder(label: str) -> None:
+    """One row is left-padded, the other right-padded; DeepSeek gets negative correction biases."""
     kind, changes = MORE[label]
     fields = TINY[kind] | changes
     weights = {
@@ -194,8 +194,8 @@ def test_more_configurations(label: str) -> None:
     assert max_error(logits, reference_logits(fields, weights, tokens, mask), mask) < MODEL_TOLERANCE
 
 
-def test_strategies_do_not_change_what_a_model_is() -> None:
-    """The same config and parameters whatever the strategy; only the shape of their stacking differs."""
+def test_strategies_keep_config_and_parameter_count() -> None:
+    """Only the stacking of the parameters differs."""
     fields = TINY["deepseek_v3"]
     weights = tiny_weights(fields)
     models = [build(fields, weights, s) for s in (ORACLE, Strategy(), dataclasses.replace(ORACLE, stacking=Scanned()))]

@@ -1,4 +1,4 @@
-"""Every malformed checkpoint of the corpus meets its verdict, in a process of its own."""
+"""Every malformed checkpoint of the corpus meets its verdict, each in its own process."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.corpus.runner import CASES, judge
 
 
 def _cases() -> Iterator[Any]:
-    """All names; where a fault is made for several families, all but one are slow, and families take turns."""
+    """All cases. A fault that exists for several families runs by default for one of them, in turn."""
     faults: dict[str, list[str]] = {}
     for name, case in CASES.items():
         faults.setdefault(case.fault, []).append(name)
@@ -21,7 +21,7 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", _cases())
-def test_case(name: str) -> None:
+def test_case_meets_its_verdict(name: str) -> None:
     _, fault = judge(CASES[name])
     assert fault is None, fault
 

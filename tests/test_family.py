@@ -1,4 +1,4 @@
-"""A new family is one file and one line that registers it: everything else works with it as it is."""
+"""A new model family needs one file and one registration; everything else works unchanged."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_logits_and_saving(checkpoint: Path, scan: bool, tmp_path: Path) -> None:
+def test_new_family_logits_and_saving(checkpoint: Path, scan: bool, tmp_path: Path) -> None:
     model = nnxmoe.from_pretrained(checkpoint, strategy=nnxmoe.Strategy(scan_layers=scan))
     tokens = random_tokens(2, 12)
     assert isinstance(model, Toy)
@@ -58,7 +58,7 @@ def test_logits_and_saving(checkpoint: Path, scan: bool, tmp_path: Path) -> None
     assert (nnxmoe.load(tmp_path / "ours")(tokens).logits == model(tokens).logits).all()
 
 
-def test_generation_adapters_and_headers(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_family_generation_adapters_and_inspect(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nnxmoe.from_pretrained(checkpoint)
     tokens = jnp.asarray(random_tokens(2, 12))
     ids = nnxmoe.generate(model, tokens, max_new_tokens=3, eos_token_id=None)
@@ -68,7 +68,7 @@ def test_generation_adapters_and_headers(checkpoint: Path, capsys: pytest.Captur
     assert main(["inspect", str(checkpoint)]) == 0 and "qwen3" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_new_family_mismatches_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     broken = weights()
     del broken["model.layers.1.self_attn.k_norm.weight"]
     with pytest.raises(nnxmoe.LoadError, match=r"layers.1.self_attn.k_norm.weight is missing"):
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_refused(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-def test_logits_of_transformers(checkpoint: Path) -> None:
+def test_new_family_logits_match_transformers(checkpoint: Path) -> None:
     import torch
     import transformers
 

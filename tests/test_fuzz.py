@@ -1,4 +1,4 @@
-"""10,000 random headers, indexes and configs: each is refused in words or is sound, which a second opinion decides."""
+"""10,000 random headers, indexes and configs: each is either refused or valid by an independent check."""
 
 import json
 import logging
@@ -25,13 +25,13 @@ HEADERS, INDEXES, CONFIGS = 4000, 2500, 3500
 
 
 def fuzz(examples: int) -> Callable[[Any], Any]:
-    """The same examples in every run."""
+    """Hypothesis settings with the same examples in every run."""
     slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
     return settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=slow)
 
 
 def answer(call: Callable[[], Any], where: str) -> bool:
-    """Whether a call takes its input; a refusal must be a ValueError of ours that says where."""
+    """Whether ``call`` succeeds; a failure must be a CheckpointError whose message contains ``where``."""
     try:
         call()
         return True
@@ -61,7 +61,7 @@ NASTY = st.one_of(
 
 @st.composite
 def files(draw: Any) -> bytes:
-    """A sound file with a few faults in its header's meaning, and perhaps in its bytes."""
+    """A valid file with a few random changes to its header fields and possibly its bytes."""
     header, data = json.loads(json.dumps(HEADER)), bytearray(DATA)
     for _ in range(draw(st.integers(0, 2))):
         name = draw(st.sampled_from([*ARRAYS, "__metadata__", "new"]))
@@ -88,7 +88,7 @@ def files(draw: Any) -> bytes:
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> Any:
-    """Thousands of warnings would bury a failure."""
+    """Suppress thousands of warnings, which would hide a failure."""
     logger = logging.getLogger("nnxmoe")
     level = logger.level
     logger.setLevel("ERROR")
@@ -103,7 +103,7 @@ def folder() -> Any:
 
 
 @pytest.mark.slow
-def test_headers(folder: Path) -> None:
+def test_random_headers(folder: Path) -> None:
     taken = 0
 
     @fuzz(HEADERS)
@@ -132,7 +132,7 @@ SOUND_MAP = {"a": ONE, "b": ONE, "c": TWO}
 
 
 @pytest.mark.slow
-def test_indexes(folder: Path) -> None:
+def test_random_indexes(folder: Path) -> None:
     model = folder / "model"
     (model / "sub").mkdir(parents=True)
     for place in ("../outside.safetensors", "sub/x.safetensors"):
@@ -185,7 +185,7 @@ FIELD_VALUES = st.one_of(
 
 @pytest.mark.slow
 @pytest.mark.wrong_types
-def test_configs() -> None:
+def test_random_configs() -> None:
     taken = 0
 
     @fuzz(CONFIGS)
@@ -220,8 +220,8 @@ ROPES = st.dictionaries(
 @pytest.mark.wrong_types
 @fuzz(1000)
 @given(st.sampled_from(sorted(TINY)), ROPES, st.sampled_from(["rope_scaling", "rope_parameters"]))
-def test_ropes(kind: str, rope: dict[str, Any], where: str) -> None:
-    """What is taken gives finite, positive frequencies."""
+def test_random_rope_parameters(kind: str, rope: dict[str, Any], where: str) -> None:
+    """Accepted configs give finite, positive frequencies."""
     try:
         config = nnxmoe.config_from_hf(TINY[kind] | {where: rope})
     except nnxmoe.ConfigError as error:

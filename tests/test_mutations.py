@@ -1,7 +1,7 @@
-"""Planted mistakes: each must move the logits far beyond the tolerance, so that the comparisons of test_cases notice.
+"""Planted mistakes: each must change the logits far beyond the tolerance, so that test_cases would fail.
 
-A mistake is planted in the package's own code or in a loaded model. Where a reference case shows it, the measure is the
-logits of transformers; for the rest (windows, biases, unusual eps) it is the NumPy decoder on a tiny checkpoint.
+A mistake is planted in the package's code or in a loaded model. The reference is the logits of transformers if a
+reference case shows the mistake, and otherwise (windows, biases, unusual eps) the NumPy decoder on a tiny checkpoint.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# What to plant
+# Mistakes
 
 
 def layers(model: Any) -> Iterator[Any]:
@@ -84,7 +84,7 @@ def ignore_attention_factor(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_rope_width_of_keys_only(model: Any, patch: pytest.MonkeyPatch) -> None:
-    """The softmax scale from the part of the queries that is not rotated."""
+    """Compute the softmax scale from the non-rotated query width only."""
     for layer in layers(model):
         layer.attention.scale *= (model.config.qk_rope_head_dim / model.config.qk_nope_head_dim + 1) ** 0.5
 
@@ -197,7 +197,7 @@ def mask_groups_with_zero(model: Any, patch: pytest.MonkeyPatch) -> None:
 def group_score_by_max(model: Any, patch: pytest.MonkeyPatch) -> None:
     def top_k(x: Any, k: int) -> Any:
         values, indices = jax.lax.top_k(x, k)
-        grouped = x.ndim == 4  # [B, T, groups, experts of a group]
+        grouped = x.ndim == 4  # [B, T, groups, experts per group]
         return (values.at[..., 1:].set(0) if grouped else values), indices
 
     patch.setattr(router, "jax", Shadow(jax, lax=Shadow(jax.lax, top_k=top_k)))
@@ -212,7 +212,7 @@ def sigmoid_for_softmax(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def reroute(change: Callable[[Routing, Any], Routing]) -> Plant:
-    """Change what the selection returns."""
+    """Plant that changes the routing returned by the selection."""
 
     def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
         for moe in moes(model):
@@ -292,7 +292,7 @@ MISTAKES: list[tuple[str, Plant]] = [
 
 
 def setting(name: str) -> tuple[Any, np.ndarray, np.ndarray]:
-    """A model of its own, tokens, and the right logits."""
+    """A new model, tokens, and the right logits."""
     if name not in VARIANTS:
         case = load_case(name)
         return build(case.fields, case.weights), case.arrays["input_ids"], case.arrays["logits"]
@@ -303,13 +303,13 @@ def setting(name: str) -> tuple[Any, np.ndarray, np.ndarray]:
         if name == "negative-bias" and key.endswith("correction_bias"):
             weights[key] -= 2.0
         if name.endswith("eps") and key == "model.embed_tokens.weight":
-            weights[key] *= 0.3  # a small stream shows what eps does
+            weights[key] *= 0.3  # a small residual stream makes eps matter
     tokens = random_tokens(2, 12, seed=4)
     return build(fields, weights), tokens, reference_logits(fields, weights, tokens)
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in MISTAKES}))
-def test_without_a_mistake_nothing_moves(name: str) -> None:
+def test_logits_are_right_without_a_mistake(name: str) -> None:
     model, tokens, logits = setting(name)
     assert max_error(eager_logits(model, tokens), logits) < MODEL_TOLERANCE
 
@@ -317,15 +317,15 @@ def test_without_a_mistake_nothing_moves(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "plant"), [pytest.param(n, p, id=f"{n}-{p.__qualname__.split('.')[0]}") for n, p in MISTAKES]
 )
-def test_mistake_is_noticed(name: str, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_mistake_changes_the_logits(name: str, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens, logits = setting(name)
     plant(model, monkeypatch)
     moved = max_error(eager_logits(model, tokens), logits)
     assert NOTICED < moved < np.inf
 
 
-def test_the_given_cases_do_not_show_every_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why the tiny checkpoints are needed: with the cases' correction biases, a mask of zeros changes nothing."""
+def test_reference_cases_miss_some_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the correction biases of the cases, masking groups with zeros has no effect; tiny checkpoints cover it."""
     model, tokens, logits = setting("deepseek_basic")
     mask_groups_with_zero(model, monkeypatch)
     assert max_error(eager_logits(model, tokens), logits) < MODEL_TOLERANCE

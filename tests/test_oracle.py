@@ -1,6 +1,6 @@
-"""nnxmoe beside transformers: many small random checkpoints, loaded by both, must compute the same.
+"""Small random checkpoints loaded by both nnxmoe and transformers must give equal results.
 
-transformers reads the very folder that nnxmoe reads, so it judges the meaning of config.json as well as the numbers.
+Both read the same folder, so the interpretation of config.json is compared as well as the numerics.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 pytestmark = pytest.mark.oracle
 
-TOLERANCE = 2e-4  # of whole models in float32
-CLOSE = 1e-4  # two experts this close may change places by rounding alone
-MARGIN = 1e-3  # two tokens this close may change places by rounding alone
+TOLERANCE = 2e-4  # for whole models in float32
+CLOSE = 1e-4  # experts with scores this close may swap due to rounding
+MARGIN = 1e-3  # tokens with logits this close may swap due to rounding
 NEW_TOKENS = 6
 DATA = Path(__file__).parent / "data" / "hf"
 FAMILIES = ("llama", "mistral", "mixtral", "deepseek_v3")
@@ -45,7 +45,7 @@ class Case:
     fields: dict[str, Any]
     style: str  # of config.json: "v5", or "v4" as transformers 4 wrote it
     twist: str  # a key of TWISTS
-    layout: str  # of the weights: "one" file, "shards", "fused" experts as they are in memory
+    layout: str  # of the weights: "one" file, "shards", "fused" experts as in memory
     stored: str  # dtype on disk
     strategy: str  # a key of STRATEGIES
     length: int
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """What pytest calls the case."""
+        """pytest id of the case."""
         extra = [x for x in (self.twist, self.layout, self.stored, self.strategy) if x not in DULL]
         return "-".join([self.family, self.name, self.style, *extra, f"T{self.length}"])
 
@@ -77,7 +77,7 @@ STRATEGIES: dict[str, Callable[[], nnxmoe.Strategy | None]] = {
     ),
 }
 
-# Rope: the longest position, and what stands in rope_parameters beside theta. Sequences have up to 23 tokens.
+# Rope: max_position_embeddings, and rope_parameters without theta. Sequences have up to 23 tokens.
 LLAMA3 = {"rope_type": "llama3", "original_max_position_embeddings": 24}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 ROPES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -103,14 +103,14 @@ ROPES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 class Decks:
-    """Deals options so that each comes up as often as every other, in an order of chance."""
+    """Draws options without replacement, so that each occurs equally often, in random order."""
 
     def __init__(self, seed: str):
         self.rng = random.Random(seed)
         self.decks: dict[str, list[Any]] = {}
 
     def deal(self, name: str, *options: Any) -> Any:
-        """The next card of a deck; the options are the deck's first time."""
+        """Next option of a deck; ``options`` refill the deck when it is empty."""
         deck = self.decks.setdefault(name, [])
         if not deck:
             deck += self.rng.sample(options, len(options))
@@ -126,7 +126,7 @@ def rope_of(decks: Decks) -> tuple[str, dict[str, Any]]:
 
 def grouped_query_fields(decks: Decks, family: str) -> tuple[str, dict[str, Any]]:
     shapes = [(32, 4, 1, None), (48, 4, 2, 16), (64, 8, 8, None), (40, 5, 1, 6), (36, 6, 3, 10), (32, 2, 1, 40)]
-    if family != "llama":  # which demands whole heads even where head_dim is given
+    if family != "llama":  # llama requires hidden_size % heads == 0 even if head_dim is given
         shapes += [(44, 3, 1, 12), (64, 16, 8, None), (32, 8, 8, 6)]
     hidden, heads, kv_heads, head_dim = decks.deal("shape", *shapes)
     fields = {
@@ -168,7 +168,7 @@ def latent_fields(decks: Decks) -> tuple[str, dict[str, Any]]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "q_lora_rank": decks.deal("q rank", None, 6, 12, 24),  # with 1 the norm is ill-conditioned, in both alike
+        "q_lora_rank": decks.deal("q rank", None, 6, 12, 24),  # rank 1 makes the norm ill-conditioned in both
         "kv_lora_rank": decks.deal("kv rank", 8, 17, 24),
         "qk_nope_head_dim": nope,
         "qk_rope_head_dim": rope,
@@ -192,7 +192,7 @@ def make_case(decks: Decks, family: str, number: int) -> Case:
     shape, fields = latent_fields(decks) if family == "deepseek_v3" else grouped_query_fields(decks, family)
     rope, rope_fields = rope_of(decks)
     fields = {"num_hidden_layers": decks.deal("layers", 2, 2, 3), **fields, **rope_fields}
-    if family == "mixtral" and rope.startswith(("yarn", "dynamic")):  # there transformers needs a head_dim
+    if family == "mixtral" and rope.startswith(("yarn", "dynamic")):  # transformers requires head_dim here
         fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
     fields |= {
         "vocab_size": decks.deal("vocab", 64, 97, 128),
@@ -269,7 +269,7 @@ def two_ropes(config: dict[str, Any], rope: dict[str, Any]) -> None:
     config["rope_parameters"] = {"rope_type": "linear", "factor": 5.0, "rope_theta": 77.0}
 
 
-# What other writers of config.json do: the same thing said twice, in other places, or left to the defaults.
+# Variants of config.json in the wild: duplicate fields, other locations, or omitted defaults.
 TWISTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "none": lambda config, rope: None,
     "theta.twice": spoil_theta,
@@ -295,11 +295,11 @@ def all_cases() -> list[Case]:
 CASES = all_cases()
 
 
-# Making a checkpoint
+# Creating checkpoints
 
 
 def randomise(model: Any, case: Case) -> None:
-    """Every parameter random: biases that matter, norms far from 1, logits of a few units."""
+    """Randomise every parameter: non-zero biases, norms far from 1, logits of a few units."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(like: Any, scale: float) -> Any:
@@ -319,7 +319,7 @@ def randomise(model: Any, case: Case) -> None:
 
 
 def rewrite_as_v4(config: dict[str, Any], defaults: dict[str, Any], drop_head_dim: bool) -> dict[str, Any]:
-    """config.json as transformers 4 wrote it: other names, and what equals the default left out."""
+    """config.json as written by transformers 4: old field names, and defaults omitted."""
     config = {k: v for k, v in config.items() if k in ("model_type", "architectures") or v != defaults.get(k, ...)}
     config.pop("transformers_version", None)
     config["torch_dtype"] = config.pop("dtype")
@@ -365,7 +365,7 @@ def write_checkpoint(case: Case, folder: Path) -> None:
 
 
 def load_reference(folder: Path) -> Any:
-    """transformers' model of a folder in float32. Nothing may be missing or left over."""
+    """Load a folder with transformers in float32; asserts no missing or unexpected tensors."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -373,23 +373,23 @@ def load_reference(folder: Path) -> Any:
     return model.eval()
 
 
-# Running both
+# Running both models
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What a forward pass shows; routing as one dense array of weights and the set of experts, by layer."""
+    """Outputs of a forward pass; routing per layer as dense weights and sets of experts."""
 
     logits: np.ndarray
     hidden: list[np.ndarray]
     weights: dict[int, np.ndarray]
     experts: dict[int, np.ndarray]
-    settled: np.ndarray  # [B, T] False from the first choice of experts on that is too close to call
+    settled: np.ndarray  # [B, T]: False from the first near-tie between experts onwards
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Token ids with a mask, and positions where they are not to be the default; all ``[B, T]``."""
+    """Token ids, mask and optional positions, all ``[B, T]``."""
 
     tokens: np.ndarray
     mask: np.ndarray
@@ -397,7 +397,7 @@ class Batch:
 
 
 def batches(case: Case) -> dict[str, Batch]:
-    """Two rows: unpadded, padded on the left, padded on the right, and now and then with gaps in the positions."""
+    """Two rows: unpadded, left-padded, right-padded, and for some seeds with gaps in the positions."""
     rng = np.random.default_rng(case.seed)
     tokens = rng.integers(0, case.fields["vocab_size"], (2, case.length))
     full = np.ones((2, case.length), np.int64)
@@ -413,14 +413,14 @@ def batches(case: Case) -> dict[str, Batch]:
 
 
 def reset_rope(model: Any) -> None:
-    """transformers' dynamic rope remembers the longest sequence it has met."""
+    """Undo that transformers' dynamic rope caches the longest sequence seen."""
     rope = model.model.rotary_emb
     rope.max_seq_len_cached = rope.original_max_seq_len
     rope.inv_freq = rope.original_inv_freq.clone()
 
 
 def routing_gaps(gate: Any, logits: Any, config: Any) -> np.ndarray:
-    """How far each token is from another choice of experts, in the units of the choice."""
+    """Score margin by which each token's choice of experts was made."""
     if config.model_type == "mixtral":
         return gap_after(logits, gate.top_k)
     choice = logits.sigmoid() + gate.e_score_correction_bias
@@ -474,7 +474,7 @@ def run_reference(model: Any, batch: Batch) -> Seen:
 
 
 def compiled(model: nnxmoe.CausalLM) -> Callable[[Batch], Seen]:
-    """The forward pass of ours, compiled once for all batches of a shape."""
+    """Jitted forward pass of our model."""
     graph, state = nnx.split(model)
 
     @jax.jit
@@ -499,7 +499,7 @@ def compiled(model: nnxmoe.CausalLM) -> Callable[[Batch], Seen]:
 
 
 def compare(ours: Seen, theirs: Seen, batch: Batch, where: str) -> float:
-    """All that both show at real tokens; returns the largest error of the logits."""
+    """Assert equal outputs at real tokens and return the largest error of the logits."""
     real = (batch.mask != 0) & theirs.settled
     assert real.sum() >= 0.5 * batch.mask.sum(), f"{where}: experts are too close to call, choose another seed"
     assert ours.experts.keys() == theirs.experts.keys(), where
@@ -517,7 +517,7 @@ def compare(ours: Seen, theirs: Seen, batch: Batch, where: str) -> float:
 
 
 def compare_written(before: Any, after: Any, batch: Batch) -> None:
-    """Two models of transformers: the same tensors, and logits that differ by how memory lies, at most."""
+    """Assert that two transformers models have equal tensors and logits within TOLERANCE / 4."""
     old, new = before.state_dict(), after.state_dict()
     assert old.keys() == new.keys()
     for name, tensor in old.items():
@@ -530,7 +530,7 @@ def compare_written(before: Any, after: Any, batch: Batch) -> None:
 
 
 def reference_tokens(model: Any, batch: Batch, penalty: float, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Greedy tokens of transformers, and for each new one by how much it won."""
+    """Greedy tokens of transformers, and the logit margin of each new token."""
     reset_rope(model)
     if getattr(model.config, "sliding_window", None) == 1:
         options["use_cache"] = False  # its cache keeps keys[-window + 1 :], which is all of them for a window of 1
@@ -571,7 +571,7 @@ def compare_generation(model: nnxmoe.CausalLM, reference: Any, case: Case) -> No
 def compare_ends(
     model: nnxmoe.CausalLM, reference: Any, case: Case, batch: Batch, tokens: np.ndarray, knobs: Any
 ) -> None:
-    """Rows that end are filled; the same prompt padded on the right continues as if it were padded on the left."""
+    """Assert that finished rows are padded, and that right padding gives the same tokens as left padding."""
     ends = [int(tokens[0, case.length + 2]), int(tokens[1, case.length + 3])]
     pad = model.generation_config.get("pad_token_id", model.config.pad_token_id)
     reference.generation_config.eos_token_id = ends
@@ -586,7 +586,7 @@ def compare_ends(
     np.testing.assert_array_equal(ours[:, case.length :], tokens[:, case.length :], err_msg="padded on the right")
 
 
-# The tests
+# Tests
 
 
 @pytest.fixture(autouse=True)
@@ -599,8 +599,10 @@ def quiet() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.filterwarnings("ignore")
-def test_same_as_transformers(case: Case, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    """Logits, hidden states, routing and greedy tokens of one checkpoint; and written back, its logits again."""
+def test_checkpoints_match_transformers(
+    case: Case, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Compares logits, hidden states, routing and greedy tokens, and the logits after saving."""
     folder = tmp_path / "model"
     write_checkpoint(case, folder)
     reference = load_reference(folder)
@@ -616,8 +618,8 @@ def test_same_as_transformers(case: Case, tmp_path: Path, record_property: Calla
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cases_cover(family: str) -> None:
-    """The cases of a family meet every kind of rope, twist, style, layout, dtype and strategy that it has."""
+def test_cases_cover_every_option(family: str) -> None:
+    """Every rope, twist, style, layout, dtype and enough strategies occur per family."""
     cases = [case for case in CASES if case.family == family]
     ropes = {name for case in cases for name in ROPES if f"-{name}-" in f"{case.name}-"}
     assert ropes == set(ROPES)
@@ -630,7 +632,7 @@ def test_cases_cover(family: str) -> None:
     assert len({case.strategy for case in cases}) >= (6 if moe else 3)
 
 
-# Tensors that are there twice, in another dtype, or too many
+# Duplicate and unexpected tensors, and dtypes
 
 
 def plain_case(family: str, **changes: Any) -> Case:
@@ -660,8 +662,8 @@ def compare_folder(folder: Path, case: Case, reference: Any = None) -> nnxmoe.Ca
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("head", ["equal", "different", "only"])
 @pytest.mark.filterwarnings("ignore")
-def test_tied_head_stored(family: str, head: str, tmp_path: Path) -> None:
-    """A head stored beside the embedding that it is tied to; a different one wins over the tie."""
+def test_tied_head_stored_in_the_checkpoint(family: str, head: str, tmp_path: Path) -> None:
+    """A stored head that differs from the embedding overrides tie_word_embeddings."""
     case = plain_case(family, tie_word_embeddings=True)
     write_checkpoint(case, tmp_path)
 
@@ -678,8 +680,8 @@ def test_tied_head_stored(family: str, head: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_no_shared_expert(tmp_path: Path) -> None:
-    """transformers writes a shared expert of width 0, which is nothing to read."""
+def test_shared_expert_of_width_0(tmp_path: Path) -> None:
+    """transformers writes empty tensors for it, which are reported as unexpected."""
     case = plain_case("deepseek_v3", n_shared_experts=0, first_k_dense_replace=0)
     write_checkpoint(case, tmp_path)
     model = compare_folder(tmp_path, case)
@@ -687,8 +689,8 @@ def test_no_shared_expert(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_prediction_layers(tmp_path: Path) -> None:
-    """DeepSeek's layers for multi-token prediction lie behind the last and change nothing."""
+def test_multi_token_prediction_layers_are_skipped(tmp_path: Path) -> None:
+    """They are stored after the last decoder layer and do not affect the logits."""
     case = plain_case("deepseek_v3", first_k_dense_replace=1, num_nextn_predict_layers=1)
     write_checkpoint(case, tmp_path)
     reference = load_reference(tmp_path)
@@ -708,7 +710,7 @@ def test_prediction_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore")
 def test_stored_dtype_is_kept(family: str, tmp_path: Path) -> None:
-    """Without ``dtype`` parameters are as stored, and are written back bit by bit."""
+    """Without ``dtype`` parameters keep the stored dtype and are saved bitwise equal."""
     case = dataclasses.replace(plain_case(family), stored="bfloat16")
     write_checkpoint(case, tmp_path / "model")
     model = nnxmoe.from_pretrained(tmp_path / "model")
@@ -733,8 +735,8 @@ ROUND_TRIPS = {
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ROUND_TRIPS)
 @pytest.mark.filterwarnings("ignore")
-def test_by_way_of_maxtext_and_our_own_format(kind: str, stored: str, tmp_path: Path) -> None:
-    """transformers loads what comes back, and gives the first checkpoint's logits; the tokenizer's files are there."""
+def test_round_trip_through_maxtext_and_native_format(kind: str, stored: str, tmp_path: Path) -> None:
+    """transformers loads the result with equal logits, and the tokenizer files are kept."""
     case = dataclasses.replace(plain_case(kind.split()[0], **ROUND_TRIPS[kind]), stored=stored)
     write_checkpoint(case, tmp_path / "hf")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -751,7 +753,7 @@ def test_by_way_of_maxtext_and_our_own_format(kind: str, stored: str, tmp_path: 
     for name, tensor in theirs.items():
         expected = torch.float32 if name.endswith("e_score_correction_bias") else getattr(torch, stored)
         assert back[name].dtype == expected, name
-        bound = 2**-22 if stored == "float32" and "q_proj" in name else 0.0  # divided by a root, and multiplied by it
+        bound = 2**-22 if stored == "float32" and "q_proj" in name else 0.0  # divided and multiplied by sqrt(head_dim)
         torch.testing.assert_close(back[name], tensor.to(expected), rtol=bound, atol=0.0)
     batch = batches(case)["left"]
     before, after = (run_reference(load_reference(tmp_path / name), batch) for name in ("hf", "back"))
@@ -764,8 +766,8 @@ def test_by_way_of_maxtext_and_our_own_format(kind: str, stored: str, tmp_path: 
 @pytest.mark.parametrize("strategy", ["auto", "scan"])
 @pytest.mark.parametrize("family", ["mistral", "deepseek_v3"])
 @pytest.mark.filterwarnings("ignore")
-def test_chunks(family: str, strategy: str, tmp_path: Path) -> None:
-    """Chunks of any length through a cache, longer and shorter than the window, give the logits of one pass."""
+def test_chunked_decoding_equals_one_pass(family: str, strategy: str, tmp_path: Path) -> None:
+    """Chunks are longer and shorter than the sliding window."""
     rope = {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
     window = {"sliding_window": 4} if family == "mistral" else {}
     case = dataclasses.replace(plain_case(family, num_hidden_layers=2, **rope, **window), length=20)
@@ -802,14 +804,14 @@ def random_knobs(seed: int) -> nnxmoe.Sampling:
 
 
 def random_logits(seed: int, ties: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Logits ``[B, V]`` from flat to sharp, in steps of a half where there are to be ties; and a prompt ``[B, T]``."""
+    """Logits ``[B, V]`` from flat to sharp, rounded to 0.5 if ``ties``, and a prompt ``[B, T]``."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, np.array([[0.2], [2.0], [9.0]]), (3, 60)).astype(np.float32)
     return np.round(logits * 2) / 2 if ties else logits, rng.integers(0, 60, (3, 9))
 
 
 def their_logits(knobs: nnxmoe.Sampling, logits: np.ndarray, prompt: np.ndarray) -> np.ndarray:
-    """By transformers' processors, in the order of its generate; -inf where a token is not allowed."""
+    """Logits after transformers' processors in the order of ``generate``; -inf for removed tokens."""
     found = [transformers.RepetitionPenaltyLogitsProcessor(knobs.repetition_penalty)]
     found.append(transformers.TemperatureLogitsWarper(knobs.temperature))
     if knobs.top_k:
@@ -824,7 +826,7 @@ def their_logits(knobs: nnxmoe.Sampling, logits: np.ndarray, prompt: np.ndarray)
 def our_logits(
     knobs: nnxmoe.Sampling, logits: np.ndarray, prompt: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> np.ndarray:
-    """What ``pick`` hands to the random choice."""
+    """Logits that ``pick`` passes to ``jax.random.categorical``."""
     steps, values = sampling.prepare(knobs, logits.shape[-1])
     seen = np.zeros(logits.shape, bool)
     np.put_along_axis(seen, prompt, True, axis=1)
@@ -840,7 +842,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def test_sampling_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tokens are allowed, with the same probabilities, for any setting of the knobs."""
+    """Allowed tokens and their probabilities are equal for random sampling arguments."""
     for seed in range(300):
         knobs, (logits, prompt) = random_knobs(seed), random_logits(seed, ties=False)
         theirs = their_logits(knobs, logits, prompt)
@@ -850,7 +852,7 @@ def test_sampling_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sampling_with_ties(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal logits share their fate; only top-p of transformers cuts among equals, by chance of its sort."""
+    """Tied tokens are kept or removed together, except that transformers' top-p may cut among ties by sort order."""
     for seed in range(150):
         knobs, (logits, prompt) = random_knobs(seed), random_logits(seed, ties=True)
         theirs = their_logits(knobs, logits, prompt)
@@ -862,8 +864,8 @@ def test_sampling_with_ties(monkeypatch: pytest.MonkeyPatch) -> None:
             np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs), err_msg=f"{knobs}, seed {seed}")
 
 
-def test_sampling_draws() -> None:
-    """Drawn tokens come as often as their probabilities say, and no other token comes."""
+def test_sampling_frequencies() -> None:
+    """Frequencies of drawn tokens match the expected probabilities."""
     rows = 20000
     draw = jax.jit(sampling.pick, static_argnums=2)
     for seed in range(0, 40, 4):
@@ -897,8 +899,8 @@ CHATS: tuple[list[dict[str, str]], ...] = (
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in DATA.glob("*/case.json")))
-def test_tokenizer(name: str) -> None:
-    """Ids, texts and rendered chats are those of AutoTokenizer."""
+def test_tokenizer_equals_auto_tokenizer(name: str) -> None:
+    """Compares ids, decoded texts and rendered chats."""
     folder = DATA / name / "model"
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     ours = nnxmoe.Tokenizer.from_pretrained(folder)
