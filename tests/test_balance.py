@@ -1,4 +1,4 @@
-"""Balance losses against plain loops, what they are at balance, and what padding changes: nothing."""
+"""Balance losses against plain loops, at perfect balance, and with padding."""
 
 import math
 from typing import Any
@@ -60,7 +60,7 @@ VALID = jnp.asarray(np.random.default_rng(0).random((3, 7)) < 0.6).at[1].set(Fal
 
 @pytest.mark.parametrize("valid", [None, VALID], ids=["whole", "padded"])
 @pytest.mark.parametrize("select", SELECTS)
-def test_losses_equal_loops(select: str, valid: Any) -> None:
+def test_losses_equal_numpy_loops(select: str, valid: Any) -> None:
     routing = routing_of(select, valid)
     for name, wanted in numpy_losses(routing).items():
         assert abs(float(getattr(balance, name)(routing)) - wanted) < 1e-5 * max(1.0, wanted), name
@@ -79,7 +79,7 @@ def test_losses_at_perfect_balance() -> None:
 
 @pytest.mark.parametrize("name", ["switch_loss", "sequence_loss", "maxtext_loss", "z_loss"])
 @pytest.mark.parametrize("select", SELECTS)
-def test_padding_changes_nothing_and_gradients_flow(name: str, select: str) -> None:
+def test_losses_ignore_padding_and_have_gradients(name: str, select: str) -> None:
     loss = getattr(balance, name)
     logits = jax.random.normal(jax.random.key(3), (3, 7, E)) * 2
 
@@ -93,14 +93,14 @@ def test_padding_changes_nothing_and_gradients_flow(name: str, select: str) -> N
     assert not np.asarray(grad)[~np.asarray(VALID)].any() and np.abs(np.asarray(grad)).max() > 1e-5
 
 
-def test_without_any_token_there_is_no_loss() -> None:
+def test_losses_without_tokens_are_zero() -> None:
     routing = routing_of(valid=jnp.zeros((3, 7), bool))
     for name in ("switch_loss", "sequence_loss", "maxtext_loss", "z_loss"):
         assert float(getattr(balance, name)(routing)) == 0
 
 
-def test_descending_the_loss_balances() -> None:
-    """Gradient steps on the router's logits even out who is chosen."""
+def test_gradient_descent_on_switch_loss_balances_the_load() -> None:
+    """The descent shifts the router logits."""
     logits = jax.random.normal(jax.random.key(0), (4, 64, E)).at[..., 0].add(2.0)
 
     def of(shift: Any) -> Any:
@@ -113,7 +113,7 @@ def test_descending_the_loss_balances() -> None:
     assert int(after.max()) < 0.7 * int(before.max())
 
 
-def test_the_bias_follows_the_load() -> None:
+def test_updated_bias_follows_the_load() -> None:
     bias = balance.updated_bias(jnp.zeros((2, 4)), jnp.asarray([[0, 4, 8, 4], [5, 5, 5, 5]]), 0.001)
     assert max_error(bias, [[0.001, 0, -0.001, 0], [0, 0, 0, 0]]) < 1e-9
 
@@ -126,7 +126,7 @@ def test_utilisation() -> None:
     assert max_error(jnp.sum(found.share, -1), [1, 1, 0]) < 1e-6
 
 
-def test_padding_that_is_nan_and_affinities_that_underflow() -> None:
+def test_losses_with_nan_padding_and_underflowing_affinities() -> None:
     valid = jnp.ones((3, 7), bool).at[:, 5:].set(False)
     clean = routing_of("sigmoid", valid)
     spoiled = Routing(

@@ -1,6 +1,6 @@
-"""What devices tell each other in one MoE layer, read from compiled programs: tiny, and in the shapes of large models.
+"""Collectives of one MoE layer in compiled programs, for tiny shapes and those of large models.
 
-Programs are compiled for abstract arrays; nothing of that size is ever allocated.
+Programs are compiled for abstract arrays, so no large array is allocated.
 """
 
 import collections
@@ -36,7 +36,7 @@ WAYS = {
     "ragged": ExpertParallel(Sorted(), RaggedAllToAll()),
     "ring": ExpertParallel(Sorted(), RingOfExperts()),
 }
-# Width, an expert's width, experts, routing.
+# Model width, expert width, number of experts, routing.
 SHAPES: dict[str, tuple[int, int, int, Any]] = {
     "tiny": (16, 24, 8, SoftmaxTopK(2)),
     "mixtral-8x7b": (4096, 14336, 8, SoftmaxTopK(2)),
@@ -48,7 +48,7 @@ Found = dict[str, list[int]]
 
 
 def compiled(way: str, shape: str, backward: bool, **axes: int) -> Found:
-    """Kind -> elements of each collective in the program of one layer: forward, or its gradients as well."""
+    """Kind -> elements of each collective in the program of one layer's forward pass, or of its gradients."""
     dim, width, experts, select = SHAPES[shape]
     mesh, kw = nnxmoe.make_mesh(**axes), {"dtype": jnp.dtype(jnp.bfloat16), "rngs": None}
     router = Router(dim, experts, select, bias=shape == "deepseek-v3", **kw)
@@ -78,7 +78,7 @@ def compiled(way: str, shape: str, backward: bool, **axes: int) -> Found:
 
 
 def count(found: Found) -> tuple[int, int, int]:
-    """All-to-alls, all-gathers, reduce-scatters."""
+    """Number of all-to-alls, all-gathers and reduce-scatters."""
     exchanged, gathered, scattered = (
         len(found.get(kind, [])) for kind in ("all-to-all", "all-gather", "reduce-scatter")
     )
@@ -88,23 +88,23 @@ def count(found: Found) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     "shape", [pytest.param(shape, marks=() if shape == "tiny" else pytest.mark.slow) for shape in SHAPES]
 )
-def test_expert_parallel_modes_have_their_collectives_and_no_other(eight: Callable[..., Any], shape: str) -> None:
-    """(all-to-alls, all-gathers, reduce-scatters) on eight expert shards: forward, and forward with backward."""
+def test_collectives_of_expert_parallel_modes(eight: Callable[..., Any], shape: str) -> None:
+    """On eight expert shards, for the forward pass and for forward with backward."""
     experts = SHAPES[shape][2]
-    # Tokens to the experts and back; and the same of the gradients.
+    # Tokens go to the experts and back, and likewise their gradients.
     assert only_tokens_travel(on_experts(eight, "capacity", shape, False), shape, times=2)
     assert only_tokens_travel(on_experts(eight, "capacity", shape, True), shape, times=4)
-    # Two exchanges, with a gather of how many rows go where.
+    # Two exchanges, and an all-gather of the row counts.
     assert count(on_experts(eight, "ragged", shape, False)) == (2, 1, 0)
     found = on_experts(eight, "ragged", shape, True)
     assert count(found) == (4, 1, 0) and found["all-gather"] == [8 * experts]
-    # Tokens and their routing are gathered, the parts of y scattered; backward each is the other.
+    # Tokens and routing are all-gathered and partial outputs reduce-scattered; the backward pass is the transpose.
     assert count(on_experts(eight, "ring", shape, False)) == (0, 2, 1)
     assert count(on_experts(eight, "ring", shape, True)) == (0, 3, 3)
 
 
 def only_tokens_travel(found: Found, shape: str, times: int) -> bool:
-    """Whether all that is exchanged are a device's slots, so many times, and nothing is gathered or scattered."""
+    """Whether the only collectives are ``times`` all-to-alls of a device's capacity slots."""
     dim, _, experts, select = SHAPES[shape]
     slots = Capacity(2.0).slots(T, select.k, experts) * B * experts * dim // 8
     return count(found) == (times, 0, 0) and found["all-to-all"] == [slots] * times
@@ -118,8 +118,8 @@ def spread(way: str, shape: str, backward: bool) -> Found:
     return compiled(way, shape, backward, expert=8)
 
 
-def test_fsdp_gathers_kernels_and_scatters_their_gradients(eight: Callable[..., Any]) -> None:
-    """Three kernels and the router's."""
+def test_fsdp_gathers_kernels_and_reduce_scatters_gradients(eight: Callable[..., Any]) -> None:
+    """There are three expert kernels and the router kernel."""
     assert count(eight(sharded, False)) == (0, 4, 0)
     assert count(eight(sharded, True)) == (0, 4, 3)
 
@@ -129,23 +129,23 @@ def sharded(backward: bool) -> Found:
 
 
 def batch_keeps_the_expert_axis(shape: str, backward: bool) -> Found:
-    """The capacity path if the batch of dispatched tokens did not give the expert axis up."""
+    """Capacity mode, patched so that the batch of dispatched tokens stays sharded over the expert axis."""
     with mock.patch.object(dispatch, "by_expert", lambda mesh: (None, ("expert",))):
         return compiled("capacity", shape, backward, expert=8)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_count_notices_a_batch_that_keeps_the_expert_axis(eight: Callable[..., Any], shape: str) -> None:
-    """Kernels travel then: gathered, or exchanged."""
+def test_count_detects_a_batch_that_keeps_the_expert_axis(eight: Callable[..., Any], shape: str) -> None:
+    """In that case kernels are gathered or exchanged."""
     assert not only_tokens_travel(eight(batch_keeps_the_expert_axis, shape, False), shape, times=2)
     assert not only_tokens_travel(eight(batch_keeps_the_expert_axis, shape, True), shape, times=4)
 
 
-# Constraints
+# Sharding constraints
 
 
 def constraints(way: str, **axes: int) -> int:
-    """Sharding constraints in the program of a model, as it is handed to the compiler."""
+    """Number of sharding constraints in the lowered program of a model."""
     sizes = math.prod(axes.values())
     mesh = nnxmoe.make_mesh(**axes, devices=jax.devices()[:sizes])
     strategy = nnxmoe.Strategy(dispatch=WAYS[way])
@@ -161,8 +161,8 @@ def constraints_on(way: str, axis: str, size: int) -> int:
 
 
 @pytest.mark.parametrize("way", ["dense", "sorted", "capacity"])
-def test_replicated_specs_emit_no_constraint(eight: Callable[..., Any], way: str) -> None:
-    """On a mesh of one device and where no axis splits the batch; where one does, there are some."""
+def test_replicated_specs_emit_no_sharding_constraint(eight: Callable[..., Any], way: str) -> None:
+    """On one device and on a mesh whose axes do not shard the batch; a mesh that shards it has constraints."""
     assert eight(constraints_on, way, "fsdp", 1) == 0
     assert eight(constraints_on, way, "tensor", 2) == 0
     assert eight(constraints_on, way, "fsdp", 2) > 0

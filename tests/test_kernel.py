@@ -1,4 +1,4 @@
-"""Kernels as objects: a storage form that the package does not know works everywhere a kernel is used."""
+"""Kernel objects: a custom storage format works everywhere a kernel is used."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE
 from tests.support.tiny import build_tiny, random_tokens
 
-# A storage form as one file would add it: int8 codes with one scale per output.
+# A custom storage format: int8 codes with one scale per output.
 
 
 @jax.tree_util.register_dataclass
@@ -56,7 +56,7 @@ class Codes(nnx.Module):
 
 
 def quantise(model: nnx.Module) -> None:
-    """Replace every kernel of a model by codes."""
+    """Replace every kernel of a model by int8 codes."""
     for _, module in list(nnx.iter_graph(model)):
         for name, value in list(vars(module).items()) if isinstance(module, nnx.Module) else []:
             if type(value) is KernelParam:
@@ -64,7 +64,7 @@ def quantise(model: nnx.Module) -> None:
 
 
 def dequantise(model: nnx.Module, codes: nnx.Module) -> None:
-    """Give a model the values of another's codes."""
+    """Set a model's kernels to the dequantised codes of another model."""
     found = {path: module for path, module in nnx.iter_graph(codes) if isinstance(module, Codes)}
     for path, variable in nnx.iter_graph(model):
         if path in found:
@@ -80,7 +80,7 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("way", STRATEGIES)
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3"])
-def test_another_storage_form_needs_no_other_file(kind: str, way: str) -> None:
+def test_custom_storage_format_works_in_every_family(kind: str, way: str) -> None:
     model, twin = (build_tiny(kind, STRATEGIES[way], num_hidden_layers=2) for _ in range(2))
     tokens = random_tokens(2, 12)
     plain = np.asarray(model(tokens).logits)
@@ -92,8 +92,8 @@ def test_another_storage_form_needs_no_other_file(kind: str, way: str) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_on_another_storage_form() -> None:
-    """Gradients reach the adapters, and the input through every product, but not the codes."""
+def test_adapters_on_a_custom_storage_format() -> None:
+    """Gradients reach the adapters and the inputs, but not the codes."""
     model = build_tiny("mixtral", STRATEGIES["sorted-blocked"], num_hidden_layers=2)
     lora.add(model, 4, rngs=nnx.Rngs(0))
     quantise(model)
@@ -101,10 +101,10 @@ def test_adapters_on_another_storage_form() -> None:
     tokens = random_tokens(2, 12)
     grads = jax.grad(lambda a: jnp.mean(jnp.sin(nnx.merge(graph, a, rest)(tokens).logits)))(adapters)
     moved = {path[-1] for path, grad in nnx.to_flat_state(grads) if float(jnp.abs(grad[...]).max()) > 0}
-    assert moved == {"b"}  # a has none while b is zero
+    assert moved == {"b"}  # the gradient of a is zero while b is zero
 
 
-def test_a_transposed_kernel_is_the_same_map() -> None:
+def test_transposed_kernel_gives_the_same_products() -> None:
     rng = np.random.default_rng(0)
     x, d = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, 5, 6), (3, 5, 4)))
     array = jnp.asarray(rng.standard_normal((3, 6, 4)), jnp.float32)
@@ -128,8 +128,8 @@ def test_a_transposed_kernel_is_the_same_map() -> None:
     assert max_error(one.outer(x, d).dense(), other.outer(x, d).dense()) < PART_TOLERANCE
 
 
-def test_only_layers_read_the_arrays_of_kernels() -> None:
-    """No other file subscripts a kernel, but for the one that adds adapters to them."""
+def test_only_layers_access_kernel_arrays() -> None:
+    """No other file reads kernel values, except the one that merges adapters."""
     import pathlib
     import re
 

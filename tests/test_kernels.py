@@ -1,4 +1,4 @@
-"""Kernels of other libraries: the same products, and a plain word where they are not installed."""
+"""Third-party kernels: parity with the oracle, and the error if they are not installed."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.support.tiny import build_tiny, random_tokens
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("name", [name for name, (count, _) in GROUPS.items() if count])
 def test_tokamax_equals_the_oracle(name: str, aligned: bool) -> None:
-    """Forward and backward, with whatever implementation it chooses on this machine."""
+    """Forward and backward with the implementation that tokamax selects on this machine."""
     arrays = problem(name, jnp.float32)
     backend: Any = nnxmoe.Aligned(Tokamax(), 8) if aligned else Tokamax()
     wanted = product_and_gradients(nnxmoe.Masked(), *arrays)
@@ -29,13 +29,13 @@ def test_tokamax_equals_the_oracle(name: str, aligned: bool) -> None:
 
 
 @pytest.mark.kernels
-def test_a_model_with_tokamax() -> None:
+def test_model_with_tokamax() -> None:
     tokens = random_tokens(2, 9)
     ours = build_tiny("mixtral", nnxmoe.Strategy(matmul=Tokamax()))(tokens).logits
     assert max_error(ours, build_tiny("mixtral")(tokens).logits) < PART_TOLERANCE
 
 
-def test_tokamax_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokamax_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokamax, "installed", lambda: False)
     with pytest.raises(ValueError, match=r"pip install 'nnxmoe\[kernels\]'"):
         Tokamax()
@@ -51,7 +51,7 @@ def test_tokamax_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tpu", False, "RaggedDot"),
     ],
 )
-def test_the_default_of_each_backend_and_its_reason(
+def test_default_matmul_per_backend_and_its_explanation(
     monkeypatch: pytest.MonkeyPatch, backend: str, there: bool, wanted: str
 ) -> None:
     monkeypatch.setattr(tokamax, "installed", lambda: there)

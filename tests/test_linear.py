@@ -1,4 +1,4 @@
-"""The dots: every one of them runs, in every dtype and with one row too, and is right; none casts a whole kernel."""
+"""Matmul, batched and einsum products in every dtype and with a single row; none casts a whole kernel."""
 
 import functools
 import itertools
@@ -29,14 +29,14 @@ def exact(*given: jax.Array) -> list[np.ndarray]:
 
 
 def close(got: Any, wanted: np.ndarray, dtype: Any) -> bool:
-    """Within the rounding of what it is returned in; sums are in float32."""
+    """Whether the error is within the rounding of ``dtype``; accumulation is in float32."""
     return max_error(got, wanted) <= max(PART_TOLERANCE, float(jnp.finfo(dtype).eps)) * max(1.0, np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("lead", [(1,), pytest.param((8, 1), marks=pytest.mark.slow), (2, 3)])
-def test_products_with_a_kernel(lead: tuple[int, ...], transpose: bool, dtype: str) -> None:
+def test_matmul_with_a_kernel(lead: tuple[int, ...], transpose: bool, dtype: str) -> None:
     for ins, outs in itertools.product((1, 64), (1, 96)):
         x, kernel, dy = arrays(dtype, (*lead, ins), (outs, ins) if transpose else (ins, outs), (*lead, outs))
         a, b, c = exact(x, kernel, dy)
@@ -62,7 +62,7 @@ def test_products_with_a_kernel(lead: tuple[int, ...], transpose: bool, dtype: s
         (8, 2),
     ],
 )
-def test_products_for_each_matrix(lead: tuple[int, ...], of_y: int, dtype: str) -> None:
+def test_batched_matmul(lead: tuple[int, ...], of_y: int, dtype: str) -> None:
     for count, ins, outs in itertools.product((1, 2, 8), (1, 33), (1, 24)):
         x, y = arrays(dtype, (*lead, count, ins), (*lead, ins, outs) if of_y == -2 else (*lead, outs, ins))
         (dz,) = arrays("float32", (*lead, count, outs))
@@ -77,8 +77,8 @@ def test_products_for_each_matrix(lead: tuple[int, ...], of_y: int, dtype: str) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [1, 8])
-def test_contractions_of_any_dimensions(batch: int, dtype: str) -> None:
-    """Some of these are what XLA:CPU compiles and cannot run in bfloat16."""
+def test_einsum_contractions(batch: int, dtype: str) -> None:
+    """XLA:CPU compiles some of these in bfloat16 but fails to run them without a workaround."""
     for spec, *shapes in (
         ("BTNH,RNH->BNTR", (batch, 1, 4, 8), (6, 4, 8)),
         ("BNTR,RNH->BTNH", (batch, 4, 1, 6), (6, 4, 8)),
@@ -98,7 +98,7 @@ def temporary_bytes(run: Callable[..., Any], *given: jax.Array) -> int:
 
 @pytest.mark.program
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU does")
-def test_one_row_casts_no_kernel() -> None:
+def test_single_row_matmul_does_not_cast_the_kernel() -> None:
     x, kernel = arrays("bfloat16", (1, 256), (256, 1024))
     assert temporary_bytes(matmul, x, kernel) < kernel.nbytes
     assert temporary_bytes(lambda x, kernel: matmul(x, kernel, True), x, kernel.T.copy()) < kernel.nbytes
@@ -108,8 +108,8 @@ def test_one_row_casts_no_kernel() -> None:
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU does")
 @pytest.mark.parametrize("rows", [2, 64, 512])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_grouped_products_copy_few_kernels(dtype: str, rows: int) -> None:
-    """Neither all kernels nor the output once for each of its blocks."""
+def test_grouped_matmul_copies_few_kernels(dtype: str, rows: int) -> None:
+    """Temporaries hold neither all kernels nor one copy of the output per block."""
     groups, width = 16, 128
     x, kernel = arrays(dtype, (rows, width), (groups, width, width))
     sizes = jnp.full((groups,), rows // groups, jnp.int32)
@@ -118,8 +118,8 @@ def test_grouped_products_copy_few_kernels(dtype: str, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("sizes", [[2500, 0, 1, 700], [1, 3100, 0, 99], [1024, 1025, 1023, 128], [0, 0, 3200, 0]])
-def test_groups_of_very_different_sizes(sizes: list[int], dtype: str) -> None:
-    """Larger than the largest block, and blocks cut off at the end of the rows."""
+def test_grouped_matmul_with_very_different_group_sizes(sizes: list[int], dtype: str) -> None:
+    """Groups are larger than the largest block, and blocks are cut off at the end of the rows."""
     given, counts = arrays(dtype, (3205, 6), (4, 6, 5), (3205, 5)), jnp.asarray(sizes, jnp.int32)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -134,12 +134,12 @@ def test_groups_of_very_different_sizes(sizes: list[int], dtype: str) -> None:
     assert close(jax.jit(Blocked())(rows, kernel, counts), np.asarray(wanted[0], np.float64), dtype)
 
 
-def test_sizes_of_blocks() -> None:
+def test_block_sizes() -> None:
     assert block_sizes(1024, 8, MANY) == (64, 96, 128, 144, 160, 192, 256, 512)
     assert block_sizes(1024, 8, FEW) == (64, 144, 192, 256)
     assert block_sizes(8192, 8, FEW) == (512, 1152, 1536, 2048, 512) and block_sizes(10**6, 2, MANY) == (512,)
     assert block_sizes(2, 8, FEW) == (1, 2) and block_sizes(1, 8, FEW) == (1,)
-    for mean in (48, 128, 1024, 1500):  # of loads that are nearly even, none has a block of which much is empty
+    for mean in (48, 128, 1024, 1500):  # nearly even loads leave no block mostly empty
         for means in (FEW, MANY):
             assert min(size for size in block_sizes(8 * mean, 8, means) if size >= 1.1 * mean) <= 1.34 * mean
     for rows in range(1, 99):

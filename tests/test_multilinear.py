@@ -1,4 +1,4 @@
-"""Functions with transposes of their own: every mode of differentiation, against JAX's rules for plain products."""
+"""Multilinear functions with custom transposes: every differentiation mode against plain JAX products."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from nnxmoe.moe.permute import gather_rows
 from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE
 
-SIZES = jnp.asarray([3, 0, 2, 4], jnp.int32)  # of ten rows: the last one is in no group
+SIZES = jnp.asarray([3, 0, 2, 4], jnp.int32)  # of ten rows; the last one is in no group
 INDEX = jnp.asarray([4, 0, 2, 5, 1], jnp.int32)
 BACK = jnp.asarray([[1], [4], [2], [5], [0]], jnp.int32)
 
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[tuple[int, .
 
 
 def modes(function: Callable[..., Any], given: list[Any], moved: list[Any]) -> dict[str, Any]:
-    """The results of every mode, and of batches inside and outside of a gradient."""
+    """Results of every differentiation mode, including vmap inside and outside of a gradient."""
     every, given, moved = tuple(range(len(given))), tuple(given), tuple(moved)
 
     def curved(*given: Any) -> Any:
@@ -65,7 +65,7 @@ def modes(function: Callable[..., Any], given: list[Any], moved: list[Any]) -> d
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("matmul", "blocked") else pytest.mark.slow) for name in CASES]
 )
-def test_every_mode(name: str) -> None:
+def test_every_differentiation_mode(name: str) -> None:
     function, plain, shapes = CASES[name]
     rng = np.random.default_rng(0)
     given, moved = ([jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes] for _ in range(2))
@@ -76,8 +76,8 @@ def test_every_mode(name: str) -> None:
 
 
 def test_reverse_mode_uses_the_given_transpose() -> None:
-    """Also in a batch that shares the argument, in a loop, and where activations are computed again."""
-    double = multilinear(lambda x: 2 * x, {0: lambda d: 7 * d})  # on purpose not its transpose
+    """Also under vmap with a shared argument, in a scan, and under remat."""
+    double = multilinear(lambda x: 2 * x, {0: lambda d: 7 * d})  # deliberately not its transpose
     loop = lambda x: jax.lax.scan(lambda c, _: (double(c), None), x, None, length=2)[0]  # noqa: E731
     for run, forward, backward in ((double, 2, 7), (jax.checkpoint(double), 2, 7), (loop, 4, 49)):
         assert jax.jvp(run, (1.0,), (1.0,))[1] == forward and jax.jit(jax.grad(run))(1.0) == backward
@@ -87,7 +87,7 @@ def test_reverse_mode_uses_the_given_transpose() -> None:
     assert d_x == 21 and d_y.tolist() == [9, 9, 9]
 
 
-def test_integers_have_no_derivative_and_unused_gradients_are_not_computed() -> None:
+def test_integer_arguments_and_unused_gradients() -> None:
     def never(*_: Any) -> Any:
         raise AssertionError
 

@@ -1,4 +1,4 @@
-"""The workarounds for XLA:CPU: each operation without its workaround still goes wrong, or the workaround can go."""
+"""XLA:CPU problems that need workarounds. A failing test means that a workaround can be removed."""
 
 from typing import Any
 
@@ -28,13 +28,13 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def test_one_row_of_16_bits_casts_the_kernel() -> None:
+def test_single_row_16_bit_matmul_casts_the_kernel() -> None:
     shapes, nbytes = ((1, 256), (256, 1024)), 256 * 1024 * 2
     assert temporary_bytes(product, *shapes) > nbytes
     assert temporary_bytes(lambda x, kernel: product(xla_cpu.pad_single_row(x, 0), kernel)[:1], *shapes) < nbytes
 
 
-def test_batch_dimensions_that_do_not_lead_cannot_be_executed() -> None:
+def test_16_bit_dot_with_non_leading_batch_dimensions_fails() -> None:
     x, y = jnp.ones((2, 4, 8), BF16), jnp.ones((4, 8, 6), BF16)
 
     def contract(*operands: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def test_batch_dimensions_that_do_not_lead_cannot_be_executed() -> None:
     assert jax.jit(contract)(*xla_cpu.widen(x, y)).shape == (2, 4, 6)
 
 
-def test_loop_invariants_of_16_bits_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bit_loop_invariants_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, sizes = jax.ShapeDtypeStruct((16, 128, 128), BF16), jax.ShapeDtypeStruct((16,), jnp.int32)
 
     def temporary() -> int:
@@ -63,7 +63,7 @@ def test_loop_invariants_of_16_bits_are_copied(monkeypatch: pytest.MonkeyPatch) 
     assert (temporary() > kernels.size * 2) == xla_cpu.COPIES_16_BITS
 
 
-def test_updates_of_16_bits_cast_the_whole_array() -> None:
+def test_16_bit_updates_cast_the_whole_array() -> None:
     def update(array: jax.Array) -> jax.Array:
         def write(i: Any, array: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_index_in_dim(array, (array[0] * 2 + i).astype(BF16), i, 0)
