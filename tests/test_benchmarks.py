@@ -1,4 +1,4 @@
-"""The benchmarks run, measure what they say, and count right. How fast anything is, is not tested."""
+"""The benchmarks run, and their measures and counts are right. Speed is not tested."""
 
 import json
 import math
@@ -41,7 +41,7 @@ COMPILING = {
 
 
 def run_quick(folder: Path, *more: str) -> dict[str, Any]:
-    """What the command writes as JSON; its table is what it prints."""
+    """Run the benchmarks with --quick and return their JSON; asserts that the printed table equals the file."""
     files = "--json", str(folder / "found.json"), "--markdown", str(folder / "table.md")
     command = [sys.executable, "-m", "tests.benchmarks", "--quick", *files, *more]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
@@ -51,7 +51,7 @@ def run_quick(folder: Path, *more: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_measure_is_there(tmp_path: Path) -> None:
+def test_quick_run_reports_every_measure(tmp_path: Path) -> None:
     found = run_quick(tmp_path)
     measures = [result["measure"] for result in found["results"]]
     assert sorted(measures) == sorted({*ENGINE, *TRAIN, *LAYER, *COMPILING, "decode batch 1 weights, GB/s"})
@@ -64,8 +64,8 @@ def test_every_measure_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-def test_both_sides(tmp_path: Path) -> None:
-    """Each setting of the other side has a value of every measure that it shares with ours."""
+def test_shared_measures_have_values_for_transformers(tmp_path: Path) -> None:
+    """Every transformers setting has a value for every shared measure."""
     found = run_quick(tmp_path, "--sides", "ours", "theirs", "--models", "mixtral", "--only", "load", "first", "train")
     settings = {f"transformers {name}" for name in engine.SETTINGS}
     for result in found["results"]:
@@ -76,7 +76,7 @@ def test_both_sides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("measure", "ratio", "best"), [("decode, tok/s", 2.0, "fast"), ("first token, ms", 0.2, "slow"), ("x", 0.2, "slow")]
 )
-def test_ratios_are_of_medians_and_above_1_where_ours_is_better(measure: str, ratio: float, best: str) -> None:
+def test_ratio_of_medians_is_above_1_if_ours_is_better(measure: str, ratio: float, best: str) -> None:
     result = Result(
         "case", measure, [30.0, 1000.0, 20.0, 31.0, 5.0], {"slow": [6.0, 5.0, 7.0], "fast": [9.0, 15.0, 99.0]}
     )
@@ -84,7 +84,7 @@ def test_ratios_are_of_medians_and_above_1_where_ours_is_better(measure: str, ra
     assert result.json()["median"] == 30 and result.row().split(" | ")[2] == "30"
 
 
-def test_processes_alternate_and_hopeless_settings_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_alternate_and_slow_settings_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = {"eager": [4.0, 5.0, 6.0], "grouped_mm": [3.5, 9.0, 9.0], "batched_mm": [1.0]}
     calls: list[str] = []
 
@@ -104,7 +104,7 @@ def test_processes_alternate_and_hopeless_settings_are_dropped(monkeypatch: pyte
 
 
 class Fake:
-    """An engine whose clock is its own: half a second a prompt's token, a quarter for each new one and row."""
+    """Engine with a fake clock: 0.5 s per prompt token, 0.25 s per new token and row."""
 
     limit = 10
 
@@ -150,7 +150,7 @@ def test_measures_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measures.run(["train"]) == {"train, ms": 30, "skipped": {}}
 
 
-def test_a_measure_that_takes_too_long_is_stopped() -> None:
+def test_slow_measure_times_out() -> None:
     with pytest.raises(TimeoutError, match="more than 1 s"), engine.limited(1):
         while True:
             pass
@@ -159,7 +159,7 @@ def test_a_measure_that_takes_too_long_is_stopped() -> None:
 SHAPE = moe.Shape(dim=16, width=12, experts=4, chosen=2, dtype="float32")
 
 
-def test_the_ideal_computes_what_autodiff_does() -> None:
+def test_ideal_layer_equals_autodiff() -> None:
     layer = moe.Layer(SHAPE, nnxmoe.Strategy())
     x, dy = layer.inputs(6)[0][0], layer.inputs(6)[1][0]
     y, pull = jax.vjp(moe.dense, layer.kernels[0], x)
@@ -168,7 +168,7 @@ def test_the_ideal_computes_what_autodiff_does() -> None:
         assert max_error(a, b) < PART_TOLERANCE
 
 
-def test_bytes_and_operations_of_a_layer() -> None:
+def test_bytes_and_flops_of_a_layer() -> None:
     layer = moe.Layer(SHAPE, nnxmoe.Strategy())
     assert SHAPE.expert_bytes == sum(kernel.nbytes for kernel in layer.kernels[0]) == 4 * 3 * 16 * 12
     assert layer.touched(1) == [2 * SHAPE.expert_bytes] * moe.INPUTS
@@ -178,15 +178,15 @@ def test_bytes_and_operations_of_a_layer() -> None:
     assert counted is not None and SHAPE.flops(5) <= counted["flops"] < 1.1 * SHAPE.flops(5)
 
 
-def test_weights_that_decoding_reads(tmp_path: Path) -> None:
-    """Two of eight experts; the embedding is only looked up in."""
+def test_weight_bytes_read_by_decoding(tmp_path: Path) -> None:
+    """Two of eight experts are read; the embedding table is not."""
     write_random(tmp_path, TINY["mixtral"] | {"torch_dtype": "bfloat16"})
     layer = 64 + 64 + 64 * (64 + 32 + 32 + 64) + 64 * 8 + 2 * 3 * 64 * 96
     result = weights_read(tmp_path, Result("case", "decode batch 1, tok/s", [1e9]), {"copy": 1.0})
     assert result.ours[0] == pytest.approx(2 * (2 * layer + 64 + 64 * 64)) and result.beside == {"copy": [1.0]}
 
 
-# On an accelerator: what of it runs here
+# Accelerator benchmarks, as far as they run on CPU
 
 
 class Missing(nnxmoe.Masked):
@@ -194,7 +194,7 @@ class Missing(nnxmoe.Masked):
         raise NotImplementedError("no such kernel here")
 
 
-def test_layers_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerator_benchmark_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(nnxmoe.Strategy.auto().matmul) in gpu.matmuls()
     monkeypatch.setattr(gpu, "matmuls", lambda: {"Masked()": nnxmoe.Masked(), "Missing()": Missing()})
     left_out: list[str] = []
@@ -208,7 +208,7 @@ def test_layers_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left_out == [f"tiny, Missing(), T={n}: NotImplementedError: no such kernel here" for n in (3, 4)]
 
 
-def test_whole_models_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerator_benchmark_of_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda: 2.0)
     found = {"first token, ms": 1.0, "decode batch 1, tok/s": 1e6, "skipped": {}}
     monkeypatch.setattr(processes, "call", lambda *_: dict(found))
@@ -220,7 +220,7 @@ def test_whole_models_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
-def test_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerator_benchmark_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu"])
     with pytest.raises(SystemExit, match="needs an accelerator that JAX sees"):
         gpu.main()

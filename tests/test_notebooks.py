@@ -1,4 +1,4 @@
-"""The notebooks run, their outputs are light and tell nothing of a machine, and they use what is public only."""
+"""The notebooks run, store small outputs without machine details, and use only the public API."""
 
 import ast
 import base64
@@ -39,38 +39,38 @@ def outputs(notebook: Any) -> list[Any]:
 
 
 def printed(output: Any) -> str:
-    """All that an output says in words."""
+    """Text of an output."""
     data = output.get("data", {})
     return "".join([output.get("text", ""), *(str(data[kind]) for kind in data if kind.startswith("text/"))])
 
 
-def test_every_notebook_has_both_forms() -> None:
+def test_every_notebook_has_a_py_and_an_ipynb_file() -> None:
     assert NAMES == sorted(path.stem for path in FOLDER.glob("*.ipynb"))
     assert {"1-generate", "2-finetune", "3-inside-the-moe", "4-parity", "5-strategies"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_runs(name: str) -> None:
-    """Top to bottom, in an empty folder; every cell gives text and pictures where it has them stored."""
+def test_notebook_runs(name: str) -> None:
+    """Every cell produces the same kinds of output as stored."""
     notebook = light(executed(text(name)))
     assert kinds(notebook) == kinds(stored(name))
 
 
 def kinds(notebook: Any) -> Any:
-    """Of the outputs of every cell."""
+    """Output types and MIME types per code cell."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return [[(output.output_type, sorted(output.get("data", {}))) for output in cell.outputs] for cell in code]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_both_forms_are_the_same(name: str) -> None:
+def test_py_and_ipynb_have_equal_cells(name: str) -> None:
     assert cells(stored(name)) == cells(text(name))
     assert stored(name).metadata.jupytext == PAIRED == {"formats": text(name).metadata.jupytext.formats}
     assert stored(name).metadata.kernelspec.name == "python3" == text(name).metadata.kernelspec.name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stored_outputs_are_light_and_clean(name: str) -> None:
+def test_stored_outputs_are_small_and_have_no_paths(name: str) -> None:
     assert (FOLDER / f"{name}.ipynb").stat().st_size < LIMIT
     found = outputs(stored(name))
     pictures = [output.data["image/png"] for output in found if "image/png" in output.get("data", {})]
@@ -81,23 +81,23 @@ def test_stored_outputs_are_light_and_clean(name: str) -> None:
         assert not PATHS.search(said) and "Warning" not in said and "0x" not in said, said
 
 
-def test_paths_are_noticed() -> None:
+def test_path_pattern_finds_paths() -> None:
     assert PATHS.search("reading /home/me/models") and PATHS.search("'/tmp/x'") and not PATHS.search("a/b, B/T/work")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_opens_with_what_you_learn(name: str) -> None:
+def test_first_cell_has_a_title_and_learning_goals(name: str) -> None:
     first = cells(stored(name))[0]
     assert first[0] == "markdown" and first[1].startswith("# ") and "you learn" in first[1].lower()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_what_is_public(name: str) -> None:
+def test_notebooks_use_only_the_public_api(name: str) -> None:
     assert not private((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
 
 
 def private(source: str) -> list[str]:
-    """Modules of the package that are not for users, and attributes with an underscore."""
+    """Non-public modules and underscore attributes used in ``source``."""
     odd = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -114,7 +114,7 @@ def is_ours(module: str) -> bool:
     return module.split(".")[0] in ("nnxmoe", "tests", "models")
 
 
-def test_private_things_are_noticed() -> None:
+def test_private_names_are_found() -> None:
     assert private("from nnxmoe.layers import mlp\nimport tests.support.tiny\nmodel._forward()") == [
         "nnxmoe.layers",
         "tests.support.tiny",
@@ -123,7 +123,7 @@ def test_private_things_are_noticed() -> None:
     assert not private("import nnxmoe\nfrom nnxmoe import plot\nfrom nnxmoe.convert import maxtext\nmodel.__file__")
 
 
-def test_a_cell_that_fails_fails() -> None:
+def test_failing_cell_raises() -> None:
     import jupytext
     from nbclient.exceptions import CellExecutionError
 

@@ -1,4 +1,4 @@
-"""The Python examples of every README run as they stand (the commands are run by CI)."""
+"""The Python examples of every README run unchanged. CI runs the shell commands."""
 
 import os
 import re
@@ -22,11 +22,11 @@ FOUND = {
 }
 
 
-def test_there_are_examples() -> None:
+def test_number_of_examples() -> None:
     assert sum(name.startswith(".-") for name in FOUND) >= 3 and len(FOUND) >= 8
 
 
-def test_the_front_page_is_short_and_its_links_lead_somewhere() -> None:
+def test_readme_is_short_and_links_exist() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 170
     for path in FILES:
         for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
@@ -35,8 +35,8 @@ def test_the_front_page_is_short_and_its_links_lead_somewhere() -> None:
 
 @pytest.mark.commands
 @pytest.mark.parametrize("code", FOUND.values(), ids=FOUND)
-def test_example(code: str, tmp_path: Path) -> None:
-    """In a folder of its own, where it may write."""
+def test_example_runs(code: str, tmp_path: Path) -> None:
+    """Runs in a temporary folder."""
     (tmp_path / "models").symlink_to(ROOT / "models")
     (tmp_path / "backwards.jsonl").write_text('{"text": "what a command of the README writes"}\n' * 20)
     env, command = os.environ | {"PYTHONPATH": str(ROOT)}, [sys.executable, "-c", code]
