@@ -1,4 +1,4 @@
-"""Settings that must be made before JAX starts, and the reference cases as fixtures.
+"""Environment variables that must be set before JAX is imported, and fixtures of the reference cases.
 
 The package is imported inside the fixtures only, because the import hook that checks every annotation, shapes included,
 is installed after this file is read: ``pytest --jaxtyping-packages=nnxmoe,tests.conftest.checked``.
@@ -18,17 +18,17 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # parity in float32 also on accelerators
 os.environ.setdefault("TQDM_DISABLE", "1")
-# Compiling takes most of the time. These flags shorten the step from HLO to machine code; XLA's decisions (fusions,
-# buffers, collectives) stay the same. Emitters of fusions by loops compile twice as fast as those by MLIR, and exist up
-# to jaxlib 0.10; an unknown flag ends the process. ``XLA_FLAGS=`` on the command line: code as a user's.
+# Compilation takes most of the time. These flags speed up code generation without changing XLA's fusions, buffers or
+# collectives. The old loop emitters compile twice as fast as the MLIR emitters and exist up to jaxlib 0.10; an unknown
+# flag ends the process. Set ``XLA_FLAGS=`` on the command line to test with default flags.
 OLD_EMITTERS = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
 os.environ.setdefault(
     "XLA_FLAGS", f"--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1{OLD_EMITTERS}"
 )
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # lowering is a fifth faster without stack traces
-# Compiled programs are shared by the workers and the processes that tests start, and are kept for the next run.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # lowering is 20 % faster without stack traces
+# Compilation cache shared by pytest workers and child processes, and kept for the next run.
 PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / f"xla-{version('jaxlib')}-py{sys.version_info.minor}"
-PROGRAMS_LIMIT = 2 * 2**30  # bytes; each change of the package adds programs, and JAX deletes none by itself
+PROGRAMS_LIMIT = 2 * 2**30  # bytes; code changes add programs, and JAX never evicts any
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(PROGRAMS))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "wrong_types: passes wrong types; skipped where annotations are checked")
-    if not hasattr(config, "workerinput") and PROGRAMS.is_dir():  # the first process only, before any other starts
+    if not hasattr(config, "workerinput") and PROGRAMS.is_dir():  # main process only, before workers start
         if sum(file.stat().st_size for file in PROGRAMS.iterdir()) > PROGRAMS_LIMIT:
             shutil.rmtree(PROGRAMS)
 
 
 def pytest_collection_finish() -> None:
-    """Tracing allocates many objects; scanning the imported modules again and again takes a tenth of the time."""
+    """Freeze imported modules in the garbage collector; rescanning them while tracing takes 10 % of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
@@ -69,7 +69,7 @@ def checked(function: Any) -> Any:
             if getattr(part, "_is_protocol", False):
                 runtime_checkable(part)
     try:
-        return beartype(conf=BeartypeConf(is_pep484_tower=True))(function)  # an int will do for a float
+        return beartype(conf=BeartypeConf(is_pep484_tower=True))(function)  # accept int for float
     except BeartypeDecorHintPep673Exception:
         return function
 

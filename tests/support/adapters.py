@@ -1,4 +1,4 @@
-"""Fill the adapters (LoRA) of a model with values that are not zero."""
+"""Fill the LoRA adapters of a model with non-zero values."""
 
 from typing import Any
 

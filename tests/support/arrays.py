@@ -1,4 +1,4 @@
-"""Parameters of models and trees as NumPy arrays by name, and how two sets of them compare."""
+"""Parameters of models and trees as NumPy arrays by name, and comparisons of them."""
 
 import math
 from typing import Any
@@ -43,5 +43,5 @@ def identical(ours: Flat, theirs: Flat) -> None:
 
 
 def tensors(model: nnxmoe.CausalLM) -> dict[str, np.ndarray]:
-    """Every tensor under its name on the hub; independent of the model's strategy."""
+    """Every tensor by its Hugging Face name; independent of the model's strategy."""
     return {name: np.asarray(array) for name, array in hf.arrays(model).items()}

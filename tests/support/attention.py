@@ -1,4 +1,4 @@
-"""Tiny models with every kind of attention and cache, and masks that pad their rows in every way."""
+"""Tiny models with every kind of attention and cache, and attention masks with every kind of padding."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reference checkpoints of ``tests/data/hf`` with the numbers that transformers computed from them."""
+"""Reference checkpoints of ``tests/data/hf`` with the outputs of transformers."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ DEEPSEEK_NAMES = tuple(name for name in NAMES if name.startswith("deepseek"))
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A checkpoint with known answers: config fields, tensors by their names, and what transformers computed."""
+    """A reference checkpoint: config fields, tensors by name, and outputs of transformers."""
 
     name: str
     folder: Path

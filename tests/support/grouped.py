@@ -1,4 +1,4 @@
-"""Grouped matrix products: group sizes of every kind, and a product with its gradients in one program."""
+"""Grouped matmul: test problems, and a product with its gradients in one program."""
 
 import functools
 from typing import Any

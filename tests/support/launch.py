@@ -73,7 +73,7 @@ class Launch:
         self.until(lambda: all([self.ended(i) for i in range(self.count)]), within)
 
     def ten(self) -> None:
-        """Waits until every process has made ten steps."""
+        """Waits until every process has run ten steps."""
         self.until(lambda: all([(self.out / f"ten {i}").exists() or self.ended(i) for i in range(self.count)]), 120)
 
     def end(self, i: int, within: float) -> int:

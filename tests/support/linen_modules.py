@@ -1,7 +1,7 @@
-"""Decoders written by hand in Linen with MaxText's names and logical axes: what the bridge is held against.
+"""Handwritten Linen decoders with MaxText's names and logical axes, the reference for ``nnxmoe.linen``.
 
-Parameters, boxes, names and the structure of layers are plain Linen; rotation, attention weights, routing and dispatch
-are the package's functions, which other tests hold against their own oracles.
+Parameters, boxes, names and layer structure are plain Linen. Rotation, attention weights, routing and dispatch are the
+package's functions, which other tests compare with their own oracles.
 """
 
 import dataclasses
@@ -37,14 +37,14 @@ MATMUL, F32 = nnxmoe.Strategy().matmul, jnp.dtype(jnp.float32)
 
 
 def context_of(config: Any, length: int, batch: int = 2) -> Context:
-    """What every layer is given, for rows of real tokens of one segment."""
+    """Context of every layer for rows without padding and with one segment."""
     index, valid = jnp.arange(length, dtype=jnp.int32), jnp.ones((batch, length), bool)
     segment = jnp.zeros((batch, length), jnp.int32)
     return Context(rotation_at(config.rope, jnp.broadcast_to(index, (batch, length))), index, valid, segment)
 
 
 def mask_of(context: Context, window: int | None) -> Mask:
-    """The mask that an attention of ours derives."""
+    """Mask that the package's attention derives from the context."""
     return context.remember(None, None, window)[2]
 
 
@@ -87,7 +87,7 @@ class Dense(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped queries, stored divided by sqrt(H)."""
+    """Grouped-query attention; query kernels include 1 / sqrt(H)."""
 
     config: Any
     biased: bool = False
@@ -152,7 +152,7 @@ class MLP(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The experts as a dispatch calls them."""
+    """Experts with the interface that a dispatch calls."""
 
     gate: jax.Array
     up: jax.Array
@@ -221,7 +221,7 @@ class DeepSeekMoeBlock(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """``x[B T D] -> x``; with experts or without."""
+    """``x[B T D] -> x``, with a MoE block or an MLP."""
 
     config: Any
     moe: bool
@@ -246,7 +246,7 @@ class DecoderLayer(nn.Module):
 
 
 class ScanLayer(DecoderLayer):
-    """A layer as ``nn.scan`` wants it."""
+    """Decoder layer with the signature that ``nn.scan`` requires."""
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context) -> Any:
@@ -254,7 +254,7 @@ class ScanLayer(DecoderLayer):
 
 
 def scanned(kind: Any, count: int, axis: str = "layers") -> Any:
-    """A Linen class, ``count`` times over, parameters stacked on axis 1."""
+    """``nn.scan`` of a Linen class over ``count`` layers, with parameters stacked on axis 1."""
     return nn.scan(
         kind,
         variable_axes={"params": 1},
@@ -317,11 +317,11 @@ class Transformer(nn.Module):
         return logits.reshape(*tokens.shape, c.vocab_size)
 
 
-# The same parts from the package
+# The same layers wrapped from the package
 
 
 def wrapped_attention(config: Any, **options: Any) -> linen.Wrapped:
-    """Ours, with the queries that MaxText stores."""
+    """The package's attention, wrapped, with queries as MaxText stores them."""
     c, kw = config, {"attend": ATTEND, "dtype": F32, **options}
     if not isinstance(c, nnxmoe.models.DeepSeekV3Config):
         heads, biased = (c.num_attention_heads, c.kv_heads, c.head_width), getattr(c, "attention_bias", False)
@@ -345,7 +345,7 @@ def wrapped_attention(config: Any, **options: Any) -> linen.Wrapped:
 
 
 def wrapped_moe(config: Any, **options: Any) -> linen.Wrapped:
-    """Ours, for a config with experts."""
+    """The package's MoE block, wrapped."""
     c, shared = config, None
     deepseek = isinstance(c, nnxmoe.models.DeepSeekV3Config)
     select, width = SoftmaxTopK(c.experts_per_token), c.intermediate_size
@@ -361,7 +361,7 @@ def wrapped_moe(config: Any, **options: Any) -> linen.Wrapped:
 
 
 def wrapped_layer(config: Any, moe: bool, **options: Any) -> linen.Wrapped:
-    """Ours, a decoder layer."""
+    """The package's decoder layer, wrapped."""
     c = config
     norm = linen.wrap(norms.RMSNorm, c.hidden_size, c.rms_norm_eps, dtype=F32)
     biased = getattr(c, "mlp_bias", False)
@@ -372,7 +372,7 @@ def wrapped_layer(config: Any, moe: bool, **options: Any) -> linen.Wrapped:
 
 
 class Layers(nn.Module):
-    """Layers one after the other, in a plain list or scanned; ``make(name)`` is any of the kinds above."""
+    """Layers in a list or scanned; ``make(name)`` makes any of the layers above."""
 
     make: Callable[[str], nn.Module]
     count: int
@@ -388,7 +388,7 @@ class Layers(nn.Module):
 
 
 class OneLayer(nn.Module):
-    """A layer of any kind as ``nn.scan`` wants it, sharing its scope's names."""
+    """Layer with the signature that ``nn.scan`` requires."""
 
     make: Callable[[str], nn.Module]
 
@@ -398,5 +398,5 @@ class OneLayer(nn.Module):
 
 
 def output(layer: nn.Module, x: jax.Array, context: Context) -> jax.Array:
-    """``x`` after a layer: ours return their cache and what the experts did as well."""
+    """Output of a layer; wrapped layers also return their cache and dispatch info, which are dropped."""
     return layer(x, context) if isinstance(layer, DecoderLayer) else layer(x, context, None)[0]

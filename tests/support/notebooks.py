@@ -1,8 +1,8 @@
-"""Runs the notebooks' texts top to bottom and writes the .ipynb files.
+"""Runs notebooks in percent format and writes the .ipynb files.
 
     python -m tests.support.notebooks notebooks/1-generate.py ...
 
-runs a notebook's text (percent format) and writes the .ipynb beside it, with its outputs; without arguments, all.
+runs the given .py files and writes each .ipynb with its outputs next to it; without arguments, runs all notebooks.
 Needs the extra 'notebooks'.
 """
 
@@ -21,7 +21,7 @@ PAIRED = {"formats": "ipynb,py:percent"}
 
 
 def executed(notebook: Any, seconds: int = 300) -> Any:
-    """Runs a notebook in an empty folder with this Python; raises what a cell raises."""
+    """Runs a notebook in an empty folder with this Python; an error in a cell is raised."""
     from nbclient import NotebookClient
 
     paths = [str(ROOT), *(str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
@@ -34,12 +34,12 @@ def executed(notebook: Any, seconds: int = 300) -> Any:
 
 
 def light(notebook: Any) -> Any:
-    """The notebook reduced to results and pictures, without metadata of the machine or the run."""
+    """The notebook with results and pictures only, without metadata of the machine or the run."""
     notebook.metadata = {"jupytext": PAIRED, "kernelspec": KERNEL, "language_info": {"name": "python"}}
     for number, cell in enumerate(notebook.cells):
         cell.metadata, cell.id = {}, f"cell-{number}"
         if cell.cell_type == "code":
-            cell.outputs = joined([out for out in cell.outputs if out.get("name") != "stderr"])  # progress, with times
+            cell.outputs = joined([out for out in cell.outputs if out.get("name") != "stderr"])  # progress bars
             for out in cell.outputs:
                 if "data" in out and "image/png" in out.data:
                     out.data, out.metadata = {"image/png": small(out.data["image/png"])}, {}
@@ -68,7 +68,7 @@ def small(png: str) -> str:
 
 
 def write(text: Path) -> None:
-    """The .ipynb beside a notebook's text."""
+    """Writes the .ipynb next to a notebook's .py file."""
     import jupytext
     import nbformat
 

@@ -1,8 +1,8 @@
-"""A decoder in plain NumPy, float64: the oracle for everything that the stored reference cases leave out.
+"""A decoder in plain NumPy and float64, the oracle for configurations beyond the stored reference cases.
 
-It reads config.json fields and tensors under Hugging Face's names and uses nothing of the package. test_cases.py holds
-it against the stored logits of transformers. It covers windows, biases, tied heads, negative correction biases and
-every rope type.
+It takes config.json fields and tensors under Hugging Face's names and does not use the package. test_cases.py compares
+it with the stored logits of transformers. It covers windows, biases, tied heads, negative correction biases and every
+rope type.
 """
 
 import math

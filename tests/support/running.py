@@ -16,12 +16,12 @@ PART_TOLERANCE = 1e-5
 
 
 def forward(model: nnxmoe.CausalLM, tokens: Any, **arrays: Any) -> nnxmoe.Output:
-    """Calls the model as users do, compiled once per shape, and returns every output."""
+    """Calls the model under jit, compiled once per shape, and returns every output."""
     return model(tokens, **arrays, return_routing=True, return_hidden=True)
 
 
 def eager_logits(model: nnxmoe.CausalLM, tokens: Any, mask: Any = None) -> jax.Array:
-    """Logits without compilation: faster for a model that is used once, and independent of jit caches."""
+    """Logits without jit: faster for a model that is used once, and independent of jit caches."""
     return model.logits(model.body(tokens, mask).x)
 
 

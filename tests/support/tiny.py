@@ -1,4 +1,4 @@
-"""Tiny checkpoints in Hugging Face's format, made from a config and a seed, and models built from them."""
+"""Tiny Hugging Face checkpoints made from a config and a seed, and models built from them."""
 
 import json
 import math
@@ -65,7 +65,7 @@ TINY: dict[str, Fields] = {
 
 
 def tiny_weights(fields: Fields, seed: int = 0) -> Weights:
-    """Random tensors for a config, under the hub's names; norms are not 1 and biases not 0."""
+    """Random tensors for a config by Hugging Face name; norms are not 1 and biases not 0."""
     rng, c, out = np.random.default_rng(seed), fields, {}
     dim, heads = c["hidden_size"], c["num_attention_heads"]
     width = c.get("head_dim") or dim // heads

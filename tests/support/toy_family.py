@@ -1,4 +1,4 @@
-"""A family that the package does not have, in one file: Qwen3 (Qwen Team 2025), Llama with normed queries and keys."""
+"""Example of a new family in one file: Qwen3 (Qwen Team 2025), a Llama with normalised queries and keys."""
 
 import dataclasses
 from typing import Any

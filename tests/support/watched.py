@@ -7,7 +7,7 @@ import sysconfig
 
 ROOT, FOLDER, WHAT = sys.argv[1:]
 SAVED = FOLDER + "-saved"
-# The interpreter with its packages, this project, the kernel's tables, and what may be read or written.
+# Paths that may be read: the interpreter, its packages, this project, the folder, and kernel tables.
 READABLE = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), ROOT, FOLDER, "/proc", "/sys", "/dev/null"]
 READABLE = [os.path.realpath(path) for path in READABLE]
 PARENT, NAME = os.path.split(os.path.realpath(SAVED))

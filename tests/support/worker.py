@@ -1,6 +1,6 @@
 """One of several processes: ``python -m tests.support.worker OUT TASK`` in the environment of `nnxmoe.runtime.launch`.
 
-``numbers`` computes what `test_processes` compares and writes it to OUT. The other tasks fail, each in its own way.
+``numbers`` writes the results that `test_processes` compares to OUT. The other tasks fail, each in its own way.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ PLANS: dict[str, tuple[str, Any, dict[str, int]]] = {
         {"fsdp": 2, "expert": DEVICES // 2},
     ),
 }
-# What a task asks for besides the usual: a sign of life every few seconds, or little patience at the start or end.
+# Arguments of `initialize` per task: short heartbeats, or short timeouts at the start or end.
 INITIALIZE: dict[str, dict[str, Any]] = {
     "step": {"timeout": 90, "heartbeat_timeout_seconds": 4},
     "fail": {"timeout": 90, "heartbeat_timeout_seconds": 4},
@@ -106,7 +106,7 @@ def train_step(model: nnxmoe.CausalLM, tokens: np.ndarray, mesh: Any) -> dict[st
 
 
 def saved(plan: str, out: Path) -> None:
-    """Saves a model that is spread over processes in every layout; existing folders are refused."""
+    """Saves a model sharded over processes in every format; existing folders are refused."""
     model = load(plan)
     nnxmoe.save_pretrained(model, out / f"{plan} hf")
     maxtext.save(model, out / f"{plan} maxtext")
@@ -142,7 +142,7 @@ def full_disk(*_: Any, **__: Any) -> Any:
 
 
 def checkpoints(out: Path) -> None:
-    """Saves arrays spread over processes and restores them on another mesh; every process raises each error."""
+    """Saves arrays sharded over processes and restores them on another mesh; every process raises each error."""
     rows = NamedSharding(nnxmoe.make_mesh(fsdp=-1), PartitionSpec("fsdp"))
     others = NamedSharding(nnxmoe.make_mesh(fsdp=2, tensor=2), PartitionSpec("fsdp", "tensor"))
     everywhere = NamedSharding(rows.mesh, PartitionSpec())
@@ -186,7 +186,7 @@ def refused(out: Path) -> None:
         raise AssertionError("it was saved")
 
 
-# What goes wrong
+# Failures
 
 
 def summed() -> Callable[[], float]:
@@ -216,7 +216,7 @@ def generate_alone(out: Path) -> None:
     model = nnxmoe.from_pretrained(HF_CASES / "llama_basic" / "model", mesh=nnxmoe.make_mesh(fsdp=-1))
     for i, _ in enumerate(generate_tokens(model, np.ones((2, 4), np.int32), None, 60, None, 0)):
         if i == 10:
-            processes._job = dataclasses.replace(processes._job, timeout=4.0)  # compiling was allowed to take longer
+            processes._job = dataclasses.replace(processes._job, timeout=4.0)  # longer during compilation
             (out / f"ten {jax.process_index()}").touch()
             time.sleep(1000 if jax.process_index() == 1 else 0)
 
