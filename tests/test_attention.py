@@ -482,7 +482,7 @@ def test_blockwise_does_not_split_a_non_causal_mask() -> None:
     assert told.calls == [(list(range(100, 300)), list(range(300)), False)]
 
 
-def test_parts_of_a_mask() -> None:
+def test_mask_part_equals_a_slice_of_the_mask() -> None:
     for padding, segments, window in (("full", False, None), ("left", True, 3), ("holes", False, 4)):
         mask, _ = causal_mask(19, window, padding, segments)
         for queries, keys in ((slice(5, 9), slice(2, 9)), (slice(0, 7), slice(0, 7)), (slice(7, 19), slice(7, 19))):

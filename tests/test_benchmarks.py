@@ -128,7 +128,7 @@ class Fake:
         return {"train, ms": length * layers * times}
 
 
-def test_measures_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "memory", {"VmRSS": 3 * 10**9, "VmHWM": 25 * 10**9}.get)
     sizes = engine.Sizes(prompt=4, new=8, prefill=(6, 10), batches=(1, 2), context=8, train=(5, 2), times=3)
     measures = engine.Measures(Fake(monkeypatch), sizes, size=20 * 10**9, vocab=7)

@@ -106,7 +106,7 @@ def test_arrays_may_be_donated_right_after_save(tmp_path: Path) -> None:
         assert all(np.all(np.asarray(x) == 2 * step) for x in arrays.values())
 
 
-def test_every_and_keep(tmp_path: Path) -> None:
+def test_save_interval_and_retention(tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "run", keep=2, every=3) as checkpoints:
         assert checkpoints.latest() is None and not (tmp_path / "run").exists()
         assert [step for step in range(12) if checkpoints.save(step, tree(step))] == [0, 3, 6, 9]

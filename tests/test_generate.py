@@ -152,7 +152,7 @@ def test_invalid_sampling_arguments_are_named(knob: str, value: float) -> None:
 # Sampling of sequences
 
 
-def test_seeds() -> None:
+def test_seed_determines_the_samples() -> None:
     sampling = Sampling(temperature=1.5)
     first = run(sampling=sampling, seed=1)
     assert np.array_equal(first, run(sampling=sampling, seed=1))
@@ -162,7 +162,7 @@ def test_seeds() -> None:
     assert not np.array_equal(both[0], both[1])  # equal prompts draw independently
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
+def test_rows_are_sampled_independently() -> None:
     sampling = Sampling(temperature=1.2, top_k=20, repetition_penalty=1.2)
     pair = run(sampling=sampling)
     other = PROMPT.copy()
@@ -364,7 +364,7 @@ def test_stream_equals_generate_and_decode() -> None:
     ids = tokenizer.encode(prompt)
     for options in ({}, {"sampling": Sampling(temperature=1.5), "seed": 3}):
         new = nnxmoe.generate(model, [ids], max_new_tokens=24, eos_token_id=None, **options)[0, len(ids) :]
-        keep = [int(i) for i in new if i < tokenizer.vocab_size]  # ids beyond the tokenizer's vocabulary
+        keep = [int(i) for i in new if i < tokenizer.vocab_size]  # skip ids beyond the vocabulary
         pieces = list(nnxmoe.stream(model, tokenizer, prompt, max_new_tokens=24, eos_token_id=None, **options))
         text = "".join(pieces)
         assert text == tokenizer.decode(keep, skip_special_tokens=True)

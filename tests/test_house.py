@@ -151,8 +151,8 @@ print(json.dumps({"added": sorted(added), "backends": len(jax._src.xla_bridge._b
 """
 
 
-def test_importing_is_light() -> None:
-    """On top of JAX and Flax, importing the package imports small libraries only and initialises no device."""
+def test_import_adds_only_small_libraries() -> None:
+    """In addition to JAX and Flax; no device is initialised."""
     done = subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not done.stderr, done.stderr
     found = json.loads(done.stdout)
@@ -180,7 +180,7 @@ except AttributeError as error:
 
 @pytest.mark.commands
 def test_submodules_are_attributes_and_load_lazily() -> None:
-    """`import nnxmoe` is enough to use every public submodule, and loads none of the large ones."""
+    """`import nnxmoe` gives access to every public submodule without importing large dependencies."""
     done = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[], [], "module 'nnxmoe' has no attribute 'nonsense'"]

@@ -129,7 +129,7 @@ def test_transposed_kernel_gives_the_same_products() -> None:
 
 
 def test_only_layers_access_kernel_arrays() -> None:
-    """No other file reads kernel values, except the one that merges adapters."""
+    """No other file accesses kernel values, except the one that merges adapters."""
     import pathlib
     import re
 

@@ -81,7 +81,7 @@ def test_report_accounts_for_every_tensor() -> None:
     assert "65 tensors" in str(report)
 
 
-def test_no_parameter_keeps_its_initial_value() -> None:
+def test_every_parameter_is_loaded() -> None:
     model = nnxmoe.from_pretrained(CASES / "deepseek_basic" / "model")
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(model)))
     total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))

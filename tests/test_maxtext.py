@@ -352,7 +352,7 @@ def test_damaged_files_are_named(file: str, tmp_path: Path) -> None:
         assert len(str(caught.value)) < 600
 
 
-def test_arrays_that_are_gone_are_told(tmp_path: Path) -> None:
+def test_missing_array_files_are_reported(tmp_path: Path) -> None:
     where = shutil.copytree(CASES / "mixtral_scanned" / "orbax_param_only", tmp_path / "a")
     for path in where.rglob("d/*"):
         path.unlink()

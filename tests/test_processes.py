@@ -261,7 +261,7 @@ def test_launcher_starts_processes_with_their_arguments(script: str) -> None:
 
 
 @pytest.mark.commands
-def test_launcher_ends_all_when_one_fails(script: str) -> None:
+def test_launcher_stops_every_process_if_one_fails(script: str) -> None:
     done = python("-m", "nnxmoe.runtime.launch", "2", script, "fail")
     assert done.returncode == 1 and "KeyError: 'here'" in done.stderr
     assert "process 1 of 2 exited with status 1; stopping the others" in done.stderr

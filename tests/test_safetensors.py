@@ -317,7 +317,7 @@ def test_generation_config(tmp_path: Path) -> None:
     refused(lambda: Checkpoint.open(folder), "generation_config.json", "JSON")
 
 
-def test_which_weight_files_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_selection_of_weight_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     single = {"model.safetensors": pack({"a": A}), "model-00001-of-00002.safetensors": b"junk"}
     stale = make_folder(tmp_path / "1", single, weight_map={"b": "gone.safetensors"})
     assert [file.name for file in Checkpoint.open(stale).files] == ["model.safetensors"]

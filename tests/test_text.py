@@ -85,7 +85,7 @@ def iter_jax(ids: list[int]) -> Any:
     return pytest.importorskip("jax.numpy").asarray(ids)
 
 
-def test_decode_edges() -> None:
+def test_decode_edge_cases() -> None:
     tokenizer = Tokenizer.from_pretrained(MODEL)
     assert tokenizer.decode([]) == ""
     assert tokenizer.decode(np.int32(39)) == "H"
