@@ -93,12 +93,11 @@ def make_mesh(
     if len(open_axes) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
         raise ValueError(f"mesh sizes {sizes}: every size must be at least 1; one may be -1 (all remaining devices)")
     fixed = math.prod(size for size in sizes.values() if size != -1)
+    if found.size % fixed or (found.size != fixed and not open_axes):
+        multiple = "a multiple of " if open_axes else ""
+        raise ValueError(f"mesh sizes {sizes} need {multiple}{fixed} devices; there are {found.size}")
     if open_axes:
         sizes[open_axes[0]] = found.size // fixed
-    if math.prod(sizes.values()) != found.size:
-        raise ValueError(
-            f"mesh sizes {sizes} need {math.prod(sizes.values()) or fixed} devices; there are {found.size}"
-        )
     return Mesh(found.reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 

@@ -135,6 +135,7 @@ def test_ties() -> None:
         ("temperature", float("inf")),
         ("top_k", -1),
         ("top_k", 1.5),
+        ("top_k", float("inf")),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("min_p", -0.1),

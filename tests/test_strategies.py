@@ -402,7 +402,7 @@ def test_invalid_strategy_arguments() -> None:
     for make_one, message in (
         (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "expert")), "also among data_axes"),
         (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "data")), "named twice"),
-        (lambda: ExpertParallel(Dense(), RaggedAllToAll()), r"Sorted\(\)"),
+        (lambda: ExpertParallel(Dense, RaggedAllToAll()), r"ExpertParallel\(inner=.*such as Sorted\(\)"),
         (lambda: ExpertParallel(Sorted(), RaggedAllToAll), "an object"),
         (lambda: RaggedAllToAll(0.0), "buffer_factor=0.0"),
         (lambda: RingOfExperts(float("nan")), "buffer_factor=nan"),
@@ -420,6 +420,7 @@ def test_invalid_strategy_arguments() -> None:
         (lambda: nnxmoe.Strategy(rules={"embed": None}), "give a dict of all of them"),
         (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "embed": 3}), "'embed' -> 3"),
         (lambda: nnxmoe.make_mesh(fsdp="2"), "give integers"),
+        (lambda: nnxmoe.make_mesh(fsdp=99, expert=-1), "need a multiple of 99 devices; there are"),
         (lambda: Chunked(Sorted, 2), r"Chunked\(inner=.*give an object such as Sorted\(\)"),
         (lambda: Blockwise(nnxmoe.Reference), r"Blockwise\(inner=.*give an object such as Reference\(\)"),
         (lambda: nnxmoe.Strategy(dispatch=Sorted), r"Strategy\(dispatch=.*give an object such as Sorted\(\)"),
@@ -448,7 +449,10 @@ def test_model_reports_drops() -> None:
 
 def test_expert_parallel_without_a_mesh_equals_its_inner_dispatch() -> None:
     x, valid, _ = scenarios()["padding"]
-    ours, theirs = (make(way, "softmax", None)(x, valid)[0] for way in (RAGGED, Sorted()))
-    assert np.array_equal(ours, theirs)
-    assert not np.asarray(ours)[~np.asarray(valid)].any(), "padding reaches no expert"
+    for inner in (Sorted(), Dense(), Capacity(0.5)):
+        ours, theirs = (make(way, "softmax", None)(x, valid) for way in (ExpertParallel(inner, RingOfExperts()), inner))
+        assert np.array_equal(ours.y, theirs.y) and ours.dispatch.dropped == theirs.dispatch.dropped
+    assert not np.asarray(make(RAGGED, "softmax", None)(x, valid).y)[~np.asarray(valid)].any(), (
+        "padding reaches no expert"
+    )
     assert make(RAGGED, "sigmoid groups", None).router.bias.__class__ is RouterBias

@@ -92,7 +92,7 @@ def generate_tokens(
     seed: int,
 ) -> Iterator[Int[np.ndarray, "B"]]:
     """Yields the next id of every row ``max_new_tokens`` times; does not stop at end tokens."""
-    if isinstance(max_new_tokens, bool) or int(max_new_tokens) != max_new_tokens or max_new_tokens < 0:
+    if isinstance(max_new_tokens, bool) or not float(max_new_tokens).is_integer() or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
     max_new_tokens = int(max_new_tokens)
     if not -(2**63) <= seed < 2**63:

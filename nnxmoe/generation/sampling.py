@@ -34,7 +34,7 @@ class Sampling:
         for name, (value, good, wanted) in checks.items():
             if not good:
                 raise ValueError(f"Sampling({name}={value}): {name} must be {wanted}")
-        if self.top_k is not None and int(self.top_k) != self.top_k:
+        if self.top_k is not None and not float(self.top_k).is_integer():
             raise ValueError(f"Sampling(top_k={self.top_k}): top_k must be an integer >= 0 (0 or None: off)")
 
 

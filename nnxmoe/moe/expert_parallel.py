@@ -7,7 +7,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.config.validate import check_object
-from nnxmoe.moe.dispatch import DispatchInfo, Sorted, assignments, check_batch, check_factor, information, sorted_rows
+from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, check_batch, check_factor, information, sorted_rows
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
 from nnxmoe.moe.permute import combine, fitting, permute, unpermute
@@ -40,20 +40,19 @@ class Exchange(Protocol):
 class ExpertParallel:
     """Shards the experts over ``axis`` and the batch over ``data_axes`` and ``axis``.
 
-    ``inner`` must be ``Sorted()``; it is called directly if there is no mesh. Raises ValueError if the batch or the
-    number of experts is not divisible by the shards, or if a mesh axis is missing or repeated.
+    ``inner`` is the dispatch without a mesh, and on a mesh whose ``axis`` has one device. Raises ValueError if the
+    batch or the number of experts is not divisible by the shards, or if a mesh axis is missing or repeated.
     """
 
     by_token: ClassVar[bool] = False  # tokens compete for a buffer of limited size
 
-    inner: Sorted
+    inner: Dispatch
     exchange: Exchange
     axis: str = "expert"
     data_axes: tuple[str, ...] = ("data", "fsdp")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Sorted):
-            raise ValueError(f"ExpertParallel(inner={self.inner!r}): inner must be Sorted()")
+        check_object("ExpertParallel", "inner", self.inner, "Sorted()")
         check_object("ExpertParallel", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
         if isinstance(self.data_axes, str):
             raise ValueError(f"ExpertParallel(data_axes={self.data_axes!r}): give a tuple of axis names")
@@ -75,16 +74,16 @@ class ExpertParallel:
         size = mesh.shape[self.axis]
         if experts.count % size:
             raise ValueError(f"{experts.count} experts do not divide over the mesh axis {self.axis!r} of size {size}")
-        if size > 1 and experts.rules["expert"] != self.axis:
+        axes = tuple(axis for axis in named if mesh.shape[axis] > 1)
+        check_batch("ExpertParallel", x.shape[0], mesh, axes)
+        if size == 1:
+            return self.inner(x, routing, experts, mesh)
+        if experts.rules["expert"] != self.axis:
             raise ValueError(
                 f"ExpertParallel: the rules split experts over {experts.rules['expert']!r}, not over {self.axis!r}"
             )
-        axes = tuple(axis for axis in named if mesh.shape[axis] > 1)
-        check_batch("ExpertParallel", x.shape[0], mesh, axes)
         ids, weights = assignments(routing)
-        body: Any = functools.partial(sorted_rows, limit=None)
-        if size > 1:
-            body = functools.partial(self.exchange, axis=self.axis)
+        body = functools.partial(self.exchange, axis=self.axis)
         y, dropped = on_shards(body, x, ids, weights, experts, mesh, axes, self.axis)
         return y.astype(x.dtype), information(routing, jnp.sum(dropped), dropped)
 
