@@ -265,7 +265,7 @@ def test_max_new_tokens() -> None:
     assert run(count=3.0).shape == (2, 3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("count", [-1, 1.5, True])
+@pytest.mark.parametrize("count", [-1, 1.5, True, float("inf")])
 @pytest.mark.wrong_types
 def test_invalid_max_new_tokens(count: Any) -> None:
     with pytest.raises(ValueError, match=f"max_new_tokens must be an integer >= 0, got {count}"):
