@@ -13,12 +13,12 @@ from typing import Any as _Any
 from nnxmoe.axes import RULES as RULES
 from nnxmoe.axes import make_mesh as make_mesh
 from nnxmoe.config.bounds import ConfigError as ConfigError
-from nnxmoe.convert.hf import from_pretrained as from_pretrained
-from nnxmoe.convert.hf import save_pretrained as save_pretrained
+from nnxmoe.convert.core.report import LoadError as LoadError
+from nnxmoe.convert.core.report import LoadReport as LoadReport
+from nnxmoe.convert.hf.pretrained import from_pretrained as from_pretrained
+from nnxmoe.convert.hf.pretrained import save_pretrained as save_pretrained
 from nnxmoe.convert.native import load as load
 from nnxmoe.convert.native import save as save
-from nnxmoe.convert.report import LoadError as LoadError
-from nnxmoe.convert.report import LoadReport as LoadReport
 from nnxmoe.generation.decode import generate as generate
 from nnxmoe.generation.decode import stream as stream
 from nnxmoe.generation.sampling import Sampling as Sampling

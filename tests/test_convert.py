@@ -20,7 +20,7 @@ import nnxmoe
 from nnxmoe import cli
 from nnxmoe.convert import conversion, maxtext, native
 from nnxmoe.convert.conversion import convert, kind_of
-from nnxmoe.convert.lazy_array import LazyArray
+from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.storage.errors import CheckpointError
 from tests.support.arrays import identical, tensors
 from tests.support.cases import HF_CASES

@@ -23,11 +23,12 @@ from safetensors.numpy import load_file, save_file
 
 import nnxmoe
 from nnxmoe.axes import axes_of, partition_spec, sharding_of
-from nnxmoe.convert import fill, hf_source
-from nnxmoe.convert.fill import Filler
-from nnxmoe.convert.hf_layout import layout
-from nnxmoe.convert.hf_source import stored
-from nnxmoe.convert.layout import parameters
+from nnxmoe.convert.core import fill
+from nnxmoe.convert.core.fill import Filler
+from nnxmoe.convert.core.layout import parameters
+from nnxmoe.convert.hf import source as hf_source
+from nnxmoe.convert.hf.layout import layout
+from nnxmoe.convert.hf.source import stored
 from nnxmoe.storage import host
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.host import few_threads

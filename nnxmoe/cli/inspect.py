@@ -15,15 +15,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnxmoe.axes import RULES, AnyMesh, Rules, partition_spec
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.convert.check import Faults
-from nnxmoe.convert.dtypes import natural_dtype
-from nnxmoe.convert.hf import untied
-from nnxmoe.convert.hf_layout import judge, layout, refuse_unjustified
-from nnxmoe.convert.hf_source import stored
-from nnxmoe.convert.layout import parameters
-from nnxmoe.convert.lazy_array import LazyArrays
-from nnxmoe.convert.report import LoadReport
-from nnxmoe.convert.side_files import check_generation, parse_config
+from nnxmoe.convert.core.check import Faults
+from nnxmoe.convert.core.dtypes import natural_dtype
+from nnxmoe.convert.core.layout import parameters
+from nnxmoe.convert.core.lazy_array import LazyArrays
+from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.convert.hf.layout import judge, layout, refuse_unjustified
+from nnxmoe.convert.hf.pretrained import untied
+from nnxmoe.convert.hf.side_files import check_generation, parse_config
+from nnxmoe.convert.hf.source import stored
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import PRESETS, model_class, preset
 from nnxmoe.moe.router import RouterBias

@@ -14,10 +14,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.convert import hf, maxtext, native
-from nnxmoe.convert.hf_source import stored
-from nnxmoe.convert.lazy_array import LazyArrays
-from nnxmoe.convert.side_files import has_tokenizer, read_config, read_generation_config
+from nnxmoe.convert import maxtext, native
+from nnxmoe.convert.core.lazy_array import LazyArrays
+from nnxmoe.convert.hf import pretrained
+from nnxmoe.convert.hf.side_files import has_tokenizer, read_config, read_generation_config
+from nnxmoe.convert.hf.source import stored
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import Scanned, Unrolled
 from nnxmoe.model.strategy import Strategy
@@ -54,9 +55,9 @@ def _tensors(folder: str) -> Iterator[LazyArrays]:
 KINDS = {
     "hf": Kind(
         _tensors,
-        lambda model, _: hf.arrays(model),
-        lambda folder, _, dtype, strategy: hf.from_pretrained(folder, dtype=dtype, strategy=strategy),
-        lambda model, folder, _: hf.save_pretrained(model, folder),
+        lambda model, _: pretrained.arrays(model),
+        lambda folder, _, dtype, strategy: pretrained.from_pretrained(folder, dtype=dtype, strategy=strategy),
+        lambda model, folder, _: pretrained.save_pretrained(model, folder),
     ),
     "maxtext": Kind(
         lambda folder: contextlib.nullcontext(maxtext.read(folder)),

@@ -23,8 +23,8 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.convert import orbax_folder
-from nnxmoe.convert.dtypes import float_dtype
-from nnxmoe.convert.layout import (
+from nnxmoe.convert.core.dtypes import float_dtype
+from nnxmoe.convert.core.layout import (
     QUERY,
     SAME,
     Change,
@@ -36,10 +36,10 @@ from nnxmoe.convert.layout import (
     arrays_of,
     parameters,
 )
-from nnxmoe.convert.lazy_array import Box, Empty, LazyArray, LazyArrays
-from nnxmoe.convert.report import LoadReport
-from nnxmoe.convert.restore import abstract, check_config, restore, unless_cast
-from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
+from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, LazyArrays
+from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.convert.core.restore import abstract, check_config, restore, unless_cast
+from nnxmoe.convert.hf.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.runtime.progress import bytes_bar, logger

@@ -15,12 +15,12 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short
-from nnxmoe.convert.dtypes import float_dtype
-from nnxmoe.convert.layout import QUERY, SAME, Change, Leaf, Part, add_layer, add_part, arrays_of, parameters
-from nnxmoe.convert.lazy_array import LazyArray
-from nnxmoe.convert.report import LoadReport
-from nnxmoe.convert.restore import abstract, restore, unless_cast
-from nnxmoe.convert.side_files import read_config, read_generation_config, write_side_files
+from nnxmoe.convert.core.dtypes import float_dtype
+from nnxmoe.convert.core.layout import QUERY, SAME, Change, Leaf, Part, add_layer, add_part, arrays_of, parameters
+from nnxmoe.convert.core.lazy_array import LazyArray
+from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.convert.core.restore import abstract, restore, unless_cast
+from nnxmoe.convert.hf.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import type_handlers
 
-from nnxmoe.convert.lazy_array import Box, Empty, LazyArray, sizes
+from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, sizes
 from nnxmoe.runtime.memory import give_back
 from nnxmoe.storage.errors import CheckpointError, check_orbax_path, summary
 

@@ -19,8 +19,8 @@ from flax.core import meta
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.rope import Llama3Rope
-from nnxmoe.convert.dtypes import is_matrix
-from nnxmoe.convert.layout import Path
+from nnxmoe.convert.core.dtypes import is_matrix
+from nnxmoe.convert.core.layout import Path
 from nnxmoe.convert.maxtext import layout
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.gqa import GQA

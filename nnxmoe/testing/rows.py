@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.layout import Leaf
+from nnxmoe.convert.core.layout import Leaf
 from nnxmoe.model.causal_lm import CausalLM
 
 Names = Mapping[str, str | tuple[str, Callable[[Array], Array]]]

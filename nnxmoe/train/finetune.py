@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.config.printable import short
-from nnxmoe.convert.hf import from_pretrained, save_pretrained
+from nnxmoe.convert.hf.pretrained import from_pretrained, save_pretrained
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import Remat, Scanned

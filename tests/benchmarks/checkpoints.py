@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from nnxmoe.convert.hf_layout import layout
+from nnxmoe.convert.hf.layout import layout
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.storage.safetensors import dtype_code
 from nnxmoe.storage.write import write_safetensors

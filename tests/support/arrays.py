@@ -8,7 +8,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 import nnxmoe
-from nnxmoe.convert import hf
+from nnxmoe.convert.hf import pretrained
 
 Flat = dict[str, np.ndarray]
 
@@ -44,4 +44,4 @@ def identical(ours: Flat, theirs: Flat) -> None:
 
 def tensors(model: nnxmoe.CausalLM) -> dict[str, np.ndarray]:
     """Every tensor by its Hugging Face name; independent of the model's strategy."""
-    return {name: np.asarray(array) for name, array in hf.arrays(model).items()}
+    return {name: np.asarray(array) for name, array in pretrained.arrays(model).items()}

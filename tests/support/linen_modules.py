@@ -18,7 +18,7 @@ from nnxmoe import linen
 from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.layers import mlp as ours
 from nnxmoe.layers import norm as norms
-from nnxmoe.layers.attend import Mask
+from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.kernel import DenseKernel
@@ -102,7 +102,7 @@ class Attention(nn.Module):
         k = rotate(Dense(1, (c.kv_heads, width), keys, biased, name="key")(x), context.rotation)
         v = Dense(1, (c.kv_heads, width), keys, biased, name="value")(x)
         q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))
-        y = jnp.swapaxes(ATTEND(q, k, v, mask_of(context, c.window), 1.0), 1, 2)
+        y = jnp.swapaxes(ATTEND(q, k, v, Scores(mask_of(context, c.window), 1.0)), 1, 2)
         return Dense(2, (x.shape[-1],), ("heads", "kv", "embed"), biased, name="out")(y)
 
 
@@ -126,7 +126,7 @@ class LatentAttention(nn.Module):
         wkv_b = Kernel(shape, ("kv_lora", "kv_heads", "kv_head_dim"), name="wkv_b")()
         kv_b = DenseKernel(wkv_b.reshape(c.kv_lora_rank, -1))
         latents = Latents(q_nope, rotate(q_rope, context.rotation), seen, kv_b)
-        y = LATENT(latents, mask_of(context, None), c.softmax_scale, ATTEND)
+        y = LATENT(latents, Scores(mask_of(context, None), c.softmax_scale), ATTEND)
         return Dense(2, (x.shape[-1],), ("heads", "kv", "embed"), biased, name="out")(y)
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config.validate import is_positive
-from nnxmoe.convert.dtypes import float_dtype
+from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.layers.kernel import LEAD
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.train.lora.peft import put_array

@@ -19,8 +19,8 @@ import numpy as np
 from flax import nnx
 
 from nnxmoe.config.printable import plain
-from nnxmoe.convert.dtypes import float_dtype
-from nnxmoe.convert.layout import QUERY, Change
+from nnxmoe.convert.core.dtypes import float_dtype
+from nnxmoe.convert.core.layout import QUERY, Change
 from nnxmoe.layers.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
 from nnxmoe.storage.errors import CheckpointError

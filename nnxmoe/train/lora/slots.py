@@ -9,7 +9,7 @@ from flax import nnx
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config.printable import plain
-from nnxmoe.convert.layout import Path
+from nnxmoe.convert.core.layout import Path
 from nnxmoe.layers.kernel import KernelParam, kernel_param
 from nnxmoe.layers.lora import LoRA, LoRAParam
 from nnxmoe.model.causal_lm import CausalLM

@@ -18,11 +18,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from nnxmoe.convert.dtypes import activations_dtype, natural_dtype
-from nnxmoe.convert.layout import Change, Leaf, Parameter, Path, parameters
-from nnxmoe.convert.lazy_array import Box, LazyArray, LazyArrays, overlap, sizes, within
-from nnxmoe.convert.report import LoadReport
-from nnxmoe.convert.targets import Buffers, Ranges, Target, blocks, targets_of
+from nnxmoe.convert.core.dtypes import activations_dtype, natural_dtype
+from nnxmoe.convert.core.layout import Change, Leaf, Parameter, Path, parameters
+from nnxmoe.convert.core.lazy_array import Box, LazyArray, LazyArrays, overlap, sizes, within
+from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.convert.core.targets import Buffers, Ranges, Target, blocks, targets_of
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.progress import bytes_bar

@@ -18,15 +18,15 @@ from nnxmoe.axes import Rules
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short, some
-from nnxmoe.convert.check import refuse
-from nnxmoe.convert.dtypes import float_dtype
-from nnxmoe.convert.fill import fill
-from nnxmoe.convert.hf_layout import EMBED, HEAD, judge, layout, refuse_unjustified
-from nnxmoe.convert.hf_source import stored
-from nnxmoe.convert.layout import Leaf, arrays_of
-from nnxmoe.convert.lazy_array import LazyArray, LazyArrays
-from nnxmoe.convert.report import LoadReport
-from nnxmoe.convert.side_files import check_generation, parse_config, write_side_files
+from nnxmoe.convert.core.check import refuse
+from nnxmoe.convert.core.dtypes import float_dtype
+from nnxmoe.convert.core.fill import fill
+from nnxmoe.convert.core.layout import Leaf, arrays_of
+from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
+from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.convert.hf.layout import EMBED, HEAD, judge, layout, refuse_unjustified
+from nnxmoe.convert.hf.side_files import check_generation, parse_config, write_side_files
+from nnxmoe.convert.hf.source import stored
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config.printable import some
-from nnxmoe.convert.lazy_array import Box, Empty, LazyArray, overlap, sizes, whole, within
+from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, overlap, sizes, whole, within
 from nnxmoe.layers.kernel import LEAD
 from nnxmoe.layers.lora import Kept, LoRAParam
 from nnxmoe.storage.multihost import AnyArray, gather, hosts_holding, local_value, spans_hosts

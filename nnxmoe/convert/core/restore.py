@@ -7,11 +7,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.convert.check import check, refuse
-from nnxmoe.convert.fill import fill
-from nnxmoe.convert.layout import Leaf
-from nnxmoe.convert.lazy_array import LazyArray, LazyArrays
-from nnxmoe.convert.report import LoadReport
+from nnxmoe.convert.core.check import check, refuse
+from nnxmoe.convert.core.fill import fill
+from nnxmoe.convert.core.layout import Leaf
+from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
+from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class

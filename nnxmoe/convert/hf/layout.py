@@ -6,10 +6,10 @@ from collections.abc import Callable, Container, Mapping, Set
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
-from nnxmoe.convert.check import Faults, check
-from nnxmoe.convert.layout import QUERY, Change, Leaf, Parameter, Part, TableError, add_part, parameters
-from nnxmoe.convert.lazy_array import LazyArrays
-from nnxmoe.convert.report import LoadReport
+from nnxmoe.convert.core.check import Faults, check
+from nnxmoe.convert.core.layout import QUERY, Change, Leaf, Parameter, Part, TableError, add_part, parameters
+from nnxmoe.convert.core.lazy_array import LazyArrays
+from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.storage.errors import CheckpointError
 

@@ -8,8 +8,8 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_token_ids
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.convert.dtypes import matrices_dtype
-from nnxmoe.convert.layout import parameters
+from nnxmoe.convert.core.dtypes import matrices_dtype
+from nnxmoe.convert.core.layout import parameters
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import config_from_hf
 from nnxmoe.runtime.progress import logger

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nnxmoe.convert.lazy_array import Box, Empty, LazyArray, sizes, whole
+from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, sizes, whole
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.fp8 import check_scale_grid, dequantize_blocks, fp8_block

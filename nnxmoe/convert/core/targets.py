@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nnxmoe.convert.layout import Leaf, Part
-from nnxmoe.convert.lazy_array import Box, LazyArray, sizes
+from nnxmoe.convert.core.layout import Leaf, Part
+from nnxmoe.convert.core.lazy_array import Box, LazyArray, sizes
 
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) per dimension
 Buffers = dict[Ranges, np.ndarray]

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.printable import plain
-from nnxmoe.convert.layout import Leaf
-from nnxmoe.convert.lazy_array import LazyArrays
-from nnxmoe.convert.report import LoadError, LoadReport
+from nnxmoe.convert.core.layout import Leaf
+from nnxmoe.convert.core.lazy_array import LazyArrays
+from nnxmoe.convert.core.report import LoadError, LoadReport
 
 DTYPES = tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16, np.float64)))
 _SHOWN = 20

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: safetensors files, config.json and the files beside them."""
