@@ -200,7 +200,7 @@ def test_invalid_arrays_and_configs() -> None:
     with pytest.raises(CheckpointError, match="embedding is float8_e4m3fn: weights are float32, bfloat16, float16"):
         maxtext.from_tree(params | {name: params[name].astype(jnp.float8_e4m3fn)}, config)
     for wrong in (None, {}):
-        with pytest.raises(ValueError, match=r"give what nnxmoe\.config_from_hf makes"):
+        with pytest.raises(ValueError, match=r"pass the result of nnxmoe\.config_from_hf"):
             maxtext.from_tree(params, wrong)
     wide = {path: array.astype(np.float64) for path, array in params.items()}
     identical(flat(maxtext.to_tree(maxtext.from_tree(wide, config))), params)
