@@ -21,7 +21,7 @@ import nnxmoe
 from nnxmoe import axes
 from nnxmoe.layers import cache, dots
 from nnxmoe.layers import kernel as kernels
-from nnxmoe.layers.attend import Mask
+from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.cache import KVCache, Past, RingCache, Slots
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.norm import RMSNorm
@@ -140,7 +140,7 @@ def test_attention_backward_stores_no_mask(monkeypatch: pytest.MonkeyPatch) -> N
     def kept() -> int:
         mask = Mask(slots.index, None, slots, None)
         back = jax.eval_shape(
-            lambda *a: jax.vjp(lambda q, k, v: nnxmoe.Reference()(q, k, v, mask, 0.3), *a)[1], *operands
+            lambda *a: jax.vjp(lambda q, k, v: nnxmoe.Reference()(q, k, v, Scores(mask, 0.3)), *a)[1], *operands
         )
         return sum(a.dtype == bool and a.shape[-2:] == (LENGTH, LENGTH) for a in jax.tree.leaves(back))
 
@@ -166,7 +166,7 @@ def test_fused_attention_passes_is_causal_instead_of_a_mask(
     segment = jnp.asarray(index // 20 * jnp.ones((2, 1), int), jnp.int32)
     for segments in (None, segment):
         mask = Mask(index, segments, Slots(index, None, segments), window, causal=True)
-        outs = [attend(q, k, v, mask, 0.3) for attend in (nnxmoe.Reference(), nnxmoe.Fused())]
+        outs = [attend(q, k, v, Scores(mask, 0.3)) for attend in (nnxmoe.Reference(), nnxmoe.Fused())]
         assert max_error(*outs) < 1e-5
     assert given[0]["is_causal"] and not given[0].keys() & {"mask", "bias"} and "mask" in given[1]
 
