@@ -99,6 +99,7 @@ def test_losses_without_tokens_are_zero() -> None:
         assert float(getattr(balance, name)(routing)) == 0
 
 
+@pytest.mark.slow
 def test_gradient_descent_on_switch_loss_balances_the_load() -> None:
     """The descent shifts the router logits."""
     logits = jax.random.normal(jax.random.key(0), (4, 64, E)).at[..., 0].add(2.0)

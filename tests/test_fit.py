@@ -86,8 +86,9 @@ def test_fit_lowers_the_loss_and_keeps_the_given_model(capsys: pytest.CaptureFix
     assert "training" not in capsys.readouterr().err  # the tests set TQDM_DISABLE
 
 
-@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("resumes", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("resumes", [True, False])
 def test_resumed_run_equals_an_uninterrupted_one(adapters: bool, resumes: bool, tmp_path: Path) -> None:
     """Compares parameters, moments, step, key and bias after 10 + 10 steps with those after 20."""
 

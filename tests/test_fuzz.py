@@ -217,6 +217,7 @@ ROPES = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.wrong_types
 @fuzz(1000)
 @given(st.sampled_from(sorted(TINY)), ROPES, st.sampled_from(["rope_scaling", "rope_parameters"]))

@@ -266,6 +266,7 @@ def plain_matmul(x: Any, kernel: Any, transpose: bool = False) -> Any:
     return dots.matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype)
 
 
+@pytest.mark.slow
 def test_steps_have_no_redundant_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A float32 step has no casts; a bfloat16 step has no round trips, including its gradients."""
     narrow = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), remat=nnxmoe.Remat(), compute_dtype=BF16)

@@ -62,6 +62,7 @@ def drawn_on_a_mesh(kind: str) -> list[list[np.ndarray]]:
     return found
 
 
+@pytest.mark.slow
 def test_initial_values_and_rngs_do_not_depend_on_the_mesh(eight: Callable[..., Any]) -> None:
     """Two models made from one ``Rngs`` differ."""
     alone, spread, scanned = eight(drawn_on_a_mesh, "mixtral")

@@ -63,7 +63,7 @@ def modes(function: Callable[..., Any], given: list[Any], moved: list[Any]) -> d
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("matmul", "blocked") else pytest.mark.slow) for name in CASES]
+    "name", [pytest.param(name, marks=() if name == "blocked" else pytest.mark.slow) for name in CASES]
 )
 def test_every_differentiation_mode(name: str) -> None:
     function, plain, shapes = CASES[name]

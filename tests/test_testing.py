@@ -214,7 +214,7 @@ def mlp() -> MLP:
 @pytest.mark.parametrize(
     ("scan", "linen_scan", "remat"),
     [
-        (False, False, False),
+        pytest.param(False, False, False, marks=pytest.mark.slow),
         (True, True, True),
         pytest.param(True, False, False, marks=pytest.mark.slow),
         pytest.param(False, True, True, marks=pytest.mark.slow),

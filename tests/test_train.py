@@ -149,6 +149,7 @@ def test_chunked_loss_equals_the_full_loss(shape: tuple[int, int], logits: int, 
     assert ChunkedLoss(logits)(x, kernel, *rest, 1e-2)[0] == pytest.approx(float(one), rel=1e-6)  # without gradients
 
 
+@pytest.mark.slow
 def test_head_gradient_is_float32_with_bfloat16_activations() -> None:
     x, kernel, *rest = head_case(1, False, jnp.bfloat16, (2, 9))
     runs = [jax.grad(lambda x, k, head=head: head(x, k, *rest, 0.0)[0], (0, 1)) for head in (Whole(), ChunkedLoss(99))]
@@ -256,6 +257,7 @@ def gradients(model: nnxmoe.CausalLM, objective: Objective, batch: Any) -> tuple
     return losses.total, grads
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_equals_the_whole_batch() -> None:
     """The parts have different numbers of real tokens."""
     model = build_tiny("mixtral", PLAIN)
@@ -325,6 +327,7 @@ def test_non_finite_gradients_skip_the_update() -> None:
 # Dtypes and memory
 
 
+@pytest.mark.slow
 def test_bfloat16_models_train_float32_master_weights() -> None:
     """Small updates accumulate, and the resulting model has its original dtypes."""
     model = build_tiny("mixtral", nnxmoe.Strategy())
@@ -347,7 +350,7 @@ def test_bfloat16_models_train_float32_master_weights() -> None:
 @pytest.mark.parametrize(
     ("kind", "length"),
     [
-        *(pytest.param(kind, 128, marks=pytest.mark.slow if kind != "llama" else []) for kind in growth.TINY),
+        *(pytest.param(kind, 128, marks=pytest.mark.slow) for kind in growth.TINY),
         ("llama", 256),
     ],
 )
