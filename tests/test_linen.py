@@ -141,7 +141,7 @@ def test_logits_and_gradients_equal_maxtext(name: str) -> None:
     ("kind", "scan"),
     [
         ("llama, biased and tied", False),
-        ("mixtral", True),
+        pytest.param("mixtral", True, marks=pytest.mark.slow),
         pytest.param("llama 3.1", True, marks=pytest.mark.slow),
     ],
 )
@@ -256,6 +256,7 @@ def test_decoding_with_a_cache() -> None:
     assert max_error(jnp.concatenate(pieces, axis=1), run(module, variables, TOKENS).logits) < 1e-5
 
 
+@pytest.mark.slow
 def test_models_under_vmap_and_remat() -> None:
     module, plain = (LinenCausalLM(LLAMA, nnxmoe.Strategy(remat=remat), True) for remat in (nnxmoe.Remat(), None))
     variables = nn.meta.unbox(filled(plain, TOKENS))
@@ -633,7 +634,8 @@ def test_equal_modules_share_a_compiled_program() -> None:
 
 
 @pytest.mark.program
-@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
 def test_compiled_program_is_not_larger_than_linen(scan: bool) -> None:
     """Temporary bytes and instructions of forward and backward for two of the benchmark's layers."""
     (theirs, size), (ours, mine) = (
@@ -643,7 +645,7 @@ def test_compiled_program_is_not_larger_than_linen(scan: bool) -> None:
     assert ours <= theirs and mine <= size
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_traced_program_is_not_larger_than_linen(scan: bool) -> None:
     """At most 2 % more equations than handwritten Linen, and no more than flax's ToLinen."""
     ours, theirs, flax = (

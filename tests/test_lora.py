@@ -166,6 +166,7 @@ def test_adapters_equal_kernels_plus_scaled_a_b(kind: str) -> None:
     assert max_error(logits(model), logits(plain)) < 1e-5
 
 
+@pytest.mark.slow
 def test_only_adapters_have_gradients() -> None:
     """Every adapter array gets a non-zero gradient."""
     graph, adapters, rest = nnx.split(ready("mixtral"), lora.LoRAParam, ...)
@@ -712,6 +713,7 @@ def collectives(adapters: bool) -> dict[str, int]:
     return Counter(re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text))
 
 
+@pytest.mark.slow
 @pytest.mark.program
 def test_adapters_add_no_collectives(eight: Callable[..., Any]) -> None:
     """They are sharded like their kernels."""

@@ -261,7 +261,7 @@ def test_llama_3_rope_under_either_key_is_interleaved(key: str) -> None:
     assert max_error(found, forward(model, tokens).logits) < 2e-5
 
 
-@pytest.mark.parametrize("scalar", [1.0, 5.0])
+@pytest.mark.parametrize("scalar", [5.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_query_pre_attn_scalar_is_saved_or_folded_into_queries(scalar: float, tmp_path: Path) -> None:
     """The native format stores it in config.json; other formats scale the queries, with equal logits."""
     start, tokens = build_tiny("mixtral", nnxmoe.Strategy()), random_tokens(2, 5)

@@ -98,6 +98,7 @@ def test_nan_logits_give_nan_weights() -> None:
         assert np.array_equal(routing.weights[rest], sound.weights[rest])
 
 
+@pytest.mark.slow
 def test_underflowing_affinities_have_a_gradient() -> None:
     def of(logits: Any) -> Any:
         routing = SigmoidGroupTopK(2, 4, 2, True, 2.5)(logits, None)

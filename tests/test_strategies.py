@@ -146,7 +146,7 @@ MODES = [
     ("ragged", "softmax", "data2 fsdp2 expert2"),
     ("ragged", "sigmoid groups", "expert8"),
     ("ring", "sigmoid groups", "expert4 tensor2"),
-    ("chunked ragged", "softmax", "expert4 fsdp2"),
+    ("chunked sorted", "softmax", "one device"),
 ]
 
 

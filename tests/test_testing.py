@@ -461,7 +461,7 @@ def test_tolerance_is_relative_to_the_largest_value() -> None:
 # Gradients
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_differing_gradient_nearest_to_the_output_is_named(scan: bool) -> None:
     """Outputs are equal, and so are gradients of parameters after the fault."""
     linen = LinenLlama(nn.FrozenDict({1: "gradient"}))

@@ -159,7 +159,7 @@ def test_head_gradient_is_float32_with_bfloat16_activations() -> None:
     assert max_error(by_x, by_x_2) < 0.05 and max_error(by_kernel, by_kernel_2) < 0.05
 
 
-@pytest.mark.parametrize("count", [700, 900])
+@pytest.mark.parametrize("count", [700, pytest.param(900, marks=pytest.mark.slow)])
 def test_mean_over_tokens_does_not_bias_bfloat16_gradients(count: int) -> None:
     """1 / 700 and 1 / 900 are 0.13 % and 0.25 % from the nearest bfloat16."""
     x, kernel, *rest = head_case(2, False, jnp.bfloat16, (1, count))
@@ -225,7 +225,7 @@ def test_targets_and_loss_weights() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param("llama", marks=pytest.mark.slow), "mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)],
+    ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mixtral", "deepseek_v3"))],
 )
 def test_packed_documents_train_as_separate_rows(kind: str) -> None:
     """Compares the loss, including the router losses, and all gradients."""
