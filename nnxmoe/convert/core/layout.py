@@ -239,7 +239,7 @@ class _Made:
     """Computes the values of a leaf from parameters."""
 
     leaf: Leaf
-    values: list[Any]  # JAX or NumPy arrays
+    values: list[AnyArray]
     dtype: np.dtype
 
     def read(self, box: Box, empty: Empty) -> np.ndarray:
@@ -274,7 +274,7 @@ class _Made:
         return array if array.dtype == self.dtype else array.astype(self.dtype)
 
 
-def _fetch(value: Array, at: tuple[int, ...], once: bool) -> np.ndarray:
+def _fetch(value: AnyArray, at: tuple[int, ...], once: bool) -> np.ndarray:
     """``value[at]`` on the host. Collective if the value spans hosts and no host holds all of ``value[at]``.
 
     ``once``: no other range will be read, so only this part is copied from the device. Otherwise the whole value is
