@@ -400,9 +400,8 @@ def test_unrolled_caches_are_updated_in_place(kind: type[KVCache], dtype: Any, m
 
     def copied() -> float:
         """Temporary bytes, as a multiple of a cache."""
-        rows: Any = shape(1, dtype=jnp.int32)
-        index: Any = shape(1, 1, dtype=jnp.int32)
-        past = Past(index, rows, rows, shape(1, 512, dtype=jnp.int32))  # pyright: ignore[reportArgumentType]
+        rows = jnp.zeros((1,), jnp.int32)
+        past = Past(jnp.zeros((1, 1), jnp.int32), rows, rows, jnp.zeros((1, 512), jnp.int32))
         given = buffers, shape(1, 4, 4, 64, dtype=dtype), past
         again = functools.partial(decode)  # a new object, so JAX traces it again
         return temporary(again, *given, donate_argnums=0) / (4 * 512 * 64 * dtype.itemsize)
