@@ -392,7 +392,7 @@ def test_unrolled_caches_are_updated_in_place(kind: type[KVCache], dtype: Any, m
     def decode(buffers: Any, x: Any, past: Any) -> Any:
         after = []
         for k, v in buffers:
-            new, (keys, values), _ = kind(k, v).append((x[:, :, :1], x[:, :, 1:2]), past)
+            new, (keys, values), _ = kind(k, v).append((x[:, :, :1], x[:, :, 1:2]), Past(*past))
             scores = dots.batched(x, keys, -1)
             x = dots.batched(jax.nn.softmax(scores).astype(dtype), values, -2).astype(dtype)
             after.append((new.k, new.v))
@@ -400,8 +400,7 @@ def test_unrolled_caches_are_updated_in_place(kind: type[KVCache], dtype: Any, m
 
     def copied() -> float:
         """Temporary bytes, as a multiple of a cache."""
-        rows = jnp.zeros((1,), jnp.int32)
-        past = Past(jnp.zeros((1, 1), jnp.int32), rows, rows, jnp.zeros((1, 512), jnp.int32))
+        past = tuple(shape(*size, dtype=jnp.int32) for size in ((1, 1), (1,), (1,), (1, 512)))
         given = buffers, shape(1, 4, 4, 64, dtype=dtype), past
         again = functools.partial(decode)  # a new object, so JAX traces it again
         return temporary(again, *given, donate_argnums=0) / (4 * 512 * 64 * dtype.itemsize)
