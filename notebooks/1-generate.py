@@ -119,7 +119,7 @@ halves = jnp.concatenate([first.logits, second.logits], axis=1)
 
 layer = second.cache.layers[0][0]
 print(f"keys of a layer {layer.k.shape} {layer.k.dtype}: batch, key heads, slots, head width")
-print(f"{int(second.cache.length)} of {second.cache.capacity} slots are taken")
+print(f"{int(second.cache.length[0])} of {second.cache.capacity} slots are taken")
 print("the same next tokens:", bool((halves.argmax(-1) == out.logits.argmax(-1)).all()))
 
 # %% [markdown]
@@ -162,16 +162,17 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# And what a ring holds. `cache.slots.index` is the bookkeeping that all layers share: which token lies in which slot. A
-# ring of 8 slots after 6, 12 and 18 tokens (-1: nothing yet):
+# And what a ring holds. Token `i` is stored in slot `i % 8`, so the token in each slot follows from `cache.length`, the
+# number of tokens that each row has stored. The slots that six tokens at a time are written to, in a ring of 8:
 
 # %%
 tiny = models.MixtralConfig(**{**mixtral, "num_hidden_layers": 1}, sliding_window=8)
 small = models.Mixtral(tiny, rngs=nnx.Rngs(0))
 cache, tokens = small.empty_cache(batch=1, capacity=64), np.arange(18)[None]
 for start in (0, 6, 12):
-    cache = small(tokens[:, start : start + 6], cache=cache).cache
-    print(f"after {int(cache.length):2} tokens: slots hold tokens {cache.slots.index}")
+    before, cache = cache, small(tokens[:, start : start + 6], cache=cache).cache
+    written = (cache.layers[0][0].k != before.layers[0][0].k).any(axis=(0, 1, 3))
+    print(f"after {int(cache.length[0]):2} tokens: just written, slots {np.flatnonzero(written)}")
 
 # %% [markdown]
 # `generate` and `stream` do all of this themselves: one program for the prompt, one for a token, the cache written in
