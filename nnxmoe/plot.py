@@ -96,8 +96,8 @@ def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: 
     if isinstance(routing, Routing):
         choices = np.asarray(routing.experts)[row].T
         cells = {f"choice {i + 1}": (choice, routing.valid) for i, choice in enumerate(choices)}
-    if any(len(experts) < len(pieces) for experts, _ in cells.values()):
-        raise ValueError(f"{len(pieces)} pieces of text for {len(next(iter(cells.values()))[0])} tokens")
+    if short := [len(experts) for experts, _ in cells.values() if len(experts) < len(pieces)]:
+        raise ValueError(f"{len(pieces)} pieces of text for {short[0]} tokens")
     ax = _axes(ax, (1 + 0.27 * len(pieces), 0.9 + 0.27 * len(cells)))
     for y, (experts, valid) in enumerate(cells.values()):
         real = np.ones(len(experts), bool) if valid is None else np.asarray(valid)[row]

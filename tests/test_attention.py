@@ -617,6 +617,9 @@ def test_rotations() -> None:
         near = jnp.sum(rotate(x, at(7)) * rotate(y, at(4)))
         assert max_error(near, jnp.sum(rotate(x, at(33)) * rotate(y, at(30)))) < PART_TOLERANCE
         assert max_error(near, jnp.sum(rotate(x, at(4)) * rotate(y, at(7)))) > 1e-3
+    halves = jnp.arange(8).reshape(4, 2).T.ravel()  # [0, 2, 4, 6, 1, 3, 5, 7]: neighbours as one channel of each half
+    assert max_error(rotate_pairs(x, at(5)), rotate_halves(x[..., halves], at(5))) < PART_TOLERANCE
+    assert max_error(rotate_pairs(x, at(5)), rotate_halves(x, at(5))) > 1e-2
     assert rotate_halves(x.astype(jnp.bfloat16), at(3)).dtype == jnp.bfloat16
 
 

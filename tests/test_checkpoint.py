@@ -292,8 +292,11 @@ def fork_and_die(run: Path, pipe: Connection) -> None:
     checkpoints = Checkpoints(run)
     checkpoints.save(1, state(1))
     checkpoints.wait()
+    reader, writer = os.pipe()
     if os.fork() == 0:
+        os.write(writer, b"forked")
         time.sleep(20)
+    os.read(reader, 1)  # until then the child may hold the lock
     os._exit(3)
 
 

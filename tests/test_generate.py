@@ -18,6 +18,7 @@ from nnxmoe import Sampling
 from nnxmoe.generation import decode
 from nnxmoe.generation.decode import bucket, eos_ids, left_padded
 from nnxmoe.generation.sampling import pick, prepare
+from nnxmoe.generation.text import TextStream
 from nnxmoe.model.causal_lm import decoder_of
 from tests.support.cases import HF_CASES, load_case_model
 from tests.support.tiny import build_tiny, random_tokens
@@ -377,12 +378,14 @@ def test_stream_equals_generate_and_decode() -> None:
     assert short == tokenizer.decode(head, skip_special_tokens=True)
 
 
-def test_stream_is_lazy() -> None:
-    """The stream can be closed after the first piece."""
+def test_stream_is_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It yields text as soon as there is some, and can be closed then."""
+    drawn, put = [], TextStream.put
+    monkeypatch.setattr(TextStream, "put", lambda self, token: drawn.append(token) or put(self, token))
     model = load_case_model("llama_basic", nnxmoe.Strategy())
     tokenizer = nnxmoe.Tokenizer.from_pretrained(HF_CASES / "llama_basic" / "model")
     pieces = nnxmoe.stream(model, tokenizer, [1, 2, 3], max_new_tokens=40, eos_token_id=None)
-    assert next(iter(pieces))
+    assert next(iter(pieces)) and 0 < len(drawn) < 20
     pieces.close()  # type: ignore[attr-defined]
 
 

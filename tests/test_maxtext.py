@@ -333,7 +333,7 @@ def test_incomplete_step_is_skipped_with_a_warning(tmp_path: Path, caplog: pytes
     assert not caplog.text
     (tmp_path / "12" / "items").mkdir(parents=True)
     identical(flat(maxtext.to_tree(maxtext.load(tmp_path, config_of(case.name)))), params_of(case.name))
-    assert "12 is incomplete: step 007 is read" in caplog.text
+    assert "step 007 is read; incomplete: 12" in caplog.text
 
 
 DAMAGES: dict[str, Any] = {

@@ -221,8 +221,9 @@ def items(folder: pathlib.Path) -> pathlib.Path:
     )
     for where in (folder, folder / "items", *(step / "items" for step in steps)):
         if (where / "_METADATA").is_file():
-            if (step := where.parent) in steps[1:]:
-                logger.warning("%s is incomplete: step %s is read", steps[0], step.name)
+            if incomplete := steps[: steps.index(where.parent)] if where.parent in steps else []:
+                names = ", ".join(step.name for step in incomplete)
+                logger.warning("%s: step %s is read; incomplete: %s", folder, where.parent.name, names)
             return where
     raise CheckpointError(f"{folder} holds no Orbax checkpoint: neither _METADATA, items nor a step such as 0/items")
 
