@@ -525,9 +525,21 @@ def test_blockwise_rejects_invalid_inner_attention(inner: Any) -> None:
 
 
 def context(batch: int, length: int, rope: Rope) -> Context:
-    index, zeros = jnp.arange(length), jnp.zeros((batch, length), jnp.int32)
-    rotation = rotation_at(rope, jnp.broadcast_to(index, (batch, length)))
-    return Context(rotation, index, jnp.ones((batch, length), bool), zeros)
+    return Context.of_rows(rope, batch, length)
+
+
+def test_attention_alone_ignores_padding() -> None:
+    """A context made from lengths gives the results of the rows alone, in an order of its own choice."""
+    model = build_tiny("mistral", sliding_window=3)
+    attention, x = model.stacks[0].layers[0].attention, jax.random.normal(jax.random.key(1), (3, 7, 24))
+    whole, cache = attention(x, Context.of_rows(model.config.rope, 3, 7, lengths=[7, 3, 1]))
+    assert cache is None
+    for row, length in enumerate((7, 3, 1)):
+        alone, _ = attention(x[row : row + 1, :length], Context.of_rows(model.config.rope, 1, length))
+        assert max_error(whole[row : row + 1, :length], alone) < PART_TOLERANCE
+    for wrong in ([7, 3], [7, 3, 8], [7, -1, 2]):
+        with pytest.raises(ValueError, match=r"give 3 numbers of real tokens, from 0 to 7"):
+            Context.of_rows(model.config.rope, 3, 7, lengths=wrong)
 
 
 @pytest.mark.parametrize("window", [None, 3])

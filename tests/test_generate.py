@@ -16,10 +16,10 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import Sampling
 from nnxmoe.generation import decode
-from nnxmoe.generation.decode import bucket, eos_ids, left_padded
+from nnxmoe.generation.decode import chunk_sizes, eos_ids, left_aligned
 from nnxmoe.generation.sampling import pick, prepare
 from nnxmoe.generation.text import TextStream
-from nnxmoe.model.causal_lm import decoder_of
+from nnxmoe.model.causal_lm import bucket, decoder_of
 from tests.support.cases import HF_CASES, load_case_model
 from tests.support.tiny import build_tiny, random_tokens
 
@@ -301,19 +301,58 @@ def test_exceeding_max_positions_warns(caplog: pytest.LogCaptureFixture, monkeyp
     assert "exceed the 64 positions" in caplog.text
 
 
-def test_left_padded_keeps_order() -> None:
+def test_left_aligned_keeps_order() -> None:
     tokens, mask = np.arange(1, 13).reshape(2, 6), np.array([[1, 0, 1, 1, 0, 0], [0, 1, 1, 0, 1, 1]])
-    ids, valid = left_padded(tokens, mask)
-    assert ids.shape == valid.shape == (2, 16)
-    assert ids[0, -4:].tolist() == [0, 1, 3, 4] and valid[0].sum() == 3
-    assert ids[1, -4:].tolist() == [8, 9, 11, 12] and valid[1, -4:].all() and not valid[:, :12].any()
+    ids, valid = left_aligned(tokens, mask)
+    assert ids.tolist() == [[0, 1, 3, 4], [8, 9, 11, 12]]
+    assert valid.tolist() == [[False, True, True, True], [True] * 4]
 
 
 def test_buckets() -> None:
-    sizes = [bucket(n) for n in range(1, 3000)]
+    sizes = [bucket(n, 16) for n in range(1, 3000)]
     assert all(size >= n for n, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
     assert all(size <= max(16, 1.5 * n) for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) <= 17
+
+
+def test_chunk_sizes() -> None:
+    """They hold the prompt, and padding is less than a chunk, or than what the small chunks would cost."""
+    assert [chunk_sizes(n) for n in (1, 64, 65, 384, 385, 512)] == [[64], [64], [64] * 2, [64] * 6, [512], [512]]
+    for length in range(1, 3000):
+        sizes = chunk_sizes(length)
+        assert 0 <= sum(sizes) - length < (64 if sizes[-1] == 64 else 128) and sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "mixtral", "deepseek_v3"])
+def test_prompts_of_several_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 3 to 21 tokens in chunks of 4 and 8, with a window of 6, continue as the prompt in one piece does."""
+    monkeypatch.setattr(decode, "SMALL", 4)
+    monkeypatch.setattr(decode, "LARGE", 8)
+    monkeypatch.setattr(decode, "MOST_SMALL", 1)
+    model = build_tiny(kind, sliding_window=6)
+    tokens, mask = random_tokens(3, 21), np.arange(21) >= np.array([[0], [9], [18]])
+    options: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": None}
+    penalty = Sampling(temperature=0.0, repetition_penalty=1.7)
+    for sampling in (None, penalty):
+        ids = nnxmoe.generate(model, tokens, mask, sampling=sampling, **options)[:, 21:]
+        for row, start in enumerate((0, 9, 18)):
+            prompt = tokens[row : row + 1, start:]
+            for new in ids[row]:
+                logits = np.array(model(prompt).logits[0, -1])
+                if sampling is not None:
+                    seen = logits[prompt[0]]
+                    logits[prompt[0]] = np.where(seen < 0, seen * 1.7, seen / 1.7)
+                assert int(logits.argmax()) == new
+                prompt = np.append(prompt, [[new]], axis=1)
+
+
+def test_tokens_that_compete_are_read_in_one_piece() -> None:
+    """With a capacity it matters which tokens are read together."""
+    model = build_tiny("mixtral", nnxmoe.Strategy(dispatch=nnxmoe.Capacity(1.0)))
+    tokens = random_tokens(2, 96)  # two small chunks, and a size that needs no padding
+    one = nnxmoe.generate(model, tokens, max_new_tokens=1)[:, 96:]
+    logits = np.asarray(model(np.pad(tokens, ((0, 6), (0, 0))), np.pad(np.ones((2, 96)), ((0, 6), (0, 0)))).logits)
+    assert one[:, 0].tolist() == logits[:2, -1].argmax(axis=-1).tolist()
 
 
 # Compilation
@@ -321,22 +360,25 @@ def test_buckets() -> None:
 
 @pytest.mark.program
 def test_programs_are_reused_across_lengths_seeds_and_values() -> None:
-    """Prompt lengths of the same bucket, numbers of tokens, seeds and sampling values do not recompile."""
+    """Lengths of a prompt, numbers of prompts and tokens, seeds and sampling values do not recompile."""
     model = tiny()
     graph, tree = _structure(model)
     programs = decode._programs(graph, tree)
     run(sampling=Sampling(temperature=0.9, top_k=7))
     run()
     before = programs.prefill._cache_size(), programs.decode._cache_size()
-    for length in (1, 3, 9, 16):
-        for count in (1, 5, 30):
+    for length in (1, 3, 64):
+        for count in (1, 5):
             run(random_tokens(2, length), count=count)
+    for rows in (3, 8):
+        run(random_tokens(rows, 5), count=2)
     run(count=10, sampling=Sampling(temperature=0.2, top_k=3, top_p=0.5, min_p=0.1), seed=7)
     run(mask=np.tril(np.ones((7, 7)))[[3, 6]])
     assert (programs.prefill._cache_size(), programs.decode._cache_size()) == before
     assert decode._programs(graph, tree) is programs
-    run(random_tokens(2, 17))
-    assert programs.prefill._cache_size() == before[0] + 1
+    for length in (65, 150, 384):  # longer prompts have a second chunk
+        run(random_tokens(2, length), count=2)
+    assert programs.prefill._cache_size() == before[0] + 1 and programs.decode._cache_size() == before[1]
 
 
 @pytest.mark.program

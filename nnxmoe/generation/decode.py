@@ -1,13 +1,13 @@
 """Prefill and decode: ``generate`` for batches of ids, ``stream`` for text, piece by piece.
 
-Shapes are rounded up to a few sizes and the cache is updated in place, so that new prompt lengths and new tokens seldom
-recompile. Each step is one call of a jitted function over a flat list of arrays, dispatched before the previous step's
-token is read.
+A prompt is read in chunks of two sizes, and batches and caches are rounded up to a few sizes, so that new lengths
+seldom need a new program. Each step is one call of a jitted function over a flat list of arrays, dispatched before the
+previous step's token is read.
 """
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,14 +19,18 @@ from jaxtyping import Array, Bool, Int, Integer, Key
 
 from nnxmoe.axes import batch_axes, constrain, everywhere, shards
 from nnxmoe.generation.sampling import Knobs, Sampling, Steps, pick, prepare
-from nnxmoe.generation.text import TextStream, Tokenizer
+from nnxmoe.generation.text import TextStream
 from nnxmoe.layers.cache import Cache
-from nnxmoe.model.causal_lm import CausalLM, decoder_of, refuse_shapes
+from nnxmoe.model.causal_lm import CausalLM, bucket, decoder_of, refuse_shapes, unscan
 from nnxmoe.model.decoder import Decoder
-from nnxmoe.model.stack import Body
-from nnxmoe.runtime.memory import memory_bytes
+from nnxmoe.model.stack import Body, ScannedStack
+from nnxmoe.runtime.memory import memory_bytes, refuse_beyond_memory
 from nnxmoe.runtime.processes import deadline
 from nnxmoe.runtime.progress import logger, say
+
+SMALL, LARGE = 64, 512  # tokens per chunk of a prompt
+MOST_SMALL = 6  # small chunks that are less work than a large one
+SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens; rows, if there are several
 
 Item = TypeVar("Item")
 Eos = int | np.integer | Sequence[int] | None | EllipsisType
@@ -61,26 +65,48 @@ def generate(
 
 def stream(
     model: CausalLM,
-    tokenizer: Tokenizer,
+    tokenizer: Any,
     prompt: str | Sequence[int],
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
     eos_token_id: Eos = ...,
     seed: int = 0,
-) -> Iterator[str]:
+) -> "Stream":
     """Yields the continuation of one prompt (text or token ids) in pieces of text, without the end token.
 
     The prompt's text followed by the pieces is the decoded text of all ids, so the first piece may start with a space.
+    ``tokenizer``: a `Tokenizer`, or one of transformers.
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    eos, text = eos_ids(model, eos_token_id), TextStream(tokenizer, context=ids)
-    for new in generate_tokens(model, _ids([ids]), None, max_new_tokens, sampling, seed):
-        if int(new[0]) in eos:
-            break
-        if piece := text.put(int(new[0])):
+    new = generate_tokens(model, _ids([ids]), None, max_new_tokens, sampling, seed)
+    return Stream(new, eos_ids(model, eos_token_id), TextStream(tokenizer, context=ids))
+
+
+class Stream(Iterator[str]):
+    """Pieces of text as they are generated. ``tokens``: how many new tokens there are so far; ``ended``: whether the
+    last one was an end token, which has no text."""
+
+    def __init__(self, tokens: Iterator[Any], eos: tuple[int, ...], text: TextStream) -> None:
+        self.tokens, self.ended = 0, False
+        self._pieces = self._decoded(tokens, eos, text)
+
+    def _decoded(self, tokens: Iterator[Any], eos: tuple[int, ...], text: TextStream) -> Generator[str, None, None]:
+        for new in tokens:
+            self.tokens += 1
+            self.ended = int(new[0]) in eos
+            if self.ended:
+                break
+            if piece := text.put(int(new[0])):
+                yield piece
+        if piece := text.end():
             yield piece
-    if piece := text.end():
-        yield piece
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop generating."""
+        self._pieces.close()
 
 
 def generate_tokens(
@@ -103,28 +129,32 @@ def generate_tokens(
         raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {bad}: is this the model's tokenizer?")
     if max_new_tokens == 0:
         return
-    ids, valid = left_padded(tokens, attention_mask)
-    limit = model.config.max_position_embeddings
-    if int(valid.sum(axis=1).max()) + max_new_tokens > limit:
+    ids, valid = left_aligned(tokens, attention_mask)
+    (rows, length), limit = ids.shape, model.config.max_position_embeddings
+    if length + max_new_tokens > limit:
         logger.warning("prompt and new tokens exceed the %d positions (max_position_embeddings) of this model", limit)
-    rows, mesh = len(ids), model.strategy.mesh
-    more = -rows % shards(mesh, batch_axes(mesh))  # rows of padding that make the batch divisible by the shards
-    ids, valid = (np.pad(a, ((0, more), (0, 0))) for a in (ids, valid))
-    real = np.arange(rows + more) < rows if more else None
+    refuse_shapes(jax.tree.leaves(nnx.state(model)))
+    capacity = bucket(length + max_new_tokens, SMALLEST_CACHE)
+    batch = _batch(model, rows, capacity)
+    real = None if batch == 1 else np.arange(batch) < rows
+    chunks = chunk_sizes(length) if model.separates_tokens() else [bucket(length, SMALL)]
+    padding = ((0, batch - rows), (sum(chunks) - length, 0))
+    ids, valid = np.pad(ids, padding), np.pad(valid, padding)
     steps, knobs = prepare(sampling, vocab)
-    graph, state = nnx.split(decoder_of(model))
+    graph, state = nnx.split(decoder_of(_unrolled(model)))
     leaves, tree = jax.tree.flatten(state)
-    refuse_shapes(leaves)
     programs = _programs(graph, tree)
-    capacity = bucket(ids.shape[1] + max_new_tokens, smallest=64)
-    _check_room(model, ids.shape[0], capacity)
-    programs.announce(ids.shape, capacity, steps)
+    programs.announce(batch, capacity, [*chunks, *[1] * (max_new_tokens > 1)], steps)
     key = jax.random.key(seed)
     with deadline("compiling, and computing the first new token"):
-        token, dropped, memory = programs.prefill(leaves, ids, valid, capacity, steps, knobs, key)
+        token: Any = None
+        dropped, memory = np.int32(0), None
+        for end, size in zip(np.cumsum(chunks), chunks, strict=True):
+            part = ids[:, end - size : end], valid[:, end - size : end]
+            token, dropped, memory = programs.prefill(leaves, *part, dropped, memory, capacity, steps, knobs, key)
         new = np.asarray(token)
 
-    def following(token: Array, count: Array, memory: Memory) -> Iterator[tuple[Array, Array]]:
+    def following(token: Array, count: Any, memory: Any) -> Iterator[tuple[Array, Array]]:
         for i in range(1, max_new_tokens):
             given = token, count, real, memory
             token, count, memory = programs.decode(leaves, *given, steps, knobs, key, np.int32(i))
@@ -152,15 +182,37 @@ def _one_ahead(items: Iterator[Item]) -> Iterator[Item]:
         yield now
 
 
-def _check_room(model: CausalLM, batch: int, capacity: int) -> None:
-    buffers = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(batch, capacity).layers))
-    need, (have, where) = sum(math.prod(b.shape) * b.dtype.itemsize for b in buffers), memory_bytes()
-    if need > have:
-        raise ValueError(
-            f"a cache of {capacity} tokens for batch {batch} needs {need / 1e9:.1f} GB, "
-            f"{where} is {have / 1e9:.1f} GB: "
-            "use fewer max_new_tokens or a smaller batch"
-        )
+def _batch(model: CausalLM, rows: int, capacity: int) -> int:
+    """The number of rows to compute: 1, 8, 12, 16, … and a multiple of the shards, or fewer if memory is short.
+
+    Raises ValueError if their cache does not fit in memory.
+    """
+    parts, (have, _) = shards(model.strategy.mesh, batch_axes(model.strategy.mesh)), memory_bytes()
+    for batch in (rows if rows == 1 else bucket(rows, SMALLEST_BATCH), rows):
+        batch += -batch % parts
+        buffers = jax.eval_shape(lambda batch=batch: model.empty_cache(batch, capacity).layers)
+        need = sum(math.prod(b.shape) * b.dtype.itemsize for b in jax.tree.leaves(buffers))
+        if need <= have:
+            return batch
+    what = f"a cache of {capacity} tokens for batch {batch} takes"
+    refuse_beyond_memory(need, what, "use fewer max_new_tokens or a smaller batch")
+    return batch
+
+
+def _unrolled(model: CausalLM) -> CausalLM:
+    """The model with arrays of their own for all layers, if memory permits: a scan copies its slices in every step."""
+    scanned = [nnx.state(stack) for stack in model.stacks if isinstance(stack, ScannedStack)]
+    need, (have, where) = sum(a.nbytes for a in jax.tree.leaves(scanned)), memory_bytes()
+    if need <= have:
+        return unscan(model)
+    logger.warning(
+        "the layers are scanned, which decodes slowly, and %s (%.1f GB) has no room for a copy of %.1f GB: load the "
+        "model with Strategy(stacking=Unrolled())",
+        where,
+        have / 1e9,
+        need / 1e9,
+    )
+    return model
 
 
 class Memory(NamedTuple):
@@ -183,21 +235,27 @@ class _Programs:
             leaves: list[Array],
             ids: Int[Array, "B T"],
             valid: Bool[Array, "B T"],
+            dropped: Int[Array, ""],
+            memory: Memory | None,
             capacity: int,
             steps: Steps,
             knobs: Knobs,
             key: Key[Array, ""],
         ) -> tuple[Int[Array, "B"], Int[Array, ""], Memory]:
             decoder = merge(leaves)
-            cache = decoder.empty_cache(ids.shape[0], capacity)
-            body = decoder.body(ids, valid, cache=cache, fresh=True, last=True)
+            mesh = decoder.mesh
+            cache = decoder.empty_cache(ids.shape[0], capacity) if memory is None else memory.cache
+            body = decoder.body(ids, valid, cache=cache, fresh=memory is None, last=True)
             logits = decoder.logits(body.x)[:, 0]
-            rows = jnp.arange(ids.shape[0])[:, None]
-            seen = jnp.zeros(logits.shape, bool).at[rows, ids].max(valid) if steps.penalty else None
+            seen = None
+            if steps.penalty:
+                before = None if memory is None else memory.seen
+                before = jnp.zeros(logits.shape, bool) if before is None else before
+                seen = before.at[jnp.arange(ids.shape[0])[:, None], ids].max(valid)
             token = pick(logits, seen, steps, knobs, jax.random.fold_in(key, 0))
             assert body.cache is not None
-            mesh = decoder.mesh
-            return everywhere(token, mesh), everywhere(_dropped(body), mesh), Memory(body.cache, _see(seen, token))
+            dropped = everywhere(dropped + _dropped(body), mesh)
+            return everywhere(token, mesh), dropped, Memory(body.cache, seen)
 
         def decode(
             leaves: list[Array],
@@ -213,21 +271,28 @@ class _Programs:
             decoder = merge(leaves)
             mesh = decoder.mesh
             token = constrain(token, mesh, batch_axes(mesh))
+            seen = _see(memory.seen, token)
             body = decoder.body(token[:, None], None if real is None else real[:, None], cache=memory.cache)
             logits = decoder.logits(body.x)[:, 0]
-            token = pick(logits, memory.seen, steps, knobs, jax.random.fold_in(key, step))
+            token = pick(logits, seen, steps, knobs, jax.random.fold_in(key, step))
             assert body.cache is not None
             dropped = everywhere(dropped + _dropped(body), mesh)
-            return everywhere(token, mesh), dropped, Memory(body.cache, _see(memory.seen, token))
+            return everywhere(token, mesh), dropped, Memory(body.cache, seen)
 
-        self.prefill = jax.jit(prefill, static_argnums=(3, 4))
+        self.prefill = jax.jit(prefill, static_argnums=(5, 6), donate_argnums=(4,))
         self.decode = jax.jit(decode, static_argnums=(5,), donate_argnums=(4,))
 
-    def announce(self, shape: tuple[int, ...], capacity: int, steps: Steps) -> None:
-        """Log that the next call will compile, if it will."""
-        if (shape, capacity, steps) not in self._known:
-            self._known.add((shape, capacity, steps))
-            say("compiling for batch %d, prompts up to %d tokens, %d in all (once per combination)", *shape, capacity)
+    def announce(self, batch: int, capacity: int, sizes: list[int], steps: Steps) -> None:
+        """Log that the next calls will compile, if they will."""
+        wanted = {(batch, capacity, steps, size, i == 0) for i, size in enumerate(sizes)}
+        if new := wanted - self._known:
+            self._known |= new
+            say(
+                "compiling %d programs, for batch %d and up to %d tokens (once per such size)",
+                len(new),
+                batch,
+                capacity,
+            )
 
 
 _programs = functools.lru_cache(maxsize=16)(_Programs)
@@ -242,18 +307,16 @@ def _see(seen: Bool[Array, "B V"] | None, token: Int[Array, "B"]) -> Bool[Array,
     return None if seen is None else seen.at[jnp.arange(token.shape[0]), token].set(True)
 
 
-def bucket(length: int, smallest: int = 16) -> int:
-    """``length`` rounded up to one of 16, 24, 32, 48, 64, 96, …: at most 1.5 times ``length`` or ``smallest``."""
-    size = smallest
-    while size < length:
-        if size * 3 // 2 >= length:
-            return size * 3 // 2
-        size *= 2
-    return size
+def chunk_sizes(length: int) -> list[int]:
+    """Sizes of the chunks in which a prompt is read: as many of `LARGE` as it fills, then as few of `SMALL` as hold the
+    rest, or one `LARGE` where that is less work."""
+    large, rest = divmod(length, LARGE)
+    small = -(-rest // SMALL)
+    return [LARGE] * large + ([SMALL] * small if small <= MOST_SMALL else [LARGE])
 
 
-def left_padded(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and validity mask with all padding moved to the left and the length rounded up by `bucket`."""
+def left_aligned(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and validity mask with all padding moved to the left, as long as the longest row."""
     valid = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask) != 0
     if valid.shape != tokens.shape:
         raise ValueError(f"attention_mask must have the tokens' shape {list(tokens.shape)}, got {list(valid.shape)}")
@@ -263,8 +326,7 @@ def left_padded(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarr
     ids, valid = np.take_along_axis(tokens, order, axis=1), np.take_along_axis(valid, order, axis=1)
     keep = int(valid.sum(axis=1).max())
     ids, valid = ids[:, -keep:], valid[:, -keep:]
-    room = ((0, 0), (bucket(keep) - keep, 0))
-    return np.pad(np.where(valid, ids, 0), room).astype(np.int32), np.pad(valid, room)
+    return np.where(valid, ids, 0).astype(np.int32), valid
 
 
 def eos_ids(model: CausalLM, eos_token_id: Eos) -> tuple[int, ...]:

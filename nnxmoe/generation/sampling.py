@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 
@@ -24,6 +25,9 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not (value is None and name == "top_k") and (isinstance(value, str) or not np.isscalar(value)):
+                raise ValueError(f"Sampling({name}={value!r}): {name} must be a number")
         checks = {
             "temperature": (self.temperature, 0 <= self.temperature < math.inf, "a number >= 0 (0: greedy)"),
             "top_k": (self.top_k, self.top_k is None or self.top_k >= 0, "an integer >= 0 (0 or None: off)"),
@@ -49,11 +53,11 @@ class Steps(NamedTuple):
 class Knobs(NamedTuple):
     """Values of the options: the part that may change without recompilation."""
 
-    temperature: Float[Array, ""]
-    top_k: Int[Array, ""]
-    top_p: Float[Array, ""]
-    min_p: Float[Array, ""]
-    penalty: Float[Array, ""]
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    penalty: Any
 
 
 def prepare(sampling: Sampling | None, vocab: int) -> tuple[Steps, Knobs]:
@@ -62,8 +66,9 @@ def prepare(sampling: Sampling | None, vocab: int) -> tuple[Steps, Knobs]:
     top_k = min(s.top_k or vocab, vocab)
     random = s.temperature > 0
     cut = random and (top_k < vocab or s.top_p < 1 or s.min_p > 0)
-    floats = (jnp.float32(max(s.temperature, 1e-20)), jnp.int32(top_k), jnp.float32(s.top_p), jnp.float32(s.min_p))
-    return Steps(random, s.repetition_penalty != 1, cut), Knobs(*floats, jnp.float32(s.repetition_penalty))
+    numbers = (max(s.temperature, 1e-20), s.top_p, s.min_p, s.repetition_penalty)
+    temperature, top_p, min_p, penalty = map(np.float32, numbers)
+    return Steps(random, s.repetition_penalty != 1, cut), Knobs(temperature, np.int32(top_k), top_p, min_p, penalty)
 
 
 def pick(

@@ -176,22 +176,25 @@ class TextStream:
     Incomplete characters are buffered until the tokens that complete them arrive. Each step decodes only a short
     window. It begins with tokens whose text has been returned, since decoders treat the start of a text differently
     (leading spaces). ``context``: the prompt's ids; the prompt's text followed by the pieces is the text of all ids.
+    ``tokenizer``: a `Tokenizer`, or one of transformers.
     """
 
     LONGEST_WAIT = 64  # tokens; only invalid UTF-8 takes more than a few
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Iterable[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, context: Iterable[int] = ()) -> None:
+        ours = isinstance(tokenizer, Tokenizer)
+        self._decoder = tokenizer.decode_list if ours else tokenizer.decode
+        self._special = tokenizer.special_ids if ours else frozenset(tokenizer.all_special_ids)
         self._skip = skip_special_tokens
         ids = (int(i) for i in context)
-        self._window = [i for i in ids if not (skip_special_tokens and i in tokenizer.special_ids)][-8:]
+        self._window = [i for i in ids if not (skip_special_tokens and i in self._special)][-8:]
         self._shown = len(self._decode())  # characters of the window's text that have been returned
         self._settled = len(self._window)  # tokens of the window whose text has been returned
 
     def put(self, token_id: Any) -> str:
         """Returns the text that this token completes, possibly empty."""
         token = int(token_id)
-        if self._skip and token in self._tokenizer.special_ids:
+        if self._skip and token in self._special:
             return ""
         self._window.append(token)
         text = self._decode()
@@ -210,7 +213,7 @@ class TextStream:
         return piece
 
     def _decode(self) -> str:
-        return self._tokenizer.decode_list(self._window, self._skip)
+        return self._decoder(self._window, self._skip)
 
     def _unseen(self, text: str) -> str:
         piece = text[self._shown :]

@@ -1,16 +1,17 @@
 """Inputs and outputs of the two halves of a layer: attention and feed-forward."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import LayerCache, Past, Slots
-from nnxmoe.layers.rope import Rotation
+from nnxmoe.layers.rope import Rotation, rotation_at
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +35,28 @@ class Context:
     of_routing: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
     fresh: bool = dataclasses.field(default=False, metadata={"static": True})
     last: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @classmethod
+    def of_rows(
+        cls, rope: Rope, batch: int, length: int, lengths: Int[Array, "B"] | Sequence[int] | None = None
+    ) -> Self:
+        """The context of ``batch`` rows of ``length`` tokens without a cache, to call a layer or attention alone.
+
+        ``lengths``: the number of real tokens of each row, which come first; None: all are real.
+
+            x = jnp.ones((2, 9, config.hidden_size))
+            y, _ = model.stacks[0].layers[0].attention(x, Context.of_rows(config.rope, 2, 9, lengths=[9, 4]))
+
+        Raises ValueError for lengths that do not fit.
+        """
+        index = jnp.arange(length, dtype=jnp.int32)
+        rotation = rotation_at(rope, jnp.broadcast_to(index, (batch, length)))
+        if lengths is None:
+            return cls(rotation, index)
+        counts = jnp.asarray(lengths)
+        if counts.shape != (batch,) or not bool(jnp.all((counts >= 0) & (counts <= length))):
+            raise ValueError(f"lengths={lengths}: give {batch} numbers of real tokens, from 0 to {length}")
+        return cls(rotation, jnp.minimum(index, counts[:, None] - 1), index < counts[:, None])
 
     def of_layer(self, index: int | Int[Array, ""]) -> "Context":
         """The context of a layer or stack, with its own random key."""
@@ -68,7 +91,7 @@ class Attention(Protocol):
     """``(x, context, cache) -> y, cache``, with y of all tokens, or of the last one if ``context.last``."""
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: Any
+        self, x: Float[Array, "B T D"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "B asked D"], Any]: ...
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> LayerCache:
@@ -95,6 +118,6 @@ class FeedForward(Protocol):
         """The output for each token."""
         ...
 
-    def separates_tokens(self, context: Context) -> bool:
-        """Whether the output for a token is independent of all other tokens."""
+    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+        """Whether the output for a token is independent of all other tokens; ``key`` as in `Context`."""
         ...

@@ -52,7 +52,7 @@ class GQA(nnx.Module):
         self.o = Linear((heads, head_dim), (dim,), ("heads", "head", "embed"), **kw)
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
+        self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None = None
     ) -> tuple[Float[Array, "B asked D"], KVCache | None]:
         asking, asked = context.asking(x)
         q, k = self.q(asking), self.k(x)

@@ -140,7 +140,7 @@ class MLA(nnx.Module):
         self.o = Linear((heads, v_dim), (dim,), ("heads", "head", "embed"), bias=bias, **kw)
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None
+        self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None = None
     ) -> tuple[Float[Array, "B asked D"], LatentCache | None]:
         asking, asked = context.asking(x)
         q_nope, q_rope = jnp.split(self.q(asking), [self.nope], axis=-1)

@@ -5,7 +5,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from nnxmoe.layers.context import Context, Fed
 from nnxmoe.layers.linear import Linear
@@ -28,6 +28,6 @@ class MLP(nnx.Module):
         """Implements `FeedForward`: the output, without a report."""
         return Fed(self(x), None)
 
-    def separates_tokens(self, context: Context) -> bool:
+    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """Always True."""
         return True

@@ -1,5 +1,6 @@
 """Causal language models: a decoder with its config, its strategy and a report of where its weights came from."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -20,6 +21,7 @@ from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.decoder import Decoder, Ids, Output, TokenMask
 from nnxmoe.model.layer import MakeLayer
+from nnxmoe.model.stack import ByLayer, ScannedStack, Unrolled
 from nnxmoe.model.strategy import Strategy
 
 Runs = Sequence[tuple[int, MakeLayer]]
@@ -37,6 +39,8 @@ class CausalLM(Decoder):
 
     configs: ClassVar[tuple[type[DecoderConfig], ...]]
     presets: ClassVar[Mapping[str, DecoderConfig]] = {}
+    hub_ids: ClassVar[Mapping[str, str]] = {}  # preset -> its checkpoint on the hub
+    hub_note: ClassVar[str] = ""  # how those files differ from what is loaded
     hf_table: ClassVar[Mapping[str, tuple[str, ...]]]
     maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]] = {}  # -> name and logical axes there
     maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # groups of dense layers, of layers with experts
@@ -88,6 +92,15 @@ class CausalLM(Decoder):
         if strategy.mesh is not None and key is not None:
             self._initialise_on_mesh(parts, key)
 
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(nnx.state(self, nnx.Param))
+        count, kinds = sum(leaf.size for leaf in leaves), sorted({str(leaf.dtype) for leaf in leaves})
+        sizes = f"{self.config.num_hidden_layers} layers, {count:,} parameters in {', '.join(kinds)}"
+        return f"{type(self).__name__}({sizes}, {self.strategy.stacking})"
+
+    def __str__(self) -> str:
+        return repr(self)
+
     def _initialise_on_mesh(self, parts: Callable[[Array], dict[str, Any]], key: Array) -> None:
         """Initialises each shard on its own device, to the values that a single device would compute."""
         shapes = nnx.to_flat_state(nnx.state(self))
@@ -120,7 +133,7 @@ class CausalLM(Decoder):
 
     def __call__(
         self,
-        tokens: Ids,
+        tokens: Ids | None = None,
         attention_mask: TokenMask | None = None,
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
@@ -128,32 +141,45 @@ class CausalLM(Decoder):
         return_routing: bool = False,
         return_hidden: bool = False,
         key: Key[Array, ""] | None = None,
+        *,
+        input_ids: Ids | None = None,
     ) -> Output:
-        """Logits ``[B, T, V]`` in float32 for token ids ``[B, T]``.
+        """Logits ``[B, T, V]`` in float32 for token ids ``[B, T]``: arrays of JAX or NumPy, lists, or torch tensors.
+
+        ``input_ids`` is transformers' name of the tokens: ``model(**tokenizer(text, return_tensors="np"))`` works.
 
         ``attention_mask [B, T]``: nonzero for real tokens, 0 for padding; of these T tokens, not of those in the cache.
         ``positions [B, T]``: rotary positions. Default: 0 … T-1, or with a cache the number of real tokens before.
         ``segment_ids [B, T]``: tokens attend to their own segment only (packed documents). ``cache``: from
         ``empty_cache``. ``key``: random key of the router's jitter, if the config has one; None disables it.
 
-        Compiled once per shape when called with arrays, and once more for a prompt with an empty cache; inside a
-        transformation such as ``jax.jit`` it is traced like any function.
+        Compiled when called with arrays, and once more for a prompt with an empty cache; inside a transformation such
+        as ``jax.jit`` it is traced like any function. So that few programs serve all lengths, T is rounded up to 64,
+        96, 128, 192, … with padding, which is cut off again; not with a cache, nor on a mesh, nor if tokens compete
+        (`Decoder.separates_tokens`).
 
         Raises ValueError for ids outside the vocabulary, wrong shapes, a full cache, or a model without values. Inside
         a transformation the length of the cache is unknown, and the logits of rows that do not fit are NaN.
         """
-        tokens = _array(tokens)
+        ids = _array(input_ids if tokens is None else tokens)
         attention_mask, positions, segment_ids = map(_array, (attention_mask, positions, segment_ids))
-        self._check(tokens, attention_mask, positions, segment_ids, cache)
+        self._check(ids, attention_mask, positions, segment_ids, cache)
         arrays = (attention_mask, positions, segment_ids, cache)
-        fresh = cache is not None and cache.known_length == 0 and np.shape(tokens)[1] > 1  # one token: as any step
+        fresh = cache is not None and cache.known_length == 0 and np.shape(ids)[1] > 1  # one token: as any step
         graph, state = nnx.split(decoder_of(self))
         leaves, tree = jax.tree.flatten(state)
-        given = jax.tree.leaves((leaves, tokens, arrays, key))
+        given = jax.tree.leaves((leaves, ids, arrays, key))
         if all(isinstance(a, jax.Array | np.ndarray) and not isinstance(a, Tracer) for a in given):
-            return _compiled(graph, tree)(leaves, tokens, arrays, key, (return_routing, return_hidden), fresh)
+            length = np.shape(ids)[1]
+            exact = cache is not None or self.mesh is not None or not self.separates_tokens(key)
+            size = length if exact else bucket(length, 64)
+            if size > length:
+                ids, *masks = _padded(size, ids, attention_mask, positions, segment_ids)
+                arrays = (*masks, cache)
+            out = _compiled(graph, tree)(leaves, ids, arrays, key, (return_routing, return_hidden), fresh)
+            return out if size == length else _cut(out, length, attention_mask is None)
         refuse_shapes(leaves)
-        return super().__call__(tokens, *arrays, return_routing, return_hidden, key, fresh=fresh)
+        return super().__call__(ids, *arrays, return_routing, return_hidden, key, fresh=fresh)
 
     def _check(self, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any, cache: Cache | None) -> None:
         shape = np.shape(tokens)
@@ -175,6 +201,41 @@ class CausalLM(Decoder):
             _check_room(cache, shape, attention_mask)
 
 
+def bucket(length: int, smallest: int) -> int:
+    """``length`` rounded up to ``smallest`` times 1, 1.5, 2, 3, 4, 6, …: by half at most, or to ``smallest``."""
+    size = smallest
+    while size < length:
+        if size * 3 // 2 >= length:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def _padded(
+    size: int, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any
+) -> tuple[np.ndarray, np.ndarray, Any, Any]:
+    """Tokens, mask, positions and segments with padding at the end."""
+    mask = np.ones(np.shape(tokens), bool) if attention_mask is None else np.asarray(attention_mask) != 0
+
+    def wide(array: Any) -> Any:
+        return None if array is None else np.pad(np.asarray(array), ((0, 0), (0, size - array.shape[1])))
+
+    return wide(tokens), wide(mask), wide(positions), wide(segment_ids)
+
+
+def _cut(out: Output, length: int, all_real: bool) -> Output:
+    """The output for the first ``length`` tokens; without a mask if all of them are real."""
+    logits, routing, hidden = _first_tokens((out.logits, out.routing, out.hidden), length)
+    if routing is not None and all_real:
+        routing = ByLayer({i: dataclasses.replace(of_layer, valid=None) for i, of_layer in routing.items()})
+    return dataclasses.replace(out, logits=logits, routing=routing, hidden=hidden)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _first_tokens(arrays: Any, length: int) -> Any:
+    return jax.tree.map(lambda a: a[:, :length], arrays)
+
+
 def decoder_of(model: CausalLM) -> Decoder:
     """The model as a plain `Decoder`: the part that compiled programs depend on, without config and load report."""
     return Decoder(
@@ -186,6 +247,29 @@ def decoder_of(model: CausalLM) -> Decoder:
         dtype=model.dtype,
         mesh=model.strategy.mesh,
     )
+
+
+def unscan(model: CausalLM) -> CausalLM:
+    """A model whose layers have arrays of their own instead of slices of stacked ones (``Scanned``): it decodes faster.
+
+    What was stacked is copied, so both models need memory until the given one is deleted. Without scanned layers this
+    is the model itself.
+
+        model = nnxmoe.unscan(nnxmoe.train.fit(model, …).model)
+    """
+    if not any(isinstance(stack, ScannedStack) for stack in model.stacks):
+        return model
+    graph, state = nnx.split(model)
+    unrolled = nnx.merge(graph, state)
+    unrolled.strategy = dataclasses.replace(model.strategy, stacking=Unrolled())
+    unrolled.stacks = nnx.List(
+        [
+            stack.unrolled(model.strategy.sharding_of) if isinstance(stack, ScannedStack) else stack
+            for stack in unrolled.stacks
+        ]
+    )
+    unrolled.label()
+    return unrolled
 
 
 def _check_room(cache: Cache, shape: tuple[int, ...], attention_mask: Any) -> None:
@@ -209,7 +293,7 @@ def refuse_shapes(leaves: Sequence[Any]) -> None:
 
 
 def _array(given: Any) -> Any:
-    return np.asarray(given) if isinstance(given, list | tuple) else given
+    return given if given is None or isinstance(given, jax.Array | np.ndarray) else np.asarray(given)
 
 
 def _check_arguments(name: str, strategy: Any, rngs: Any) -> None:

@@ -146,6 +146,11 @@ class Decoder(nnx.Module):
         """The kernel ``[D, V]`` of the output head; the embedding's table if the two are tied."""
         return self.embed.weight() if self.head is None else self.head.weight()
 
+    def separates_tokens(self, key: Key[Array, ""] | None = None) -> bool:
+        """Whether tokens influence each other by attention only, so that a pass may be split, or padded with tokens
+        that are not real, without another result. Not so with `Capacity`, where they compete for slots."""
+        return all(stack.separates_tokens(key) for stack in self.stacks)
+
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A cache for ``capacity`` real tokens per row, in the activations' dtype."""
         layers = tuple(stack.empty_cache(batch, capacity, self.dtype) for stack in self.stacks)

@@ -35,7 +35,7 @@ class Layer(nnx.Module):
         """The feed-forward, under the name it has in layers with experts."""
         return self.feed_forward
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> LayerOutput:
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
         mixed, cache = self.attention(self.attention_norm(x), context=context, cache=cache)
         x, context = context.asking(x)
         x = x + mixed

@@ -1,7 +1,8 @@
 """Stacks of equal layers, and the two choices of a strategy that make them: `Unrolled` and `Scanned`."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float, Key
 
 from nnxmoe.axes import axes_of
 from nnxmoe.layers.context import Context
-from nnxmoe.model.layer import MakeLayer
+from nnxmoe.model.layer import Layer, MakeLayer
 
 
 def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
@@ -68,10 +69,13 @@ class UnrolledStack(nnx.Module):
     nothing but keys and values of the other tokens.
     """
 
-    def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None):
-        keys = [None] * count if rngs is None else layer_keys(rngs, count)
-        self.layers = nnx.List([make(None if key is None else nnx.Rngs(key)) for key in keys])
+    def __init__(self, layers: Sequence[Layer], remat: Remat | None = None):
+        self.layers = nnx.List(layers)
         self.remat = remat
+
+    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+        """Whether every layer's feed-forward does."""
+        return all(layer.feed_forward.separates_tokens(key) for layer in self.layers)
 
     @property
     def depth(self) -> int:
@@ -87,7 +91,7 @@ class UnrolledStack(nnx.Module):
         caches, infos, hidden = [], ByLayer(), []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
             run = layer if self.remat is None else self.remat(layer, scanned=False)
-            last = context.last and i + 1 == self.depth and layer.feed_forward.separates_tokens(context)
+            last = context.last and i + 1 == self.depth and layer.feed_forward.separates_tokens(context.key)
             own = dataclasses.replace(context.of_layer(i), last=last)
             x, layer_cache, info = run(x, context=own, cache=layer_cache)
             caches.append(layer_cache)
@@ -120,6 +124,10 @@ class ScannedStack(nnx.Module):
         nnx.update(self.layer, state)
         for variable, axes in zip(each, labels, strict=True):
             variable.set_metadata(axes=axes)
+
+    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+        """Whether the layers' feed-forward does."""
+        return self.layer.feed_forward.separates_tokens(key)
 
     def label(self, stack: int, first: int) -> None:
         """Stamps the parameters with their keys, first layer and stack (see `axes.label`)."""
@@ -154,6 +162,30 @@ class ScannedStack(nnx.Module):
         cache = first.attention.empty_cache(batch, capacity, dtype)
         return jax.tree.map(lambda a: jnp.zeros((self.depth, *a.shape), a.dtype), cache)
 
+    def unrolled(self, place: Callable[[nnx.Variable], Any]) -> UnrolledStack:
+        """The same layers with arrays of their own, which are copies. ``place`` gives an array's sharding, or None."""
+        graph, state = nnx.split(self.layer)
+        layers: list[list[Any]] = [[] for _ in range(self.depth)]
+        for path, variable in nnx.to_flat_state(state):
+            array = variable.get_value()
+            one = variable.replace(jax.ShapeDtypeStruct(array.shape[1:], array.dtype))
+            one.set_metadata(axes=axes_of(variable)[1:])
+            for layer, part in zip(layers, _unstacked(array, self.depth, place(one)), strict=True):
+                layer.append((path, one if part is None else one.replace(part)))
+        return UnrolledStack([nnx.merge(graph, nnx.from_flat_state(layer)) for layer in layers], self.remat)
+
+
+def _unstacked(array: Any, count: int, place: Any) -> Sequence[Any]:
+    """The slices of the first axis; None each for a shape without values."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return [None] * count
+    return _unstack(count, place)(array)
+
+
+@functools.lru_cache(maxsize=64)
+def _unstack(count: int, place: Any) -> Callable[[Array], list[Array]]:
+    return jax.jit(lambda a: [a[i] for i in range(count)], out_shardings=place)
+
 
 Stack = UnrolledStack | ScannedStack
 
@@ -171,7 +203,8 @@ class Unrolled:
     """A module per layer, with arrays of its own: the fastest decoding."""
 
     def __call__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None) -> UnrolledStack:
-        return UnrolledStack(count, make, rngs, remat)
+        keys = [None] * count if rngs is None else layer_keys(rngs, count)
+        return UnrolledStack([make(None if key is None else nnx.Rngs(key)) for key in keys], remat)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,7 @@ class MoE(nnx.Module):
         y, routing, info = self(x, context.valid, context.key)
         return Fed(y, MoEInfo(routing if context.of_routing is None else context.of_routing(routing), info))
 
-    def separates_tokens(self, context: Context) -> bool:
+    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """False if tokens compete for capacity, or if routing depends on a token's index in the batch."""
         alone = getattr(self.dispatch, "by_token", False) and self.router.select.by_row
-        return alone and (context.key is None or not self.router.jitter)
+        return alone and (key is None or not self.router.jitter)
