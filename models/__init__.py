@@ -17,18 +17,21 @@ from nnxmoe.models.mixtral import Mixtral, MixtralConfig
 
 MODELS: dict[str, tuple[type[DecoderConfig], type[CausalLM]]] = {}
 PRESETS: dict[str, DecoderConfig] = {}
+HUB_IDS: dict[str, str] = {}  # preset -> the published checkpoint
 
 
 def register(family: type[CausalLM]) -> None:
     """Register a model family under the ``model_type`` of each of its configs, and its presets by name."""
     MODELS.update({config.model_type: (config, family) for config in family.configs})
     PRESETS.update(family.presets)
+    HUB_IDS.update(family.hub_ids)
 
 
 for _family in (Llama, Mixtral, DeepSeekV3):
     register(_family)
 
 __all__ = [
+    "HUB_IDS",
     "MODELS",
     "PRESETS",
     "DeepSeekV3",
@@ -41,6 +44,7 @@ __all__ = [
     "config_from_hf",
     "model_class",
     "preset",
+    "refuse_preset",
     "register",
 ]
 
@@ -58,6 +62,13 @@ def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
 def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
     """The preset of that name; None if there is none, or if a folder of that name exists."""
     return None if os.path.isdir(name) else PRESETS.get(str(name).lower())
+
+
+def refuse_preset(name: str | os.PathLike[str]) -> None:
+    """Raises ConfigError if weights are asked of a preset, which has none, with the hub id that has them."""
+    if preset(name) is not None:
+        where = HUB_IDS.get(str(name).lower(), "its name on the hub, such as 'org/name'")
+        raise ConfigError(f"{name} is a preset, a config without weights: give {where}, or a folder")
 
 
 def model_class(config: DecoderConfig) -> type[CausalLM]:

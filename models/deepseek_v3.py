@@ -129,6 +129,7 @@ _DEEPSEEK_V3 = DeepSeekV3Config(
 )
 
 PRESETS: dict[str, DecoderConfig] = {"deepseek-v3": _DEEPSEEK_V3, "deepseek-r1": _DEEPSEEK_V3}
+HUB_IDS = {"deepseek-v3": "deepseek-ai/DeepSeek-V3", "deepseek-r1": "deepseek-ai/DeepSeek-R1"}
 
 _ATTENTION = "model.layers.{layer}.self_attn."
 _MLP = "model.layers.{layer}.mlp."
@@ -196,6 +197,11 @@ class DeepSeekV3(CausalLM):
 
     configs = (DeepSeekV3Config,)
     presets = PRESETS
+    hub_ids = HUB_IDS
+    hub_note = (
+        "685B parameters in FP8 blocks, 0.69 TB, loaded as bfloat16; the layer for multi-token prediction (11.5B "
+        "parameters) is left out"
+    )
     hf_table = HF_TABLE
     maxtext_table = MAXTEXT_TABLE
     maxtext_layers = ("dense_layers", "moe_layers")

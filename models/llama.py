@@ -126,6 +126,15 @@ PRESETS: dict[str, DecoderConfig] = {
     ),
 }
 
+HUB_IDS = {
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "llama-3.1-70b": "meta-llama/Llama-3.1-70B",
+    "llama-3.1-405b": "meta-llama/Llama-3.1-405B",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
+    "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
+    "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
+}
+
 
 # MaxText's Linen names and logical axes; ``{layer}`` is for example layers_3, or layers if stacked on axis 1.
 _SELF = "decoder/{layer}/self_attention/"
@@ -163,6 +172,7 @@ class Llama(CausalLM):
 
     configs = (LlamaConfig, MistralConfig)
     presets = PRESETS
+    hub_ids = HUB_IDS
     hf_table = HF_DECODER | HF_GQA | HF_MLP
     maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP
 

@@ -80,6 +80,8 @@ PRESETS: dict[str, DecoderConfig] = {
     ),
 }
 
+HUB_IDS = {"mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1"}
+
 _BLOCK = "model.layers.{layer}.block_sparse_moe."  # names in the checkpoints on the hub
 _MLP = "model.layers.{layer}.mlp."  # names of transformers 5 in memory, also found in some saved checkpoints
 
@@ -127,6 +129,7 @@ class Mixtral(CausalLM):
 
     configs = (MixtralConfig,)
     presets = PRESETS
+    hub_ids = HUB_IDS
     hf_table = HF_TABLE
     maxtext_table = MAXTEXT_TABLE
 

@@ -27,10 +27,12 @@ from nnxmoe.generation.text import TokenizerError as TokenizerError
 from nnxmoe.layers.attend import Blockwise as Blockwise
 from nnxmoe.layers.attend import Fused as Fused
 from nnxmoe.layers.attend import Reference as Reference
+from nnxmoe.layers.context import Context as Context
 from nnxmoe.layers.mla import Absorbed as Absorbed
 from nnxmoe.layers.mla import ByLength as ByLength
 from nnxmoe.layers.mla import Naive as Naive
 from nnxmoe.model.causal_lm import CausalLM as CausalLM
+from nnxmoe.model.causal_lm import unscan as unscan
 from nnxmoe.model.decoder import Output as Output
 from nnxmoe.model.stack import Remat as Remat
 from nnxmoe.model.stack import Scanned as Scanned
@@ -49,6 +51,7 @@ from nnxmoe.moe.grouped_matmul import Blocked as Blocked
 from nnxmoe.moe.grouped_matmul import Masked as Masked
 from nnxmoe.moe.grouped_matmul import RaggedDot as RaggedDot
 from nnxmoe.runtime import processes as processes
+from nnxmoe.runtime.compile_cache import compile_cache as compile_cache
 from nnxmoe.storage.errors import CheckpointError as CheckpointError
 
 __version__ = "0.1.0"

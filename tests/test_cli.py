@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 import nnxmoe
 from nnxmoe import cli
@@ -22,6 +23,7 @@ from nnxmoe.cli import commands
 from nnxmoe.cli.inspect import summarise
 from nnxmoe.models import PRESETS
 from nnxmoe.storage.checkpoint import Checkpoint
+from nnxmoe.train import lora
 from tests.corpus.case import Draft
 
 CASES = Path(__file__).parent / "data" / "hf"
@@ -198,7 +200,13 @@ def test_inspect_reads_no_weights(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     out = capsys.readouterr().out
     for part in ("routed experts", "147,456", "214,336", "active", "F32", "0 missing", "cache", "fits"):
         assert part in out, out
+    lines = out.splitlines()
+    assert "214,336" not in lines[0] and "parameters, " in lines[0] and lines[1].startswith("memory      fits: ")
+    assert lines[3].startswith("per token") and "hidden_size" not in out
+    assert cli.main(["inspect", MIXTRAL, "--fields"]) == 0
+    out = capsys.readouterr().out
     assert all(f"  {line}\n" in out for line in nnxmoe.Strategy.auto().explain().splitlines())
+    assert "  hidden_size " in out
 
 
 def test_inspect_without_weights_and_with_mismatches(tmp_path: Path) -> None:
@@ -362,7 +370,59 @@ def test_common_checkpoint_faults_are_one_line(
 
 def test_generating_with_a_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "mixtral-8x7b", "--prompt", "x"]) == 1
-    assert "is a preset" in capsys.readouterr().err
+    assert "is a preset, a config without weights: give mistralai/Mixtral-8x7B-v0.1" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"deepseek-v3 is a preset.*deepseek-ai/DeepSeek-V3, or a folder"):
+        nnxmoe.from_pretrained("deepseek-v3")
+    assert cli.main(["inspect", "deepseek-v3"]) == 0
+    assert "published   deepseek-ai/DeepSeek-V3: 685B parameters in FP8" in capsys.readouterr().out
+
+
+def test_generate_tells_speed_and_hints_at_chat(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A prompt without an option; a message about what ended it; a model that ends at once is perhaps one for chats."""
+    caplog.set_level("INFO", logger="nnxmoe")
+    assert cli.main(["generate", MIXTRAL, "The quick", "--max-new-tokens", "5"]) == 0
+    assert (
+        "5 tokens, stopped by --max-new-tokens; " in caplog.text and " tokens per second after the first" in caplog.text
+    )
+    assert cli.main(["generate", "demo", "What is the capital of France?"]) == 0
+    assert "it has a chat template, so try: nnxmoe chat demo" in caplog.text
+    for line in ([], ["a", "--prompt", "b"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["generate", "demo", *line])
+    capsys.readouterr()
+
+
+def test_adapters_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--adapter merges one into the model; a folder with nothing but an adapter names its base model."""
+    model = nnxmoe.from_pretrained(MIXTRAL)
+    lora.add(model, 2, rngs=nnx.Rngs(0))
+    for path, variable in nnx.to_flat_state(nnx.state(model, lora.LoRAParam)):
+        variable.set_value(variable.get_value() + 0.3 if path[-1] == "b" else variable.get_value())
+    lora.save(model, tmp_path / "adapter")
+    tokenizer, line = nnxmoe.Tokenizer.from_pretrained(MIXTRAL), ["The quick", "--max-new-tokens", "6"]
+    wanted = "".join(nnxmoe.stream(model, tokenizer, "The quick", max_new_tokens=6)) + "\n"
+    assert wanted != "".join(nnxmoe.stream(lora.without(model), tokenizer, "The quick", max_new_tokens=6)) + "\n"
+    merged = str(tmp_path / "merged")
+    capsys.readouterr()
+    assert cli.main(["generate", MIXTRAL, *line, "--adapter", str(tmp_path / "adapter")]) == 0
+    assert capsys.readouterr().out == wanted
+    assert cli.main(["generate", str(tmp_path / "adapter"), *line]) == 0
+    assert capsys.readouterr().out == wanted
+    assert cli.main(["convert", MIXTRAL, merged, "--to", "hf", "--adapter", str(tmp_path / "adapter"), "--verify"]) == 0
+    capsys.readouterr()
+    assert cli.main(["generate", merged, *line]) == 0
+    assert capsys.readouterr().out == wanted
+    fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(fields | {"base_model_name_or_path": None}))
+    assert cli.main(["generate", str(tmp_path / "adapter"), *line]) == 1
+    assert "names no base model: give that model, and this folder as --adapter" in capsys.readouterr().err
 
 
 def test_inspect_agrees_with_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

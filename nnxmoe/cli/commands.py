@@ -2,15 +2,19 @@
 
 import argparse
 import contextlib
+import dataclasses
+import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 import nnxmoe
 from nnxmoe.config.printable import plain
-from nnxmoe.runtime import processes
+from nnxmoe.runtime import interrupts, processes
 from nnxmoe.runtime.progress import say
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
@@ -22,19 +26,26 @@ def _path(model: str) -> str:
 
 def _weights(model: str) -> str:
     """The folder or hub id of a model with weights. Raises ValueError for a preset."""
-    from nnxmoe.models import preset
+    from nnxmoe.models import refuse_preset
 
-    if preset(model) is not None:
-        raise ValueError(f"{model} is a preset, which has no weights: give a folder or a hub id such as 'org/name'")
+    refuse_preset(model)
     return _path(model)
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
+    """The model and the tokenizer, with an adapter merged into the model if one is named, or is what is named."""
+    from nnxmoe.train import lora
+
+    path, adapter = _weights(options.model), options.adapter
+    if adapter is None and (base := lora.base_of(path)) is not None:
+        path, adapter = _path(base), path
+        say("%s is an adapter of %s", adapter, base)
     hub = {"revision": options.revision, "local_files_only": options.local_files_only}
-    path = _weights(options.model)
     tokenizer = nnxmoe.Tokenizer.from_pretrained(path, **hub)
     model = nnxmoe.from_pretrained(path, dtype=options.dtype, **hub)
     say("%s", model.load_report)
+    if adapter is not None:
+        lora.merge_from(model, adapter)
     return model, tokenizer
 
 
@@ -50,11 +61,20 @@ def generate(options: argparse.Namespace) -> None:
     sampling = _sampling(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     model, tokenizer = _load(options)
-    for piece in nnxmoe.stream(
+    pieces = nnxmoe.stream(
         model, tokenizer, prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, seed=options.seed
-    ):
+    )
+    first = started = 0.0
+    for piece in pieces:
+        first, started = first or pieces.tokens, started or time.perf_counter()
         print(piece, end="", flush=True)
     print()
+    if pieces.tokens > first > 0:
+        speed = (pieces.tokens - first) / (time.perf_counter() - started)
+        end = "ended by the model" if pieces.ended else "stopped by --max-new-tokens"
+        say("%d tokens, %s; %.1f tokens per second after the first", pieces.tokens, end, speed)
+    elif pieces.ended and tokenizer.chat_template is not None:
+        say("the model ended at once; it has a chat template, so try: nnxmoe chat %s", options.model)
 
 
 def chat(options: argparse.Namespace) -> None:
@@ -113,16 +133,30 @@ def inspect(options: argparse.Namespace) -> None:
     s = summarise(_path(options.model), options.dtype, options.revision, options.local_files_only)
     spread = _spread(s.config, s.weight_dtype, options.mesh) if options.mesh else []
     context = options.context or min(s.config.max_position_embeddings, 4096)
-    print(f"{s.source}: {s.config.model_type}")
-    for name, value in s.config.to_hf().items():
-        if name not in ("architectures", "model_type"):
-            print(f"  {name:32} {value}")
+    need, (have, where) = s.needed(options.batch, context), memory_bytes()
+    active = s.active * s.weight_bytes / s.parameters
+    print(
+        f"{s.source}: {s.config.model_type} of {_count(s.parameters)} parameters, {_count(s.active)} active per token"
+    )
+    print(f"memory      {'fits' if need <= have else 'does not fit'}: {_bytes(need)} of {_bytes(have)} ({where})")
+    print(
+        f"            {_bytes(s.weight_bytes)} of weights in {s.weight_dtype}, "
+        f"{_bytes(need - s.weight_bytes)} of cache "
+        f"for batch {options.batch}, {context} tokens"
+    )
+    print(
+        f"per token   {_bytes(active)} of weights are read at batch 1, and {_count(2 * s.active)} operations are made"
+    )
+    if s.published:
+        print(f"published   {s.published}")
     print(f"parameters  {s.parameters:>20,}")
     for part, count in s.parts.items():
         print(f"  {part:16}{count:>14,}  {count / s.parameters:6.1%}")
     print(f"active      {s.active:>20,}  per token")
     if s.stored:
         print("stored      " + ", ".join(f"{dtype} {_bytes(size)}" for dtype, size in s.stored.items()))
+        for rule, names in s.skipped.items():
+            print(f"left out    {len(names)} tensors: {rule}")
         print(f"tensors     {len(s.missing)} missing, {len(s.unexpected)} belong to no parameter")
         for kind, names in (("missing", s.missing), ("not used", s.unexpected)):
             for name in names[:5]:
@@ -130,16 +164,14 @@ def inspect(options: argparse.Namespace) -> None:
         for line in s.misshapen[:5]:
             print(f"  wrong     {plain(line)}")
     limit = "" if s.cache_slots is None else f", {s.cache_slots} tokens at most (sliding window)"
-    print(f"weights     {_bytes(s.weight_bytes)} in {s.weight_dtype}")
     print(f"cache       {_bytes(s.cache_token)} per token{limit}")
-    need, (have, where) = s.needed(options.batch, context), memory_bytes()
-    verdict = "fits" if need < have else "does not fit"
-    print(
-        f"memory      {_bytes(need)} for batch {options.batch}, {context} tokens: {verdict} in {_bytes(have)} ({where})"
-    )
-    print("strategy    default on this machine:")
-    for line in Strategy.auto().explain().splitlines():
-        print(f"  {line}")
+    if options.fields:
+        print("config.json")
+        for name, value in s.config.to_hf().items():
+            print(f"  {name:32} {value}")
+        print("strategy    default on this machine:")
+        for line in Strategy.auto().explain().splitlines():
+            print(f"  {line}")
     for line in spread:
         print(line)
     if s.missing or s.misshapen:
@@ -163,9 +195,14 @@ def _spread(config: Any, dtype: str, mesh: Any) -> list[str]:
     return [*lines, f"per device  {_bytes(sum(p.device_bytes for p in parts))} of weights, on each of {mesh.size}"]
 
 
+def _size(model: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
 def convert(options: argparse.Namespace) -> None:
     """Convert a checkpoint."""
     from nnxmoe.convert import conversion
+    from nnxmoe.train import lora
 
     done = conversion.convert(
         _weights(options.source),
@@ -176,6 +213,7 @@ def convert(options: argparse.Namespace) -> None:
         mesh=_on(options.mesh),
         config=options.config,
         verify=options.verify,
+        change=None if options.adapter is None else lambda model: lora.merge_from(model, options.adapter),
     )
     if jax.process_index() == 0:
         print(f"{done.target}: {done.arrays} arrays, {_bytes(done.bytes)}")
@@ -188,9 +226,9 @@ def finetune(options: argparse.Namespace) -> None:
     """Fine-tune a model on a file of texts or chats."""
     from nnxmoe.train import finetune as tuning
 
-    names = ("data", "lora", "steps", "batch_size", "seq_len", "learning_rate", "seed", "adapter_only")
-    settings = {name: getattr(options, name) for name in (*names, "dtype", "revision")}
-    task = tuning.Finetune(_weights(options.model), **settings)
+    names = [field.name for field in dataclasses.fields(tuning.Finetune) if field.name != "model"]
+    task = tuning.Finetune(_weights(options.model), **{name: getattr(options, name) for name in names})
+    interrupts.farewell(f"interrupted; to continue: {shlex.join(['nnxmoe', *sys.argv[1:]])}")
     done = tuning.finetune(
         task,
         options.out,
@@ -203,6 +241,8 @@ def finetune(options: argparse.Namespace) -> None:
             first, last = done.history[0], done.history[-1]
             span = f"steps {first['step']} to {last['step']}"
             print(f"{span}: cross-entropy {first['cross_entropy']:.4f} -> {last['cross_entropy']:.4f}")
+            if "evaluation" in last:
+                print(f"on {options.evaluation}: {last['evaluation']:.4f}")
         print(f"{options.out}: {'an adapter for peft' if options.adapter_only else 'the tuned model'}")
 
 
@@ -222,11 +262,17 @@ def _bytes(size: float) -> str:
     return f"{size:.2f} TB"
 
 
+def _count(number: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"
+
+
 def demo(options: argparse.Namespace) -> None:
     """Run the embedded model on a few prompts."""
     from nnxmoe.cli import demo as shown
 
     tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)
-    say("%s", model.load_report)
-    shown.announce(model, DEMO)
+    say("the embedded model: a Mixtral of %s parameters, trained on generated text", _count(_size(model)))
     shown.run(model, tokenizer, options.max_new_tokens)

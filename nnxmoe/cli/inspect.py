@@ -25,7 +25,7 @@ from nnxmoe.convert.hf.pretrained import untied
 from nnxmoe.convert.hf.side_files import check_generation, parse_config
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models import PRESETS, model_class, preset
+from nnxmoe.models import HUB_IDS, PRESETS, model_class, preset
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.storage.checkpoint import Checkpoint, hub_headers
 from nnxmoe.storage.errors import CheckpointError
@@ -38,8 +38,10 @@ from nnxmoe.storage.source import find_config, has_weights
 class Summary:
     """Sizes of a model. ``parts``: parameters by kind. ``stored``: bytes in the files by dtype, empty without files.
 
-    ``cache_token``: cache bytes per token and row; ``cache_slots``: the most tokens that the cache holds (None: no
-    limit). ``missing`` and ``unexpected``: names of tensors; ``misshapen``: messages. All are empty without files.
+    ``skipped``: rule -> names of tensors that are left out on purpose. ``published``: the hub id of a preset, and how
+    its files differ from what is loaded. ``cache_token``: cache bytes per token and row; ``cache_slots``: the most
+    tokens that the cache holds (None: no limit). ``missing`` and ``unexpected``: names of tensors; ``misshapen``:
+    messages. All are empty without files.
     """
 
     source: str
@@ -54,6 +56,8 @@ class Summary:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     misshapen: tuple[str, ...]
+    skipped: Mapping[str, tuple[str, ...]]
+    published: str
 
     @property
     def parameters(self) -> int:
@@ -106,7 +110,16 @@ def summarise(
         faults.missing,
         report.unexpected,
         faults.wrong,
+        report.skipped,
+        _published(name),
     )
+
+
+def _published(name: str | os.PathLike[str]) -> str:
+    if (config := preset(name)) is None:
+        return ""
+    note = model_class(config).hub_note
+    return HUB_IDS.get(str(name).lower(), "") + (f": {note}" if note else "")
 
 
 @dataclasses.dataclass(frozen=True)

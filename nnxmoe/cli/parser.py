@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 
 import nnxmoe
 from nnxmoe.cli import commands
-from nnxmoe.cli.interrupts import INTERRUPTED, PIPE_CLOSED, end_on_interrupt, leave
+from nnxmoe.runtime import interrupts
+from nnxmoe.runtime.compile_cache import compile_cache
+from nnxmoe.runtime.interrupts import INTERRUPTED, PIPE_CLOSED
 from nnxmoe.runtime.progress import messages_on_stderr
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -21,13 +23,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def command() -> NoReturn:
     """Run the process's command line and end the process with its exit code."""
-    end_on_interrupt()
+    interrupts.end_on_interrupt()
     try:
         status = main()
     except KeyboardInterrupt:  # a second one, while the first was handled
         status = INTERRUPTED
     if status in (INTERRUPTED, PIPE_CLOSED):
-        leave(status)
+        interrupts.leave(status)
     sys.exit(status)
 
 
@@ -39,11 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             output.reconfigure(errors="replace")  # terminals with a small character set show "?" instead of failing
     try:
         with messages_on_stderr():
+            if options.compile_cache:
+                compile_cache()
             options.run(options)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
-        print("nnxmoe: interrupted", file=sys.stderr)
+        interrupts.say_farewell()
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output is gone, e.g. `| head`
         return PIPE_CLOSED
@@ -67,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="nnxmoe",
         description="Mixture-of-experts language models in JAX: Mixtral, DeepSeek-V3, Llama.",
-        epilog="example:\n  nnxmoe demo\n  nnxmoe generate demo --prompt 'Once upon a time'",
+        epilog="example:\n  nnxmoe demo\n  nnxmoe generate demo 'Once upon a time'",
         **kw,
     )
     parser.add_argument("--version", action="version", version=f"nnxmoe {nnxmoe.__version__}")
@@ -76,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: Any, text: str, example: str) -> argparse.ArgumentParser:
         sub = subparsers.add_parser(name, help=text, description=text, epilog=f"example:\n  {example}", **kw)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        sub.add_argument(
+            "--no-compile-cache",
+            dest="compile_cache",
+            action="store_false",
+            help="do not keep compiled programs for later (environment variable: NNXMOE_COMPILE_CACHE=FOLDER or off)",
+        )
         sub.set_defaults(run=run)
         return sub
 
@@ -86,14 +96,18 @@ def _parser() -> argparse.ArgumentParser:
         "--max-new-tokens", type=_count, default=80, metavar="N", help="at most N new tokens per prompt (default 80)"
     )
 
-    example = "nnxmoe generate mistralai/Mixtral-8x7B-v0.1 --prompt 'The three laws are' --dtype bfloat16"
+    example = "nnxmoe generate mistralai/Mixtral-8x7B-v0.1 'The three laws are' --dtype bfloat16"
     generate = command("generate", commands.generate, "Continue a prompt, streaming the text.", example)
     _model_options(generate)
-    generate.add_argument("--prompt", required=True, help="the text to continue ('-': read from stdin)")
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")
+    prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="the same")
+    _adapter_option(generate)
     _sampling_options(generate, 64)
 
     chat = command("chat", commands.chat, "Chat with a model. /clear starts over, /exit ends.", "nnxmoe chat demo")
     _model_options(chat)
+    _adapter_option(chat)
     chat.add_argument("--system", help="a system message at the start of the conversation")
     _sampling_options(chat, 256)
 
@@ -117,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=_count, default=1, metavar="B", help="rows in the cache (default 1)")
+    parser.add_argument("--fields", action="store_true", help="also print every field of config.json, and the strategy")
     parser.add_argument("--context", type=_count, metavar="T", help="tokens in the cache (default: 4096 at most)")
     parser.add_argument(
         "--mesh",
@@ -140,12 +155,16 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FOLDER", help="a folder with config.json, or a preset: MaxText does not store the config"
     )
+    _adapter_option(parser)
     parser.add_argument("--verify", action="store_true", help="read the result back and compare arrays and logits")
 
 
 def _finetune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "data", metavar="DATA.jsonl", help='lines such as {"text": …} or {"messages": [{"role": …}, …]}'
+        "data",
+        metavar="DATA.jsonl",
+        help='lines such as {"text": …}, {"messages": [{"role": …}, …]}, {"prompt": …, "completion": …}, or the '
+        "objects of Alpaca and ShareGPT; other fields are ignored",
     )
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="the output folder: new, empty, or that of a run to resume"
@@ -156,7 +175,17 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter-only", action="store_true", help="write the adapter in peft's format instead of the merged model"
     )
-    parser.add_argument("--steps", type=_count, default=200, metavar="N", help="number of training steps (default 200)")
+    parser.add_argument("--lora-alpha", type=float, metavar="A", help="scale adapters by A / rank (default: the rank)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=_count, metavar="N", help="training steps; more extend a run (default 200)")
+    length.add_argument("--epochs", type=_count, metavar="N", help="instead of steps: how often to read the data")
+    parser.add_argument("--warmup", type=int, metavar="N", help="steps to the peak learning rate (default: a tenth)")
+    parser.add_argument(
+        "--accumulate", type=_count, default=1, metavar="N", help="compute each batch in N parts, for less memory"
+    )
+    parser.add_argument(
+        "--eval", dest="evaluation", metavar="DATA.jsonl", help="data held out; evaluated with every checkpoint"
+    )
     parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="rows per step (default 8)")
     parser.add_argument("--seq-len", type=_count, default=512, metavar="T", help="tokens per row (default 512)")
     parser.add_argument(
@@ -169,6 +198,12 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="S", help="the same seed gives the same order of the data"
     )
     parser.add_argument("--mesh", type=_mesh, metavar="AXES", help="shard over devices, such as fsdp=4,expert=2")
+
+
+def _adapter_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adapter", metavar="FOLDER", help="merge this LoRA adapter (of peft or of nnxmoe) into the model"
+    )
 
 
 def _model_options(parser: argparse.ArgumentParser) -> None:

@@ -115,12 +115,14 @@ def convert(
     mesh: Mesh | None = None,
     config: str | None = None,
     verify: bool = False,
+    change: Callable[[CausalLM], None] | None = None,
 ) -> Done:
     """Convert the checkpoint ``source``, in any supported format, to format ``to`` in the new or empty ``target``.
 
     ``scan``: stack layers in one array (not for ``hf``). ``config``: a folder with config.json or a preset's name, for
     sources without config.json. ``verify``: read all arrays back and compare them bitwise, and compare the logits of
-    both models for a short prompt. Raises ValueError; invalid arguments are reported before anything is read.
+    both models for a short prompt. ``change``: applied to the model before it is written, such as merging an adapter.
+    Raises ValueError; invalid arguments are reported before anything is read.
     """
     if to not in KINDS:
         raise ValueError(f"--to {to}: choose one of {', '.join(KINDS)}")
@@ -140,6 +142,8 @@ def convert(
     model = kind.load(source, given, dtype, strategy)
     if config is not None and os.path.isdir(beside := absolute(config)):
         _take_along(model, beside)
+    if change is not None:
+        change(model)
     report = model.load_report
     assert report is not None
     started, made = time.perf_counter(), writer.made(model, scan)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 logger = logging.getLogger("nnxmoe")
 logger.addHandler(logging.NullHandler())
@@ -39,5 +39,7 @@ def say(message: str, *args: Any) -> None:
 
 
 def bytes_bar(total: int, description: str) -> tqdm:
-    """A progress bar in bytes, with the speed."""
-    return tqdm(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1000, dynamic_ncols=True)
+    """A progress bar in bytes, with the speed, for what takes more than a second."""
+    return tqdm(
+        total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1000, dynamic_ncols=True, delay=1
+    )

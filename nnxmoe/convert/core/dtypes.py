@@ -11,13 +11,19 @@ from flax import nnx
 from nnxmoe.axes import axes_of
 from nnxmoe.model.strategy import Strategy
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32"}
+
 
 def float_dtype(dtype: Any) -> np.dtype | None:
-    """``dtype`` as a NumPy dtype; None stays None. ValueError unless it is float32, bfloat16 or float16."""
-    if dtype is None:
+    """``dtype`` as a NumPy dtype: of NumPy, JAX or torch, or a name such as "bf16". None and "auto" give None.
+
+    ValueError unless it is float32, bfloat16 or float16.
+    """
+    if dtype is None or dtype == "auto":
         return None
+    name = str(dtype).removeprefix("torch.")
     try:
-        named = jnp.dtype(dtype)
+        named = jnp.dtype(_SHORT.get(name, name if name != str(dtype) else dtype))
     except TypeError:
         named = dtype
     if named not in (jnp.float32, jnp.bfloat16, jnp.float16):

@@ -25,6 +25,7 @@ from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.targets import Buffers, Ranges, Target, blocks, targets_of
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.router import RouterBias
+from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
 from nnxmoe.runtime.progress import bytes_bar
 from nnxmoe.storage.host import Blocks, Scratch, copy_into, count_nonfinite, few_threads, transpose_into
 
@@ -45,6 +46,10 @@ def fill(
     """Set the values and ``load_report`` of an abstract model. ``dtype`` None: as stored. A `RouterBias` is always
     float32."""
     started, groups = time.perf_counter(), grouped(model, leaves, arrays, dtype)
+    wanted = [(parameter.shape, kind, place) for group in groups for parameter, kind, place in group.wanted]
+    kinds = sorted({str(kind) for _, kind, _ in wanted if kind.itemsize > 2})
+    remedy = f"shard it over more devices (mesh=…){', or load it as bfloat16 (dtype=…)' if kinds else ''}"
+    refuse_beyond_memory(local_bytes(wanted), f"{report.source}: the weights take", remedy)
     total = sum(arrays[name].nbytes for name in leaves)
     with bytes_bar(total, f"loading {os.path.basename(report.source)}") as bar:
         filler = Filler(leaves, arrays, bar)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -46,6 +46,12 @@ class LazyArray:
     def nbytes(self) -> int:
         """Size in the file, in bytes."""
         return self.size * self.kind.itemsize
+
+    def cast(self, dtype: np.dtype) -> "LazyArray":
+        """The array with its values in another dtype."""
+        return replace(
+            self, dtype=dtype, stored=None, read_box=lambda box, empty: self.read_box(box, empty).astype(dtype)
+        )
 
     def rows(self, rows: slice) -> np.ndarray:
         """Read a range of rows."""

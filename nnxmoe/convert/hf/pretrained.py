@@ -29,7 +29,8 @@ from nnxmoe.convert.hf.side_files import check_generation, parse_config, write_s
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models import model_class
+from nnxmoe.models import model_class, refuse_preset
+from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
@@ -58,6 +59,7 @@ def from_pretrained(
     all missing tensors and wrong shapes.
     """
     dtype = float_dtype(dtype)
+    refuse_preset(path_or_hub_id)
     with Checkpoint.open(path_or_hub_id, revision=revision, local_files_only=local_files_only) as checkpoint:
         config, notes = _config(checkpoint)
         kind = model_class(config)
@@ -125,20 +127,26 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     *,
     overwrite: bool = False,
+    dtype: Any = None,
 ) -> None:
-    """Save as safetensors with Hugging Face's names in the model's dtypes, with config.json, generation_config.json and
-    the tokenizer files of the folder that the model was loaded from.
+    """Save as safetensors with Hugging Face's names, in the model's dtypes or in ``dtype``, with config.json,
+    generation_config.json and the tokenizer files of the folder that the model was loaded from.
 
     Holds one tensor at a time in memory; each process writes the shards of its devices. The folder must be new or empty
     unless ``overwrite`` is set. Then the checkpoint in it is replaced atomically after everything is written, and other
     files are kept. If saving fails or is killed, the folder is unchanged.
     Raises CheckpointError (a ValueError).
     """
-    size, found = _size(max_shard_size), arrays(model)
+    size, found, kind = _size(max_shard_size), arrays(model), float_dtype(dtype)
+    if kind is not None:
+        fixed = {
+            name for name, leaf in layout(model).items() if isinstance(leaf.parts[0].parameter.variable, RouterBias)
+        }
+        found = {name: array if name in fixed else array.cast(kind) for name, array in found.items()}
     total = sum(array.nbytes for array in found.values())
     with shared_folder(folder, overwrite) as stage, bytes_bar(total, "writing") as bar:
         if jax.process_index() == 0:
-            write_side_files(stage, model, folder, model.config.folded()[0])
+            write_side_files(stage, model, folder, model.config.folded()[0], kind)
         write_shares(stage, _shares(found, bar), size, process=jax.process_index())
 
 

@@ -23,10 +23,12 @@ GENERATION = "generation_config.json"
 _MAX_BYTES = 100_000_000
 
 
-def write_side_files(stage: Path, model: CausalLM, target: str | os.PathLike[str], config: DecoderConfig) -> None:
+def write_side_files(
+    stage: Path, model: CausalLM, target: str | os.PathLike[str], config: DecoderConfig, dtype: Any = None
+) -> None:
     """Write config.json and generation_config.json, and copy the tokenizer files from where the model was loaded,
-    except those that ``target`` already has."""
-    dtype = matrices_dtype(parameter.variable for parameter in parameters(model))
+    except those that ``target`` already has. ``dtype``: that of the files, None: the model's."""
+    dtype = dtype or matrices_dtype(parameter.variable for parameter in parameters(model))
     write_json(stage / "config.json", config.to_hf() | {"dtype": str(dtype)})
     if model.generation_config:
         write_json(stage / GENERATION, model.generation_config)

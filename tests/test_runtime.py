@@ -1,0 +1,256 @@
+"""The compile cache, programs shared within a process, memory limits, and Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe.runtime import compile_cache, interrupts, memory, progress
+from nnxmoe.runtime.programs import SharedProgram
+from tests.support.tiny import build_tiny, random_tokens
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(code: str, **env: str) -> str:
+    """What a new process prints, without this process's compilation cache; ``env`` None: unset."""
+    kept = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=kept | {"PYTHONPATH": str(ROOT)} | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# The compile cache
+
+COUNT = """
+import jax, nnxmoe
+found = []
+jax.monitoring.register_event_listener(lambda name, **_: found.append(name))
+print(nnxmoe.compile_cache({arguments}))
+jax.jit(lambda x: x * 2 + {salt})(1.0)
+print(sum("cache_hits" in name for name in found), sum("cache_misses" in name for name in found))
+"""
+
+
+@pytest.mark.commands
+def test_compile_cache_is_kept_in_the_users_folder(tmp_path: Path) -> None:
+    """The second process reads what the first compiled; half a program is deleted; off and limits are obeyed."""
+    home, code = {"XDG_CACHE_HOME": str(tmp_path)}, COUNT.format(arguments="", salt=3)
+    folder = tmp_path / "nnxmoe" / "xla"
+    first, second = (run(code, **home).split() for _ in range(2))
+    assert first[0] == second[0] == str(folder)
+    assert first[1] == "0" and second[1] == first[2] != "0"
+    entries = sorted(folder.glob("*-cache"))
+    entries[0].with_name(entries[0].name.replace("-cache", "-atime")).unlink()  # its writer was killed
+    os.utime(entries[0], (0, 0))
+    entries[0].write_bytes(b"half")
+    os.utime(entries[0], (0, 0))
+    third = run(code, **home).split()
+    assert int(third[2]) == 1 and int(third[1]) == int(second[1]) - 1
+    assert run(code, NNXMOE_COMPILE_CACHE="off").split()[0] == "None"
+    assert run(code, NNXMOE_COMPILE_CACHE=str(tmp_path / "other")).split()[0] == str(tmp_path / "other")
+    own = run(code, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "mine")).split()
+    assert own[0] == str(tmp_path / "mine") and (tmp_path / "mine").is_dir()
+    size = max(entry.stat().st_size for entry in folder.glob("*-cache"))
+    small = tmp_path / "small"
+    for salt in range(4):
+        run(COUNT.format(arguments=f"{str(small)!r}, {2 * size}", salt=salt))
+    assert sum(entry.stat().st_size for entry in small.glob("*-cache")) <= 2 * size
+
+
+def test_compile_cache_without_a_writable_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is a message, not an error."""
+    (tmp_path / "file").write_text("")
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with caplog.at_level("INFO", logger="nnxmoe"):
+            assert nnxmoe.compile_cache(tmp_path / "file" / "below") is None
+        assert "compiled programs are not kept" in caplog.text and compile_cache.VARIABLE in caplog.text
+        monkeypatch.setenv(compile_cache.VARIABLE, "OFF")
+        assert nnxmoe.compile_cache() is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+# Programs shared within a process
+
+
+def test_equal_programs_are_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Functions of the same StableHLO share a program; other numbers, shapes, dtypes and donation do not."""
+
+    def make(factor: float, **options: Any) -> SharedProgram:
+        return SharedProgram(lambda x: {"twice": x * factor}, "a program of the test", **options)
+
+    with caplog.at_level("INFO", logger="nnxmoe"):
+        one, other = make(1.0625), make(1.0625)
+        x = jnp.arange(5.0)
+        assert not one.knows(x)
+        np.testing.assert_array_equal(one(x)["twice"], x * 1.0625)
+        assert one.knows(x) and not other.knows(x)
+        assert other.prepare(x) is one.prepare(x)
+        assert len(caplog.records) == 1 and caplog.records[0].message == "compiling a program of the test"
+        programs = {id(one.prepare(x))}
+        for changed, argument in (
+            (make(1.125), x),
+            (one, x[:3]),
+            (one, x.astype(jnp.bfloat16)),
+            (make(1.0625, donate_argnums=0), x),
+        ):
+            programs.add(id(changed.prepare(argument)))
+        assert len(programs) == 5
+
+
+# Memory
+
+
+def test_memory_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, size in (("48GB", 48e9), ("1.5 T", 1.5e12), ("200mb", 2e8), ("off", np.inf)):
+        monkeypatch.setenv(memory.VARIABLE, text)
+        assert memory.memory_bytes() == (size, f"NNXMOE_MEMORY={text}")
+    monkeypatch.setenv(memory.VARIABLE, "much")
+    with pytest.raises(ValueError, match=r"NNXMOE_MEMORY=much: give a size such as 48GB, or off"):
+        memory.memory_bytes()
+    monkeypatch.delenv(memory.VARIABLE)
+    have, where = memory.memory_bytes()
+    assert 1e8 < have < 1e14 and "memory" in where
+
+
+@pytest.mark.commands
+def test_memory_limit_of_the_process() -> None:
+    code = (
+        "import resource, jax; jax.devices(); from nnxmoe.runtime import memory\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 36, -1))\n"
+        "free, where = memory.memory_bytes()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (int(memory._address_space() * 0 + 2**34), -1))\n"
+        "print(free, where); print(*memory.memory_bytes())"
+    )
+    lines = run(code).splitlines()
+    assert float(lines[1].split()[0]) < 2**34 and lines[1].endswith("(ulimit -v)")
+
+
+def test_models_beyond_memory_are_refused_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading, training and generating name the size, and the remedies; the override works."""
+    import optax
+
+    model, tokens = build_tiny("mixtral", nnxmoe.Strategy()), random_tokens(2, 5)
+    nnxmoe.save_pretrained(model, tmp_path / "model")
+    file = next((tmp_path / "model").glob("*.safetensors"))
+    sound = file.read_bytes()
+    monkeypatch.setenv(memory.VARIABLE, "0.1MB")
+    file.write_bytes(sound[: len(sound) - 4000] + bytes(4000))
+    refused = (
+        r"the weights take 0\.00 GB, NNXMOE_MEMORY=0\.1MB is 0\.00 GB: shard it .*bfloat16.* set NNXMOE_MEMORY=off"
+    )
+    with pytest.raises(ValueError, match=refused):
+        nnxmoe.from_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"training takes, without activations, .* train adapters"):
+        nnxmoe.train.fit(model, [{"tokens": tokens}], optimizer=optax.adam(1e-3), steps=1)
+    with pytest.raises(ValueError, match=r"a cache of 512 tokens for batch 2 takes .* fewer max_new_tokens"):
+        nnxmoe.generate(model, tokens)
+    monkeypatch.setenv(memory.VARIABLE, "off")
+    assert len(jax.tree.leaves(nnx.state(nnxmoe.from_pretrained(tmp_path / "model")))) > 5
+
+
+# Ctrl-C
+
+
+def test_first_interrupt_only_asks_once_there_is_something_to_save(caplog: pytest.LogCaptureFixture) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        pytest.skip("SIGINT is ignored here, as in background jobs")
+    with interrupts.stopping() as stop:
+        with pytest.raises(interrupts.Interrupted, match="interrupted"):
+            signal.raise_signal(signal.SIGINT)
+        assert not stop.asked
+        stop.defer()
+        with caplog.at_level("INFO", logger="nnxmoe"):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.asked and "stopping after this step" in caplog.text
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    found = []
+
+    def elsewhere() -> None:
+        with interrupts.stopping() as stop:
+            found.append(stop.asked)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+FIT = """
+import sys, numpy as np, optax, nnxmoe
+model = nnxmoe.from_pretrained("{demo}")
+data = [{{"tokens": np.random.default_rng(i).integers(0, 500, (2, 32))}} for i in range(3)]
+def told(progress):
+    print(progress.step, flush=True)
+steps = int(sys.argv[1])
+kept = {{"checkpoint": "run", "save_every": 10**6}}
+fitted = nnxmoe.train.fit(model, data, optimizer=optax.sgd(1e-3), steps=steps, callbacks=[told], **kept)
+print("done", fitted.history[0]["step"])
+"""
+
+
+@pytest.mark.slow
+def test_interrupted_fit_saves_and_continues(tmp_path: Path) -> None:
+    """In a script: status 130 without a traceback; the next run begins after the last step of the interrupted one."""
+    script = tmp_path / "fit.py"
+    script.write_text(FIT.format(demo=ROOT / "models" / "demo"))
+    last = 0
+    for steps in (10**6, 10**6, None):
+        line = [sys.executable, str(script), str(last + 2 if steps is None else steps)]
+        process = subprocess.Popen(
+            line,
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        assert process.stdout is not None
+        first = int(process.stdout.readline())
+        assert first == last + 1
+        if steps is None:
+            output, errors = process.communicate(timeout=120)
+            assert process.returncode == 0 and output.endswith(f"done {last + 1}\n"), errors
+            return
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 130 and "Traceback" not in errors, errors
+        last = int(output.split()[-1])
+        assert f"interrupted at step {last} of 1000000; saved in {tmp_path / 'run'}" in errors
+
+
+# Progress
+
+
+def test_bars_of_quick_reads_are_not_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    with progress.bytes_bar(10, "loading") as bar:
+        bar.update(10)
+    assert "loading" not in capsys.readouterr().err
