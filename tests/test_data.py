@@ -22,8 +22,9 @@ from nnxmoe.train.data import batches as data_module
 from nnxmoe.train.data import jsonl
 from nnxmoe.train.data.batches import Batches, Rows, batches
 from nnxmoe.train.data.documents import Document, Documents
-from nnxmoe.train.data.jsonl import DataError, JsonLines
+from nnxmoe.train.data.jsonl import JsonLines
 from nnxmoe.train.data.packing import fill, pieces, place
+from nnxmoe.train.data.records import DataError, Record, RecordList
 from tests.support.cases import HF_CASES
 from tests.support.running import forward
 from tests.support.tiny import build_tiny
@@ -122,9 +123,21 @@ BAD: list[tuple[bytes, str]] = [
     (b"[" * 100_000, "is not valid JSON"),
     (b"[1]", r"\[1\] is not a JSON object"),
     (b"7", "7 is not a JSON object"),
-    (b"{}", r"has the fields \[\]: write either 'text'"),
-    (b'{"text": "a", "meta": 1}', r"has the fields \['meta', 'text'\]"),
-    (b'{"prompt": "a"}', r"has the fields \['prompt'\]"),
+    (b"{}", r"has the fields \[\]: write 'text'"),
+    (b'{"meta": 1}', r"has the fields \['meta'\]"),
+    (b'{"prompt": "a"}', "completion is None: it must be a non-empty string"),
+    (b'{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}', "completion is .*non-empty string"),
+    (b'{"prompt": [{"role": "user", "content": "a"}], "completion": []}', "has no message from the assistant"),
+    (b'{"instruction": "a", "output": 3}', "output is 3: it must be a non-empty string"),
+    (b'{"instruction": "a", "input": ["b"], "output": "c"}', r"input is \['b'\]: it must be a string"),
+    (
+        b'{"conversations": [{"from": "robot", "value": "a"}]}',
+        r"conversations\[0\] has the role 'robot': use system, hum",
+    ),
+    (
+        b'{"conversations": [{"role": "user", "content": "a"}]}',
+        r"conversations\[0\] is .* with only 'from' and 'value'",
+    ),
     (b'{"text": ""}', "text is '': it must be a non-empty string"),
     (b'{"text": " \\n"}', "text is ' .n': it must be a non-empty string"),
     (b'{"text": 3}', "text is 3: it must be a non-empty string"),
@@ -156,6 +169,69 @@ def test_bad_lines(tmp_path: Path, line: bytes, message: str) -> None:
     path.write_bytes(GOOD + GOOD + line + b"\n" + GOOD)
     with pytest.raises(DataError, match=rf"^{re.escape(str(path))} line 3\b.*{message}"):
         JsonLines(path)
+
+
+HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+FORMS: list[tuple[dict[str, Any], Record]] = [
+    ({"text": "one", "messages": None}, Record("one")),
+    ({"messages": [HI | {"name": None}, HELLO]}, Record(None, (("user", "Hi"), ("assistant", "Hello")))),
+    ({"prompt": "2 + 2 =", "completion": " 4"}, Record(" 4", prompt="2 + 2 =")),
+    (
+        {"prompt": [HI, HELLO, HI], "completion": [HELLO]},
+        Record(None, (("user", "Hi"), ("assistant", "Hello")) * 2, given=3),
+    ),
+    ({"instruction": "Add.", "output": "3"}, Record(None, (("user", "Add."), ("assistant", "3")))),
+    (
+        {"instruction": "Add.", "input": "1, 2", "output": "3"},
+        Record(None, (("user", "Add.\n\n1, 2"), ("assistant", "3"))),
+    ),
+    (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        Record(None, (("user", "Hi"), ("assistant", "Hello"))),
+    ),
+]
+
+
+def test_forms_of_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a file and as a list of dicts; other fields are ignored with one notice."""
+    path = write(tmp_path / "a.jsonl", *({"id": i} | value for i, (value, _) in enumerate(FORMS)))
+    with caplog.at_level("INFO", logger="nnxmoe"):
+        found = JsonLines(path)
+    assert [found[i] for i in range(len(found))] == [record for _, record in FORMS]
+    assert [entry.message for entry in caplog.records] == [f"{path}: these fields are ignored: ['id', 'messages']"]
+    given = RecordList(iter([value for value, _ in FORMS]))
+    assert [given[i] for i in range(len(given))] == [record for _, record in FORMS]
+
+
+def test_learned_part_of_prompts_with_completions(tokenizer: Tokenizer) -> None:
+    """A completion, and the answers that belong to it, are learned; their prompts are not."""
+    documents = Documents([FORMS[2][0], FORMS[3][0]], tokenizer)
+    text, dialogue = documents[0], documents[1]
+    assert tokenizer.decode(text.tokens.tolist(), skip_special_tokens=True) == "2 + 2 = 4"
+    assert tokenizer.decode(text.tokens[text.learnt].tolist(), skip_special_tokens=True) == " 4" and text.learnt[-1]
+    assert tokenizer.decode(dialogue.tokens[dialogue.learnt].tolist(), skip_special_tokens=True) == "Hello"
+    assert not dialogue.learnt[: len(dialogue.tokens) // 2].any()
+
+
+def test_lists_give_the_batches_of_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    values = [value for value, _ in FORMS] * 3
+    path = write(tmp_path / "a.jsonl", *values)
+    options: dict[str, Any] = {"batch_size": 2, "seq_len": 24, "epochs": 1}
+    equal(batches(path, tokenizer, **options), batches(values, tokenizer, **options))
+    again = batches(values, tokenizer, **options)
+    next(again)
+    resumed = batches(iter(values), tokenizer, **options)
+    resumed.set_state(again.get_state())
+    equal(again, resumed)
+    with pytest.raises(DataError, match=r"the records given: the state is from other data"):
+        batches(values[:-1], tokenizer, **options).set_state(again.get_state())
+    for wrong, message in (
+        ([], "there are no records"),
+        ({"text": "a"}, "no training data"),
+        ([{}], "record 0 has the fi"),
+    ):
+        with pytest.raises(DataError, match=message):
+            batches(wrong, tokenizer, **options)
 
 
 def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

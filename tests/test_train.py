@@ -22,7 +22,9 @@ from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe import balance
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.train import lora
-from nnxmoe.train.loop.loss import ChunkedLoss, Objective, Whole, targets_of
+from nnxmoe.train.loop.batch import targets_of
+from nnxmoe.train.loop.loss import ChunkedLoss, Whole
+from nnxmoe.train.loop.objective import Objective
 from nnxmoe.train.loop.step import Step
 from tests.benchmarks import growth, modes
 from tests.support.arrays import flat, max_error

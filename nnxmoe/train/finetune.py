@@ -6,6 +6,7 @@ model in transformers' format, or the adapter in ``peft``'s.
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.multihost import from_first
 from nnxmoe.storage.write import write_json
 from nnxmoe.train import lora
-from nnxmoe.train.data.batches import Batches
+from nnxmoe.train.data.batches import Batch, Batches
 from nnxmoe.train.data.documents import Documents
 from nnxmoe.train.loop.fit import Fitted, Progress, fit
 from nnxmoe.train.loop.metrics import JsonLog
@@ -36,6 +37,8 @@ from nnxmoe.train.lora.peft import WEIGHTS_FILE
 from nnxmoe.train.lora.peft_config import CONFIG_FILE
 
 _RECORD = "finetune.json"
+_FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file
+_STEPS = 200
 _CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # gradient norm; steps at most; final / peak learning rate
 
 
@@ -43,18 +46,26 @@ _CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # gradient norm; steps at most; final / 
 class Finetune:
     """A fine-tuning task: everything that determines the result.
 
-    ``model`` is a folder or hub id, ``data`` a JSONL file for `nnxmoe.train.batches`. ``lora`` is the rank of the
-    adapters; None trains all parameters. ``learning_rate`` defaults to 2e-4 for adapters and 2e-5 for all parameters;
-    it is reached after a warm-up of a tenth of the steps (100 at most) and decays to a tenth along a cosine.
+    ``model`` is a folder or hub id, ``data`` a JSONL file for `nnxmoe.train.batches`, ``evaluation`` another, of which
+    the cross-entropy is measured with every checkpoint. ``lora`` is the rank of the adapters, ``lora_alpha`` (default:
+    the rank) scales them by ``alpha / rank``; None trains all parameters. ``steps`` in total, or ``epochs``; 200 steps
+    by default. ``learning_rate`` defaults to 2e-4 for adapters and 2e-5 for all parameters; it is reached after
+    ``warmup`` steps (default: a tenth, 100 at most) and decays to a tenth along a cosine. ``accumulate`` splits each
+    batch into that many parts, for less memory.
     """
 
     model: str
     data: str
     lora: int | None = None
-    steps: int = 200
+    steps: int | None = None
     batch_size: int = 8
     seq_len: int = 512
     learning_rate: float | None = None
+    epochs: int | None = None
+    evaluation: str | None = None
+    accumulate: int = 1
+    warmup: int | None = None
+    lora_alpha: float | None = None
     seed: int = 0
     adapter_only: bool = False
     dtype: str | None = None
@@ -65,16 +76,22 @@ class Finetune:
             raise ValueError("adapter_only needs an adapter, but lora is not set: pass its rank (--lora 16)")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1:
             raise ValueError(f"learning_rate={self.learning_rate}: it must be between 0 and 1")
+        if self.lora_alpha is not None and self.lora is None:
+            raise ValueError("lora_alpha scales adapters, but lora is not set: pass its rank (--lora 16)")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs}: pass one of them")
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "steps", _STEPS)
 
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Adam without weight decay, with gradients clipped to a norm of 1."""
+    def optimizer(self, steps: int) -> optax.GradientTransformation:
+        """Adam without weight decay, with gradients clipped to a norm of 1. Its state holds the learning rate."""
         peak = self.learning_rate or (2e-5 if self.lora is None else 2e-4)
-        warmup = min(self.steps // 10, _WARMUP)
+        warmup = min(steps // 10, _WARMUP) if self.warmup is None else self.warmup
         schedule = optax.warmup_cosine_decay_schedule(
-            0.0 if warmup else peak, peak, warmup, max(self.steps, warmup + 1), _FLOOR * peak
+            0.0 if warmup else peak, peak, warmup, max(steps, warmup + 1), _FLOOR * peak
         )
-        return optax.chain(optax.clip_by_global_norm(_CLIP), optax.adam(schedule))
+        adam = optax.inject_hyperparams(optax.adam, static_args=("b1", "b2", "eps", "eps_root", "nesterov"))
+        return optax.chain(optax.clip_by_global_norm(_CLIP), adam(schedule))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -90,44 +107,67 @@ def finetune(
     mesh: Mesh | None = None,
     local_files_only: bool = False,
 ) -> Fitted | None:
-    """Run a task in the folder ``out``, which must be new, empty, or hold an unfinished run of the same task.
+    """Run a task in the folder ``out``, which must be new, empty, or hold a run of the same task.
 
-    An unfinished run is resumed bit for bit; a finished one returns None. Raises ValueError if the folder holds another
+    An unfinished run is resumed bit for bit, and with more steps or epochs than before a run is extended, its learning
+    rate then following the longer schedule. A finished one returns None. Raises ValueError if the folder holds another
     task, and the errors of `fit`.
     """
     folder = absolute(out)
     if from_first(lambda: _look(folder, task)) == "done":
-        say("%s: this task is already finished", folder)
+        say("%s: this task is already finished; more steps extend it", folder)
         return None
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
     tokenizer = Tokenizer.from_pretrained(task.model, **hub)
-    documents = Documents(task.data, tokenizer)
-    documents.check()
+    documents, held = (None if file is None else Documents(file, tokenizer) for file in (task.data, task.evaluation))
+    for each in filter(None, (documents, held)):
+        each.check()
+    assert documents is not None
     model = from_pretrained(task.model, task.dtype, mesh, _strategy(), **hub)
     say("%s", model.load_report)
     length = min(task.seq_len, model.config.max_position_embeddings)
     if length < task.seq_len:
         say("rows have %d tokens, the longest context of the model", length)
     if task.lora is not None:
-        lora.add(model, task.lora, rngs=nnx.Rngs(task.seed))
-    data = Batches(documents, task.batch_size, length, seed=task.seed)
+        lora.add(model, task.lora, task.lora_alpha, rngs=nnx.Rngs(task.seed))
+    data = Batches(documents, task.batch_size, length, seed=task.seed, epochs=task.epochs)
+    steps = data.count() if task.steps is None else task.steps
+    begun = False
 
     def begin(progress: Progress) -> None:  # record the task only after one step has worked
-        if progress.step == 1:
-            from_first(lambda: _begin(folder, task))
+        nonlocal begun
+        if not begun:
+            from_first(lambda: _record(folder, task, None))
+            begun = True
 
     done = fit(
         model,
         data,
-        optimizer=task.optimizer,
-        steps=task.steps,
+        optimizer=task.optimizer(steps),
+        steps=steps,
         checkpoint=folder / "checkpoints",
         save_every=save_every,
+        accumulate=task.accumulate,
+        evaluate=None if held is None else _Held(held, task.batch_size, length),
+        evaluate_every=save_every,
         callbacks=[begin, JsonLog(folder / "metrics.jsonl")],
         seed=task.seed,
     )
     _write(done.model, folder, task)
+    from_first(lambda: _record(folder, task, steps))
     return done
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """The batches of the documents held out, again for each evaluation."""
+
+    documents: Documents
+    batch_size: int
+    length: int
+
+    def __iter__(self) -> Iterator[Batch]:
+        return Batches(self.documents, self.batch_size, self.length, shuffle=False, epochs=1)
 
 
 def _strategy() -> Strategy:
@@ -143,19 +183,24 @@ def _look(folder: Path, task: Finetune) -> str:
         refuse_unless_empty(folder)
         return "new"
     found = read_object(record, "use a new folder", CheckpointError)
-    if odd := [name for name in asked.keys() | found.keys() if asked.get(name) != found.get(name)]:
+    finished = found.pop(_FINISHED, None)
+    lengths = [(found.get(name), asked[name]) for name in _LENGTHS]
+    longer = all(type(old) is type(new) and (old is None or new >= old) for old, new in lengths)
+    same = _LENGTHS if longer else ()
+    if odd := [name for name in asked.keys() | found.keys() if name not in same and asked.get(name) != found.get(name)]:
         what = "; ".join(f"{name} was {short(found.get(name))}, is {short(asked.get(name))}" for name in sorted(odd))
         raise CheckpointError(f"{folder} holds another run ({what}): use the same command line, or a new folder")
-    return "done" if all((folder / name).is_file() for name in task.files) else "begun"
+    extended = any(old != new for old, new in lengths)
+    done = finished and not extended and all((folder / name).is_file() for name in task.files)
+    return "done" if done else "begun"
 
 
-def _begin(folder: Path, task: Finetune) -> str:
-    """Records the task in its folder."""
-    if _look(folder, task) == "new":
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{_RECORD}.{os.getpid()}.tmp"
-        write_json(beside, dataclasses.asdict(task))
-        os.replace(beside, folder / _RECORD)
+def _record(folder: Path, task: Finetune, finished: int | None) -> str:
+    """Records the task in its folder, and after how many steps it was finished."""
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f".{_RECORD}.{os.getpid()}.tmp"
+    write_json(beside, dataclasses.asdict(task) | {_FINISHED: finished})
+    os.replace(beside, folder / _RECORD)
     return ""
 
 

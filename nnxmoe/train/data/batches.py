@@ -1,4 +1,4 @@
-"""Batches for training from a file of texts or chats: packed, shuffled and resumable.
+"""Batches for training from texts and chats: packed, shuffled and resumable.
 
     data = batches("chats.jsonl", tokenizer, batch_size=8, seq_len=512)
     next(data)  # {"tokens", "loss_mask", "segment_ids", "positions"}: int32 [8, 512]
@@ -6,7 +6,6 @@
 With grain's workers and transformations: ``grain.MapDataset.source(Rows(documents, 512)).shuffle(…).batch(8)``.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Self, SupportsIndex
 
@@ -16,9 +15,9 @@ import numpy as np
 from nnxmoe.config.printable import short
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.runtime.progress import logger
-from nnxmoe.train.data.documents import Document, Documents
-from nnxmoe.train.data.jsonl import DataError
+from nnxmoe.train.data.documents import Data, Document, Documents
 from nnxmoe.train.data.packing import Row, fill, pieces, place
+from nnxmoe.train.data.records import DataError
 
 _VERSION = 1
 _MAX_WARNINGS = 10  # about single lines
@@ -26,7 +25,7 @@ Batch = dict[str, np.ndarray]
 
 
 def batches(
-    path: str | os.PathLike[str],
+    data: Data,
     tokenizer: Tokenizer,
     *,
     batch_size: int,
@@ -37,8 +36,12 @@ def batches(
     epochs: int | None = None,
     share: tuple[int, int] | None = None,
 ) -> "Batches":
-    """`Batches` from a JSONL file. Raises DataError, a ValueError that names the line, for unusable data."""
-    documents = Documents(path, tokenizer)
+    """`Batches` from a file of JSON lines, a list of dicts, or another iterable of them such as a ``datasets.Dataset``.
+
+    Each is a text, a prompt with its completion, or a chat, in the common forms (`nnxmoe.train.data.records`). Raises
+    DataError, a ValueError that names the line, for unusable data.
+    """
+    documents = Documents(data, tokenizer)
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, pack=pack, epochs=epochs, share=share)
 
 
@@ -101,6 +104,15 @@ class Batches(Iterator[Batch]):
         filled = [fill(row, self.seq_len, pad) for row in rows[self.share[0] * mine :][:mine]]
         return {name: np.stack([row[name] for row in filled]) for name in filled[0]}
 
+    def count(self) -> int:
+        """The number of batches of all epochs, found by packing every document. Raises ValueError if they never end."""
+        if self.epochs is None:
+            raise ValueError("without epochs the batches never end: pass a number of epochs")
+        names = ("seed", "shuffle", "pack", "epochs", "share")
+        again = Batches(self.documents, self.batch_size, self.seq_len, **{name: getattr(self, name) for name in names})
+        rows = sum(1 for _ in iter(again._next_row, None))
+        return -(-rows // self.batch_size)
+
     def get_state(self) -> dict[str, Any]:
         """The position of the next batch and the identity of the data: a small JSON value, equal in all processes."""
         position = {"epoch": self._epoch, "document": self._start, "row": self._row}
@@ -115,7 +127,7 @@ class Batches(Iterator[Batch]):
         if other:
             what = ", ".join(f"{name} was {short(theirs.get(name))}, is {short(ours.get(name))}" for name in other)
             raise DataError(
-                f"{self.documents.lines.path}: the state is from other data or settings ({what}): use those, or "
+                f"{self.documents.lines}: the state is from other data or settings ({what}): use those, or "
                 "start a new run"
             )
         given = state.get("position")
@@ -144,7 +156,7 @@ class Batches(Iterator[Batch]):
                 return self._window[self._row - 1]
             if self._start == 0 and self._stop >= len(self.documents) and not self._window:
                 raise DataError(
-                    f"{self.documents.lines.path}: no chat has an answer within its first {self.seq_len} tokens: "
+                    f"{self.documents.lines}: no chat has an answer within its first {self.seq_len} tokens: "
                     "increase seq_len"
                 )
             self._start, self._row, self._window = self._stop, 0, None

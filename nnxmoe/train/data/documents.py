@@ -4,16 +4,18 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, SupportsIndex
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
 from nnxmoe.generation.text import Tokenizer, TokenizerError
-from nnxmoe.train.data.jsonl import DataError, JsonLines, Record
+from nnxmoe.train.data.jsonl import JsonLines
+from nnxmoe.train.data.records import DataError, Messages, Record, RecordList
 
 _CACHE_BYTES = 256 << 20
+Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,16 +28,17 @@ class Document:
 
 
 class Documents:
-    """The lines of a file (see `JsonLines`) as tokens, encoded on access.
+    """The records of a file (see `JsonLines`) or of an iterable of dicts as tokens, encoded on access.
 
-    A text is encoded with ``tokenizer.encode`` and ends with the tokenizer's end-of-text token, if there is one. A chat
+    `nnxmoe.train.data.records` lists their forms. A text is encoded with ``tokenizer.encode`` and ends with the
+    tokenizer's end-of-text token, if there is one; of a completion, the prompt before it is not learned. A chat
     is rendered with the chat template; the tokens to learn are the assistant's messages with the token that ends each,
     found by rendering the chat up to each message. Up to 256 MB of tokens are cached (5 bytes per token), so that later
     epochs of small files need no encoding. Raises DataError, a ValueError that names the line.
     """
 
-    def __init__(self, path: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
-        self.lines = JsonLines(path)
+    def __init__(self, data: Data, tokenizer: Tokenizer) -> None:
+        self.lines = JsonLines(data) if isinstance(data, str | os.PathLike) else RecordList(data)
         self.tokenizer = tokenizer
         self._kept: dict[int, Document] = {}
         self._room = _CACHE_BYTES
@@ -66,8 +69,9 @@ class Documents:
     def _make(self, record: Record, where: str) -> Document:
         try:
             if record.text is None:
-                return _chat(self.tokenizer, record.messages, where)
-            ids = self.tokenizer.encode(record.text)
+                return _chat(self.tokenizer, record.messages, record.given, where)
+            prompt = self.tokenizer.encode(record.prompt) if record.prompt else []
+            ids = self.tokenizer.encode(record.prompt + record.text)
         except TokenizerError as error:
             raise DataError(f"{where}: {error}") from error
         end = self.tokenizer.eos_token_id
@@ -75,10 +79,11 @@ class Documents:
             ids.append(end)
         if not ids:
             raise DataError(f"{where}: the tokenizer returns no tokens for this line: remove it")
-        return Document(np.asarray(ids, np.int32), np.ones(len(ids), bool), False)
+        given = len(os.path.commonprefix([prompt, ids]))  # a token that spans the end of the prompt is learned
+        return Document(np.asarray(ids, np.int32), np.arange(len(ids)) >= given, bool(prompt))
 
 
-def _chat(tokenizer: Tokenizer, messages: Sequence[tuple[str, str]], where: str) -> Document:
+def _chat(tokenizer: Tokenizer, messages: Messages, first: int, where: str) -> Document:
     """A whole chat. The tokens of an answer are those that follow the chat before it, rendered with its prompt."""
     given = [{"role": role, "content": content} for role, content in messages]
 
@@ -88,7 +93,7 @@ def _chat(tokenizer: Tokenizer, messages: Sequence[tuple[str, str]], where: str)
     whole = ids(len(given), False)
     learnt = np.zeros(len(whole), bool)
     for turn, (role, _) in enumerate(messages):
-        if role != "assistant":
+        if role != "assistant" or turn < first:
             continue
         asked, answered = ids(turn, True), ids(turn + 1, False) if turn + 1 < len(given) else whole
         if whole[: len(asked)] != asked or whole[: len(answered)] != answered or len(answered) <= len(asked):

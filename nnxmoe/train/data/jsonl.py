@@ -1,10 +1,9 @@
-"""Training data as JSON lines: one ``{"text": …}`` or ``{"messages": [{"role", "content"}]}`` per line.
+"""Training data as JSON lines, one object per line; see `nnxmoe.train.data.records` for its forms.
 
 The file is read once to validate every line and to index its offset. Lines are then read on access, so a file may be
 larger than memory: the index takes 8 bytes per line.
 """
 
-import dataclasses
 import hashlib
 import os
 from array import array
@@ -14,24 +13,10 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from nnxmoe.config.printable import short
 from nnxmoe.storage.files import absolute, parse_json, refuse_lfs_pointer, regular_file
+from nnxmoe.train.data.records import DataError, Ignored, Record, record_of
 
 MAX_LINE_BYTES = 16 << 20
-ROLES = ("system", "user", "assistant")
-_REMEDY = "correct or remove the line"
-
-
-class DataError(ValueError):
-    """Raised for unusable training data; the message names the file, the line and the remedy."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """One line: a text, or the messages of a chat as ``(role, content)``."""
-
-    text: str | None
-    messages: tuple[tuple[str, str], ...] = ()
 
 
 class JsonLines:
@@ -41,11 +26,11 @@ class JsonLines:
         self.path = absolute(path)
         self._status = self._stat()
         self.size = self._status[0]
-        digest, starts, numbers = hashlib.sha256(), array("q"), array("q")
+        digest, starts, numbers, ignored = hashlib.sha256(), array("q"), array("q"), Ignored()
         for number, start, line in _lines(self.path):
             digest.update(line)
             if line.strip():
-                _parse(line, f"{self.path} line {number}")
+                ignored.names |= _parse(line, f"{self.path} line {number}")[1]
                 starts.append(start)
                 numbers.append(number)
         if not starts:
@@ -54,9 +39,13 @@ class JsonLines:
         self._starts = np.frombuffer(starts, np.int64)
         whole = len(numbers) == numbers[-1]
         self._numbers = None if whole else np.frombuffer(numbers, np.int64)  # needed only if some lines are blank
+        ignored.tell(self)
 
     def __len__(self) -> int:
         return len(self._starts)
+
+    def __str__(self) -> str:
+        return str(self.path)
 
     def number(self, index: int) -> int:
         """The line number, counted from 1."""
@@ -72,7 +61,7 @@ class JsonLines:
             raise DataError(f"{self.path} was modified after it was opened: start again, and do not edit it meanwhile")
         with self.path.open("rb") as file:
             file.seek(int(self._starts[number]))
-            return _parse(file.readline(MAX_LINE_BYTES + 1), self.where(number))
+            return _parse(file.readline(MAX_LINE_BYTES + 1), self.where(number))[0]
 
     def _stat(self) -> tuple[int, int, int]:
         status = regular_file(self.path, "give a file of JSON lines", DataError)
@@ -98,43 +87,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
         raise DataError(f"{path}: {error.strerror or error}; give a file of JSON lines") from error
 
 
-def _parse(line: bytes, where: str) -> Record:
-    value = parse_json(line.removeprefix(b"\xef\xbb\xbf"), where, _REMEDY, DataError)
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: {short(value)} is not a JSON object; {_REMEDY}")
-    if value.keys() == {"text"}:
-        return Record(_text(value["text"], f"{where}: text"))
-    if value.keys() == {"messages"}:
-        return Record(None, _messages(value["messages"], where))
-    raise DataError(
-        f"{where} has the fields {short(sorted(value))}: write either 'text' (a string) or 'messages' (a list of "
-        "objects with 'role' and 'content')"
+def _parse(line: bytes, where: str) -> tuple[Record, frozenset[str]]:
+    return record_of(
+        parse_json(line.removeprefix(b"\xef\xbb\xbf"), where, "correct or remove the line", DataError), where
     )
-
-
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{what} is {short(value)}: it must be a non-empty string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{what} is not valid Unicode: {error}; remove lone surrogates") from None
-    return value
-
-
-def _messages(value: object, where: str) -> tuple[tuple[str, str], ...]:
-    if not isinstance(value, list):
-        raise DataError(f"{where}: messages is {short(value)}: it must be a list of objects with 'role' and 'content'")
-    found: list[tuple[str, str]] = []
-    for number, message in enumerate(value):
-        what = f"{where}: messages[{number}]"
-        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise DataError(f"{what} is {short(message)}: it must be an object with only 'role' and 'content'")
-        if message["role"] not in ROLES:
-            raise DataError(f"{what} has the role {short(message['role'])}: use {', '.join(ROLES)}")
-        found.append((message["role"], _text(message["content"], f"{what}: content")))
-    if not any(role == "assistant" for role, _ in found):
-        raise DataError(f"{where} has no message from the assistant, hence nothing to learn: add one, or {_REMEDY}")
-    if found[0][0] == "assistant":
-        raise DataError(f"{where} starts with the assistant: add the message that it answers")
-    return tuple(found)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnxmoe.axes import batch_axes, shards
 from nnxmoe.runtime.progress import logger
-from nnxmoe.train.loop.loss import Batch, check_batch, check_ids
+from nnxmoe.train.loop.batch import Batch, check_ids, rows_of
 from nnxmoe.train.loop.step import Step
 
 
@@ -63,12 +63,12 @@ def put_batch(batch: Batch, step: Step) -> dict[str, Any]:
 
     Raises ValueError if the batch is malformed, has ids outside the vocabulary or does not divide over the mesh.
     """
-    check_batch(batch)
+    step.objective.check(batch)
     check_ids(batch, step.vocab)
     mesh = step.mesh
     if mesh is None:
         return {name: jnp.asarray(array) for name, array in batch.items()}
-    rows, parts = np.shape(batch["tokens"])[0] * jax.process_count(), shards(mesh, batch_axes(mesh))
+    rows, parts = rows_of(batch) * jax.process_count(), shards(mesh, batch_axes(mesh))
     if rows % parts:
         raise ValueError(
             f"a batch of {rows} rows does not divide over {parts} devices of the mesh {dict(mesh.shape)}: use a "

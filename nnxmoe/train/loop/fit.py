@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from nnxmoe.config.validate import is_positive
 from nnxmoe.layers.lora import LoRAParam
@@ -21,10 +21,14 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.decoder import Decoder
 from nnxmoe.moe.balance import utilisation
 from nnxmoe.moe.block import MoE
+from nnxmoe.runtime.interrupts import Interrupted, Stop, stopping
+from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
 from nnxmoe.runtime.processes import deadline
+from nnxmoe.runtime.programs import SharedProgram
 from nnxmoe.runtime.progress import logger
+from nnxmoe.train.loop.batch import Batch, rows_of
 from nnxmoe.train.loop.feed import Source, put_batch
-from nnxmoe.train.loop.loss import Batch, Objective
+from nnxmoe.train.loop.objective import TrainingObjective
 from nnxmoe.train.loop.speed import peak_flops, token_flops
 from nnxmoe.train.loop.step import Report, Step, TrainState
 from nnxmoe.train.runs.checkpoints import Checkpoints
@@ -76,7 +80,7 @@ def fit(
     save_every: int = 100,
     keep: int = 3,
     mesh: Mesh | None = None,
-    objective: Objective | None = None,
+    objective: TrainingObjective | Callable[[CausalLM, Batch], Any] | None = None,
     accumulate: int = 1,
     bias_rate: float = 0.0,
     trainable: Any = None,
@@ -87,13 +91,18 @@ def fit(
 ) -> Fitted:
     """Train a copy of a model for ``steps`` steps in total.
 
-    ``data`` yields batches, dicts with ``tokens [B, T]`` and optionally `train.loop.loss.FIELDS`; re-iterable data
-    restarts when exhausted. ``checkpoint`` is a folder, saved to every ``save_every`` steps with the last ``keep``
-    kept; a run found there is resumed bit for bit, with ``data`` set to its old position by ``set_state`` (grain's
-    iterators, `train.batches`) or, without that method, by iterating up to it. ``trainable`` is an nnx filter; it
-    defaults to the adapters if the model has any, else to `nnx.Param`. ``evaluate`` are batches whose cross-entropy
-    is measured every ``evaluate_every`` steps and at the end. ``objective``, ``accumulate`` and ``bias_rate`` are
-    those of `Step`. Raises NotFinite if a gradient is NaN or infinite, and ValueError for unusable arguments or data.
+    ``data`` yields batches, dicts with ``tokens [B, T]`` and optionally `train.loop.batch.FIELDS`; re-iterable data
+    restarts when exhausted. ``objective`` defaults to next-token cross-entropy, `train.Objective`; a function ``(model,
+    batch) -> scalar`` will do, and then batches are any dicts of arrays ``[B, …]``. ``checkpoint`` is a folder, saved
+    to every ``save_every`` steps with the last ``keep`` kept; a run found there is resumed bit for bit, with ``data``
+    set to its old position by ``set_state`` (grain's iterators, `train.batches`) or, without that method, by iterating
+    up to it. ``trainable`` is an nnx filter; it defaults to the adapters if the model has any, else to `nnx.Param`.
+    ``evaluate`` are batches whose cross-entropy is measured every ``evaluate_every`` steps and at the end.
+    ``accumulate`` and ``bias_rate`` are those of `Step`.
+
+    The step is compiled once per process for equal models, optimizers and shapes. Ctrl-C stops the training after its
+    step, saves a checkpoint and raises Interrupted, which holds what `fit` would have returned. Raises NotFinite if a
+    gradient is NaN or infinite, and ValueError for unusable arguments or data.
     """
     if not is_positive(steps):
         raise ValueError(f"steps={steps!r}: the number of steps in total must be an int of at least 1")
@@ -106,11 +115,25 @@ def fit(
     if trainable is None:
         trainable = LoRAParam if jax.tree.leaves(nnx.state(model, LoRAParam)) else nnx.Param
     step = Step(model, optimizer, objective, trainable=trainable, accumulate=accumulate, bias_rate=bias_rate)
+    _refuse_beyond_memory(step)
     kept = contextlib.nullcontext() if checkpoint is None else Checkpoints(checkpoint, keep, save_every)
-    with kept as checkpoints:
+    with stopping() as stop, kept as checkpoints:
         run = _Run(step, Source(data), checkpoints, steps, seed, token_flops(model, step.names))
         evaluator = None if evaluate is None else _Evaluator(step, evaluate, evaluate_every)
-        return run.go(evaluator, callbacks)
+        return run.go(evaluator, callbacks, stop)
+
+
+def _refuse_beyond_memory(step: Step) -> None:
+    state = step.shapes()
+    arrays = [*jax.tree.leaves((state.params, state.frozen, state.moments)), *state.params.values()]  # again: gradients
+    need = local_bytes(
+        (a.shape, np.float32 if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a.dtype, a.sharding) for a in arrays
+    )
+    refuse_beyond_memory(
+        need,
+        "training takes, without activations,",
+        "train adapters (train.lora.add), fewer parameters (trainable=…) or on more devices (mesh=…)",
+    )
 
 
 def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
@@ -138,17 +161,20 @@ class _Evaluator:
         if every is not None and not is_positive(every):
             raise ValueError(f"evaluate_every={every!r}: pass an int of at least 1, or None")
         self.step, self.data, self.every = step, data, every
-        self.losses = jax.jit(lambda state, batch: step.losses(state, batch))
+        self.losses = SharedProgram(step.losses, "the evaluation")
 
     def due(self, step: int, last: bool) -> bool:
         return last or (self.every is not None and step % self.every == 0)
 
     def __call__(self, state: TrainState) -> float:
-        found = [self.losses(state, put_batch(batch, self.step)) for batch in self.data]
-        weights = [float(losses.tokens) for losses in found]
+        found, weights = [], []
+        for batch in self.data:
+            losses = self.losses(state, put_batch(batch, self.step))
+            found.append(float(losses.total if losses.cross_entropy is None else losses.cross_entropy))
+            weights.append(float(rows_of(batch) if losses.tokens is None else losses.tokens))
         if not sum(weights):
             raise ValueError("evaluate: the batches have no token to predict")
-        return float(np.average([float(losses.cross_entropy) for losses in found], weights=weights))
+        return float(np.average(found, weights=weights))
 
 
 class _Run:
@@ -166,38 +192,67 @@ class _Run:
             )
         self.state = self._restored() if self.first else step.init(seed)
         self.peak = peak_flops(step.mesh)
-        self.finite = jax.jit(
+        self.used = SharedProgram(utilisation)
+        self.finite = SharedProgram(
             lambda params: [jnp.all(jnp.isfinite(value)) for value in params.values()], out_shardings=step.places.step
         )
 
-    def go(self, evaluator: _Evaluator | None, callbacks: Sequence[Callback]) -> Fitted:
+    def go(self, evaluator: _Evaluator | None, callbacks: Sequence[Callback], stop: Stop) -> Fitted:
         history: list[Metrics] = []
-        silent: Any = {"disable": True} if jax.process_index() > 0 else {}  # disable=False would override TQDM_DISABLE
-        bar = tqdm(total=self.steps, initial=self.first, desc="training", unit="step", **silent)
-        with bar:
+        bar: tqdm | None = None
+        with contextlib.ExitStack() as shown:
             for number in range(self.first + 1, self.steps + 1):
                 if self.checkpoints is not None and self.checkpoints.due(number):
                     self.checkpoints.wait()  # a kill loses one interval at most
                 started = time.perf_counter()
                 batch, position = self.source.next()
                 batch = put_batch(batch, self.step)
+                if self.step.compiles(self.state, batch):
+                    started += self._compile(batch, bar)
+                if bar is None:  # only now, so that its estimate counts no compilation
+                    bar = shown.enter_context(_bar(self.first, self.steps))
                 with deadline("a training step"):
                     self.state, report = self.step.run(self.state, batch)
                     jax.block_until_ready(report)
-                if not float(report.losses.tokens):
+                if report.losses.tokens is not None and not float(report.losses.tokens):
                     raise ValueError(
                         f"step {number}: the batch has no token to predict. Tokens with segment id 0, attention_mask 0 "
                         "or loss_mask 0 do not count, nor does the only token of a row; check the data"
                     )
+                stop.defer()
                 self._refuse_nonfinite("gradients", np.asarray(report.finite), report, number)
-                metrics = self._metrics(report, number, time.perf_counter() - started, batch["tokens"].size)
-                stop = self._after(number, position, metrics, report, evaluator, callbacks)
+                metrics = self._metrics(report, number, time.perf_counter() - started, batch)
+                interrupted = stop.asked
+                last = self._after(number, position, metrics, report, evaluator, callbacks, interrupted)
                 history.append(metrics)
                 bar.set_postfix(_shown(metrics), refresh=False)
                 bar.update()
-                if stop:
+                if last:
                     break
+                if interrupted:
+                    self._interrupt(number, history)
         return Fitted(self.step.model(self.state), history, self.state)
+
+    def _compile(self, batch: Batch, bar: tqdm | None) -> float:
+        """Compiles the step for batches of this shape; returns the seconds, which do not count as training."""
+        started = time.perf_counter()
+        if bar is not None:
+            bar.clear()
+        with deadline("compiling a training step"):
+            self.step.program(self.state, batch)
+        seconds = time.perf_counter() - started
+        if bar is not None:
+            bar.start_t += seconds
+        return seconds
+
+    def _interrupt(self, number: int, history: list[Metrics]) -> None:
+        """Raises Interrupted, after a checkpoint of this step is complete."""
+        told = "nothing is saved: give fit a checkpoint folder to continue another time"
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+            told = f"saved in {self.checkpoints.folder}: the same call continues from there"
+        fitted = Fitted(self.step.model(self.state), history, self.state)
+        raise Interrupted(f"interrupted at step {number} of {self.steps}; {told}", fitted)
 
     def _after(
         self,
@@ -207,6 +262,7 @@ class _Run:
         report: Report,
         evaluator: _Evaluator | None,
         callbacks: Sequence[Callback],
+        interrupted: bool,
     ) -> bool:
         """Evaluates, runs callbacks and saves a checkpoint if due. Returns whether training stops here."""
         last = number == self.steps
@@ -217,10 +273,11 @@ class _Run:
         progress = Progress(number, self.steps, metrics, load, lambda: self.step.model(self.state))
         answers = [callback(progress) for callback in callbacks]
         stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
-        if last or stop or (self.checkpoints is not None and self.checkpoints.due(number)):
+        save = last or stop or interrupted
+        if save or (self.checkpoints is not None and self.checkpoints.due(number)):
             self._refuse_nonfinite("new values", jax.device_get(self.finite(self.state.params)), report, number)
         if self.checkpoints is not None:
-            self.checkpoints.save(number, self.step.saved(self.state), {"data": position}, force=last or stop)
+            self.checkpoints.save(number, self.step.saved(self.state), {"data": position}, force=save)
         return last or stop
 
     def _restored(self) -> TrainState:
@@ -246,21 +303,21 @@ class _Run:
                 f"{float(report.losses.total):.4g}: lower the learning rate, clip gradients or check the batch{where}"
             )
 
-    def _metrics(self, report: Report, number: int, seconds: float, tokens: int) -> Metrics:
+    def _metrics(self, report: Report, number: int, seconds: float, batch: Batch) -> Metrics:
         losses = report.losses
-        metrics = {
-            "step": number,
-            "loss": float(losses.total),
-            "cross_entropy": float(losses.cross_entropy),
-            "tokens": float(losses.tokens),
-            "gradient_norm": float(report.gradient_norm),
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-        }
-        if self.peak is not None:
-            metrics["mfu"] = self.flops * tokens / seconds / self.peak
+        metrics = {"step": number, "loss": float(losses.total)}
+        if losses.cross_entropy is not None:
+            metrics |= {"cross_entropy": float(losses.cross_entropy), "tokens": float(losses.tokens)}
+        metrics |= {"gradient_norm": float(report.gradient_norm), "seconds": seconds}
+        found = [value for _, value in optax.tree.get_all_with_path(self.state.moments, "learning_rate")]
+        for rate in [value for value in found if isinstance(value, jax.Array)][:1]:
+            metrics["learning_rate"] = float(rate)
+        if "tokens" in batch:
+            metrics["tokens_per_second"] = batch["tokens"].size / seconds
+            if self.peak is not None:
+                metrics["mfu"] = self.flops * batch["tokens"].size / seconds / self.peak
         if len(losses.load):
-            used = utilisation(losses.load, losses.dropped)
+            used = jax.device_get(self.used(losses.load, losses.dropped))
             metrics |= {
                 "balance": float(losses.balance),
                 "router_z": float(losses.router_z),
@@ -271,6 +328,11 @@ class _Run:
         return metrics
 
 
+def _bar(first: int, steps: int) -> tqdm:
+    silent: Any = {"disable": True} if jax.process_index() > 0 else {}  # disable=False would override TQDM_DISABLE
+    return tqdm(total=steps, initial=first, desc="training", unit="step", dynamic_ncols=True, **silent)
+
+
 def _shown(metrics: Metrics) -> dict[str, str]:
     """The metrics that fit beside the progress bar."""
     names = {
@@ -278,7 +340,7 @@ def _shown(metrics: Metrics) -> dict[str, str]:
         "tokens_per_second": "{:.0f}",
         "seconds": "{:.3f}",
         "mfu": "{:.1%}",
-        "busiest_expert": "{:.2f}",
+        "busiest_expert": "{:.1f}x",  # its share, in even shares
     }
-    short = {"tokens_per_second": "tok/s", "seconds": "s", "busiest_expert": "busiest"}
+    short = {"tokens_per_second": "tok/s", "seconds": "s/step", "busiest_expert": "busiest expert"}
     return {short.get(name, name): form.format(metrics[name]) for name, form in names.items() if name in metrics}

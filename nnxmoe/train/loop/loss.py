@@ -1,25 +1,16 @@
-"""The training objective: next-token cross-entropy computed in chunks, plus auxiliary losses."""
+"""Next-token cross-entropy from hidden states, all logits at once or in chunks."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import divided_over, shards
 from nnxmoe.layers.kernel import Kernel
-from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.moe import balance as balancing
-from nnxmoe.moe.router import Routing
 
-FIELDS = ("tokens", "targets", "loss_mask", "segment_ids", "positions", "attention_mask")
-MASKS = ("loss_mask", "attention_mask")
-Batch = Mapping[str, Any]
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
 
 
@@ -143,137 +134,3 @@ def _chunks(step: int, *arrays: Array) -> tuple[Array, ...]:
         return jnp.moveaxis(a.reshape(a.shape[0], count, step, *a.shape[2:]), 1, 0)
 
     return tuple(map(cut, arrays))
-
-
-# Batches
-
-
-def check_batch(batch: Batch) -> None:
-    """Raises ValueError for unknown fields, for shapes that differ and for ids that are not integers."""
-    if not isinstance(batch, Mapping):
-        raise ValueError(f"a batch must be a dict of arrays, got {type(batch).__name__}: pass an iterable of dicts")
-    if unknown := [name for name in batch if name not in FIELDS]:
-        raise ValueError(f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}")
-    if "tokens" not in batch:
-        raise ValueError(f"a batch needs tokens [B, T], got {', '.join(batch) or 'no fields'}")
-    shape = list(jnp.shape(batch["tokens"]))
-    if len(shape) != 2:
-        raise ValueError(f"tokens has the shape {shape}: it must be [B, T]")
-    for name, array in batch.items():
-        if (other := list(jnp.shape(array))) != shape:
-            raise ValueError(f"{name} has the shape {other}, not that of tokens, {shape}: every array must be [B, T]")
-        dtype = np.asarray(array).dtype if isinstance(array, list | tuple) else array.dtype
-        if name not in MASKS and not jnp.issubdtype(dtype, jnp.integer):
-            raise ValueError(f"{name} has the dtype {dtype}: use an integer dtype, such as int32")
-
-
-def check_ids(batch: Batch, vocab: int) -> None:
-    """Raises ValueError for ids outside the vocabulary. Reads the arrays, so it cannot be traced."""
-    for name in ("tokens", "targets"):
-        ids = np.asarray(batch.get(name, 0))
-        for found in (int(np.min(ids, initial=0)), int(np.max(ids, initial=0))):
-            if not 0 <= found < vocab:
-                raise ValueError(
-                    f"{name} contains the id {found}, outside the model's vocabulary 0 to {vocab - 1}: use the model's "
-                    "tokenizer; where nothing is to be predicted, set the id and loss_mask to 0"
-                )
-
-
-def real_tokens(batch: Batch) -> Array:
-    """``[B, T]``, False for padding: where the attention mask or the segment id is 0."""
-    real = jnp.ones(jnp.shape(batch["tokens"]), bool)
-    if "attention_mask" in batch:
-        real &= jnp.asarray(batch["attention_mask"]) != 0
-    if "segment_ids" in batch:
-        real &= jnp.asarray(batch["segment_ids"]) != 0
-    return real
-
-
-def targets_of(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """The target of each token, and its weight: 1 where the loss counts it, else 0.
-
-    Without ``targets`` in the batch the target is the next token of the row, which counts if it is no padding, belongs
-    to the same segment and has ``loss_mask`` 1.
-    """
-    real = real_tokens(batch)
-    counts = real & (jnp.asarray(batch["loss_mask"]) != 0) if "loss_mask" in batch else real
-    if "targets" in batch:
-        return jnp.asarray(batch["targets"]), counts.astype(jnp.float32)
-    follows = jnp.roll(counts, -1, axis=1) & real & (jnp.arange(real.shape[1]) < real.shape[1] - 1)[None, :]
-    if "segment_ids" in batch:
-        segment = jnp.asarray(batch["segment_ids"])
-        follows &= jnp.roll(segment, -1, axis=1) == segment
-    return jnp.roll(jnp.asarray(batch["tokens"]), -1, axis=1), follows.astype(jnp.float32)
-
-
-# The objective
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Losses:
-    """The losses of one batch, as arrays or as their shapes."""
-
-    total: Any  # the scalar to minimise
-    cross_entropy: Any  # mean over the tokens that count
-    tokens: Any  # how many tokens count
-    balance: Any  # without its weight, as is router_z
-    router_z: Any
-    load: Any  # int [L, E]: assignments per MoE layer and expert
-    dropped: Any  # int [L]: assignments that exceeded an expert's capacity
-
-
-@dataclasses.dataclass(frozen=True)
-class Objective:
-    """Mean next-token cross-entropy plus weighted auxiliary losses; each weight defaults to 0.
-
-    ``z_loss`` weighs the mean squared logsumexp of the logits (PaLM; Chowdhery et al. 2022), ``balance`` the mean of
-    ``balance_loss`` over the MoE layers, ``router_z_loss`` the mean of the routers' z-losses.
-    """
-
-    z_loss: float = 0.0
-    balance: float = 0.0
-    balance_loss: Callable[[Routing], Float[Array, ""]] = balancing.switch_loss
-    router_z_loss: float = 0.0
-    head: Head = ChunkedLoss()
-
-    def __call__(
-        self,
-        model: CausalLM,
-        batch: Batch,
-        key: Any = None,
-        tokens: Float[Array, ""] | None = None,
-        share: float = 1.0,
-    ) -> tuple[Float[Array, ""], Losses]:
-        """The scalar to minimise, and the losses it consists of, of a batch that `check_batch` accepts.
-
-        With gradient accumulation ``batch`` is a part whose results are added to those of the other parts: ``tokens``
-        is the number of tokens that count in the whole batch, ``share`` the weight of this part's auxiliary losses.
-        """
-        segments = batch.get("segment_ids")
-        mask = real_tokens(batch) if segments is not None or "attention_mask" in batch else None
-        body = model.body(batch["tokens"], mask, batch.get("positions"), segments, None, key, self._summarise_routing)
-        targets, weights = targets_of(batch)
-        count = jnp.maximum(jnp.sum(weights), 1.0) if tokens is None else tokens
-        kernel = model.head_weight()
-        x = body.x
-        if model.strategy.mesh is None:  # one long row, which chunks may cut anywhere
-            x, targets, weights = (a.reshape(1, -1, *a.shape[2:]) for a in (x, targets, weights))
-        parts = shards(model.strategy.mesh, divided_over(len(targets), model.strategy.mesh))
-        total, entropy = self.head(x, kernel, targets, weights, self.z_loss, parts)
-        total, entropy = total / count, entropy / count
-        infos = [body.infos[i] for i in sorted(body.infos)]
-        even, router_z = (share * _mean([info.routing[i] for info in infos]) for i in range(2))
-        total += self.balance * even + self.router_z_loss * router_z
-        experts = infos[0].dispatch.load.shape[-1] if infos else 0
-        load = jnp.stack([info.dispatch.load for info in infos]) if infos else jnp.zeros((0, experts), jnp.int32)
-        dropped = jnp.stack([info.dispatch.dropped for info in infos]) if infos else jnp.zeros((0,), jnp.int32)
-        return total, Losses(total, entropy, jnp.sum(weights), even, router_z, load, dropped)
-
-    def _summarise_routing(self, routing: Routing) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Auxiliary losses of one layer, computed within the layer so that its scores need not be kept."""
-        return self.balance_loss(routing), balancing.z_loss(routing)
-
-
-def _mean(values: list[Array]) -> Array:
-    return jnp.mean(jnp.stack(values)) if values else jnp.zeros(())

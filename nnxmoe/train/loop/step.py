@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
@@ -18,7 +19,9 @@ from nnxmoe.config.validate import is_positive
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.balance import updated_bias
 from nnxmoe.moe.router import RouterBias
-from nnxmoe.train.loop.loss import Batch, Losses, Objective, check_batch, targets_of
+from nnxmoe.runtime.programs import SharedProgram
+from nnxmoe.train.loop.batch import Batch, rows_of
+from nnxmoe.train.loop.objective import Losses, Objective, TrainingObjective, of_function
 
 
 @jax.tree_util.register_dataclass
@@ -56,7 +59,7 @@ class Step:
         self,
         model: CausalLM,
         optimizer: optax.GradientTransformation,
-        objective: Objective | None = None,
+        objective: TrainingObjective | Callable[[CausalLM, Batch], Any] | None = None,
         *,
         trainable: Any = nnx.Param,
         accumulate: int = 1,
@@ -64,7 +67,9 @@ class Step:
     ):
         if not is_positive(accumulate):
             raise ValueError(f"accumulate={accumulate!r}: the number of parts of a batch must be an int of at least 1")
-        self.optimizer, self.objective = optax.with_extra_args_support(optimizer), objective or Objective()
+        if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+            raise ValueError(f"optimizer={optimizer!r}: pass one of optax, such as optax.adam(1e-4)")
+        self.optimizer, self.objective = optax.with_extra_args_support(optimizer), of_function(objective or Objective())
         self.accumulate, self.bias_rate = accumulate, bias_rate
         self.mesh, self.vocab = model.strategy.mesh, model.config.vocab_size
         self.graph, params, frozen = nnx.split(model, trainable, ...)
@@ -77,8 +82,10 @@ class Step:
             for name, (_, v) in {**self._params, **self._frozen}.items()
         }
         self._biases = _biases(model)
+        if bias_rate and not isinstance(self.objective, Objective):
+            raise ValueError("bias_rate needs the experts' loads, which only train.Objective reports: set it to 0")
         self._moving = [n for n, (_, v) in self._frozen.items() if isinstance(v, RouterBias | nnx.RngState)]
-        self._run = jax.jit(self._step, donate_argnums=0, out_shardings=(self.places, None))
+        self._run = SharedProgram(self._step, "the training step", donate_argnums=0, out_shardings=(self.places, None))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,9 +94,8 @@ class Step:
 
     def init(self, seed: int = 0) -> TrainState:
         """The initial state. It shares no array with the model."""
-        return jax.jit(self._init, out_shardings=self.places)(
-            _values(self._params), _values(self._frozen), jax.random.key(seed)
-        )
+        make = SharedProgram(self._init, out_shardings=self.places)
+        return make(_values(self._params), _values(self._frozen), jax.random.key(seed))
 
     def shapes(self) -> TrainState:
         """The result of `init` as shapes with shardings."""
@@ -118,19 +124,29 @@ class Step:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
         """Makes one step. Raises ValueError if the batch is malformed."""
-        check_batch(batch)
+        self.objective.check(batch)
         return self.run(state, batch)
 
     def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
-        """Makes one step with a batch that `check_batch` has passed."""
-        rows = np.shape(batch["tokens"])[0]
+        """Makes one step with a batch that the objective's ``check`` has passed."""
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
+            return self._step(state, dict(batch))
+        return self.program(state, batch)(state, dict(batch))
+
+    def program(self, state: TrainState, batch: Batch) -> Any:
+        """The compiled step for batches of these shapes. An equal step of another object has the same program."""
+        rows = rows_of(batch)
         if rows % self.accumulate:
             raise ValueError(f"a batch of {rows} rows cannot be cut into accumulate={self.accumulate} parts")
-        return self._run(state, dict(batch))
+        return self._run.prepare(state, dict(batch))
+
+    def compiles(self, state: TrainState, batch: Batch) -> bool:
+        """Whether these shapes are new, so that `program` takes a while."""
+        return not self._run.knows(state, dict(batch))
 
     def losses(self, state: TrainState, batch: Batch) -> Losses:
         """The losses of a batch, without a step."""
-        return self.objective(self.merge(state.params, state.frozen), batch)[1]
+        return self.objective(self.merge(state.params, state.frozen), batch, None, None, 1.0)[1]
 
     def saved(self, state: TrainState) -> dict[str, Any]:
         """The arrays that a checkpoint needs: all but frozen variables that never change, such as adapted kernels."""
@@ -145,7 +161,7 @@ class Step:
         copied twice, so resuming takes no more memory than starting."""
         leaves = list(arrays["moments"].values())
         moments = jax.tree.unflatten(jax.tree.structure(self.places.moments), leaves)
-        copied = jax.jit(lambda kept: jax.tree.map(jnp.copy, kept), out_shardings=self.places.frozen)
+        copied = SharedProgram(lambda kept: jax.tree.map(jnp.copy, kept), out_shardings=self.places.frozen)
         frozen = copied(_values(self._frozen)) | dict(arrays["moving"])
         return TrainState(arrays["step"], dict(arrays["params"]), frozen, moments, arrays["key"])
 
@@ -195,23 +211,23 @@ class Step:
         return self._accumulated(functools.partial(self._loss, frozen, params), batch, key)[0]
 
     def _loss(
-        self, frozen: dict[str, Array], params: dict[str, Array], part: Any, key: Array, tokens: Array | None
+        self, frozen: dict[str, Array], params: dict[str, Array], part: Any, key: Array, count: Array | None
     ) -> tuple[Float[Array, ""], Losses]:
-        return self.objective(self.merge(params, frozen), part, key, tokens, 1 / self.accumulate)
+        return self.objective(self.merge(params, frozen), part, key, count, 1 / self.accumulate)
 
     def _accumulated(self, run: Callable[..., Any], batch: dict[str, Array], key: Array) -> Any:
-        """The sum of ``run(part, key, tokens)`` over the parts of a batch."""
+        """The sum of ``run(part, key, count)`` over the parts of a batch."""
         if self.accumulate == 1:
             return run(batch, key, None)
-        tokens = jnp.maximum(jnp.sum(targets_of(batch)[1]), 1.0)
+        count = self.objective.count(batch)
 
         def add(sums: Any, inputs: Any) -> tuple[Any, None]:
             part, key = inputs
-            return jax.tree.map(jnp.add, sums, run(part, key, tokens)), None
+            return jax.tree.map(jnp.add, sums, run(part, key, count)), None
 
         parts = {name: self._cut(array) for name, array in batch.items()}
         keys = jax.random.split(key, self.accumulate)
-        like = jax.eval_shape(run, jax.tree.map(lambda a: a[0], parts), key, tokens)
+        like = jax.eval_shape(run, jax.tree.map(lambda a: a[0], parts), key, count)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
         return jax.lax.scan(add, zeros, (parts, keys))[0]
 

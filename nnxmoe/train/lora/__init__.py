@@ -12,6 +12,9 @@ from nnxmoe.layers.lora import LoRAParam as LoRAParam
 from nnxmoe.train.lora.adapters import add as add
 from nnxmoe.train.lora.adapters import remove as remove
 from nnxmoe.train.lora.merge import merge as merge
+from nnxmoe.train.lora.merge import merge_from as merge_from
 from nnxmoe.train.lora.merge import unmerge as unmerge
+from nnxmoe.train.lora.merge import without as without
+from nnxmoe.train.lora.peft import base_of as base_of
 from nnxmoe.train.lora.peft import load as load
 from nnxmoe.train.lora.peft import save as save

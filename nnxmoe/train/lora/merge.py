@@ -1,6 +1,7 @@
 """Merging adapters into the kernels they adapt, and undoing it bit for bit."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxtyping import Array
 from nnxmoe.layers.lora import Kept, LoRA, LoRAParam
 from nnxmoe.layers.xla_cpu import as_bits, from_bits
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
+from nnxmoe.train.lora.peft import load
 from nnxmoe.train.lora.slots import slots, unmerged
 
 
@@ -53,6 +55,28 @@ def merge(model: CausalLM, *, keep: bool = True) -> None:
             kernel.set_value(value)
         slot.put(None)
     model.merged = nnx.data(nnx.Dict(kept)) if keep else None
+
+
+def merge_from(model: CausalLM, folder: str | os.PathLike[str]) -> None:
+    """Load the adapter of a folder and merge it into the model for good, in place."""
+    load(model, folder)
+    merge(model, keep=False)
+
+
+def without(model: CausalLM) -> CausalLM:
+    """The base model of a model with adapters that are not merged: it shares its arrays and lacks the adapters.
+
+    The reference of preference losses such as DPO's (Rafailov et al. 2023), within an objective or outside:
+
+        reference = lora.without(model)(tokens).logits
+    """
+    found = unmerged(model, "leave out")
+    base = nnx.merge(*nnx.split(model))
+    places = {slot.place for slot in found}
+    for slot in slots(base):
+        if slot.place in places:
+            slot.put(None)
+    return base
 
 
 def merger(lead: int, inner: int, scale: float, kernel: Any) -> Callable[..., list[Array]]:

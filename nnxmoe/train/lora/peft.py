@@ -24,7 +24,7 @@ from nnxmoe.convert.core.layout import QUERY, Change
 from nnxmoe.layers.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import absolute
+from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.multihost import gather, shared_folder, spans_hosts
 from nnxmoe.storage.safetensors import TensorInfo, dtype_code, read_header
 from nnxmoe.storage.write import Tensors, write_json, write_shares
@@ -114,6 +114,20 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
             write_json(stage / CONFIG_FILE, {**settings.fields, "base_model_name_or_path": base})
         shares = [(None, _tensors(model, adapters))]
         write_shares(stage, shares, 1 << 62, process=jax.process_index(), single=WEIGHTS_FILE)
+
+
+def base_of(folder: str | os.PathLike[str]) -> str | None:
+    """The base model that the adapter in a folder names; None if the folder holds no adapter, or a whole model.
+
+    Raises CheckpointError if it names none.
+    """
+    path = absolute(folder) / CONFIG_FILE
+    if not path.is_file() or path.with_name("config.json").is_file():
+        return None
+    name = read_object(path, "every adapter folder has this file", CheckpointError).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(f"{path} names no base model: give that model, and this folder as --adapter")
+    return name
 
 
 def _refuse_partial(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> None:

@@ -1,0 +1,75 @@
+"""Batches of tokens: their fields, their checks, and what of them is to be predicted."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+FIELDS = ("tokens", "targets", "loss_mask", "segment_ids", "positions", "attention_mask")
+MASKS = ("loss_mask", "attention_mask")
+Batch = Mapping[str, Any]
+
+
+def check_batch(batch: Batch) -> None:
+    """Raises ValueError for unknown fields, for shapes that differ and for ids that are not integers."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch must be a dict of arrays, got {type(batch).__name__}: pass an iterable of dicts")
+    if unknown := [name for name in batch if name not in FIELDS]:
+        raise ValueError(f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}")
+    if "tokens" not in batch:
+        raise ValueError(f"a batch needs tokens [B, T], got {', '.join(batch) or 'no fields'}")
+    shape = list(jnp.shape(batch["tokens"]))
+    if len(shape) != 2:
+        raise ValueError(f"tokens has the shape {shape}: it must be [B, T]")
+    for name, array in batch.items():
+        if (other := list(jnp.shape(array))) != shape:
+            raise ValueError(f"{name} has the shape {other}, not that of tokens, {shape}: every array must be [B, T]")
+        dtype = np.asarray(array).dtype if isinstance(array, list | tuple) else array.dtype
+        if name not in MASKS and not jnp.issubdtype(dtype, jnp.integer):
+            raise ValueError(f"{name} has the dtype {dtype}: use an integer dtype, such as int32")
+
+
+def rows_of(batch: Batch) -> int:
+    """The number of rows of every array."""
+    return np.shape(next(iter(batch.values())))[0]
+
+
+def check_ids(batch: Batch, vocab: int) -> None:
+    """Raises ValueError for ids outside the vocabulary. Reads the arrays, so it cannot be traced."""
+    for name in ("tokens", "targets"):
+        ids = np.asarray(batch.get(name, 0))
+        for found in (int(np.min(ids, initial=0)), int(np.max(ids, initial=0))):
+            if not 0 <= found < vocab:
+                raise ValueError(
+                    f"{name} contains the id {found}, outside the model's vocabulary 0 to {vocab - 1}: use the model's "
+                    "tokenizer; where nothing is to be predicted, set the id and loss_mask to 0"
+                )
+
+
+def real_tokens(batch: Batch) -> Array:
+    """``[B, T]``, False for padding: where the attention mask or the segment id is 0."""
+    real = jnp.ones(jnp.shape(batch["tokens"]), bool)
+    if "attention_mask" in batch:
+        real &= jnp.asarray(batch["attention_mask"]) != 0
+    if "segment_ids" in batch:
+        real &= jnp.asarray(batch["segment_ids"]) != 0
+    return real
+
+
+def targets_of(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """The target of each token, and its weight: 1 where the loss counts it, else 0.
+
+    Without ``targets`` in the batch the target is the next token of the row, which counts if it is no padding, belongs
+    to the same segment and has ``loss_mask`` 1.
+    """
+    real = real_tokens(batch)
+    counts = real & (jnp.asarray(batch["loss_mask"]) != 0) if "loss_mask" in batch else real
+    if "targets" in batch:
+        return jnp.asarray(batch["targets"]), counts.astype(jnp.float32)
+    follows = jnp.roll(counts, -1, axis=1) & real & (jnp.arange(real.shape[1]) < real.shape[1] - 1)[None, :]
+    if "segment_ids" in batch:
+        segment = jnp.asarray(batch["segment_ids"])
+        follows &= jnp.roll(segment, -1, axis=1) == segment
+    return jnp.roll(jnp.asarray(batch["tokens"]), -1, axis=1), follows.astype(jnp.float32)

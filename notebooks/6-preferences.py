@@ -1,0 +1,156 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6 · A loss of your own: learning from preferences with DPO
+#
+# **What you learn**
+#
+# - how to train with any function of the model and a batch;
+# - how to give `fit` batches with fields of their own;
+# - how adapters make the reference model of DPO free: it is the same model without them.
+#
+# The embedded demo answers sums in a sentence, "What is 47 + 38?" with "47 + 38 = 85.". We would like the number alone.
+# Nobody writes a loss for that; instead we show pairs of answers, and say which one we like better. *Direct preference
+# optimisation* (Rafailov et al. 2023) makes the preferred answer likelier, and the other one less likely, than they are
+# to the model as it was.
+
+# %%
+import random
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from flax import nnx
+
+import nnxmoe
+from nnxmoe import models, plot, train
+
+plt.rcParams["figure.dpi"] = 110
+nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
+DEMO = Path(models.__file__).parent / "demo"
+
+# %%
+strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), compute_dtype="float32")  # one stacked layer: compiles fast
+model, tokenizer = nnxmoe.from_pretrained(DEMO, strategy=strategy), nnxmoe.Tokenizer.from_pretrained(DEMO)
+train.lora.add(model, rank=8, rngs=nnx.Rngs(0))
+rng = random.Random(0)
+sums = rng.sample([(a, b) for a in range(10, 50) for b in range(10, 50)], 330)
+
+
+def asked(a, b):
+    messages = [{"role": "user", "content": f"What is {a} + {b}?"}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+
+
+def answer(model, a, b):
+    new = nnxmoe.generate(model, [asked(a, b)], max_new_tokens=12)[0, len(asked(a, b)) :]
+    return tokenizer.decode(new, skip_special_tokens=True)
+
+
+for a, b in sums[:2]:
+    print(f"What is {a} + {b}?  {answer(model, a, b)}")
+
+# %% [markdown]
+# ## Pairs
+#
+# A batch is a dict of arrays with the same number of rows; their names are ours. For each question there are the tokens
+# of both chats, and a mask of the answer's, which are the only ones that count.
+
+# %%
+END = tokenizer.encode("<|end|>", add_special_tokens=False)
+LENGTH = 40
+
+
+def row(prompt, text):
+    ids = prompt + tokenizer.encode(text, add_special_tokens=False) + END
+    tokens, counts = np.zeros(LENGTH, np.int32), np.zeros(LENGTH, np.float32)
+    tokens[: len(ids)], counts[len(prompt) : len(ids)] = ids, 1
+    return tokens, counts
+
+
+def pairs(sums):
+    liked, disliked = [], []
+    for a, b in sums:
+        liked.append(row(asked(a, b), f"{a + b}"))
+        disliked.append(row(asked(a, b), f"{a} + {b} = {a + b}."))
+    batch = {}
+    for name, rows in (("liked", liked), ("disliked", disliked)):
+        batch[name], batch[f"{name}_counts"] = (np.stack(arrays) for arrays in zip(*rows, strict=True))
+    return batch
+
+
+batches = [pairs(sums[start : start + 20]) for start in range(30, 330, 20)]
+print({name: array.shape for name, array in batches[0].items()})
+
+# %% [markdown]
+# ## The loss
+#
+# A function of a model and a batch that returns a scalar. The reference is `lora.without(model)`: the same arrays, the
+# adapters left out. There is no second copy of the weights, and no gradient flows into it: only adapters are trained.
+
+# %%
+BETA = 0.2
+
+
+def log_probability(model, tokens, counts):
+    """Of the answers of all rows, [B]."""
+    each = jax.nn.log_softmax(model(tokens[:, :-1]).logits)
+    chosen = jnp.take_along_axis(each, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.sum(chosen * counts[:, 1:], axis=1)
+
+
+def margins(model, batch):
+    """How much likelier each preferred answer has become, compared to the other one, [B]."""
+    reference = train.lora.without(model)
+    gains = []
+    for name in ("liked", "disliked"):
+        given = batch[name], batch[f"{name}_counts"]
+        gains.append(log_probability(model, *given) - log_probability(reference, *given))
+    return gains[0] - gains[1]
+
+
+def dpo(model, batch):
+    return -jnp.mean(jax.nn.log_sigmoid(BETA * margins(model, batch)))
+
+
+# %% [markdown]
+# ## Training
+#
+# `fit` does the rest as for any other loss: it compiles one step, saves checkpoints if it is given a folder, and can be
+# stopped and continued. Before the first step the model equals its reference: every margin is 0, the loss is log 2.
+
+# %%
+held = pairs(sums[:30])
+fitted = train.fit(
+    model, batches, optimizer=optax.adam(2e-3), steps=45, objective=dpo, evaluate=[held], evaluate_every=9
+)
+print(f"loss {fitted.history[0]['loss']:.3f} -> {fitted.history[-1]['loss']:.3f}")
+plot.history(fitted.history, ["loss", "evaluation"])
+plt.show()
+
+# %% [markdown]
+# ## After
+#
+# Thirty sums that it has not been trained on:
+
+# %%
+right = [answer(fitted.model, a, b) == str(a + b) for a, b in sums[:30]]
+print(f"{np.mean(right):.0%} are answered with the right number alone, such as:")
+for a, b in sums[:2]:
+    print(f"What is {a} + {b}?  {answer(fitted.model, a, b)}")
+
+# %% [markdown]
+# The model kept its sums and changed its manner. Any other loss is written in the same way: distillation from another
+# model, an entropy bonus, a penalty on experts; `nnxmoe.train.Objective` is the built-in one, next-token cross-entropy
+# with the balance losses of notebook 3.
