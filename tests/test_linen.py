@@ -30,7 +30,7 @@ from tests.support import linen_modules as hand
 from tests.support.arrays import flat, max_error, nested
 from tests.support.maxtext_cases import CASES, LLAMA_3, NAMES, config_of, params_of
 from tests.support.running import randomise
-from tests.support.tiny import TINY, random_tokens
+from tests.support.tiny import TINY, build_tiny, random_tokens
 
 F32 = hand.F32
 TOKENS = random_tokens(2, 9)
@@ -717,6 +717,95 @@ def test_invalid_model_arguments() -> None:
     for module in (LinenCausalLM({"vocab_size": 3}), LinenCausalLM(MIXTRAL, None, 2)):
         with pytest.raises(ValueError, match="give a model's config, and a bool"):
             module.init(KEY, TOKENS)
+
+
+# Trees with other names
+
+
+def renamed(model: nnxmoe.CausalLM, stacked: bool) -> dict[str, Any]:
+    """A decoder's parameters as an older code base might have them: flat kernels, fused projections, own names."""
+    layers = []
+    for layer in model.stacks[0].layers:
+        q, k, v, o = (np.asarray(getattr(layer.attention, name).kernel[...]) for name in "qkvo")
+        gate, up, down = (np.asarray(getattr(layer.feed_forward, name).kernel[...]) for name in ("gate", "up", "down"))
+        layers.append(
+            {
+                "attn": {
+                    "qkv": {"kernel": np.concatenate([a.reshape(len(a), -1) for a in (q, k, v)], axis=1)},
+                    "out": {"kernel": o.reshape(-1, o.shape[-1])},
+                },
+                "mlp": {"gate_up": {"kernel": np.concatenate([gate, up], axis=1)}, "down": {"kernel": down}},
+                "ln_1": {"scale": np.asarray(layer.attention_norm.scale[...])},
+                "ln_2": {"scale": np.asarray(layer.feed_forward_norm.scale[...])},
+            }
+        )
+    tree: dict[str, Any] = {"wte": {"embedding": np.asarray(model.embed.table[...])}}
+    tree |= {
+        "ln_f": {"scale": np.asarray(model.norm.scale[...])},
+        "out": {"kernel": np.asarray(model.head.kernel[...])},
+    }
+    if stacked:
+        return tree | {"h": jax.tree.map(lambda *each: np.stack(each), *layers)}
+    return tree | {f"h_{i}": layer for i, layer in enumerate(layers)}
+
+
+def mapping_of(model: nnxmoe.CausalLM, where: str) -> dict[str, Any]:
+    heads, kv_heads, width = (
+        getattr(model.config, n) for n in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    ends, inner, qkv = (
+        np.cumsum([heads, kv_heads, kv_heads]) * width,
+        model.config.intermediate_size,
+        f"{where}/attn/qkv",
+    )
+    part = {"q": slice(0, ends[0]), "k": slice(ends[0], ends[1]), "v": slice(ends[1], ends[2])}
+    each: dict[str, Any] = {
+        f"attention/{name}/kernel": (f"{qkv}/kernel", lambda a, at=at: a[:, at].reshape(len(a), -1, width))
+        for name, at in part.items()
+    }
+    each |= {
+        "attention/o/kernel": f"{where}/attn/out/kernel",
+        "mlp/gate/kernel": (f"{where}/mlp/gate_up/kernel", lambda a: a[:, :inner]),
+        "mlp/up/kernel": ((f"{where}/mlp/gate_up/kernel",), lambda a: a[:, inner:]),
+        "mlp/down/kernel": f"{where}/mlp/down/kernel",
+        "attention_norm/scale": f"{where}/ln_1/scale",
+        "mlp_norm/scale": f"{where}/ln_2/scale",
+    }
+    outside = {"embed/table": "wte/embedding", "norm/scale": "ln_f/scale", "head/kernel": "out/kernel"}
+    return outside | {f"layers/{{layer}}/{name}": source for name, source in each.items()}
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_trees_with_other_names(stacked: bool) -> None:
+    """Unrolled and stacked trees with fused and flattened arrays give the same logits, boxed or not."""
+    model = build_tiny("llama", nnxmoe.Strategy(), attention_bias=False, mlp_bias=False)
+    tree, mapping = renamed(model, stacked), mapping_of(model, "h" if stacked else "h_{layer}")
+    for params in (tree, {"params": jax.tree.map(lambda a: nn.LogicallyPartitioned(a, (None,) * a.ndim), tree)}):
+        found = linen.from_linen(params, model.config, mapping=mapping)
+        assert max_error(found(TOKENS).logits, model(TOKENS).logits) < 1e-6
+    scanned = linen.from_linen(tree, model.config, nnxmoe.Strategy(stacking=nnxmoe.Scanned()), mapping=mapping)
+    assert max_error(scanned(TOKENS).logits, model(TOKENS).logits) < 1e-5
+
+
+def test_faults_of_mappings_are_listed() -> None:
+    model = build_tiny("llama", nnxmoe.Strategy(), attention_bias=False, mlp_bias=False)
+    tree, mapping = renamed(model, False), mapping_of(model, "h_{layer}")
+    del mapping["norm/scale"], tree["h_1"]["mlp"]["down"]
+    mapping |= {
+        "layers/{layer}/attention/o/kernel": ("h_{layer}/attn/out/kernel", lambda a: a.T),
+        "layers/0/mlp/gate/kernel": ("h_0/mlp/gate_up/kernel", lambda a: a[:, :, 0]),
+        "layers/7/mlp/gate/kernel": "h_7/mlp/gate_up/kernel",
+    }
+    with pytest.raises(ValueError, match="the mapping does not take this Linen tree to Llama") as caught:
+        linen.from_linen(tree, model.config, mapping=mapping)
+    text = str(caught.value)
+    assert "norm/scale [24] has no row in the mapping" in text
+    assert "layers/1/mlp/down/kernel: the tree has no h_1/mlp/down/kernel" in text
+    assert "layers/0/mlp/gate/kernel: its function fails for float32[" in text
+    assert "ln_f/scale [24] of the tree is in no row" in text
+    assert "layers/7/mlp/gate/kernel of the mapping is no parameter of this model" in text
+    square = model.config.num_attention_heads * model.config.head_dim == model.config.hidden_size
+    assert square or "layers/0/attention/o/kernel is" in text
 
 
 class Bare(nnx.Module):

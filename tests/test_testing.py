@@ -18,11 +18,9 @@ from jax import Array
 import nnxmoe
 from nnxmoe import testing
 from nnxmoe.convert import maxtext
-from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.rope import rotation_at
 from nnxmoe.models import Llama, LlamaConfig, Mixtral, MixtralConfig
 from nnxmoe.testing.rows import compare_trees
 from tests.support.running import randomise
@@ -197,15 +195,58 @@ def attention() -> tuple[GQA, dict[str, Any]]:
     """A GQA module, and the options to call it."""
     window: dict[str, Any] = {"window": None, "bias": False, "attend": nnxmoe.Reference()}
     module = GQA(WIDTH, HEADS, KV_HEADS, HEAD, **window, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
-    index, valid = jnp.arange(7), jnp.ones((2, 7), bool)
-    segment = jnp.zeros((2, 7), jnp.int32)
-    rotation = rotation_at(llama(1).rope, jnp.broadcast_to(index, (2, 7)))
-    context = Context(rotation, index, valid, segment)
-    return module, {"nnx_call": lambda module, x: module(x, context, None)[0]}
+    context = nnxmoe.Context.of_rows(llama(1).rope, 2, 7)
+    return module, {"nnx_call": lambda module, x: module(x, context)[0]}
 
 
 def mlp() -> MLP:
     return MLP(WIDTH, 20, bias=False, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+
+
+class FusedMLP(nn.Module):
+    """Gate and up as one product, as in many older code bases; ``swapped``: a planted mistake."""
+
+    swapped: bool = False
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        gate, up = jnp.split(nn.Dense(40, use_bias=False, name="gate_up")(x), 2, axis=-1)
+        gate, up = (up, gate) if self.swapped else (gate, up)
+        return nn.Dense(WIDTH, use_bias=False, name="out")(nn.silu(gate) * up)
+
+
+def test_rows_of_several_arrays() -> None:
+    """One Linen array from two of NNX, and two Linen arrays from one of NNX; mistakes are found."""
+    x = jax.random.normal(jax.random.key(0), (2, 3, WIDTH))
+    fused: Any = {
+        ("gate/kernel", "up/kernel"): ("gate_up/kernel", lambda gate, up: jnp.concatenate([gate, up], axis=-1)),
+        "down/kernel": "out/kernel",
+    }
+    assert testing.assert_module_parity(mlp(), FusedMLP(), fused, (x,)).parameters == 3
+    text = difference(testing.assert_module_parity, mlp(), FusedMLP(True), fused, (x,))
+    assert "its inputs differ already" in text and "out" in text  # gate and up have no single counterpart
+    text = difference(testing.assert_module_parity, mlp(), FusedMLP(), fused | {"gate/kernel": "gate_up/kernel"}, (x,))
+    assert "gate/kernel -> gate_up/kernel: already mapped from gate/kernel + up/kernel" in text
+    plain = {("gate/kernel", "up/kernel"): "gate_up/kernel", "down/kernel": "out/kernel"}
+    text = difference(testing.assert_module_parity, mlp(), FusedMLP(), plain, (x,))
+    assert "gate/kernel + up/kernel -> gate_up/kernel: give a pair of the name and a function of 2 arrays" in text
+
+    class Halves(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return jnp.concatenate([nn.Dense(2, use_bias=False, name=name)(x) for name in ("left", "right")], axis=-1)
+
+    class Whole(nnx.Module):
+        def __init__(self) -> None:
+            self.kernel = nnx.Param(jnp.arange(12.0).reshape(3, 4))
+
+        def __call__(self, x: Any) -> Any:
+            return x @ self.kernel[...]
+
+    parts: Any = {"kernel": [("left/kernel", lambda k: k[:, :2]), ("right/kernel", lambda k: k[:, 2:])]}
+    assert testing.assert_module_parity(Whole(), Halves(), parts, (jnp.ones((2, 3)),)).parameters == 1
+    turned: Any = {"kernel": [("left/kernel", lambda k: k[:, 2:]), ("right/kernel", lambda k: k[:, :2])]}
+    assert "outputs" in difference(testing.assert_module_parity, Whole(), Halves(), turned, (jnp.ones((2, 3)),))
 
 
 # Equal modules

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import maxtext
+from nnxmoe.linen.mapping import Mapped, from_mapping
 from nnxmoe.linen.plan import (
     Blueprint,
     Names,
@@ -86,9 +87,31 @@ def wrap(nnx_class: Callable[..., nnx.Module], *args: Any, name: str | None = No
 
 
 def from_linen(
-    params: maxtext.Tree, config: DecoderConfig, strategy: Strategy | None = None, mesh: Mesh | None = None
+    params: maxtext.Tree,
+    config: DecoderConfig,
+    strategy: Strategy | None = None,
+    mesh: Mesh | None = None,
+    *,
+    mapping: Mapped | None = None,
 ) -> CausalLM:
-    """The NNX model with the variables of a `LinenCausalLM` or of MaxText, boxed or not. See `maxtext.from_tree`."""
+    """The NNX model with the variables of a Linen module, boxed or not.
+
+    ``mapping`` None: they have the names of a `LinenCausalLM` or of MaxText (see `maxtext.from_tree`). Otherwise it
+    says where each parameter comes from: its name here, such as ``layers/{layer}/attention/q/kernel``, -> its name in
+    the tree, or a pair of one or several names and a function from those arrays to ours. Dimensions are split and
+    merged as needed. A name in the tree without ``{layer}`` is that of an array with the layers on axis 0, as
+    ``nn.scan`` stacks them.
+
+        linen.from_linen(params, config, mapping={
+            "embed/table": "wte/embedding",
+            "layers/{layer}/attention/q/kernel": ("h_{layer}/qkv/kernel", lambda qkv: qkv[:, :64]),
+            …
+        })
+
+    Raises ValueError that lists all parameters without a row, missing and unused arrays, and shapes that differ.
+    """
+    if mapping is not None:
+        return from_mapping(params, config, mapping, strategy, mesh)
     return maxtext.from_tree(params, config, strategy, mesh)
 
 

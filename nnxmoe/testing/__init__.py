@@ -51,7 +51,9 @@ def assert_module_parity(
     """Compare parameter trees, outputs and gradients; the Linen module is given the NNX module's parameters.
 
     ``mapping``: NNX parameter -> Linen parameter, ``{"q/kernel": "query/kernel"}``, or a pair of that name and a
-    function from the NNX array to the Linen array. None: MaxText's names, for nnxmoe's models. ``inputs``: the
+    function from the NNX array to the Linen array. A tuple of NNX parameters stands for arrays that Linen has as one,
+    such as a fused qkv, ``{("q/kernel", "k/kernel", "v/kernel"): ("qkv/kernel", lambda q, k, v: …)}``, and a list of
+    Linen parameters for one that Linen has in parts. None: MaxText's names, for nnxmoe's models. ``inputs``: the
     positional arguments. ``nnx_call``, ``linen_call``: ``(module, *inputs) -> output to compare``; default: a plain
     call. Gradients are those of the output's product with fixed random numbers, by all parameters and floating-point
     inputs. Raises AssertionError with all differences and the first layer that differs.

@@ -133,11 +133,11 @@ def pairs_of(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) -> l
 
 def parts_of(rows: Mapping[str, Row]) -> dict[str, list[Part]]:
     """NNX parameter -> its parts: one, or one per layer."""
-    here = defaultdict(list)
+    here = defaultdict(dict)  # in order, each part once: several rows may read it
     for row in rows.values():
         for part in row.parts:
-            here[part[0]].append(part)
-    return here
+            here[part[0]][part] = None
+    return {name: list(parts) for name, parts in here.items()}
 
 
 def _by_parameters(calls: list[Call], parts: Mapping[str, list[Part]]) -> dict[Any, list[Call]]:

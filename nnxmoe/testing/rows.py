@@ -13,7 +13,8 @@ from nnxmoe.convert import maxtext
 from nnxmoe.convert.core.layout import Leaf
 from nnxmoe.model.causal_lm import CausalLM
 
-Names = Mapping[str, str | tuple[str, Callable[[Array], Array]]]
+Target = str | tuple[str, Callable[..., Array]]
+Names = Mapping[str | tuple[str, ...], Target | list[Target]]
 Part = tuple[str, int | None]  # an NNX parameter, or one layer of it
 Arrays = dict[str, Any]
 
@@ -26,6 +27,11 @@ class Row:
     make: Callable[..., Any]
     changed: bool
 
+    @property
+    def source(self) -> str:
+        """The names of the NNX parameters."""
+        return " + ".join(dict.fromkeys(name for name, _ in self.parts))
+
     def __call__(self, params: Arrays) -> Any:
         return self.make(*(params[name] if i is None else params[name][i] for name, i in self.parts))
 
@@ -37,11 +43,12 @@ def compare_trees(
     rows, faults = _maxtext_rows(module, shapes) if mapping is None else _rows(mapping, params)
     faults += [f"Linen's {name} {kind(a)} has no NNX parameter" for name, a in shapes.items() if name not in rows]
     for name, row in rows.items():
-        source = f"{row.parts[0][0]} -> {name}"
+        source = f"{row.source} -> {name}"
         try:
             made = jax.eval_shape(row, params)
         except (TypeError, ValueError) as error:
-            faults.append(f"{source}: its function fails for {kind(params[row.parts[0][0]])}: {error}")
+            given = ", ".join(kind(params[part]) for part, _ in row.parts)
+            faults.append(f"{source}: its function fails for {given}: {error}")
             continue
         if name not in shapes:
             faults.append(f"{source} {kind(made)}: Linen has no such parameter")
@@ -54,17 +61,23 @@ def compare_trees(
 
 
 def _rows(mapping: Names, params: Arrays) -> tuple[dict[str, Row], list[str]]:
-    faults = [f"NNX's {name} {kind(a)} has no row in the mapping" for name, a in params.items() if name not in mapping]
+    given = [((key,) if isinstance(key, str) else key, targets) for key, targets in mapping.items()]
+    mapped = {name for names, _ in given for name in names}
+    faults = [f"NNX's {name} {kind(a)} has no row in the mapping" for name, a in params.items() if name not in mapped]
     rows: dict[str, Row] = {}
-    for name, target in mapping.items():
-        same = isinstance(target, str)
-        there, make = (target, lambda a: a) if same else target
-        if name not in params:
-            faults.append(f"{name} -> {there}: NNX has no such parameter")
-        elif there in rows:
-            faults.append(f"{name} -> {there}: already mapped from {rows[there].parts[0][0]}")
-        else:
-            rows[there] = Row(((name, None),), make, changed=not same)
+    for names, targets in given:
+        for target in targets if isinstance(targets, list) else [targets]:
+            there, make = (target, None) if isinstance(target, str) else target
+            source = " + ".join(names)
+            if unknown := [name for name in names if name not in params]:
+                faults.append(f"{source} -> {there}: NNX has no such parameter{f', {unknown[0]}' * (len(names) > 1)}")
+            elif there in rows:
+                faults.append(f"{source} -> {there}: already mapped from {rows[there].source}")
+            elif make is None and len(names) > 1:
+                faults.append(f"{source} -> {there}: give a pair of the name and a function of {len(names)} arrays")
+            else:
+                parts = tuple((name, None) for name in names)
+                rows[there] = Row(parts, make or (lambda a: a), changed=make is not None)
     return rows, faults
 
 
