@@ -34,7 +34,8 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import models, plot
 
-plt.rcParams["figure.dpi"] = 70
+plt.rcParams["figure.dpi"] = 110
+nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
 DEMO = Path(models.__file__).parent / "demo"
 
 # %% [markdown]
@@ -176,7 +177,8 @@ for start in (0, 6, 12):
 
 # %% [markdown]
 # `generate` and `stream` do all of this themselves: one program for the prompt, one for a token, the cache written in
-# place, shapes rounded up so that a longer prompt does not compile again.
+# place. A prompt is read in chunks of 64 or 512 tokens, and the cache has room for 512, 768, 1024, … tokens, so that
+# another length seldom compiles anything.
 #
 # ## Sampling
 #
@@ -233,7 +235,7 @@ for question in ["What is the capital of Italy?", "How much is 8 plus 5?", "Coun
     print(f"{question}\n    {' | '.join(pieces)}")
 
 # %% [markdown]
-# Two commands do the same without a line of Python: `nnxmoe generate demo --prompt "Once upon a time"` and `nnxmoe chat
+# Two commands do the same without a line of Python: `nnxmoe generate demo "Once upon a time"` and `nnxmoe chat
 # demo`.
 #
 # Next: notebook 2 teaches this model something new; notebook 3 looks at what its experts do.

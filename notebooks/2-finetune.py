@@ -25,6 +25,7 @@
 import importlib.util
 import json
 import random
+import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -35,8 +36,11 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import models, plot, train
 
-plt.rcParams["figure.dpi"] = 70
+plt.rcParams["figure.dpi"] = 110
+nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
 DEMO = Path(models.__file__).parent / "demo"
+WORK = Path(tempfile.mkdtemp())  # what this notebook writes
+DATA = WORK / "backwards.jsonl"
 
 # %% [markdown]
 # ## A task, and how well the model does it now
@@ -57,9 +61,9 @@ def chat(digits):
 rng = random.Random(0)
 drawn = rng.sample(range(10_000), 2_050)
 questions = [f"{number:04d}" for number in drawn]
-with open("backwards.jsonl", "w") as file:
+with DATA.open("w") as file:
     file.writelines(json.dumps({"messages": chat(digits)}) + "\n" for digits in questions[50:])
-print(Path("backwards.jsonl").read_text().splitlines()[0])
+print(DATA.read_text().splitlines()[0])
 
 
 # %%
@@ -84,8 +88,8 @@ print(f"{before:.0%} right, such as {said}")
 # loss and gradients are those of the same chats one by one.
 
 # %%
-data = train.batches("backwards.jsonl", tokenizer, batch_size=8, seq_len=128, seed=0)
-batch = next(train.batches("backwards.jsonl", tokenizer, batch_size=8, seq_len=128, seed=0))
+data = train.batches(DATA, tokenizer, batch_size=8, seq_len=128, seed=0)
+batch = next(train.batches(DATA, tokenizer, batch_size=8, seq_len=128, seed=0))
 print({name: (array.shape, str(array.dtype)) for name, array in batch.items()})
 
 shown = zip(batch["tokens"][0, :44].tolist(), batch["loss_mask"][0, :44], strict=True)
@@ -119,13 +123,13 @@ print(f"{trained:,} of {whole:,} parameters are trained")
 run = {
     "optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(5e-3, 80))),
     "steps": 80,
-    "checkpoint": "run",
+    "checkpoint": WORK / "run",
     "save_every": 20,
 }
 first = train.fit(model, data, callbacks=[lambda progress: progress.step == 40], **run)
 print(f"stopped after step {first.history[-1]['step']}")
 
-again = train.batches("backwards.jsonl", tokenizer, batch_size=8, seq_len=128, seed=0)
+again = train.batches(DATA, tokenizer, batch_size=8, seq_len=128, seed=0)
 second = train.fit(model, again, **run)
 print(f"went on with step {second.history[0]['step']}")
 
@@ -134,6 +138,8 @@ history = first.history + second.history
 _, axes = plt.subplots(1, 2, figsize=(10, 3))
 plot.history(history, "cross_entropy", ax=axes[0]).set_yscale("log")
 plot.history(history, "gradient_norm", ax=axes[1])
+plt.show()
+
 # %% [markdown]
 # ## After
 
@@ -154,6 +160,7 @@ loads = {
 _, axes = plt.subplots(1, 2, figsize=(10, 2.4))
 for ax, (name, routing) in zip(axes, loads.items(), strict=True):
     plot.load(routing, ax=ax).set_title(name)
+plt.show()
 
 # %% [markdown]
 # ## Back to Hugging Face
@@ -162,18 +169,18 @@ for ax, (name, routing) in zip(axes, loads.items(), strict=True):
 # `transformers` loads: the sum is made in float32 and rounded once to the dtype of the weights.
 
 # %%
-train.lora.save(tuned, "adapter")
+train.lora.save(tuned, WORK / "adapter")
 train.lora.merge(tuned)
-nnxmoe.save_pretrained(tuned, "merged")
+nnxmoe.save_pretrained(tuned, WORK / "merged")
 for folder in ("adapter", "merged"):
-    print(folder, {path.name: path.stat().st_size for path in sorted(Path(folder).iterdir())})
+    print(folder, {path.name: path.stat().st_size for path in sorted((WORK / folder).iterdir())})
 
-merged = nnxmoe.from_pretrained("merged")
+merged = nnxmoe.from_pretrained(WORK / "merged")
 print(f"merged, saved and loaded: {exam(merged)[0]:.0%} right")
 
 # %%
 reloaded = nnxmoe.from_pretrained(DEMO)
-train.lora.load(reloaded, "adapter")
+train.lora.load(reloaded, WORK / "adapter")
 print(f"the demo with the adapter's file: {exam(reloaded)[0]:.0%} right")
 
 # %% [markdown]
@@ -184,7 +191,8 @@ if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    theirs, their_tokenizer = AutoModelForCausalLM.from_pretrained("merged"), AutoTokenizer.from_pretrained("merged")
+    theirs = AutoModelForCausalLM.from_pretrained(WORK / "merged")
+    their_tokenizer = AutoTokenizer.from_pretrained(WORK / "merged")
     asked = chat(questions[0])[:1]
     prompt = their_tokenizer.apply_chat_template(
         asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -204,3 +212,5 @@ else:
 # ```
 #
 # Killed and given again, it goes on; at the end `tuned` is a folder for `from_pretrained`, here and in `transformers`.
+#
+# Next: notebook 6 trains with a loss of your own.

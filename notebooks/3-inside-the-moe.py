@@ -31,7 +31,8 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import models, plot
 
-plt.rcParams["figure.dpi"] = 70
+plt.rcParams["figure.dpi"] = 110
+nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
 
 # %% [markdown]
 # ## Who reads what

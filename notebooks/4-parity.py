@@ -31,7 +31,8 @@ import nnxmoe
 from nnxmoe import linen, models, plot, testing
 from nnxmoe.convert import maxtext
 
-plt.rcParams["figure.dpi"] = 70
+plt.rcParams["figure.dpi"] = 110
+nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
 jax.config.update("jax_default_matmul_precision", "highest")  # on accelerators float32 products are rounded otherwise
 
 # %% [markdown]

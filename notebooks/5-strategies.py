@@ -38,7 +38,8 @@ from nnxmoe.convert import maxtext
 
 jax.config.update("jax_num_cpu_devices", 8)  # before the first use of a device; JAX_NUM_CPU_DEVICES=8 does it too
 jax.config.update("jax_default_matmul_precision", "highest")
-plt.rcParams["figure.dpi"] = 70
+plt.rcParams["figure.dpi"] = 110
+nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
 print(jax.device_count(), "devices")
 
 # %% [markdown]
