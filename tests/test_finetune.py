@@ -133,6 +133,32 @@ def test_adapter_only_output_and_changed_arguments(tmp_path: Path, capsys: pytes
     assert "seed was 0, is 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_finished_run_is_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More steps or epochs continue it, fewer are refused; held-out data and the learning rate are among the metrics."""
+    data, held, out = write_task(tmp_path / "task.jsonl", 12), write_task(tmp_path / "held.jsonl", 4), tmp_path / "out"
+    line = ["finetune", "demo", data, "--out", str(out), "--batch-size", "4", "--seq-len", "48", "--accumulate", "2"]
+    line += ["--lora", "2", "--lora-alpha", "4", "--warmup", "1", "--eval", held, "--learning-rate", "1e-3"]
+    assert cli.main([*line, "--epochs", "1"]) == 0
+    assert "on " + held in capsys.readouterr().out
+    told = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
+    epoch, changed = len(told), (out / "model.safetensors").stat().st_mtime_ns
+    assert (
+        "evaluation" in told[-1] and told[0]["learning_rate"] == 0 and told[1]["learning_rate"] == pytest.approx(1e-3)
+    )
+    assert json.loads((out / "finetune.json").read_text())["finished"] == epoch
+    assert cli.main([*line, "--epochs", "1"]) == 0
+    assert (out / "model.safetensors").stat().st_mtime_ns == changed, "it is finished"
+    assert cli.main([*line, "--epochs", "2"]) == 0
+    steps = [json.loads(text)["step"] for text in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1)) and epoch < len(steps) <= 2 * epoch + 1
+    assert (out / "model.safetensors").stat().st_mtime_ns != changed
+    capsys.readouterr()
+    for length in (["--epochs", "1"], ["--steps", "50"]):
+        assert cli.main([*line, *length]) == 1
+        assert "epochs was 2, is " in capsys.readouterr().err
+
+
 def test_invalid_commands_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One error line, exit status 1, and no file is created or changed."""
     data, bad = write_task(tmp_path / "task.jsonl", 5), tmp_path / "bad.jsonl"
@@ -146,6 +172,8 @@ def test_invalid_commands_change_nothing(tmp_path: Path, capsys: pytest.CaptureF
         (["demo", str(tmp_path / "none.jsonl"), "--out", str(new)], "none.jsonl"),
         (["demo", data, "--out", str(new), "--adapter-only"], "--lora 16"),
         (["demo", data, "--out", str(new), "--learning-rate", "2"], "learning_rate"),
+        (["demo", data, "--out", str(new), "--lora-alpha", "2"], "--lora 16"),
+        (["demo", data, "--out", str(new), "--eval", str(bad)], "bad.jsonl line 2"),
         (["mixtral-8x7b", data, "--out", str(new)], "preset"),
         (["demo", data, "--out", str(new), "--seq-len", "1"], "seq_len"),
         (["demo", data, "--out", str(new), "--seq-len", "4"], "no chat has an answer within its first 4 tokens"),

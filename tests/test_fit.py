@@ -189,6 +189,103 @@ fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=steps, checkpoint=fold
 # Errors
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_objective_may_be_a_function(accumulate: int) -> None:
+    """Batches with fields of their own; with accumulation its mean over the parts; evaluated as it is trained."""
+    model = build_tiny("mixtral", PLAIN)
+    batch = {"liked": random_tokens(4, 6), "disliked": random_tokens(4, 6, seed=9), "weight": np.arange(4.0)}
+
+    def difference(model: nnxmoe.CausalLM, batch: Any) -> Any:
+        good, bad = (
+            jax.nn.log_softmax(model(batch[name]).logits)[..., 0].mean(axis=1) for name in ("liked", "disliked")
+        )
+        return jnp.mean(batch["weight"] * (bad - good))
+
+    options = settings(bias_rate=0.0, steps=5, accumulate=accumulate, evaluate=[batch], optimizer=optax.sgd(0.1))
+    done = fit(model, [batch], objective=difference, **options)
+    assert done.history[0]["loss"] == pytest.approx(float(difference(model, batch)), rel=1e-5)
+    assert done.history[-1]["evaluation"] == pytest.approx(float(difference(done.model, batch)), rel=1e-4)
+    assert done.history[-1]["loss"] < done.history[0]["loss"] and "cross_entropy" not in done.history[0]
+    assert done.history[0]["gradient_norm"] == pytest.approx(
+        fit(model, [batch], objective=difference, **options | {"accumulate": 1}).history[0]["gradient_norm"], rel=1e-4
+    )
+
+
+@pytest.mark.wrong_types
+def test_unusable_objectives_and_optimizers() -> None:
+    model, batch = build_tiny("llama", PLAIN), {"tokens": random_tokens(2, 5)}
+    wrong: list[tuple[dict[str, Any], Any, str]] = [
+        ({"objective": 3}, batch, "objective=3: pass train.Objective"),
+        (
+            {"objective": lambda model, batch: model(batch["tokens"]).logits},
+            batch,
+            r"float32 \[2, 5, 53\]: return a sc",
+        ),
+        ({"objective": lambda model, batch: 1.0}, {"a": np.ones(3), "b": np.ones(2)}, "different numbers of rows"),
+        ({"objective": lambda model, batch: 1.0}, [1], "a batch must be a dict of arrays, got list"),
+        ({"objective": lambda model, batch: 1.0, "bias_rate": 0.1}, batch, "which only train.Objective reports"),
+        ({"optimizer": "adam"}, batch, "optimizer='adam': pass one of optax"),
+    ]
+    for options, data, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            fit(model, [data], **settings(**{"bias_rate": 0.0} | options))
+
+
+def test_preference_loss_with_the_base_model_as_reference() -> None:
+    """DPO before its first step: the model equals the reference, so the loss is log 2; then the margin grows."""
+    model = build_tiny("deepseek_v3", PLAIN)
+    lora.add(model, 2, rngs=nnx.Rngs(0))
+    batch = {"liked": random_tokens(4, 6), "disliked": random_tokens(4, 6, seed=9)}
+
+    def dpo(model: nnxmoe.CausalLM, batch: Any) -> Any:
+        def score(model: nnxmoe.CausalLM, tokens: Any) -> Any:
+            each = jax.nn.log_softmax(model(tokens[:, :-1]).logits)
+            return jnp.take_along_axis(each, tokens[:, 1:, None], axis=-1).sum(axis=(1, 2))
+
+        reference = lora.without(model)
+        gains = [score(model, batch[name]) - score(reference, batch[name]) for name in ("liked", "disliked")]
+        return -jnp.mean(jax.nn.log_sigmoid(0.5 * (gains[0] - gains[1])))
+
+    before = model(batch["liked"]).logits
+    done = fit(model, [batch], objective=dpo, **settings(bias_rate=0.0, optimizer=optax.adam(1e-2), steps=8))
+    losses = [metrics["loss"] for metrics in done.history]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-6) and losses[-1] < 0.5 * losses[0]
+    np.testing.assert_array_equal(lora.without(done.model)(batch["liked"]).logits, before)
+
+
+@pytest.mark.program
+def test_second_fit_of_an_equal_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the step nor anything small, for new objects that are equal; another optimizer does compile."""
+    compiled: list[str] = []
+
+    def listen(name: str, _: float, **more: Any) -> None:
+        if "backend_compile" in name:
+            compiled.append(str(more.get("fun_name")))
+
+    def go(rate: float) -> Any:
+        batch = {"tokens": random_tokens(2, 7)}
+        optimizer = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(rate, 0.0, 9))
+        model = build_tiny("mixtral", PLAIN)
+        compiled.clear()
+        return fit(model, [batch], optimizer=optimizer, steps=3, evaluate=[batch])
+
+    with caplog.at_level("INFO", logger="nnxmoe"):
+        first = go(1e-2)
+        told = [record.message for record in caplog.records if record.message.startswith("compiling")]
+        assert told in (["compiling the training step", "compiling the evaluation"], [])
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            second = go(1e-2)
+            assert compiled == []
+            go(2e-2)
+            assert any("_step" in name for name in compiled)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+    same_bits(first, second)
+    assert first.history[0]["learning_rate"] == pytest.approx(1e-2)
+    assert first.history[1]["learning_rate"] < first.history[0]["learning_rate"]
+
+
 def test_non_finite_gradients_raise_with_the_parameter_name(tmp_path: Path) -> None:
     model = build_tiny("llama", PLAIN)
 

@@ -14,12 +14,14 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.convert import maxtext, native
+from nnxmoe.generation import decode
+from nnxmoe.model import causal_lm
 from nnxmoe.model.causal_lm import decoder_of
 from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
 from nnxmoe.train import fit
 from tests.support.arrays import max_error
 from tests.support.running import variables
-from tests.support.tiny import TINY, random_tokens
+from tests.support.tiny import TINY, build_tiny, random_tokens
 
 KINDS = ("llama", "mixtral", "deepseek_v3")
 
@@ -28,6 +30,93 @@ def made(kind: str, rngs: nnx.Rngs | None = None, **strategy: Any) -> nnxmoe.Cau
     """Tiny model with random values, or with shapes only if ``rngs`` is None."""
     config = config_from_hf(TINY[kind])
     return model_class(config)(config, nnxmoe.Strategy(**strategy), rngs=rngs)
+
+
+# Scanned and unrolled
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unscan(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The parameters and labels of a model made unrolled; `generate` does it by itself, if memory permits."""
+    scanned, unrolled = build_tiny(kind, nnxmoe.Strategy(scan_layers=True)), build_tiny(kind, nnxmoe.Strategy())
+    found = nnxmoe.unscan(scanned)
+    assert found.strategy.stacking == nnxmoe.Unrolled() and nnxmoe.unscan(unrolled) is unrolled
+    for (path, ours), (other, theirs) in zip(
+        *(nnx.to_flat_state(nnx.state(m)) for m in (found, unrolled)), strict=True
+    ):
+        assert path == other and ours.get_metadata() == theirs.get_metadata()
+        np.testing.assert_array_equal(ours.get_value(), theirs.get_value())
+    tokens = random_tokens(2, 5)
+    wanted = nnxmoe.generate(unrolled, tokens, max_new_tokens=3)
+    programs = decode._programs.cache_info().misses
+    np.testing.assert_array_equal(nnxmoe.generate(scanned, tokens, max_new_tokens=3), wanted)
+    assert decode._programs.cache_info().misses == programs, "the same programs"
+    if kind == "llama":
+        monkeypatch.setattr(decode, "memory_bytes", lambda: (1e3, "this little machine"))
+        monkeypatch.setattr(decode, "_batch", lambda *_: 8)
+        np.testing.assert_array_equal(nnxmoe.generate(scanned, tokens, max_new_tokens=3), wanted)
+        assert "the layers are scanned, which decodes slowly, and this little machine" in caplog.text
+    shapes = nnxmoe.unscan(made(kind, scan_layers=True))
+    assert {leaf.shape for leaf in jax.tree.leaves(nnx.state(shapes))} == {
+        leaf.shape for leaf in jax.tree.leaves(nnx.state(made(kind)))
+    }
+
+
+# Scoring
+
+
+@pytest.mark.parametrize("kind", ["mistral", "mixtral", "deepseek_v3"])
+def test_texts_are_scored_in_few_shapes(kind: str) -> None:
+    """A forward pass of arrays is padded and cut: logits, routing and hidden states are those of the exact shape."""
+    model = build_tiny(kind, nnxmoe.Strategy())
+    exact = jax.jit(lambda tokens, **options: model(tokens, return_routing=True, return_hidden=True, **options))
+    graph, state = nnx.split(decoder_of(model))
+    program = causal_lm._compiled(graph, jax.tree.structure(state))
+    shapes = program._cache_size()
+    for length in (1, 5, 30):
+        tokens = random_tokens(2, length)
+        mask = np.ones((2, length), int)
+        mask[1, : length // 2] = 0
+        counts = np.arange(length)[None].repeat(2, 0)
+        given: list[dict[str, Any]] = [
+            {},
+            {"attention_mask": mask},
+            {"positions": counts + 3, "segment_ids": counts // 3},
+        ]
+        for options in given if length == 5 else given[:1]:
+            ours, theirs = model(tokens, return_routing=True, return_hidden=True, **options), exact(tokens, **options)
+            assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+            real = mask.astype(bool) if "attention_mask" in options else np.ones((2, length), bool)
+            assert max_error(np.asarray(ours.logits)[real], np.asarray(theirs.logits)[real]) < 1e-4
+            assert [x.shape for x in ours.hidden] == [x.shape for x in theirs.hidden]
+            for layer, routing in (theirs.routing or {}).items():
+                found = ours.routing[layer]
+                np.testing.assert_array_equal(np.asarray(found.experts)[real], np.asarray(routing.experts)[real])
+                assert (found.valid is None) == (routing.valid is None)
+                np.testing.assert_array_equal(ours.dispatch[layer].load, theirs.dispatch[layer].load)
+    assert program._cache_size() - shapes <= 2  # with positions and segments, and without
+    model(random_tokens(2, 40), cache=model.empty_cache(2, 50))  # exact, so that the cache has no padding
+    assert program._cache_size() - shapes <= 3
+
+
+def test_transformers_names_and_other_arrays() -> None:
+    """Torch tensors are arrays by ``__array__``; ``input_ids`` is what tokenizers of transformers return."""
+
+    class Tensor:
+        def __init__(self, values: Any) -> None:
+            self.values = np.asarray(values)
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+            return self.values
+
+    model, tokens = build_tiny("llama"), random_tokens(2, 5)
+    wanted = model(tokens).logits
+    for given in (tokens.tolist(), Tensor(tokens)):
+        np.testing.assert_array_equal(model(given).logits, wanted)
+        np.testing.assert_array_equal(model(input_ids=given, attention_mask=Tensor(np.ones((2, 5)))).logits, wanted)
+    with pytest.raises(ValueError, match=r"tokens must be integers \[B, T\]"):
+        model()
+    assert str(model).startswith("Llama(2 layers, ") and str(model).count("\n") == 0
 
 
 # Initial values
