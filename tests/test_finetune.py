@@ -135,7 +135,7 @@ def test_adapter_only_output_and_changed_arguments(tmp_path: Path, capsys: pytes
 
 @pytest.mark.slow
 def test_a_finished_run_is_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """More steps or epochs continue it, fewer are refused; held-out data and the learning rate are among the metrics."""
+    """More steps or epochs continue it, fewer are refused; metrics have held-out data and the learning rate."""
     data, held, out = write_task(tmp_path / "task.jsonl", 12), write_task(tmp_path / "held.jsonl", 4), tmp_path / "out"
     line = ["finetune", "demo", data, "--out", str(out), "--batch-size", "4", "--seq-len", "48", "--accumulate", "2"]
     line += ["--lora", "2", "--lora-alpha", "4", "--warmup", "1", "--eval", held, "--learning-rate", "1e-3"]
