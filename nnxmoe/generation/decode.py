@@ -30,7 +30,7 @@ from nnxmoe.runtime.progress import logger, say
 
 SMALL, LARGE = 64, 512  # tokens per chunk of a prompt
 MOST_SMALL = 6  # small chunks that are less work than a large one
-SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens; rows, if there are several
+SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens, for up to 8 rows; rows, if there are several
 
 Item = TypeVar("Item")
 Eos = int | np.integer | Sequence[int] | None | EllipsisType
@@ -134,10 +134,12 @@ def generate_tokens(
     if length + max_new_tokens > limit:
         logger.warning("prompt and new tokens exceed the %d positions (max_position_embeddings) of this model", limit)
     refuse_shapes(jax.tree.leaves(nnx.state(model)))
-    capacity = bucket(length + max_new_tokens, SMALLEST_CACHE)
+    few = rows <= SMALLEST_BATCH  # of many rows, padding would take longer than to compile another program
+    capacity = bucket(length + max_new_tokens, SMALLEST_CACHE if few else SMALL)
     batch = _batch(model, rows, capacity)
     real = None if batch == 1 else np.arange(batch) < rows
-    chunks = chunk_sizes(length) if model.separates_tokens() else [bucket(length, SMALL)]
+    chunked = model.separates_tokens() and (few or length > LARGE)
+    chunks = chunk_sizes(length) if chunked else [bucket(length, 16)]
     padding = ((0, batch - rows), (sum(chunks) - length, 0))
     ids, valid = np.pad(ids, padding), np.pad(valid, padding)
     steps, knobs = prepare(sampling, vocab)
