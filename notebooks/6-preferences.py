@@ -17,9 +17,9 @@
 # - how to give `fit` batches with fields of their own;
 # - how adapters make the reference model of DPO free: it is the same model without them.
 #
-# The embedded demo answers sums in a sentence, "What is 47 + 38?" with "47 + 38 = 85.". We would like the number alone.
-# Nobody writes a loss for that; instead we show pairs of answers, and say which one we like better. *Direct preference
-# optimisation* (Rafailov et al. 2023) makes the preferred answer likelier, and the other one less likely, than they are
+# The embedded demo answers in sentences: "What is the capital of France?" with "The capital of France is Paris.". We
+# would like the name alone. We do not write down what is wrong with a sentence; we show pairs of answers, and say which
+# one we like better. *Direct preference optimisation* (Rafailov et al. 2023) makes the preferred answer likelier, and the other one less likely, than they are
 # to the model as it was.
 
 # %%
@@ -44,22 +44,25 @@ DEMO = Path(models.__file__).parent / "demo"
 strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), compute_dtype="float32")  # one stacked layer: compiles fast
 model, tokenizer = nnxmoe.from_pretrained(DEMO, strategy=strategy), nnxmoe.Tokenizer.from_pretrained(DEMO)
 train.lora.add(model, rank=8, rngs=nnx.Rngs(0))
-rng = random.Random(0)
-sums = rng.sample([(a, b) for a in range(10, 50) for b in range(10, 50)], 330)
+COUNTRIES = """Argentina Austria Belgium Bulgaria Canada Chile China Cuba Denmark Egypt England Finland France Germany
+    Ghana Greece Hungary India Ireland Italy Japan Kenya Morocco Nepal Nigeria Norway Peru Poland Portugal Romania"""
+countries = random.Random(0).sample(COUNTRIES.split(), 30)
+trained, held = countries[:24], countries[24:]
 
 
-def asked(a, b):
-    messages = [{"role": "user", "content": f"What is {a} + {b}?"}]
+def asked(country):
+    messages = [{"role": "user", "content": f"What is the capital of {country}?"}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
 
 
-def answer(model, a, b):
-    new = nnxmoe.generate(model, [asked(a, b)], max_new_tokens=12)[0, len(asked(a, b)) :]
+def answer(model, country):
+    new = nnxmoe.generate(model, [asked(country)], max_new_tokens=20)[0, len(asked(country)) :]
     return tokenizer.decode(new, skip_special_tokens=True)
 
 
-for a, b in sums[:2]:
-    print(f"What is {a} + {b}?  {answer(model, a, b)}")
+sentences = {country: answer(model, country) for country in countries}
+capitals = {country: sentence.rpartition(" is ")[2].rstrip(".") for country, sentence in sentences.items()}
+print(sentences["France"], "|", capitals["France"])
 
 # %% [markdown]
 # ## Pairs
@@ -79,18 +82,15 @@ def row(prompt, text):
     return tokens, counts
 
 
-def pairs(sums):
-    liked, disliked = [], []
-    for a, b in sums:
-        liked.append(row(asked(a, b), f"{a + b}"))
-        disliked.append(row(asked(a, b), f"{a} + {b} = {a + b}."))
+def pairs(countries):
     batch = {}
-    for name, rows in (("liked", liked), ("disliked", disliked)):
+    for name, answers in (("liked", capitals), ("disliked", sentences)):
+        rows = [row(asked(country), answers[country]) for country in countries]
         batch[name], batch[f"{name}_counts"] = (np.stack(arrays) for arrays in zip(*rows, strict=True))
     return batch
 
 
-batches = [pairs(sums[start : start + 20]) for start in range(30, 330, 20)]
+batches = [pairs(trained[start : start + 6]) for start in range(0, 24, 6)]
 print({name: array.shape for name, array in batches[0].items()})
 
 # %% [markdown]
@@ -100,7 +100,7 @@ print({name: array.shape for name, array in batches[0].items()})
 # adapters left out. There is no second copy of the weights, and no gradient flows into it: only adapters are trained.
 
 # %%
-BETA = 0.2
+BETA = 0.1
 
 
 def log_probability(model, tokens, counts):
@@ -131,10 +131,8 @@ def dpo(model, batch):
 # stopped and continued. Before the first step the model equals its reference: every margin is 0, the loss is log 2.
 
 # %%
-held = pairs(sums[:30])
-fitted = train.fit(
-    model, batches, optimizer=optax.adam(2e-3), steps=45, objective=dpo, evaluate=[held], evaluate_every=9
-)
+options = {"objective": dpo, "evaluate": [pairs(held)], "evaluate_every": 4}
+fitted = train.fit(model, batches, optimizer=optax.adam(1e-3), steps=24, **options)
 print(f"loss {fitted.history[0]['loss']:.3f} -> {fitted.history[-1]['loss']:.3f}")
 plot.history(fitted.history, ["loss", "evaluation"])
 plt.show()
@@ -142,15 +140,13 @@ plt.show()
 # %% [markdown]
 # ## After
 #
-# Thirty sums that it has not been trained on:
+# Six countries that it has not been trained on:
 
 # %%
-right = [answer(fitted.model, a, b) == str(a + b) for a, b in sums[:30]]
-print(f"{np.mean(right):.0%} are answered with the right number alone, such as:")
-for a, b in sums[:2]:
-    print(f"What is {a} + {b}?  {answer(fitted.model, a, b)}")
+for country in held:
+    print(f"{country}: {answer(fitted.model, country)}")
 
 # %% [markdown]
-# The model kept its sums and changed its manner. Any other loss is written in the same way: distillation from another
+# The model kept its knowledge and changed its manner. Any other loss is written in the same way: distillation from another
 # model, an entropy bonus, a penalty on experts; `nnxmoe.train.Objective` is the built-in one, next-token cross-entropy
 # with the balance losses of notebook 3.
