@@ -19,8 +19,8 @@
 #
 # The embedded demo answers in sentences: "What is the capital of France?" with "The capital of France is Paris.". We
 # would like the name alone. We do not write down what is wrong with a sentence; we show pairs of answers, and say which
-# one we like better. *Direct preference optimisation* (Rafailov et al. 2023) makes the preferred answer likelier, and the other one less likely, than they are
-# to the model as it was.
+# one we like better. *Direct preference optimisation* (Rafailov et al. 2023) makes the preferred answer likelier, and
+# the other one less likely, than they are to the model as it was.
 
 # %%
 import random
@@ -147,6 +147,6 @@ for country in held:
     print(f"{country}: {answer(fitted.model, country)}")
 
 # %% [markdown]
-# The model kept its knowledge and changed its manner. Any other loss is written in the same way: distillation from another
-# model, an entropy bonus, a penalty on experts; `nnxmoe.train.Objective` is the built-in one, next-token cross-entropy
-# with the balance losses of notebook 3.
+# The model kept its knowledge and changed its manner. Any other loss is written in the same way: distillation from
+# another model, an entropy bonus, a penalty on experts; `nnxmoe.train.Objective` is the built-in one, next-token
+# cross-entropy with the balance losses of notebook 3.

@@ -225,6 +225,11 @@ def test_lists_give_the_batches_of_files(tmp_path: Path, tokenizer: Tokenizer) -
     equal(again, resumed)
     with pytest.raises(DataError, match=r"the records given: the state is from other data"):
         batches(values[:-1], tokenizer, **options).set_state(again.get_state())
+
+
+@pytest.mark.wrong_types
+def test_unusable_lists(tokenizer: Tokenizer) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "seq_len": 24}
     for wrong, message in (
         ([], "there are no records"),
         ({"text": "a"}, "no training data"),

@@ -351,7 +351,7 @@ def test_tokens_that_compete_are_read_in_one_piece() -> None:
     model = build_tiny("mixtral", nnxmoe.Strategy(dispatch=nnxmoe.Capacity(1.0)))
     tokens = random_tokens(2, 96)  # two small chunks, and a size that needs no padding
     one = nnxmoe.generate(model, tokens, max_new_tokens=1)[:, 96:]
-    logits = np.asarray(model(np.pad(tokens, ((0, 6), (0, 0))), np.pad(np.ones((2, 96)), ((0, 6), (0, 0)))).logits)
+    logits = np.asarray(model(np.pad(tokens, ((0, 6), (0, 0))), np.pad(np.ones((2, 96), int), ((0, 6), (0, 0)))).logits)
     assert one[:, 0].tolist() == logits[:2, -1].argmax(axis=-1).tolist()
 
 

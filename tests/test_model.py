@@ -99,6 +99,7 @@ def test_texts_are_scored_in_few_shapes(kind: str) -> None:
     assert program._cache_size() - shapes <= 3
 
 
+@pytest.mark.wrong_types
 def test_transformers_names_and_other_arrays() -> None:
     """Torch tensors are arrays by ``__array__``; ``input_ids`` is what tokenizers of transformers return."""
 

@@ -192,8 +192,8 @@ def _batch(model: CausalLM, rows: int, capacity: int) -> int:
     parts, (have, _) = shards(model.strategy.mesh, batch_axes(model.strategy.mesh)), memory_bytes()
     for batch in (rows if rows == 1 else bucket(rows, SMALLEST_BATCH), rows):
         batch += -batch % parts
-        buffers = jax.eval_shape(lambda batch=batch: model.empty_cache(batch, capacity).layers)
-        need = sum(math.prod(b.shape) * b.dtype.itemsize for b in jax.tree.leaves(buffers))
+        buffers = jax.eval_shape(lambda batch=batch: jax.tree.leaves(model.empty_cache(batch, capacity).layers))
+        need = sum(math.prod(b.shape) * b.dtype.itemsize for b in buffers)
         if need <= have:
             return batch
     what = f"a cache of {capacity} tokens for batch {batch} takes"

@@ -317,13 +317,13 @@ class _Run:
             if self.peak is not None:
                 metrics["mfu"] = self.flops * batch["tokens"].size / seconds / self.peak
         if len(losses.load):
-            used = jax.device_get(self.used(losses.load, losses.dropped))
+            used = self.used(losses.load, losses.dropped)
             metrics |= {
                 "balance": float(losses.balance),
                 "router_z": float(losses.router_z),
-                "busiest_expert": float(np.max(used.busiest)),
-                "idle_experts": int(np.sum(used.idle)),
-                "dropped": float(np.max(used.dropped)),
+                "busiest_expert": float(np.max(np.asarray(used.busiest))),
+                "idle_experts": int(np.sum(np.asarray(used.idle))),
+                "dropped": float(np.max(np.asarray(used.dropped))),
             }
         return metrics
 
