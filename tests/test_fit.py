@@ -189,10 +189,10 @@ fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=steps, checkpoint=fold
 # Errors
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_objective_may_be_a_function(accumulate: int) -> None:
     """Batches with fields of their own; with accumulation its mean over the parts; evaluated as it is trained."""
-    model = build_tiny("mixtral", PLAIN)
+    model = build_tiny("llama", PLAIN)
     batch = {"liked": random_tokens(4, 6), "disliked": random_tokens(4, 6, seed=9), "weight": np.arange(4.0)}
 
     def difference(model: nnxmoe.CausalLM, batch: Any) -> Any:
@@ -233,7 +233,7 @@ def test_unusable_objectives_and_optimizers() -> None:
 
 def test_preference_loss_with_the_base_model_as_reference() -> None:
     """DPO before its first step: the model equals the reference, so the loss is log 2; then the margin grows."""
-    model = build_tiny("deepseek_v3", PLAIN)
+    model = build_tiny("llama", PLAIN)
     lora.add(model, 2, rngs=nnx.Rngs(0))
     batch = {"liked": random_tokens(4, 6), "disliked": random_tokens(4, 6, seed=9)}
 

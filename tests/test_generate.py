@@ -323,7 +323,9 @@ def test_chunk_sizes() -> None:
         assert 0 <= sum(sizes) - length < (64 if sizes[-1] == 64 else 128) and sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind", ["mistral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mixtral", "deepseek_v3"))]
+)
 def test_prompts_of_several_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 3 to 21 tokens in chunks of 4 and 8, with a window of 6, continue as the prompt in one piece does."""
     monkeypatch.setattr(decode, "SMALL", 4)

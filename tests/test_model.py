@@ -35,7 +35,7 @@ def made(kind: str, rngs: nnx.Rngs | None = None, **strategy: Any) -> nnxmoe.Cau
 # Scanned and unrolled
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_unscan(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The parameters and labels of a model made unrolled; `generate` does it by itself, if memory permits."""
     scanned, unrolled = build_tiny(kind, nnxmoe.Strategy(scan_layers=True)), build_tiny(kind, nnxmoe.Strategy())
@@ -65,7 +65,9 @@ def test_unscan(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
 # Scoring
 
 
-@pytest.mark.parametrize("kind", ["mistral", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "deepseek_v3")), "mixtral"]
+)
 def test_texts_are_scored_in_few_shapes(kind: str) -> None:
     """A forward pass of arrays is padded and cut: logits, routing and hidden states are those of the exact shape."""
     model = build_tiny(kind, nnxmoe.Strategy())

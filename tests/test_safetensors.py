@@ -278,10 +278,10 @@ def test_tensor_order_padding_and_empty_tensors_are_accepted(tmp_path: Path) -> 
 
 
 def test_header_with_many_tensors(tmp_path: Path) -> None:
-    header = {f"layers.{i}.weight": entry("U8", [1], i, i + 1) for i in range(20_000)}
+    header = {f"layers.{i}.weight": entry("U8", [1], i, i + 1) for i in range(5_000)}
     file = tmp_path / "x.safetensors"
-    file.write_bytes(container(header, bytes(20_000)))
-    assert len(read_header(file)) == 20_000
+    file.write_bytes(container(header, bytes(5_000)))
+    assert len(read_header(file)) == 5_000
 
 
 # Folders
