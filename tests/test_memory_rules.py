@@ -69,7 +69,7 @@ def shapes(kind: str, strategy: nnxmoe.Strategy, **changes: Any) -> nnxmoe.Causa
 def step_of(model: nnxmoe.CausalLM, *fields: str) -> tuple[Any, Any, dict[str, Any]]:
     """Step function, and its state and batch as shapes."""
     step = Step(model, optax.sgd(0.1))
-    return step._run, step.shapes(), {name: shape(2, LENGTH, dtype=jnp.int32) for name in ("tokens", *fields)}
+    return step._run.jitted, step.shapes(), {name: shape(2, LENGTH, dtype=jnp.int32) for name in ("tokens", *fields)}
 
 
 # Norms

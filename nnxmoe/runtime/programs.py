@@ -20,19 +20,15 @@ class SharedProgram:
 
     The function is traced for each combination of shapes, dtypes and shardings. It is compiled only if no program with
     the same StableHLO, devices and structures of inputs and outputs has been, by whichever `SharedProgram`. ``name``:
-    what a message calls it before it compiles; None: no message.
+    what a message calls it before it compiles; None: no message. ``jitted``: the function of ``jax.jit`` itself.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None, **options: Any):
-        self._jitted, self._name, self._options = jax.jit(function, **options), name, options
+        self.jitted, self._name, self._options = jax.jit(function, **options), name, options
         self._known: dict[Any, Any] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         return self.prepare(*arguments)(*arguments)
-
-    def lower(self, *arguments: Any) -> Any:
-        """The traced program for such arguments, not compiled; as that of ``jax.jit``."""
-        return self._jitted.lower(*arguments)
 
     def knows(self, *arguments: Any) -> bool:
         """Whether a call with such arguments neither traces nor compiles."""
@@ -46,7 +42,7 @@ class SharedProgram:
         return self._known[shapes]
 
     def _shared(self, arguments: tuple[Any, ...]) -> Any:
-        lowered = self.lower(*arguments)
+        lowered = self.jitted.lower(*arguments)
         text = hashlib.sha256(lowered.as_text().encode()).digest()
         places = [getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves((arguments, self._options))]
         key = text, lowered.in_tree, lowered.out_tree, tuple(p for p in places if isinstance(p, Sharding))

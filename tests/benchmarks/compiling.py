@@ -32,7 +32,9 @@ def scanned(layers: str) -> dict[str, float]:
     """The training step of a scanned stack, computed again in the backward pass."""
     step = step_of("deepseek", int(layers), jnp.float32, 1)
     state, batch = step.shapes(), {"tokens": jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)}
-    return _trace_and_compile(f"compile train step of {layers} scanned layers", lambda: step._run.lower(state, batch))
+    return _trace_and_compile(
+        f"compile train step of {layers} scanned layers", lambda: step._run.jitted.lower(state, batch)
+    )
 
 
 def unrolled(layers: str) -> dict[str, float]:

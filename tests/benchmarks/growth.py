@@ -60,7 +60,7 @@ def measure(
     for layers in counts:
         step = step_of(kind, layers, dtype, accumulate)
         state = step.shapes()
-        program = step._run.lower(state, batch).compile({"xla_backend_optimization_level": 0})  # read, not run
+        program = step._run.jitted.lower(state, batch).compile({"xla_backend_optimization_level": 0})  # read, not run
         temporary[layers] = program.memory_analysis().temp_size_in_bytes
         parameters[layers] = sum(4 * a.size for a in jax.tree.leaves(state.params))
     few, many = min(counts), max(counts)

@@ -44,7 +44,7 @@ class Run:
 
     def __init__(self, step: Step, batch: dict[str, Any]):
         self.state, self.batch = step.init(), batch
-        self.compiled = step._run.lower(self.state, batch).compile()
+        self.compiled = step._run.jitted.lower(self.state, batch).compile()
 
     def __call__(self) -> Any:
         self.state, report = self.compiled(self.state, self.batch)
