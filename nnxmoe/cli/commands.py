@@ -119,6 +119,8 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling
             print(piece, end="", flush=True)
             answer += piece
     except KeyboardInterrupt:
+        if not sys.stdin.isatty():  # nobody is there to go on
+            raise
         say("stopped")
     print()
     return answer
