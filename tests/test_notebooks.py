@@ -123,6 +123,15 @@ def test_private_names_are_found() -> None:
     assert not private("import nnxmoe\nfrom nnxmoe import plot\nfrom nnxmoe.convert import maxtext\nmodel.__file__")
 
 
+def test_progress_bars_are_not_stored() -> None:
+    import jupytext
+
+    bars = "# %%\nfrom tqdm.notebook import tqdm\nfor _ in tqdm(range(2)):\n    print(1)\n"
+    notebook = executed(jupytext.reads(bars, fmt="py:percent"))
+    assert any("widget" in kind for output in outputs(notebook) for kind in output.get("data", {}))
+    assert [(output.output_type, output.text) for output in outputs(light(notebook))] == [("stream", "1\n1\n")]
+
+
 def test_failing_cell_raises() -> None:
     import jupytext
     from nbclient.exceptions import CellExecutionError

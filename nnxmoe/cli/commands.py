@@ -64,7 +64,7 @@ def generate(options: argparse.Namespace) -> None:
     pieces = nnxmoe.stream(
         model, tokenizer, prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, seed=options.seed
     )
-    first = started = 0.0
+    first, started = 0, 0.0
     for piece in pieces:
         first, started = first or pieces.tokens, started or time.perf_counter()
         print(piece, end="", flush=True)
@@ -119,7 +119,7 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling
             print(piece, end="", flush=True)
             answer += piece
     except KeyboardInterrupt:
-        if not sys.stdin.isatty():  # nobody is there to go on
+        if not sys.stdin.isatty():  # only a person can continue the chat
             raise
         say("stopped")
     print()

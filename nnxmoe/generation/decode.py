@@ -6,7 +6,6 @@ previous step's token is read.
 """
 
 import functools
-import math
 from collections.abc import Generator, Iterator, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +23,7 @@ from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM, bucket, decoder_of, refuse_shapes, unscan
 from nnxmoe.model.decoder import Decoder
 from nnxmoe.model.stack import Body, ScannedStack
-from nnxmoe.runtime.memory import memory_bytes, refuse_beyond_memory
+from nnxmoe.runtime.memory import local_bytes, memory_bytes, refuse_beyond_memory
 from nnxmoe.runtime.processes import deadline
 from nnxmoe.runtime.progress import logger, say
 
@@ -133,7 +132,9 @@ def generate_tokens(
     (rows, length), limit = ids.shape, model.config.max_position_embeddings
     if length + max_new_tokens > limit:
         logger.warning("prompt and new tokens exceed the %d positions (max_position_embeddings) of this model", limit)
-    refuse_shapes(jax.tree.leaves(nnx.state(model)))
+    graph, state = nnx.split(decoder_of(_unrolled(model)))
+    leaves, tree = jax.tree.flatten(state)
+    refuse_shapes(leaves)
     few = rows <= SMALLEST_BATCH  # of many rows, padding would take longer than to compile another program
     capacity = bucket(length + max_new_tokens, SMALLEST_CACHE if few else SMALL)
     batch = _batch(model, rows, capacity)
@@ -143,8 +144,6 @@ def generate_tokens(
     padding = ((0, batch - rows), (sum(chunks) - length, 0))
     ids, valid = np.pad(ids, padding), np.pad(valid, padding)
     steps, knobs = prepare(sampling, vocab)
-    graph, state = nnx.split(decoder_of(_unrolled(model)))
-    leaves, tree = jax.tree.flatten(state)
     programs = _programs(graph, tree)
     programs.announce(batch, capacity, [*chunks, *[1] * (max_new_tokens > 1)], steps)
     key = jax.random.key(seed)
@@ -193,7 +192,7 @@ def _batch(model: CausalLM, rows: int, capacity: int) -> int:
     for batch in (rows if rows == 1 else bucket(rows, SMALLEST_BATCH), rows):
         batch += -batch % parts
         buffers = jax.eval_shape(lambda batch=batch: jax.tree.leaves(model.empty_cache(batch, capacity).layers))
-        need = sum(math.prod(b.shape) * b.dtype.itemsize for b in buffers)
+        need = local_bytes((b.shape, b.dtype, None) for b in buffers)
         if need <= have:
             return batch
     what = f"a cache of {capacity} tokens for batch {batch} takes"
@@ -204,7 +203,10 @@ def _batch(model: CausalLM, rows: int, capacity: int) -> int:
 def _unrolled(model: CausalLM) -> CausalLM:
     """The model with arrays of their own for all layers, if memory permits: a scan copies its slices in every step."""
     scanned = [nnx.state(stack) for stack in model.stacks if isinstance(stack, ScannedStack)]
-    need, (have, where) = sum(a.nbytes for a in jax.tree.leaves(scanned)), memory_bytes()
+    if not scanned:
+        return model
+    need = local_bytes((a.shape, a.dtype, None) for a in jax.tree.leaves(scanned))
+    have, where = memory_bytes()
     if need <= have:
         return unscan(model)
     logger.warning(
@@ -249,11 +251,10 @@ class _Programs:
             cache = decoder.empty_cache(ids.shape[0], capacity) if memory is None else memory.cache
             body = decoder.body(ids, valid, cache=cache, fresh=memory is None, last=True)
             logits = decoder.logits(body.x)[:, 0]
-            seen = None
+            seen = None if memory is None else memory.seen
             if steps.penalty:
-                before = None if memory is None else memory.seen
-                before = jnp.zeros(logits.shape, bool) if before is None else before
-                seen = before.at[jnp.arange(ids.shape[0])[:, None], ids].max(valid)
+                seen = jnp.zeros(logits.shape, bool) if seen is None else seen
+                seen = seen.at[jnp.arange(ids.shape[0])[:, None], ids].max(valid)
             token = pick(logits, seen, steps, knobs, jax.random.fold_in(key, 0))
             assert body.cache is not None
             dropped = everywhere(dropped + _dropped(body), mesh)

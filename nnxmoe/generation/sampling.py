@@ -26,7 +26,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if not (value is None and name == "top_k") and (isinstance(value, str) or not np.isscalar(value)):
+            left_out = name == "top_k" and value is None
+            if not left_out and (isinstance(value, str) or not np.isscalar(value)):
                 raise ValueError(f"Sampling({name}={value!r}): {name} must be a number")
         checks = {
             "temperature": (self.temperature, 0 <= self.temperature < math.inf, "a number >= 0 (0: greedy)"),

@@ -60,7 +60,8 @@ def from_mapping(
     faults += [
         f"{name} {list(np.shape(array))} of the tree is in no row" for name, array in theirs.items() if name not in used
     ]
-    faults += [f"{name} of the mapping is no parameter of this model" for name in _unused(mapping, wanted)]
+    known = {*wanted, *(_general(name)[0] for name in wanted)}
+    faults += [f"{name} of the mapping is no parameter of this model" for name in mapping if name not in known]
     if faults:
         lines = "\n  ".join([*faults[:20], *([f"… {len(faults) - 20} more"] if len(faults) > 20 else [])])
         raise ValueError(f"the mapping does not take this Linen tree to {type(model).__name__}:\n  {lines}")
@@ -71,9 +72,7 @@ def from_mapping(
 
 def _row(mapping: Mapped, name: str) -> tuple[tuple[tuple[str, ...], Callable[..., Any]] | None, int | None]:
     """The row of a parameter, by its name or with ``{layer}`` for its layer's number, and that number."""
-    parts = name.split("/")
-    layer = int(parts[1]) if parts[0] == "layers" else None
-    general = "/".join([parts[0], _LAYER, *parts[2:]]) if layer is not None else name
+    general, layer = _general(name)
     source = mapping.get(name, mapping.get(general))
     if source is None:
         return None, layer
@@ -81,9 +80,12 @@ def _row(mapping: Mapped, name: str) -> tuple[tuple[tuple[str, ...], Callable[..
     return ((names,) if isinstance(names, str) else tuple(names), make), layer
 
 
-def _unused(mapping: Mapped, wanted: Mapping[str, Any]) -> list[str]:
-    general = {"/".join([parts[0], _LAYER, *parts[2:]]) for name in wanted if (parts := name.split("/"))[0] == "layers"}
-    return [name for name in mapping if name not in wanted and name not in general]
+def _general(name: str) -> tuple[str, int | None]:
+    """A parameter's name with ``{layer}`` for its layer's number, and that number; None outside of layers."""
+    parts = name.split("/")
+    if parts[0] != "layers":
+        return name, None
+    return "/".join([parts[0], _LAYER, *parts[2:]]), int(parts[1])
 
 
 def _splits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -30,9 +30,8 @@ def memory_bytes() -> tuple[float, str]:
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     if device.platform != "cpu" and "bytes_limit" in stats:
-        return int(
-            stats["bytes_limit"]
-        ) * jax.local_device_count(), f"{jax.local_device_count()} x {device.device_kind}"
+        count = jax.local_device_count()
+        return int(stats["bytes_limit"]) * count, f"{count} x {device.device_kind}"
     if not hasattr(os, "sysconf"):
         return math.inf, "the size of this machine's memory is unknown"
     rooms = {"this machine's memory": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))}
@@ -40,9 +39,9 @@ def memory_bytes() -> tuple[float, str]:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 rooms["this machine's free memory"] = int(line.split()[1]) * 1024.0
-    for limit, used in _CGROUPS:
+    for files in _CGROUPS:
         with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max"
-            limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in (limit, used))
+            limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in files)
             rooms["the free memory of this container"] = float(limit - used)
     rooms["the process's limit (ulimit -v)"] = _address_space()
     where = min(rooms, key=lambda name: rooms[name])

@@ -32,11 +32,11 @@ class SharedProgram:
 
     def knows(self, *arguments: Any) -> bool:
         """Whether a call with such arguments neither traces nor compiles."""
-        return _shapes(arguments) in self._known
+        return shapes_of(arguments) in self._known
 
     def prepare(self, *arguments: Any) -> Any:
         """The compiled program for such arguments."""
-        shapes = _shapes(arguments)
+        shapes = shapes_of(arguments)
         if shapes not in self._known:
             self._known[shapes] = self._shared(arguments)
         return self._known[shapes]
@@ -56,6 +56,7 @@ class SharedProgram:
         return _programs[key]
 
 
-def _shapes(arguments: Any) -> Any:
+def shapes_of(arguments: Any) -> Any:
+    """The structure of a pytree with the shapes, dtypes and shardings of its arrays, as a key."""
     leaves, tree = jax.tree.flatten(arguments)
     return tree, tuple((np.shape(a), jax.dtypes.result_type(a), getattr(a, "sharding", None)) for a in leaves)

@@ -17,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "notebooks"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+WIDGET = "application/vnd.jupyter.widget-view+json"
 PAIRED = {"formats": "ipynb,py:percent"}
 
 
@@ -39,11 +40,16 @@ def light(notebook: Any) -> Any:
     for number, cell in enumerate(notebook.cells):
         cell.metadata, cell.id = {}, f"cell-{number}"
         if cell.cell_type == "code":
-            cell.outputs = joined([out for out in cell.outputs if out.get("name") != "stderr"])  # progress bars
+            cell.outputs = joined([out for out in cell.outputs if not is_progress(out)])
             for out in cell.outputs:
                 if "data" in out and "image/png" in out.data:
                     out.data, out.metadata = {"image/png": small(out.data["image/png"])}, {}
     return notebook
+
+
+def is_progress(output: Any) -> bool:
+    """Whether an output is a progress bar or a log: slow machines show some that fast ones do not."""
+    return output.get("name") == "stderr" or WIDGET in output.get("data", {})
 
 
 def joined(outputs: list[Any]) -> list[Any]:

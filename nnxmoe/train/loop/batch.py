@@ -12,10 +12,15 @@ MASKS = ("loss_mask", "attention_mask")
 Batch = Mapping[str, Any]
 
 
-def check_batch(batch: Batch) -> None:
-    """Raises ValueError for unknown fields, for shapes that differ and for ids that are not integers."""
+def check_dict(batch: Any) -> None:
+    """Raises ValueError for a batch that is no dict."""
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch must be a dict of arrays, got {type(batch).__name__}: pass an iterable of dicts")
+
+
+def check_batch(batch: Batch) -> None:
+    """Raises ValueError for unknown fields, for shapes that differ and for ids that are not integers."""
+    check_dict(batch)
     if unknown := [name for name in batch if name not in FIELDS]:
         raise ValueError(f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}")
     if "tokens" not in batch:

@@ -207,7 +207,7 @@ class _Run:
                 started = time.perf_counter()
                 batch, position = self.source.next()
                 batch = put_batch(batch, self.step)
-                if self.step.compiles(self.state, batch):
+                if self.step.compiles(batch):
                     started += self._compile(batch, bar)
                 if bar is None:  # only now, so that its estimate counts no compilation
                     bar = shown.enter_context(_bar(self.first, self.steps))

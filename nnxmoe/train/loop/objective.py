@@ -1,7 +1,7 @@
 """What a training step minimises: next-token cross-entropy plus auxiliary losses, or a function of model and batch."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -13,7 +13,7 @@ from nnxmoe.axes import divided_over, shards
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe import balance as balancing
 from nnxmoe.moe.router import Routing
-from nnxmoe.train.loop.batch import Batch, check_batch, real_tokens, targets_of
+from nnxmoe.train.loop.batch import Batch, check_batch, check_dict, real_tokens, targets_of
 from nnxmoe.train.loop.loss import ChunkedLoss, Head
 
 
@@ -58,8 +58,9 @@ class _OfFunction:
     function: Callable[..., Any]
 
     def check(self, batch: Batch) -> None:
-        if not isinstance(batch, Mapping) or not batch:
-            raise ValueError(f"a batch must be a dict of arrays, got {type(batch).__name__}: pass an iterable of dicts")
+        check_dict(batch)
+        if not batch:
+            raise ValueError("a batch must be a dict of arrays, got an empty one: pass at least one array")
         rows = {name: np.shape(array)[:1] for name, array in batch.items()}
         if len(set(rows.values())) > 1 or () in rows.values():
             raise ValueError(f"the arrays of a batch have different numbers of rows, {rows}: all must be [B, …]")

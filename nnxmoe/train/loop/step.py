@@ -19,7 +19,7 @@ from nnxmoe.config.validate import is_positive
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.balance import updated_bias
 from nnxmoe.moe.router import RouterBias
-from nnxmoe.runtime.programs import SharedProgram
+from nnxmoe.runtime.programs import SharedProgram, shapes_of
 from nnxmoe.train.loop.batch import Batch, rows_of
 from nnxmoe.train.loop.objective import Losses, Objective, TrainingObjective, of_function
 
@@ -85,6 +85,7 @@ class Step:
         if bias_rate and not isinstance(self.objective, Objective):
             raise ValueError("bias_rate needs the experts' loads, which only train.Objective reports: set it to 0")
         self._moving = [n for n, (_, v) in self._frozen.items() if isinstance(v, RouterBias | nnx.RngState)]
+        self._programs: dict[Any, Any] = {}  # by the batch: looking at a whole state in every step would take a while
         self._run = SharedProgram(self._step, "the training step", donate_argnums=0, out_shardings=(self.places, None))
 
     @property
@@ -129,7 +130,7 @@ class Step:
 
     def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
         """Makes one step with a batch that the objective's ``check`` has passed."""
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
+        if any(isinstance(leaf, Tracer) for leaf in (state.step, *batch.values())):
             return self._step(state, dict(batch))
         return self.program(state, batch)(state, dict(batch))
 
@@ -138,11 +139,13 @@ class Step:
         rows = rows_of(batch)
         if rows % self.accumulate:
             raise ValueError(f"a batch of {rows} rows cannot be cut into accumulate={self.accumulate} parts")
-        return self._run.prepare(state, dict(batch))
+        if (shapes := shapes_of(dict(batch))) not in self._programs:
+            self._programs[shapes] = self._run.prepare(state, dict(batch))
+        return self._programs[shapes]
 
-    def compiles(self, state: TrainState, batch: Batch) -> bool:
+    def compiles(self, batch: Batch) -> bool:
         """Whether these shapes are new, so that `program` takes a while."""
-        return not self._run.knows(state, dict(batch))
+        return shapes_of(dict(batch)) not in self._programs
 
     def losses(self, state: TrainState, batch: Batch) -> Losses:
         """The losses of a batch, without a step."""
