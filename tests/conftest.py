@@ -59,12 +59,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def checked(function: Any) -> Any:
-    """beartype that also accepts protocols, and skips functions annotated with ``Self``, which it supports only in
-    decorated classes."""
+    """beartype that also accepts protocols.
+
+    It skips functions annotated with ``Self``, which it supports only in decorated classes, and nested functions
+    without annotated shapes: each call of the outer function would compile their checks anew, a quarter of the time.
+    """
     from beartype import BeartypeConf, beartype
     from beartype.roar import BeartypeDecorHintPep673Exception
 
-    for hint in getattr(function, "__annotations__", {}).values():
+    hints = getattr(function, "__annotations__", {})
+    if "<locals>" in function.__qualname__ and "jaxtyping" not in str(hints):
+        return function
+    for hint in hints.values():
         for part in (hint, *get_args(hint)):
             if getattr(part, "_is_protocol", False):
                 runtime_checkable(part)
