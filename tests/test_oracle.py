@@ -20,6 +20,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.convert.conversion import convert
 from nnxmoe.generation import sampling
+from nnxmoe.generation.text import TextStream
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -925,3 +926,17 @@ def test_tokenizer_equals_auto_tokenizer(name: str) -> None:
             assert ours.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=True) == ids
         rendered = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
         assert ours.apply_chat_template(chat, continue_final_message=True) == rendered
+
+
+def test_streaming_accepts_their_tokenizers() -> None:
+    """The pieces equal those of our tokenizer."""
+    for folder in (path.parent / "model" for path in sorted(DATA.glob("*/case.json"))):
+        tokenizers = nnxmoe.Tokenizer.from_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder)
+        ids = random.Random(folder.parent.name).choices(range(len(tokenizers[1])), k=200)
+        for skip in (True, False):
+            streams = [TextStream(tokenizer, skip, context=ids[:20]) for tokenizer in tokenizers]
+            pieces = [[stream.put(i) for i in ids[20:]] + [stream.end()] for stream in streams]
+            assert pieces[0] == pieces[1]
+    model = nnxmoe.from_pretrained(folder)
+    ours, theirs = (list(nnxmoe.stream(model, t, "naïve — 你好 🦊🏽", max_new_tokens=9)) for t in tokenizers)
+    assert ours == theirs and ours
