@@ -286,8 +286,13 @@ def test_invalid_prompts() -> None:
             nnxmoe.generate(tiny(), empty)
     with pytest.raises(ValueError, match=r"tokens must be integers \[B, T\].* float64"):
         nnxmoe.generate(tiny(), [[1.0]])
-    with pytest.raises(ValueError, match=r"tokens must be integers"):
+    with pytest.raises(ValueError, match=r"tokens must be integers.*; one prompt is \[ids\]"):
         nnxmoe.generate(tiny(), [1, 2])
+    with pytest.raises(ValueError, match=r"lengths \[3, 1\]: pad them"):
+        nnxmoe.generate(tiny(), [[1, 2, 3], [4]])
+    for text in ("text", ["one", "four"]):
+        with pytest.raises(ValueError, match=r"text: give \[tokenizer.encode\(text\)\], or use nnxmoe.stream"):
+            nnxmoe.generate(tiny(), text)
     with pytest.raises(ValueError, match=r"attention_mask must have the tokens' shape \[2, 7\], got \[2, 6\]"):
         run(mask=np.ones((2, 6)))
     with pytest.raises(ValueError, match=r"row 1 of the prompts has no tokens"):

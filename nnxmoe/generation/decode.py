@@ -347,9 +347,14 @@ def _pad_id(model: CausalLM, eos: tuple[int, ...]) -> int:
 
 
 def _ids(tokens: Any) -> np.ndarray:
+    if isinstance(tokens, list | tuple) and len({np.size(row) for row in tokens}) > 1:
+        lengths = [np.size(row) for row in tokens]
+        raise ValueError(f"the rows of tokens have lengths {lengths}: pad them to one length and give attention_mask")
     ids = np.asarray(tokens)
     if ids.size == 0:
         raise ValueError(f"the prompt is empty: tokens {list(ids.shape)} need at least one row and one token")
+    if ids.dtype.kind in "US":
+        raise ValueError("tokens are text: give [tokenizer.encode(text)], or use nnxmoe.stream(model, tokenizer, text)")
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"tokens must be integers [B, T], got {ids.dtype} {list(ids.shape)}")
+        raise ValueError(f"tokens must be integers [B, T], got {ids.dtype} {list(ids.shape)}; one prompt is [ids]")
     return ids

@@ -75,7 +75,10 @@ class Step:
         self.graph, params, frozen = nnx.split(model, trainable, ...)
         self._params, self._frozen = _variables(params), _variables(frozen)
         if not self._params:
-            raise ValueError(f"the model has no variable that matches trainable={trainable!r}")
+            raise ValueError(
+                f"the model has no variable that matches trainable={trainable!r}: give a filter of nnx, such as "
+                "nnx.PathContains('router') or nnx.Param"
+            )
         self.dtypes = {name: variable.dtype for name, (_, variable) in self._params.items()}
         self._places = {
             name: model.strategy.sharding_of(v) or v.get_value().sharding
