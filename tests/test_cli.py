@@ -125,13 +125,42 @@ cli.command()
 @pytest.mark.parametrize("where", ["compiling", "in_c", "in_a_destructor"])
 def test_ctrl_c_exits_immediately_with_130(where: str) -> None:
     """While XLA compiles (a regular exit crashes), in C code, and in a destructor, where exceptions are ignored."""
-    line = [sys.executable, "-c", INTERRUPTED, "inspect", "demo", where]
-    process = subprocess.Popen(line, cwd=CASES.parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, "inspect", "demo", where],
+        cwd=CASES.parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (130, "nnxmoe: interrupted\n")
+
+
+IMPORTING = """
+import signal, sys
+from nnxmoe import cli
+
+class AtTheFirstImport:
+    def find_spec(name, *rest):
+        if name == "jax":
+            signal.raise_signal(signal.SIGINT)
+
+assert "jax" not in sys.modules
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background does not have
+sys.meta_path.insert(0, AtTheFirstImport)
+cli.command()
+"""
+
+
+@pytest.mark.commands
+def test_ctrl_c_during_the_imports() -> None:
+    line = [sys.executable, "-c", IMPORTING, "inspect", "demo"]
+    done = subprocess.run(line, cwd=CASES.parents[2], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "nnxmoe: interrupted\n")
 
 
 @pytest.mark.commands

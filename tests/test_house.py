@@ -146,6 +146,7 @@ import json, sys
 import jax, flax.nnx
 before = set(sys.modules)
 import nnxmoe
+assert nnxmoe.CausalLM
 added = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
 print(json.dumps({"added": sorted(added), "backends": len(jax._src.xla_bridge._backends)}))
 """
@@ -163,6 +164,7 @@ def test_import_adds_only_small_libraries() -> None:
 LAZY = """
 import json, sys
 import nnxmoe
+assert "jax" not in sys.modules and nnxmoe.CausalLM
 before = [name for name in ("orbax", "torch", "transformers", "matplotlib", "tokamax") if name in sys.modules]
 listed = dir(nnxmoe)
 for name in ("convert", "kernels", "linen", "plot", "testing", "train"):

@@ -1,5 +1,5 @@
 """``python -m nnxmoe.cli``: the command ``nnxmoe``."""
 
-from nnxmoe.cli.parser import command
+from nnxmoe.cli import command
 
 command()

@@ -21,18 +21,6 @@ from nnxmoe.runtime.progress import messages_on_stderr
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def command() -> NoReturn:
-    """Run the process's command line and end the process with its exit code."""
-    interrupts.end_on_interrupt()
-    try:
-        status = main()
-    except KeyboardInterrupt:  # a second one, while the first was handled
-        status = INTERRUPTED
-    if status in (INTERRUPTED, PIPE_CLOSED):
-        interrupts.leave(status)
-    sys.exit(status)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     options = _parser().parse_args(arguments)
@@ -266,7 +254,3 @@ def _mesh(text: str) -> Any:
         return abstract_mesh(sizes)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-if __name__ == "__main__":
-    command()

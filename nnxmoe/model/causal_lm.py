@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -113,12 +114,11 @@ class CausalLM(Decoder):
         made = jax.jit(values, out_shardings=shardings)(key)
         nnx.update(self, nnx.from_flat_state([(p, v.replace(a)) for (p, v), a in zip(shapes, made, strict=True)]))
 
-    if TYPE_CHECKING:
-
-        @classmethod
-        def from_pretrained(cls, path_or_hub_id: Any, **options: Any) -> Self:
-            """``nnxmoe.from_pretrained`` for this class; set by ``nnxmoe/__init__.py``, which may import converters."""
-            ...
+    @classmethod
+    def from_pretrained(cls, path_or_hub_id: Any, **options: Any) -> Self:
+        """`nnxmoe.from_pretrained` for this class only. Raises CheckpointError for checkpoints of another class."""
+        # Models are below the converters, so only the package's public name of it is known here.
+        return importlib.import_module("nnxmoe").from_pretrained(path_or_hub_id, expect=cls, **options)
 
     @property
     def generation_config(self) -> Mapping[str, Any]:

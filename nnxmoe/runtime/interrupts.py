@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
-from nnxmoe.runtime.progress import say
-
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PIPE_CLOSED = 141  # 128 + SIGPIPE: the status of other programs in `nnxmoe … | head`
 PATIENCE = 1.0  # seconds that Python has to run its handler: it cannot while C++ code runs
@@ -155,7 +153,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
         raise Interrupted(_farewell)
     else:
         _stop.asked = True
-        say("stopping after this step; Ctrl-C again ends the process at once")
+        logging.getLogger("nnxmoe").info("stopping after this step; Ctrl-C again ends the process at once")
 
 
 def _watch() -> Callable[[], None]:

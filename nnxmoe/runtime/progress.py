@@ -14,7 +14,6 @@ from typing import Any
 from tqdm.auto import tqdm
 
 logger = logging.getLogger("nnxmoe")
-logger.addHandler(logging.NullHandler())
 
 
 @contextlib.contextmanager
