@@ -28,6 +28,7 @@ ORDER = (
     "nnxmoe.linen",
     "nnxmoe.testing",
     "nnxmoe.plot",
+    "nnxmoe.api",
     "nnxmoe",
     "nnxmoe.cli",
 )

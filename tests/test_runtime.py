@@ -213,6 +213,16 @@ print("done", fitted.history[0]["step"])
 """
 
 
+@pytest.mark.commands
+@pytest.mark.parametrize(("option", "kept"), [("", False), ("-i", True)])
+def test_only_a_person_keeps_the_session(option: str, kept: bool) -> None:
+    """Ctrl-C in `fit` ends a program, also one that `python -c` was given, but no session that a person types."""
+    code = "from nnxmoe.runtime.interrupts import _interactive; print(_interactive())"
+    line = [sys.executable, *option.split(), "-c", code]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.stdout == f"{kept}\n", done.stderr
+
+
 @pytest.mark.slow
 def test_interrupted_fit_saves_and_continues(tmp_path: Path) -> None:
     """In a script: status 130 without a traceback; the next run begins after the last step of the interrupted one."""

@@ -196,5 +196,5 @@ def _wait(reader: socket.socket) -> None:
 
 
 def _interactive() -> bool:
-    """Whether a person types the program: ending the process would lose what they have."""
-    return not hasattr(sys.modules["__main__"], "__file__")
+    """Whether a person types the program, in Python or a notebook: ending the process would lose what they have."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
