@@ -142,7 +142,7 @@ def test_ctrl_c_exits_immediately_with_130(where: str) -> None:
 
 IMPORTING = """
 import signal, sys
-from nnxmoe import cli
+from nnxmoe.cli import command
 
 class AtTheFirstImport:
     def find_spec(name, *rest):
@@ -152,7 +152,7 @@ class AtTheFirstImport:
 assert "jax" not in sys.modules
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background does not have
 sys.meta_path.insert(0, AtTheFirstImport)
-cli.command()
+command()
 """
 
 

@@ -173,10 +173,13 @@ def test_models_beyond_memory_are_refused_before_reading(tmp_path: Path, monkeyp
 # Ctrl-C
 
 
-def test_first_interrupt_only_asks_once_there_is_something_to_save(caplog: pytest.LogCaptureFixture) -> None:
+def test_first_interrupt_only_asks_once_there_is_something_to_save(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:
         pytest.skip("SIGINT is ignored here, as in background jobs")
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # in a program, a second interrupt ends the process
     with interrupts.stopping() as stop:
         with pytest.raises(interrupts.Interrupted, match="interrupted"):
             signal.raise_signal(signal.SIGINT)
@@ -211,6 +214,42 @@ kept = {{"checkpoint": "run", "save_every": 10**6}}
 fitted = nnxmoe.train.fit(model, data, optimizer=optax.sgd(1e-3), steps=steps, callbacks=[told], **kept)
 print("done", fitted.history[0]["step"])
 """
+
+
+LAST_STEPS = """
+import signal, sys
+import numpy as np, optax, nnxmoe
+from nnxmoe.runtime.interrupts import Interrupted
+from tests.support.tiny import build_tiny
+
+sys.ps1 = ">>> "  # a session: what is raised does not end the process
+for at in (2, 3):
+    def interrupt(progress):
+        if progress.step == at:
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        nnxmoe.train.fit(
+            build_tiny("llama", nnxmoe.Strategy()), [{"tokens": np.arange(18).reshape(2, 9)}],
+            optimizer=optax.adam(1e-3), steps=3, checkpoint=f"run{at}", callbacks=[interrupt],
+        )
+    except Interrupted as error:
+        print(len(error.fitted.history), error)
+"""
+
+
+@pytest.mark.commands
+def test_interrupt_in_the_last_steps_of_fit_is_not_lost(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LAST_STEPS],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    lines = [f"3 interrupted after the last step; saved in run{at}" for at in (2, 3)]
+    assert done.stdout.splitlines() == lines, done.stderr
 
 
 @pytest.mark.commands

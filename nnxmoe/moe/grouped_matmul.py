@@ -119,7 +119,7 @@ class Blocked:
             return _blocked((min(self.block, count),), (min(self.block, count),), rows, kernel, sizes)
         fewer = block_sizes(count, groups, FEW)
         # With few rows per group the product is bound by reading the kernels, so padded rows cost nothing.
-        return _blocked(block_sizes(count, groups, MANY) if count >= 16 * groups else fewer, fewer, rows, kernel, sizes)
+        return _blocked(block_sizes(count, groups, MANY) if count >= 32 * groups else fewer, fewer, rows, kernel, sizes)
 
 
 # Block sizes as multiples of the mean group size. Densest just above 1: half of balanced loads lie slightly above it.

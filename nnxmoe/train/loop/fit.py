@@ -117,10 +117,15 @@ def fit(
     step = Step(model, optimizer, objective, trainable=trainable, accumulate=accumulate, bias_rate=bias_rate)
     _refuse_beyond_memory(step)
     kept = contextlib.nullcontext() if checkpoint is None else Checkpoints(checkpoint, keep, save_every)
-    with stopping() as stop, kept as checkpoints:
-        run = _Run(step, Source(data), checkpoints, steps, seed, token_flops(model, step.names))
-        evaluator = None if evaluate is None else _Evaluator(step, evaluate, evaluate_every)
-        return run.go(evaluator, callbacks, stop)
+    with stopping() as stop:
+        with kept as checkpoints:
+            run = _Run(step, Source(data), checkpoints, steps, seed, token_flops(model, step.names))
+            evaluator = None if evaluate is None else _Evaluator(step, evaluate, evaluate_every)
+            fitted = run.go(evaluator, callbacks, stop)
+        if stop.asked:
+            saved = "" if checkpoint is None else f"; saved in {os.fspath(checkpoint)}"
+            raise Interrupted(f"interrupted after the last step{saved}", fitted)
+        return fitted
 
 
 def _refuse_beyond_memory(step: Step) -> None:
