@@ -51,7 +51,13 @@ def test_unscan(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     programs = decode._programs.cache_info().misses
     np.testing.assert_array_equal(nnxmoe.generate(scanned, tokens, max_new_tokens=3), wanted)
     assert decode._programs.cache_info().misses == programs, "the same programs"
+    copy = decode._unrolled(scanned)
+    assert decode._unrolled(scanned) is copy, "copied once"
+    nnx.update(scanned, jax.tree.map(lambda a: 2 * a, nnx.state(scanned)))
+    assert decode._unrolled(scanned) is not copy, "new values"
+    nnx.update(scanned, jax.tree.map(lambda a: a / 2, nnx.state(scanned)))
     if kind == "llama":
+        decode._copies.clear()
         monkeypatch.setattr(decode, "memory_bytes", lambda: (1e3, "this little machine"))
         monkeypatch.setattr(decode, "_batch", lambda *_: 8)
         np.testing.assert_array_equal(nnxmoe.generate(scanned, tokens, max_new_tokens=3), wanted)

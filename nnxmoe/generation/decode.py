@@ -6,6 +6,7 @@ previous step's token is read.
 """
 
 import functools
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple, TypeVar
@@ -200,15 +201,30 @@ def _batch(model: CausalLM, rows: int, capacity: int) -> int:
     return batch
 
 
+# Scanned models, each with the structure and the arrays of which its unrolled copy was made, and that copy.
+_copies: "weakref.WeakKeyDictionary[CausalLM, tuple[Any, list[weakref.ref[Any]], CausalLM]]"
+_copies = weakref.WeakKeyDictionary()
+
+
 def _unrolled(model: CausalLM) -> CausalLM:
-    """The model with arrays of their own for all layers, if memory permits: a scan copies its slices in every step."""
+    """The model with arrays of their own for all layers, if memory permits: a scan copies its slices in every step.
+
+    The copy is kept as long as the model and its arrays.
+    """
     scanned = [nnx.state(stack) for stack in model.stacks if isinstance(stack, ScannedStack)]
     if not scanned:
         return model
+    graph, state = nnx.split(model)
+    leaves, (before, arrays, copy) = jax.tree.leaves(state), _copies.pop(model, (None, [], model))
+    if before == graph and all(kept() is leaf for kept, leaf in zip(arrays, leaves, strict=True)):
+        _copies[model] = before, arrays, copy
+        return copy
+    del copy
     need = local_bytes((a.shape, a.dtype, None) for a in jax.tree.leaves(scanned))
     have, where = memory_bytes()
     if need <= have:
-        return unscan(model)
+        _copies[model] = graph, [weakref.ref(leaf) for leaf in leaves], unscan(model)
+        return _copies[model][-1]
     logger.warning(
         "the layers are scanned, which decodes slowly, and %s (%.1f GB) has no room for a copy of %.1f GB: load the "
         "model with Strategy(stacking=Unrolled())",

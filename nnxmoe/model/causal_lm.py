@@ -252,8 +252,8 @@ def decoder_of(model: CausalLM) -> Decoder:
 def unscan(model: CausalLM) -> CausalLM:
     """A model whose layers have arrays of their own instead of slices of stacked ones (``Scanned``): it decodes faster.
 
-    What was stacked is copied, so both models need memory until the given one is deleted. Without scanned layers this
-    is the model itself.
+    What was stacked is copied, so both models need memory until the given one is deleted; `nnxmoe.generate` keeps such
+    a copy with a scanned model. Without scanned layers this is the model itself.
 
         model = nnxmoe.unscan(nnxmoe.train.fit(model, …).model)
     """
