@@ -164,6 +164,12 @@ def test_seed_determines_the_samples() -> None:
     assert not np.array_equal(both[0], both[1])  # equal prompts draw independently
 
 
+def test_steps_are_sampled_independently() -> None:
+    """Of flat logits, every step would draw the same token from the same key."""
+    for row in run(sampling=Sampling(temperature=1e30)):
+        assert len(set(row[1:].tolist())) > 3
+
+
 def test_rows_are_sampled_independently() -> None:
     sampling = Sampling(temperature=1.2, top_k=20, repetition_penalty=1.2)
     pair = run(sampling=sampling)

@@ -32,8 +32,8 @@ def written(buffer: Array, new: Array, slots: Int[Array, "B T"], axis: int) -> A
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """The token that each slot holds: its index in its row (-1: none), whether it is real (None: all are), and its
-    segment (None: all are of one). Indices without a batch dimension are those of every row."""
+    """The token that each slot holds: its index in its row (negative: none), whether it is real (None: all are), and
+    its segment (None: all are of one). Indices without a batch dimension are those of every row."""
 
     index: Int[Array, "S"] | Int[Array, "B S"]
     valid: Bool[Array, "B S"] | None
@@ -84,10 +84,10 @@ def append_ring(buffer: Array, new: Array, past: Past, axis: int) -> tuple[Array
 
 
 def _ring_index(length: Int[Array, "B"], size: int) -> Int[Array, "B S"]:
-    """The index of the token in each slot of a ring, of which ``length`` tokens were written; -1 for empty slots."""
+    """The index of the token in each slot of a ring, of which ``length`` tokens were written; negative for empty
+    slots."""
     newest = length[:, None] - 1
-    index = newest - (newest - jnp.arange(size, dtype=jnp.int32)[None]) % size
-    return jnp.where(index < 0, -1, index)
+    return newest - (newest - jnp.arange(size, dtype=jnp.int32)[None]) % size
 
 
 class LayerCache(Protocol):
