@@ -62,7 +62,7 @@ def parameter(
 ) -> nnx.Variable:
     """A parameter labelled with its logical axes; ``rngs`` None: a ShapeDtypeStruct instead of a value.
 
-    ``inputs``: number of dimensions (after those of layers and experts) that a linear map contracts; else None.
+    ``inputs``: how many of the last dimensions a linear map contracts; None for other parameters.
     """
     shape, axes = tuple(shape), tuple(axes)
     assert len(shape) == len(axes), (shape, axes)

@@ -18,7 +18,7 @@ from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs, rotation_at
-from tests.support.arrays import max_error
+from tests.support.arrays import inputs_first, max_error
 from tests.support.attention import DENSE, LENGTH, MODELS, SCANNED, masks
 from tests.support.running import PART_TOLERANCE, feed, forward, randomise
 from tests.support.tiny import ORACLE, build_tiny, random_tokens
@@ -548,7 +548,7 @@ def test_gqa_equals_numpy(window: int | None) -> None:
     gqa = GQA(10, 6, 2, 4, window=window, bias=True, attend=Reference(), dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
     randomise(gqa, seed=1)
     x = np.random.default_rng(0).standard_normal((2, 7, 10))
-    w = {name: np.asarray(getattr(gqa, name).kernel[...], np.float64) for name in "qkvo"}
+    w = {name: inputs_first(getattr(gqa, name).kernel).astype(np.float64) for name in "qkvo"}
     b = {name: np.asarray(getattr(gqa, name).bias[...], np.float64).reshape(-1, 4) for name in "qkv"}
     angles = np.arange(7)[:, None] * 100.0 ** (-np.arange(0, 4, 2) / 4)
 

@@ -23,6 +23,7 @@ import nnxmoe
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train.runs import checkpoints as checkpoint_module
 from nnxmoe.train.runs.checkpoints import Checkpoints
+from nnxmoe.train.runs.step_folder import VERSION
 from tests.support.launch import Launch
 
 Tree = dict[str, Any]
@@ -367,6 +368,21 @@ def test_flipped_bit_is_found_by_the_checksum(sound: Path, tmp_path: Path) -> No
     same(Checkpoints(run).restore(2, tree(0))[0], tree(2))
 
 
+def test_runs_of_another_version_are_refused_not_skipped(sound: Path, tmp_path: Path) -> None:
+    """Its arrays may have another meaning, and skipping its steps would begin the run again."""
+    run = tmp_path / "run"
+    shutil.copytree(sound, run)
+    for step in range(1, 4):
+        manifest = run / str(step) / "step.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": VERSION - 1}))
+    before = listing(run)
+    with pytest.raises(CheckpointError, match=f"step.json: version {VERSION - 1} is not version {VERSION}: continue"):
+        Checkpoints(run).latest()
+    with pytest.raises(CheckpointError, match="begin another one in a new folder"), Checkpoints(run) as checkpoints:
+        checkpoints.save(4, tree(4))
+    assert listing(run) == before
+
+
 def test_incomplete_steps_of_killed_runs_are_skipped(sound: Path, tmp_path: Path) -> None:
     """Covers unfinished saves, half-deleted steps and a folder whose name is another step's number."""
     run = tmp_path / "run"
@@ -500,4 +516,4 @@ def test_thirty_random_kills_lose_at_most_one_step(tmp_path: Path) -> None:
         seen.add(latest)
         midway += any("tmp" in name for name in listing(run))
     assert len(seen) > 10 and midway > 10, "hardly a kill came in the middle of a save"
-    assert json.loads((run / "checkpoints.json").read_text()) == {"version": 1}
+    assert json.loads((run / "checkpoints.json").read_text()) == {"version": VERSION}

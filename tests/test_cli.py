@@ -298,7 +298,7 @@ def test_inspect_shows_sharded_sizes_on_a_mesh(capsys: pytest.CaptureFixture[str
     by_name = {line[0]: line for line in lines if line}
     experts = 32 * 8 * 4096 * 14336 * 2 / 32
     assert by_name["layer.moe.experts.gate"][1:] == (
-        f"32 x [8, 4096, 14336] {experts / 1e6:.2f} MB expert, fsdp, -".split()
+        f"32 x [8, 14336, 4096] {experts / 1e6:.2f} MB expert, -, fsdp".split()
     )
     assert by_name["layer.moe_norm.scale"][1:] == f"32 x [4096] {32 * 4096 * 2 / 1e3:.2f} kB whole".split()
     assert by_name["mesh"][1:] == "fsdp 4, expert 8".split()

@@ -27,7 +27,7 @@ from nnxmoe.moe import balance
 from nnxmoe.moe.router import Router, SoftmaxTopK
 from tests.benchmarks import bridge
 from tests.support import linen_modules as hand
-from tests.support.arrays import flat, max_error, nested
+from tests.support.arrays import flat, inputs_first, max_error, nested
 from tests.support.maxtext_cases import CASES, LLAMA_3, NAMES, config_of, params_of
 from tests.support.running import randomise
 from tests.support.tiny import TINY, build_tiny, random_tokens
@@ -726,8 +726,8 @@ def renamed(model: nnxmoe.CausalLM, stacked: bool) -> dict[str, Any]:
     """A decoder's parameters as an older code base might have them: flat kernels, fused projections, own names."""
     layers = []
     for layer in model.stacks[0].layers:
-        q, k, v, o = (np.asarray(getattr(layer.attention, name).kernel[...]) for name in "qkvo")
-        gate, up, down = (np.asarray(getattr(layer.feed_forward, name).kernel[...]) for name in ("gate", "up", "down"))
+        q, k, v, o = (inputs_first(getattr(layer.attention, name).kernel) for name in "qkvo")
+        gate, up, down = (inputs_first(getattr(layer.feed_forward, name).kernel) for name in ("gate", "up", "down"))
         layers.append(
             {
                 "attn": {
@@ -742,7 +742,7 @@ def renamed(model: nnxmoe.CausalLM, stacked: bool) -> dict[str, Any]:
     tree: dict[str, Any] = {"wte": {"embedding": np.asarray(model.embed.table[...])}}
     tree |= {
         "ln_f": {"scale": np.asarray(model.norm.scale[...])},
-        "out": {"kernel": np.asarray(model.head.kernel[...])},
+        "out": {"kernel": inputs_first(model.head.kernel)},
     }
     if stacked:
         return tree | {"h": jax.tree.map(lambda *each: np.stack(each), *layers)}

@@ -20,6 +20,7 @@ import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, Strategy
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.dots import matmul
+from nnxmoe.layers.kernel import DenseKernel
 from nnxmoe.layers.linear import Linear
 from nnxmoe.model.causal_lm import decoder_of
 from nnxmoe.models import Mixtral, config_from_hf
@@ -108,19 +109,19 @@ def test_program_without_adapters_has_no_extra_operations() -> None:
     kernel, bias = linear.kernel[...], linear.bias[...]
 
     def projection(x: Any) -> Any:
-        y = matmul(x, kernel.reshape(4, 6))
+        y = matmul(x, kernel.reshape(6, 4), True)
         return (y + jnp.broadcast_to(bias, y.shape)).reshape(5, 3, 2)
 
     def feed_forward(x: Any) -> Any:
-        gate, up = equal_groups(x, experts.gate[...]), equal_groups(x, experts.up[...])
-        return equal_groups(jax.nn.silu(gate) * up, experts.down[...])
+        gate, up = (equal_groups(x, DenseKernel(kernel[...])) for kernel in (experts.gate, experts.up))
+        return equal_groups(jax.nn.silu(gate) * up, DenseKernel(experts.down[...]))
 
     def program(run: Any, shape: tuple[int, ...]) -> str:
         return jax.jit(lambda x: run(x)).lower(jnp.ones(shape)).as_text()
 
     assert program(linear, (5, 4)) == program(projection, (5, 4))
     assert program(lambda x: experts(x, None), (2, 5, 4)) == program(feed_forward, (2, 5, 4))
-    assert (linear.weight().dense() == kernel.reshape(4, 6)).all()
+    assert (linear.weight().dense() == kernel.reshape(6, 4).T).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,7 +132,7 @@ def test_default_targets_exclude_the_router(kind: str) -> None:
     assert {slot.name for slot in adapted(model)} == {slot.name for slot in slots(model)} - {"router"}
     for slot in adapted(model):
         assert slot.adapter.a.dtype == slot.adapter.b.dtype == jnp.float32 and slot.adapter.scale == 1
-        assert slot.adapter.a.shape[-1] == slot.adapter.rank == 3
+        assert slot.adapter.b.shape[-1] == slot.adapter.rank == 3
 
 
 def test_initial_values_follow_peft() -> None:
@@ -152,14 +153,14 @@ def test_initial_values_follow_peft() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_equal_kernels_plus_scaled_a_b(kind: str) -> None:
-    """The reference adds ``alpha / rank * a @ b`` to the kernels in float64, separately for gate and up."""
+    """The reference adds ``alpha / rank * b @ a`` to the kernels in float64, separately for gate and up."""
     model, plain = ready(kind), build_tiny(kind, Strategy(), num_hidden_layers=2)
     for slot, bare in zip(slots(model), slots(plain), strict=True):
         a, b = (np.asarray(v.get_value(), np.float64) for v in (slot.adapter.a, slot.adapter.b))
         if slot.name == "experts.gate_up":
-            deltas = [np.einsum("edr,erf->edf", a, b[:, :, i]) for i in range(2)]
+            deltas = [np.einsum("erd,efr->efd", a, b[:, i]) for i in range(2)]
         else:
-            deltas = [np.einsum("efr,erd->efd", a, b) if slot.name == "experts.down" else np.tensordot(a, b, 1)]
+            deltas = [np.einsum("erf,edr->edf", a, b) if slot.name == "experts.down" else np.tensordot(b, a, 1)]
         for kernel, delta in zip(bare.base, deltas, strict=True):
             kernel.set_value(jnp.asarray(np.asarray(kernel.get_value(), np.float64) + 1.5 * delta, jnp.float32))
     assert [slot.kernels for slot in slots(model) if len(slot.base) > 1][:1] in ([], [("gate", "up")])
@@ -283,7 +284,7 @@ def test_unmerge_restores_bfloat16_bits(scan: bool) -> None:
     lora.merge(model)
     for slot in (slot for slot in slots(model) if slot.name in ("attention.k", "experts.down")):
         base = model.merged[slot.place].base[0].get_value().astype(jnp.float32)
-        wanted = (base + deltas[slot.place].reshape(base.shape)).astype(jnp.bfloat16)
+        wanted = (base + jnp.swapaxes(deltas[slot.place], -1, -2).reshape(base.shape)).astype(jnp.bfloat16)
         assert same([np.asarray(wanted)], [np.asarray(slot.base[0].get_value())])
     lora.unmerge(model)
     assert same(kernels(model) + values(model), bits)
@@ -294,9 +295,9 @@ def test_merging_needs_memory_for_one_expert_at_a_time() -> None:
     """The float32 sum is never materialised for all experts at once."""
     experts, dim, width = 32, 64, 96
     kernels, a, b = (
-        [jnp.zeros((experts, dim, width))] * 2,
-        jnp.zeros((experts, dim, 4)),
-        jnp.zeros((experts, 4, 2, width)),
+        [jnp.zeros((experts, width, dim))] * 2,
+        jnp.zeros((experts, 4, dim)),
+        jnp.zeros((experts, 2, width, 4)),
     )
     compiled = merger(1, 2, 1.0, kernels[0]).lower(kernels, a, b).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * dim * width)

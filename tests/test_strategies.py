@@ -55,12 +55,12 @@ def scenarios(dtype: str = "float32") -> dict[str, tuple[Any, Any, Any]]:
     """Name -> tokens, mask of real tokens, and an offset added to the router kernel."""
     x = jax.random.normal(jax.random.key(1), (B, T, D)).at[..., 0].set(1.0).astype(dtype)
     everything = jnp.ones((B, T), bool)
-    nothing = jnp.zeros((D, E))
+    nothing = jnp.zeros((E, D))
     padding = jax.random.bernoulli(jax.random.key(2), 0.6, (B, T)).at[3].set(False)  # row 3 is all padding
     return {
         "random": (x, everything, nothing),
-        "all on one expert": (x, everything, nothing.at[0, 5].set(30.0)),
-        "empty experts": (x, everything, nothing.at[0, ::2].set(-30.0)),
+        "all on one expert": (x, everything, nothing.at[5, 0].set(30.0)),
+        "empty experts": (x, everything, nothing.at[::2, 0].set(-30.0)),
         "padding": (x, padding, nothing),
     }
 

@@ -129,7 +129,7 @@ def test_eight_steps_equal_maxtext(mesh: Any, accumulate: int, eight: Callable[.
 def head_case(seed: int, tied: bool, dtype: Any, shape: tuple[int, int]) -> tuple[Any, ...]:
     rng, dim, vocab = np.random.default_rng(seed), 12, 37
     x = jnp.asarray(rng.normal(size=(*shape, dim)), dtype)
-    kernel = DenseKernel(jnp.asarray(rng.normal(size=(vocab, dim) if tied else (dim, vocab)), jnp.float32), tied)
+    kernel = DenseKernel(jnp.asarray(rng.normal(size=(vocab, dim) if tied else (dim, vocab)), jnp.float32), not tied)
     targets = jnp.asarray(rng.integers(0, vocab, shape), jnp.int32)
     return x, kernel, targets, jnp.asarray(rng.random(shape) * (rng.random(shape) > 0.3), jnp.float32)
 
@@ -199,7 +199,7 @@ def test_chunked_loss_never_materialises_all_logits(tied: bool) -> None:
 
     def temporary(head: Any) -> int:
         def total(x: Any, kernel: Any, targets: Any, weights: Any) -> Any:
-            return head(x, DenseKernel(kernel, tied), targets, weights, 1e-4)[0]
+            return head(x, DenseKernel(kernel, not tied), targets, weights, 1e-4)[0]
 
         kernel = (vocab, dim) if tied else (dim, vocab)
         shapes = [((1, length, dim), "bfloat16"), (kernel, "float32"), ((1, length), "int32"), ((1, length), "float32")]

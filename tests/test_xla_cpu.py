@@ -1,5 +1,6 @@
 """XLA:CPU problems that need workarounds. A failing test means that a workaround can be removed."""
 
+import time
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from nnxmoe.layers import xla_cpu
+from nnxmoe.layers.dots import matmul_f32
 from nnxmoe.layers.kernel import DenseKernel
 from nnxmoe.moe import grouped_matmul
 
@@ -72,3 +74,20 @@ def test_16_bit_updates_cast_the_whole_array() -> None:
 
     text = jax.jit(update).lower(jax.ShapeDtypeStruct((16, 64, 64), BF16)).compile().as_text()
     assert ("f32[16,64,64]" in text) == xla_cpu.COPIES_16_BITS
+
+
+def test_few_float32_rows_are_slow_on_the_left() -> None:
+    """Least times of a product of 8 rows with a kernel of 16 MB; the factor is about three."""
+    x, kernel = jnp.ones((8, 2048)), jnp.ones((2048, 2048))
+
+    def rows_first(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, kernel, (((1,), (1,)), ((), ())))
+
+    ways = [jax.jit(rows_first), jax.jit(lambda x, kernel: matmul_f32(x, kernel, True))]
+    assert jnp.array_equal(*(way(x, kernel) for way in ways))
+    took: list[list[float]] = [[], []]
+    for i in range(40):
+        started = time.perf_counter()
+        ways[i % 2](x, kernel).block_until_ready()
+        took[i % 2].append(time.perf_counter() - started)
+    assert min(took[0]) > 1.2 * min(took[1])

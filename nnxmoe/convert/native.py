@@ -21,6 +21,7 @@ from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, restore, unless_cast
 from nnxmoe.convert.hf.side_files import read_config, read_generation_config, write_side_files
+from nnxmoe.layers.kernel import flax_order
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
@@ -39,10 +40,10 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME) -> dict[str
     """Name -> `Leaf` for every parameter of a model; ``query``: the change to query projections."""
     found: dict[str, Leaf] = {}
     for parameter in parameters(model):
-        shape, name = parameter.shape, parameter.key.replace(".", "/")
+        name = parameter.key.replace(".", "/")
         change = query if parameter.key.startswith(QUERY) else SAME
         for layer, at in parameter.layers():
-            inner, part = shape[len(at) :], Part(parameter, at)
+            inner, part = flax_order(parameter.variable, parameter.shape[len(at) :]), Part(parameter, at)
             leaf = Leaf(parameter.key, inner, (), inner, False, change)
             if layer is not None and scan_layers:
                 add_layer(found, name.replace("layer", f"stacks/{parameter.stack}", 1), leaf, part, axis=0)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnxmoe.layers.multilinear import multilinear
-from nnxmoe.layers.xla_cpu import pad_single_row, widen
+from nnxmoe.layers.xla_cpu import kernel_on_the_left, pad_single_row, widen
 
 
 def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False) -> Float[Array, "*rows O"]:
@@ -24,7 +24,9 @@ def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: b
         return matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype)
 
     def d_x(kernel: Array, d_out: Array) -> Array:
-        return matmul_f32(d_out, kernel.astype(d_out.dtype), not transpose).astype(d_out.dtype)
+        rows, kernel = d_out.reshape(-1, d_out.shape[-1]), kernel.astype(d_out.dtype)
+        out = dot_f32(rows, kernel, -1, -2 if transpose else -1).astype(d_out.dtype)
+        return out.reshape(*d_out.shape[:-1], out.shape[-1])
 
     def d_kernel(x: Array, d_out: Array) -> Array:
         x, d_out = x.reshape(-1, x.shape[-1]), d_out.reshape(-1, d_out.shape[-1])
@@ -55,7 +57,11 @@ def matmul_f32(
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*rows O"]:
     """``x @ kernel`` or ``x @ kernel.T`` of operands in their own dtype, accumulated and returned in float32."""
-    out = dot_f32(x.reshape(-1, x.shape[-1]), kernel, -1, -1 if transpose else -2, precision)
+    rows = x.reshape(-1, x.shape[-1])
+    if transpose and kernel_on_the_left(rows):
+        out = jax.lax.optimization_barrier(dot_f32(kernel, rows, -1, -1, precision)).T
+    else:
+        out = dot_f32(rows, kernel, -1, -1 if transpose else -2, precision)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 

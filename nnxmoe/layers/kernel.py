@@ -44,6 +44,10 @@ class Kernel:
         """The whole kernel as one array; ``dtype`` None: in its own precision."""
         raise TypeError(f"{type(self).__name__} does not define dense")
 
+    def turned(self, dtype: Any = None) -> Float[Array, "*E O I"]:
+        """`dense` with outputs before inputs, as in memory and in checkpoints."""
+        return jnp.swapaxes(self.dense(dtype), -1, -2)
+
     def cast(self, dtype: Any) -> "Kernel":
         """The kernel as several products with operands of this dtype want it: cast once, if it is cast at all."""
         return self
@@ -80,10 +84,10 @@ class Kernel:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseKernel(Kernel):
-    """One float array ``[*E, I, O]``, or with ``transposed`` ``[*E, O, I]``."""
+    """One float array ``[*E, O, I]``; with ``ins_first`` ``[*E, I, O]``, whose products are plain dots as in Flax."""
 
     array: Any  # a float array; transformations of JAX put other leaves in its place
-    transposed: bool = dataclasses.field(default=False, metadata={"static": True})
+    ins_first: bool = dataclasses.field(default=False, metadata={"static": True})
 
     trained: ClassVar[bool] = True
 
@@ -91,33 +95,37 @@ class DenseKernel(Kernel):
     def shape(self) -> tuple[int, ...]:
         """``(I, O)`` or ``(E, I, O)``, whatever the orientation in memory."""
         *lead, first, last = self.array.shape
-        return (*lead, last, first) if self.transposed else (*lead, first, last)
+        return (*lead, first, last) if self.ins_first else (*lead, last, first)
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
-        """The array, turned to ``[*E, I, O]``; ``dtype`` None: in its own precision."""
-        array = self.array if dtype is None else self.array.astype(dtype)
-        return jnp.swapaxes(array, -1, -2) if self.transposed else array
+        """The array as ``[*E, I, O]``; ``dtype`` None: in its own precision."""
+        array = self.cast(dtype).array
+        return array if self.ins_first else jnp.swapaxes(array, -1, -2)
+
+    def turned(self, dtype: Any = None) -> Float[Array, "*E O I"]:
+        array = self.cast(dtype).array
+        return jnp.swapaxes(array, -1, -2) if self.ins_first else array
 
     def cast(self, dtype: Any) -> "DenseKernel":
-        return DenseKernel(self.array.astype(dtype), self.transposed)
+        return self if dtype is None else DenseKernel(self.array.astype(dtype), self.ins_first)
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
-        return matmul(x, self.array, self.transposed)
+        return matmul(x, self.array, not self.ins_first)
 
     def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
-        return matmul_f32(x, self.array.astype(x.dtype), self.transposed, precision)
+        return matmul_f32(x, self.array.astype(x.dtype), not self.ins_first, precision)
 
     def back(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
-        return matmul(d, self.array, not self.transposed)
+        return matmul(d, jnp.swapaxes(self.array, -1, -2) if self.ins_first else self.array)
 
     def equal_groups(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
-        spec = "ERI,EOI->ERO" if self.transposed else "ERI,EIO->ERO"
+        spec = "ERI,EIO->ERO" if self.ins_first else "ERI,EOI->ERO"
         return einsum(spec, rows, self.array.astype(rows.dtype)).astype(rows.dtype)
 
     def outer(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "DenseKernel":
         x, d = x.reshape(-1, x.shape[-1]), d.reshape(-1, d.shape[-1])
-        pair = (d, x) if self.transposed else (x, d)
-        return DenseKernel(dot_f32(*pair, -2, -2), self.transposed)
+        pair = (x, d) if self.ins_first else (d, x)
+        return DenseKernel(dot_f32(*pair, -2, -2), self.ins_first)
 
     def __jax_array__(self) -> Array:
         """Lets `jax.numpy` functions take it where an array is expected, as in a user's own `GroupedMatmul`."""
@@ -126,21 +134,30 @@ class DenseKernel(Kernel):
 
 def as_kernel(kernel: Kernel | Float[Array, "*E I O"]) -> Kernel:
     """A kernel as it is; an array ``[*E, I, O]`` wrapped."""
-    return kernel if isinstance(kernel, Kernel) else DenseKernel(kernel)
+    return kernel if isinstance(kernel, Kernel) else DenseKernel(kernel, ins_first=True)
 
 
 class KernelParam(nnx.Param):
-    """The trained weight of a linear map in one array ``[*lead, *ins, *outs]``; ``lead`` counts layers and experts.
+    """The trained weight of a linear map in one array ``[*lead, *outs, *ins]``; ``lead`` counts layers and experts.
 
     Made by `kernel_param`. Input and output features may have several dimensions, such as heads; ``read`` flattens
-    each to one.
+    each to one. Outputs come first as in Hugging Face's files, so that loading transposes nothing and CPUs multiply few
+    rows faster. XLA's dots on GPUs and TPUs take either order; of tokamax's grouped kernels, the one for Hopper is
+    optimised for this order, the one for TPUs takes the other. After ``turn``, as in Linen, the array is
+    ``[*lead, *ins, *outs]``.
     """
+
+    @property
+    def ins_first(self) -> bool:
+        """Whether the input dimensions come before those of the outputs."""
+        return self.get_metadata().get("ins_first", False)
 
     def split(self, dimensions: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """What describes the dimensions, such as the shape or the logical axes, as (lead, ins, outs)."""
-        first = sum(axis in LEAD for axis in axes_of(self))
-        end = first + self.get_metadata()["inputs"]
-        return tuple(dimensions[:first]), tuple(dimensions[first:end]), tuple(dimensions[end:])
+        first, inputs = sum(axis in LEAD for axis in axes_of(self)), self.get_metadata()["inputs"]
+        end = first + inputs if self.ins_first else len(dimensions) - inputs
+        parts = tuple(dimensions[:first]), tuple(dimensions[first:end]), tuple(dimensions[end:])
+        return parts if self.ins_first else (parts[0], parts[2], parts[1])
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -160,7 +177,30 @@ class KernelParam(nnx.Param):
     def read(self) -> DenseKernel:
         """The kernel ``[*lead, prod(ins), prod(outs)]``, for products."""
         lead, ins, outs = self.split(self.shape)
-        return DenseKernel(self[...].reshape(*lead, math.prod(ins), math.prod(outs)))
+        sizes = math.prod(ins), math.prod(outs)
+        return DenseKernel(self[...].reshape(*lead, *(sizes if self.ins_first else sizes[::-1])), self.ins_first)
+
+    def turn(self) -> None:
+        """Put the inputs first, in place."""
+        value, order = self.get_value(), flax_order(self, range(self.ndim))
+        if isinstance(value, jax.ShapeDtypeStruct):
+            value = jax.ShapeDtypeStruct(flax_order(self, value.shape), value.dtype)
+        else:
+            value = jnp.transpose(value, order)
+        axes = flax_order(self, axes_of(self))
+        self.set_value(value)
+        self.set_metadata(axes=axes, ins_first=True)
+
+
+def flax_order(variable: nnx.Variable, dimensions: Sequence[Any]) -> tuple[Any, ...]:
+    """What describes the dimensions of a variable, or of one of its layers or experts, in the order of Flax's kernels,
+    ``[*lead, *ins, *outs]``; of other variables as it is."""
+    inputs = variable.get_metadata().get("inputs")
+    if not inputs or variable.get_metadata().get("ins_first"):
+        return tuple(dimensions)
+    first = len(dimensions) - sum(axis not in LEAD for axis in axes_of(variable))
+    end = len(dimensions) - inputs
+    return (*dimensions[:first], *dimensions[end:], *dimensions[first:end])
 
 
 def fan_in(inputs: Sequence[int], gain: float = 1.0) -> nnx.Initializer:
@@ -179,8 +219,9 @@ def kernel_param(
     rngs: nnx.Rngs | None,
     kind: type[KernelParam] = KernelParam,
 ) -> KernelParam:
-    """A kernel ``[*lead, *ins, *outs]`` with the logical ``axes`` of these dimensions; ``rngs`` None: a shape only."""
-    shape, init = (*lead, *ins, *outs), fan_in(ins, gain)
-    made = parameter(shape, axes, init, dtype=dtype, rngs=rngs, kind=kind, inputs=len(ins))
+    """A kernel with the logical ``axes`` of the dimensions ``(*lead, *ins, *outs)``; ``rngs`` None: a shape only."""
+    first, end = len(lead), len(lead) + len(ins)
+    shape, names = (*lead, *outs, *ins), (*axes[:first], *axes[end:], *axes[first:end])
+    made = parameter(shape, names, fan_in(ins, gain), dtype=dtype, rngs=rngs, kind=kind, inputs=len(ins))
     assert isinstance(made, KernelParam)
     return made

@@ -14,7 +14,7 @@ from nnxmoe.layers.lora import LoRA, with_adapter
 
 
 class Linear(nnx.Module):
-    """``x[... *ins] -> [... *outs]``; kernel ``[*ins, *outs]`` with heads as a separate dimension; bias flattened, as
+    """``x[... *ins] -> [... *outs]``; kernel ``[*outs, *ins]`` with heads as a separate dimension; bias flattened, as
     in checkpoints.
 
     ``gain``: the scale of the initial output relative to the input. ``lora``: an adapter (`nnxmoe.train.lora.add`).

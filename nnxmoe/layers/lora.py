@@ -20,9 +20,9 @@ class Kept(nnx.Variable):
 
 
 class LoRA(nnx.Module):
-    """The adapter of a kernel ``[*lead, *ins, *outs]``: ``a [*lead, *ins, rank]``, ``b [*lead, rank, *outs]``.
+    """The adapter of a kernel ``[*lead, *outs, *ins]``: ``a [*lead, rank, *ins]``, ``b [*lead, *outs, rank]``.
 
-    If several maps share one adapter, such as the experts' gate and up, ``b`` is ``[*lead, rank, maps, *outs]``.
+    If several maps share one adapter, such as the experts' gate and up, ``b`` is ``[*lead, maps, *outs, rank]``.
     """
 
     def __init__(self, a: KernelParam, b: KernelParam, alpha: float):
@@ -33,7 +33,7 @@ class LoRA(nnx.Module):
     @property
     def rank(self) -> int:
         """The width of the bottleneck."""
-        return self.a.shape[-1]
+        return self.a.outs[0]
 
     @property
     def scale(self) -> float:
@@ -46,7 +46,7 @@ class LoRA(nnx.Module):
         ``b`` is indexed before the product: slicing a sharded output would move data between devices.
         """
         low, b = product(x, self.a.read()), self.b[...]
-        return [product(low, DenseKernel(b[..., i, :])) * self.scale for i in range(b.shape[-2])]
+        return [product(low, DenseKernel(b[..., i, :, :])) * self.scale for i in range(b.shape[-3])]
 
     def delta(self) -> Float[Array, "*lead I O"]:
         """The matrix that the adapter adds to its kernel, in float32, with inputs and outputs flattened."""

@@ -62,13 +62,13 @@ class Absorbed:
 
     def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
         kv_rank, heads, dtype = x.kv_b.shape[0], x.q_nope.shape[2], x.q_nope.dtype
-        up = x.kv_b.dense(dtype).reshape(kv_rank, heads, -1)
-        k_up, v_up = jnp.split(jnp.swapaxes(up, 0, 1), [x.q_nope.shape[-1]], axis=-1)
-        q_latent = _each_head(jnp.swapaxes(x.q_nope, 1, 2), k_up, -1)
+        up = x.kv_b.turned(dtype).reshape(heads, -1, kv_rank)
+        k_up, v_up = jnp.split(up, [x.q_nope.shape[-1]], axis=1)
+        q_latent = _each_head(jnp.swapaxes(x.q_nope, 1, 2), k_up, -2)
         q = jnp.concatenate([q_latent, jnp.swapaxes(x.q_rope, 1, 2)], axis=-1)
         shared = x.seen[:, None].astype(dtype)
         out = attend(q, shared, shared, scores)[..., :kv_rank]  # the rope part of the values is dropped
-        return jnp.swapaxes(_each_head(out, v_up, -2), 1, 2)
+        return jnp.swapaxes(_each_head(out, v_up, -1), 1, 2)
 
 
 def _each_head(x: Float[Array, "B N T I"], y: Float[Array, "N _ _"], of_y: int) -> Float[Array, "B N T O"]:
@@ -104,7 +104,7 @@ class Query(nnx.Module):
 
 
 class MLA(nnx.Module):
-    """Latent attention; kernels ``kv_a [D, kv_rank + rope]``, ``kv_b [kv_rank, N, nope + v]``, ``o [N, v, D]``.
+    """Latent attention; kernels ``kv_a [kv_rank + rope, D]``, ``kv_b [N, nope + v, kv_rank]``, ``o [D, N, v]``.
 
     ``q_rank`` None: queries are one full-rank projection. ``bias``: on the down-projections and the output only.
     """

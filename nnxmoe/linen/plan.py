@@ -24,6 +24,7 @@ from nnxmoe.convert.core.layout import Path
 from nnxmoe.convert.maxtext import layout
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -167,7 +168,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
     config = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.grouped else config
 
     def make(rngs: nnx.Rngs | None) -> CausalLM:
-        model = model_class(config)(config, strategy, rngs=rngs)
+        model = _turned(model_class(config)(config, strategy, rngs=rngs))
         for _, module in nnx.iter_graph(model) if isinstance(config.rope, Llama3Rope) else ():
             if isinstance(module, GQA):
                 module.rotate = rotate_pairs
@@ -200,7 +201,7 @@ def part_plan(blueprint: Blueprint) -> Plan:
 
     def shapes() -> Any:
         with nnx.use_eager_sharding(False):
-            made[:] = [blueprint(Streams(lambda name: jax.random.key(0)))]
+            made[:] = [_turned(blueprint(Streams(lambda name: jax.random.key(0))))]
         if isinstance(made[0], Layer):
             made[0].label(0, 0)  # sets the keys that the tables are indexed by (layer.mlp or layer.moe)
         return nnx.state(made[0])
@@ -217,7 +218,18 @@ def part_plan(blueprint: Blueprint) -> Plan:
     kept = {path: variable for path, variable in variables.items() if not isinstance(variable, nnx.RngState)}
     prefix = next((prefix for part, prefix in _PARTS.items() if issubclass(kind, part)), None)
     slots = _by_attribute(kept) if prefix is None else _by_table(kept, prefix, kind)
-    return _plan(blueprint, nnx.graphdef(made[0]), state, slots)
+    return _plan(lambda rngs: _turned(blueprint(rngs)), nnx.graphdef(made[0]), state, slots)
+
+
+def _turned(module: Any) -> Any:
+    """The module, with its kernels in Linen's orientation, so that programs neither transpose them nor round otherwise
+    than Flax's."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, KernelParam):
+            node.turn()
+        elif isinstance(node, Embed):
+            node.ins_first = True
+    return module
 
 
 def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, Slot]) -> Plan:

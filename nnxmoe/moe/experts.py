@@ -31,7 +31,7 @@ class ExpertFn(Protocol):
 
 
 class Experts(nnx.Module):
-    """An `ExpertFn` of gated networks; kernels ``gate up [E D F]``, ``down [E F D]``.
+    """An `ExpertFn` of gated networks; kernels ``gate up [E F D]``, ``down [E D F]``.
 
     Gate and up share one adapter, of a kernel ``[E D 2 F]``.
     """

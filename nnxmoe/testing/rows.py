@@ -88,8 +88,7 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
 
     def row(leaf: Leaf) -> Row:
         def make(*arrays: Array) -> Array:
-            views = [leaf.view(a, part.parameter) for part, a in zip(leaf.parts, arrays, strict=True)]
-            made = [leaf.change(view).astype(view.dtype) for view in views]
+            made = [leaf.change(a.reshape(leaf.inner)).astype(a.dtype) for a in arrays]
             return made[0] if leaf.axis is None else jnp.stack(made, axis=leaf.axis)
 
         named = [("/".join(map(str, part.parameter.path)), part.at) for part in leaf.parts]

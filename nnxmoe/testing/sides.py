@@ -12,6 +12,7 @@ from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from nnxmoe.layers.kernel import flax_order
 from nnxmoe.testing.record import Call, Tape, is_floating
 from nnxmoe.testing.rows import Arrays, Row
 
@@ -31,19 +32,26 @@ class Arguments:
 
 
 class Ours:
-    """The NNX module; its random number state does not count as parameters."""
+    """The NNX module; its random number state does not count as parameters. Kernels of nnxmoe are given and compared in
+    Flax's order of dimensions, ``[*ins, *outs]``."""
 
     def __init__(self, module: nnx.Module, call: Callable[..., Any]):
         self.call = call
         self.graph, state = nnx.split(module)
         self.flat = [("/".join(map(str, path)), path, variable) for path, variable in nnx.to_flat_state(state)]
-        self.params = {name: v.get_value() for name, _, v in self.flat if not isinstance(v, nnx.RngState)}
-        for name, value in self.params.items():
+        self.params: Arrays = {}
+        self.orders: dict[str, tuple[int, ...]] = {}
+        for name, _, variable in self.flat:
+            value = variable.get_value()
             if isinstance(value, jax.ShapeDtypeStruct):
                 raise ValueError(f"the NNX parameter {name} has a shape but no values: create the module with rngs")
+            if not isinstance(variable, nnx.RngState):
+                self.orders[name] = flax_order(variable, range(value.ndim))
+                self.params[name] = value.transpose(self.orders[name])
 
     def __call__(self, params: Arrays, inputs: tuple[Any, ...], tape: Tape | None = None) -> Any:
-        filled = [(path, v.replace(params[name]) if name in params else v) for name, path, v in self.flat]
+        values = {name: value.transpose(np.argsort(self.orders[name])) for name, value in params.items()}
+        filled = [(path, v.replace(values[name]) if name in values else v) for name, path, v in self.flat]
         module = nnx.merge(self.graph, nnx.from_flat_state(filled))
         if tape is not None:
             tape.attach(module)

@@ -88,7 +88,8 @@ class Layer:
         graph, self.params = nnx.split(MoE(router, experts, strategy.dispatch, shared=None))
         self.shape = shape
         first = range(min(shape.experts, INPUTS))
-        self.kernels = [[kernel[...][e] for kernel in (experts.gate, experts.up, experts.down)] for e in first]
+        kernels = [kernel.read() for kernel in (experts.gate, experts.up, experts.down)]
+        self.kernels = [[kernel.at(e).dense() for kernel in kernels] for e in first]
 
         def forward(params: Any, x: Array) -> Array:
             return nnx.merge(graph, params)(x)[0]

@@ -9,6 +9,7 @@ from flax.traverse_util import unflatten_dict
 
 import nnxmoe
 from nnxmoe.convert.hf import pretrained
+from nnxmoe.layers.kernel import flax_order
 
 Flat = dict[str, np.ndarray]
 
@@ -23,6 +24,11 @@ def max_error(a: Any, b: Any, where: Any = None) -> float:
         error = error[np.asarray(where, bool)]
     worst = float(error.max(initial=0.0))
     return math.inf if math.isnan(worst) else worst
+
+
+def inputs_first(kernel: Any) -> np.ndarray:
+    """The values of a kernel, ``[*lead, *ins, *outs]``."""
+    return np.asarray(kernel[...]).transpose(flax_order(kernel, range(kernel.ndim)))
 
 
 def flat(tree: Any) -> Flat:

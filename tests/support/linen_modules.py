@@ -21,7 +21,7 @@ from nnxmoe.layers import norm as norms
 from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.kernel import DenseKernel
+from nnxmoe.layers.kernel import as_kernel
 from nnxmoe.layers.mla import LATENT_NORM_EPS, MLA, Latents
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs, rotation_at
 from nnxmoe.model.layer import Layer
@@ -124,7 +124,7 @@ class LatentAttention(nn.Module):
         seen = jnp.concatenate([RMSNorm(LATENT_NORM_EPS, name="kv_norm")(latent), k_rope], axis=-1)
         shape = (c.kv_lora_rank, c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim)
         wkv_b = Kernel(shape, ("kv_lora", "kv_heads", "kv_head_dim"), name="wkv_b")()
-        kv_b = DenseKernel(wkv_b.reshape(c.kv_lora_rank, -1))
+        kv_b = as_kernel(wkv_b.reshape(c.kv_lora_rank, -1))
         latents = Latents(q_nope, rotate(q_rope, context.rotation), seen, kv_b)
         y = LATENT(latents, Scores(mask_of(context, None), c.softmax_scale), ATTEND)
         return Dense(2, (x.shape[-1],), ("heads", "kv", "embed"), biased, name="out")(y)

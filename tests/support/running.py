@@ -50,15 +50,14 @@ def randomise(model: Any, seed: int = 0) -> Any:
     """Fills every variable in place: kernels keep their input's scale, norms are around 1, biases are not zero."""
     rng, state = np.random.default_rng(seed), []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
-        axes, inputs = variable.get_metadata()["axes"], variable.get_metadata()["inputs"]
+        inputs = variable.get_metadata()["inputs"]
         value = rng.standard_normal(variable.shape)
         if path[-1] == "scale":
             value = 1 + 0.3 * value
         elif path[-1] == "bias":
             value = 0.3 * value
         elif inputs is not None:
-            first = sum(axis in ("layers", "expert") for axis in axes)
-            value = value / math.sqrt(math.prod(variable.shape[first : first + inputs]))
+            value = value / math.sqrt(math.prod(variable.shape[-inputs:]))
         state.append((path, variable.replace(jnp.asarray(value, variable.dtype))))
     nnx.update(model, nnx.from_flat_state(state))
     return model

@@ -209,8 +209,10 @@ class Filler:
 
     def _put(self, view: np.ndarray, piece: np.ndarray) -> int:
         """``view[...] = piece``, cast. Returns the number of non-finite values in the result."""
-        while view.ndim > 2 and view.shape[0] == 1:
-            view, piece = view[0], piece[0]
+        if view.ndim > 2 and not view.flags.c_contiguous:
+            view, piece = _merged(view, piece)
+        if view.ndim > 2:
+            return sum(self._put(*pair) for pair in zip(view, piece, strict=True))
         if view.ndim == 2 and view.strides[0] < view.strides[1]:  # the view is a transpose
             cast = self._scratch.padded("cast", (view.shape[0], view.shape[1]), view.dtype)
             copy_into(cast, piece)
@@ -218,6 +220,17 @@ class Filler:
             return count_nonfinite(cast)
         copy_into(view, piece)
         return count_nonfinite(view)
+
+
+def _merged(view: np.ndarray, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both arrays without dimensions of size 1 and with neighbouring dimensions merged where the view stays a view."""
+    view, shape = view.squeeze(), list[int]()
+    for i, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
+        if i and view.strides[i - 1] == stride * size:
+            shape[-1] *= size
+        else:
+            shape.append(size)
+    return view.reshape(shape), piece.reshape(shape)
 
 
 def _ranges_on(parameter: Parameter, sharding: Sharding | None) -> list[Ranges]:

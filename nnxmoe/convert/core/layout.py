@@ -18,7 +18,7 @@ from jaxtyping import Array
 from nnxmoe.axes import axes_of
 from nnxmoe.config.printable import some
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, overlap, sizes, whole, within
-from nnxmoe.layers.kernel import LEAD
+from nnxmoe.layers.kernel import LEAD, flax_order
 from nnxmoe.layers.lora import Kept, LoRAParam
 from nnxmoe.storage.multihost import AnyArray, gather, hosts_holding, local_value, spans_hosts
 
@@ -53,7 +53,7 @@ class Parameter:
 
     @property
     def inputs(self) -> int | None:
-        """Number of dimensions that a linear map contracts; None for other parameters."""
+        """How many of the last dimensions a linear map contracts; None for other parameters."""
         return self.variable.get_metadata().get("inputs")
 
     @property
@@ -63,9 +63,11 @@ class Parameter:
 
     @property
     def of_layer(self) -> tuple[int, ...]:
-        """Shape per layer, experts first; for a bias, its unflattened output shape, such as [heads, width]."""
+        """Shape per layer, experts first, in the order of Flax's kernels; for a bias, its unflattened output shape,
+        such as [heads, width]."""
         outs = self.variable.get_metadata().get("outs")
-        return (self.shape[1:] if "layers" in self.axes else self.shape) if outs is None else outs
+        own = self.shape[1:] if "layers" in self.axes else self.shape
+        return flax_order(self.variable, own) if outs is None else outs
 
     @property
     def experts(self) -> int | None:
@@ -155,7 +157,7 @@ class Leaf:
     """An external array: its shape and the parts of parameters that it consists of.
 
     ``inner``: the shape of one part in it. ``flat``: linear maps are stored as ``[outs, ins]`` with heads flattened;
-    otherwise as ``[*ins, *outs]``. ``axes``: its logical axes, if the layout has them.
+    otherwise as in Flax, ``[*ins, *outs]``. ``axes``: its logical axes, if the layout has them.
     """
 
     key: str
@@ -171,23 +173,26 @@ class Leaf:
         """The dimension along which parts are stacked; None for a single part."""
         return next((i for i, at in enumerate(self.parts[0].place) if isinstance(at, int)), None)
 
-    # Only these two methods depend on how parameters are stored in memory: kernels as [*ins, *outs].
+    # Only these two methods and `flax_order` depend on how parameters are stored in memory: kernels as [*outs, *ins].
 
     def view(self, values: AnyArray, parameter: Parameter, shape: tuple[int, ...] | None = None) -> AnyArray:
         """Values of one part, or of a box of it, in the external arrangement (a view, for NumPy arrays)."""
         inputs = parameter.inputs
-        if self.flat and inputs is not None:
-            ins, outs = math.prod(values.shape[:inputs]), math.prod(values.shape[inputs:])
-            return values.reshape(ins, outs).T
-        return values.reshape(self.inner if shape is None else shape)
+        if inputs is None:
+            return values.reshape(self.inner if shape is None else shape)
+        if self.flat:
+            end = values.ndim - inputs
+            return values.reshape(math.prod(values.shape[:end]), math.prod(values.shape[end:]))
+        return values.transpose(flax_order(parameter.variable, range(values.ndim)))
 
     def inner_box(self, box: Box, parameter: Parameter) -> Box:
         """A box of one part in memory as a box of the external array. ValueError if it has no such box."""
         own, inputs = parameter.inner, parameter.inputs
         if self.flat and inputs is not None:
-            return _flattened(box[inputs:], own[inputs:]), _flattened(box[:inputs], own[:inputs])
+            end = len(own) - inputs
+            return _flattened(box[:end], own[:end]), _flattened(box[end:], own[end:])
         if len(self.inner) == len(box):
-            return box
+            return flax_order(parameter.variable, box)
         width = math.prod(self.inner[1:])  # a bias, flat in memory, [heads, width] in the external array
         low, high = box[0].start, box[0].stop
         if low % width or high % width:

@@ -45,7 +45,7 @@ def _named(
     match = _PART.match(template)
     name, i, n = (match["name"], int(match["part"]), int(match["parts"])) if match else (template, 0, 1)
     inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
-    flat = inner if inputs is None else (math.prod(inner[inputs:]), math.prod(inner[:inputs]))
+    flat = inner if inputs is None else (math.prod(inner[:-inputs]), math.prod(inner[-inputs:]))
     shape, rows = (flat[0] * n, *flat[1:]), (slice(i * flat[0], (i + 1) * flat[0]),) if n > 1 else ()
     if experts is None:
         leaf = Leaf(parameter.key, shape, (), flat, True, change)

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnxmoe.axes import axes_of
 from nnxmoe.config.validate import is_positive
 from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.layers.kernel import LEAD
+from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.train.lora.peft import put_array
 from nnxmoe.train.lora.slots import Slot, chosen, refuse_adapted, unmerged
@@ -53,12 +52,12 @@ def add(
         slot.put(adapter)
 
 
-def _drawn(seed: list[int], slot: Slot, a: nnx.Variable) -> np.ndarray:
+def _drawn(seed: list[int], slot: Slot, a: KernelParam) -> np.ndarray:
     """Initial values of ``a``: uniform within PEFT's bound, from one random stream per layer.
 
     NumPy draws them, since compiling JAX's generator for every shape takes longer than drawing.
     """
-    bound = math.prod(n for n, axis in zip(a.shape[:-1], axes_of(a), strict=False) if axis not in LEAD) ** -0.5
+    bound = math.prod(a.ins) ** -0.5
     stream, layers = zlib.crc32(slot.name.encode()), range(slot.first, slot.first + (slot.depth or 1))
     rngs = (np.random.Generator(np.random.Philox(np.random.SeedSequence([*seed, stream, i]))) for i in layers)
     one = a.shape[slot.depth is not None :]

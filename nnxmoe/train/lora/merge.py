@@ -50,7 +50,8 @@ def merge(model: CausalLM, *, keep: bool = True) -> None:
         adapter = slot.adapter
         assert adapter is not None
         kernels = [kernel.get_value() for kernel in slot.base]
-        add = merger(len(slot.base[0].lead), slot.base[0].ndim - len(slot.base[0].outs), adapter.scale, kernels[0])
+        lead, outs = len(slot.base[0].lead), len(slot.base[0].outs)
+        add = merger(lead, lead + outs, adapter.scale, kernels[0])
         for kernel, value in zip(slot.base, add(kernels, adapter.a.get_value(), adapter.b.get_value()), strict=True):
             kernel.set_value(value)
         slot.put(None)
@@ -83,7 +84,7 @@ def merger(lead: int, inner: int, scale: float, kernel: Any) -> Callable[..., li
     """The compiled ``(kernels, a, b) -> kernels`` that adds an adapter, one layer and one expert at a time.
 
     The float32 sum of all experts would take twice the memory of their bfloat16 kernels. ``lead`` is the number of
-    leading layer and expert dimensions, ``inner`` that number plus the input dimensions. On a mesh, each device merges
+    leading layer and expert dimensions, ``inner`` that number plus the output dimensions. On a mesh, each device merges
     its own shards.
     """
     place = kernel.sharding
@@ -97,9 +98,8 @@ def _merger(
     def one(given: tuple[list[Array], Array, Array]) -> list[Array]:
         bits, a, b = given
         kernels = [from_bits(k, dtype) for k in bits]
-        low, high = a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], len(kernels), -1)
-        high = jnp.moveaxis(high, 1, 0).astype(jnp.float32)
-        deltas = [jnp.matmul(low.astype(jnp.float32), h, precision=jax.lax.Precision.HIGHEST) * scale for h in high]
+        low, high = a.reshape(a.shape[0], -1).astype(jnp.float32), b.reshape(len(kernels), -1, b.shape[-1])
+        deltas = [jnp.matmul(h.astype(jnp.float32), low, precision=jax.lax.Precision.HIGHEST) * scale for h in high]
         return [
             as_bits((k.astype(jnp.float32) + delta.reshape(k.shape)).astype(dtype))
             for k, delta in zip(kernels, deltas, strict=True)
@@ -117,8 +117,9 @@ def _merger(
 
     def on_mesh(kernels: list[Array], a: Array, b: Array) -> list[Array]:
         axes = (*place.spec, *(None,) * (kernels[0].ndim - len(place.spec)))
-        maps = (None,) * (b.ndim - (kernels[0].ndim - inner) - lead - 1)
-        specs = place.spec, PartitionSpec(*axes[:inner], None), PartitionSpec(*axes[:lead], None, *maps, *axes[inner:])
+        maps = (None,) * (b.ndim - inner - 1)
+        of_a = PartitionSpec(*axes[:lead], None, *axes[inner:])
+        specs = place.spec, of_a, PartitionSpec(*axes[:lead], *maps, *axes[lead:inner], None)
         local = jax.shard_map(run, mesh=place.mesh, in_specs=specs, out_specs=place.spec, check_vma=False)
         return local(kernels, a, b)
 

@@ -55,15 +55,16 @@ class Part:
 
     def store(self, one: np.ndarray) -> np.ndarray:
         """Values in PEFT's layout."""
-        flat = one.reshape(self.experts or 1, *((-1, self.rank) if self.which == "a" else (self.rank, -1)))
-        order = (0, 2, 1) if self.which == "a" else (2, 1, 0)
-        return np.ascontiguousarray(flat.transpose(order)).reshape(self.shape)
+        if self.which == "a":
+            return one.reshape(self.shape)
+        flat = one.reshape(self.experts or 1, -1, self.rank)
+        return np.ascontiguousarray(flat.transpose(1, 2, 0)).reshape(self.shape)
 
     def read(self, stored: np.ndarray) -> np.ndarray:
         """Values from PEFT's layout."""
-        count = self.experts or 1
-        split = (count, self.rank, -1) if self.which == "a" else (-1, self.rank, count)
-        return stored.reshape(split).transpose((0, 2, 1) if self.which == "a" else (2, 1, 0)).reshape(self.one)
+        if self.which == "a":
+            return stored.reshape(self.one)
+        return stored.reshape(-1, self.rank, self.experts or 1).transpose(2, 0, 1).reshape(self.one)
 
 
 def parameter_name(model: CausalLM, slot: Slot) -> str:

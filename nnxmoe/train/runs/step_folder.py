@@ -24,9 +24,13 @@ from nnxmoe.train.runs.named_arrays import Signature
 MARKER = "checkpoints.json"
 MANIFEST = "step.json"
 ARRAYS = "arrays"
-VERSION = 1
+VERSION = 2  # in version 1 kernels were stored [*ins, *outs]
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _BLOCK = 16 << 20
+
+
+class OtherVersion(CheckpointError):
+    """The step is whole, but another release of nnxmoe wrote it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +73,17 @@ def _checksum(path: Path) -> int:
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """The manifest of a finished step. Raises CheckpointError if a file is missing or has another size."""
+    """The manifest of a finished step. Raises CheckpointError if a file is missing or has another size, OtherVersion if
+    another version of this module wrote it."""
     remedy = "the step is incomplete: use another one"
     content = read_object(folder / MANIFEST, remedy, CheckpointError, limit=1 << 30)
-    if content.get("version") != VERSION or content.get("step") != step:
-        got = f"version {short(content.get('version'))}, step {short(content.get('step'))}"
-        raise CheckpointError(f"{folder / MANIFEST}: {got} is not version {VERSION}, step {step}; {remedy}")
+    if content.get("version") != VERSION:
+        raise OtherVersion(
+            f"{folder / MANIFEST}: version {short(content.get('version'))} is not version {VERSION}: continue the run "
+            "with the release of nnxmoe that began it, or begin another one in a new folder"
+        )
+    if content.get("step") != step:
+        raise CheckpointError(f"{folder / MANIFEST}: step {short(content.get('step'))} is not step {step}; {remedy}")
     try:
         manifest = Manifest(
             {str(name): (tuple(map(int, shape)), str(dtype)) for name, (shape, dtype) in content["arrays"].items()},
@@ -105,11 +114,13 @@ def check_contents(folder: Path, files: Mapping[str, Sequence[int]]) -> None:
 
 
 def finished(folder: Path) -> Iterator[int]:
-    """The finished steps in a folder, newest first. Warns of newer, incomplete steps."""
+    """The finished steps in a folder, newest first. Warns of newer, incomplete steps. Raises OtherVersion."""
     any_yet = False
     for step in steps_in(folder):
         try:
             read_manifest(folder / str(step), step)
+        except OtherVersion:
+            raise
         except CheckpointError as error:
             if not any_yet:
                 logger.warning("skipping step %d: %s", step, error)
