@@ -22,6 +22,7 @@ from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import NotFinite, fit
 from nnxmoe.train.loop.loss import ChunkedLoss
 from nnxmoe.train.loop.objective import Objective
+from nnxmoe.train.loop.step import Step
 from nnxmoe.train.runs.checkpoints import Checkpoints
 from tests.support.tiny import build_tiny, random_tokens
 
@@ -362,6 +363,62 @@ def test_non_integer_steps_and_accumulate() -> None:
     for name in ("steps", "accumulate"):
         with pytest.raises(ValueError, match=rf"{name}=2\.0: the number of"):
             fit(build_tiny("llama", PLAIN), [], **settings(**{name: 2.0}))
+
+
+class Told:
+    """A callback, by default one that looks at metrics only; notes its calls beside those of the steps."""
+
+    def __init__(self, events: list[str], late: bool = True, answer: Callable[[Any], Any] = lambda progress: None):
+        self.events, self.late, self.answer = events, late, answer
+
+    def __call__(self, progress: Any) -> Any:
+        self.events.append(f"told {progress.step}")
+        return self.answer(progress)
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens in `fit`, in order."""
+    found, run = list[str](), Step.run
+
+    def noted(step: Step, *given: Any) -> Any:
+        found.append(f"step {1 + sum(event.startswith('step') for event in found)}")
+        return run(step, *given)
+
+    monkeypatch.setattr(Step, "run", noted)
+    return found
+
+
+@pytest.mark.program
+def test_reports_are_read_while_the_next_step_is_computed(events: list[str], tmp_path: Path) -> None:
+    """But not where a checkpoint is due, at the first step or at the last; with an ordinary callback, never."""
+    model = build_tiny("mixtral", PLAIN)
+    done = fit(model, Draws(), **settings(checkpoint=tmp_path / "c", save_every=4), callbacks=[Told(events)])
+    order = "step 1, told 1, step 2, step 3, told 2, step 4, told 3, told 4, step 5, step 6, told 5, told 6"
+    assert ", ".join(events) == order and [metrics["step"] for metrics in done.history] == [1, 2, 3, 4, 5, 6]
+    assert all(metrics["seconds"] > 0 and metrics["busiest_expert"] >= 1 for metrics in done.history)
+    events.clear()
+    waited = fit(model, Draws(), **settings(), callbacks=[Told(events), Told(events, late=False)])
+    assert ", ".join(events[:6]) == "step 1, told 1, told 1, step 2, told 2, told 2"
+    same_bits(done, waited)
+    for metrics, others in zip(done.history, waited.history, strict=True):
+        timed = ("seconds", "tokens_per_second")
+        assert {k: v for k, v in metrics.items() if k not in timed} == {k: others[k] for k in metrics if k not in timed}
+
+
+def test_late_callbacks_see_no_model_and_cannot_stop(events: list[str]) -> None:
+    model = build_tiny("mixtral", PLAIN)
+    with pytest.raises(ValueError, match="the next step has begun when a late callback is called"):
+        fit(model, Draws(), **settings(), callbacks=[Told(events, answer=lambda progress: progress.model())])
+    with pytest.raises(ValueError, match="a callback stops the training at step 3: remove its attribute late"):
+        fit(model, Draws(), **settings(), callbacks=[Told(events, answer=lambda progress: progress.step == 3)])
+
+
+def test_no_report_is_lost_where_the_data_are_refused(events: list[str]) -> None:
+    batches = [next(Draws())] * 3 + [{"tokens": np.full((4, 9), 99, np.int32)}]
+    with pytest.raises(ValueError, match="99"):
+        fit(build_tiny("mixtral", PLAIN), batches, **settings(), callbacks=[Told(events)])
+    assert events[-1] == "told 3"
 
 
 def test_callback_may_return_numpy_true_to_stop() -> None:

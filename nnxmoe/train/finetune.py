@@ -8,7 +8,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -132,14 +132,6 @@ def finetune(
         lora.add(model, task.lora, task.lora_alpha, rngs=nnx.Rngs(task.seed))
     data = Batches(documents, task.batch_size, length, seed=task.seed, epochs=task.epochs)
     steps = data.count() if task.steps is None else task.steps
-    begun = False
-
-    def begin(progress: Progress) -> None:  # record the task only after one step has worked
-        nonlocal begun
-        if not begun:
-            from_first(lambda: _record(folder, task, None))
-            begun = True
-
     done = fit(
         model,
         data,
@@ -150,12 +142,28 @@ def finetune(
         accumulate=task.accumulate,
         evaluate=None if held is None else _Held(held, task.batch_size, length),
         evaluate_every=save_every,
-        callbacks=[begin, JsonLog(folder / "metrics.jsonl")],
+        callbacks=[_Begin(folder, task), JsonLog(folder / "metrics.jsonl")],
         seed=task.seed,
     )
     _write(done.model, folder, task)
     from_first(lambda: _record(folder, task, steps))
     return done
+
+
+@dataclasses.dataclass
+class _Begin:
+    """A callback that records the task, once one step has worked."""
+
+    folder: Path
+    task: Finetune
+    done: bool = False
+
+    late: ClassVar[bool] = True
+
+    def __call__(self, progress: Progress) -> None:
+        if not self.done:
+            from_first(lambda: _record(self.folder, self.task, None))
+            self.done = True
 
 
 @dataclasses.dataclass(frozen=True)

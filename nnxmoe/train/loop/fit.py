@@ -19,7 +19,6 @@ from nnxmoe.config.validate import is_positive
 from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.decoder import Decoder
-from nnxmoe.moe.balance import utilisation
 from nnxmoe.moe.block import MoE
 from nnxmoe.runtime.interrupts import Interrupted, Stop, stopping
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
@@ -56,7 +55,11 @@ class Progress:
 
 
 class Callback(Protocol):
-    """Called after each step; returns True (or NumPy's True) to stop the training."""
+    """Called after each step; returns True (or NumPy's True) to stop the training.
+
+    The next step waits for it, unless all callbacks have an attribute ``late = True``: these look at metrics only, are
+    called while the next step is computed, and can neither call ``progress.model`` nor stop the training.
+    """
 
     def __call__(self, progress: Progress, /) -> bool | np.bool_ | None: ...
 
@@ -182,6 +185,16 @@ class _Evaluator:
         return float(np.average(found, weights=weights))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """A step that was started. ``position``: of the data after its batch."""
+
+    number: int
+    position: dict[str, Any]
+    batch: Batch
+    report: Report
+
+
 class _Run:
     """The steps from the last checkpoint, or from the start, to the last one."""
 
@@ -197,46 +210,64 @@ class _Run:
             )
         self.state = self._restored() if self.first else step.init(seed)
         self.peak = peak_flops(step.mesh)
-        self.used = SharedProgram(utilisation)
         self.finite = SharedProgram(
             lambda params: [jnp.all(jnp.isfinite(value)) for value in params.values()], out_shardings=step.places.step
         )
 
     def go(self, evaluator: _Evaluator | None, callbacks: Sequence[Callback], stop: Stop) -> Fitted:
+        """Reads the report of each step while the device computes the next one, unless something looks at the state
+        between the two."""
         history: list[Metrics] = []
+        late = all(getattr(callback, "late", False) for callback in callbacks)
+        before: _Made | None = None  # the step whose report has not been read
         bar: tqdm | None = None
         with contextlib.ExitStack() as shown:
-            for number in range(self.first + 1, self.steps + 1):
-                if self.checkpoints is not None and self.checkpoints.due(number):
-                    self.checkpoints.wait()  # a kill loses one interval at most
-                started = time.perf_counter()
-                batch, position = self.source.next()
-                batch = put_batch(batch, self.step)
-                if self.step.compiles(batch):
-                    started += self._compile(batch, bar)
-                if bar is None:  # only now, so that its estimate counts no compilation
-                    bar = shown.enter_context(_bar(self.first, self.steps))
-                with deadline("a training step"):
-                    self.state, report = self.step.run(self.state, batch)
-                    jax.block_until_ready(report)
-                if report.losses.tokens is not None and not float(report.losses.tokens):
-                    raise ValueError(
-                        f"step {number}: the batch has no token to predict. Tokens with segment id 0, attention_mask 0 "
-                        "or loss_mask 0 do not count, nor does the only token of a row; check the data"
-                    )
-                stop.defer()
-                self._refuse_nonfinite("gradients", np.asarray(report.finite), report, number)
-                metrics = self._metrics(report, number, time.perf_counter() - started, batch)
-                interrupted = stop.asked
-                last = self._after(number, position, metrics, report, evaluator, callbacks, interrupted)
+
+            def read(made: _Made, now: bool) -> tuple[bool, bool]:
+                """Returns whether training stops after this step, and whether it was interrupted in it."""
+                assert bar is not None
+                metrics, load = self._read(made, stop)
+                interrupted = now and stop.asked
+                last = self._after(made, metrics, load, evaluator, callbacks, late, interrupted)
                 history.append(metrics)
                 bar.set_postfix(_shown(metrics), refresh=False)
                 bar.update()
+                return last, interrupted
+
+            for number in range(self.first + 1, self.steps + 1):
+                if self.checkpoints is not None and self.checkpoints.due(number):
+                    self.checkpoints.wait()  # a kill loses one interval at most
+                if before is None:
+                    self.since = time.perf_counter()
+                try:
+                    batch, position = self.source.next()
+                    batch = put_batch(batch, self.step)
+                    if self.step.compiles(batch):
+                        self.since += self._compile(batch, bar)
+                    if bar is None:  # only now, so that its estimate counts no compilation
+                        bar = shown.enter_context(_bar(self.first, self.steps))
+                    with deadline("a training step"):
+                        self.state, report = self.step.run(self.state, batch)
+                finally:
+                    if before is not None:  # also where the data end or are refused
+                        made, before = before, None
+                        read(made, False)
+                made = _Made(number, position, batch, report)
+                if late and number > self.first + 1 and not self._due(number, evaluator) and not stop.asked:
+                    before = made
+                    continue
+                last, interrupted = read(made, True)
                 if last:
                     break
                 if interrupted:
                     self._interrupt(number, history)
         return Fitted(self.step.model(self.state), history, self.state)
+
+    def _due(self, number: int, evaluator: _Evaluator | None) -> bool:
+        """Whether the state after this step is needed."""
+        last = number == self.steps
+        saved = self.checkpoints is not None and self.checkpoints.due(number)
+        return last or saved or (evaluator is not None and evaluator.due(number, last))
 
     def _compile(self, batch: Batch, bar: tqdm | None) -> float:
         """Compiles the step for batches of this shape; returns the seconds, which do not count as training."""
@@ -259,30 +290,49 @@ class _Run:
         fitted = Fitted(self.step.model(self.state), history, self.state)
         raise Interrupted(f"interrupted at step {number} of {self.steps}; {told}", fitted)
 
+    def _read(self, made: _Made, stop: Stop) -> tuple[Metrics, np.ndarray]:
+        """The metrics of a step and its `Progress.load`, once they are computed. Raises ValueError for a batch without
+        tokens, and NotFinite."""
+        with deadline("a training step"):
+            report = jax.device_get(made.report)
+        if report.losses.tokens is not None and not report.losses.tokens:
+            raise ValueError(
+                f"step {made.number}: the batch has no token to predict. Tokens with segment id 0, attention_mask 0 "
+                "or loss_mask 0 do not count, nor does the only token of a row; check the data"
+            )
+        stop.defer()
+        self._refuse_nonfinite("gradients", report.finite, report, made.number)
+        now = time.perf_counter()
+        metrics = self._metrics(report, made, now - self.since)
+        self.since = now
+        load = np.asarray(report.losses.load, np.float64)
+        return metrics, load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
+
     def _after(
         self,
-        number: int,
-        position: dict[str, Any],
+        made: _Made,
         metrics: Metrics,
-        report: Report,
+        load: np.ndarray,
         evaluator: _Evaluator | None,
         callbacks: Sequence[Callback],
+        late: bool,
         interrupted: bool,
     ) -> bool:
         """Evaluates, runs callbacks and saves a checkpoint if due. Returns whether training stops here."""
-        last = number == self.steps
+        number, last = made.number, made.number == self.steps
         if evaluator is not None and evaluator.due(number, last):
             metrics["evaluation"] = evaluator(self.state)
-        load = np.asarray(report.losses.load, np.float64)
-        load = load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
-        progress = Progress(number, self.steps, metrics, load, lambda: self.step.model(self.state))
+        progress = Progress(number, self.steps, metrics, load, _unseen if late else lambda: self.step.model(self.state))
         answers = [callback(progress) for callback in callbacks]
         stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
+        if stop and late:
+            raise ValueError(f"a callback stops the training at step {number}: remove its attribute late")
         save = last or stop or interrupted
         if save or (self.checkpoints is not None and self.checkpoints.due(number)):
-            self._refuse_nonfinite("new values", jax.device_get(self.finite(self.state.params)), report, number)
+            finite = jax.device_get(self.finite(self.state.params))
+            self._refuse_nonfinite("new values", finite, made.report, number)
         if self.checkpoints is not None:
-            self.checkpoints.save(number, self.step.saved(self.state), {"data": position}, force=save)
+            self.checkpoints.save(number, self.step.saved(self.state), {"data": made.position}, force=save)
         return last or stop
 
     def _restored(self) -> TrainState:
@@ -308,29 +358,31 @@ class _Run:
                 f"{float(report.losses.total):.4g}: lower the learning rate, clip gradients or check the batch{where}"
             )
 
-    def _metrics(self, report: Report, number: int, seconds: float, batch: Batch) -> Metrics:
-        losses = report.losses
-        metrics = {"step": number, "loss": float(losses.total)}
+    def _metrics(self, report: Report, made: _Made, seconds: float) -> Metrics:
+        losses, batch = report.losses, made.batch
+        metrics = {"step": made.number, "loss": float(losses.total)}
         if losses.cross_entropy is not None:
             metrics |= {"cross_entropy": float(losses.cross_entropy), "tokens": float(losses.tokens)}
         metrics |= {"gradient_norm": float(report.gradient_norm), "seconds": seconds}
-        found = [value for _, value in optax.tree.get_all_with_path(self.state.moments, "learning_rate")]
-        for rate in [value for value in found if isinstance(value, jax.Array)][:1]:
-            metrics["learning_rate"] = float(rate)
+        if report.learning_rate is not None:
+            metrics["learning_rate"] = float(report.learning_rate)
         if "tokens" in batch:
             metrics["tokens_per_second"] = batch["tokens"].size / seconds
             if self.peak is not None:
                 metrics["mfu"] = self.flops * batch["tokens"].size / seconds / self.peak
-        if len(losses.load):
-            used = self.used(losses.load, losses.dropped)
+        if (used := report.used) is not None:
             metrics |= {
                 "balance": float(losses.balance),
                 "router_z": float(losses.router_z),
-                "busiest_expert": float(np.max(np.asarray(used.busiest))),
-                "idle_experts": int(np.sum(np.asarray(used.idle))),
-                "dropped": float(np.max(np.asarray(used.dropped))),
+                "busiest_expert": float(np.max(used.busiest)),
+                "idle_experts": int(np.sum(used.idle)),
+                "dropped": float(np.max(used.dropped)),
             }
         return metrics
+
+
+def _unseen() -> CausalLM:
+    raise ValueError("the next step has begun when a late callback is called: remove its attribute late to see a model")
 
 
 def _bar(first: int, steps: int) -> tqdm:

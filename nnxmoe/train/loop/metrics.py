@@ -17,6 +17,8 @@ from nnxmoe.train.loop.fit import Metrics, Progress
 class _Log(abc.ABC):
     """Appends one entry per step to a file. A resumed run first removes the entries of steps that it repeats."""
 
+    late = True  # see `Callback`
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self._next = absolute(path), -1
 
@@ -90,6 +92,8 @@ class CsvLog(_Log):
 
 class TensorBoardLog:
     """Scalars for TensorBoard. Requires the package ``tensorboardX``."""
+
+    late = True
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:

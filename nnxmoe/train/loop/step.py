@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import axes_of
 from nnxmoe.config.validate import is_positive
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.moe.balance import updated_bias
+from nnxmoe.moe.balance import Utilisation, updated_bias, utilisation
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.programs import SharedProgram, shapes_of
 from nnxmoe.train.loop.batch import Batch, rows_of
@@ -44,6 +44,8 @@ class Report:
     losses: Losses
     gradient_norm: Any  # a scalar, or its shape; before the optimizer
     finite: Any  # bool [P], or its shape: whether each gradient is finite, in the order of ``TrainState.params``
+    used: Utilisation | None = None  # of the experts, if there are any
+    learning_rate: Any = None  # a scalar, if the optimizer's state has it (`optax.inject_hyperparams`)
 
 
 class Step:
@@ -205,7 +207,9 @@ class Step:
         for name, rows in self._biases.items() if self.bias_rate else ():
             moved = updated_bias(frozen[name], losses.load[rows], self.bias_rate)
             frozen[name] = jnp.where(good, moved, frozen[name])
-        report = Report(losses, optax.tree.norm(grads), finite)
+        rates = [rate for _, rate in optax.tree.get_all_with_path(moments, "learning_rate") if isinstance(rate, Array)]
+        used = utilisation(losses.load, losses.dropped) if len(losses.load) else None
+        report = Report(losses, optax.tree.norm(grads), finite, used, rates[0] if rates else None)
         return TrainState(state.step + 1, params, frozen, moments, later), report
 
     def _gradients(self, state: TrainState, batch: dict[str, Array], key: Array) -> tuple[dict[str, Array], Losses]:
