@@ -19,8 +19,9 @@ from nnxmoe.generation import decode
 from nnxmoe.generation.decode import chunk_sizes, eos_ids, left_aligned
 from nnxmoe.generation.sampling import pick, prepare
 from nnxmoe.generation.text import TextStream
-from nnxmoe.model.causal_lm import bucket, decoder_of
+from nnxmoe.model.causal_lm import bucket
 from tests.support.cases import HF_CASES, load_case_model
+from tests.support.running import compiled_in
 from tests.support.tiny import build_tiny, random_tokens
 
 PROMPT = random_tokens(2, 7, seed=5)
@@ -374,24 +375,23 @@ def test_tokens_that_compete_are_read_in_one_piece() -> None:
 @pytest.mark.program
 def test_programs_are_reused_across_lengths_seeds_and_values() -> None:
     """Lengths of a prompt, numbers of prompts and tokens, seeds and sampling values do not recompile."""
-    model = tiny()
-    graph, tree = _structure(model)
-    programs = decode._programs(graph, tree)
+    tiny()
     run(sampling=Sampling(temperature=0.9, top_k=7))
     run()
-    before = programs.prefill._cache_size(), programs.decode._cache_size()
-    for length in (1, 3, 64):
-        for count in (1, 5):
-            run(random_tokens(2, length), count=count)
-    for rows in (3, 8):
-        run(random_tokens(rows, 5), count=2)
-    run(count=10, sampling=Sampling(temperature=0.2, top_k=3, top_p=0.5, min_p=0.1), seed=7)
-    run(mask=np.tril(np.ones((7, 7)))[[3, 6]])
-    assert (programs.prefill._cache_size(), programs.decode._cache_size()) == before
-    assert decode._programs(graph, tree) is programs
-    for length in (65, 150, 384):  # longer prompts have a second chunk
-        run(random_tokens(2, length), count=2)
-    assert programs.prefill._cache_size() == before[0] + 1 and programs.decode._cache_size() == before[1]
+
+    def others() -> None:
+        for length in (1, 3, 64):
+            for count in (1, 5):
+                run(random_tokens(2, length), count=count)
+        for rows in (3, 8):
+            run(random_tokens(rows, 5), count=2)
+        run(count=10, sampling=Sampling(temperature=0.2, top_k=3, top_p=0.5, min_p=0.1), seed=7)
+        run(mask=np.tril(np.ones((7, 7)))[[3, 6]])
+
+    assert compiled_in(others) == 0
+    # A second chunk of a prompt is another beginning, other layers and another choice of a token than the first.
+    assert compiled_in(lambda: run(random_tokens(2, 65), count=2)) <= 4
+    assert compiled_in(lambda: [run(random_tokens(2, length), count=2) for length in (150, 384)]) == 0
 
 
 @pytest.mark.program
@@ -472,17 +472,18 @@ def test_tokens_may_be_lists(case_model: Any) -> None:
 
 def test_interrupted_decode_step_raises_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step's buffers were donated; no deleted-buffer error replaces the interrupt."""
-    model = build_tiny("mixtral", nnxmoe.Strategy())
-    tokens = decode.generate_tokens(model, np.ones((1, 4), np.int32), None, 6, None, 0)
+
+    def interrupted(step: Any, *arguments: Any) -> Any:
+        result = step(*arguments)
+        if arguments[0].shape[1] == 1:
+            raise KeyboardInterrupt
+        return result
+
+    _wrap_passes(monkeypatch, interrupted)
+    tokens = decode.generate_tokens(
+        build_tiny("mixtral", nnxmoe.Strategy()), np.ones((1, 4), np.int32), None, 6, None, 0
+    )
     next(tokens)
-    programs = decode._programs(*_structure(model))
-    step = programs.decode
-
-    def interrupted(*arguments: object) -> object:
-        step(*arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(programs, "decode", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(tokens)
 
@@ -492,15 +493,15 @@ def test_next_step_starts_before_the_last_token_is_read(
 ) -> None:
     """No step starts beyond ``max_new_tokens``; drops are counted up to the last yielded token."""
     model = build_tiny("mixtral", nnxmoe.Strategy())
-    programs = decode._programs(*_structure(model))
-    step, started = programs.decode, []
+    started: list[None] = []
 
-    def one_more_dropped(*arguments: Any) -> Any:
-        started.append(None)
+    def one_more_dropped(step: Any, *arguments: Any) -> Any:
         token, dropped, memory = step(*arguments)
-        return token, dropped + 1, memory
+        decoding = arguments[0].shape[1] == 1
+        started.extend([None] * decoding)
+        return token, dropped + decoding, memory
 
-    monkeypatch.setattr(programs, "decode", one_more_dropped)
+    _wrap_passes(monkeypatch, one_more_dropped)
     tokens = decode.generate_tokens(model, np.ones((1, 4), np.int32), None, 5, None, 0)
     assert [len(started) for _ in tokens] == [0, 2, 3, 4, 4]
     tokens = decode.generate_tokens(model, np.ones((1, 4), np.int32), None, 5, None, 0)
@@ -510,6 +511,7 @@ def test_next_step_starts_before_the_last_token_is_read(
     assert [record.args and record.args[0] for record in caplog.records] == [2]
 
 
-def _structure(model: nnxmoe.CausalLM) -> tuple[object, object]:
-    graph, state = nnx.split(decoder_of(model))
-    return graph, jax.tree.flatten(state)[1]
+def _wrap_passes(monkeypatch: pytest.MonkeyPatch, wrapper: Any) -> None:
+    """Calls ``wrapper(pass, *arguments)`` in place of each pass of generation."""
+    of = decode._Programs.of
+    monkeypatch.setattr(decode._Programs, "of", lambda *given: functools.partial(wrapper, of(*given)))

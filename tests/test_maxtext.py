@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from nnxmoe.moe import balance
 from nnxmoe.storage.errors import CheckpointError
 from tests.support.arrays import Flat, flat, identical, max_error, nested
 from tests.support.maxtext_cases import CASES, KINDS, LLAMA_3, NAMES, config_of, params_of
-from tests.support.running import forward
+from tests.support.running import compiled_in, forward
 from tests.support.tiny import build_tiny, random_tokens
 
 
@@ -142,22 +141,6 @@ def test_activation_dtype_is_that_of_the_kernels(tmp_path: Path) -> None:
     tokens, tree = random_tokens(2, 5), maxtext.to_tree(model)
     bridged = LinenCausalLM(config, model.strategy, scan_layers=True).apply(tree, tokens).logits
     assert max_error(bridged, model(tokens).logits) < 1e-5
-
-
-def compiled_in(run: Callable[[], Any]) -> int:
-    """Number of programs that a call compiles."""
-    count = []
-
-    def listen(event: str, seconds: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            count.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        run()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return len(count)
 
 
 def test_second_load_onto_a_mesh_does_not_compile() -> None:

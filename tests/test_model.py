@@ -15,12 +15,12 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.convert import maxtext, native
 from nnxmoe.generation import decode
-from nnxmoe.model import causal_lm
+from nnxmoe.model import by_layer, causal_lm
 from nnxmoe.model.causal_lm import decoder_of
 from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
 from nnxmoe.train import fit
 from tests.support.arrays import max_error
-from tests.support.running import variables
+from tests.support.running import compiled_in, variables
 from tests.support.tiny import TINY, build_tiny, random_tokens
 
 KINDS = ("llama", "mixtral", "deepseek_v3")
@@ -79,7 +79,8 @@ def test_texts_are_scored_in_few_shapes(kind: str) -> None:
     model = build_tiny(kind, nnxmoe.Strategy())
     exact = jax.jit(lambda tokens, **options: model(tokens, return_routing=True, return_hidden=True, **options))
     graph, state = nnx.split(decoder_of(model))
-    program = causal_lm._compiled(graph, jax.tree.structure(state))
+    plan = by_layer._plan(graph, jax.tree.structure(state), False)
+    (program,) = {layer.program for stack in plan.stacks[-1:] for layer in stack}  # the layers of a stack share it
     shapes = program._cache_size()
     for length in (1, 5, 30):
         tokens = random_tokens(2, length)
@@ -292,3 +293,22 @@ def test_load_reports_compare_without_timings() -> None:
     assert report == same and hash(report) == hash(same)
     for changes in ({"source": "b"}, {"loaded": ("y",)}, {"casts": {}}, {"nonfinite": {"x": 1}}):
         assert dataclasses.replace(report, **changes) != report
+
+
+@pytest.mark.program
+def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deeper model compiles nothing but what sums up its layers' drops; its results are those of one program."""
+    shallow, deep = (build_tiny("deepseek_v3", nnxmoe.Strategy(), num_hidden_layers=count) for count in (3, 5))
+    tokens = random_tokens(1, 64)
+
+    def results(model: nnxmoe.CausalLM) -> tuple[Any, np.ndarray]:
+        out = model(tokens, return_hidden=True, return_routing=True)
+        return out, nnxmoe.generate(model, tokens, max_new_tokens=4)
+
+    results(shallow)
+    assert compiled_in(lambda: results(deep)) <= 2
+    ours = results(deep)
+    for module in (causal_lm, decode):
+        monkeypatch.setattr(module, "pays", lambda _: False)
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(results(deep)), strict=True):
+        assert max_error(one, other) < 1e-5

@@ -1,13 +1,13 @@
 """Prefill and decode: ``generate`` for batches of ids, ``stream`` for text, piece by piece.
 
 A prompt is read in chunks of two sizes, and batches and caches are rounded up to a few sizes, so that new lengths
-seldom need a new program. Each step is one call of a jitted function over a flat list of arrays, dispatched before the
-previous step's token is read.
+seldom need a new program. Each step is dispatched before the previous step's token is read: as one program, or layer by
+layer (`nnxmoe.model.by_layer`).
 """
 
 import functools
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,15 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Int, Integer, Key
+from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
 from nnxmoe.axes import batch_axes, constrain, everywhere, shards
 from nnxmoe.generation.sampling import Knobs, Sampling, Steps, pick, prepare
 from nnxmoe.generation.text import TextStream
 from nnxmoe.layers.cache import Cache
+from nnxmoe.model.by_layer import LayerByLayer, pays
 from nnxmoe.model.causal_lm import CausalLM, bucket, decoder_of, refuse_shapes, unscan
-from nnxmoe.model.decoder import Decoder
-from nnxmoe.model.stack import Body, ScannedStack
+from nnxmoe.model.decoder import Decoder, nothing
+from nnxmoe.model.stack import ScannedStack
 from nnxmoe.runtime.memory import local_bytes, memory_bytes, refuse_beyond_memory
 from nnxmoe.runtime.processes import deadline
 from nnxmoe.runtime.progress import logger, say
@@ -133,13 +134,14 @@ def generate_tokens(
     (rows, length), limit = ids.shape, model.config.max_position_embeddings
     if length + max_new_tokens > limit:
         logger.warning("prompt and new tokens exceed the %d positions (max_position_embeddings) of this model", limit)
-    graph, state = nnx.split(decoder_of(_unrolled(model)))
+    decoder = decoder_of(_unrolled(model))
+    graph, state = nnx.split(decoder)
     leaves, tree = jax.tree.flatten(state)
     refuse_shapes(leaves)
     few = rows <= SMALLEST_BATCH  # of many rows, padding would take longer than to compile another program
     capacity = bucket(length + max_new_tokens, SMALLEST_CACHE if few else SMALL)
     batch = _batch(model, rows, capacity)
-    real = None if batch == 1 else np.arange(batch) < rows
+    real = None if batch == 1 else (np.arange(batch) < rows)[:, None]
     chunked = model.separates_tokens() and (few or length > LARGE)
     chunks = chunk_sizes(length) if chunked else [bucket(length, 16)]
     padding = ((0, batch - rows), (sum(chunks) - length, 0))
@@ -147,19 +149,19 @@ def generate_tokens(
     steps, knobs = prepare(sampling, vocab)
     programs = _programs(graph, tree)
     programs.announce(batch, capacity, [*chunks, *[1] * (max_new_tokens > 1)], steps)
+    run = programs.of(decoder, leaves)
     key = jax.random.key(seed)
     with deadline("compiling, and computing the first new token"):
         token: Any = None
         dropped, memory = np.int32(0), None
         for end, size in zip(np.cumsum(chunks), chunks, strict=True):
             part = ids[:, end - size : end], valid[:, end - size : end]
-            token, dropped, memory = programs.prefill(leaves, *part, dropped, memory, capacity, steps, knobs, key)
-        new = np.asarray(token)
+            token, dropped, memory = run(*part, dropped, memory, capacity, steps, knobs, key, np.int32(0))
+        new = np.asarray(token)[:, 0]
 
-    def following(token: Array, count: Any, memory: Any) -> Iterator[tuple[Array, Array]]:
+    def following(token: Array, count: Any, memory: Memory | None) -> Iterator[tuple[Array, Array]]:
         for i in range(1, max_new_tokens):
-            given = token, count, real, memory
-            token, count, memory = programs.decode(leaves, *given, steps, knobs, key, np.int32(i))
+            token, count, memory = run(token, real, count, memory, capacity, steps, knobs, key, np.int32(i))
             yield token, count
 
     started = _one_ahead(following(token, dropped, memory))
@@ -168,7 +170,7 @@ def generate_tokens(
         for _ in range(1, max_new_tokens):
             with deadline("computing a new token"):
                 token, dropped = next(started)
-                new = np.asarray(token)
+                new = np.asarray(token)[:, 0]
             yield new[:rows]
     finally:  # the count is not donated, so it can be read even after an interrupted step
         if count := int(dropped):
@@ -242,64 +244,72 @@ class Memory(NamedTuple):
     seen: Bool[Array, "B V"] | None
 
 
+def _pass(
+    forward: Decoder | LayerByLayer,
+    choose: Callable[..., Any],
+    ids: Int[Array, "B T"],
+    valid: Bool[Array, "B T"] | None,
+    dropped: Int[Array, ""],
+    memory: Memory | None,
+    capacity: int,
+    steps: Steps,
+    knobs: Knobs,
+    key: Key[Array, ""],
+    step: Int[Array, ""],
+) -> tuple[Int[Array, "B 1"], Int[Array, ""], Memory]:
+    """One pass over a chunk of the prompt (``memory`` None: the first one) or over the last token: the next token,
+    the assignments dropped so far, and the memory."""
+    cache = forward.empty_cache(ids.shape[0], capacity) if memory is None else memory.cache
+    seen = None if memory is None else memory.seen
+    options: dict[str, Any] = {"fresh": memory is None, "last": ids.shape[1] > 1, "keep_hidden": False}
+    body = forward.body(ids, valid, cache=cache, of_routing=nothing, **options)
+    counts = [info.dispatch.dropped for info in body.infos.values()]
+    logits = forward.logits(body.x)
+    token, dropped, seen = choose(logits, seen, ids, valid, dropped, counts, steps, knobs, key, step)
+    assert body.cache is not None
+    return token, dropped, Memory(body.cache, seen)
+
+
+def _choose(
+    logits: Float[Array, "B 1 V"],
+    seen: Bool[Array, "B V"] | None,
+    ids: Int[Array, "B T"],
+    valid: Bool[Array, "B T"] | None,
+    dropped: Int[Array, ""],
+    counts: list[Int[Array, ""]],
+    steps: Steps,
+    knobs: Knobs,
+    key: Key[Array, ""],
+    step: Int[Array, ""],
+) -> tuple[Int[Array, "B 1"], Int[Array, ""], Bool[Array, "B V"] | None]:
+    logits = logits[:, 0]
+    if steps.penalty:
+        seen = jnp.zeros(logits.shape, bool) if seen is None else seen
+        seen = seen.at[jnp.arange(ids.shape[0])[:, None], ids].max(True if valid is None else valid)
+    token = pick(logits, seen, steps, knobs, jax.random.fold_in(key, step))
+    return token[:, None], sum(counts, dropped), seen
+
+
 class _Programs:
-    """The compiled prefill and decode step of one model structure; the weights are arguments of every call."""
+    """The compiled passes of one model structure; the weights are arguments of every call."""
 
     def __init__(self, graph: Any, tree: Any):
-        self._known: set[Any] = set()
+        self._structure, self._known = (graph, tree), set[Any]()
 
-        def merge(leaves: list[Array]) -> Decoder:
-            return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        def whole(leaves: list[Array], ids: Int[Array, "B T"], *given: Any) -> tuple[Array, Array, Memory]:
+            decoder = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+            ids = constrain(ids, decoder.mesh, batch_axes(decoder.mesh))
+            token, dropped, memory = _pass(decoder, _choose, ids, *given)
+            return everywhere(token, decoder.mesh), everywhere(dropped, decoder.mesh), memory
 
-        def prefill(
-            leaves: list[Array],
-            ids: Int[Array, "B T"],
-            valid: Bool[Array, "B T"],
-            dropped: Int[Array, ""],
-            memory: Memory | None,
-            capacity: int,
-            steps: Steps,
-            knobs: Knobs,
-            key: Key[Array, ""],
-        ) -> tuple[Int[Array, "B"], Int[Array, ""], Memory]:
-            decoder = merge(leaves)
-            mesh = decoder.mesh
-            cache = decoder.empty_cache(ids.shape[0], capacity) if memory is None else memory.cache
-            body = decoder.body(ids, valid, cache=cache, fresh=memory is None, last=True)
-            logits = decoder.logits(body.x)[:, 0]
-            seen = None if memory is None else memory.seen
-            if steps.penalty:
-                seen = jnp.zeros(logits.shape, bool) if seen is None else seen
-                seen = seen.at[jnp.arange(ids.shape[0])[:, None], ids].max(valid)
-            token = pick(logits, seen, steps, knobs, jax.random.fold_in(key, 0))
-            assert body.cache is not None
-            dropped = everywhere(dropped + _dropped(body), mesh)
-            return everywhere(token, mesh), dropped, Memory(body.cache, seen)
+        self.whole = jax.jit(whole, static_argnums=(5, 6), donate_argnums=(4,))
+        self.choose = jax.jit(_choose, static_argnums=(6,))
 
-        def decode(
-            leaves: list[Array],
-            token: Int[Array, "B"],
-            dropped: Int[Array, ""],
-            real: Bool[Array, "B"] | None,
-            memory: Memory,
-            steps: Steps,
-            knobs: Knobs,
-            key: Key[Array, ""],
-            step: Int[Array, ""],
-        ) -> tuple[Int[Array, "B"], Int[Array, ""], Memory]:
-            decoder = merge(leaves)
-            mesh = decoder.mesh
-            token = constrain(token, mesh, batch_axes(mesh))
-            seen = _see(memory.seen, token)
-            body = decoder.body(token[:, None], None if real is None else real[:, None], cache=memory.cache)
-            logits = decoder.logits(body.x)[:, 0]
-            token = pick(logits, seen, steps, knobs, jax.random.fold_in(key, step))
-            assert body.cache is not None
-            dropped = everywhere(dropped + _dropped(body), mesh)
-            return everywhere(token, mesh), dropped, Memory(body.cache, seen)
-
-        self.prefill = jax.jit(prefill, static_argnums=(5, 6), donate_argnums=(4,))
-        self.decode = jax.jit(decode, static_argnums=(5,), donate_argnums=(4,))
+    def of(self, decoder: Decoder, leaves: list[Array]) -> Callable[..., tuple[Array, Array, Memory]]:
+        """`_pass` with the decoder's arrays: layer by layer, or as one program."""
+        if pays(decoder):
+            return functools.partial(_pass, LayerByLayer(decoder, *self._structure, leaves, donate=True), self.choose)
+        return functools.partial(self.whole, leaves)
 
     def announce(self, batch: int, capacity: int, sizes: list[int], steps: Steps) -> None:
         """Log that the next calls will compile, if they will."""
@@ -307,7 +317,7 @@ class _Programs:
         if new := wanted - self._known:
             self._known |= new
             say(
-                "compiling %d programs, for batch %d and up to %d tokens (once per such size)",
+                "compiling for %d sizes of input, batch %d and up to %d tokens (once per such size)",
                 len(new),
                 batch,
                 capacity,
@@ -315,15 +325,6 @@ class _Programs:
 
 
 _programs = functools.lru_cache(maxsize=16)(_Programs)
-
-
-def _dropped(body: Body) -> Int[Array, ""]:
-    each: list[Array] = [info.dispatch.dropped for info in body.infos.values()]
-    return sum(each, jnp.int32(0))
-
-
-def _see(seen: Bool[Array, "B V"] | None, token: Int[Array, "B"]) -> Bool[Array, "B V"] | None:
-    return None if seen is None else seen.at[jnp.arange(token.shape[0]), token].set(True)
 
 
 def chunk_sizes(length: int) -> list[int]:

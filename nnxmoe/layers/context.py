@@ -24,6 +24,7 @@ class Context:
     cache. ``key``: random key of the router's jitter. ``of_routing``: maps each layer's routing to what is kept of it;
     None keeps all. ``fresh``: the cache was empty, so the tokens attend to each other instead of to its slots.
     ``last``: a layer returns the last token's output only; T = 1 of the S tokens is then left in ``valid``.
+    ``keep_hidden``: stacks return the output of every layer.
     """
 
     rotation: Rotation
@@ -35,6 +36,7 @@ class Context:
     of_routing: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
     fresh: bool = dataclasses.field(default=False, metadata={"static": True})
     last: bool = dataclasses.field(default=False, metadata={"static": True})
+    keep_hidden: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @classmethod
     def of_rows(

@@ -43,6 +43,10 @@ class Output:
     dispatch: ByLayer | None = None
 
 
+def nothing(routing: Routing) -> None:
+    """Keeps nothing of a layer's routing (see `Context.of_routing`)."""
+
+
 class Decoder(nnx.Module):
     """A decoder-only transformer assembled from parts; it knows no config, files or strategy.
 
@@ -77,7 +81,9 @@ class Decoder(nnx.Module):
         fresh: bool = False,
     ) -> Output:
         """Logits and the requested extras; see `CausalLM.__call__` for the arguments and `body` for ``fresh``."""
-        body = self.body(tokens, attention_mask, positions, segment_ids, cache, key, fresh=fresh)
+        keep = None if return_routing else nothing
+        given = tokens, attention_mask, positions, segment_ids, cache, key, keep
+        body = self.body(*given, fresh=fresh, keep_hidden=return_hidden)
         routing, dispatch = (
             ByLayer({i: getattr(info, name) for i, info in body.infos.items()}) if return_routing else None
             for name in ("routing", "dispatch")
@@ -106,37 +112,59 @@ class Decoder(nnx.Module):
         *,
         fresh: bool = False,
         last: bool = False,
+        keep_hidden: bool = True,
     ) -> Body:
         """Everything but the head, for callers that need the logits of some tokens only.
 
         ``of_routing``: maps each layer's routing to what ``infos`` keep of it, so that less stays in memory.
         ``fresh``: promises that the cache is empty, so that its slots are not read. Raises ValueError if it is known
-        not to be.
+        not to be. ``keep_hidden`` False: ``hidden`` is empty.
         ``last``: returns ``x [B, 1, D]`` of the last token only. If the last layer can skip the other tokens (but not
         their keys and values), its part of ``infos`` and ``hidden`` covers that token only.
         """
         if fresh and cache is not None and cache.known_length:
             raise ValueError(f"fresh=True: {cache.known_length} tokens are in the cache; pass an empty cache")
-        tokens = jnp.asarray(tokens)
-        valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0
-        segment = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
-        context, moved = self._context(tokens.shape, valid, positions, segment, cache, key, fresh)
-        context = dataclasses.replace(context, of_routing=of_routing)
-        x = split_batch(self.embed(tokens).astype(self.dtype), self.mesh)
+        stored = (None,) * len(self.stacks) if cache is None else cache.layers
+        bare = None if cache is None else dataclasses.replace(cache, layers=())
+        x, context, moved = self._start(tokens, attention_mask, positions, segment_ids, bare, key, fresh)
+        context = dataclasses.replace(context, of_routing=of_routing, keep_hidden=keep_hidden)
         infos, hidden, caches, first = ByLayer(), (x,), [], 0
-        for i, stack in enumerate(self.stacks):
+        for i, (stack, of_layers) in enumerate(zip(self.stacks, stored, strict=True)):
             of_stack = dataclasses.replace(context.of_layer(i), last=last and i + 1 == len(self.stacks))
-            out = stack(x, context=of_stack, cache=None if cache is None else cache.layers[i])
+            out = stack(x, context=of_stack, cache=of_layers)
             x = out.x
             infos |= {first + j: info for j, info in out.infos.items()}
             hidden += out.hidden
             caches.append(out.cache)
             first += stack.depth
+        x = self._finish(x, moved, last)
         if moved is not None:
             moved = dataclasses.replace(moved, layers=tuple(caches))
-            x = jnp.where((moved.length > moved.capacity)[:, None, None], jnp.nan, x)
-        x = self.norm(x[:, -1:] if last else x)
-        return Body(x, moved, infos, (*hidden, x))
+        return Body(x, moved, infos, (*hidden, x) if keep_hidden else ())
+
+    def _start(
+        self,
+        tokens: Ids,
+        attention_mask: TokenMask | None,
+        positions: Ids | None,
+        segment_ids: Ids | None,
+        cache: Cache | None,
+        key: Key[Array, ""] | None,
+        fresh: bool,
+    ) -> tuple[Float[Array, "B T D"], Context, Cache | None]:
+        """What comes before the layers: the embedded tokens, the context of all layers, and the cache with the new
+        tokens counted in. Of the cache only what all layers share is used."""
+        tokens = jnp.asarray(tokens)
+        valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0
+        segment = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
+        context, moved = self._context(tokens.shape, valid, positions, segment, cache, key, fresh)
+        return split_batch(self.embed(tokens).astype(self.dtype), self.mesh), context, moved
+
+    def _finish(self, x: Float[Array, "B T D"], cache: Cache | None, last: bool) -> Float[Array, "B asked D"]:
+        """The norm after the layers, of all tokens or the last one; NaN in rows that do not fit in the cache."""
+        if cache is not None:
+            x = jnp.where((cache.length > cache.capacity)[:, None, None], jnp.nan, x)
+        return self.norm(x[:, -1:] if last else x)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The output head: logits in float32."""

@@ -96,7 +96,7 @@ class UnrolledStack(nnx.Module):
             x, layer_cache, info = run(x, context=own, cache=layer_cache)
             caches.append(layer_cache)
             infos |= {} if info is None else {i: info}
-            hidden.append(x)
+            hidden += [x] if context.keep_hidden else []
         return Body(x, None if cache is None else tuple(caches), infos, tuple(hidden))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
@@ -153,7 +153,8 @@ class ScannedStack(nnx.Module):
 
         (x, cache), (infos, hidden) = jax.lax.scan(step, (x, cache), (state, jnp.arange(self.depth)))
         each = {i: jax.tree.map(lambda a, i=i: a[i], infos) for i in range(self.depth) if infos is not None}
-        return Body(x, cache, ByLayer(each), tuple(hidden[i] for i in range(self.depth)))
+        kept = range(self.depth if context.keep_hidden else 0)
+        return Body(x, cache, ByLayer(each), tuple(hidden[i] for i in kept))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
         """The layers' empty caches, stacked."""

@@ -1,7 +1,7 @@
 """Runs models compiled, eagerly or chunk by chunk, and fills them with random parameters."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,22 @@ import nnxmoe
 
 MODEL_TOLERANCE = 2e-4
 PART_TOLERANCE = 1e-5
+
+
+def compiled_in(run: Callable[[], Any]) -> int:
+    """Number of programs that a call compiles."""
+    count = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            count.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return len(count)
 
 
 def forward(model: nnxmoe.CausalLM, tokens: Any, **arrays: Any) -> nnxmoe.Output:
