@@ -14,13 +14,14 @@ from nnxmoe.generation.decode import stream as stream
 from nnxmoe.generation.sampling import Sampling as Sampling
 from nnxmoe.generation.text import Tokenizer as Tokenizer
 from nnxmoe.generation.text import TokenizerError as TokenizerError
-from nnxmoe.layers.attend import Blockwise as Blockwise
 from nnxmoe.layers.attend import Fused as Fused
 from nnxmoe.layers.attend import Reference as Reference
+from nnxmoe.layers.blockwise import Blockwise as Blockwise
 from nnxmoe.layers.context import Context as Context
 from nnxmoe.layers.mla import Absorbed as Absorbed
 from nnxmoe.layers.mla import ByLength as ByLength
 from nnxmoe.layers.mla import Naive as Naive
+from nnxmoe.layers.streaming import Streaming as Streaming
 from nnxmoe.model.causal_lm import CausalLM as CausalLM
 from nnxmoe.model.causal_lm import unscan as unscan
 from nnxmoe.model.decoder import Output as Output

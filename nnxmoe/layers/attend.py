@@ -103,12 +103,14 @@ class Scores:
         """The same for some of the queries and some of the keys."""
         return dataclasses.replace(self, mask=self.mask.part(queries, keys))
 
+    def capped(self, products: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+        """Products of queries and keys, scaled and capped."""
+        scores = products * self.scale
+        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
     def weights(self, products: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
         """The weights of all values, from products of ``after`` (see `Mask.hide`) with the keys."""
-        scores = products * self.scale
-        if self.softcap is not None:
-            scores = self.softcap * jnp.tanh(scores / self.softcap)
-        scores = self.mask.hide(scores, after)
+        scores = self.mask.hide(self.capped(products), after)
         if self.sinks is None:
             return jax.nn.softmax(scores, axis=-1)
         sinks = self.sinks.astype(scores.dtype).reshape(scores.shape[1], scores.shape[2], 1, 1)
@@ -157,11 +159,20 @@ class Reference:
 class Fused:
     """``jax.nn.dot_product_attention``: cuDNN or XLA's own fusion on accelerators; slower than `Reference` on CPU.
 
-    Causal order and a window are passed as such; caches, padding and segments as a boolean mask. Raises ValueError for
-    sinks, a soft cap, and values wider than keys.
+    Causal order and a window are passed as such; caches, padding and segments as a boolean mask ``[B, 1, T, S]``.
+    ``otherwise`` computes what the kernel cannot: sinks, a soft cap, values wider than keys, and for cuDNN dtypes other
+    than bfloat16 and float16 and heads wider than ``widest`` (128; 256 from Hopper on) or of no multiple of 8; also all
+    masks that would be an array. Without it, all of these but the masks are a ValueError.
     """
 
     implementation: Literal["xla", "cudnn"] | None = None
+    otherwise: Attend | None = None
+    widest: int = 256
+
+    def __post_init__(self) -> None:
+        check_positive("Fused", "widest", self.widest)
+        if self.otherwise is not None:
+            check_object("Fused", "otherwise", self.otherwise, "Blockwise()")
 
     def __call__(
         self,
@@ -170,16 +181,13 @@ class Fused:
         v: Float[Array, "B K S Hv"],
         scores: Scores,
     ) -> Float[Array, "B N T Hv"]:
-        width = v.shape[3]
-        if width > k.shape[3]:
-            raise ValueError(
-                f"Fused attention needs values no wider than keys, got {width} > {k.shape[3]}: use Reference"
-            )
-        if not scores.plain:
-            raise ValueError("Fused attention has neither sinks nor a soft cap: use Reference()")
+        width, mask, refusal = v.shape[3], scores.mask, self._refusal(q, v, scores)
+        if self.otherwise is not None and (refusal is not None or not mask.plain):
+            return self.otherwise(q, k, v, scores)
+        if refusal is not None:
+            raise ValueError(f"Fused attention {refusal}: use Reference(), or Fused(otherwise=…)")
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[3] - width)))  # the library wants one head width
         q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k.astype(q.dtype), v.astype(q.dtype)))
-        mask = scores.mask
         if mask.plain:
             near = None if mask.window is None else (mask.window - 1, 0)
             seen: dict[str, Any] = {"is_causal": True, "local_window_size": near}
@@ -188,44 +196,16 @@ class Fused:
         out = jax.nn.dot_product_attention(q, k, v, scale=scores.scale, implementation=self.implementation, **seen)
         return jnp.swapaxes(out, 1, 2)[..., :width]
 
-
-FEWEST_QUERIES = 64  # per block
-FEWEST_TOKENS = 192  # per pass; blocks of a shorter one save too little
-
-
-@dataclasses.dataclass(frozen=True)
-class Blockwise:
-    """Splits a causal pass into up to ``blocks`` blocks of at least 64 consecutive queries and runs ``inner`` on each,
-    with the keys that the block can attend to.
-
-    Blocks above the diagonal are skipped, as in FlashAttention (Dao et al. 2022): of 8 x 8 blocks 36 are computed, and
-    the scores of a block stay in the CPU's cache. Short passes and steps with a cache go to ``inner`` unsplit.
-    """
-
-    inner: Attend = Reference()
-    blocks: int = 8
-
-    def __post_init__(self) -> None:
-        check_positive("Blockwise", "blocks", self.blocks)
-        check_object("Blockwise", "inner", self.inner, "Reference()")
-
-    def __call__(
-        self,
-        q: Float[Array, "B N T H"],
-        k: Float[Array, "B K S H"],
-        v: Float[Array, "B K S Hv"],
-        scores: Scores,
-    ) -> Float[Array, "B N T Hv"]:
-        length, mask = q.shape[2], scores.mask
-        if not mask.causal or self.blocks == 1 or length < FEWEST_TOKENS:
-            return self.inner(q, k, v, scores)
-        blocks, outs = min(self.blocks, length // FEWEST_QUERIES), []
-        for i in range(blocks):
-            queries = slice(i * length // blocks, (i + 1) * length // blocks)
-            # A window counts real tokens, so with padding it may reach further back than its size.
-            window = None if mask.keys.valid is not None else mask.window
-            first = 0 if window is None else max(queries.start - window + 1, 0)
-            keys = slice(first, queries.stop)
-            part = scores.part(queries, keys)
-            outs.append(self.inner(q[:, :, queries], k[:, :, keys], v[:, :, keys], part))
-        return jnp.concatenate(outs, axis=2)
+    def _refusal(self, q: Float[Array, "B N T H"], v: Float[Array, "B K S Hv"], scores: Scores) -> str | None:
+        """What the kernel lacks for these operands; the limits of cuDNN are those of JAX's
+        ``cudnn/fused_attention_stablehlo.py`` (0.10.2, 0.12.0)."""
+        width = q.shape[3]
+        if v.shape[3] > width:
+            return f"needs values no wider than keys, got {v.shape[3]} > {width}"
+        if not scores.plain:
+            return "has neither sinks nor a soft cap"
+        if self.implementation == "cudnn" and q.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"of cuDNN needs bfloat16 or float16, got {q.dtype}"
+        if self.implementation == "cudnn" and (width % 8 or width > self.widest):
+            return f"of cuDNN needs a head width of a multiple of 8 up to {self.widest}, got {width}"
+        return None

@@ -6,7 +6,7 @@ Results differ by rounding only, except where an object says that it drops assig
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from nnxmoe.axes import RULES, Rules, sharding_of
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.validate import check_object
-from nnxmoe.layers.attend import Attend, Blockwise
+from nnxmoe.layers.attend import Attend
+from nnxmoe.layers.blockwise import Blockwise
 from nnxmoe.layers.mla import ByLength, LatentAttend
 from nnxmoe.model.stack import Remat, Scanned, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
@@ -31,7 +32,14 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
     ("Tokamax", "gpu"): "its Pallas kernels; lax.ragged_dot computes every expert on every row here",
     ("Tokamax", "tpu"): "its Pallas kernels",
     ("Sorted", None): "computes exactly the chosen experts; nothing is dropped",
-    ("Blockwise", None): "half the scores of a causal pass, a block at a time",
+    ("Blockwise", None): "half the scores of a causal pass, a block at a time; memory is linear in the length",
+    (
+        "Fused",
+        "gpu",
+    ): "cuDNN's kernel for causal passes, with or without a window, in bfloat16 and float16 with heads of "
+    "of a multiple of 8 up to `widest`; `otherwise` for steps with a cache, padding and segments",
+    ("Splash", "tpu"): "its Pallas kernel for causal passes of multiples of 128 tokens, with window, segments and "
+    "padding; `otherwise` for steps with a cache and for sinks",
     ("Unrolled", None): "arrays of its own for each layer, the fastest to decode",
     ("Scanned", None): "one layer to compile, whatever the depth",
     ("ByLength", None): "absorbed for few tokens at a time (decoding), naive for many (prefill, training)",
@@ -46,6 +54,12 @@ def _default_matmul() -> GroupedMatmul:
     return RaggedDot() if jax.default_backend() == "tpu" else Blocked()
 
 
+def _default_attend() -> Attend:
+    from nnxmoe.kernels import attention
+
+    return attention.default_attend()
+
+
 _DEFAULTS = {
     "dispatch": Sorted(),
     "matmul": Blocked(),
@@ -53,6 +67,13 @@ _DEFAULTS = {
     "latent": ByLength(),
     "stacking": Unrolled(),
 }
+
+
+@runtime_checkable
+class OnMesh(Protocol):
+    """An `Attend` that XLA cannot partition: it has to know the mesh, and shards its operands itself."""
+
+    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Attend: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +89,7 @@ class Strategy:
 
     dispatch: Dispatch = Sorted()
     matmul: GroupedMatmul = dataclasses.field(default_factory=_default_matmul)
-    attend: Attend = Blockwise()
+    attend: Attend = dataclasses.field(default_factory=_default_attend)
     latent: LatentAttend = ByLength()
     stacking: Stacking = Unrolled()
     remat: Remat | None = None
@@ -91,6 +112,8 @@ class Strategy:
                 raise ValueError(f"Strategy(compute_dtype={self.compute_dtype}): give a floating-point dtype")
         for name in _DEFAULTS:
             check_object("Strategy", name, getattr(self, name), f"{type(_DEFAULTS[name]).__name__}()")
+        if isinstance(self.attend, OnMesh):
+            object.__setattr__(self, "attend", self.attend.on_mesh(self.mesh, self.rules))
 
     def _check_mesh(self) -> None:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
