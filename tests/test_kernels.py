@@ -1,14 +1,22 @@
 """Third-party kernels: parity with the oracle, and the error if they are not installed."""
 
+import dataclasses
+import types
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import nnxmoe
+from nnxmoe import Blockwise, Fused, Reference, Streaming
 from nnxmoe.kernels import tokamax
+from nnxmoe.kernels.attention import Splash
 from nnxmoe.kernels.tokamax import Tokamax
+from nnxmoe.layers.attend import Mask, Scores
+from nnxmoe.layers.cache import Slots
 from tests.support.arrays import max_error
 from tests.support.grouped import GROUPS, problem, product_and_gradients
 from tests.support.running import PART_TOLERANCE
@@ -60,3 +68,158 @@ def test_default_matmul_per_backend_and_its_explanation(
     assert type(strategy.matmul).__name__ == wanted
     line = next(line for line in strategy.explain().splitlines() if line.startswith("matmul"))
     assert wanted in line and "not a default" not in line and line.split(": ", 1)[1]
+
+
+# Attention
+
+
+class Refused(Exception):
+    """Raised by `Elsewhere`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """Stub for ``otherwise``."""
+
+    def __call__(self, q: Any, k: Any, v: Any, scores: Scores) -> Any:
+        raise Refused
+
+
+def mask_of(length: int, window: int | None = None, segments: bool = False, padding: bool = False) -> Mask:
+    """Mask of two rows without a cache; padding is on the left."""
+    index = jnp.arange(length)
+    segment = jnp.stack([index // 50, index // 70]) if segments else None
+    valid = index >= jnp.array([[0], [9]]) if padding else None
+    return Mask(index, segment, Slots(index, valid, segment), window, causal=True)
+
+
+def operands(length: int, heads: int = 4, kv_heads: int = 2, width: int = 24, v_width: int = 16) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    dims = ((heads, width), (kv_heads, width), (kv_heads, v_width))
+    return [jnp.asarray(rng.standard_normal((2, n, length, w)), jnp.float32) for n, w in dims]
+
+
+SPLASHED = {
+    "plain": (Scores(mask_of(128), 0.2), False),
+    "window, soft cap": (Scores(mask_of(128, window=40), 0.2, softcap=2.0), False),
+    "segments and padding": (Scores(mask_of(128, segments=True, padding=True), 0.2), True),
+}
+
+
+@pytest.mark.parametrize("case", SPLASHED)
+def test_splash_equals_reference(case: str) -> None:
+    """Pallas's interpreter runs the kernel; outputs and gradients of real tokens."""
+    scores, padded = SPLASHED[case]
+    real = scores.mask.keys.valid[:, None, :, None] if padded else True
+
+    def loss(arrays: Any, attend: Any) -> Any:
+        out = jnp.where(real, attend(*arrays, scores), 0)
+        return jnp.sum(jnp.sin(out)), out
+
+    ways = Splash(Elsewhere(), interpret=True), Reference()
+    ours, wanted = (jax.jit(jax.grad(lambda a, way=way: loss(a, way), has_aux=True))(operands(128)) for way in ways)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        assert max_error(a, b) < PART_TOLERANCE * max(1.0, float(jnp.abs(b).max()))
+
+
+def on_a_mesh() -> float:
+    """Error of the kernel on a mesh that shards batch and heads."""
+    strategy = nnxmoe.Strategy(attend=Splash(Elsewhere(), interpret=True))
+    mesh = nnxmoe.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    attend, scores = dataclasses.replace(strategy, mesh=mesh).attend, SPLASHED["segments and padding"][0]
+    assert attend.mesh is mesh and dataclasses.replace(strategy, mesh=None).attend.mesh is None
+    arrays, real = operands(128), scores.mask.keys.valid[:, None, :, None]
+    return max_error(*(jax.jit(lambda *a, f=f: f(*a, scores) * real)(*arrays) for f in (attend, Reference())))
+
+
+def test_splash_on_a_mesh(eight: Callable[..., Any]) -> None:
+    assert eight(on_a_mesh) < PART_TOLERANCE
+
+
+def test_splash_lowers_to_a_tpu_kernel() -> None:
+    """Forward and backward: one kernel each for the output, the slope of q, and those of k and v."""
+
+    def loss(*arrays: Any) -> Any:
+        return jnp.sum(Splash(Elsewhere())(*arrays, Scores(mask_of(256, window=200), 0.2)))
+
+    run = jax.jit(jax.grad(loss, (0, 1, 2)))
+    text = run.trace(*operands(256)).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 3 and "256x256" not in text
+
+
+NOT_SPLASHED = {
+    "length": (Scores(mask_of(130), 0.2), 130),
+    "sinks": (Scores(mask_of(128), 0.2, sinks=jnp.zeros(4)), 128),
+    "window with padding": (Scores(mask_of(128, window=40, padding=True), 0.2), 128),
+    "cache": (Scores(dataclasses.replace(mask_of(128), causal=False), 0.2), 128),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SPLASHED)
+def test_splash_leaves_the_rest_to_otherwise(case: str) -> None:
+    scores, length = NOT_SPLASHED[case]
+    with pytest.raises(Refused):
+        Splash(Elsewhere())(*operands(length), scores)
+
+
+def test_cudnn_is_used_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causal order and a window are not passed as an array; all else goes to ``otherwise``, or is a ValueError."""
+    given: dict[str, Any] = {}
+
+    def kernel(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        given.update(options)
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    attend = Fused("cudnn", Elsewhere(), widest=128)
+    half = [x.astype(jnp.bfloat16) for x in operands(128)]
+    assert attend(*half, Scores(mask_of(128, window=40), 0.2)).shape == (2, 4, 128, 16)
+    assert given == {"scale": 0.2, "implementation": "cudnn", "is_causal": True, "local_window_size": (39, 0)}
+    plain = Scores(mask_of(128), 0.2)
+    wide, odd = ([x.astype(jnp.bfloat16) for x in operands(128, width=width)] for width in (136, 20))
+    reasons = {"bfloat16": (operands(128), plain), "up to 128, got 136": (wide, plain), "got 20": (odd, plain)}
+    reasons["nor a soft cap"] = (half, Scores(mask_of(128), 0.2, softcap=3.0))
+    for reason, (arrays, scores) in reasons.items():
+        with pytest.raises(Refused):
+            attend(*arrays, scores)
+        with pytest.raises(ValueError, match=reason):
+            dataclasses.replace(attend, otherwise=None)(*arrays, scores)
+    for mask in (mask_of(128, segments=True), mask_of(128, padding=True), NOT_SPLASHED["cache"][0].mask):
+        with pytest.raises(Refused):
+            attend(*half, Scores(mask, 0.2))
+
+
+LONG = Blockwise(long=Streaming(512, 1024))
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "wanted"),
+    [
+        ("cpu", None, Blockwise()),
+        ("tpu", None, Splash(LONG)),
+        ("gpu", "9.0", Fused("cudnn", LONG, widest=256)),
+        ("gpu", "8.9", Fused("cudnn", LONG, widest=128)),
+        ("gpu", "7.5", LONG),
+        ("gpu", "gfx942", LONG),
+    ],
+)
+def test_default_attention_per_backend_and_its_explanation(
+    monkeypatch: pytest.MonkeyPatch, backend: str, capability: str | None, wanted: Any
+) -> None:
+    monkeypatch.setattr("jax.default_backend", lambda: backend)
+    monkeypatch.setattr("jax.local_devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    strategy = nnxmoe.Strategy.auto()
+    assert strategy.attend == wanted
+    line = next(line for line in strategy.explain().splitlines() if line.startswith("attend"))
+    assert repr(wanted) in line and "not a default" not in line
+
+
+@pytest.mark.wrong_types
+def test_invalid_arguments_of_attention_kernels() -> None:
+    for make, message in (
+        (lambda: Fused(otherwise=Blockwise), r"Fused\(otherwise=.*such as Blockwise\(\)"),  # pyright: ignore
+        (lambda: Fused(widest=0), r"Fused\(widest=0\): give a positive integer"),
+        (lambda: Splash(Blockwise), r"Splash\(otherwise=.*such as Blockwise\(\)"),  # pyright: ignore
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()

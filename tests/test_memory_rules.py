@@ -171,6 +171,33 @@ def test_fused_attention_passes_is_causal_instead_of_a_mask(
     assert given[0]["is_causal"] and not given[0].keys() & {"mask", "bias"} and "mask" in given[1]
 
 
+def attention_bytes(attend: Any, count: int, keys: int, dtype: Any, gradients: bool) -> int:
+    """Temporary bytes of the last ``count`` of ``keys`` tokens as queries."""
+    query, key = jnp.arange(keys - count, keys), jnp.arange(keys)
+    mask = Mask(query, None, Slots(key, None, None), None, causal=count == keys)
+
+    def out(*operands: Any) -> Any:
+        return attend(*operands, Scores(mask, 0.3))
+
+    def loss(*operands: Any) -> Any:
+        return jnp.sum(out(*operands).astype(F32))
+
+    given = (shape(1, heads, length, 16, dtype=dtype) for heads, length in ((4, count), (2, keys), (2, keys)))
+    return temporary(jax.grad(loss, (0, 1, 2)) if gradients else out, *given)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_streaming_attention_memory_is_linear(dtype: Any, gradients: bool) -> None:
+    """Of a pass without a cache, and of a chunk against a long cache."""
+    small = nnxmoe.Streaming(32, 32)
+    for count in (None, 64):
+        one, two = (attention_bytes(small, count or n, n, dtype, gradients) for n in (2048, 4096))
+        assert two <= 2.2 * one, (count, one, two)
+    one, two = (attention_bytes(nnxmoe.Reference(), n, n, dtype, gradients) for n in (1024, 2048))
+    assert two > 3.5 * one
+
+
 # The embedding
 
 

@@ -76,6 +76,27 @@ def test_16_bit_updates_cast_the_whole_array() -> None:
     assert ("f32[16,64,64]" in text) == xla_cpu.COPIES_16_BITS
 
 
+def test_16_bit_slices_in_a_loop_cast_the_whole_array() -> None:
+    def squares(array: jax.Array, read: Any) -> jax.Array:
+        def add(i: Any, total: jax.Array) -> jax.Array:
+            block = read(array, i)
+            return total + jax.lax.dot_general(
+                block, block, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            )
+
+        return jax.lax.fori_loop(0, array.shape[1], add, jnp.zeros((64, 64)))
+
+    def naive(array: jax.Array, i: Any) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(array, i, 1, keepdims=False)
+
+    def as_bits(array: jax.Array, i: Any) -> jax.Array:
+        return xla_cpu.from_bits(naive(xla_cpu.as_bits(array), i), array.dtype)
+
+    dims = 64, 64, 64
+    assert temporary_bytes(lambda x: squares(x, as_bits), dims) < 64**3 * 2
+    assert (temporary_bytes(lambda x: squares(x, naive), dims) > 64**3 * 2) == xla_cpu.COPIES_16_BITS
+
+
 def test_few_float32_rows_are_slow_on_the_left() -> None:
     """Least times of a product of 8 rows with a kernel of 16 MB; the factor is about three."""
     x, kernel = jnp.ones((8, 2048)), jnp.ones((2048, 2048))

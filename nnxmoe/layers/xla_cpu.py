@@ -87,10 +87,10 @@ def carried(*values: Any) -> tuple[Any, ...]:
 
 
 def as_bits(array: Array) -> Array:
-    """A 16-bit float array as integers, for updates of parts of it in a loop; other arrays unchanged.
+    """A 16-bit float array as integers, for reads and updates of parts of it in a loop; other arrays unchanged.
 
-    XLA:CPU updates a part of a bfloat16 array by casting all of it to float32 and back (jax 0.10.2: 3 times the time;
-    no longer in 0.12.0).
+    XLA:CPU updates a part of a bfloat16 array by casting all of it to float32 and back (jax 0.10.2: 3 times the time),
+    and keeps a float32 copy of all of an array of which a loop reads parts; no longer in 0.12.0.
     """
     needed = COPIES_16_BITS and on_cpu() and array.dtype.itemsize == 2
     return jax.lax.bitcast_convert_type(array, jnp.uint16) if needed else array
