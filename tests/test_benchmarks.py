@@ -1,10 +1,10 @@
-"""The benchmarks run, and their measures and counts are right. Speed is not tested."""
+"""The benchmarks run, and their measurements, medians and limits are right. Speed is not tested."""
 
-import json
+import dataclasses
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,28 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from tests.benchmarks import engine, gpu, moe, processes
-from tests.benchmarks.bandwidth import weights_read
-from tests.benchmarks.checkpoints import write_random
-from tests.benchmarks.models import TINY
-from tests.benchmarks.results import Result
+from tests.benchmarks import engine, gpu, limits, moe, plan, processes, results
+from tests.benchmarks.models import MIDSIZE, TINY, trained
+from tests.benchmarks.processes import Job
+from tests.benchmarks.results import OTHER, Record
 from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE
 
 ROOT = Path(__file__).resolve().parents[1]
-ENGINE = {
-    "first token, ms", "prefill 16, tok/s", "prefill 48, tok/s", "decode batch 1, tok/s", "decode batch 2, tok/s",
-    "decode context 48, tok/s", "warm-up of all calls, s", "load imports beforehand, s", "load, GB/s",
-    "load and touch, GB/s", "load peak memory, x checkpoint", "load to the first token with warm-up, s",
-}  # fmt: skip
-TRAIN = {
-    "train, ms", "train temporary, MB", "train scanned with remat, ms", "train scanned with remat temporary, MB",
-}  # fmt: skip
-LAYER = {"moe forward T=1, ms", "moe forward and backward T=1, ms", "moe weights T=1, GB/s"}
+MACHINE = {"read, GB/s", "matrix product, GFLOP/s"}
+LOADS = {
+    f"load {variant}: {what}"
+    for variant in [*plan.LOADS, plan.WITHOUT]
+    for what in (
+        "to first logits, s",
+        "peak memory, x checkpoint",
+        "peak memory to first logits, x checkpoint",
+    )
+}
+DECODE = {"decode batch 1, tok/s", "decode batch 2, tok/s"}
+PREFILL = {"prefill 16, tok/s", "prefill 48, tok/s"}
+TRAIN = {"train full, ms", "train LoRA rank 2, ms"}
+LAYER = {"moe forward T=1, ms", "moe forward and backward T=1, ms"}
 COMPILING = {
     *(f"compile {what}: {stage}, s" for stage in ("trace", "compile")
       for what in ("train step of 2 scanned layers", "forward of 2 unrolled layers")),
@@ -40,73 +44,121 @@ COMPILING = {
 }  # fmt: skip
 
 
-def run_quick(folder: Path, *more: str) -> dict[str, Any]:
-    """Run the benchmarks with --quick and return their JSON; asserts that the printed table equals the file."""
-    files = "--json", str(folder / "found.json"), "--markdown", str(folder / "table.md")
-    command = [sys.executable, "-m", "tests.benchmarks", "--quick", *files, *more]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == (folder / "table.md").read_text()
-    return json.loads((folder / "found.json").read_text())
+def run_quick(out: Path, *more: str) -> tuple[list[results.Row], str]:
+    """Run the benchmarks with --quick; returns the rows of its records and the table that it prints."""
+    command = [sys.executable, "-m", "tests.benchmarks", "--quick", "--out", str(out), *more]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return results.rows(processes.read(out)), run.stdout
+
+
+def test_quick_decode_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode by the real process; the second run finds its record and starts none."""
+    fields, out = TINY["llama"] | {"torch_dtype": "float32"}, tmp_path / "out.jsonl"
+    (job,) = plan.Plan(tmp_path, {"ours": sys.executable}, 1, quick=True).model("llama", fields, ["decode"])
+    assert plan.measure([job], out) == 0
+    (record,) = processes.read(out)
+    assert set(record.values) == DECODE == set(record.work) and min(record.values.values()) > 0
+    assert record.versions["jax"] == jax.__version__
+    monkeypatch.setattr(processes, "call", lambda *_, **__: pytest.fail("a process was started"))
+    assert plan.measure([job], out) == 0 and len(out.read_text().splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_quick_run_reports_every_measure(tmp_path: Path) -> None:
-    found = run_quick(tmp_path)
-    measures = [result["measure"] for result in found["results"]]
-    assert sorted(measures) == sorted({*ENGINE, *TRAIN, *LAYER, *COMPILING, "decode batch 1 weights, GB/s"})
-    for result in found["results"]:
-        values = [*result["ours"], result["median"], *(v for vs in result["beside"].values() for v in vs)]
-        assert all(math.isfinite(value) and value > 0 for value in values), result
-        assert (result["ratio"] is None) == (not result["beside"]), result
-    assert found["machine"]["cores"] > 0 and found["versions"]["jax"] == jax.__version__
-    assert "-m tests.benchmarks --quick" in found["command"] and not found["left out"]
+def test_quick_run_reports_every_row(tmp_path: Path) -> None:
+    rows, table = run_quick(tmp_path / "out.jsonl")
+    assert {row.what for row in rows} == {"imports, s", *MACHINE, *DECODE, *PREFILL, *LOADS, *TRAIN, *LAYER}
+    for row in rows:
+        assert row.ours is not None and math.isfinite(row.ours) and row.ours > 0, row
+        assert (row.limit is not None) == (row.what in DECODE | PREFILL | TRAIN | LAYER), row
+        assert row.line(lane=False) in table
+
+
+@pytest.mark.slow
+def test_compiling_reports_every_measurement() -> None:
+    arguments = ["scanned", 2, "unrolled", 2, "overhead", 2, "abstract", "deepseek-v3"]
+    assert set(processes.call("compiling", *arguments)) == COMPILING
 
 
 @pytest.mark.oracle
-def test_shared_measures_have_values_for_transformers(tmp_path: Path) -> None:
-    """Every transformers setting has a value for every shared measure."""
-    found = run_quick(tmp_path, "--sides", "ours", "theirs", "--models", "mixtral", "--only", "load", "first", "train")
-    settings = {f"transformers {name}" for name in engine.SETTINGS}
-    for result in found["results"]:
-        alone = "temporary" in result["measure"] or "remat" in result["measure"]
-        assert set(result["beside"]) == (set() if alone else settings), result
+def test_transformers_has_every_row(tmp_path: Path) -> None:
+    """With both settings of its experts; the columns of the other lane are there too."""
+    more = ["--sides", "ours,transformers", "--models", "mixtral", "--only", "decode,prefill,load,train"]
+    rows, table = run_quick(tmp_path / "out.jsonl", *more, "--other-python", sys.executable)
+    assert "| nnxmoe, other lane | transformers |" in table
+    for row in rows:
+        several = row.what in DECODE | PREFILL | TRAIN
+        theirs = {f"transformers {name}" for name in engine.SETTINGS} if several else {"transformers"}
+        assert set(row.sides) == {"ours", OTHER, *theirs}, row
+        assert row.other is not None and row.relative(row.theirs) is not None
 
 
-@pytest.mark.parametrize(
-    ("measure", "ratio", "best"), [("decode, tok/s", 2.0, "fast"), ("first token, ms", 0.2, "slow"), ("x", 0.2, "slow")]
-)
-def test_ratio_of_medians_is_above_1_if_ours_is_better(measure: str, ratio: float, best: str) -> None:
-    result = Result(
-        "case", measure, [30.0, 1000.0, 20.0, 31.0, 5.0], {"slow": [6.0, 5.0, 7.0], "fast": [9.0, 15.0, 99.0]}
-    )
-    assert result.best == best and result.ratio == pytest.approx(ratio)
-    assert result.json()["median"] == 30 and result.row().split(" | ")[2] == "30"
+def record(side: str, value: float, what: str = "decode batch 1, tok/s", round_: int = 0, **more: Any) -> Record:
+    case = more.pop("case", "llama float32")
+    return Record(f"{case} | decode | {side} | {round_}", case, side, {what: value}, **more)
 
 
-def test_processes_alternate_and_slow_settings_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds = {"eager": [4.0, 5.0, 6.0], "grouped_mm": [3.5, 9.0, 9.0], "batched_mm": [1.0]}
-    calls: list[str] = []
+def test_table_of_medians_and_ratios() -> None:
+    """Of the better setting of transformers; the limit is the machine's best divided by the work."""
+    work = {"decode batch 1, tok/s": ("read, GB/s", 0.5)}
+    found = [record("ours", value, work=work) for value in (30.0, 1000.0, 20.0)]
+    found += [record("transformers eager", value) for value in (6.0, 5.0, 7.0)]
+    found += [record("transformers grouped_mm", value) for value in (9.0, 15.0, 99.0)]
+    found += [record(OTHER, 25.0), record(OTHER, 3.0, "train, ms", 1, error="it failed")]
+    found += [record("ours", 16.0, "read, GB/s", case="machine float32")]
+    found += [record("transformers", 20.0, "read, GB/s", case="machine float32")]
+    found += [record("ours", 4.0, "moe, ms", limits={"moe, ms": 3.0})]
+    table = results.table(found).splitlines()
+    columns = "| model | dtype | what | nnxmoe | nnxmoe, other lane | transformers | ratio | limit | of the limit |"
+    assert columns in table and table[-1].endswith("it failed")
+    assert "| llama | float32 | decode batch 1, tok/s | 30 | 25 | 15 | 2.00 | 40 | 0.75 |" in table
+    assert "| llama | float32 | moe, ms | 4 |  |  |  | 3 | 0.75 |" in table
 
-    def call(module: str, *arguments: str) -> dict[str, Any]:
-        name = arguments[-1] if module == "theirs" else "ours"
-        calls.append(name)
-        value = {"ours": [8.0, 9.0, 27.0], **speeds}[name][calls.count(name) - 1]
-        missing = {"prefill, tok/s": "TimeoutError: late"} if name == "batched_mm" else {}
-        return {"decode, tok/s": value, "load, GB/s": 1.0, "skipped": missing}
+
+@pytest.mark.parametrize(("what", "ratio"), [("decode, tok/s", 2.0), ("train, ms", 0.5)])
+def test_ratio_is_above_1_if_ours_is_better(what: str, ratio: float) -> None:
+    (row,) = results.rows([record("ours", 8.0, what), record("transformers", 4.0, what)])
+    assert row.relative(row.theirs) == ratio
+
+
+def test_slower_setting_runs_once_and_failures_are_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    speeds, calls = {"eager": 4.0, "grouped_mm": 3.5}, []
+
+    def call(module: str, *arguments: str, **_: Any) -> dict[str, Any]:
+        calls.append(arguments[-1])
+        if calls.count("ours") == 2 and arguments[-1] == "ours":
+            raise RuntimeError("interrupted")
+        return {"values": {"decode, tok/s": speeds.get(arguments[-1], 8.0)}}
 
     monkeypatch.setattr(processes, "call", call)
-    (result, load), left_out = processes.alternating("case", ["folder"], engine.SETTINGS, 3)
-    assert calls == ["ours", *engine.SETTINGS, "ours", "eager", "grouped_mm", "ours", "eager", "grouped_mm"]
-    assert result.best == "transformers grouped_mm" and result.ratio == 1.0
-    assert load.ratio == 1.0 and load.beside["transformers batched_mm"] == [1.0]
-    assert left_out == ["case, transformers batched_mm: prefill, tok/s: TimeoutError: late"]
+    sides = ["ours", *(f"transformers {name}" for name in speeds)]
+    jobs = [Job("mixtral float32", "decode", side, i, "", [side.split()[-1]]) for i in range(2) for side in sides]
+    assert plan.measure(jobs, tmp_path / "out") == 1
+    assert calls == ["ours", "eager", "grouped_mm", "ours", "eager"]
+    assert plan.measure(jobs, tmp_path / "out") == 0 and calls[5:] == ["ours"]
+
+
+def test_load_is_reported_by_variant_after_the_compile_cache_is_filled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    caches = []
+
+    def call(*_: Any, environment: dict[str, str], **__: Any) -> dict[str, Any]:
+        caches.append(environment["NNXMOE_COMPILE_CACHE"])
+        Path(caches[-1]).mkdir(parents=True, exist_ok=True)
+        return {"values": {"imports, s": 1.0, "load to first logits, s": 2.0}}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes, "call", call)
+    job = Job("case", "load", "ours", 0, "ours", [], cache=tmp_path / "cache", fill=True, variants=("cold",))
+    assert job.record().values == {"imports, s": 1.0, "load cold: to first logits, s": 2.0}
+    job.record()
+    dataclasses.replace(job, cache=None).record()
+    assert caches == [str(tmp_path / "cache")] * 3 + ["off"]
 
 
 class Fake:
-    """Engine with a fake clock: 0.5 s per prompt token, 0.25 s per new token and row."""
-
-    limit = 10
+    """Engine with a fake clock: 0.5 s per prompt token, 0.25 s per step and row after 9 s for the first steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 0.0
@@ -115,45 +167,63 @@ class Fake:
     def load(self) -> None:
         self.now += 4.0
 
-    def weights(self) -> Sequence[np.ndarray]:
-        self.now += 1.0
-        return [np.ones(10_000)]
-
     def generate(self, ids: np.ndarray, new: int) -> None:
-        if ids.shape[1] > 9:
-            raise MemoryError("too long")
-        self.now += ids.shape[1] / 2 + ids.shape[0] * (new - 1) / 4
+        self.now += ids.shape[1] / 2
 
-    def train(self, length: int, layers: int, times: int) -> dict[str, float]:
-        return {"train, ms": length * layers * times}
+    def stamps(self, ids: np.ndarray, new: int) -> Sequence[float]:
+        return [9.0 * min(i, 2) + i * len(ids) / 4 for i in range(new)]
+
+    def training(self, fields: Any, tokens: np.ndarray, rank: int | None) -> Callable[[], None]:
+        def step() -> None:
+            self.now += tokens.size * (0.5 if rank else 1.0)
+
+        return step
+
+    def products(self, size: int) -> Sequence[Callable[[], None]]:
+        return [lambda: self.load(), lambda: self.generate(np.ones((1, 4)), 1)]
+
+    def copy(self) -> float | None:
+        return 3.0
 
 
 def test_engine_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "memory", {"VmRSS": 3 * 10**9, "VmHWM": 25 * 10**9}.get)
-    sizes = engine.Sizes(prompt=4, new=8, prefill=(6, 10), batches=(1, 2), context=8, train=(5, 2), times=3)
-    measures = engine.Measures(Fake(monkeypatch), sizes, size=20 * 10**9, vocab=7)
-    found = measures.run(["load", "first", "prefill", "decode"])
-    assert found.pop("load imports beforehand, s") > 0
-    assert found == {
-        "load, GB/s": 5.0,
-        "load peak memory, x checkpoint": 1.1,
-        "load and touch, GB/s": 4.0,
-        "load to the first token with warm-up, s": 7.0,
-        "first token, ms": 2000.0,
-        "prefill 6, tok/s": 2.0,
-        "decode batch 1, tok/s": 4.0,
-        "decode batch 2, tok/s": 4.0,
-        "decode context 8, tok/s": 4.0,
-        "warm-up of all calls, s": 2 + 2 + 3 + (2 + 4) + (2 + 6) + (4 + 6),
-        "skipped": {"prefill 10, tok/s": "MemoryError: too long"},
-    }
-    assert measures.run(["train"]) == {"train, ms": 30, "skipped": {}}
+    monkeypatch.setattr(engine, "age", lambda: 6.0)
+    measures = engine.Measures(Fake(monkeypatch), engine.QUICK, TINY["llama"], size=20 * 10**9)
+    assert measures.run("decode") == {"decode batch 1, tok/s": 4.0, "decode batch 2, tok/s": 4.0}
+    assert measures.run("prefill") == {"prefill 16, tok/s": 2.0, "prefill 48, tok/s": 2.0}
+    peaks = {f"load peak memory{until}, x checkpoint": 1.1 for until in ("", " to first logits")}
+    assert measures.run("load") == {"imports, s": 6.0, "load to first logits, s": 6.5, **peaks}
+    assert measures.run("train") == {"train full, ms": 32_000.0, "train LoRA rank 2, ms": 16_000.0}
+    assert measures.run("machine") == {"read, GB/s": 3.0, "matrix product, GFLOP/s": 1024**3 / 1e9}
 
 
-def test_slow_measure_times_out() -> None:
-    with pytest.raises(TimeoutError, match="more than 1 s"), engine.limited(1):
-        while True:
-            pass
+def test_read_bandwidth_is_positive() -> None:
+    assert engine.read_bandwidth(megabytes=1, times=2) > 0
+
+
+def test_work_of_decoding_and_prefill() -> None:
+    """Two of eight experts are read at batch 1; the embedding table is not. A matrix of `n` weights is 2n FLOPs."""
+    fields = TINY["mixtral"] | {"torch_dtype": "bfloat16"}
+    norms, head, expert = 5 * 64, 64 * 64, 3 * 64 * 96
+    rest = 2 * (64 * (64 + 32 + 32 + 64) + 64 * 8)
+    sizes = dataclasses.replace(engine.QUICK, batches=(1, 8), prefill=((16, 1),))
+    work = limits.work(fields, sizes)
+    used = 8 * (1 - 0.75**8)  # experts that 8 tokens choose on average
+    for batch, experts in ((1, 2), (8, used)):
+        name, amount = work[f"decode batch {batch}, tok/s"]
+        wanted = 2 * (norms + head + rest + 2 * experts * expert) / batch / 1e9
+        assert name == "read, GB/s" and amount == pytest.approx(wanted)
+    flops = 2 * (16 * (norms + rest + 4 * expert) + head) + 2 * 2 * 64 * 16**2
+    assert work["prefill 16, tok/s"] == ("matrix product, GFLOP/s", pytest.approx(flops / 16 / 1e9))
+    assert work["train full, ms"][1] == pytest.approx(1.5 * work["train LoRA rank 2, ms"][1])
+    assert limits.limit("a, tok/s", 0.5, 20.0) == 40 and limits.limit("a, ms", 0.5, 20.0) == 25
+
+
+@pytest.mark.parametrize("name", MIDSIZE)
+def test_trained_model_is_narrow_and_deep(name: str) -> None:
+    config = nnxmoe.config_from_hf(trained(MIDSIZE[name]))
+    assert (config.hidden_size, config.num_hidden_layers) == (256, 8)
 
 
 SHAPE = moe.Shape(dim=16, width=12, experts=4, chosen=2, dtype="float32")
@@ -168,22 +238,12 @@ def test_ideal_layer_equals_autodiff() -> None:
         assert max_error(a, b) < PART_TOLERANCE
 
 
-def test_bytes_and_flops_of_a_layer() -> None:
+def test_flops_of_a_layer() -> None:
     layer = moe.Layer(SHAPE, nnxmoe.Strategy())
-    assert SHAPE.expert_bytes == sum(kernel.nbytes for kernel in layer.kernels[0]) == 4 * 3 * 16 * 12
-    assert layer.touched(1) == [2 * SHAPE.expert_bytes] * moe.INPUTS
     rows = jnp.ones((2 * 5, 16))
     cost = jax.jit(lambda x: [moe.dot(moe.dot(x, k[0]) + moe.dot(x, k[1]), k[2]) for k in layer.kernels[:1]])
     counted = cost.lower(rows).compile().cost_analysis()
     assert counted is not None and SHAPE.flops(5) <= counted["flops"] < 1.1 * SHAPE.flops(5)
-
-
-def test_weight_bytes_read_by_decoding(tmp_path: Path) -> None:
-    """Two of eight experts are read; the embedding table is not."""
-    write_random(tmp_path, TINY["mixtral"] | {"torch_dtype": "bfloat16"})
-    layer = 64 + 64 + 64 * (64 + 32 + 32 + 64) + 64 * 8 + 2 * 3 * 64 * 96
-    result = weights_read(tmp_path, Result("case", "decode batch 1, tok/s", [1e9]), {"copy": 1.0})
-    assert result.ours[0] == pytest.approx(2 * (2 * layer + 64 + 64 * 64)) and result.beside == {"copy": [1.0]}
 
 
 # Accelerator benchmarks, as far as they run on CPU
@@ -197,27 +257,28 @@ class Missing(nnxmoe.Masked):
 def test_accelerator_benchmark_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(nnxmoe.Strategy.auto().matmul) in gpu.matmuls()
     monkeypatch.setattr(gpu, "matmuls", lambda: {"Masked()": nnxmoe.Masked(), "Missing()": Missing()})
-    left_out: list[str] = []
-    found = list(gpu.layer_speeds("tiny", SHAPE, [3, 4], 3, left_out))
-    assert [(result.case, result.measure) for result in found] == [
-        ("tiny, Masked()", f"moe {what} T={tokens}, TFLOP/s")
-        for tokens in (3, 4)
-        for what in ("forward", "forward and backward")
-    ]
-    assert all(min([*result.ours, *result.beside["ideal"]]) > 0 for result in found)
-    assert left_out == [f"tiny, Missing(), T={n}: NotImplementedError: no such kernel here" for n in (3, 4)]
+    found = list(gpu.layer_speeds("tiny", SHAPE, [3, 4], 3))
+    assert [record.case for record in found] == ["tiny, Masked() float32"] * 2 + ["tiny, Missing() float32"] * 2
+    for tokens, record in zip([3, 4], found, strict=False):
+        names = [f"moe {what} T={tokens}, TFLOP/s" for what in ("forward", "forward and backward")]
+        assert list(record.values) == names == list(record.limits)
+        assert min([*record.values.values(), *record.limits.values()]) > 0
+    assert {record.error for record in found[2:]} == {"NotImplementedError: no such kernel here"}
 
 
-def test_accelerator_benchmark_of_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "copy_bandwidth", lambda: 2.0)
-    found = {"first token, ms": 1.0, "decode batch 1, tok/s": 1e6, "skipped": {}}
-    monkeypatch.setattr(processes, "call", lambda *_: dict(found))
-    models = {"llama": TINY["llama"] | {"torch_dtype": "float32"}}
-    copy, first, decode, read = gpu.whole_models(models, ["--quick"], ["ours", "theirs"], 2, [])
-    assert copy.ours == [2.0] and first.ratio == 1.0 and decode.beside == {"transformers": [1e6, 1e6]}
-    assert read.best == "copy" and read.ours[0] == pytest.approx(
-        1e-3 * 4 * (2 * (3 * 64 * 96 + 4 * 64 * 64 + 128) + 64 + 64 * 64)
-    )
+def test_accelerator_benchmark_of_whole_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def call(module: str, *arguments: Any, **_: Any) -> dict[str, Any]:
+        values = {"machine": {"read, GB/s": 2.0}, "decode": {"decode batch 1, tok/s": 1e4}}
+        return {"values": values.get(arguments[1], {})}
+
+    monkeypatch.setattr(processes, "call", call)
+    made = plan.Plan(tmp_path, dict.fromkeys(["ours", "transformers"], ""), 2, quick=True)
+    records: list[Record] = []
+    processes.run(gpu.whole_models(made, {"llama": TINY["llama"] | {"torch_dtype": "float32"}}), records)
+    copy, decode = results.rows(records)
+    assert copy.ours == 2.0 and decode.sides == {"ours": [1e4, 1e4], "transformers": [1e4, 1e4]}
+    weights = 2 * (3 * 64 * 96 + 4 * 64 * 64 + 128) + 64 + 64 * 64
+    assert decode.limit == pytest.approx(2e9 / (4 * weights))
 
 
 def test_accelerator_benchmark_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

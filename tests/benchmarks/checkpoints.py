@@ -1,6 +1,7 @@
 """Checkpoints of random weights in Hugging Face's format, written tensor by tensor."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,3 +34,19 @@ def write_random(folder: Path, fields: Mapping[str, Any], shard_bytes: int = 10*
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(fields)))
     write_safetensors(folder, tensors(), shard_bytes)
+
+
+def to_page_cache(folder: Path) -> None:
+    """Read all weights, so that loading need not."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            while opened.read(2**24):
+                pass
+
+
+def from_page_cache(folder: Path) -> None:
+    """Drop the pages of all weights, so that loading reads the disk."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

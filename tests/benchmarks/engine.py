@@ -1,185 +1,187 @@
-"""What both engines are measured by, each in a process of its own: loading, the first token, prefill, decoding.
+"""The measurements of one side, ours or transformers', each kind in a process of its own.
 
-One call of generate, greedy and without an end, is the only thing that is timed: what users of either side call.
+A process prints one line of JSON: ``values``, which maps the name of a measurement with its unit to a number, and the
+``versions`` of the packages. Neither side imports the other's framework: JAX and torch in one process slow each other.
 """
 
 import argparse
-import dataclasses
+import importlib.metadata
 import json
 import os
-import signal
+import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
 
-GROUPS = ("load", "first", "prefill", "decode", "train")
-SETTINGS = ("eager", "grouped_mm", "batched_mm")  # transformers' experts_implementation
+from tests.benchmarks.models import Fields, trained
+
+GROUPS = ("machine", "decode", "prefill", "load", "train")
+SETTINGS = ("eager", "grouped_mm")  # transformers' experts_implementation
+PACKAGES = ("jax", "jaxlib", "flax", "torch", "transformers", "peft")
 
 
 class Engine(Protocol):
-    """One side, with one checkpoint. ``limit``: seconds after which a measure is given up."""
-
-    limit: int
+    """One side, with one checkpoint."""
 
     def load(self) -> None:
-        """Read the checkpoint, until the weights are said to be there."""
-        ...
-
-    def weights(self) -> Iterable[np.ndarray]:
-        """Their bytes where they lie, without copies; none of them where they are not in this process's memory."""
+        """Load the checkpoint, until the weights are ready."""
         ...
 
     def generate(self, ids: np.ndarray, new: int) -> Any:
-        """``[B, T]`` and exactly ``new`` more ids, greedily."""
+        """Greedy: ``ids [B, T]`` followed by exactly ``new`` ids."""
         ...
 
-    def train(self, length: int, layers: int, times: int) -> dict[str, float]:
-        """Of the steps of AdamW on one row of ``length`` tokens: measure -> value."""
+    def stamps(self, ids: np.ndarray, new: int) -> Sequence[float]:
+        """The times at which the caller of `generate` gets each new token."""
+        ...
+
+    def training(self, fields: Fields, tokens: np.ndarray, rank: int | None) -> Callable[[], Any]:
+        """One step of AdamW on ``tokens``, of all parameters or of LoRA adapters; parameters are float32."""
+        ...
+
+    def products(self, size: int) -> Sequence[Callable[[], Any]]:
+        """Ways to compute ``[size, size] @ [size, size]`` in the dtype of the checkpoint."""
+        ...
+
+    def copy(self) -> float | None:
+        """GB/s of a copy on an accelerator; None on CPU."""
         ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Sizes:
-    """Tokens and rows of the measures; ``times``: calls whose median counts."""
+    """Tokens, rows and repetitions of the measurements."""
 
-    prompt: int = 16
-    new: int = 32
-    prefill: Sequence[int] = (512, 2048)
     batches: Sequence[int] = (1, 8)
-    context: int = 2048
-    train: tuple[int, int] = (256, 2)  # tokens, layers
-    times: int = 3
+    prompt: int = 16
+    warm: int = 16  # decode steps that are not counted, the compiled ones among them
+    new: int = 48  # decode steps that are
+    prefill: tuple[tuple[int, int], ...] = ((512, 3), (4096, 2))  # tokens, repetitions
+    rows: tuple[int, int] = (2, 256)  # of a training batch
+    steps: int = 7
+    rank: int = 8
+    product: int = 2048
 
 
-QUICK = Sizes(prompt=5, new=12, prefill=(16, 48), batches=(1, 2), context=48, train=(8, 2), times=5)
+QUICK = Sizes((1, 2), 5, 2, 6, ((16, 2), (48, 2)), (2, 16), 3, 2, 256)
 
 
-def memory(field: str, file: str = "/proc/self/status") -> int:
-    """Bytes of this process: ``VmRSS`` resident now, ``VmHWM`` the most there were; or what another file says."""
-    lines = Path(file).read_text().splitlines()
+def memory(field: str) -> int:
+    """Bytes of this process: ``VmRSS`` resident now, ``VmHWM`` at the peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def age() -> float:
-    """Seconds since this process was started."""
+    """Seconds since this process started."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-@contextmanager
-def limited(limit: int) -> Iterator[None]:
-    """TimeoutError after so many seconds."""
+def seconds(run: Callable[[], Any]) -> float:
+    """Duration of a call."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
 
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"more than {limit} s")
 
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(limit)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
+def read_bandwidth(megabytes: int = 512, times: int = 12) -> float:
+    """GB/s of the fastest read of a large buffer by a thread per core."""
+    cores = len(os.sched_getaffinity(0))
+    parts = np.array_split(np.ones(megabytes * 125_000, np.int64), cores)
+    with ThreadPoolExecutor(cores) as threads:
+        fastest = min(seconds(lambda: list(threads.map(np.bitwise_or.reduce, parts))) for _ in range(times))
+    return sum(part.nbytes for part in parts) / fastest / 1e9
 
 
 class Measures:
-    """The measures of one engine by their names, ``what, unit``; the first word is the group to ask for."""
+    """The measurements of one engine: each method returns name -> value. A name is ``what, unit``."""
 
-    def __init__(self, engine: Engine, sizes: Sizes, size: int, vocab: int):
-        self.engine, self.sizes, self.size, self.vocab = engine, sizes, size, vocab
-        self.warming = 0.0
+    def __init__(self, engine: Engine, sizes: Sizes, fields: Fields, size: int):
+        self.engine, self.sizes, self.fields, self.size = engine, sizes, fields, size
 
-    def run(self, groups: Sequence[str]) -> dict[str, Any]:
-        """Values, and under "skipped" why there are none; "load" is made in any case, but for "train"."""
-        if groups == ["train"]:
-            return self._all({"train": lambda: self.engine.train(*self.sizes.train, self.sizes.times)})
-        loaded, sizes = self.load(), self.sizes
-        found = self._all(
-            {"first token, ms": lambda: 1e3 * self.prefill(sizes.prompt)}
-            | {f"prefill {n}, tok/s": lambda n=n: n / self.prefill(n) for n in sizes.prefill}
-            | {f"decode batch {b}, tok/s": lambda b=b: self.decode(b, sizes.prompt) for b in sizes.batches}
-            | {f"decode context {sizes.context}, tok/s": lambda: self.decode(1, sizes.context)},
-            groups,
-        )
-        if "load" in groups:
-            found |= loaded
-        return found | {"warm-up of all calls, s": self.warming}
+    def run(self, group: str) -> dict[str, float]:
+        """The measurements of a group; those of ``load`` include loading, which decode and prefill need too."""
+        if group in ("decode", "prefill"):
+            self.engine.load()
+        return dict(getattr(self, group)())
 
-    def _all(self, measures: dict[str, Callable[[], Any]], groups: Sequence[str] = GROUPS) -> dict[str, Any]:
-        found: dict[str, Any] = {"skipped": {}}
-        for name, measure in measures.items():
-            if name.split()[0] in groups:
-                try:
-                    with limited(self.engine.limit):
-                        value = measure()
-                        found |= value if isinstance(value, dict) else {name: value}
-                except (TimeoutError, MemoryError) as error:
-                    found["skipped"][name] = f"{type(error).__name__}: {error}"[:200]
-        return found
+    def machine(self) -> Iterator[tuple[str, float]]:
+        """The machine's limits as this side reaches them."""
+        copied = self.engine.copy()
+        yield "read, GB/s", copied or read_bandwidth()
+        size = self.sizes.product if copied is None else 4 * self.sizes.product
+        fastest = min(seconds(way) for way in self.engine.products(size) for _ in range(6))
+        yield "matrix product, GFLOP/s", 2 * size**3 / fastest / 1e9
 
-    def load(self) -> dict[str, float]:
-        """Until the weights are there, and until each of their pages is: files may be mapped, not read.
+    def decode(self) -> Iterator[tuple[str, float]]:
+        """Tokens of all rows per second, by the median time of a step."""
+        for batch in self.sizes.batches:
+            stamps = self.engine.stamps(self.ids(batch, self.sizes.prompt), 1 + self.sizes.warm + self.sizes.new)
+            yield f"decode batch {batch}, tok/s", batch / median(np.diff(stamps)[self.sizes.warm :])
 
-        What is imported is imported before, also what transformers imports in its first from_pretrained only.
-        """
-        imported = age()
-        before, started = memory("VmRSS"), time.perf_counter()
-        self.engine.load()
-        loaded = time.perf_counter()
-        for array in self.engine.weights():
-            np.max(array.reshape(-1).view(np.uint8)[::4096])
-        touched, peak = time.perf_counter(), memory("VmHWM")
-        self.engine.generate(self.ids(1, self.sizes.prompt), 1)
-        answered = time.perf_counter()
-        self.warming += answered - touched
-        return {
-            "load imports beforehand, s": imported,
-            "load, GB/s": self.size / (loaded - started) / 1e9,
-            "load and touch, GB/s": self.size / (touched - started) / 1e9,
-            "load peak memory, x checkpoint": (peak - before) / self.size,
-            "load to the first token with warm-up, s": answered - started,
-        }
+    def prefill(self) -> Iterator[tuple[str, float]]:
+        """Tokens per second until the first new one, by the median time after a first call."""
+        for length, times in self.sizes.prefill:
+            ids = self.ids(1, length)
+            took = [seconds(lambda ids=ids: self.engine.generate(ids, 1)) for _ in range(1 + times)]
+            yield f"prefill {length}, tok/s", length / median(took[1:])
+
+    def load(self) -> Iterator[tuple[str, float]]:
+        """Load and compute the first token, in a process that has imported everything."""
+        yield "imports, s", age()
+        before = memory("VmRSS")
+        loaded = seconds(self.engine.load)
+        yield "load peak memory, x checkpoint", (memory("VmHWM") - before) / self.size
+        first = seconds(lambda: self.engine.generate(self.ids(1, self.sizes.prompt), 1))
+        yield "load to first logits, s", loaded + first
+        yield "load peak memory to first logits, x checkpoint", (memory("VmHWM") - before) / self.size
+
+    def train(self) -> Iterator[tuple[str, float]]:
+        """Milliseconds of a training step, by the median after two steps."""
+        for name, rank in (("full", None), (f"LoRA rank {self.sizes.rank}", self.sizes.rank)):
+            fields = trained(self.fields)
+            tokens = np.random.default_rng(0).integers(0, fields["vocab_size"], self.sizes.rows)
+            step = self.engine.training(fields, tokens, rank)
+            took = [seconds(step) for _ in range(2 + self.sizes.steps)]
+            yield f"train {name}, ms", 1e3 * median(took[2:])
 
     def ids(self, batch: int, length: int) -> np.ndarray:
-        """The same in every process."""
-        return np.random.default_rng(batch * length).integers(0, self.vocab, (batch, length))
+        """Prompts, the same in every process."""
+        return np.random.default_rng(batch * length).integers(0, self.fields["vocab_size"], (batch, length))
 
-    def calls(self, batch: int, length: int, *new: int) -> list[list[float]]:
-        """Seconds of calls in turn, each for so many new ids, after a round that may compile."""
-        ids, took = self.ids(batch, length), []
-        for _ in range(self.sizes.times + 1):
-            took.append([self._seconds(ids, count) for count in new])
-        self.warming += sum(took[0])
-        return took[1:]
 
-    def _seconds(self, ids: np.ndarray, new: int) -> float:
-        started = time.perf_counter()
-        self.engine.generate(ids, new)
-        return time.perf_counter() - started
+def versions() -> dict[str, str]:
+    """Versions of Python and of what is installed."""
+    found = {"Python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return found
 
-    def prefill(self, length: int) -> float:
-        """Median seconds to the first new token."""
-        return median(one for (one,) in self.calls(1, length, 1))
 
-    def decode(self, batch: int, length: int) -> float:
-        """Tokens a second after the first new one, of all rows."""
-        new = self.sizes.new
-        return batch * new / median(many - one for one, many in self.calls(batch, length, 1, 1 + new))
+def say(values: Mapping[str, float], **more: Any) -> None:
+    """Print what `processes.call` reads."""
+    print(json.dumps({"values": values, "versions": versions(), **more}))
 
 
 def main(make: Callable[[Path, str | None], Engine]) -> None:
-    """The command of one side: measures a checkpoint and prints a line of JSON."""
+    """The command of one side."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("groups", nargs="+", choices=GROUPS)
+    parser.add_argument("group", choices=GROUPS)
     parser.add_argument("--setting", choices=SETTINGS, help="of transformers' experts")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     size = sum(file.stat().st_size for file in options.folder.glob("*.safetensors"))
-    vocab = json.loads((options.folder / "config.json").read_text())["vocab_size"]
-    engine = make(options.folder, options.setting)
-    print(json.dumps(Measures(engine, QUICK if options.quick else Sizes(), size, vocab).run(options.groups)))
+    fields = json.loads((options.folder / "config.json").read_text())
+    sizes, engine = QUICK if options.quick else Sizes(), make(options.folder, options.setting)
+    say(Measures(engine, sizes, fields, size).run(options.group))

@@ -35,3 +35,13 @@ TINY: dict[str, Fields] = {
         "n_shared_experts": 1, "num_nextn_predict_layers": 0,
     },
 }  # fmt: skip
+
+
+def trained(fields: Fields) -> Fields:
+    """A narrow model of the same family with eight layers, or with two where the original is tiny."""
+    if fields["hidden_size"] <= 64:
+        return fields
+    heads = {"num_attention_heads": 4, "num_key_value_heads": min(4, fields["num_key_value_heads"])}
+    narrow = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 8, **heads}
+    widths = ("intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
+    return fields | narrow | {name: fields[name] // 4 for name in widths if name in fields}

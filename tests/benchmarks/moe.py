@@ -1,21 +1,19 @@
 """The mixture-of-experts layer beside the ideal: one dense gated network on as many rows, the same useful FLOPs.
 
-    python -m tests.benchmarks.moe DIM WIDTH EXPERTS CHOSEN float32 [--tokens 1 8 64 512 4096]
+    python -m tests.benchmarks.moe DIM WIDTH EXPERTS CHOSEN float32 [--tokens 512 4096]
 
-Milliseconds forward, and forward with the gradients of x and all kernels, in turn in one process. Few tokens are bound
-by reading the chosen experts' weights: GB/s of those beside the best that a float32 matrix-vector product reads. Random
-tokens, others at each call, and a random router, which is part of the layer but not of the ideal. One line of JSON.
+Milliseconds forward, and forward with the gradients of x and all kernels, in turn in one process. Random tokens, others
+at each call, and a random router, which is part of the layer but not of the ideal. One line of JSON.
 """
 
 import argparse
 import dataclasses
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -23,11 +21,10 @@ import nnxmoe
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SoftmaxTopK
-from tests.benchmarks.bandwidth import read_bandwidth
+from tests.benchmarks import engine
 from tests.benchmarks.clock import interleaved
 
-FEW = 8  # tokens, up to which reading the weights is what takes the time
-INPUTS = 8  # different ones, in turn; two where they are large
+INPUTS = 8  # different ones, in turn; two if they are large
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +39,6 @@ class Shape:
 
     def __str__(self) -> str:
         return f"D={self.dim} F={self.width} E={self.experts} X={self.chosen} {self.dtype}"
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of one expert's three kernels."""
-        return 3 * self.dim * self.width * jnp.dtype(self.dtype).itemsize
 
     def flops(self, tokens: int) -> int:
         """Useful ones of the forward; the backward has twice as many."""
@@ -99,12 +91,11 @@ class Layer:
             return y, pull(dy)
 
         self.forward, self.gradients = jax.jit(forward), jax.jit(gradients)
-        self.routing = jax.jit(lambda params, x: nnx.merge(graph, params).router(x).experts)
         self.dense, self.dense_gradients = jax.jit(dense), jax.jit(dense_gradients)
 
     def inputs(self, rows: int) -> list[Array]:
         """``[1, rows, D]``, different ones."""
-        keys = jax.random.split(jax.random.key(rows), INPUTS if rows <= 64 * FEW else 2)
+        keys = jax.random.split(jax.random.key(rows), INPUTS if rows <= 512 else 2)
         return [jax.random.normal(key, (1, rows, self.shape.dim), jnp.float32).astype(self.shape.dtype) for key in keys]
 
     def time(self, tokens: int, times: int, at_most: float) -> dict[str, dict[str, list[float]]]:
@@ -126,25 +117,13 @@ class Layer:
         }
         return {name: interleaved(runs, times, at_most) for name, runs in calls.items()}
 
-    def touched(self, tokens: int) -> list[int]:
-        """Bytes of the experts that each input's tokens choose."""
-        chosen = [np.unique(np.asarray(self.routing(self.params, x))) for x in self.inputs(tokens)]
-        return [len(experts) * self.shape.expert_bytes for experts in chosen]
 
-
-def measure(shape: Shape, tokens: Sequence[int], times: int = 20, at_most: float = 4.0) -> dict[str, Any]:
-    """Measure -> side -> values."""
-    layer, found = Layer(shape, nnxmoe.Strategy.auto()), {}
+def measure(shape: Shape, tokens: Sequence[int], times: int = 20, at_most: float = 2.0) -> Iterator[tuple[str, Any]]:
+    """Name -> median milliseconds of each side."""
+    layer = Layer(shape, nnxmoe.Strategy.auto())
     for count in tokens:
         for name, took in layer.time(count, times, at_most).items():
-            sides = {side: [1e3 * value for value in values] for side, values in took.items()}
-            found[f"moe {name} T={count}, ms"] = sides
-            if count <= FEW and name == "forward":
-                sizes = layer.touched(count)
-                speeds = [sizes[(1 + i) % INPUTS] / value / 1e9 for i, value in enumerate(took["nnxmoe"])]
-                best = max(read_bandwidth() for _ in range(2))
-                found[f"moe weights T={count}, GB/s"] = {"nnxmoe": speeds, "matrix-vector read": [best]}
-    return found
+            yield f"moe {name} T={count}, ms", {side: 1e3 * median(values) for side, values in took.items()}
 
 
 def main() -> None:
@@ -153,10 +132,12 @@ def main() -> None:
     for name in ("dim", "width", "experts", "chosen"):
         parser.add_argument(name, type=int)
     parser.add_argument("dtype", choices=["float32", "bfloat16"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 4096])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096])
     options = parser.parse_args()
     shape = Shape(options.dim, options.width, options.experts, options.chosen, options.dtype)
-    print(json.dumps(measure(shape, options.tokens)))
+    found = dict(measure(shape, options.tokens))
+    values, limits = ({name: sides[side] for name, sides in found.items()} for side in ("nnxmoe", "ideal"))
+    engine.say(values, limits=limits)
 
 
 if __name__ == "__main__":

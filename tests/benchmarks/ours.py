@@ -1,48 +1,82 @@
-"""nnxmoe's side of one checkpoint; prints a line of JSON.
+"""nnxmoe's side of one checkpoint.
 
-python -m tests.benchmarks.ours FOLDER {load,first,prefill,decode,train}… [--quick]
+python -m tests.benchmarks.ours FOLDER {machine,decode,prefill,load,train} [--quick]
 """
 
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 import nnxmoe
-from tests.benchmarks import engine, train
+from nnxmoe.generation.decode import generate_tokens
+from nnxmoe.models import config_from_hf, model_class
+from tests.benchmarks import engine
+from tests.benchmarks.clock import interleaved
+from tests.benchmarks.models import Fields
 
 
 class Ours:
-    """What ``nnxmoe.from_pretrained`` gives."""
-
-    limit = 600
+    """A model of ``nnxmoe.from_pretrained``. Compiled programs are kept in ``$NNXMOE_COMPILE_CACHE``, if it is set."""
 
     def __init__(self, folder: Path, _: str | None = None):
         self.folder = folder
-        jax.device_put(1.0).block_until_ready()  # the backend is not part of loading, nor is importing
+        self.dtype = jnp.dtype(json.loads((folder / "config.json").read_text())["torch_dtype"])
+        nnxmoe.compile_cache()
+        jax.device_put(1.0).block_until_ready()  # starts the backend, which is not part of loading, nor is importing
         self.read, self.generate_ids = nnxmoe.from_pretrained, nnxmoe.generate
 
     def load(self) -> None:
-        """Until every array is there."""
+        """Until every array is ready."""
         self.model = self.read(self.folder)
         jax.block_until_ready(nnx.state(self.model))
 
-    def weights(self) -> Iterable[np.ndarray]:
-        """On CPU arrays are NumPy's."""
-        return map(np.asarray, jax.tree.leaves(nnx.state(self.model))) if jax.default_backend() == "cpu" else ()
-
     def generate(self, ids: np.ndarray, new: int) -> np.ndarray:
-        """Greedy, eos off."""
         return self.generate_ids(self.model, ids, max_new_tokens=new, eos_token_id=None)
 
-    def train(self, length: int, layers: int, times: int) -> dict[str, float]:
-        """Of the model's config, cut to some layers, in the checkpoint's dtype with float32 parameters."""
-        fields: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
-        return train.measure(fields | {"num_hidden_layers": layers}, length, times)
+    def stamps(self, ids: np.ndarray, new: int) -> Sequence[float]:
+        """Of the loop that ``generate`` and ``stream`` both consume."""
+        return [time.perf_counter() for _ in generate_tokens(self.model, ids, None, new, None, 0)]
+
+    def training(self, fields: Fields, tokens: np.ndarray, rank: int | None) -> Callable[[], Any]:
+        import optax  # here, since loading reports the time of the imports that it needs
+
+        from nnxmoe.train import Step, lora
+
+        config = config_from_hf(fields)
+        strategy = nnxmoe.Strategy(compute_dtype=self.dtype)
+        model = model_class(config)(config, strategy, rngs=nnx.Rngs(0))
+        if rank is not None:
+            lora.add(model, rank, rngs=nnx.Rngs(1))
+        step = Step(model, optax.adamw(1e-4), trainable=lora.LoRAParam if rank else nnx.Param)
+        state, batch = step.init(), {"tokens": tokens.astype(np.int32)}
+
+        def run() -> None:
+            nonlocal state
+            state, report = step(state, batch)
+            jax.block_until_ready((state, report))
+
+        return run
+
+    def products(self, size: int) -> Sequence[Callable[[], Any]]:
+        """As is, and accumulated in float32, which is faster for bfloat16 in jax 0.10."""
+        x, y = jnp.ones((size, size), self.dtype), jnp.ones((size, size), self.dtype)
+        ways = [jax.jit(jnp.dot), jax.jit(lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32))]
+        return [lambda way=way: way(x, y).block_until_ready() for way in ways]
+
+    def copy(self) -> float | None:
+        """Read and written together, the best of ten copies of a gigabyte."""
+        if jax.default_backend() == "cpu":
+            return None
+        source = jnp.ones(250_000_000)
+        copy = jax.jit(jnp.negative)  # a plain copy would return the same buffer
+        return 2 * source.nbytes / min(interleaved({"": lambda _: copy(source)}, 10)[""]) / 1e9
 
 
 if __name__ == "__main__":

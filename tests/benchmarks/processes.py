@@ -1,26 +1,30 @@
-"""Measurements in processes of their own, and of two sides in turn."""
+"""Measurements in processes of their own, each written down as it ends, so that a later run continues."""
 
+import functools
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from tests.benchmarks.bandwidth import weights_read
-from tests.benchmarks.engine import SETTINGS
-from tests.benchmarks.results import Result, direction, group
+from tests.benchmarks.limits import Work
+from tests.benchmarks.results import Record, direction
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def call(module: str, *arguments: object, timeout: float = 3600) -> dict[str, Any]:
-    """What a module of this folder prints in a fresh process, in its last line; RuntimeError where it fails."""
-    command = [sys.executable, "-m", f"tests.benchmarks.{module}", *map(str, arguments)]
-    environment = os.environ | {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+def call(
+    module: str, *arguments: object, python: object = sys.executable, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What a module of this folder prints in a fresh process, in its last line. Raises RuntimeError if it fails."""
+    command = [str(python), "-m", f"tests.benchmarks.{module}", *map(str, arguments)]
+    quiet = {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "NNXMOE_COMPILE_CACHE": "off"}
+    variables = os.environ | quiet | dict(environment or {})
+    run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=3600)
     if run.returncode:
         raise RuntimeError(f"{' '.join(command[2:])} ended with {run.returncode}:\n{run.stderr[-3000:]}")
     return json.loads(run.stdout.splitlines()[-1])
@@ -28,62 +32,87 @@ def call(module: str, *arguments: object, timeout: float = 3600) -> dict[str, An
 
 def have_transformers() -> bool:
     """Whether the other side is installed."""
-    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers", "peft"))
 
 
-def both_sides(
-    case: str,
-    arguments: Sequence[object],
-    sides: Sequence[str],
-    repeat: int,
-    limit: Mapping[str, float],
-    left_out: list[str],
-) -> Iterator[Result]:
-    """What ``tests.benchmarks.ours`` measures given ``arguments``, a checkpoint first, beside transformers where it is
-    among the sides; of decoding also how fast weights are read, beside a bandwidth with its name.
+@dataclass(frozen=True)
+class Job:
+    """One process of one side. ``cache``: the folder for compiled programs, which ``fill`` fills by a first process
+    that is not counted. ``variants``: the names under which a load is reported."""
 
-    ``case`` begins with the model's name: Llama has no experts to set.
-    """
-    settings = () if "theirs" not in sides else ("",) if case.startswith("llama") else SETTINGS
-    results, skipped = alternating(case, arguments, settings, repeat)
-    left_out += skipped
-    yield from results
-    for result in results:
-        if result.measure == "decode batch 1, tok/s":
-            yield weights_read(Path(str(arguments[0])), result, limit)
+    case: str
+    what: str
+    side: str
+    round: int
+    module: str
+    arguments: Sequence[object]
+    python: object = sys.executable
+    cache: Path | None = None
+    prepare: Callable[[], object] = lambda: None
+    fill: bool = False
+    variants: tuple[str, ...] = ()
+    work: Mapping[str, Work] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Identifies the process in the file of records."""
+        return " | ".join([self.case, self.what, self.side, str(self.round)])
+
+    def record(self) -> Record:
+        """Run the process; a failure is recorded too."""
+        environment = {"NNXMOE_COMPILE_CACHE": "off" if self.cache is None else str(self.cache)}
+        start = functools.partial(call, self.module, *self.arguments, python=self.python, environment=environment)
+        try:
+            self.prepare()
+            if self.fill and self.cache and not (filled := self.cache / "filled").exists():
+                start()
+                filled.touch()
+                self.prepare()
+            found = start()
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            return Record(self.key, self.case, self.side, error=str(error))
+        values = self._named(found.pop("values"))
+        known = {name: self.work[name] for name in values if name in self.work}
+        return Record(self.key, self.case, self.side, values, work=known, **found)
+
+    def _named(self, values: dict[str, float]) -> dict[str, float]:
+        """The names of a load with those of its variants: "load to …" becomes "load one file, warm: to …"."""
+        if not self.variants:
+            return values
+        loads = [name for name in values if name.startswith("load ")]
+        named = {f"load {v}: {name.removeprefix('load ')}": values[name] for v in self.variants for name in loads}
+        return {name: value for name, value in values.items() if name not in loads} | named
 
 
-def alternating(
-    case: str, arguments: Sequence[object], settings: Sequence[str], repeat: int
-) -> tuple[list[Result], list[str]]:
-    """Ours and each setting of theirs in turn, ``repeat`` times; what was left out, and why.
-
-    A setting that is within a quarter of the best in no measure of the first round, loading aside, is not run again.
-    """
-    ours: list[dict[str, Any]] = []
-    theirs: dict[str, list[dict[str, Any]]] = {setting: [] for setting in settings}
-    left_out: list[str] = []
-    going = list(settings)
-    for round_ in range(repeat):
-        ours.append(call("ours", *arguments))
-        if skipped := ours[-1].pop("skipped"):
-            raise RuntimeError(f"nnxmoe did not finish {case}: {skipped}")
-        for setting in going:
-            found = call("theirs", *arguments, *(["--setting", setting] if setting else []))
-            left_out += [f"{case}, transformers {setting}: {k}: {why}" for k, why in found.pop("skipped").items()]
-            theirs[setting].append(found)
-        if round_ == 0:
-            going = [setting for setting in going if _competes(setting, theirs)] or going[:1]
-    results = []
-    for name in ours[0]:
-        values = {f"transformers {s}".strip(): [f[name] for f in found if name in f] for s, found in theirs.items()}
-        results.append(Result(case, name, [found[name] for found in ours], {s: v for s, v in values.items() if v}))
-    return results, left_out
+def run(jobs: Iterable[Job], records: list[Record], file: TextIO | None = None) -> None:
+    """Append the record of each job that has none yet, and write it to the file."""
+    done = {record.key for record in records if not record.error}
+    for job in jobs:
+        if job.key in done or _beaten(job, records):
+            continue
+        print(job.key, file=sys.stderr, flush=True)
+        records.append(job.record())
+        if file is not None:
+            print(json.dumps(asdict(records[-1])), file=file, flush=True)
 
 
-def _competes(setting: str, theirs: dict[str, list[dict[str, float]]]) -> bool:
-    for name, value in theirs[setting][0].items():
-        best = max(direction(name) * found[0][name] for found in theirs.values() if name in found[0])
-        if group(name) not in ("load", "warm-up") and direction(name) * value >= best - abs(best) / 4:
-            return True
-    return False
+def read(file: Path) -> list[Record]:
+    """The records of an earlier run; a failure is left out, and tried again."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [record for line in lines if not (record := Record(**json.loads(line))).error]
+
+
+def _beaten(job: Job, records: Iterable[Record]) -> bool:
+    """Whether another setting of transformers was better in every measurement of the first round."""
+    if not job.round or not job.side.startswith("transformers"):
+        return False
+    first = {
+        record.side: record.values
+        for record in records
+        if record.side.startswith("transformers") and record.key == f"{job.case} | {job.what} | {record.side} | 0"
+    }
+    mine, others = first.pop(job.side, {}), list(first.values())
+    return bool(others) and all(
+        any(direction(what) * values.get(what, value) > direction(what) * value for values in others)
+        for what, value in mine.items()
+    )
