@@ -24,6 +24,7 @@ def call(
     command = [str(python), "-m", f"tests.benchmarks.{module}", *map(str, arguments)]
     quiet = {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "NNXMOE_COMPILE_CACHE": "off"}
     variables = os.environ | quiet | dict(environment or {})
+    variables.pop("JAX_COMPILATION_CACHE_DIR", None)  # it would take precedence over nnxmoe's compile cache
     run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=3600)
     if run.returncode:
         raise RuntimeError(f"{' '.join(command[2:])} ended with {run.returncode}:\n{run.stderr[-3000:]}")
