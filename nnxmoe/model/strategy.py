@@ -33,11 +33,8 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
     ("Tokamax", "tpu"): "its Pallas kernels",
     ("Sorted", None): "computes exactly the chosen experts; nothing is dropped",
     ("Blockwise", None): "half the scores of a causal pass, a block at a time; memory is linear in the length",
-    (
-        "Fused",
-        "gpu",
-    ): "cuDNN's kernel for causal passes, with or without a window, in bfloat16 and float16 with heads of "
-    "of a multiple of 8 up to `widest`; `otherwise` for steps with a cache, padding and segments",
+    ("Fused", "gpu"): "cuDNN's kernel for causal passes, with or without a window, in bfloat16 and float16 with head "
+    "widths of a multiple of 8 up to `widest`; `otherwise` for steps with a cache, padding and segments",
     ("Splash", "tpu"): "its Pallas kernel for causal passes of multiples of 128 tokens, with window, segments and "
     "padding; `otherwise` for steps with a cache and for sinks",
     ("Unrolled", None): "arrays of its own for each layer, the fastest to decode",
