@@ -15,7 +15,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.convert import maxtext, native
 from nnxmoe.generation import decode
-from nnxmoe.model import by_layer, causal_lm
+from nnxmoe.model import by_run, causal_lm
 from nnxmoe.model.causal_lm import decoder_of
 from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
 from nnxmoe.train import fit
@@ -79,8 +79,7 @@ def test_texts_are_scored_in_few_shapes(kind: str) -> None:
     model = build_tiny(kind, nnxmoe.Strategy())
     exact = jax.jit(lambda tokens, **options: model(tokens, return_routing=True, return_hidden=True, **options))
     graph, state = nnx.split(decoder_of(model))
-    plan = by_layer._plan(graph, jax.tree.structure(state), False)
-    (program,) = {layer.program for stack in plan.stacks[-1:] for layer in stack}  # the layers of a stack share it
+    program = causal_lm._compiled(graph, jax.tree.structure(state))
     shapes = program._cache_size()
     for length in (1, 5, 30):
         tokens = random_tokens(2, length)
@@ -298,11 +297,14 @@ def test_load_reports_compare_without_timings() -> None:
 @pytest.mark.program
 def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deeper model compiles nothing but what sums up its layers' drops; its results are those of one program."""
+    monkeypatch.setattr(by_run, "MOST_LAYERS", 1)
+    by_run._plan.cache_clear()
     shallow, deep = (build_tiny("deepseek_v3", nnxmoe.Strategy(), num_hidden_layers=count) for count in (3, 5))
     tokens = random_tokens(1, 64)
 
     def results(model: nnxmoe.CausalLM) -> tuple[Any, np.ndarray]:
-        out = model(tokens, return_hidden=True, return_routing=True)
+        assert by_run.pays(model)
+        out = model(tokens, return_hidden=True, return_routing=True, key=jax.random.key(3))
         return out, nnxmoe.generate(model, tokens, max_new_tokens=4)
 
     results(shallow)
@@ -310,5 +312,25 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     ours = results(deep)
     for module in (causal_lm, decode):
         monkeypatch.setattr(module, "pays", lambda _: False)
+    monkeypatch.setattr(by_run, "pays", lambda _: True)
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(results(deep)), strict=True):
         assert max_error(one, other) < 1e-5
+    by_run._plan.cache_clear()
+
+
+@pytest.mark.program
+def test_runs_of_layers_have_their_own_jitter_and_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several layers per call: each has its own random key, its cache, and the last one alone skips tokens."""
+    monkeypatch.setattr(by_run, "MOST_LAYERS", 2)
+    by_run._plan.cache_clear()
+    model = build_tiny("mixtral", nnxmoe.Strategy(), num_hidden_layers=5, router_jitter_noise=0.5, sliding_window=9)
+    tokens, key, found = random_tokens(2, 64), jax.random.key(5), []
+    for whole in (True, False):
+        for module in (causal_lm, decode):
+            monkeypatch.setattr(module, "pays", lambda _, whole=whole: not whole)
+        logits = model(tokens, key=key).logits
+        found.append((logits, nnxmoe.generate(model, tokens, max_new_tokens=4, eos_token_id=None)))
+    for one, other in zip(*found, strict=True):
+        assert max_error(one, other) < 1e-5
+    assert max_error(found[0][0], model(tokens).logits) > 1e-3, "there is jitter"
+    by_run._plan.cache_clear()

@@ -1,8 +1,8 @@
 """Prefill and decode: ``generate`` for batches of ids, ``stream`` for text, piece by piece.
 
 A prompt is read in chunks of two sizes, and batches and caches are rounded up to a few sizes, so that new lengths
-seldom need a new program. Each step is dispatched before the previous step's token is read: as one program, or layer by
-layer (`nnxmoe.model.by_layer`).
+seldom need a new program. Each step is dispatched before the previous step's token is read: as one program, or as
+calls of a few layers each (`nnxmoe.model.by_run`).
 """
 
 import functools
@@ -21,7 +21,7 @@ from nnxmoe.axes import batch_axes, constrain, everywhere, shards
 from nnxmoe.generation.sampling import Knobs, Sampling, Steps, pick, prepare
 from nnxmoe.generation.text import TextStream
 from nnxmoe.layers.cache import Cache
-from nnxmoe.model.by_layer import LayerByLayer, pays
+from nnxmoe.model.by_run import RunByRun, pays
 from nnxmoe.model.causal_lm import CausalLM, bucket, decoder_of, refuse_shapes, unscan
 from nnxmoe.model.decoder import Decoder, nothing
 from nnxmoe.model.stack import ScannedStack
@@ -245,7 +245,7 @@ class Memory(NamedTuple):
 
 
 def _pass(
-    forward: Decoder | LayerByLayer,
+    forward: Decoder | RunByRun,
     choose: Callable[..., Any],
     ids: Int[Array, "B T"],
     valid: Bool[Array, "B T"] | None,
@@ -306,9 +306,9 @@ class _Programs:
         self.choose = jax.jit(_choose, static_argnums=(6,))
 
     def of(self, decoder: Decoder, leaves: list[Array]) -> Callable[..., tuple[Array, Array, Memory]]:
-        """`_pass` with the decoder's arrays: layer by layer, or as one program."""
+        """`_pass` with the decoder's arrays, as one program or several."""
         if pays(decoder):
-            return functools.partial(_pass, LayerByLayer(decoder, *self._structure, leaves, donate=True), self.choose)
+            return functools.partial(_pass, RunByRun(decoder, *self._structure, leaves, donate=True), self.choose)
         return functools.partial(self.whole, leaves)
 
     def announce(self, batch: int, capacity: int, sizes: list[int], steps: Steps) -> None:

@@ -20,7 +20,7 @@ from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.model.by_layer import LayerByLayer, pays
+from nnxmoe.model.by_run import RunByRun, pays
 from nnxmoe.model.decoder import Decoder, Ids, Output, TokenMask
 from nnxmoe.model.layer import MakeLayer
 from nnxmoe.model.stack import ByLayer, ScannedStack, Unrolled
@@ -178,7 +178,7 @@ class CausalLM(Decoder):
                 ids, *masks = _padded(size, ids, attention_mask, positions, segment_ids)
                 arrays = (*masks, cache)
             if pays(self):
-                forward = LayerByLayer(self, graph, tree, leaves, donate=False)
+                forward = RunByRun(self, graph, tree, leaves, donate=False)
                 out = forward(ids, *arrays, return_routing, return_hidden, key, fresh=fresh)
             else:
                 out = _compiled(graph, tree)(leaves, ids, arrays, key, (return_routing, return_hidden), fresh)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from nnxmoe.axes import axes_of
 from nnxmoe.layers.context import Context
@@ -87,12 +87,13 @@ class UnrolledStack(nnx.Module):
         for i, layer in enumerate(self.layers):
             layer.label(first + i, stack)
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> Body:
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
+        """The layers' output; ``first``: number of the first layer, if these are some of a stack's layers."""
         caches, infos, hidden = [], ByLayer(), []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
             run = layer if self.remat is None else self.remat(layer, scanned=False)
             last = context.last and i + 1 == self.depth and layer.feed_forward.separates_tokens(context.key)
-            own = dataclasses.replace(context.of_layer(i), last=last)
+            own = dataclasses.replace(context.of_layer(first + i), last=last)
             x, layer_cache, info = run(x, context=own, cache=layer_cache)
             caches.append(layer_cache)
             infos |= {} if info is None else {i: info}
