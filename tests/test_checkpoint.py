@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
-from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.errors import CheckpointError, summary
 from nnxmoe.train.runs import checkpoints as checkpoint_module
 from nnxmoe.train.runs.checkpoints import Checkpoints
 from nnxmoe.train.runs.step_folder import VERSION
@@ -407,17 +407,18 @@ def in_small_files(run: Path, pipe: Connection) -> None:
     checkpoints = Checkpoints(run)
     checkpoints.save(1, tree(1))
     checkpoints.wait()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
     for act in (checkpoints.wait, lambda: checkpoints.save(3, tree(3))):
-        assert checkpoints.save(2, tree(2))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
         try:
+            assert checkpoints.save(2, tree(2))
             act()
-        except CheckpointError as error:
-            assert f"cannot write step 2 to {run}" in str(error) and "File too large" in str(error), error
-        else:
             os._exit(4)
-        assert listing(run) == ["1", "checkpoints.json"] and checkpoints.latest() == 1
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        except CheckpointError as caught:
+            error = str(caught)
+        finally:  # lifted first, so that a failure can be printed
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert f"cannot write step 2 to {run}" in error and "File too large" in error, error
+        assert listing(run) == ["1", "checkpoints.json"] and checkpoints.latest() == 1, listing(run)
     assert checkpoints.save(2, tree(2))
     checkpoints.close()
     same(checkpoints.restore(2, tree(0))[0], tree(2))
@@ -427,6 +428,13 @@ def in_small_files(run: Path, pipe: Connection) -> None:
 def test_full_disk_is_reported_by_the_next_call(tmp_path: Path) -> None:
     """The partial step is removed and can be saved again once there is space."""
     assert apart(in_small_files, tmp_path / "run")[0] == 3
+
+
+def test_reason_of_an_error_of_tensorstore_is_kept() -> None:
+    """What follows the reason is longer than a message may be."""
+    said = f'Error writing "{"a/" * 150}": Failed to write 8554 bytes to file 20: File too large'
+    found = summary(ValueError(f"{said} [tensorstore_spec='{{{'x' * 500}}}'] [os_error_code='27']"))
+    assert found.endswith("File too large") and len(found) < 400
 
 
 def test_failed_manifest_write_discards_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

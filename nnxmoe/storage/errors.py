@@ -1,5 +1,6 @@
 """The error of unusable checkpoints, and what its messages share."""
 
+import re
 from pathlib import Path
 
 
@@ -8,8 +9,9 @@ class CheckpointError(ValueError):
 
 
 def summary(error: BaseException) -> str:
-    """Type and message of an error, with the middle cut out of a long one."""
-    text = f"{type(error).__name__}: {error}"
+    """Type and message of an error, without what TensorStore appends (``[tensorstore_spec='…']``), and with the middle
+    cut out of a long one."""
+    text = re.sub(r" \[[a-z_ ]+='.*", "", f"{type(error).__name__}: {error}", flags=re.DOTALL)
     return text if len(text) < 400 else f"{text[:150]} … {text[-200:]}"
 
 
