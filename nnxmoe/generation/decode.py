@@ -23,7 +23,7 @@ from nnxmoe.generation.text import TextStream
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.by_run import RunByRun, pays
 from nnxmoe.model.causal_lm import CausalLM, bucket, decoder_of, refuse_shapes, unscan
-from nnxmoe.model.decoder import Decoder, nothing
+from nnxmoe.model.decoder import Decoder, Ids, TokenMask, nothing
 from nnxmoe.model.stack import ScannedStack
 from nnxmoe.runtime.memory import local_bytes, memory_bytes, refuse_beyond_memory
 from nnxmoe.runtime.processes import deadline
@@ -247,15 +247,15 @@ class Memory(NamedTuple):
 def _pass(
     forward: Decoder | RunByRun,
     choose: Callable[..., Any],
-    ids: Int[Array, "B T"],
-    valid: Bool[Array, "B T"] | None,
-    dropped: Int[Array, ""],
+    ids: Ids,
+    valid: TokenMask | None,
+    dropped: Any,
     memory: Memory | None,
     capacity: int,
     steps: Steps,
     knobs: Knobs,
     key: Key[Array, ""],
-    step: Int[Array, ""],
+    step: Any,
 ) -> tuple[Int[Array, "B 1"], Int[Array, ""], Memory]:
     """One pass over a chunk of the prompt (``memory`` None: the first one) or over the last token: the next token,
     the assignments dropped so far, and the memory."""
@@ -273,14 +273,14 @@ def _pass(
 def _choose(
     logits: Float[Array, "B 1 V"],
     seen: Bool[Array, "B V"] | None,
-    ids: Int[Array, "B T"],
-    valid: Bool[Array, "B T"] | None,
-    dropped: Int[Array, ""],
+    ids: Ids,
+    valid: TokenMask | None,
+    dropped: Any,
     counts: list[Int[Array, ""]],
     steps: Steps,
     knobs: Knobs,
     key: Key[Array, ""],
-    step: Int[Array, ""],
+    step: Any,
 ) -> tuple[Int[Array, "B 1"], Int[Array, ""], Bool[Array, "B V"] | None]:
     logits = logits[:, 0]
     if steps.penalty:
@@ -296,7 +296,7 @@ class _Programs:
     def __init__(self, graph: Any, tree: Any):
         self._structure, self._known = (graph, tree), set[Any]()
 
-        def whole(leaves: list[Array], ids: Int[Array, "B T"], *given: Any) -> tuple[Array, Array, Memory]:
+        def whole(leaves: list[Array], ids: Array, *given: Any) -> tuple[Array, Array, Memory]:
             decoder = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
             ids = constrain(ids, decoder.mesh, batch_axes(decoder.mesh))
             token, dropped, memory = _pass(decoder, _choose, ids, *given)

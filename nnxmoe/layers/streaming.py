@@ -23,7 +23,9 @@ from nnxmoe.layers.xla_cpu import as_bits, from_bits
 LOWEST = float(jnp.finfo(jnp.float32).min)
 T = TypeVar("T")
 Sizes = tuple[int, int]  # queries and keys per block
+Form = tuple[Sizes, Any]  # and the structure of `Scores`
 Grouped = Float[Array, "B K G T _"]
+Sinks = Float[Array, "N"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Streaming:
         rows, columns = _even(count, self.queries), _even(k.shape[2], self.keys)
         given = _padded(grouped, -count % rows), _padded(k, -k.shape[2] % columns), _padded(v, -k.shape[2] % columns)
         mask = _padded_mask(scores.mask, -count % rows, -k.shape[2] % columns)
-        out: Array = _attend((rows, columns), *given, dataclasses.replace(scores, mask=mask))
+        leaves, tree = jax.tree.flatten(dataclasses.replace(scores, mask=mask, sinks=None))
+        out: Array = _attend(((rows, columns), tree), *given, scores.sinks, leaves)
         return out[..., :count, :].reshape(batch, heads, count, v.shape[3])
 
 
@@ -129,8 +132,9 @@ def _ranges(x: Array, index: Array, size: int) -> tuple[Int[Array, "_ _"], Int[A
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(sizes: Sizes, q: Grouped, k: Array, v: Array, scores: Scores) -> Grouped:
-    return _forward(sizes, q, k, v, scores)[0]
+def _attend(form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array]) -> Grouped:
+    """``leaves``: of `Scores` without sinks; their slopes are zero."""
+    return _forward(form, q, k, v, sinks, leaves)[0]
 
 
 def _products(rows: Float[Array, "B K G R H"], y: Float[Array, "B K S H"]) -> Float[Array, "B K G R S"]:
@@ -145,16 +149,19 @@ def _sums(weights: Float[Array, "B K G R S"], y: Float[Array, "B K S H"]) -> Flo
     return dot_f32(flat, y, -1, -2).reshape(*weights.shape[:4], y.shape[3])
 
 
-def _sinks(scores: Scores, shape: tuple[int, ...]) -> Float[Array, "B K G R"]:
+def _of_queries(sinks: Sinks, shape: tuple[int, ...]) -> Float[Array, "B K G R"]:
     """The score of each query's sink, the lowest float32 without sinks."""
-    if scores.sinks is None:
+    if sinks is None:
         return jnp.full(shape, LOWEST)
-    sinks = scores.sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1)
-    return jnp.broadcast_to(jnp.maximum(sinks, LOWEST), shape)
+    wide = sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1)
+    return jnp.broadcast_to(jnp.maximum(wide, LOWEST), shape)
 
 
-def _forward(sizes: Sizes, q: Grouped, k: Array, v: Array, scores: Scores) -> tuple[Array, Float[Array, "B K G T"]]:
+def _forward(
+    form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array]
+) -> tuple[Array, Float[Array, "B K G T"]]:
     """The output, and the log of the sum of each query's exponentiated scores; infinite for a query without keys."""
+    sizes, scores = form[0], form[1].unflatten(leaves)
     first, end = _bounds(scores.mask, sizes)
 
     def add_keys(i: Array, rows: Array, j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -171,8 +178,8 @@ def _forward(sizes: Sizes, q: Grouped, k: Array, v: Array, scores: Scores) -> tu
     def add_queries(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         outs, logs = state
         rows = _block(q, i, sizes[0])
-        peak = _sinks(scores, rows.shape[:4])
-        total = jnp.zeros_like(peak) if scores.sinks is None else jnp.ones_like(peak)
+        peak = _of_queries(sinks, rows.shape[:4])
+        total = jnp.zeros_like(peak) if sinks is None else jnp.ones_like(peak)
         start = peak, total, jnp.zeros((*peak.shape, v.shape[3]), jnp.float32)
         peak, total, out = jax.lax.fori_loop(first[i], end[i], functools.partial(add_keys, i, rows), start)
         none = peak == LOWEST
@@ -186,14 +193,15 @@ def _forward(sizes: Sizes, q: Grouped, k: Array, v: Array, scores: Scores) -> tu
     return from_bits(outs, q.dtype), logs
 
 
-def _save(sizes: Sizes, q: Grouped, k: Array, v: Array, scores: Scores) -> tuple[Array, Any]:
-    out, logs = _forward(sizes, q, k, v, scores)
-    return out, (q, k, v, scores, out, logs)
+def _save(form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array]) -> tuple[Array, Any]:
+    out, logs = _forward(form, q, k, v, sinks, leaves)
+    return out, (q, k, v, sinks, leaves, out, logs)
 
 
-def _backward(sizes: Sizes, saved: Any, d_out: Grouped) -> tuple[Array, Array, Array, Scores]:
+def _backward(form: Form, saved: Any, d_out: Grouped) -> tuple[Array, Array, Array, Sinks, None]:
     """The slopes of q, k, v and the sinks; products are of float32 operands, as in the backward pass of `batched`."""
-    q, k, v, scores, out, logs = saved
+    q, k, v, sinks, leaves, out, logs = saved
+    sizes, scores = form[0], form[1].unflatten(leaves)
     first, end = _bounds(scores.mask, sizes)
     shared = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
@@ -219,11 +227,11 @@ def _backward(sizes: Sizes, saved: Any, d_out: Grouped) -> tuple[Array, Array, A
 
     start = as_bits(jnp.zeros_like(q)), *(jnp.zeros(y.shape, jnp.float32) for y in (k, v))
     d_q, d_k, d_v = jax.lax.fori_loop(0, q.shape[3] // sizes[0], add_queries, start)
-    slopes: Scores = jax.tree.map(lambda _: None, scores)
-    if scores.sinks is not None:
-        d_sinks = -jnp.sum(jnp.exp(_sinks(scores, logs.shape) - logs) * shared, axis=(0, 3))
-        slopes = dataclasses.replace(slopes, sinks=d_sinks.reshape(-1).astype(scores.sinks.dtype))
-    return from_bits(d_q, q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), slopes
+    d_sinks = None
+    if sinks is not None:
+        d_sinks = -jnp.sum(jnp.exp(_of_queries(sinks, logs.shape) - logs) * shared, axis=(0, 3))
+        d_sinks = d_sinks.reshape(-1).astype(sinks.dtype)
+    return from_bits(d_q, q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None
 
 
 def _add(x: Float[Array, "B K S H"], block: Float[Array, "B K R H"], at: Int[Array, ""]) -> Float[Array, "B K S H"]:

@@ -4,6 +4,7 @@ Pure functions of a `Routing` that ignore padding. The losses are not multiplied
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,13 +71,14 @@ def updated_bias(bias: Float[Array, "*L E"], load: Int[Array, "*L E"], rate: flo
 @dataclasses.dataclass(frozen=True)
 class Utilisation:
     """Load statistics per layer: each expert's share of the assignments; their entropy / log(E) (1: uniform, 0: one
-    expert); the largest load / mean load; the number of unused experts; the fraction of assignments dropped."""
+    expert); the largest load / mean load; the number of unused experts; the fraction of assignments dropped. Arrays of
+    JAX or NumPy, or their shapes."""
 
-    share: Float[Array, "*L E"]
-    entropy: Float[Array, "*L"]
-    busiest: Float[Array, "*L"]
-    idle: Int[Array, "*L"]
-    dropped: Float[Array, "*L"]
+    share: Any  # float [*L, E]; the others [*L]
+    entropy: Any
+    busiest: Any
+    idle: Any
+    dropped: Any
 
 
 def utilisation(load: Int[Array, "*L E"], dropped: Int[Array, "*L"]) -> Utilisation:
