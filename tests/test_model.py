@@ -318,6 +318,7 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     by_run._plan.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.program
 def test_runs_of_layers_have_their_own_jitter_and_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several layers per call: each has its own random key, its cache, and the last one alone skips tokens."""
