@@ -21,7 +21,7 @@ LARGEST_BLOCK = 512
 
 
 def default_attend() -> Attend:
-    """The fused kernel of the backend that JAX runs on, with `Blockwise` where it does not apply or there is none."""
+    """The fused attention of JAX's default backend; `Blockwise` computes what it cannot, or all if there is none."""
     backend, otherwise = jax.default_backend(), Blockwise(long=Streaming(512, 1024))
     if backend == "tpu":
         return Splash(otherwise)

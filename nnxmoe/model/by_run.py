@@ -9,22 +9,20 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.xla_cpu import on_cpu
-from nnxmoe.model.decoder import Decoder, Ids, Output, TokenMask
-from nnxmoe.model.stack import Body, ByLayer, UnrolledStack
+from nnxmoe.model.decoder import Decoder, Output
+from nnxmoe.model.stack import Body, UnrolledStack, in_turn
 
-MOST_LAYERS = (
-    4  # per call. On two cores, 8 layers took 5 to 18 % longer to decode with one call each, 32 layers 0 to 4 %
-)
-# longer with 4 per call.
+# Per call. On two cores, decoding took 5 to 18 % longer with one layer per call (8 layers in all), and 0 to 4 % longer
+# with four (32 layers).
+MOST_LAYERS = 4
 
 
 def pays(decoder: Decoder) -> bool:
     """Whether to call a few layers at a time: on CPUs, for more unrolled layers than two calls take, without a mesh.
 
-    XLA:CPU compiles every layer of a program anew. Elsewhere a pass stays one program, of which each call is costly.
+    XLA:CPU compiles every layer of a program anew. Elsewhere a pass stays one program, because each call takes time.
     """
     unrolled = all(isinstance(stack, UnrolledStack) for stack in decoder.stacks)
     deep = sum(stack.depth for stack in decoder.stacks) > 2 * MOST_LAYERS
@@ -42,7 +40,8 @@ class RunByRun:
         self.mesh, self.empty_cache = decoder.mesh, decoder.empty_cache
         plan = _plan(graph, tree, donate)
         self.stacks = [_Runs(runs, leaves) for runs in plan.stacks]
-        self._ends, self._leaves = plan.ends, [leaves[i] for i in plan.places]
+        outer = [leaves[i] for i in plan.places]
+        self._start, self._finish, self.logits = (functools.partial(function, outer) for function in plan.ends)
 
     def __call__(self, *given: Any, **options: Any) -> Output:
         """See `Decoder.__call__`."""
@@ -51,27 +50,6 @@ class RunByRun:
     def body(self, *given: Any, **options: Any) -> Body:
         """See `Decoder.body`."""
         return Decoder.body(cast(Any, self), *given, **options)
-
-    def _start(
-        self,
-        tokens: Ids,
-        attention_mask: TokenMask | None,
-        positions: Ids | None,
-        segment_ids: Ids | None,
-        cache: Cache | None,
-        key: Any,
-        fresh: bool,
-    ) -> tuple[Float[Array, "B T D"], Context, Cache | None]:
-        """See `Decoder._start`."""
-        return self._ends.start(self._leaves, (tokens, attention_mask, positions, segment_ids, cache, key), fresh)
-
-    def _finish(self, x: Float[Array, "B T D"], cache: Cache | None, last: bool) -> Float[Array, "B asked D"]:
-        """See `Decoder._finish`."""
-        return self._ends.finish(self._leaves, x, cache, last)
-
-    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """See `Decoder.logits`."""
-        return self._ends.logits(self._leaves, x)
 
 
 class _Run(NamedTuple):
@@ -90,21 +68,19 @@ class _Runs:
         self.depth = sum(run.depth for run in runs)
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> Body:
-        caches, infos, hidden, first = [], ByLayer(), [], 0
+        parts, first = [], 0
         for depth, program, leaves in self._runs:
             end = first + depth
             own = dataclasses.replace(context, last=context.last and end == self.depth)
-            out = program(leaves, x, own, None if cache is None else cache[first:end], np.int32(first))
-            x = out.x
-            caches += [] if cache is None else out.cache
-            infos |= {first + i: info for i, info in out.infos.items()}
-            hidden += out.hidden
+            given = own, None if cache is None else cache[first:end], np.int32(first)
+            parts.append((depth, lambda x, program=program, leaves=leaves, given=given: program(leaves, x, *given)))
             first = end
-        return Body(x, None if cache is None else tuple(caches), infos, tuple(hidden))
+        out = in_turn(x, parts)
+        return dataclasses.replace(out, cache=None if cache is None else sum(out.cache, ()))
 
 
 class _Ends(NamedTuple):
-    """Compiled functions of the arrays outside of the layers."""
+    """Methods of `Decoder` as compiled functions of the arrays outside of the layers."""
 
     start: Any
     finish: Any
@@ -151,7 +127,7 @@ def _ends(graph: Any, tree: Any) -> _Ends:
         return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
     return _Ends(
-        jax.jit(lambda leaves, given, fresh: outer(leaves)._start(*given, fresh=fresh), static_argnums=2),
-        jax.jit(lambda leaves, x, cache, last: outer(leaves)._finish(x, cache, last), static_argnums=3),
+        jax.jit(lambda leaves, *given: outer(leaves)._start(*given), static_argnums=7),  # fresh
+        jax.jit(lambda leaves, *given: outer(leaves)._finish(*given), static_argnums=3),  # last
         jax.jit(lambda leaves, x: outer(leaves).logits(x)),
     )

@@ -1,6 +1,7 @@
 """The decoder: embedding, stacks of layers, norm and output head."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotation_at
-from nnxmoe.model.stack import Body, ByLayer, Stack
+from nnxmoe.model.stack import Body, ByLayer, Stack, in_turn
 from nnxmoe.moe.router import Routing
 
 Ids = Int[Array, "B T"] | Int[np.ndarray, "B T"]
@@ -128,19 +129,15 @@ class Decoder(nnx.Module):
         bare = None if cache is None else dataclasses.replace(cache, layers=())
         x, context, moved = self._start(tokens, attention_mask, positions, segment_ids, bare, key, fresh)
         context = dataclasses.replace(context, of_routing=of_routing, keep_hidden=keep_hidden)
-        infos, hidden, caches, first = ByLayer(), (x,), [], 0
+        parts = []
         for i, (stack, of_layers) in enumerate(zip(self.stacks, stored, strict=True)):
             of_stack = dataclasses.replace(context.of_layer(i), last=last and i + 1 == len(self.stacks))
-            out = stack(x, context=of_stack, cache=of_layers)
-            x = out.x
-            infos |= {first + j: info for j, info in out.infos.items()}
-            hidden += out.hidden
-            caches.append(out.cache)
-            first += stack.depth
-        x = self._finish(x, moved, last)
+            parts.append((stack.depth, functools.partial(stack, context=of_stack, cache=of_layers)))
+        out = in_turn(x, parts)
+        end = self._finish(out.x, moved, last)
         if moved is not None:
-            moved = dataclasses.replace(moved, layers=tuple(caches))
-        return Body(x, moved, infos, (*hidden, x) if keep_hidden else ())
+            moved = dataclasses.replace(moved, layers=out.cache)
+        return Body(end, moved, out.infos, (x, *out.hidden, end) if keep_hidden else ())
 
     def _start(
         self,

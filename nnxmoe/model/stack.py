@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self
 
 import jax
@@ -47,6 +47,20 @@ class Body:
     cache: Any
     infos: ByLayer
     hidden: tuple[Float[Array, "B _ D"], ...]
+
+
+def in_turn(x: Float[Array, "B T D"], parts: Iterable[tuple[int, Callable[[Array], Body]]]) -> Body:
+    """Runs parts of a model, given with their numbers of layers, each on the output of the one before; ``cache`` is the
+    tuple of theirs."""
+    caches, infos, hidden, first = [], ByLayer(), [], 0
+    for depth, run in parts:
+        out = run(x)
+        x = out.x
+        caches.append(out.cache)
+        infos |= {first + i: info for i, info in out.infos.items()}
+        hidden += out.hidden
+        first += depth
+    return Body(x, tuple(caches), infos, tuple(hidden))
 
 
 @dataclasses.dataclass(frozen=True)
