@@ -12,16 +12,47 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.layers.xla_cpu import one_cpu, write_rows
 
 
-def written(buffer: Array, new: Array, slots: Int[Array, "B T"], axis: int) -> Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Array:
+    """Floats as int8 codes with one float32 scale for each index of all dimensions but the last."""
+
+    codes: Any  # [..., W]
+    scale: Any  # [..., 1]
+
+    @classmethod
+    def of(cls, array: Float[Array, "..."]) -> Self:
+        """Each vector of the last dimension, rounded to a 127th of its largest magnitude."""
+        wide = array.astype(jnp.float32)
+        scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127
+        codes = jnp.round(wide / jnp.where(scale > 0, scale, 1)).astype(jnp.int8)
+        return cls(codes, scale)
+
+    def floats(self, dtype: Any) -> Float[Array, "..."]:
+        """The values."""
+        return (self.codes.astype(jnp.float32) * self.scale).astype(dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        return self.codes.shape
+
+
+Buffer = Array | Int8Array
+
+
+def written(buffer: Buffer, new: Array, slots: Int[Array, "B T"], axis: int) -> Any:
     """``buffer`` with token t of row b of ``new`` at slot ``slots[b, t]``; slots out of range are not written.
 
     In place where the buffer is donated or carried by a loop.
     """
+    if isinstance(buffer, Int8Array):
+        return jax.tree.map(lambda part, values: written(part, values, slots, axis), buffer, Int8Array.of(new))
     new = new.astype(buffer.dtype)
     if slots.shape[1] == 1 and one_cpu():
         return write_rows(buffer, new, slots, axis)
@@ -63,23 +94,29 @@ class Past:
 Seen = tuple[Array, Int[Array, "B S"]]  # what may be attended to, and the index of each of its tokens in its row
 
 
-def append_full(buffer: Array, new: Array, past: Past, axis: int) -> tuple[Array, Seen]:
+def _floats(buffer: Buffer, like: Array) -> Array:
+    """What is attended to: the buffer, or the values of its codes."""
+    return buffer.floats(like.dtype) if isinstance(buffer, Int8Array) else buffer
+
+
+def append_full(buffer: Any, new: Array, past: Past, axis: int) -> tuple[Any, Seen]:
     """Writes token i to slot i. Returns the buffer, and as ``seen`` all of it."""
     size = buffer.shape[axis]
     buffer = written(buffer, new, jnp.where(past.index < 0, size, past.index), axis)
     slots = jnp.arange(size, dtype=jnp.int32)[None]
-    return buffer, (buffer, jnp.where(slots < past.after[:, None], slots, -1))
+    return buffer, (_floats(buffer, new), jnp.where(slots < past.after[:, None], slots, -1))
 
 
-def append_ring(buffer: Array, new: Array, past: Past, axis: int) -> tuple[Array, Seen]:
+def append_ring(buffer: Any, new: Array, past: Past, axis: int) -> tuple[Any, Seen]:
     """Writes token i to slot ``i % size``. Several new tokens attend to the previous ring followed by themselves, since
     later ones of them may overwrite slots that earlier ones attend to."""
     size, index = buffer.shape[axis], past.index
     kept = (index >= 0) & (index >= past.after[:, None] - size)
     after = written(buffer, new, jnp.where(kept, index % size, size), axis)
     if index.shape[1] == 1:
-        return after, (after, _ring_index(past.after, size))
-    seen = jnp.concatenate([buffer, new.astype(buffer.dtype)], axis=axis)
+        return after, (_floats(after, new), _ring_index(past.after, size))
+    own = Int8Array.of(new).floats(new.dtype) if isinstance(buffer, Int8Array) else new.astype(buffer.dtype)
+    seen = jnp.concatenate([_floats(buffer, new), own], axis=axis)
     return after, (seen, jnp.concatenate([_ring_index(past.before, size), index], axis=1))
 
 
@@ -103,8 +140,8 @@ class LayerCache(Protocol):
 class KVCache:
     """Keys and values of every token, ``[*L, B, K, S, H]``; as many slots as tokens."""
 
-    k: Array
-    v: Array
+    k: Any
+    v: Any
 
     def append(self, new: tuple[Array, Array], past: Past) -> tuple[Self, tuple[Array, Array], Slots]:
         """Adds keys and values ``[B, K, T, H]``."""
@@ -129,7 +166,7 @@ class LatentCache:
     """MLA's compressed keys and values, ``[*L, B, S, W]``: one latent and one rotated key per token, shared by all
     heads (DeepSeek-V2)."""
 
-    latent: Array
+    latent: Any
 
     def append(self, new: Array, past: Past) -> tuple[Self, Array, Slots]:
         """Adds latents ``[B, T, kv_rank + rope]``."""
@@ -137,6 +174,23 @@ class LatentCache:
         return type(self)(latent), seen, past.slots(index)
 
     write = staticmethod(append_full)
+
+
+class CacheFormat(Protocol):
+    """``Strategy.cache``: how the caches of layers are stored."""
+
+    def __call__(self, buffer: Array) -> Any:
+        """An empty buffer ``[..., W]`` of a layer's cache in this format."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Cache:
+    """Keys, values and latents as int8, with one float32 scale per token and head. **Changes numbers**: each key and
+    value by up to a 254th of its largest component. 0.52 of the bytes of bfloat16 with heads of 128."""
+
+    def __call__(self, buffer: Array) -> Int8Array:
+        return Int8Array.of(buffer)
 
 
 @jax.tree_util.register_dataclass

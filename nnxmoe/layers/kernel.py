@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import axes_of, parameter
-from nnxmoe.layers.dots import dot_f32, einsum, matmul, matmul_f32
+from nnxmoe.layers.dots import batched, dot_f32, einsum, matmul, matmul_f32
 
 LEAD = ("layers", "expert")  # logical axes along which kernels are stacked: one linear map per index
 
@@ -67,6 +67,13 @@ class Kernel:
     def equal_groups(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
         """One batched product with equally many rows per expert, which compilers also split over devices."""
         return einsum("ERI,EIO->ERO", rows, self.dense(rows.dtype)).astype(rows.dtype)
+
+    def by_head(self, x: Float[Array, "N R _"], first: int, count: int, back: bool = False) -> Float[Array, "N R _"]:
+        """Of ``N`` heads with equally many outputs each: the product of every head's rows with ``count`` of its
+        outputs, from the ``first`` on; ``back``: with these outputs as inputs, as in `back`."""
+        array = self.turned(x.dtype)
+        part = array.reshape(len(x), -1, array.shape[-1])[:, first : first + count]
+        return batched(x, part, -2 if back else -1).astype(x.dtype)
 
     def apply(self, x: Float[Array, "..."], product: "Product") -> Float[Array, "..."]:
         """``product(x, kernel)``, for each of the kernels whose products add up to this one's."""
@@ -158,6 +165,11 @@ class KernelParam(nnx.Param):
         end = first + inputs if self.ins_first else len(dimensions) - inputs
         parts = tuple(dimensions[:first]), tuple(dimensions[first:end]), tuple(dimensions[end:])
         return parts if self.ins_first else (parts[0], parts[2], parts[1])
+
+    @property
+    def logical_axes(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """The logical axes of layers and experts, of inputs, and of outputs."""
+        return self.split(axes_of(self))
 
     @property
     def lead(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ which reads nothing but the cache: faster decoding. Both compute the same functi
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from jaxtyping import Array, Float
 from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.cache import LatentCache
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.dots import batched
 from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
@@ -61,21 +61,20 @@ class Absorbed:
     """Projects queries into the latent space and outputs out of it; all heads share the latents as keys and values."""
 
     def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
-        kv_rank, heads, dtype = x.kv_b.shape[0], x.q_nope.shape[2], x.q_nope.dtype
-        up = x.kv_b.turned(dtype).reshape(heads, -1, kv_rank)
-        k_up, v_up = jnp.split(up, [x.q_nope.shape[-1]], axis=1)
-        q_latent = _each_head(jnp.swapaxes(x.q_nope, 1, 2), k_up, -2)
+        kv_rank, nope, dtype = x.kv_b.shape[0], x.q_nope.shape[-1], x.q_nope.dtype
+        values = x.kv_b.shape[1] // x.q_nope.shape[2] - nope
+        q_latent = _each_head(jnp.swapaxes(x.q_nope, 1, 2), lambda q: x.kv_b.by_head(q, 0, nope, back=True))
         q = jnp.concatenate([q_latent, jnp.swapaxes(x.q_rope, 1, 2)], axis=-1)
         shared = x.seen[:, None].astype(dtype)
         out = attend(q, shared, shared, scores)[..., :kv_rank]  # the rope part of the values is dropped
-        return jnp.swapaxes(_each_head(out, v_up, -1), 1, 2)
+        return jnp.swapaxes(_each_head(out, lambda o: x.kv_b.by_head(o, nope, values)), 1, 2)
 
 
-def _each_head(x: Float[Array, "B N T I"], y: Float[Array, "N _ _"], of_y: int) -> Float[Array, "B N T O"]:
+def _each_head(x: Float[Array, "B N T I"], product: Callable[[Array], Array]) -> Float[Array, "B N T O"]:
+    """A product of the rows of all heads ``[N, B * T, I]``."""
     batch, heads, count, width = x.shape
     rows = jnp.swapaxes(x, 0, 1).reshape(heads, batch * count, width)
-    out = batched(rows, y, of_y).astype(x.dtype).reshape(heads, batch, count, -1)
-    return jnp.swapaxes(out, 0, 1)
+    return jnp.swapaxes(product(rows).reshape(heads, batch, count, -1), 0, 1)
 
 
 @dataclasses.dataclass(frozen=True)

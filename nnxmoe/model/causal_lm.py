@@ -89,6 +89,7 @@ class CausalLM(Decoder):
             rope=config.rope,
             dtype=jnp.dtype(strategy.compute_dtype or dtype),
             mesh=strategy.mesh,
+            cache_format=strategy.cache,
         )
         self.label()
         if strategy.mesh is not None and key is not None:
@@ -251,6 +252,7 @@ def decoder_of(model: CausalLM) -> Decoder:
         rope=model.rope,
         dtype=model.dtype,
         mesh=model.strategy.mesh,
+        cache_format=model.strategy.cache,
     )
 
 

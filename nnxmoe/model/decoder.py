@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import AnyMesh, label, split_batch
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.cache import Cache
+from nnxmoe.layers.cache import Cache, CacheFormat
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.kernel import Kernel
@@ -64,9 +64,10 @@ class Decoder(nnx.Module):
         rope: Rope,
         dtype: jnp.dtype,
         mesh: AnyMesh | None,
+        cache_format: CacheFormat | None = None,
     ):
         self.embed, self.stacks, self.norm, self.head = embed, stacks, norm, head
-        self.rope, self.dtype, self.mesh = rope, dtype, mesh
+        self.rope, self.dtype, self.mesh, self.cache_format = rope, dtype, mesh, cache_format
 
     def __call__(
         self,
@@ -177,8 +178,9 @@ class Decoder(nnx.Module):
         return all(stack.separates_tokens(key) for stack in self.stacks)
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """A cache for ``capacity`` real tokens per row, in the activations' dtype."""
+        """A cache for ``capacity`` real tokens per row, in the activations' dtype or in the strategy's format."""
         layers = tuple(stack.empty_cache(batch, capacity, self.dtype) for stack in self.stacks)
+        layers = layers if self.cache_format is None else jax.tree.map(self.cache_format, layers)
         return Cache.empty(layers, batch, capacity)
 
     def _context(

@@ -1,7 +1,7 @@
 """How this machine computes a model.
 
 Results differ by rounding only, except where an object says that it drops assignments (`Capacity`, a
-``buffer_factor``), and with a ``compute_dtype`` of fewer bits.
+``buffer_factor``) or changes numbers (`W8A8`, `Int8Cache`), and with a ``compute_dtype`` of fewer bits.
 """
 
 import dataclasses
@@ -18,7 +18,9 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend
 from nnxmoe.layers.blockwise import Blockwise
+from nnxmoe.layers.cache import CacheFormat
 from nnxmoe.layers.mla import ByLength, LatentAttend
+from nnxmoe.layers.quantized import ByBackend, QuantizedProduct
 from nnxmoe.model.stack import Remat, Scanned, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
 from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, RaggedDot
@@ -37,6 +39,12 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
     "widths of a multiple of 8 up to `widest`; `otherwise` for steps with a cache, padding and segments",
     ("Splash", "tpu"): "its Pallas kernel for causal passes of multiples of 128 tokens, with window, segments and "
     "padding; `otherwise` for steps with a cache and for sinks",
+    (
+        "ByBackend",
+        "cpu",
+    ): "for quantised kernels only: with rows of 16 bits, products of int8 codes as integers; otherwise "
+    "a loop over blocks of outputs, which makes no float copy of a kernel",
+    ("ByBackend", None): "for quantised kernels only: one product with the converted codes, for the compiler to fuse",
     ("Unrolled", None): "arrays of its own for each layer, the fastest to decode",
     ("Scanned", None): "one layer to compile, whatever the depth",
     ("ByLength", None): "absorbed for few tokens at a time (decoding), naive for many (prefill, training)",
@@ -62,6 +70,7 @@ _DEFAULTS = {
     "matmul": Blocked(),
     "attend": Blockwise(),
     "latent": ByLength(),
+    "quantized": ByBackend(),
     "stacking": Unrolled(),
 }
 
@@ -79,17 +88,20 @@ class Strategy:
 
     ``stacking``: ``Unrolled()``, each layer with arrays of its own (fastest decoding), or ``Scanned()``, a run of equal
     layers as one with a leading layer axis (training, large meshes); ``scan_layers`` is an older name for the choice.
-    ``remat``: what the backward pass computes again. ``compute_dtype`` None: activations have the dtype of the loaded
-    matrices. ``mesh``: where parameters and tokens lie, split by ``rules``; ``from_pretrained(mesh=…, rules=…)`` sets
-    them.
+    ``remat``: what the backward pass computes again. ``quantized``: the product of rows with quantised kernels.
+    ``cache``: a format for the caches of layers (`Int8Cache`); None: the activations' dtype. ``compute_dtype`` None:
+    activations have the dtype of the loaded matrices. ``mesh``: where parameters and tokens lie, split by
+    ``rules``; ``from_pretrained(mesh=…, rules=…)`` sets them.
     """
 
     dispatch: Dispatch = Sorted()
     matmul: GroupedMatmul = dataclasses.field(default_factory=_default_matmul)
     attend: Attend = dataclasses.field(default_factory=_default_attend)
     latent: LatentAttend = ByLength()
+    quantized: QuantizedProduct = ByBackend()
     stacking: Stacking = Unrolled()
     remat: Remat | None = None
+    cache: CacheFormat | None = None
     compute_dtype: Any = None
     mesh: Mesh | None = None
     rules: Rules = RULES
@@ -99,6 +111,8 @@ class Strategy:
         self._check_mesh()
         if self.remat is not None and not isinstance(self.remat, Remat):
             raise ValueError(f"Strategy(remat={self.remat!r}): give Remat(), an object, or None")
+        if self.cache is not None and (isinstance(self.cache, type) or not callable(self.cache)):
+            raise ValueError(f"Strategy(cache={self.cache!r}): give Int8Cache(), an object, or None")
         if scan_layers not in (None, True, False):
             raise ValueError(f"Strategy(scan_layers={scan_layers!r}): give stacking=Scanned() or Unrolled()")
         if scan_layers is not None:
@@ -161,7 +175,9 @@ class Strategy:
                 f"matmul    {why(self.matmul)}",
                 f"attend    {why(self.attend)}",
                 f"latent    {why(self.latent)}",
+                f"quantized {why(self.quantized)}",
                 f"stacking  {why(self.stacking)}",
+                f"cache     {self.cache or 'in the dtype of the activations'}",
                 f"remat     {self.remat or 'none: activations are kept for the backward pass'}",
             ]
         )

@@ -1,0 +1,69 @@
+"""Quantised kernels of random codes, and their weights by the formula, one at a time."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import nnxmoe
+from nnxmoe.layers.codes import WHOLE, Codes
+from nnxmoe.layers.quantized import QuantizedKernel
+from tests.support.quantised import NF4
+
+FORMS = {
+    "int8 channel": Codes("int8", (1, WHOLE)),
+    "int8 bfloat16": Codes("int8", (1, WHOLE), "bfloat16"),
+    "int8 tensor": Codes("int8", (WHOLE, WHOLE)),
+    "int8 ragged groups": Codes("int8", (1, 20)),
+    "int4 groups": Codes("int4", (1, 8)),
+    "int4 channel": Codes("int4", (1, 48)),
+    "int4 bfloat16": Codes("int4", (1, 16), "bfloat16"),
+    "int4 float16": Codes("int4", (1, 16), "float16"),
+    "fp8 blocks": Codes("fp8", (16, 20)),
+    "fp8 tensor": Codes("fp8", (WHOLE, WHOLE)),
+    "nf4": Codes("nf4", (1, 16), "bfloat16"),
+}
+OUTS, INS = 37, 48
+
+
+def random_kernel(form: str, *, zero: bool = False, order: bool = False, experts: int | None = None) -> QuantizedKernel:
+    """A kernel ``[48, 37]`` of random codes, or one per expert."""
+    codes, rng = FORMS[form], np.random.default_rng(len(form))
+    lead = () if experts is None else (experts,)
+    high = 16 if codes.halves else 255
+    raw = rng.integers(0, high, (*lead, OUTS, INS)).astype(np.uint8)
+    if codes.kind == "fp8":
+        raw = np.where((raw & 127) == 127, np.uint8(3), raw)
+    stored = codes.pack(raw) if codes.halves else raw.view(np.int8 if codes.kind == "int8" else np.uint8)
+    grid = (*lead, *codes.grid(OUTS, INS))
+    scale = (2.0 ** rng.integers(-9, -6, grid) * rng.uniform(1, 2, grid)).astype(codes.rounded or "float32")
+    zeros = rng.integers(5, 11, grid).astype(np.uint8 if codes.halves else np.int8) if zero else None
+    orders = rng.permuted(np.broadcast_to(np.arange(INS, dtype=np.int32), (*lead, INS)), axis=-1) if order else None
+    leaves = [None if leaf is None else jnp.asarray(leaf) for leaf in (stored, scale, zeros, orders)]
+    return QuantizedKernel(*leaves, codes, nnxmoe.Dequantized())
+
+
+def by_the_formula(kernel: QuantizedKernel) -> np.ndarray:
+    """The weights ``[O, I]``, one at a time."""
+    codes = kernel.kind
+    raw = np.asarray(codes.unpack(np.asarray(kernel.codes)))
+    out = np.empty((OUTS, INS), np.float32)
+    for o in range(OUTS):
+        for i in range(INS):
+            at = o // codes.tile[0], i // codes.tile[1]
+            value = codes_value(codes.kind, raw[o, i])
+            zero = 8 if codes.kind == "int4" else 0
+            zero = zero if kernel.zero is None else np.asarray(kernel.zero)[at]
+            out[o, i] = (value - np.float32(zero)) * np.float32(np.asarray(kernel.scale)[at])
+    out = out.astype(jnp.dtype(codes.rounded or "float32")).astype(np.float32)
+    return out if kernel.order is None else out[:, np.argsort(np.asarray(kernel.order))]
+
+
+def codes_value(kind: str, code: Any) -> np.float32:
+    if kind == "nf4":
+        return np.float32(NF4[code])
+    if kind == "fp8":
+        sign, exponent, mantissa = code >> 7, (code >> 3) & 15, code & 7
+        size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (int(exponent) - 7)
+        return np.float32(-size if sign else size)
+    return np.float32(code)

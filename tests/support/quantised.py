@@ -1,0 +1,312 @@
+"""Checkpoints in the formats of quantisation tools, made from random codes by the formulas of their documentation.
+
+None of the packing comes from the package: codes are drawn first, and packed one bit field at a time.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from nnxmoe.storage.checkpoint import Checkpoint
+from tests.support.fp8 import quantise
+from tests.support.tiny import TINY, Fields, tiny_weights, write_checkpoint
+
+Tensors = dict[str, np.ndarray]
+Made = tuple[Tensors, np.ndarray]  # tensors by their ending, and the weight [O, I] that they stand for
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is column 8 c + AWQ_ORDER[i]
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+BFLOAT16 = ml_dtypes.bfloat16
+
+
+def words(numbers: np.ndarray, bits: int, place: Callable[[int], int] = lambda i: i) -> np.ndarray:
+    """Rows of unsigned numbers in 32-bit words, padded with zeros; number ``place(i)`` of a word in its i-th field."""
+    per_word = 32 // bits
+    rows, count = numbers.shape
+    out = np.zeros((rows, -(-count // per_word)), np.uint32)
+    for word in range(out.shape[1]):
+        for i in range(per_word):
+            column = word * per_word + place(i)
+            if column < count:
+                out[:, word] |= numbers[:, column].astype(np.uint32) << np.uint32(bits * i)
+    return out.view(np.int32)
+
+
+def rounded(values: np.ndarray, dtype: Any) -> np.ndarray:
+    """float32 values rounded to a dtype and back."""
+    return values.astype(dtype).astype(np.float32)
+
+
+def affine(weight: np.ndarray, bits: int, group: int, zero: bool, dtype: Any) -> tuple[np.ndarray, ...]:
+    """Codes, zero points and scales ``[O, I / group]`` of groups of columns, and what they stand for."""
+    rng = np.random.default_rng(weight.size + bits)
+    outs, ins = weight.shape
+    groups = weight.reshape(outs, ins // group, group)
+    half = 1 << (bits - 1)
+    scale = (np.abs(groups).max(-1) / (half - 0.5)).astype(dtype)
+    zeros = rng.integers(half - 2, half + 2, scale.shape) if zero else np.full(scale.shape, half)
+    codes = np.clip(np.rint(groups / scale[..., None].astype(np.float32)) + zeros[..., None], 0, 2 * half - 1)
+    values = (codes - zeros[..., None]).astype(np.float32) * scale[..., None].astype(np.float32)
+    return codes.reshape(outs, ins).astype(np.int64), zeros, scale, rounded(values.reshape(outs, ins), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A format: how a weight is stored, and the ``quantization_config`` beside it. ``kept``: the kind of its codes."""
+
+    name: str
+    kept: str
+    make: Callable[[np.ndarray], Made]
+    config: Mapping[str, Any]
+
+    def checkpoint(self, tensors: Mapping[str, np.ndarray], chosen: Callable[[str], bool]) -> tuple[Tensors, Tensors]:
+        """All tensors with the chosen weights stored in this format, and the floats that they stand for."""
+        stored, plain = {}, {}
+        for name, tensor in tensors.items():
+            if tensor.ndim == 2 and chosen(name):
+                module = name.removesuffix(".weight")
+                endings, values = self.make(tensor.astype(np.float32))
+                stored |= {f"{module}.{ending}": value for ending, value in endings.items()}
+                plain[name] = values
+            else:
+                stored[name] = plain[name] = tensor
+        return stored, plain
+
+
+def compressed(bits: int, strategy: str, kind: str, layout: str, **more: Any) -> dict[str, Any]:
+    """A ``quantization_config`` of compressed-tensors."""
+    weights = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False, **more}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": groups,
+    }
+
+
+def deepseek(block: tuple[int, int], scale_dtype: Any = np.float32, ue8m0: bool = False) -> Format:
+    """DeepSeek's FP8 blocks; ``ue8m0``: scales that are powers of two."""
+
+    def make(weight: np.ndarray) -> Made:
+        codes, scales = quantise(weight, block)
+        if ue8m0:
+            powers = 2.0 ** np.ceil(np.log2(scales))
+            lines = np.repeat(np.repeat(powers, block[0], 0), block[1], 1)[: weight.shape[0], : weight.shape[1]]
+            codes, scales = (weight / lines).astype(ml_dtypes.float8_e4m3fn), powers.astype(np.float32)
+        full = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[: weight.shape[0], : weight.shape[1]]
+        return {"weight": codes, "weight_scale_inv": scales.astype(scale_dtype)}, codes.astype(np.float32) * full
+
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    name = f"deepseek-{block[0]}x{block[1]}{'-ue8m0' if ue8m0 else ''}-{np.dtype(scale_dtype)}"
+    return Format(name, "fp8", make, config | ({"scale_fmt": "ue8m0"} if ue8m0 else {}))
+
+
+def autofp8(static: bool) -> Format:
+    """AutoFP8: one scale per tensor."""
+
+    def make(weight: np.ndarray) -> Made:
+        scale = np.float32(np.abs(weight).max() / 448)
+        codes = (weight / scale).astype(ml_dtypes.float8_e4m3fn)
+        tensors = {"weight": codes, "weight_scale": np.array(scale)}
+        tensors |= {"input_scale": np.array(0.5, np.float32)} if static else {}
+        return tensors, codes.astype(np.float32) * scale
+
+    scheme = "static" if static else "dynamic"
+    config = {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": ["lm_head"]}
+    return Format(f"autofp8-{scheme}", "fp8", make, config)
+
+
+def float_quantized(strategy: str, dtype: Any = BFLOAT16) -> Format:
+    """compressed-tensors: FP8 per channel, tensor or block."""
+    block = (16, 32)
+
+    def make(weight: np.ndarray) -> Made:
+        if strategy == "block":
+            codes, scales = quantise(weight, block)
+            scales = scales.astype(dtype)
+            full = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[: weight.shape[0], : weight.shape[1]]
+        else:
+            axis = 1 if strategy == "channel" else None
+            scales = (np.abs(weight).max(axis=axis, keepdims=True) / 448).astype(dtype)
+            full = np.broadcast_to(scales, weight.shape)
+            codes = np.clip(weight / full.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            scales = scales.reshape(1) if strategy == "tensor" else scales
+        values = rounded(codes.astype(np.float32) * full.astype(np.float32), dtype)
+        return {"weight": codes, "weight_scale": scales}, values
+
+    more = {"block_structure": list(block)} if strategy == "block" else {}
+    return Format(
+        f"float-quantized-{strategy}", "fp8", make, compressed(8, strategy, "float", "float-quantized", **more)
+    )
+
+
+def int_quantized(zero: bool, dtype: Any = BFLOAT16) -> Format:
+    """compressed-tensors W8A8: int8 per channel."""
+
+    def make(weight: np.ndarray) -> Made:
+        codes, zeros, scale, values = affine(weight, 8, weight.shape[1], zero, dtype)
+        tensors = {"weight": (codes - 128).astype(np.int8), "weight_scale": scale}
+        tensors |= {"weight_zero_point": (zeros - 128).astype(np.int8)} if zero else {}
+        return tensors, values
+
+    name = f"int-quantized{'-zero' if zero else ''}"
+    return Format(name, "int8", make, compressed(8, "channel", "int", "int-quantized", symmetric=not zero))
+
+
+def pack_quantized(bits: int, group: int | None, zero: bool, dtype: Any = BFLOAT16) -> Format:
+    """compressed-tensors W4A16 and W8A16, with groups or per channel."""
+
+    def make(weight: np.ndarray) -> Made:
+        codes, zeros, scale, values = affine(weight, bits, group or weight.shape[1], zero, dtype)
+        tensors = {"weight_packed": words(codes, bits), "weight_scale": scale, "weight_shape": np.array(weight.shape)}
+        tensors |= {"weight_zero_point": np.ascontiguousarray(words(zeros.T, bits).T)} if zero else {}
+        return tensors, values
+
+    strategy = "group" if group else "channel"
+    config = compressed(bits, strategy, "int", "pack-quantized", symmetric=not zero, group_size=group)
+    return Format(f"pack-{bits}-{group}{'-zero' if zero else ''}", f"int{bits}", make, config)
+
+
+def awq(group: int) -> Format:
+    """AWQ gemm."""
+
+    def make(weight: np.ndarray) -> Made:
+        size = group if group > 0 else weight.shape[1]
+        codes, zeros, scale, values = affine(weight, 4, size, True, np.float16)
+        pack = lambda numbers: words(np.ascontiguousarray(numbers.T), 4, AWQ_ORDER.__getitem__)  # noqa: E731
+        tensors = {"qweight": pack(codes), "qzeros": pack(zeros), "scales": np.ascontiguousarray(scale.T)}
+        return tensors, values
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    return Format(f"awq-{group}", "int4", make, config)
+
+
+def gptq(bits: int, group: int, version: int, act_order: bool) -> Format:
+    """GPTQ, version 1 or 2, with or without act order."""
+
+    def make(weight: np.ndarray) -> Made:
+        ins, size = weight.shape[1], group if group > 0 else weight.shape[1]
+        index = np.arange(ins) // size
+        if act_order:
+            index = np.random.default_rng(ins).permutation(index)
+        order = np.argsort(index, kind="stable")
+        codes, zeros, scale, values = affine(weight[:, order], bits, size, True, np.float16)
+        back = np.argsort(order)
+        stored = (zeros - 1) & (2**bits - 1) if version == 1 else zeros
+        tensors = {
+            "qweight": np.ascontiguousarray(words(codes[:, back], bits).T),
+            "qzeros": words(np.ascontiguousarray(stored.T), bits),
+            "scales": np.ascontiguousarray(scale.T),
+            "g_idx": index.astype(np.int32),
+        }
+        return tensors, np.ascontiguousarray(values[:, back])
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": False}
+    config |= {"checkpoint_format": "gptq_v2"} if version == 2 else {}
+    return Format(f"gptq-{bits}-{group}-v{version}{'-act' if act_order else ''}", f"int{bits}", make, config)
+
+
+def nf4(nested: bool, block: int = 16, dtype: str = "bfloat16") -> Format:
+    """bitsandbytes NF4; ``nested``: double quantisation."""
+
+    def make(weight: np.ndarray) -> Made:
+        flat = weight.reshape(-1, block)
+        absmax = np.abs(flat).max(1).astype(np.float32)
+        state = {"quant_type": "nf4", "blocksize": block, "dtype": dtype, "shape": list(weight.shape)}
+        tensors: Tensors = {"weight.quant_map": np.array(NF4, np.float32)}
+        if nested:
+            coarse, offset = 32, float(np.float32(absmax.mean()))
+            table = np.sort(np.random.default_rng(0).uniform(-1, 1, 256)).astype(np.float32)
+            padded = np.pad(absmax - np.float32(offset), (0, -len(absmax) % coarse)).reshape(-1, coarse)
+            outer = np.maximum(np.abs(padded).max(1), 1e-6).astype(np.float32)
+            ratio = (padded / outer[:, None]).reshape(-1)[: len(absmax)]
+            fine = np.abs(ratio[:, None] - table).argmin(1).astype(np.uint8)
+            absmax = table[fine] * np.repeat(outer, coarse)[: len(absmax)] + np.float32(offset)
+            state |= {"nested_blocksize": coarse, "nested_dtype": "float32", "nested_offset": offset}
+            tensors |= {"weight.absmax": fine, "weight.nested_absmax": outer, "weight.nested_quant_map": table}
+        else:
+            tensors["weight.absmax"] = absmax
+        scaled = flat / np.where(absmax > 0, absmax, 1)[:, None]
+        codes = np.abs(scaled[..., None] - np.array(NF4, np.float32)).argmin(-1).astype(np.uint8)
+        values = np.array(NF4, np.float32)[codes] * absmax[:, None]
+        pairs = codes.reshape(-1, 2)
+        tensors["weight"] = (pairs[:, :1] << 4) | pairs[:, 1:]
+        tensors["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+        return tensors, rounded(values.reshape(weight.shape), np.dtype(getattr(ml_dtypes, dtype, dtype)))
+
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return Format(f"nf4{'-nested' if nested else ''}", "nf4", make, config)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        deepseek((16, 32)),
+        deepseek((24, 40)),
+        deepseek((16, 32), ml_dtypes.float8_e8m0fnu, ue8m0=True),
+        deepseek((16, 32), np.float32, ue8m0=True),
+        autofp8(static=True),
+        autofp8(static=False),
+        float_quantized("channel"),
+        float_quantized("tensor"),
+        float_quantized("block"),
+        int_quantized(zero=False),
+        int_quantized(zero=True),
+        pack_quantized(4, 16, zero=False),
+        pack_quantized(4, None, zero=False, dtype=np.float32),
+        pack_quantized(4, 16, zero=True),
+        pack_quantized(8, None, zero=False),
+        pack_quantized(8, 32, zero=True, dtype=np.float16),
+        awq(16),
+        awq(-1),
+        gptq(4, 16, version=1, act_order=False),
+        gptq(4, 16, version=2, act_order=False),
+        gptq(4, 16, version=1, act_order=True),
+        gptq(8, 32, version=1, act_order=True),
+        gptq(4, -1, version=1, act_order=True),
+        nf4(nested=False),
+        nf4(nested=True),
+    )
+}
+
+
+# Tiny configs whose linear maps have inputs that are multiples of 32 and outputs that are multiples of 8.
+_WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 53}
+FIELDS: dict[str, Fields] = {
+    "llama": TINY["llama"] | _WIDTHS,
+    "mixtral": TINY["mixtral"] | _WIDTHS | {"num_local_experts": 4},
+    "deepseek_v3": TINY["deepseek_v3"]
+    | _WIDTHS
+    | {"num_hidden_layers": 2, "moe_intermediate_size": 32, "n_routed_experts": 6, "n_shared_experts": 1}
+    | {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_experts_per_tok": 2}
+    | {"head_dim": 8},
+}
+
+
+def is_linear(name: str) -> bool:
+    """Whether a tensor is the weight of attention, of a feed-forward network or of an expert."""
+    return ("_proj" in name or ".experts." in name) and name.endswith(".weight")
+
+
+def write_quantised(folder: Path, kind: str, form: Format, seed: int = 0) -> tuple[Path, Path]:
+    """Writes a tiny checkpoint in a format, and one with the floats that it stands for."""
+    fields, weights = FIELDS[kind], tiny_weights(FIELDS[kind], seed)
+    stored, plain = form.checkpoint(weights, is_linear)
+    quantised = write_checkpoint(folder / "codes", {**fields, "quantization_config": dict(form.config)}, stored)
+    return quantised, write_checkpoint(folder / "floats", fields, plain)
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """The tensors of a checkpoint as they are stored; the safetensors library has no FP8 for NumPy."""
+    with Checkpoint.open(folder) as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint.tensors}
