@@ -22,6 +22,7 @@ ORDER = (
     "nnxmoe.model",
     "nnxmoe.models",
     "nnxmoe.storage",
+    "nnxmoe.quantization",
     "nnxmoe.convert",
     "nnxmoe.generation",
     "nnxmoe.train",

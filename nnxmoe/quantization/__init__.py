@@ -1,0 +1,1 @@
+"""Quantised weights: how numbers become codes, and which kernels of a model hold them."""

@@ -1,0 +1,196 @@
+"""The kernels of a model that can be quantised, and their exchange for quantised ones and back."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnxmoe.axes import AnyMesh, Rules
+from nnxmoe.layers.codes import STORED, Codes
+from nnxmoe.layers.kernel import KernelParam
+from nnxmoe.layers.lora import LoRAParam
+from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight, labels_of
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A kernel's place in a model: an attribute of a module. ``path``: of the kernel in the model; ``key``: such as
+    ``layer.attention.q.kernel``."""
+
+    owner: Any
+    attribute: str
+    path: tuple[Any, ...]
+    key: str
+
+    @property
+    def weight(self) -> Any:
+        """The `KernelParam` or `QuantizedWeight` in this place."""
+        return getattr(self.owner, self.attribute)
+
+    @property
+    def experts(self) -> bool:
+        """Whether it holds one linear map per routed expert."""
+        return ".experts." in self.key
+
+    def put(self, weight: Any) -> None:
+        """Put another weight here. Call ``model.label()`` after the last one."""
+        setattr(self.owner, self.attribute, nnx.data(weight))
+
+
+def places(model: CausalLM) -> list[Place]:
+    """The kernels of attention, dense feed-forwards and experts. Embedding, head, router and norms stay floats."""
+    found = []
+    for path, module in nnx.iter_graph(model.stacks):
+        for attribute, value in list(vars(module).items()) if isinstance(module, nnx.Module) else ():
+            if not isinstance(value, KernelParam | QuantizedWeight) or isinstance(value, LoRAParam):
+                continue
+            key, _ = labels_of(value)
+            if key and ".router." not in key:
+                found.append(Place(module, attribute, ("stacks", *path, attribute), key))
+    return found
+
+
+def quantized_weights(model: CausalLM) -> list[Place]:
+    """The places of quantised kernels."""
+    return [place for place in places(model) if isinstance(place.weight, QuantizedWeight)]
+
+
+def exchange(
+    place: Place,
+    codes: Codes,
+    strategy: Strategy,
+    *,
+    scale: Any,
+    zero: bool = False,
+    order: bool = False,
+    mesh: AnyMesh | None = None,
+) -> QuantizedWeight:
+    """Put a quantised weight without values in the place of a kernel. ``scale``: dtype of the scales; ``zero``,
+    ``order``: whether there are zero points, and an order of the inputs; ``mesh``: another one than the strategy's.
+
+    Raises ValueError if the kernel does not fit the codes, or if the strategy's mesh splits it within a tile.
+    """
+    kernel: KernelParam = place.weight
+    (lead, ins, outs), axes = kernel.split(kernel.shape), kernel.logical_axes
+    sizes, both = (math.prod(outs), math.prod(ins)), (axes[2][0], axes[1][0])
+    try:
+        codes.check(sizes[1])
+        _check_split(codes, sizes, both, mesh or strategy.mesh, strategy.rules, order)
+    except ValueError as error:
+        raise ValueError(f"{place.key}: {error}") from None
+    grid = codes.grid(*sizes)
+    # A scale for all inputs (or outputs) belongs to each shard of them.
+    of_grid = tuple(axis if count > 1 else None for axis, count in zip(both, grid, strict=True))
+
+    def variable(shape: Sequence[int], dtype: Any, names: Sequence[Any]) -> QuantizedArray:
+        value = jax.ShapeDtypeStruct((*lead, *shape), dtype)
+        return QuantizedArray(value, axes=(*axes[0], *names), eager_sharding=False)
+
+    made = QuantizedWeight(
+        variable(codes.stored(*sizes), STORED[codes.kind], both),
+        variable(grid, scale, of_grid),
+        variable(grid, STORED[codes.kind], of_grid) if zero else None,
+        variable(sizes[1:], np.int32, (None,)) if order else None,
+        ins=ins,
+        outs=outs,
+        kind=codes,
+        product=strategy.quantized,
+        in_axes=axes[1],
+        out_axes=axes[2],
+    )
+    place.put(made)
+    return made
+
+
+def _check_split(
+    codes: Codes, sizes: tuple[int, int], axes: tuple[Any, Any], mesh: AnyMesh | None, rules: Rules, order: bool
+) -> None:
+    """Raises ValueError if a mesh splits outputs or inputs within a tile, or inputs that have an order."""
+    for dim, what in enumerate(("outputs", "inputs")):
+        axis = rules.get(str(axes[dim]))
+        shards = 1 if mesh is None or axis is None else mesh.shape[axis]
+        if shards > 1 and not codes.splits(dim, sizes[dim], shards):
+            raise ValueError(
+                f"{shards} devices of the mesh axis {axis!r} would split its {sizes[dim]} {what} within a tile of "
+                f"{codes.tile[dim]} that share a scale: use another mesh, or rules that replicate {axes[dim]!r}"
+            )
+        if shards > 1 and order and dim == 1:
+            raise ValueError(f"its inputs have an order (act order) and cannot be split over {axis!r}")
+
+
+def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
+    """A model with float kernels of the values that the codes of a quantised one stand for; the rest is shared.
+
+    ``dtype`` None: that of the embedding. Values are computed in float32 and rounded once.
+    """
+    graph, state = nnx.split(model)
+    made = nnx.merge(graph, state)
+    for place in quantized_weights(made):
+        restored(place, made, dtype)
+    made.label()
+    return made
+
+
+def restored(place: Place, model: CausalLM, dtype: Any = None) -> None:
+    """Put a float kernel in the place of a quantised one, with its values; ``dtype``: see `dequantize`."""
+    weight: QuantizedWeight = place.weight
+    dtype = jnp.dtype(model.embed.table.dtype if dtype is None else dtype)
+    lead, ins, outs = weight.logical_axes
+    shape, names = (*weight.lead, *weight.outs, *weight.ins), (*lead, *outs, *ins)
+    made = KernelParam(jax.ShapeDtypeStruct(shape, dtype), axes=names, inputs=len(weight.ins), eager_sharding=False)
+    place.put(made)
+    run = jax.jit(lambda kernel: kernel.turned(dtype).reshape(shape), out_shardings=model.strategy.sharding_of(made))
+    made.set_value(run(weight.read()))
+
+
+def describe(model: CausalLM) -> list[dict[str, Any]]:
+    """Which kernels are quantised and how, for a JSON file: one entry per form, with the kernels that have it."""
+    found: dict[str, dict[str, Any]] = {}
+    for place in quantized_weights(model):
+        weight: QuantizedWeight = place.weight
+        form = {**dataclasses.asdict(weight.kind), "scale": str(weight.scale.dtype)}
+        form |= {name: getattr(weight, name) is not None for name in ("zero", "order")}
+        entry = found.setdefault(json.dumps(form), {**form, "kernels": {}})
+        entry["kernels"].setdefault(place.key, []).extend(_layers(weight))
+    return list(found.values())
+
+
+def exchange_described(model: CausalLM, description: Any) -> None:
+    """Make the kernels of an abstract model quantised as `describe` said. Raises ValueError if it is malformed."""
+    forms = {}
+    try:
+        for entry in description:
+            if entry["kind"] not in STORED:
+                raise ValueError(f"{entry['kind']!r} is an unknown kind of code")
+            codes = Codes(entry["kind"], (entry["tile"][0], entry["tile"][1]), entry["rounded"])
+            form = codes, jnp.dtype(entry["scale"]), bool(entry["zero"]), bool(entry["order"])
+            forms |= {(key, layer): form for key, layers in entry["kernels"].items() for layer in layers}
+        positive = all(min(form[0].tile) > 0 for form in forms.values())
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"it is not a list of quantised kernels: {error}") from None
+    if not positive:
+        raise ValueError("it has a tile that is not positive")
+    for place in places(model):
+        of_layers = {forms.pop((place.key, layer), None) for layer in _layers(place.weight)}
+        if len(of_layers) > 1:
+            raise ValueError(f"{place.key}: its layers are quantised in different ways: load with Unrolled()")
+        if (form := of_layers.pop()) is not None:
+            codes, scale, zero, order = form
+            exchange(place, codes, model.strategy, scale=scale, zero=zero, order=order)
+    if forms:
+        raise ValueError(f"{next(iter(forms))[0]} is not a kernel that can be quantised")
+    model.label()
+
+
+def _layers(weight: KernelParam | QuantizedWeight) -> range:
+    """The numbers of the layers that a weight belongs to."""
+    first = labels_of(weight)[1]["layer"]
+    return range(first, first + (weight.lead[0] if weight.logical_axes[0][:1] == ("layers",) else 1))

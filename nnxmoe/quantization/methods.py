@@ -1,0 +1,164 @@
+"""Round to nearest: float weights to codes with one scale per tile, without calibration."""
+
+import dataclasses
+import math
+import re
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from nnxmoe.config.validate import check_positive
+from nnxmoe.layers.codes import FP8, MIDDLE, WHOLE, Codes
+
+
+class Method(Protocol):
+    """Quantises kernels ``[outs, ins]``."""
+
+    @property
+    def codes(self) -> Codes:
+        """The kind of code and the tile."""
+        ...
+
+    @property
+    def largest(self) -> float:
+        """What a tile's largest magnitude becomes before rounding."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8:
+    """Symmetric int8 with one scale per output: ``scale = max |w| / 127``. Half the bytes of bfloat16."""
+
+    @property
+    def codes(self) -> Codes:
+        return Codes("int8", (1, WHOLE))
+
+    @property
+    def largest(self) -> float:
+        return 127
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4:
+    """Symmetric int4 with one scale per output and ``group`` inputs: ``scale = max |w| / 7.5``. With groups of 128,
+    0.26 of the bytes of bfloat16."""
+
+    group: int = 128
+
+    def __post_init__(self) -> None:
+        check_positive("Int4", "group", self.group)
+
+    @property
+    def codes(self) -> Codes:
+        return Codes("int4", (1, self.group))
+
+    @property
+    def largest(self) -> float:
+        return 7.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8:
+    """``float8_e4m3fn`` with one scale per ``block`` outputs by ``block`` inputs, as DeepSeek-V3: ``max |w| / 448``."""
+
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        check_positive("Float8", "block", self.block)
+
+    @property
+    def codes(self) -> Codes:
+        return Codes("fp8", (self.block, self.block))
+
+    @property
+    def largest(self) -> float:
+        return 448
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """A method for the routed experts and one for attention, dense and shared feed-forwards; None: they stay floats."""
+
+    experts: Method | None
+    others: Method | None
+
+
+def parse(text: str) -> Method | Mixed:
+    """A method as on the command line: ``int8``, ``int4``, ``int4:32`` (groups of 32), ``fp8``, ``fp8:64`` (blocks), or
+    ``experts=int4:32,others=int8``, in which ``float`` leaves kernels as they are. Raises ValueError."""
+    parts = text.split(",")
+    if "=" not in text:
+        found = _one(text)
+        if found is None:
+            raise ValueError(f"{text!r} quantises nothing")
+        return found
+    names = {name: method for name, _, method in (part.partition("=") for part in parts)}
+    if len(names) < len(parts) or not names.keys() <= {"experts", "others"}:
+        raise ValueError(f"{text!r} is not like experts=int4:32,others=int8")
+    return Mixed(*(_one(names.get(name, "float")) for name in ("experts", "others")))
+
+
+def _one(text: str) -> Method | None:
+    name, colon, size = text.partition(":")
+    made: dict[str, Callable[..., Method]] = {"int8": Int8, "int4": Int4, "fp8": Float8}
+    if name == "float" and not colon:
+        return None
+    if name not in made or (colon and (name == "int8" or not re.fullmatch("[1-9][0-9]{0,5}", size))):
+        raise ValueError(f"{text!r} is not one of int8, int4, int4:GROUP, fp8, fp8:BLOCK")
+    return made[name](int(size)) if colon else made[name]()
+
+
+def codes_for(method: Method, dtype: Any) -> Codes:
+    """The codes of kernels with this dtype, which is that of the scales too."""
+    kind = jnp.dtype(dtype)
+    return method.codes if kind.itemsize > 2 else dataclasses.replace(method.codes, rounded=str(kind))
+
+
+def scales(method: Method, weights: np.ndarray, dtype: Any) -> np.ndarray:
+    """One scale per tile of ``weights [O, I]``; 1 for a tile of zeros. NaN and infinity give ValueError."""
+    peak = np.abs(weights.astype(np.float32))
+    for axis, size in enumerate(method.codes.tile):
+        if size > 1:
+            peak = np.maximum.reduceat(peak, np.arange(0, weights.shape[axis], size), axis=axis)
+    if not np.isfinite(peak).all():
+        raise ValueError("NaN and infinite weights cannot be quantised")
+    # A scale that rounds to zero would lose its tile.
+    smallest = np.float32(jnp.finfo(dtype).smallest_subnormal)
+    found = np.maximum(peak / np.float32(method.largest), smallest)
+    return np.where(peak > 0, found, np.float32(1)).astype(dtype)
+
+
+def encode(codes: Codes, weights: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The codes of ``weights [O, I]``, as they are in memory."""
+    (rows, columns), ins = codes.tile, weights.shape[1]
+    steps = scale.astype(np.float32)[np.arange(len(weights)) // rows]
+    steps = steps if steps.shape[1] == 1 else np.repeat(steps, columns, axis=1)[:, :ins]
+    ratio = weights.astype(np.float32) / steps
+    if codes.kind == "fp8":
+        return np.clip(ratio, -448, 448).astype(FP8).view(np.uint8)
+    rounded = np.rint(ratio, out=ratio)
+    if codes.kind == "int8":
+        return np.clip(rounded, -127, 127).astype(np.int8)
+    return codes.pack((np.clip(rounded, -MIDDLE, MIDDLE - 1) + MIDDLE).astype(np.uint8))
+
+
+class Error:
+    """What quantising has changed so far: ``|w - q| / |w|`` over all quantised weights (root mean square)."""
+
+    def __init__(self) -> None:
+        self._lock, self._lost, self._all = threading.Lock(), 0.0, 0.0
+
+    def add(self, weights: np.ndarray, found: np.ndarray) -> None:
+        """Count some weights and what they have become."""
+        weights = weights.astype(np.float32)
+        lost, everything = np.vdot(d := (weights - found).ravel(), d), np.vdot(w := weights.ravel(), w)
+        with self._lock:
+            self._lost, self._all = self._lost + float(lost), self._all + float(everything)
+
+    @property
+    def relative(self) -> float:
+        """0 where nothing was quantised."""
+        return math.sqrt(self._lost / self._all) if self._all else 0.0
