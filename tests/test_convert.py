@@ -224,7 +224,7 @@ def test_invalid_command_lines(line: list[str], capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("kind", ["hf", "maxtext", "orbax"])
 def test_verify_detects_one_flipped_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one array is flipped when the output is read back."""
-    real = conversion.KINDS[kind].stored
+    real = conversion.KINDS[kind].written
 
     def stored(folder: str) -> Any:
         @contextlib.contextmanager
@@ -239,7 +239,7 @@ def test_verify_detects_one_flipped_bit(kind: str, tmp_path: Path, monkeypatch: 
 
         return spoiled()
 
-    monkeypatch.setitem(conversion.KINDS, kind, dataclasses.replace(conversion.KINDS[kind], stored=stored))
+    monkeypatch.setitem(conversion.KINDS, kind, dataclasses.replace(conversion.KINDS[kind], written=stored))
     with pytest.raises(CheckpointError, match="is not what was written: check the disk, remove the folder and convert"):
         convert(MIXTRAL, str(tmp_path / "out"), kind, verify=True)
     monkeypatch.undo()

@@ -162,11 +162,46 @@ def test_error_lists_every_mismatch_with_the_config(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": 3, "queries_carry_scale": False}, "version 3 is not one of 1 to 2: update nnxmoe"),
+        ({"version": 4, "queries_carry_scale": False}, "version 4 is not one of 1 to 3: update nnxmoe"),
         ({"queries_carry_scale": False}, "version None is not one of"),
         ({"version": True, "queries_carry_scale": False}, "version True is not one of"),
         ({"version": 1}, "queries_carry_scale must be true or false, got None"),
         ({"version": 1, "queries_carry_scale": 0}, "queries_carry_scale must be true or false, got 0"),
+        ({"version": 3, "quantized": {"kind": "int8"}}, "quantized: it is not a list of quantised kernels"),
+        (
+            {
+                "version": 3,
+                "quantized": [
+                    {
+                        "kind": "int5",
+                        "tile": [1, 2],
+                        "rounded": None,
+                        "scale": "float32",
+                        "zero": False,
+                        "order": False,
+                        "kernels": {"layer.mlp.up.kernel": [0]},
+                    }
+                ],
+            },
+            "unknown kind of code",
+        ),
+        (
+            {
+                "version": 3,
+                "quantized": [
+                    {
+                        "kind": "int8",
+                        "tile": [1, 99],
+                        "rounded": None,
+                        "scale": "float32",
+                        "zero": False,
+                        "order": False,
+                        "kernels": {"layer.mlp.upper.kernel": [0]},
+                    }
+                ],
+            },
+            "layer.mlp.upper.kernel is not",
+        ),
         (None, "nnxmoe.json"),
     ],
 )

@@ -21,7 +21,6 @@ import safetensors.numpy
 from nnxmoe.storage.atomic_dir import atomic_dir
 from nnxmoe.storage.checkpoint import Checkpoint, hub_headers
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.fp8 import check_scale_grid, dequantize_blocks
 from nnxmoe.storage.safetensors import DTYPES, dtype_code, read_header
 from nnxmoe.storage.write import write_json, write_safetensors
 from tests.corpus.case import container, entry, pack
@@ -560,62 +559,6 @@ def test_download_asks_for_safe_files_only(monkeypatch: pytest.MonkeyPatch, tmp_
         names, allow_patterns=seen["allow_patterns"], ignore_patterns=seen["ignore_patterns"]
     )
     assert set(kept) == {*names[:4], *tokenizer}
-
-
-# FP8 blocks
-
-
-def plain_dequantize(weight: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Reference dequantisation as a double loop over blocks."""
-    out = np.zeros(weight.shape, np.float32)
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            part = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
-            out[part] = weight[part].astype(np.float32) * np.float32(scales[i, j])
-    return out
-
-
-@pytest.mark.parametrize("dtype", [FP8, ml_dtypes.float8_e5m2])
-@pytest.mark.parametrize("shape", [(576, 512), (160, 200), (1, 1), (128, 128), (129, 257), (0, 5), (7, 300_000)])
-def test_fp8_blocks_equal_a_plain_loop_bitwise(shape: tuple[int, int], dtype: Any) -> None:
-    """All 256 codes occur, including NaN; 576 rows take 5 scale rows, and 160 rows are ragged."""
-    rng = np.random.default_rng(2)
-    weight = rng.integers(0, 256, shape, dtype=np.uint8).view(dtype)
-    grid = (-(-shape[0] // 128), -(-shape[1] // 128))
-    scales = np.exp(rng.normal(0, 3, grid)).astype(np.float32)
-    check_scale_grid("w", shape, grid, (128, 128), "f")
-    assert same(dequantize_blocks(weight, scales, (128, 128)), plain_dequantize(weight, scales, (128, 128)))
-
-
-def test_fp8_blocks_of_slices_read_from_a_file(tmp_path: Path) -> None:
-    rng = np.random.default_rng(3)
-    weight = rng.integers(0, 256, (100, 90), dtype=np.uint8).view(FP8)
-    scales = rng.random((4, 5), dtype=np.float32)
-    full = plain_dequantize(weight, scales, (32, 20))
-    folder = make_folder(tmp_path, {"model.safetensors": pack({"w": weight, "w_scale_inv": scales})})
-    with Checkpoint.open(folder) as checkpoint:
-        for _ in range(40):
-            (top, bottom), (left, right) = (np.sort(rng.integers(0, size + 1, 2)).tolist() for size in (100, 90))
-            part = checkpoint.read("w", slice(top, bottom), slice(left, right))
-            out = dequantize_blocks(part, checkpoint.read("w_scale_inv"), (32, 20), top, left)
-            assert same(out, full[top:bottom, left:right])
-    assert same(dequantize_blocks(weight[3:50, 7:61], scales, (32, 20), 3, 7), full[3:50, 7:61])  # a view
-
-
-def test_mismatched_fp8_blocks_are_refused() -> None:
-    for scale_shape in ((4, 4), (5, 3), (5, 4, 1), (5,), (36, 32)):
-        refused(
-            lambda s=scale_shape: check_scale_grid("w", (576, 512), s, (128, 128), "f.safetensors"), "'w'", "[5, 4]"
-        )
-    refused(lambda: check_scale_grid("w", (5,), (1,), (128, 128), "f"), "two dimensions")
-    refused(lambda: check_scale_grid("w", (5, 5), (1, 1), (0, 128), "f"), "positive")
-    weight = np.zeros((10, 10), FP8)
-    with pytest.raises(ValueError, match="do not cover"):
-        dequantize_blocks(weight, np.ones((1, 1), np.float32), (8, 16))
-    with pytest.raises(ValueError, match="do not cover"):
-        dequantize_blocks(weight, np.ones((2, 1), np.float32), (8, 16), row_start=8)
-    with pytest.raises(ValueError, match="8-bit floats"):
-        dequantize_blocks(weight.view(np.int8), np.ones((2, 1), np.float32), (8, 16))
 
 
 # Writing

@@ -17,12 +17,16 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import maxtext, native
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.hf import pretrained
+from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.side_files import has_tokenizer, read_config, read_generation_config
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import Scanned, Unrolled
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import PRESETS, preset
+from nnxmoe.quantization.kernels import quantized_weights
+from nnxmoe.quantization.methods import Method, Mixed
+from nnxmoe.quantization.quantize import quantize as round_kernels
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import bytes_bar, logger, say
 from nnxmoe.storage.atomic_dir import refuse_unless_empty
@@ -37,10 +41,12 @@ _PROMPT = 8  # tokens whose logits are compared
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A checkpoint format. ``stored(folder)``: the arrays in a folder; ``made(model, scan)``: the arrays that
-    ``save(model, folder, scan)`` writes; ``load(folder, config, dtype, strategy)``: a model."""
+    """A checkpoint format. ``stored(folder)``: the arrays in a folder, codes as floats; ``written(folder)``: unchanged.
+    ``made(model, scan)``: the arrays that ``save(model, folder, scan)`` writes. ``load(folder, config, dtype,
+    strategy)``: a model."""
 
     stored: Callable[[str], contextlib.AbstractContextManager[LazyArrays]]
+    written: Callable[[str], contextlib.AbstractContextManager[LazyArrays]]
     made: Callable[[CausalLM, bool], LazyArrays]
     load: Callable[[str, DecoderConfig | None, Any, Strategy], CausalLM]
     save: Callable[[CausalLM, str, bool], None]
@@ -52,21 +58,38 @@ def _tensors(folder: str) -> Iterator[LazyArrays]:
         yield stored(checkpoint.tensors, checkpoint.config, str(checkpoint.folder / "config.json"), checkpoint)
 
 
+@contextlib.contextmanager
+def _as_written(folder: str) -> Iterator[LazyArrays]:
+    with Checkpoint.open(folder) as checkpoint:
+        yield {name: raw(checkpoint, info) for name, info in checkpoint.tensors.items()}
+
+
+def _maxtext(folder: str) -> contextlib.AbstractContextManager[LazyArrays]:
+    return contextlib.nullcontext(maxtext.read(folder))
+
+
+def _native(folder: str) -> contextlib.AbstractContextManager[LazyArrays]:
+    return contextlib.nullcontext(native.read(folder))
+
+
 KINDS = {
     "hf": Kind(
         _tensors,
+        _as_written,
         lambda model, _: pretrained.arrays(model),
         lambda folder, _, dtype, strategy: pretrained.from_pretrained(folder, dtype=dtype, strategy=strategy),
         lambda model, folder, _: pretrained.save_pretrained(model, folder),
     ),
     "maxtext": Kind(
-        lambda folder: contextlib.nullcontext(maxtext.read(folder)),
+        _maxtext,
+        _maxtext,
         lambda model, scan: {f"params/params/{name}": a for name, a in maxtext.arrays(model, scan).items()},
         lambda folder, config, dtype, strategy: maxtext.load(folder, config, strategy, dtype=dtype),
         maxtext.save,
     ),
     "orbax": Kind(
-        lambda folder: contextlib.nullcontext(native.read(folder)),
+        _native,
+        _native,
         native.arrays,
         lambda folder, _, dtype, strategy: native.load(folder, dtype, strategy=strategy),
         lambda model, folder, scan: native.save(model, folder, scan_layers=scan),
@@ -116,12 +139,14 @@ def convert(
     config: str | None = None,
     verify: bool = False,
     change: Callable[[CausalLM], None] | None = None,
+    quantize: Method | Mixed | None = None,
 ) -> Done:
     """Convert the checkpoint ``source``, in any supported format, to format ``to`` in the new or empty ``target``.
 
     ``scan``: stack layers in one array (not for ``hf``). ``config``: a folder with config.json or a preset's name, for
     sources without config.json. ``verify``: read all arrays back and compare them bitwise, and compare the logits of
     both models for a short prompt. ``change``: applied to the model before it is written, such as merging an adapter.
+    ``quantize``: then round the kernels to codes.
     Raises ValueError; invalid arguments are reported before anything is read.
     """
     if to not in KINDS:
@@ -139,11 +164,16 @@ def convert(
     if kind is not KINDS["hf"] or local_folder(source, CheckpointError) is not None:
         with kind.stored(source) as arrays:
             _announce(arrays, dtype)
-    model = kind.load(source, given, dtype, strategy)
+    if quantize is not None and kind is KINDS["hf"] and change is None:
+        model = pretrained.from_pretrained(source, dtype=dtype, strategy=strategy, quantize=quantize)
+    else:
+        model = kind.load(source, given, dtype, strategy)
     if config is not None and os.path.isdir(beside := absolute(config)):
         _take_along(model, beside)
     if change is not None:
         change(model)
+    if quantize is not None and not quantized_weights(model):
+        model = round_kernels(model, quantize)
     report = model.load_report
     assert report is not None
     started, made = time.perf_counter(), writer.made(model, scan)
@@ -155,7 +185,8 @@ def convert(
         narrow = any(array.dtype.itemsize < 4 for array in made.values())  # true also if only queries are rounded
         wanted, used = _logits(model), model.config
         del model, made
-        difference = _difference(wanted, _logits(writer.load(target, used, None, strategy)), target, narrow)
+        again = writer.load(target, used, None, strategy)
+        difference = _difference(wanted, _logits(again), target, narrow)
     return Done(report.source, target, count, size, report.gigabytes_per_second * 1e9, write_speed, difference)
 
 
@@ -178,7 +209,7 @@ def _take_along(model: CausalLM, folder: Path) -> None:
 def _announce(arrays: LazyArrays, dtype: Any) -> None:
     """Log the expected peak memory: the model plus two copies of its largest array."""
     width = np.dtype(dtype).itemsize if dtype is not None else None
-    sizes = [math.prod(a.shape) * (width or max(a.kind.itemsize, 2)) for a in arrays.values()] or [0]
+    sizes = [math.prod(a.shape) * (width or (2 if a.encoded else a.dtype.itemsize)) for a in arrays.values()] or [0]
     need, (have, where) = sum(sizes) + 2 * max(sizes), memory_bytes()
     say("%d arrays; expected peak memory %.2f GB, without the program's own", len(arrays), need / 1e9)
     if need > have:
@@ -187,7 +218,7 @@ def _announce(arrays: LazyArrays, dtype: Any) -> None:
 
 def _compare(made: LazyArrays, writer: Kind, target: str) -> None:
     """Raise CheckpointError unless every array in the folder is bitwise equal to the model's."""
-    with writer.stored(target) as found, bytes_bar(sum(a.nbytes for a in made.values()), "verifying") as bar:
+    with writer.written(target) as found, bytes_bar(sum(a.nbytes for a in made.values()), "verifying") as bar:
         if odd := sorted(found.keys() ^ made.keys()):
             raise CheckpointError(
                 f"{target}: {odd[0]} is not in both files and model: remove the folder and convert again"

@@ -1,7 +1,8 @@
 """The native checkpoint format: parameters as an Orbax checkpoint, plus the small files of a Hugging Face folder.
 
-``config.json``, ``nnxmoe.json`` (the version of this format) and ``parameters/``, a nested dict with names such as
-``layers/3/attention/q/kernel``, or ``stacks/0/attention/q/kernel`` with the layers of a stack stacked on axis 0.
+``config.json``, ``nnxmoe.json`` (the version of this format, and which kernels are quantised) and ``parameters/``, a
+nested dict with names such as ``layers/3/attention/q/kernel``, or ``stacks/0/attention/q/kernel`` with the layers of a
+stack stacked on axis 0.
 """
 
 import dataclasses
@@ -22,9 +23,11 @@ from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, restore, unless_cast
 from nnxmoe.convert.hf.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.layers.kernel import flax_order
+from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.quantization.kernels import describe, exchange_described
 from nnxmoe.runtime.progress import bytes_bar
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object
@@ -33,15 +36,17 @@ from nnxmoe.storage.source import NATIVE_FILE
 from nnxmoe.storage.write import write_json
 
 PARAMETERS = "parameters"
-_VERSION = 2  # version 1 stored in nnxmoe.json whether queries carry the scale; version 2 in config.json
+_VERSION = 3  # 1 stored in nnxmoe.json whether queries carry the scale, 2 in config.json; 3 may have quantised kernels
+_QUANTIZED = "quantized"
 
 
 def layout(model: CausalLM, scan_layers: bool, query: Change = SAME) -> dict[str, Leaf]:
     """Name -> `Leaf` for every parameter of a model; ``query``: the change to query projections."""
     found: dict[str, Leaf] = {}
-    for parameter in parameters(model):
+    for parameter in parameters(model, codes=True):
         name = parameter.key.replace(".", "/")
-        change = query if parameter.key.startswith(QUERY) else SAME
+        of_codes = isinstance(parameter.variable, QuantizedArray) and not parameter.key.endswith(".scale")
+        change = query if parameter.key.startswith(QUERY) and not of_codes else SAME
         for layer, at in parameter.layers():
             inner, part = flax_order(parameter.variable, parameter.shape[len(at) :]), Part(parameter, at)
             leaf = Leaf(parameter.key, inner, (), inner, False, change)
@@ -71,7 +76,9 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
         orbax_folder.write(stage / PARAMETERS, unflatten_dict(found, sep="/"), bar)
         if jax.process_index() == 0:
             write_side_files(stage, model, folder, model.config)
-            write_json(stage / NATIVE_FILE, {"version": _VERSION})
+            quantized = describe(model)
+            fields = {"version": _VERSION, _QUANTIZED: quantized} if quantized else {"version": 2}
+            write_json(stage / NATIVE_FILE, fields)
 
 
 def load(
@@ -82,9 +89,13 @@ def load(
     ``dtype`` None: as stored. Raises CheckpointError (a ValueError) that lists all arrays that do not fit.
     """
     where, kind = absolute(folder), float_dtype(dtype)
-    stored, found = _config(where), read(where)
+    (stored, quantized), found = _config(where), read(where)
     config, times = unless_cast(stored, found.values(), kind)
     model = abstract(config, strategy, mesh)
+    try:
+        exchange_described(model, quantized)
+    except ValueError as error:
+        raise CheckpointError(f"{where / NATIVE_FILE}: {_QUANTIZED}: {error}") from None
     scanned = any(name.startswith("stacks/") for name in found)
     misfit = f"{where / PARAMETERS} does not fit config.json"
     report = LoadReport(str(where), files=str(where))
@@ -100,16 +111,16 @@ def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
     return orbax_folder.read(absolute(folder) / PARAMETERS, None)
 
 
-def _config(folder: Path) -> DecoderConfig:
-    """The config of a folder that `save` wrote, in any version of the format."""
+def _config(folder: Path) -> tuple[DecoderConfig, Any]:
+    """The config of a folder that `save` wrote, in any version of the format, and its quantised kernels."""
     config, path = read_config(folder), folder / NATIVE_FILE
     fields = read_object(path, "give a folder that nnxmoe.save wrote", CheckpointError)
     version = fields.get("version")
     if type(version) is not int or not 1 <= version <= _VERSION:
         raise CheckpointError(f"{path}: version {short(version)} is not one of 1 to {_VERSION}: update nnxmoe")
     if version > 1:
-        return config
+        return config, fields.get(_QUANTIZED, [])
     carried = fields.get("queries_carry_scale")
     if not isinstance(carried, bool):
         raise CheckpointError(f"{path}: queries_carry_scale must be true or false, got {short(carried)}")
-    return dataclasses.replace(config, query_pre_attn_scalar=1.0) if carried else config
+    return (dataclasses.replace(config, query_pre_attn_scalar=1.0) if carried else config), []

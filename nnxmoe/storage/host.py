@@ -99,12 +99,12 @@ def bits(values: np.ndarray) -> np.ndarray:
 
 
 def count_nonfinite(values: np.ndarray) -> int:
-    """Number of NaN and infinite values of a float array.
+    """Number of NaN and infinite values of a float array; 0 for integers.
 
     Without the sign bit, these are the values whose bits, as an integer, reach those of infinity. Two maxima over the
     bits, which need no memory, decide whether counting is necessary at all.
     """
-    if values.size == 0:
+    if values.size == 0 or values.dtype.kind in "iu":
         return 0
     unsigned = bits(values)
     infinity, sign = (int(bits(np.asarray(x, values.dtype))) for x in (np.inf, -0.0))

@@ -24,7 +24,8 @@ MAX_TENSORS = 250_000  # of all files; DeepSeek-V3 has 92,000
 _MAX_INDEX_BYTES = 32_000_000  # the index of DeepSeek-V3 has 9 MB
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
-_DOWNLOAD = ["config.json", "generation_config.json", "*.safetensors", INDEX_FILE, *TOKENIZER_FILES]
+_GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings, in checkpoints older than quantization_config
+_DOWNLOAD = ["config.json", _GPTQ_FILE, "generation_config.json", "*.safetensors", INDEX_FILE, *TOKENIZER_FILES]
 _SKIP = ["consolidated*", "*/*"]  # the original layout, and subfolders such as original/
 
 
@@ -68,10 +69,14 @@ def find_in_folder(folder: Path) -> Source:
 
 
 def find_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a folder."""
-    return read_object(
+    """The parsed config.json of a folder, with the settings of an old GPTQ checkpoint as ``quantization_config``."""
+    found = read_object(
         folder / "config.json", "a checkpoint needs a readable config.json: fetch it again", CheckpointError
     )
+    if "quantization_config" not in found and os.path.lexists(folder / _GPTQ_FILE):
+        settings = read_object(folder / _GPTQ_FILE, "fetch it again", CheckpointError)
+        found["quantization_config"] = {"quant_method": "gptq", **settings}
+    return found
 
 
 def has_weights(folder: Path) -> bool:

@@ -13,6 +13,7 @@ from nnxmoe.config.printable import plain
 from nnxmoe.convert.core.layout import Leaf
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadError, LoadReport
+from nnxmoe.layers.quantized import QuantizedArray
 
 DTYPES = tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16, np.float64)))
 _SHOWN = 20
@@ -38,15 +39,17 @@ def check(leaves: Mapping[str, Leaf], arrays: LazyArrays) -> Faults:
 
 
 def _wrong(name: str, leaf: Leaf, arrays: LazyArrays) -> Iterator[str]:
-    array = arrays[name]
+    array, variable = arrays[name], leaf.parts[0].parameter.variable
     where = f"{plain(name)} in {array.file}" if array.file else plain(name)
+    allowed = (np.dtype(variable.dtype),) if isinstance(variable, QuantizedArray) else DTYPES
+    if array.fault is not None:
+        yield array.fault
+        return
     if array.shape != leaf.shape:
         turned = " (it looks transposed)" if array.shape == leaf.shape[::-1] else ""
         yield f"{where} has shape {list(array.shape)}, the config asks for {list(leaf.shape)}{turned}"
-    if array.fault is not None:
-        yield array.fault
-    elif array.dtype not in DTYPES:
-        yield f"{where} is {array.dtype}: weights are {', '.join(map(str, DTYPES))}"
+    if array.dtype not in allowed:
+        yield f"{where} is {array.dtype}: weights are {', '.join(map(str, allowed))}"
 
 
 def refuse(faults: Faults, leaves: Mapping[str, Leaf], report: LoadReport, misfit: str, remedy: str = "") -> None:

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
 
 from nnxmoe.axes import axes_of
+from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.model.strategy import Strategy
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32"}
@@ -31,10 +31,11 @@ def float_dtype(dtype: Any) -> np.dtype | None:
     return named
 
 
-def natural_dtype(kinds: Iterable[np.dtype]) -> np.dtype:
-    """The default dtype for loading arrays of these dtypes: the widest, with FP8 as bfloat16 and float64 as float32."""
-    narrowed = {1: np.dtype(ml_dtypes.bfloat16), 8: np.dtype(np.float32)}
-    return np.dtype(jnp.result_type(*(narrowed.get(kind.itemsize, kind) for kind in kinds)))
+def natural_dtype(arrays: Iterable[LazyArray]) -> np.dtype:
+    """The default dtype for loading arrays: the widest, with float64 as float32; codes as what their tool defines, FP8
+    blocks as bfloat16."""
+    kinds = {array.dtype if array.encoded is None else array.encoded.dtype for array in arrays}
+    return np.dtype(jnp.result_type(*(np.dtype(np.float32) if kind.itemsize == 8 else kind for kind in kinds)))
 
 
 def activations_dtype(strategy: Strategy, variables: Iterable[nnx.Variable]) -> Any:

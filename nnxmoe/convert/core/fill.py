@@ -8,7 +8,7 @@ import dataclasses
 import math
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from typing import Any
@@ -23,6 +23,7 @@ from nnxmoe.convert.core.layout import Change, Leaf, Parameter, Path, parameters
 from nnxmoe.convert.core.lazy_array import Box, LazyArray, LazyArrays, overlap, sizes, within
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.targets import Buffers, Ranges, Target, blocks, targets_of
+from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
@@ -62,10 +63,26 @@ def fill(
         loaded=report.loaded or tuple(sorted(leaves)),
         casts=_casts(groups, leaves, arrays),
         nonfinite=dict(sorted(filler.nonfinite.items())),
+        weights=bytes_by_kind(model),
         bytes_read=filler.bytes_read,
         seconds=time.perf_counter() - started,
     )
     model.load_report.warn()
+
+
+def bytes_by_kind(model: nnx.Module) -> dict[str, int]:
+    """Bytes of a model's parameters by dtype, most first; those of quantised kernels by their kind of code."""
+    size = Counter[str]()
+    inside = set[int]()
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, QuantizedWeight):
+            parts = [part for part in (node.codes, node.scale, node.zero, node.order) if part is not None]
+            inside |= {id(part) for part in parts}
+            size[node.kind.kind] += sum(part.size * np.dtype(part.dtype).itemsize for part in parts)
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Variable) and id(node) not in inside:
+            size[str(node.dtype)] += node.size * np.dtype(node.dtype).itemsize
+    return dict(size.most_common())
 
 
 def _casts(groups: list[Group], leaves: Mapping[str, Leaf], arrays: LazyArrays) -> dict[str, tuple[str, ...]]:
@@ -74,7 +91,7 @@ def _casts(groups: list[Group], leaves: Mapping[str, Leaf], arrays: LazyArrays) 
         kinds = {parameter.path: kind for parameter, kind, _ in group.wanted}
         for name in group.names:
             before, after = arrays[name].kind, kinds[leaves[name].parts[0].parameter.path]
-            if before != after:
+            if before != str(after):
                 casts.setdefault(f"{before} -> {after}", set()).add(name)
     return {cast: tuple(sorted(names)) for cast, names in sorted(casts.items())}
 
@@ -85,7 +102,7 @@ def grouped(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
     for name, leaf in leaves.items():
         for path in {part.parameter.path for part in leaf.parts}:
             names.setdefault(path, []).append(name)
-    every, done, groups = {p.path: p for p in parameters(model)}, set[Path](), []
+    every, done, groups = {p.path: p for p in parameters(model, codes=True)}, set[Path](), []
     for path in every:
         paths, of_group = [path] if path not in done else [], dict[str, None]()
         done.add(path)
@@ -98,8 +115,10 @@ def grouped(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
         if paths:
             wanted = []
             for each in paths:
-                stored = dtype or natural_dtype({arrays[name].kind for name in names[each]})
-                kind = np.dtype(np.float32) if isinstance(every[each].variable, RouterBias) else stored
+                variable = every[each].variable
+                kind = dtype or natural_dtype(arrays[name] for name in names[each])
+                if isinstance(variable, RouterBias | QuantizedArray):
+                    kind = np.dtype(variable.dtype)
                 wanted.append((every[each], kind, _sharding(model, every[each])))
             groups.append(Group(wanted, list(of_group)))
     return groups
@@ -205,7 +224,7 @@ class Filler:
                 at = within(both, target.box)
                 at = at if target.cut is None else (*at[:-1], slice(None))
                 bad += self._put(target.view[at], piece)
-        return name, bad, math.prod(shape) * array.kind.itemsize
+        return name, bad, array.bytes_of(box)
 
     def _put(self, view: np.ndarray, piece: np.ndarray) -> int:
         """``view[...] = piece``, cast. Returns the number of non-finite values in the result."""

@@ -20,6 +20,7 @@ from nnxmoe.config.printable import some
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, overlap, sizes, whole, within
 from nnxmoe.layers.kernel import LEAD, flax_order
 from nnxmoe.layers.lora import Kept, LoRAParam
+from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.storage.multihost import AnyArray, gather, hosts_holding, local_value, spans_hosts
 
 Path = tuple[Any, ...]
@@ -83,16 +84,22 @@ class Parameter:
             yield self.layer, ()
 
 
-def parameters(model: nnx.Module) -> list[Parameter]:
+def parameters(model: nnx.Module, *, codes: bool = False) -> list[Parameter]:
     """The parameters to store in a checkpoint, in the model's order, without values kept for `lora.unmerge`.
 
-    Raises ValueError if the model has unmerged adapters, which would be lost.
+    ``codes``: whether the layout stores the arrays of quantised kernels. Raises ValueError if the model has such
+    kernels and it does not, or unmerged adapters, which would be lost.
     """
     flat = [(path, v) for path, v in nnx.to_flat_state(nnx.state(model)) if not isinstance(v, Kept)]
     if found := [".".join(map(str, path)) for path, v in flat if isinstance(v, LoRAParam)]:
         raise ValueError(
             f"the model has adapters ({some(found)}), which this format cannot store: merge them first with "
             "nnxmoe.train.lora.merge(model), or save them separately with nnxmoe.train.lora.save(model, folder)"
+        )
+    if not codes and (found := [".".join(map(str, path)) for path, v in flat if isinstance(v, QuantizedArray)]):
+        raise ValueError(
+            f"the model has quantised kernels ({some(found)}), which this layout cannot store: make them floats first "
+            "with nnxmoe.dequantize(model)"
         )
     made = []
     for path, variable in flat:

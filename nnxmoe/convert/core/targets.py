@@ -54,7 +54,7 @@ def blocks(targets: list[Target], array: LazyArray) -> Iterator[Box]:
     ends = zip(*(target.box for target in targets), strict=True)
     box = tuple(slice(min(part.start for part in parts), max(part.stop for part in parts)) for parts in ends)
     lines = 1 if all(target.view.flags.c_contiguous for target in targets) else 64
-    yield from _cut(box, array.kind.itemsize, array.block, lines)
+    yield from _cut(box, -(-array.nbytes // max(1, array.size)), array.block, lines)
 
 
 def _cut(box: Box, item: int, limit: int, lines: int) -> Iterator[Box]:

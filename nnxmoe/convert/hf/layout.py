@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Container, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
@@ -10,12 +10,14 @@ from nnxmoe.convert.core.check import Faults, check
 from nnxmoe.convert.core.layout import QUERY, Change, Leaf, Parameter, Part, TableError, add_part, parameters
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.storage.errors import CheckpointError
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _PART = re.compile(r"^(?P<name>.*)\[(?P<part>\d+)/(?P<parts>\d+)\]$")
 _LAYER, _EXPERT = re.compile(r"model\.layers\.([0-9]{1,9})\."), re.compile(r".*\.experts\.([0-9]{1,9})\.")
+_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".input_zero_point")
 _PREDICTION = re.compile(_LAYER.pattern + r"(enorm|hnorm|eh_proj|shared_head|embed_tokens)\.")
 
 
@@ -23,12 +25,17 @@ def layout(model: CausalLM, names: Container[str] | None = None, times: float = 
     """Tensor name -> `Leaf` for every parameter. If the table has several names, the first one in ``names`` is used
     (per layer), else the first. ``times``: a factor on the queries, see `DecoderConfig.query_scalar`."""
     found: dict[str, Leaf] = {}
-    for parameter in parameters(model):
-        if parameter.key not in model.hf_table:
-            raise TableError(f"the parameter {parameter.key} has no row in the table of {type(model).__name__}")
-        change = Change(times=times if parameter.key.startswith(QUERY) else 1.0)
+    for parameter in parameters(model, codes=True):
+        key, part_of_codes = parameter.key, ""
+        if isinstance(parameter.variable, QuantizedArray):
+            key, _, part_of_codes = key.rpartition(".")
+        if key not in model.hf_table:
+            raise TableError(f"the parameter {key} has no row in the table of {type(model).__name__}")
+        scaled = key.startswith(QUERY) and part_of_codes in ("", "scale")
+        change = Change(times=times if scaled else 1.0)
+        rows = [_with_ending(template, part_of_codes) for template in model.hf_table[key]]
         for layer, at in parameter.layers():
-            templates = model.hf_table[parameter.key] if names is not None else model.hf_table[parameter.key][:1]
+            templates = rows if names is not None else rows[:1]
             options = [_named(template, layer, at, parameter, change) for template in templates]
             chosen = [o for o in options if names is not None and any(name in names for name, _, _ in o)]
             for name, leaf, part in (chosen or options)[0]:
@@ -36,6 +43,14 @@ def layout(model: CausalLM, names: Container[str] | None = None, times: float = 
     swap = names is not None and EMBED not in names and HEAD in names and HEAD not in found
     # A tied model may be stored with the head only; the embedding is then read from it.
     return {HEAD if swap and name == EMBED else name: leaf for name, leaf in found.items()}
+
+
+def _with_ending(template: str, part: str) -> str:
+    """``name`` or ``name[i/n]`` as the name of one of the arrays of a quantised weight: ``name.codes``."""
+    if not part:
+        return template
+    match = _PART.match(template)
+    return f"{match['name']}.{part}[{match['part']}/{match['parts']}]" if match else f"{template}.{part}"
 
 
 def _named(
@@ -77,8 +92,6 @@ def judge(
     """The faults of a checkpoint, and a report of each of its tensors."""
     faults = check(leaves, arrays)
     left = set(faults.unexpected)
-    scales = {f"{name}_scale_inv" for name in leaves.keys() & arrays.keys() if arrays[name].stored} & left
-    left -= scales
     skipped: dict[str, tuple[str, ...]] = {}
     for rule, test in _skip_rules(config, left).items():
         names = tuple(sorted(name for name in left if test(name)))
@@ -87,13 +100,18 @@ def judge(
             skipped[rule] = names
     return faults, LoadReport(
         report.source,
-        loaded=tuple(sorted((leaves.keys() & arrays.keys()) | scales)),
+        loaded=tuple(sorted(file_names(leaves.keys() & arrays.keys(), arrays))),
         missing=faults.missing,
         unexpected=tuple(sorted(left)),
         skipped=skipped,
         notes=(*report.notes, *_beyond(config, left)),
         files=report.files,
     )
+
+
+def file_names(names: Iterable[str], arrays: LazyArrays) -> set[str]:
+    """The tensors of the files that some arrays are read from."""
+    return {tensor for name in names for tensor in (arrays[name].tensors or (name,))}
 
 
 def _skip_rules(config: DecoderConfig, left: Set[str]) -> dict[str, Callable[[str], bool]]:
@@ -105,6 +123,7 @@ def _skip_rules(config: DecoderConfig, left: Set[str]) -> dict[str, Callable[[st
     return {
         "multi-token prediction layers (not part of the model)": lambda name: _number(name, _LAYER) in marked,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
+        "scales of activations and caches (neither is quantised)": lambda name: name.endswith(_OF_ACTIVATIONS),
         "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,
     }
 

@@ -24,13 +24,17 @@ from nnxmoe.convert.core.fill import fill
 from nnxmoe.convert.core.layout import Leaf, arrays_of
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.convert.hf.compressed_writer import compressed
 from nnxmoe.convert.hf.layout import EMBED, HEAD, judge, layout, refuse_unjustified
+from nnxmoe.convert.hf.quantize import keep, quantize_on_reading
 from nnxmoe.convert.hf.side_files import check_generation, parse_config, write_side_files
 from nnxmoe.convert.hf.source import stored
+from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class, refuse_preset
 from nnxmoe.moe.router import RouterBias
+from nnxmoe.quantization.methods import Method, Mixed
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
@@ -48,6 +52,8 @@ def from_pretrained(
     local_files_only: bool = False,
     *,
     rules: Rules | None = None,
+    keep_quantized: bool = False,
+    quantize: Method | Mixed | None = None,
     expect: type[CausalLM] | None = None,
 ) -> CausalLM:
     """Load a model from a local folder or hub id. Its ``load_report`` accounts for every tensor.
@@ -55,10 +61,17 @@ def from_pretrained(
     ``dtype`` None: as stored, with FP8 blocks as bfloat16. DeepSeek's correction bias is always float32.
     ``mesh`` and ``rules`` (None: the strategy's): the rules shard the parameters over the mesh, and each process reads
     only the shards of its devices.
+    ``keep_quantized``: weights that the checkpoint stores as codes (FP8, int8, int4, NF4) stay codes in memory, which
+    changes no number; default: they become floats. ``quantize``: round the kernels of attention, feed-forwards and
+    experts to codes while they are read (`Int8`, `Int4`, `Float8`, `Mixed`); lossy: `load_report` has the error.
     Raises CheckpointError or ConfigError (ValueErrors) naming the file, tensor or field, or LoadError, which lists
     all missing tensors and wrong shapes.
     """
     dtype = float_dtype(dtype)
+    if keep_quantized and quantize is not None:
+        raise ValueError(
+            "keep_quantized and quantize exclude each other: keep the checkpoint's codes, or make new ones"
+        )
     refuse_preset(path_or_hub_id)
     with Checkpoint.open(path_or_hub_id, revision=revision, local_files_only=local_files_only) as checkpoint:
         config, notes = _config(checkpoint)
@@ -75,8 +88,14 @@ def from_pretrained(
         mesh, rules = strategy.mesh if mesh is None else mesh, strategy.rules if rules is None else rules
         strategy = dataclasses.replace(strategy, mesh=mesh, rules=rules)
         model = kind(config, strategy, rngs=None)
-        folder = str(checkpoint.folder)
+        folder, error = str(checkpoint.folder), None
+        if keep_quantized:
+            found = keep(model, found)
+        elif quantize is not None:
+            found, error = quantize_on_reading(model, found, quantize, dtype)
         restore(model, layout(model, found), found, dtype, LoadReport(folder, notes=tuple(notes), files=folder))
+        if error is not None:
+            model.load_report = dataclasses.replace(model.load_report, quantization_error=error.relative)
         model.generation_config = FrozenDict(checkpoint.generation_config)
         return model
 
@@ -130,29 +149,36 @@ def save_pretrained(
     dtype: Any = None,
 ) -> None:
     """Save as safetensors with Hugging Face's names, in the model's dtypes or in ``dtype``, with config.json,
-    generation_config.json and the tokenizer files of the folder that the model was loaded from.
+    generation_config.json and the tokenizer files of the folder that the model was loaded from. The codes of quantised
+    kernels are saved as they are, in the formats of compressed-tensors.
 
     Holds one tensor at a time in memory; each process writes the shards of its devices. The folder must be new or empty
     unless ``overwrite`` is set. Then the checkpoint in it is replaced atomically after everything is written, and other
     files are kept. If saving fails or is killed, the folder is unchanged.
     Raises CheckpointError (a ValueError).
     """
-    size, found, kind = _size(max_shard_size), arrays(model), float_dtype(dtype)
+    size, kind, leaves = _size(max_shard_size), float_dtype(dtype), layout(model, times=model.config.folded()[1])
+    found = arrays_of(leaves)
     if kind is not None:
         fixed = {
-            name for name, leaf in layout(model).items() if isinstance(leaf.parts[0].parameter.variable, RouterBias)
+            name
+            for name, leaf in leaves.items()
+            if isinstance(leaf.parts[0].parameter.variable, RouterBias | QuantizedArray)
         }
         found = {name: array if name in fixed else array.cast(kind) for name, array in found.items()}
+    found, quantization = compressed(model, leaves, found)
     total = sum(array.nbytes for array in found.values())
     with shared_folder(folder, overwrite) as stage, bytes_bar(total, "writing") as bar:
         if jax.process_index() == 0:
-            write_side_files(stage, model, folder, model.config.folded()[0], kind)
+            more = {} if quantization is None else {"quantization_config": quantization}
+            write_side_files(stage, model, folder, model.config.folded()[0], kind, more)
         write_shares(stage, _shares(found, bar), size, process=jax.process_index())
 
 
 def arrays(model: CausalLM) -> dict[str, LazyArray]:
     """Hugging Face name -> lazy tensor, computed from the model's parameters when read."""
-    return arrays_of(layout(model, times=model.config.folded()[1]))
+    leaves = layout(model, times=model.config.folded()[1])
+    return compressed(model, leaves, arrays_of(leaves))[0]
 
 
 def _shares(found: LazyArrays, bar: Any) -> list[tuple[int | None, Tensors]]:

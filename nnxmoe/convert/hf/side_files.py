@@ -24,12 +24,18 @@ _MAX_BYTES = 100_000_000
 
 
 def write_side_files(
-    stage: Path, model: CausalLM, target: str | os.PathLike[str], config: DecoderConfig, dtype: Any = None
+    stage: Path,
+    model: CausalLM,
+    target: str | os.PathLike[str],
+    config: DecoderConfig,
+    dtype: Any = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Write config.json and generation_config.json, and copy the tokenizer files from where the model was loaded,
-    except those that ``target`` already has. ``dtype``: that of the files, None: the model's."""
-    dtype = dtype or matrices_dtype(parameter.variable for parameter in parameters(model))
-    write_json(stage / "config.json", config.to_hf() | {"dtype": str(dtype)})
+    except those that ``target`` already has. ``dtype``: that of the files, None: the model's. ``more``: further fields
+    of config.json."""
+    dtype = dtype or matrices_dtype(parameter.variable for parameter in parameters(model, codes=True))
+    write_json(stage / "config.json", config.to_hf() | {"dtype": str(dtype)} | dict(more or {}))
     if model.generation_config:
         write_json(stage / GENERATION, model.generation_config)
     if model.load_report is None or model.load_report.files is None:

@@ -1,0 +1,93 @@
+"""Reads the formats of compressed-tensors, by the formulas of its ``compressors``."""
+
+import dataclasses
+
+import numpy as np
+
+from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.hf import words
+from nnxmoe.convert.hf.module_tensors import AT_ONCE, ModuleTensors, rounded_to
+from nnxmoe.convert.hf.raw import raw
+from nnxmoe.convert.hf.scheme import Malformed, Weights
+from nnxmoe.layers.codes import WHOLE, Codes
+from nnxmoe.storage.safetensors import TensorInfo
+
+
+def plain_codes(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+    """compressed-tensors' ``float-quantized`` and ``int-quantized``: one code per element."""
+    shape, settings = files.matrix(info), _weights_of(files)
+    kind = "fp8" if info.dtype == "F8_E4M3" else "int8"
+    tile, shapes = _tile(files, settings, shape)
+    scale = files.tensor("weight_scale", ("F32", "BF16", "F16"), shapes)
+    codes = Codes(kind, tile, rounded_to(scale))
+    grid = codes.grid(*shape)
+    parts = {"codes": files.octets(info, np.uint8 if kind == "fp8" else np.int8), "scale": files.scale(scale, grid)}
+    if files.has("weight_zero_point"):
+        if kind == "fp8":
+            raise Malformed(f"{files.module}.weight_zero_point: FP8 codes have no zero points")
+        zero = files.tensor("weight_zero_point", ("I8", "I32", "I64"), shapes)
+        parts["zero"] = files.zero_numbers(zero, grid)
+    return files.made(codes, shape, parts)
+
+
+def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+    """compressed-tensors' ``pack-quantized``: words along the inputs; zero points in words along the outputs."""
+    if info.dtype != "I32":
+        raise Malformed(
+            f"{files.where(info)} is {info.dtype}: packed FP4 is not supported; supported: I32 words of 4 or 8 bits"
+        )
+    outs, width = files.matrix(info)
+    settings = _weights_of(files)
+    bits = settings.bits
+    if files.has("weight_g_idx"):
+        raise Malformed(f"{files.module}.weight_g_idx: groups of columns in another order are not supported")
+    stated = files.values(files.tensor("weight_shape", ("I64", "I32"), [(2,)]))
+    ins = width * 32 // bits if stated is None else int(stated[1])
+    if stated is not None and (int(stated[0]) != outs or -(-ins * bits // 32) != width):
+        raise Malformed(
+            f"{files.where(info)} has shape {[outs, width]}: with {bits} bits the weight_shape {stated.tolist()} "
+            f"needs {[int(stated[0]), -(-ins * bits // 32)]} words"
+        )
+    shape = (outs, ins)
+    tile, shapes = _tile(files, settings, shape)
+    scale = files.tensor("weight_scale", ("F32", "BF16", "F16"), shapes)
+    kind = "int4" if bits == 4 else "int8"
+    codes = Codes(kind, (tile[0], min(tile[1], ins)) if bits == 4 else tile, rounded_to(scale))
+    grid = codes.grid(*shape)
+    stored = raw(files.checkpoint, info)
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        values = words.along_columns(stored.read_box((box[0], slice(0, width)), np.empty), bits, ins)
+        return codes.pack(values)[:, box[1]] if bits == 4 else words.signed(values)[:, box[1]]
+
+    parts = {"codes": files.codes(codes, shape, info, read), "scale": files.scale(scale, grid)}
+    if files.has("weight_zero_point"):
+        zero = files.tensor("weight_zero_point", ("I32",), [(-(-grid[0] * bits // 32), grid[1])])
+        parts["zero"] = files.zero_words(zero, grid, lambda z: words.along_rows(z, bits, grid[0]).T, bits)
+        parts["codes"] = dataclasses.replace(parts["codes"], block=AT_ONCE)
+    return files.made(codes, shape, parts)
+
+
+def _weights_of(files: ModuleTensors) -> Weights:
+    found = files.scheme.weights(files.module)
+    if found is None:
+        raise Malformed(f"{files.module} is quantised, but no group of config_groups names it in its targets")
+    return found
+
+
+def _tile(
+    files: ModuleTensors, settings: Weights, shape: tuple[int, int]
+) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
+    """The tile, and the shapes that its scales may have."""
+    outs, ins = shape
+    if settings.strategy == "tensor":
+        return (WHOLE, WHOLE), [(1,), (), (1, 1)]
+    if settings.strategy == "channel":
+        return (1, WHOLE), [(outs, 1), (outs,)]
+    if settings.strategy == "block":
+        assert settings.block is not None
+        return settings.block, [Codes("fp8", settings.block).grid(*shape)]
+    assert settings.size is not None
+    if ins % settings.size:
+        raise Malformed(f"{files.module}: groups of {settings.size} do not divide its {ins} inputs")
+    return (1, settings.size), [(outs, ins // settings.size)]

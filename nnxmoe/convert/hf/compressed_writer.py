@@ -1,0 +1,165 @@
+"""Saving quantised kernels in the formats of compressed-tensors, which vLLM and transformers read.
+
+int8 and int4 codes become ``pack-quantized``, FP8 codes ``float-quantized``; nothing is rounded.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from nnxmoe.config.printable import plain
+from nnxmoe.convert.core.layout import Leaf
+from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.hf.layout import layout
+from nnxmoe.convert.hf.words import packed
+from nnxmoe.layers.codes import WHOLE, Codes
+from nnxmoe.layers.quantized import QuantizedWeight
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.quantization.kernels import places, quantized_weights
+from nnxmoe.storage.errors import CheckpointError
+
+WHAT = "which compressed-tensors cannot store: make it a float first with nnxmoe.dequantize(model)"
+
+
+def compressed(
+    model: CausalLM, leaves: Mapping[str, Leaf], arrays: Mapping[str, LazyArray]
+) -> tuple[dict[str, LazyArray], dict[str, Any] | None]:
+    """The tensors to write for a model's arrays, and the ``quantization_config`` of config.json; None without quantised
+    kernels. Raises CheckpointError for codes that the format does not have."""
+    kinds = {(*place.path, "codes"): place.weight.kind for place in quantized_weights(model)}
+    found, groups = dict(arrays), dict[str, list[str]]()
+    for name, leaf in leaves.items():
+        codes = kinds.get(leaf.parts[0].parameter.path)
+        if codes is None:
+            continue
+        module = name.removesuffix(".weight.codes")
+        parts = {part: found.pop(full) for part in _PARTS if (full := f"{module}.weight.{part}") in found}
+        if "order" in parts or codes.kind == "nf4":
+            has = "inputs in another order (act order)" if "order" in parts else "NF4 codes"
+            raise CheckpointError(f"{plain(module)} has {has}, {WHAT}")
+        stored = _floats(codes, parts) if codes.kind == "fp8" else _words(codes, parts)
+        found |= {f"{module}.{ending}": array for ending, array in stored.items()}
+        settings = _settings(codes, codes.ins(parts["codes"]), "zero" in parts)
+        groups.setdefault(json.dumps(settings, sort_keys=True), []).append(module)
+    return found, _config(model, groups) if groups else None
+
+
+_PARTS = ("codes", "scale", "zero", "order")
+
+
+def _words(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
+    """``pack-quantized``."""
+    kept, bits = parts["codes"], codes.bits
+    outs, ins = kept.shape[0], codes.ins(kept)
+
+    def unsigned(values: np.ndarray) -> np.ndarray:
+        return codes.unpack(values) if codes.halves else values.view(np.uint8) ^ 128
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        rows = kept.read_box((box[0], slice(0, kept.shape[1])), np.empty)
+        return packed(unsigned(rows), bits)[:, box[1]]
+
+    words, shape = np.dtype(np.int32), np.array([outs, ins], np.int64)
+    made = {
+        "weight_packed": dataclasses.replace(kept, shape=(outs, -(-ins * bits // 32)), dtype=words, read_box=read),
+        "weight_scale": _scale(codes, parts["scale"]),
+        "weight_shape": LazyArray.of(shape),
+    }
+    if "zero" in parts:
+        grid = parts["zero"].shape
+
+        def zeros(box: Box, empty: Empty) -> np.ndarray:
+            values = np.asarray(parts["zero"])
+            flat = values if codes.halves else values.view(np.uint8) ^ 128
+            return np.ascontiguousarray(packed(np.ascontiguousarray(flat.T), bits).T)[box]
+
+        tall = -(-grid[0] * bits // 32)
+        made["weight_zero_point"] = dataclasses.replace(
+            parts["zero"], shape=(tall, grid[1]), dtype=words, read_box=zeros
+        )
+    return made
+
+
+def _floats(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
+    """``float-quantized``."""
+    kept, kind = parts["codes"], np.dtype(ml_dtypes.float8_e4m3fn)
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        return kept.read_box(box, np.empty).view(kind)
+
+    return {
+        "weight": dataclasses.replace(kept, dtype=kind, read_box=read),
+        "weight_scale": _scale(codes, parts["scale"]),
+    }
+
+
+def _scale(codes: Codes, scale: LazyArray) -> LazyArray:
+    """The scales; that of a whole tensor as a vector."""
+    if codes.tile != (WHOLE, WHOLE):
+        return scale
+    return dataclasses.replace(scale, shape=(1,), read_box=lambda box, _: np.asarray(scale).reshape(1)[box])
+
+
+def _settings(codes: Codes, ins: int, zero: bool) -> dict[str, Any]:
+    """``weights`` of a group in ``config_groups``."""
+    rows, columns = codes.tile
+    fields: dict[str, Any] = {"num_bits": codes.bits, "type": "float" if codes.kind == "fp8" else "int"}
+    fields |= {"symmetric": not zero, "dynamic": False, "group_size": None, "strategy": "tensor"}
+    if rows == 1:
+        fields |= {"strategy": "channel"} if columns >= ins else {"strategy": "group", "group_size": columns}
+    elif rows < WHOLE or columns < WHOLE:
+        fields |= {"strategy": "block", "block_structure": [rows, columns]}
+    return fields
+
+
+def _config(model: CausalLM, groups: Mapping[str, list[str]]) -> dict[str, Any]:
+    """``quantization_config``. One group has all linear maps but those that stay floats; several have names."""
+    chosen = {module for modules in groups.values() for module in modules}
+    made = {}
+    for i, (settings, modules) in enumerate(groups.items()):
+        weights = json.loads(settings)
+        targets = ["Linear"] if len(groups) == 1 else _targets(modules)
+        form = "float-quantized" if weights["type"] == "float" else "pack-quantized"
+        made[f"group_{i}"] = {"targets": targets, "weights": weights, "input_activations": None, "format": form}
+    formats = {group["format"] for group in made.values()}
+    floats = [name.removesuffix(".weight") for name in _linear_names(model)]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": _targets([name for name in floats if name not in chosen]),
+        "config_groups": made,
+    }
+
+
+def _linear_names(model: CausalLM) -> list[str]:
+    """The weights of linear maps that may stay floats: head, routers, and kernels."""
+    keys = {place.key for place in places(model) if not isinstance(place.weight, QuantizedWeight)}
+    return [
+        name
+        for name, leaf in layout(model).items()
+        if leaf.key in keys or leaf.key == "head.kernel" or ".router.kernel" in leaf.key
+    ]
+
+
+def _targets(modules: list[str]) -> list[str]:
+    """Expressions that match modules and no others, all experts of a layer and layers of one name in one of them."""
+    layers: dict[str, set[str]] = {}
+    for module in modules:
+        expression = re.sub(r"(\\?\.experts\\?\.)[0-9]+", r"\1EXPERT", module)
+        match = re.search(r"\.layers\.([0-9]+)\.", expression)
+        number = match[1] if match else ""
+        layers.setdefault(re.sub(r"\.layers\.[0-9]+\.", ".layers.LAYER.", expression), set()).add(number)
+    found = []
+    for expression, numbers in sorted(layers.items()):
+        if numbers == {""}:
+            found.append(expression)
+            continue
+        escaped = re.escape(expression).replace("EXPERT", "[0-9]+")
+        found.append("re:^" + escaped.replace("LAYER", "(" + "|".join(sorted(numbers, key=int)) + ")") + "$")
+    return found

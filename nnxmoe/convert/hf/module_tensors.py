@@ -1,0 +1,136 @@
+"""The tensors of one module that together are a quantised weight, checked for presence, dtype and shape."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from nnxmoe.convert.core.lazy_array import Box, Empty, Encoded, LazyArray, decoded, sizes
+from nnxmoe.convert.hf import words
+from nnxmoe.convert.hf.raw import CHUNK_BYTES, raw
+from nnxmoe.convert.hf.scheme import Malformed, Scheme
+from nnxmoe.layers.codes import Codes
+from nnxmoe.storage.checkpoint import Checkpoint
+from nnxmoe.storage.safetensors import TensorInfo
+
+AT_ONCE = 1 << 62  # the block of a tensor that is read as a whole, because its rows are not contiguous
+_SCALES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E8M0": "float32", "U8": "float32"}
+
+
+class ModuleTensors:
+    """The tensors whose names begin with ``module``; ``used`` collects those that were asked for."""
+
+    def __init__(self, module: str, tensors: Mapping[str, TensorInfo], scheme: Scheme, checkpoint: Checkpoint | None):
+        self.module, self.tensors, self.scheme, self.checkpoint = module, tensors, scheme, checkpoint
+        self.used: dict[str, None] = {}
+
+    def where(self, info: TensorInfo) -> str:
+        """The tensor's name and file, for messages."""
+        return f"{info.name} in {info.file.name}" if info.file.name else info.name
+
+    def tensor(self, ending: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]] | None = None) -> TensorInfo:
+        """A tensor of the module, with one of some dtypes and shapes. Raises Malformed."""
+        info = self.tensors.get(f"{self.module}.{ending}")
+        if info is None:
+            raise Malformed(f"{self.module}.{ending} is missing: the codes of {self.module} need it")
+        self.used[info.name] = None
+        if info.dtype not in dtypes:
+            raise Malformed(f"{self.where(info)} is {info.dtype}: it must be {' or '.join(dtypes)}")
+        if shapes is not None and info.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            what = "its scales must be" if "scale" in ending else "it must be"
+            raise Malformed(f"{self.where(info)} has shape {list(info.shape)}: {what} {wanted}")
+        return info
+
+    def has(self, ending: str) -> bool:
+        """Whether there is such a tensor."""
+        return f"{self.module}.{ending}" in self.tensors
+
+    def values(self, info: TensorInfo) -> np.ndarray | None:
+        """The values of a small tensor; None with headers only."""
+        return None if self.checkpoint is None else self.checkpoint.read(info.name)
+
+    def matrix(self, info: TensorInfo) -> tuple[int, int]:
+        """The shape of codes. Raises Malformed unless there are two dimensions."""
+        self.used[info.name] = None
+        if len(info.shape) != 2 or 0 in info.shape:
+            raise Malformed(f"{self.where(info)}: quantised weights have two dimensions, got {list(info.shape)}")
+        return info.shape[0], info.shape[1]
+
+    def scale(self, info: TensorInfo, grid: tuple[int, int], turned: bool = False) -> LazyArray:
+        """Scales as ``[rows, columns]`` of tiles, checked when read. ``turned``: the file has columns first."""
+        dtype = jnp.dtype(_SCALES[info.dtype])
+        stored = raw(self.checkpoint, info)
+
+        def read(box: Box, empty: Empty) -> np.ndarray:
+            whole = np.asarray(stored) if turned or len(info.shape) != 2 else stored.read_box(box, np.empty)
+            if info.dtype == "U8":
+                whole = whole.view(ml_dtypes.float8_e8m0fnu)
+            found = whole.astype(dtype) if whole.dtype != dtype else whole
+            if turned:
+                found = np.ascontiguousarray(found.T)[box]
+            found = found.reshape(sizes(box))
+            values = found.astype(np.float32)
+            if not (np.isfinite(values) & (values > 0)).all():
+                at = tuple(int(i) for i in np.argwhere(~(np.isfinite(values) & (values > 0)))[0])
+                tile = [part.start + i for part, i in zip(box, at, strict=True)]
+                raise Malformed(
+                    f"{self.where(info)} has a scale of {values[at]} at tile {tile}: it must be positive and finite"
+                )
+            return found
+
+        return LazyArray(grid, dtype, read, CHUNK_BYTES, file=info.file.name, tensors=(info.name,))
+
+    def made(self, codes: Codes, shape: tuple[int, int], parts: Mapping[str, LazyArray]) -> LazyArray:
+        """The weight, whose codes account for the tensors that no part names."""
+        try:
+            codes.check(shape[1])
+        except ValueError as error:
+            raise Malformed(f"{self.module}: {error}") from None
+        named = {name for part in parts.values() for name in part.tensors}
+        rest = tuple(name for name in self.used if name not in named)
+        first = dataclasses.replace(parts["codes"], tensors=rest)
+        return decoded(Encoded(codes, shape, {**parts, "codes": first}))
+
+    def octets(self, info: TensorInfo, dtype: Any) -> LazyArray:
+        """Codes of a byte each, as they are in the file."""
+        return raw(self.checkpoint, dataclasses.replace(info, dtype="U8" if dtype is np.uint8 else "I8"))
+
+    def codes(self, codes: Codes, shape: tuple[int, int], info: TensorInfo, read: Any) -> LazyArray:
+        """Codes of a weight of this shape that ``read`` unpacks."""
+        dtype = np.dtype(np.uint8 if codes.halves else np.int8)
+        return LazyArray(codes.stored(*shape), dtype, read, CHUNK_BYTES, file=info.file.name)
+
+    def zero_words(
+        self, info: TensorInfo, grid: tuple[int, int], unpack: Callable[[np.ndarray], np.ndarray], bits: int
+    ) -> LazyArray:
+        """Packed zero points, as codes are in memory."""
+        stored = raw(self.checkpoint, info)
+
+        def read(box: Box, empty: Empty) -> np.ndarray:
+            found = np.ascontiguousarray(unpack(np.asarray(stored)))
+            return (found if bits == 4 else words.signed(found))[box]
+
+        dtype = np.dtype(np.uint8 if bits == 4 else np.int8)
+        return LazyArray(grid, dtype, read, AT_ONCE, file=info.file.name, tensors=(info.name,))
+
+    def zero_numbers(self, info: TensorInfo, grid: tuple[int, int]) -> LazyArray:
+        """Zero points of int8 codes, one number each."""
+        stored = raw(self.checkpoint, info)
+
+        def read(box: Box, empty: Empty) -> np.ndarray:
+            found = np.asarray(stored).reshape(grid)[box]
+            if found.min() < -128 or found.max() > 127:
+                raise Malformed(f"{self.where(info)}: zero points must lie in -128 … 127")
+            return found.astype(np.int8)
+
+        return LazyArray(grid, np.dtype(np.int8), read, AT_ONCE, file=info.file.name, tensors=(info.name,))
+
+
+def rounded_to(scale: TensorInfo) -> str | None:
+    """The tools compute weights in the dtype of the scales."""
+    dtype = _SCALES[scale.dtype]
+    return None if dtype == "float32" else dtype

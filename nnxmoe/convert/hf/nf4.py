@@ -1,0 +1,107 @@
+"""NF4 as bitsandbytes stores it (``functional.py``; Dettmers et al. 2023, QLoRA)."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from nnxmoe.config.printable import short
+from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.hf.module_tensors import AT_ONCE, ModuleTensors
+from nnxmoe.convert.hf.raw import raw
+from nnxmoe.convert.hf.scheme import Malformed
+from nnxmoe.layers.codes import NF4, Codes
+from nnxmoe.storage.safetensors import TensorInfo
+
+_STATE = "quant_state.bitsandbytes__nf4"
+
+
+def nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+    """bitsandbytes' NF4: the flat weight, the first of two codes in the high bits; blocks of 64 share a scale,
+    which itself may be one of 256 levels."""
+    files.used[info.name] = None
+    state = _state(files)
+    shape, block = tuple(state["shape"]), state["blocksize"]
+    count = math.prod(shape)
+    if info.shape != (-(-count // 2), 1):
+        raise Malformed(f"{files.where(info)} has shape {list(info.shape)}: {list(shape)} needs {[-(-count // 2), 1]}")
+    levels = files.values(files.tensor("weight.quant_map", ("F32",), [(16,)]))
+    if levels is not None and not np.array_equal(levels, NF4):
+        raise Malformed(f"{files.module}.weight.quant_map has other levels than those of NF4")
+    absmax = _scales(files, state, -(-count // block))
+    stored = raw(files.checkpoint, info)
+    codes = Codes("nf4", (1, block if shape[1] % block == 0 else shape[1]), str(state["dtype"]))
+    if shape[1] % block:
+        raise Malformed(
+            f"{files.module}: NF4 in blocks of {block} that cross rows of {shape[1]} inputs is not supported"
+        )
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        rows, half = box[0], shape[1] // 2
+        flat = stored.read_box((slice(rows.start * half, rows.stop * half), slice(0, 1)), np.empty).reshape(-1, half)
+        values = np.stack([flat >> 4, flat & 15], axis=-1).reshape(-1, shape[1])
+        return codes.pack(values)[:, box[1]]
+
+    found = dataclasses.replace(files.codes(codes, shape, info, read), block=AT_ONCE)
+    parts = {"codes": found, "scale": absmax(codes.grid(*shape))}
+    return files.made(codes, shape, parts)
+
+
+def _state(files: ModuleTensors) -> dict[str, Any]:
+    data = files.values(info := files.tensor(f"weight.{_STATE}", ("U8",)))
+    if data is None:
+        raise Malformed(f"{files.where(info)}: the shape of NF4 weights is in the file: download it first")
+    try:
+        state = json.loads(data.tobytes())
+        shape, block, dtype = state["shape"], state["blocksize"], state["dtype"]
+        fine = all(type(n) is int and 0 < n < 2**31 for n in (*shape, block)) and len(shape) == 2 and block % 2 == 0
+    except (ValueError, KeyError, TypeError, RecursionError):
+        state, fine, dtype = {}, False, ""
+    if not fine or state.get("quant_type") != "nf4" or dtype not in ("float32", "bfloat16", "float16"):
+        raise Malformed(f"{files.where(info)} is not a description of NF4: {short(data.tobytes()[:200])}")
+    return state
+
+
+def _scales(files: ModuleTensors, state: Mapping[str, Any], count: int) -> Callable[[tuple[int, int]], LazyArray]:
+    names = [f"{files.module}.weight.absmax", f"{files.module}.weight.quant_map"]
+    if not files.has("weight.nested_absmax"):
+        flat = files.tensor("weight.absmax", ("F32",), [(count,)])
+
+        def values() -> np.ndarray:
+            assert files.checkpoint is not None
+            return files.checkpoint.read(flat.name)
+
+    else:
+        coarse = state.get("nested_blocksize")
+        offset = state.get("nested_offset")
+        number = isinstance(offset, int | float) and math.isfinite(offset)
+        if type(coarse) is not int or coarse < 1 or not number:
+            raise Malformed(f"{files.module}.weight.{_STATE} lacks nested_blocksize or nested_offset")
+        flat = files.tensor("weight.absmax", ("U8",), [(count,)])
+        outer = files.tensor("weight.nested_absmax", ("F32",), [(-(-count // coarse),)])
+        levels = files.tensor("weight.nested_quant_map", ("F32",), [(256,)])
+        names += [outer.name, levels.name]
+
+        def values() -> np.ndarray:
+            assert files.checkpoint is not None
+            table, steps = files.checkpoint.read(levels.name), files.checkpoint.read(outer.name)
+            fine = table[files.checkpoint.read(flat.name)]
+            return fine * np.repeat(steps, coarse)[:count] + np.float32(offset)
+
+    def read(box: Box, grid: tuple[int, int]) -> np.ndarray:
+        found = values().reshape(grid)[box]
+        if not np.isfinite(found).all() or (found < 0).any():
+            raise Malformed(f"{files.where(flat)}: scales must be finite and not negative")
+        return found
+
+    return lambda grid: LazyArray(
+        grid,
+        np.dtype(np.float32),
+        lambda box, _: read(box, grid),
+        AT_ONCE,
+        file=flat.file.name,
+        tensors=tuple(names),
+    )

@@ -1,0 +1,154 @@
+"""Loading into quantised kernels: those that the checkpoint has, or floats that become codes while they are read."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from nnxmoe.config.printable import plain
+from nnxmoe.convert.core.dtypes import natural_dtype
+from nnxmoe.convert.core.lazy_array import Box, Empty, Encoded, LazyArray, LazyArrays, sizes
+from nnxmoe.convert.hf.layout import layout
+from nnxmoe.convert.hf.raw import CHUNK_BYTES
+from nnxmoe.layers.codes import STORED, Codes
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.quantization.kernels import Place, exchange, places
+from nnxmoe.quantization.methods import Error, Method, Mixed, codes_for, encode, scales
+from nnxmoe.quantization.quantize import method_for
+from nnxmoe.storage.errors import CheckpointError
+
+
+def keep(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
+    """Make kernels of an abstract model quantised where the checkpoint has codes; the arrays to load it from.
+
+    Raises CheckpointError if the codes that one kernel would hold differ in kind, tile or zero points.
+    """
+    found = dict(arrays)
+    for place, names in _names(model, arrays):
+        kept = {name: one for name in names if name in arrays and (one := arrays[name].encoded) is not None}
+        if not kept:
+            continue
+        (first, encoded), parts = next(iter(kept.items())), next(iter(kept.values())).parts
+        for name in names:
+            if name not in kept or _form(kept[name]) != _form(encoded):
+                raise CheckpointError(
+                    f"{plain(name)} and {plain(first)} are stored in different ways, and one array would hold both: "
+                    "load the model without keep_quantized, or with Strategy(stacking=Unrolled()) if only layers differ"
+                )
+        for name, each in kept.items():
+            del found[name]
+            found |= {f"{name}.{part}": _checked(array, part, each.codes) for part, array in each.parts.items()}
+        exchange(
+            place,
+            encoded.codes,
+            model.strategy,
+            scale=parts["scale"].dtype,
+            zero="zero" in parts,
+            order="order" in parts,
+        )
+    model.label()
+    return found
+
+
+def quantize_on_reading(
+    model: CausalLM, arrays: LazyArrays, method: Method | Mixed, dtype: np.dtype | None
+) -> tuple[dict[str, LazyArray], Error]:
+    """Make kernels of an abstract model quantised by a method; the arrays to load it from, whose codes are computed
+    when they are read, and the error, which grows meanwhile. ``dtype``: of the scales, None: of the weights."""
+    found, error = dict(arrays), Error()
+    for place, names in _names(model, arrays):
+        one = method_for(method, place)
+        stored = [arrays[name] for name in names if name in arrays and arrays[name].fault is None]
+        if one is None or len(stored) < len(names):  # what is missing or faulty is refused when the model is filled
+            continue
+        if any(len(array.shape) != 2 for array in stored):
+            raise CheckpointError(
+                f"{plain(names[0])} does not have two dimensions and cannot be quantised while it is read: load the "
+                "model as floats and call nnxmoe.quantize"
+            )
+        kind = dtype or natural_dtype(stored)
+        codes = codes_for(one, kind)
+        exchange(place, codes, model.strategy, scale=kind)
+        for name, array in zip(names, stored, strict=True):
+            del found[name]
+            found |= _OnReading(name, array, one, codes, kind, error).arrays()
+    model.label()
+    return found, error
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnReading:
+    """Computes codes and scales of a float array ``[O, I]`` from its rows; both read them."""
+
+    name: str
+    array: LazyArray
+    method: Method
+    kind: Codes
+    dtype: np.dtype
+    error: Error
+
+    def arrays(self) -> dict[str, LazyArray]:
+        """The codes and scales."""
+        outs, ins = self.array.shape
+        common: dict[str, Any] = {"file": self.array.file, "tensors": self.array.tensors or (self.name,)}
+        codes, stored = self.kind, STORED[self.kind.kind]
+        return {
+            f"{self.name}.codes": LazyArray(codes.stored(outs, ins), stored, self.codes, CHUNK_BYTES // 8, **common),
+            f"{self.name}.scale": LazyArray(
+                codes.grid(outs, ins), self.dtype, self.scale, CHUNK_BYTES // 256, **common
+            ),
+        }
+
+    def _rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Weights and scales of rows that begin with a tile and end with one."""
+        box = slice(first, min(last, self.array.shape[0])), slice(0, self.array.shape[1])
+        rows = self.array.read_box(box, np.empty)
+        try:
+            return rows, scales(self.method, rows, self.dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{plain(self.name)}: {error}") from None
+
+    def codes(self, box: Box, empty: Empty) -> np.ndarray:
+        """A box of the codes."""
+        tile = min(self.kind.tile[0], self.array.shape[0])
+        first = box[0].start // tile * tile
+        rows, scale = self._rows(first, -(-box[0].stop // tile) * tile)
+        found = encode(self.kind, rows, scale)
+        part = slice(box[0].start - first, box[0].stop - first)
+        self.error.add(rows[part], self.kind.decode(found, scale, None, slice(0, len(found)))[part])
+        return found[part, box[1]]
+
+    def scale(self, box: Box, empty: Empty) -> np.ndarray:
+        """A box of the scales."""
+        tile = min(self.kind.tile[0], self.array.shape[0])
+        return self._rows(box[0].start * tile, box[0].stop * tile)[1][:, box[1]].reshape(sizes(box))
+
+
+def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[Place, list[str]]]:
+    """The kernels that may be quantised, and the names of the arrays of each, as they are in the checkpoint."""
+    names: dict[Any, list[str]] = {}
+    for name, leaf in layout(model, arrays).items():
+        for part in leaf.parts:
+            of_kernel = names.setdefault(part.parameter.path, [])
+            if name not in of_kernel:
+                of_kernel.append(name)
+    return [(place, names[place.path]) for place in places(model)]
+
+
+def _form(encoded: Encoded) -> Any:
+    """What all weights in one array have in common."""
+    return encoded.codes, {part: array.dtype for part, array in encoded.parts.items()}
+
+
+def _checked(array: LazyArray, part: str, codes: Codes) -> LazyArray:
+    """FP8 codes without NaN, which products on CPUs take for a number."""
+    if part != "codes" or codes.kind != "fp8":
+        return array
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        found = array.read_box(box, empty)
+        if ((found & 127) == 127).any():
+            raise CheckpointError(f"{', '.join(array.tensors)} in {array.file} has NaN: load it without keep_quantized")
+        return found
+
+    return dataclasses.replace(array, read_box=read)

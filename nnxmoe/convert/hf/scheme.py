@@ -1,0 +1,190 @@
+"""``quantization_config``: which tool quantised a checkpoint, and with which settings."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nnxmoe.config.printable import short
+from nnxmoe.storage.errors import CheckpointError
+
+METHODS = {
+    "fp8": "FP8 in blocks, as DeepSeek-V3, or per tensor",
+    "compressed-tensors": "its formats float-quantized, int-quantized and pack-quantized",
+    "awq": "version gemm, 4 bits",
+    "gptq": "4 or 8 bits",
+    "bitsandbytes": "4 bits, NF4",
+}
+_FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized", "mixed-precision", "dense")
+
+
+class Malformed(CheckpointError):
+    """Raised for one tensor that is stored wrongly; loading lists all of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """The settings. ``method``: a key of `METHODS`; empty without quantization. ``where``: the file, for messages."""
+
+    method: str
+    fields: Mapping[str, Any]
+    where: str
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], where: str) -> "Scheme":
+        """From a parsed config.json. Raises CheckpointError for what cannot be read."""
+        fields, where = config.get("quantization_config"), f"{where}: quantization_config"
+        if fields is None:
+            return cls("", {}, where)
+        if not isinstance(fields, Mapping):
+            raise CheckpointError(f"{where} must be an object, got {short(fields)}")
+        method = fields.get("quant_method")
+        if not isinstance(method, str) or method not in METHODS:
+            known = "; ".join(f"{name!r} ({what})" for name, what in METHODS.items())
+            raise CheckpointError(f"{where}: method {short(method)} is not supported; supported: {known}")
+        made = cls(method, fields, where)
+        _CHECKS[method](made)
+        return made
+
+    def check_use(self, count: int) -> None:
+        """Raises CheckpointError if the settings are for quantised weights and there are none."""
+        blocks = self.method == "fp8" and self.block() is not None
+        if self.method and not count and not blocks and self.fields.get("format") != "dense":
+            lacks = " without weight_block_size" if self.method == "fp8" else ""
+            raise CheckpointError(
+                f"{self.where} says quant_method {self.method!r}{lacks}, but no tensor holds quantised weights: check "
+                "that config.json belongs to these files, or remove the field"
+            )
+
+    def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
+        """A field that must have one of some values. Raises CheckpointError."""
+        value = self.fields.get(name, default)
+        same = value.lower() if isinstance(value, str) else value
+        if same not in allowed or isinstance(value, bool) != isinstance(default, bool):
+            shown = ", ".join(map(repr, allowed))
+            raise CheckpointError(f"{self.where}: {name} {short(value)} is not supported; supported: {shown}")
+        return same
+
+    def group_size(self) -> int | None:
+        """The size of a group of inputs; None: all of them."""
+        value = self.fields.get("group_size", 128)
+        if type(value) is not int or (value < 1 and value != -1):
+            raise CheckpointError(f"{self.where}: group_size must be a positive integer or -1, got {short(value)}")
+        return None if value == -1 else value
+
+    def block(self) -> tuple[int, int] | None:
+        """DeepSeek's ``weight_block_size``; None if it is absent."""
+        return self._pair("weight_block_size", self.fields.get("weight_block_size"))
+
+    def _pair(self, name: str, value: Any) -> tuple[int, int] | None:
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in value):
+            raise CheckpointError(f"{self.where}: {name} must be two positive integers, got {short(value)}")
+        return value[0], value[1]
+
+    def weights(self, module: str) -> "Weights | None":
+        """The settings of compressed-tensors for the weight of a module; None if no group names it."""
+        groups, found = self.fields.get("config_groups"), list[tuple[int, Mapping[str, Any]]]()
+        for group in groups.values() if isinstance(groups, Mapping) else ():
+            found += [(_nearness(target, module), group["weights"]) for target in group["targets"]]
+        best = max(found, key=lambda pair: pair[0], default=(0, {}))
+        return Weights.of(best[1], self) if best[0] else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Settings of compressed-tensors for some weights. ``size``: of a group of inputs; ``block``: rows and columns."""
+
+    bits: int
+    strategy: str
+    size: int | None
+    block: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], scheme: Scheme) -> "Weights":
+        """From ``config_groups.*.weights``. Raises CheckpointError for what is not supported."""
+        bits, strategy, size = (fields.get(name) for name in ("num_bits", "strategy", "group_size"))
+        where = f"{scheme.where}: config_groups"
+        if type(bits) is not int or bits not in (4, 8):
+            raise CheckpointError(f"{where}: num_bits {short(bits)} is not supported; supported: 4, 8")
+        strategy = strategy or ("group" if size else "channel")
+        if strategy not in ("tensor", "channel", "group", "block"):
+            raise CheckpointError(
+                f"{where}: strategy {short(strategy)} is not supported; supported: tensor, channel, group, block"
+            )
+        if strategy == "group" and (type(size) is not int or size < 1):
+            raise CheckpointError(f"{where}: group_size must be a positive integer, got {short(size)}")
+        block = fields.get("block_structure")
+        if isinstance(block, str) and re.fullmatch("[0-9]{1,9}x[0-9]{1,9}", block):
+            block = [int(n) for n in block.split("x")]
+        if strategy == "block" and block is None:
+            raise CheckpointError(f"{where}: strategy 'block' needs block_structure")
+        return cls(bits, strategy, size, scheme._pair("block_structure", block) if strategy == "block" else None)
+
+
+def _nearness(target: str, module: str) -> int:
+    """How closely a target names a module: 3 by its name, 2 by an expression, 1 by its class, 0 not at all."""
+    if target == module:
+        return 3
+    if target.startswith("re:"):
+        return 2 if re.match(target[3:], module) else 0
+    return int(target == "Linear")
+
+
+def _check_fp8(scheme: Scheme) -> None:
+    scheme.one_of("fmt", ("e4m3",), "e4m3")
+    scheme.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+    if "weight_block_size" in scheme.fields and scheme.block() is None:
+        raise CheckpointError(f"{scheme.where}: weight_block_size must be two positive integers, got null")
+
+
+def _check_compressed(scheme: Scheme) -> None:
+    scheme.one_of("format", _FORMATS, "dense")
+    groups = scheme.fields.get("config_groups")
+    if not isinstance(groups, Mapping):
+        raise CheckpointError(f"{scheme.where}: config_groups must be an object, got {short(groups)}")
+    for name, group in groups.items():
+        where = f"{scheme.where}: config_groups: {short(name)}"
+        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+            raise CheckpointError(f"{where} needs an object 'weights'")
+        targets = group.get("targets")
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+            raise CheckpointError(f"{where}: targets must be a list of strings, got {short(targets)}")
+        for target in targets:
+            try:
+                re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+            except re.error as error:
+                raise CheckpointError(f"{where}: target {short(target)} is no regular expression: {error}") from None
+        if group.get("format") is not None and group["format"] not in _FORMATS:
+            raise CheckpointError(
+                f"{where}: format {short(group['format'])} is not supported; supported: {', '.join(_FORMATS)}"
+            )
+        Weights.of(group["weights"], scheme)
+
+
+def _check_awq(scheme: Scheme) -> None:
+    scheme.one_of("version", ("gemm",), "gemm")
+    scheme.one_of("bits", (4,), 4)
+    scheme.group_size()
+
+
+def _check_gptq(scheme: Scheme) -> None:
+    scheme.one_of("bits", (4, 8), 4)
+    scheme.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    scheme.group_size()
+
+
+def _check_bitsandbytes(scheme: Scheme) -> None:
+    for load, allowed in (("load_in_8bit", False), ("_load_in_8bit", False)):
+        scheme.one_of(load, (allowed,), allowed)
+    scheme.one_of("bnb_4bit_quant_type", ("nf4",), "nf4")
+
+
+_CHECKS = {
+    "fp8": _check_fp8,
+    "compressed-tensors": _check_compressed,
+    "awq": _check_awq,
+    "gptq": _check_gptq,
+    "bitsandbytes": _check_bitsandbytes,
+}
