@@ -205,6 +205,20 @@ else:
     print("transformers and torch are not installed here")
 
 # %% [markdown]
+# ## On four bits
+#
+# [QLoRA](https://arxiv.org/abs/2305.14314) puts the same adapters on a base whose weights are int4 codes, with a scale
+# for every 16 of them. Only the adapters are trained; merging them gives floats.
+
+# %%
+base = nnxmoe.from_pretrained(DEMO, strategy=strategy, quantize=nnxmoe.Int4(group=16))
+print({kind: f"{size / 1e3:.0f} kB" for kind, size in base.load_report.weights.items()})
+train.lora.add(base, rank=8, rngs=nnx.Rngs(0))
+again = train.batches(DATA, tokenizer, batch_size=8, seq_len=128, seed=0)
+on_codes = train.fit(base, again, optimizer=run["optimizer"], steps=80)
+print(f"trained on int4: {exam(on_codes.model)[0]:.0%} right")
+
+# %% [markdown]
 # ## The same from the command line
 #
 # ```

@@ -144,11 +144,11 @@ def test_both_orientations_give_the_same_products() -> None:
 
 
 def test_only_layers_access_kernel_arrays() -> None:
-    """No other file accesses kernel values, except the one that merges adapters."""
+    """No other file accesses kernel values, except those that merge adapters and that round kernels to codes."""
     import pathlib
     import re
 
     raw = re.compile(r"\b(kernel|gate|up|down)(\[\.\.\.\]|\.(get_value|set_value|value)\b)")
     root = pathlib.Path(nnxmoe.__file__).parent
     found = {str(p.relative_to(root)) for p in root.rglob("*.py") if raw.search(p.read_text(encoding="utf-8"))}
-    assert found <= {"train/lora/merge.py"}
+    assert found <= {"train/lora/merge.py", "quantization/quantize.py"}

@@ -18,6 +18,7 @@ from nnxmoe.kernels.tokamax import Tokamax
 from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.cache import Slots
 from tests.support.arrays import max_error
+from tests.support.codes import INS, random_kernel
 from tests.support.grouped import GROUPS, problem, product_and_gradients
 from tests.support.running import PART_TOLERANCE
 from tests.support.tiny import build_tiny, random_tokens
@@ -223,3 +224,20 @@ def test_invalid_arguments_of_attention_kernels() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("form", ["int8 channel", "int4 groups", "int4 bfloat16", "fp8 blocks", "nf4"])
+def test_tokamax_computes_from_codes(form: str) -> None:
+    """Experts' codes, with zero points, an order of the inputs, tiles of several outputs, and gradients of the rows."""
+    sizes = jnp.asarray([3, 0, 5])
+    kernel = random_kernel(form, experts=3, zero=form == "int4 groups", order=form == "int8 channel")
+    rows = jnp.asarray(np.random.default_rng(0).standard_normal((9, INS)), jnp.float32)
+
+    def run(matmul: Any, kernel: Any) -> Any:
+        loss = lambda rows: jnp.sum(jnp.sin(matmul(rows, kernel, sizes)))  # noqa: E731
+        return jax.jit(lambda rows: (matmul(rows, kernel, sizes), jax.grad(loss)(rows)))(rows)
+
+    for ours, wanted in zip(run(Tokamax(), kernel), run(nnxmoe.Masked(), kernel.dense()), strict=True):
+        limit = 1e-4 if kernel.kind.rounded is None else 5e-3  # qwix does not round weights to the tool's dtype
+        assert max_error(ours, wanted) < limit * float(jnp.abs(wanted).max())

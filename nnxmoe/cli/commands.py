@@ -42,11 +42,20 @@ def _load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
         say("%s is an adapter of %s", adapter, base)
     hub = {"revision": options.revision, "local_files_only": options.local_files_only}
     tokenizer = nnxmoe.Tokenizer.from_pretrained(path, **hub)
-    model = nnxmoe.from_pretrained(path, dtype=options.dtype, **hub)
+    method = _method(options)
+    kept = {"quantize": None if adapter else method, "keep_quantized": options.keep_quantized}
+    model = nnxmoe.from_pretrained(path, dtype=options.dtype, **hub, **kept)
     say("%s", model.load_report)
     if adapter is not None:
-        lora.merge_from(model, adapter)
+        lora.merge_from(model, adapter, quantize=method)
     return model, tokenizer
+
+
+def _method(options: argparse.Namespace) -> Any:
+    """What ``--quantize`` asks for."""
+    from nnxmoe.quantization.methods import parse
+
+    return parse(options.quantize) if options.quantize else None
 
 
 def _sampling(options: argparse.Namespace) -> nnxmoe.Sampling:
@@ -132,23 +141,34 @@ def inspect(options: argparse.Namespace) -> None:
     from nnxmoe.model.strategy import Strategy
     from nnxmoe.runtime.memory import memory_bytes
 
-    s = summarise(_path(options.model), options.dtype, options.revision, options.local_files_only)
-    spread = _spread(s.config, s.weight_dtype, options.mesh) if options.mesh else []
+    method = _method(options)
+    if method is not None and options.keep_quantized:
+        raise ValueError("--quantize and --keep-quantized exclude each other")
+    hub = options.revision, options.local_files_only
+    s = summarise(_path(options.model), options.dtype, *hub, method, options.keep_quantized)
+    if options.mesh and options.keep_quantized:
+        raise ValueError("--mesh shows how floats or weights of --quantize are sharded: leave --keep-quantized out")
+    spread = _spread(s.config, s.weight_dtype, options.mesh, method) if options.mesh else []
     context = options.context or min(s.config.max_position_embeddings, 4096)
     need, (have, where) = s.needed(options.batch, context), memory_bytes()
-    active = s.active * s.weight_bytes / s.parameters
     print(
         f"{s.source}: {s.config.model_type} of {_count(s.parameters)} parameters, {_count(s.active)} active per token"
     )
     print(f"memory      {'fits' if need <= have else 'does not fit'}: {_bytes(need)} of {_bytes(have)} ({where})")
     print(
-        f"            {_bytes(s.weight_bytes)} of weights in {s.weight_dtype}, "
+        f"            {_bytes(s.weight_bytes)} of weights in {' and '.join(s.weights)}, "
         f"{_bytes(need - s.weight_bytes)} of cache "
         f"for batch {options.batch}, {context} tokens"
     )
     print(
-        f"per token   {_bytes(active)} of weights are read at batch 1, and {_count(2 * s.active)} operations are made"
+        f"per token   {_bytes(s.active_bytes)} of weights are read at batch 1, "
+        f"and {_count(2 * s.active)} operations are made"
     )
+    buffers = options.batch * context * s.buffer_token
+    room = ", ".join(f"{size} GB {'yes' if need + buffers <= size * 1e9 else 'no'}" for size in (24, 48, 80, 141))
+    print(f"one GPU     {room}; with about {_bytes(buffers)} of buffers for a prompt of that length")
+    if len(s.weights) > 1:
+        print("weights     " + ", ".join(f"{kind} {_bytes(size)}" for kind, size in s.weights.items()))
     if s.published:
         print(f"published   {s.published}")
     print(f"parameters  {s.parameters:>20,}")
@@ -183,11 +203,11 @@ def inspect(options: argparse.Namespace) -> None:
         )
 
 
-def _spread(config: Any, dtype: str, mesh: Any) -> list[str]:
+def _spread(config: Any, dtype: str, mesh: Any, method: Any) -> list[str]:
     """One line a parameter: how many there are, of what shape, bytes of them on one device, and what splits them."""
     from nnxmoe.cli.inspect import spread
 
-    parts = spread(config, dtype, mesh)
+    parts = spread(config, dtype, mesh, quantize=method)
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     lines = [f"mesh        {axes or 'one device'}"]
     for part in parts:
@@ -215,6 +235,7 @@ def convert(options: argparse.Namespace) -> None:
         mesh=_on(options.mesh),
         config=options.config,
         verify=options.verify,
+        quantize=_method(options),
         change=None if options.adapter is None else lambda model: lora.merge_from(model, options.adapter),
     )
     if jax.process_index() == 0:

@@ -22,11 +22,17 @@ from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.hf.layout import judge, layout, refuse_unjustified
 from nnxmoe.convert.hf.pretrained import untied
+from nnxmoe.convert.hf.quantize import keep
 from nnxmoe.convert.hf.side_files import check_generation, parse_config
 from nnxmoe.convert.hf.source import stored
+from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import HUB_IDS, PRESETS, model_class, preset
 from nnxmoe.moe.router import RouterBias
+from nnxmoe.quantization.kernels import exchange, places, quantized_weights
+from nnxmoe.quantization.methods import Method, Mixed, codes_for
+from nnxmoe.quantization.quantize import method_for
 from nnxmoe.storage.checkpoint import Checkpoint, hub_headers
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.hub import local_folder
@@ -36,7 +42,9 @@ from nnxmoe.storage.source import find_config, has_weights
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Sizes of a model. ``parts``: parameters by kind. ``stored``: bytes in the files by dtype, empty without files.
+    """Sizes of a model. ``parts``: parameters by kind. ``stored``: bytes in the files by dtype or kind of code, empty
+    without files; ``weights``: bytes in memory, likewise. ``active_bytes``: of the weights that one token reads.
+    ``buffer_token``: an estimate of the bytes of activations per token of a prompt.
 
     ``skipped``: rule -> names of tensors that are left out on purpose. ``published``: the hub id of a preset, and how
     its files differ from what is loaded. ``cache_token``: cache bytes per token and row; ``cache_slots``: the most
@@ -49,7 +57,9 @@ class Summary:
     parts: dict[str, int]
     active: int
     weight_dtype: str
-    weight_bytes: int
+    weights: dict[str, int]
+    active_bytes: int
+    buffer_token: int
     stored: dict[str, int]
     cache_token: int
     cache_slots: int | None
@@ -63,6 +73,11 @@ class Summary:
     def parameters(self) -> int:
         """Number of parameters."""
         return sum(self.parts.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        return sum(self.weights.values())
 
     def cache_bytes(self, batch: int, context: int) -> int:
         """Cache size in bytes for ``batch`` rows of ``context`` tokens."""
@@ -79,9 +94,11 @@ def summarise(
     dtype: str | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
+    quantize: Method | Mixed | None = None,
+    keep_quantized: bool = False,
 ) -> Summary:
     """Sizes of the model in a folder (weights optional), or of a hub id or preset. Weights are neither read nor built,
-    and the tensors are judged as a load would judge them."""
+    and the tensors are judged as a load would judge them. ``quantize``, ``keep_quantized``: see `from_pretrained`."""
     config, arrays = _find(name, revision, local_files_only)
     if arrays:
         refuse_unjustified(config, arrays, f"{name}/config.json")
@@ -95,7 +112,8 @@ def summarise(
         size = math.prod(parameter.shape)
         parts[_part(parameter.key)] += size
         active += size * (config.experts_per_token / parameter.experts if parameter.experts else 1.0)
-    model.dtype = jnp.dtype(kept)
+    model.dtype, buffer = jnp.dtype(kept), _buffer(model, config) * jnp.dtype(kept).itemsize
+    weights, active_bytes = _in_memory(model, config, jnp.dtype(kept), arrays, quantize, keep_quantized)
     token, slots = _cache(model, config)
     return Summary(
         str(name),
@@ -103,7 +121,9 @@ def summarise(
         dict(parts),
         round(active),
         kept,
-        parts.total() * jnp.dtype(kept).itemsize,
+        weights,
+        active_bytes,
+        buffer,
         _stored(arrays),
         token,
         slots,
@@ -113,6 +133,43 @@ def summarise(
         report.skipped,
         _published(name),
     )
+
+
+def _in_memory(
+    model: CausalLM,
+    config: DecoderConfig,
+    dtype: np.dtype,
+    arrays: LazyArrays,
+    quantize: Method | Mixed | None,
+    keep_quantized: bool,
+) -> tuple[dict[str, int], int]:
+    """Bytes of the weights by dtype or kind of code, and of those that a token reads; quantises the abstract model."""
+    if keep_quantized:
+        keep(model, arrays)
+    for place in places(model):
+        if (method := method_for(quantize, place)) is not None:
+            exchange(place, codes_for(method, dtype), model.strategy, scale=dtype)
+    model.label()
+    kinds = {place.path: place.weight.kind.kind for place in quantized_weights(model)}
+    size, active = Counter[str](), 0.0
+    for parameter in parameters(model, codes=True):
+        kind = parameter.variable.dtype if isinstance(parameter.variable, QuantizedArray) else dtype
+        count = math.prod(parameter.shape) * jnp.dtype(kind).itemsize
+        size[kinds.get(parameter.path[:-1], str(dtype))] += count
+        active += count * (config.experts_per_token / parameter.experts if parameter.experts else 1.0)
+    return dict(size.most_common()), round(active)
+
+
+def _buffer(model: CausalLM, config: DecoderConfig) -> int:
+    """Numbers that are alive at once per token in the largest layer: inputs and outputs of its linear maps."""
+    attention, feed_forward = Counter[Any](), Counter[Any]()
+    for place in places(model):
+        kernel, layer = place.weight, place.path[:4]
+        count = math.prod(kernel.outs) + math.prod(kernel.ins) * (place.experts or ".attention." not in place.key)
+        (attention if ".attention." in place.key else feed_forward)[layer] += count * (
+            config.experts_per_token if place.experts else 1
+        )
+    return max((*attention.values(), *feed_forward.values())) + 2 * config.hidden_size
 
 
 def _published(name: str | os.PathLike[str]) -> str:
@@ -133,17 +190,24 @@ class Spread:
     device_bytes: int
 
 
-def spread(config: DecoderConfig, dtype: str, mesh: AnyMesh, rules: Rules = RULES) -> list[Spread]:
+def spread(
+    config: DecoderConfig, dtype: str, mesh: AnyMesh, rules: Rules = RULES, quantize: Method | Mixed | None = None
+) -> list[Spread]:
     """The sharding of a model on a mesh. Raises ValueError for a parameter that the rules cannot split."""
-    model = model_class(config)(config, rngs=None)
+    model = model_class(config)(config, Strategy(rules=rules), rngs=None)
+    for place in places(model):
+        if (method := method_for(quantize, place)) is not None:
+            exchange(place, codes_for(method, dtype), model.strategy, scale=jnp.dtype(dtype), mesh=mesh)
+    model.label()
     found: dict[tuple[str, tuple[int, ...]], Spread] = {}
-    for parameter in parameters(model):
+    for parameter in parameters(model, codes=True):
         key, shape = parameter.key, parameter.shape
         try:
             spec = partition_spec(parameter.axes, shape, mesh, rules)
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from None
-        item = 4 if isinstance(parameter.variable, RouterBias) else jnp.dtype(dtype).itemsize
+        fixed = isinstance(parameter.variable, RouterBias | QuantizedArray)
+        item = jnp.dtype(parameter.variable.dtype if fixed else dtype).itemsize
         size = math.prod(NamedSharding(mesh, spec).shard_shape(shape)) * item
         one = found.setdefault((key, shape), Spread(key, 0, shape, spec, 0))
         found[key, shape] = dataclasses.replace(one, count=one.count + 1, device_bytes=one.device_bytes + size)
@@ -161,7 +225,7 @@ def _find(
         if not has_weights(folder):
             return _checked(find_config(folder), {}, where)
         with Checkpoint.open(folder) as checkpoint:
-            checked = _checked(checkpoint.config, checkpoint.tensors, where)
+            checked = _checked(checkpoint.config, checkpoint.tensors, where, checkpoint)
             generation = str(checkpoint.folder / "generation_config.json")
             check_generation(checkpoint.generation_config, checked[0], generation)
             return checked
@@ -174,12 +238,12 @@ def _find(
 
 
 def _checked(
-    fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str
+    fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str, checkpoint: Checkpoint | None = None
 ) -> tuple[DecoderConfig, LazyArrays]:
     """The config as a load would have it, and the tensors; CheckpointError if their quantization is not supported."""
     config = parse_config(fields, where)
     tied = config.tie_word_embeddings and not untied(config, tensors)
-    return dataclasses.replace(config, tie_word_embeddings=tied), stored(tensors, fields, where, None)
+    return dataclasses.replace(config, tie_word_embeddings=tied), stored(tensors, fields, where, checkpoint)
 
 
 def _part(key: str) -> str:
@@ -197,14 +261,16 @@ def _common_dtype(arrays: LazyArrays, config: DecoderConfig) -> str:
     """The dtype that a load would give most weights: the stored one, FP8 as bfloat16; the config's without files."""
     size = Counter[np.dtype]()
     for array in arrays.values():
-        size[natural_dtype([array.kind]) if array.stored else array.kind] += math.prod(array.shape)
+        size[natural_dtype([array]) if array.encoded else array.dtype] += math.prod(array.shape)
     return str(size.most_common(1)[0][0]) if size else config.dtype or "float32"
 
 
 def _stored(arrays: LazyArrays) -> dict[str, int]:
     size = Counter[str]()
     for array in arrays.values():
-        size[dtype_code(array.kind)] += array.nbytes
+        parts = [array] if array.encoded is None else array.encoded.parts.values()
+        kind = dtype_code(array.dtype) if array.encoded is None else array.kind
+        size[kind] += sum(part.nbytes for part in parts)
     return dict(size.most_common())
 
 

@@ -91,11 +91,13 @@ def _parser() -> argparse.ArgumentParser:
     prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")
     prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="the same")
     _adapter_option(generate)
+    _keep_option(generate)
     _sampling_options(generate, 64)
 
     chat = command("chat", commands.chat, "Chat with a model. /clear starts over, /exit ends.", "nnxmoe chat demo")
     _model_options(chat)
     _adapter_option(chat)
+    _keep_option(chat)
     chat.add_argument("--system", help="a system message at the start of the conversation")
     _sampling_options(chat, 256)
 
@@ -118,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    _keep_option(parser)
     parser.add_argument("--batch", type=_count, default=1, metavar="B", help="rows in the cache (default 1)")
     parser.add_argument("--fields", action="store_true", help="also print every field of config.json, and the strategy")
     parser.add_argument("--context", type=_count, metavar="T", help="tokens in the cache (default: 4096 at most)")
@@ -144,6 +147,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FOLDER", help="a folder with config.json, or a preset: MaxText does not store the config"
     )
     _adapter_option(parser)
+    _quantize_option(parser)
     parser.add_argument("--verify", action="store_true", help="read the result back and compare arrays and logits")
 
 
@@ -160,6 +164,7 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora", type=_count, metavar="RANK", help="train LoRA adapters of this rank (default: train all parameters)"
     )
+    _keep_option(parser)
     parser.add_argument(
         "--adapter-only", action="store_true", help="write the adapter in peft's format instead of the merged model"
     )
@@ -186,6 +191,22 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="S", help="the same seed gives the same order of the data"
     )
     parser.add_argument("--mesh", type=_mesh, metavar="AXES", help="shard over devices, such as fsdp=4,expert=2")
+
+
+def _quantize_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quantize",
+        type=_quantization,
+        metavar="METHOD",
+        help="round weights to int8, int4 (int4:32: groups of 32), fp8, or experts=int4,others=int8; lossy",
+    )
+
+
+def _keep_option(parser: argparse.ArgumentParser) -> None:
+    _quantize_option(parser)
+    parser.add_argument(
+        "--keep-quantized", action="store_true", help="keep the checkpoint's FP8, int8, int4 or NF4 codes in memory"
+    )
 
 
 def _adapter_option(parser: argparse.ArgumentParser) -> None:
@@ -235,6 +256,16 @@ def _sampling_options(parser: argparse.ArgumentParser, tokens: int) -> None:
         "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: discourages repetition"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="the same seed gives the same text")
+
+
+def _quantization(text: str) -> str:
+    from nnxmoe.quantization.methods import parse
+
+    try:
+        parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _count(text: str) -> int:

@@ -22,6 +22,7 @@ from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import Remat, Scanned
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.quantization.methods import parse
 from nnxmoe.runtime.progress import say
 from nnxmoe.storage.atomic_dir import refuse_unless_empty
 from nnxmoe.storage.errors import CheckpointError
@@ -51,7 +52,8 @@ class Finetune:
     the rank) scales them by ``alpha / rank``; None trains all parameters. ``steps`` in total, or ``epochs``; 200 steps
     by default. ``learning_rate`` defaults to 2e-4 for adapters and 2e-5 for all parameters; it is reached after
     ``warmup`` steps (default: a tenth, 100 at most) and decays to a tenth along a cosine. ``accumulate`` splits each
-    batch into that many parts, for less memory.
+    batch into that many parts, for less memory. ``quantize`` (such as ``int4``, see `quantization.methods.parse`) or
+    ``keep_quantized`` train adapters on quantised kernels (QLoRA, Dettmers et al. 2023); merging makes them floats.
     """
 
     model: str
@@ -70,6 +72,8 @@ class Finetune:
     adapter_only: bool = False
     dtype: str | None = None
     revision: str | None = None
+    quantize: str | None = None
+    keep_quantized: bool = False
 
     def __post_init__(self) -> None:
         if self.adapter_only and self.lora is None:
@@ -78,6 +82,8 @@ class Finetune:
             raise ValueError(f"learning_rate={self.learning_rate}: it must be between 0 and 1")
         if self.lora_alpha is not None and self.lora is None:
             raise ValueError("lora_alpha scales adapters, but lora is not set: pass its rank (--lora 16)")
+        if (self.quantize or self.keep_quantized) and self.lora is None:
+            raise ValueError("quantised weights cannot be trained, but lora is not set: pass its rank (--lora 16)")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs}: pass one of them")
         if self.steps is None and self.epochs is None:
@@ -123,7 +129,9 @@ def finetune(
     for each in filter(None, (documents, held)):
         each.check()
     assert documents is not None
-    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), **hub)
+    method = parse(task.quantize) if task.quantize else None
+    codes: dict[str, Any] = {"quantize": method, "keep_quantized": task.keep_quantized}
+    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), **hub, **codes)
     say("%s", model.load_report)
     length = min(task.seq_len, model.config.max_position_embeddings)
     if length < task.seq_len:

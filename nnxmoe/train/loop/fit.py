@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from nnxmoe.config.validate import is_positive
 from nnxmoe.layers.lora import LoRAParam
+from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.decoder import Decoder
 from nnxmoe.moe.block import MoE
@@ -116,7 +117,13 @@ def fit(
         )
     model = model if mesh is None else on_mesh(model, mesh)
     if trainable is None:
-        trainable = LoRAParam if jax.tree.leaves(nnx.state(model, LoRAParam)) else nnx.Param
+        adapted = bool(jax.tree.leaves(nnx.state(model, LoRAParam)))
+        if not adapted and jax.tree.leaves(nnx.state(model, QuantizedArray)):
+            raise ValueError(
+                "the model's kernels are quantised and cannot be trained: add adapters (train.lora.add), name what to "
+                "train (trainable=…), or make them floats (nnxmoe.dequantize)"
+            )
+        trainable = LoRAParam if adapted else nnx.Param
     step = Step(model, optimizer, objective, trainable=trainable, accumulate=accumulate, bias_rate=bias_rate)
     _refuse_beyond_memory(step)
     kept = contextlib.nullcontext() if checkpoint is None else Checkpoints(checkpoint, keep, save_every)

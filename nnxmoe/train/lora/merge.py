@@ -11,9 +11,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.lora import Kept, LoRA, LoRAParam
+from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.layers.xla_cpu import as_bits, from_bits
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
+from nnxmoe.quantization.kernels import places, quantized_weights, restored
+from nnxmoe.quantization.methods import Method, Mixed
+from nnxmoe.quantization.quantize import round_to_codes
 from nnxmoe.train.lora.peft import load
 from nnxmoe.train.lora.slots import slots, unmerged
 
@@ -21,31 +26,42 @@ from nnxmoe.train.lora.slots import slots, unmerged
 class Merged(nnx.Module):
     """A merged adapter with the original kernels."""
 
-    def __init__(self, adapter: LoRA, base: Sequence[nnx.Variable]):
+    def __init__(self, adapter: LoRA, base: Sequence[KernelParam | QuantizedWeight]):
         self.a = _kept(adapter.a)
         self.b = _kept(adapter.b)
         self.alpha = adapter.alpha
-        self.base = nnx.List([_kept(kernel) for kernel in base])
+        self.base = nnx.List([_kept_kernel(kernel) for kernel in base])
 
 
 def _kept(variable: nnx.Variable) -> Kept:
     return Kept(variable.get_value(), **_labels(variable))
 
 
+def _kept_kernel(kernel: KernelParam | QuantizedWeight) -> Kept | QuantizedWeight:
+    if isinstance(kernel, QuantizedWeight):
+        return kernel.holding({name: _kept(variable) for name, variable in kernel.arrays.items()})
+    return _kept(kernel)
+
+
 def _labels(variable: nnx.Variable) -> dict[str, Any]:
     meta = variable.get_metadata()
-    return {"axes": meta["axes"], "inputs": meta["inputs"], "eager_sharding": False}
+    return {"axes": meta["axes"], "inputs": meta.get("inputs"), "eager_sharding": False}
 
 
-def merge(model: CausalLM, *, keep: bool = True) -> None:
+def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None = None) -> None:
     """Add the adapters to the kernels, in place: computed in float32, rounded once to the kernel's dtype.
 
     ``keep`` stores the adapters and the original kernels, at the cost of the kernels' memory, so that `unmerge`
-    restores every bit; without it the merge is final. A merged model is saved like any other.
+    restores every bit; without it the merge is final. A merged model is saved like any other. Quantised kernels become
+    floats in the embedding's dtype; ``quantize`` then rounds all float kernels to codes, which changes numbers.
     """
     refuse_shapes(jax.tree.leaves(nnx.state(model)))
     found = unmerged(model, "merge")
     kept = {slot.place: Merged(adapter, slot.base) for slot in found if (adapter := slot.adapter) and keep}
+    paths = {(*slot.path, name) for slot in found for name in slot.kernels}
+    for place in quantized_weights(model):
+        if place.path in paths:
+            restored(place, model)
     for slot in found:
         adapter = slot.adapter
         assert adapter is not None
@@ -55,13 +71,19 @@ def merge(model: CausalLM, *, keep: bool = True) -> None:
         for kernel, value in zip(slot.base, add(kernels, adapter.a.get_value(), adapter.b.get_value()), strict=True):
             kernel.set_value(value)
         slot.put(None)
+    model.label()
+    if quantize is not None:
+        for place in places(model):
+            if not isinstance(place.weight, QuantizedWeight):
+                round_to_codes(place, quantize, model)
+    model.label()
     model.merged = nnx.data(nnx.Dict(kept)) if keep else None
 
 
-def merge_from(model: CausalLM, folder: str | os.PathLike[str]) -> None:
-    """Load the adapter of a folder and merge it into the model for good, in place."""
+def merge_from(model: CausalLM, folder: str | os.PathLike[str], *, quantize: Method | Mixed | None = None) -> None:
+    """Load the adapter of a folder and merge it into the model for good, in place; ``quantize``: see `merge`."""
     load(model, folder)
-    merge(model, keep=False)
+    merge(model, keep=False, quantize=quantize)
 
 
 def without(model: CausalLM) -> CausalLM:
@@ -133,8 +155,13 @@ def unmerge(model: CausalLM) -> None:
     for slot in slots(model):
         if slot.place in model.merged:
             kept = model.merged[slot.place]
-            for kernel, base in zip(slot.base, kept.base, strict=True):
-                kernel.set_value(base.get_value())
+            for name, kernel, base in zip(slot.kernels, slot.base, kept.base, strict=True):
+                if isinstance(base, QuantizedWeight):
+                    arrays = {n: QuantizedArray(v.get_value(), **_labels(v)) for n, v in base.arrays.items()}
+                    setattr(slot.owner, name, nnx.data(base.holding(arrays)))
+                else:
+                    kernel.set_value(base.get_value())
             a, b = (LoRAParam(v.get_value(), **_labels(v)) for v in (kept.a, kept.b))
             slot.put(LoRA(a, b, kept.alpha))
+    model.label()
     model.merged = nnx.static(None)

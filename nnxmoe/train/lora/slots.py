@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from nnxmoe.axes import axes_of
 from nnxmoe.config.printable import plain
 from nnxmoe.convert.core.layout import Path
-from nnxmoe.layers.kernel import KernelParam, kernel_param
+from nnxmoe.layers.kernel import kernel_param
 from nnxmoe.layers.lora import LoRA, LoRAParam
+from nnxmoe.layers.quantized import labels_of
 from nnxmoe.model.causal_lm import CausalLM
 
 
@@ -42,20 +42,20 @@ class Slot:
         setattr(self.owner, self.attribute, nnx.static(None) if adapter is None else nnx.data(adapter))
 
     @property
-    def base(self) -> list[KernelParam]:
-        """The adapted kernels."""
+    def base(self) -> list[Any]:
+        """The adapted kernels: a `KernelParam` or `QuantizedWeight` each."""
         return [getattr(self.owner, name) for name in self.kernels]
 
     @property
     def depth(self) -> int | None:
         """The number of layers of a scanned stack, on the first axis; None for a single layer."""
         kernel = self.base[0]
-        return kernel.shape[0] if kernel.get_metadata()["axes"][0] == "layers" else None
+        return kernel.lead[0] if kernel.logical_axes[0][:1] == ("layers",) else None
 
     def shapes(self, rank: int, alpha: float, dtype: np.dtype) -> LoRA:
         """An adapter without values, with logical axes by which it is sharded like its kernel."""
-        (lead, ins, outs), labels = self.base[0].split(self.base[0].shape), self.base[0].split(axes_of(self.base[0]))
-        lead_axes, in_axes, out_axes = labels
+        kernel = self.base[0]
+        (lead, ins, outs), (lead_axes, in_axes, out_axes) = (kernel.lead, kernel.ins, kernel.outs), kernel.logical_axes
         if len(self.kernels) > 1:
             outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
         # `nnxmoe.train.lora` and `nnxmoe.train.lora.peft` set the values.
@@ -70,8 +70,7 @@ def slots(model: CausalLM) -> list[Slot]:
     found = []
     for path, module in nnx.iter_graph(model.stacks):
         for attribute, kernels in getattr(module, "adapted", {}).items():
-            labels = getattr(module, kernels[0]).get_metadata()
-            key: str = labels["key"]
+            key, labels = labels_of(getattr(module, kernels[0]))
             name = key.removeprefix("layer.").removeprefix("moe.").removesuffix("." + kernels[0])
             name = name if kernels == ("kernel",) else f"{name}.{'_'.join(kernels)}"
             found.append(Slot(name, key, ("stacks", *path), module, attribute, kernels, labels["layer"]))
