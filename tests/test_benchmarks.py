@@ -35,6 +35,7 @@ LOADS = {
 DECODE = {"decode batch 1, tok/s", "decode batch 2, tok/s"}
 PREFILL = {"prefill 16, tok/s", "prefill 48, tok/s"}
 TRAIN = {"train full, ms", "train LoRA rank 2, ms"}
+QUANTISED = {f"{method}: {what}" for method in ("int8", "int4:16", "fp8:16") for what in {*DECODE, "prefill 16, tok/s"}}
 LAYER = {"moe forward T=1, ms", "moe forward and backward T=1, ms"}
 COMPILING = {
     *(f"compile {what}: {stage}, s" for stage in ("trace", "compile")
@@ -67,10 +68,12 @@ def test_quick_decode_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 def test_quick_run_reports_every_row(tmp_path: Path) -> None:
     rows, table = run_quick(tmp_path / "out.jsonl")
-    assert {row.what for row in rows} == {"imports, s", *MACHINE, *DECODE, *PREFILL, *LOADS, *TRAIN, *LAYER}
+    assert {row.what for row in rows} == {
+        *("imports, s", *MACHINE, *DECODE, *PREFILL, *LOADS, *TRAIN, *QUANTISED, *LAYER)
+    }
     for row in rows:
         assert row.ours is not None and math.isfinite(row.ours) and row.ours > 0, row
-        assert (row.limit is not None) == (row.what in DECODE | PREFILL | TRAIN | LAYER), row
+        assert (row.limit is not None) == (row.what in DECODE | PREFILL | TRAIN | QUANTISED | LAYER), row
         assert row.line(lane=False) in table
 
 
@@ -279,6 +282,18 @@ def test_accelerator_benchmark_of_whole_models(monkeypatch: pytest.MonkeyPatch, 
     assert copy.ours == 2.0 and decode.sides == {"ours": [1e4, 1e4], "transformers": [1e4, 1e4]}
     weights = 2 * (3 * 64 * 96 + 4 * 64 * 64 + 128) + 64 + 64 * 64
     assert decode.limit == pytest.approx(2e9 / (4 * weights))
+
+
+def test_speeds_of_quantised_models_with_random_codes() -> None:
+    """What the accelerator's script does for Mixtral-8x7B, in small; a method that does not fit is an error."""
+    from nnxmoe.models import config_from_hf
+
+    found = list(
+        gpu.quantized_speeds("tiny", config_from_hf(TINY["mixtral"]), ["int8", "int4:16", "int4:3"], [1, 2], 10.0, 4)
+    )
+    assert [bool(record.error) for record in found] == [False] * 4 + [True]
+    for record in found[:4]:
+        assert all(0 < record.values[what] < record.limits[what] for what in record.values)
 
 
 def test_accelerator_benchmark_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tests.benchmarks.plan import Plan, measure
 from tests.benchmarks.processes import Job, have_transformers
 from tests.benchmarks.results import OTHER
 
-ONLY = ("decode", "prefill", "load", "train", "moe")
+ONLY = ("decode", "prefill", "load", "train", "quantized", "moe")
 DTYPES = ("float32", "bfloat16")
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from tests.benchmarks.models import Fields, trained
 
-GROUPS = ("machine", "decode", "prefill", "load", "train")
+GROUPS = ("machine", "decode", "prefill", "load", "train", "quantized")
 SETTINGS = ("eager", "grouped_mm")  # transformers' experts_implementation
 PACKAGES = ("jax", "jaxlib", "flax", "torch", "transformers", "peft")
 
@@ -103,12 +103,12 @@ def read_bandwidth(megabytes: int = 512, times: int = 12) -> float:
 class Measures:
     """The measurements of one engine: each method returns name -> value. A name is ``what, unit``."""
 
-    def __init__(self, engine: Engine, sizes: Sizes, fields: Fields, size: int):
-        self.engine, self.sizes, self.fields, self.size = engine, sizes, fields, size
+    def __init__(self, engine: Engine, sizes: Sizes, fields: Fields, size: int, setting: str | None = None):
+        self.engine, self.sizes, self.fields, self.size, self.setting = engine, sizes, fields, size, setting
 
     def run(self, group: str) -> dict[str, float]:
         """The measurements of a group; those of ``load`` include loading, which decode and prefill need too."""
-        if group in ("decode", "prefill"):
+        if group in ("decode", "prefill", "quantized"):
             self.engine.load()
         return dict(getattr(self, group)())
 
@@ -126,9 +126,14 @@ class Measures:
             stamps = self.engine.stamps(self.ids(batch, self.sizes.prompt), 1 + self.sizes.warm + self.sizes.new)
             yield f"decode batch {batch}, tok/s", batch / median(np.diff(stamps)[self.sizes.warm :])
 
-    def prefill(self) -> Iterator[tuple[str, float]]:
+    def quantized(self) -> Iterator[tuple[str, float]]:
+        """`decode` and the shorter `prefill` of a model that is quantised while it is loaded, by ``setting``."""
+        for name, value in (*self.decode(), *self.prefill(1)):
+            yield f"{self.setting}: {name}", value
+
+    def prefill(self, count: int | None = None) -> Iterator[tuple[str, float]]:
         """Tokens per second until the first new one, by the median time after a first call."""
-        for length, times in self.sizes.prefill:
+        for length, times in self.sizes.prefill[:count]:
             ids = self.ids(1, length)
             took = [seconds(lambda ids=ids: self.engine.generate(ids, 1)) for _ in range(1 + times)]
             yield f"prefill {length}, tok/s", length / median(took[1:])
@@ -178,10 +183,10 @@ def main(make: Callable[[Path, str | None], Engine]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("group", choices=GROUPS)
-    parser.add_argument("--setting", choices=SETTINGS, help="of transformers' experts")
+    parser.add_argument("--setting", help="of transformers' experts, or how to quantise")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     size = sum(file.stat().st_size for file in options.folder.glob("*.safetensors"))
     fields = json.loads((options.folder / "config.json").read_text())
     sizes, engine = QUICK if options.quick else Sizes(), make(options.folder, options.setting)
-    say(Measures(engine, sizes, fields, size).run(options.group))
+    say(Measures(engine, sizes, fields, size, options.setting).run(options.group))

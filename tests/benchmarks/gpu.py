@@ -1,32 +1,47 @@
 """On an accelerator: the mixture-of-experts layer beside dense products, whole models beside transformers.
 
-    python -m tests.benchmarks.gpu [--tokens 4096 8192 16384] [--only layers models] [--repeats N] [--out FILE]
+    python -m tests.benchmarks.gpu [--tokens 4096 8192 16384] [--only layers models quantized] [--repeats N]
 
 TFLOP/s of one layer of Mixtral-8x7B and one of DeepSeek-V3, forward, and forward and backward, with each grouped
 product that runs here; the limit is plain products of the same useful FLOPs. Then two random models, whole, as in
-``python -m tests.benchmarks``; the limit of decoding is the bandwidth of a copy.
+``python -m tests.benchmarks``; the limit of decoding is the bandwidth of a copy. Last, decoding with the shapes of
+Mixtral-8x7B and random int8 and int4 codes, at batch 1, 8 and 64.
 """
 
 import argparse
 import importlib
+import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 import nnxmoe
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.convert.core.layout import parameters
+from nnxmoe.generation.decode import generate_tokens
 from nnxmoe.kernels import tokamax
+from nnxmoe.layers.quantized import QuantizedArray
+from nnxmoe.models import PRESETS, model_class
 from nnxmoe.moe.grouped_matmul import GroupedMatmul
+from nnxmoe.quantization.kernels import exchange, places
+from nnxmoe.quantization.methods import Method, codes_for, parse
 from tests.benchmarks.models import MIDSIZE, Fields
 from tests.benchmarks.moe import Layer, Shape
+from tests.benchmarks.ours import Ours
 from tests.benchmarks.plan import Plan, measure
 from tests.benchmarks.processes import Job, have_transformers
 from tests.benchmarks.results import Record, table
 
+KINDS = ["models", "layers", "quantized"]
 LAYERS = {
     "Mixtral-8x7B layer": Shape(4096, 14336, 8, 2, "bfloat16"),
     "DeepSeek-V3 layer": Shape(7168, 2048, 256, 8, "bfloat16"),
@@ -67,11 +82,70 @@ def layer_speeds(name: str, shape: Shape, tokens: Sequence[int], times: int) -> 
             yield Record(key, case, "ours", values, limits)
 
 
+def random_model(config: DecoderConfig, method: Method) -> nnxmoe.CausalLM:
+    """A quantised model in bfloat16 with random codes, made where it is computed."""
+    model = model_class(config)(config, rngs=None, dtype="bfloat16")
+    for place in places(model):
+        exchange(place, codes_for(method, "bfloat16"), model.strategy, scale="bfloat16")
+    model.label()
+
+    def values(number: int, variable: nnx.Variable) -> jax.Array:
+        key, shape = jax.random.key(number), variable.shape
+        if isinstance(variable, QuantizedArray):
+            integers = jnp.issubdtype(variable.dtype, jnp.integer)
+            made = jax.random.bits(key, shape, jnp.uint8) if integers else jnp.full(shape, 2.0**-10)
+            return made.view(variable.dtype) if integers else made.astype(variable.dtype)
+        return (0.02 * jax.random.normal(key, shape)).astype(variable.dtype)
+
+    flat = [(p, v.replace(jax.jit(lambda i=i, v=v: values(i, v))())) for i, (p, v) in enumerate(_flat(model))]
+    nnx.update(model, nnx.from_flat_state(flat))
+    return model
+
+
+def _flat(model: nnxmoe.CausalLM) -> list[tuple[tuple[str, ...], nnx.Variable]]:
+    return list(nnx.to_flat_state(nnx.state(model)))
+
+
+def quantized_speeds(
+    name: str, config: DecoderConfig, methods: Sequence[str], batches: Sequence[int], rate: float, steps: int = 48
+) -> Iterator[Record]:
+    """Tokens per second by the median step; the limit reads the chosen experts and all other weights once per step, at
+    ``rate`` GB/s. What fails, such as a model that does not fit, is recorded with its reason."""
+    for method in methods:
+        case = f"{name} in {method} bfloat16"
+        try:
+            model = random_model(config, parse(method))
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            yield Record(case, case, "ours", error=f"{type(error).__name__}: {str(error)[:200]}")
+            continue
+        for batch in batches:
+            what = f"decode batch {batch}, tok/s"
+            ids = np.random.default_rng(batch).integers(0, config.vocab_size, (batch, 16))
+            try:
+                stamps = [time.perf_counter() for _ in generate_tokens(model, ids, None, 16 + steps, None, 0)]
+            except jax.errors.JaxRuntimeError as error:
+                yield Record(f"{case} | {what}", case, "ours", error=f"{type(error).__name__}: {str(error)[:200]}")
+                continue
+            speed = batch / median(np.diff(stamps)[15:])
+            yield Record(f"{case} | {what}", case, "ours", {what: speed}, {what: batch * rate / _read(model, batch)})
+        del model
+
+
+def _read(model: nnxmoe.CausalLM, batch: int) -> float:
+    """GB of weights that a step needs, if every row chooses its experts at random."""
+    total = 0.0
+    for parameter in parameters(model, codes=True):
+        chance = model.config.experts_per_token / parameter.experts if parameter.experts else 1.0
+        size = math.prod(parameter.shape) * parameter.variable.dtype.itemsize
+        total += 0 if parameter.key.startswith("embed") else size * (1 - (1 - chance) ** batch)
+    return total / 1e9
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
-    parser.add_argument("--only", nargs="+", choices=["layers", "models"], default=["models", "layers"])
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--repeats", type=int, default=3, help="processes per side (default 3)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append a JSON line per process of the models")
     options = parser.parse_args()
@@ -86,6 +160,11 @@ def main() -> int:
             failed = measure(whole_models(plan, MODELS), options.out)
     if "layers" in options.only:
         print(table([record for n, s in LAYERS.items() for record in layer_speeds(n, s, options.tokens, 10)]))
+    if "quantized" in options.only:
+        rate = Ours.copy()
+        assert rate is not None
+        found = quantized_speeds("Mixtral-8x7B", PRESETS["mixtral-8x7b"], ("int8", "int4"), (1, 8, 64), rate)
+        print(table(list(found)))
     return failed
 
 

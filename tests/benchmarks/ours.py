@@ -1,6 +1,6 @@
 """nnxmoe's side of one checkpoint.
 
-python -m tests.benchmarks.ours FOLDER {machine,decode,prefill,load,train} [--quick]
+python -m tests.benchmarks.ours FOLDER {machine,decode,prefill,load,train,quantized} [--setting int8] [--quick]
 """
 
 import json
@@ -17,6 +17,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.generation.decode import generate_tokens
 from nnxmoe.models import config_from_hf, model_class
+from nnxmoe.quantization.methods import parse
 from tests.benchmarks import engine
 from tests.benchmarks.clock import interleaved
 from tests.benchmarks.models import Fields
@@ -25,8 +26,8 @@ from tests.benchmarks.models import Fields
 class Ours:
     """A model of ``nnxmoe.from_pretrained``. Compiled programs are kept in ``$NNXMOE_COMPILE_CACHE``, if it is set."""
 
-    def __init__(self, folder: Path, _: str | None = None):
-        self.folder = folder
+    def __init__(self, folder: Path, quantize: str | None = None):
+        self.folder, self.method = folder, parse(quantize) if quantize else None
         self.dtype = jnp.dtype(json.loads((folder / "config.json").read_text())["torch_dtype"])
         nnxmoe.compile_cache()
         jax.device_put(1.0).block_until_ready()  # starts the backend, which is not part of loading, nor is importing
@@ -34,7 +35,7 @@ class Ours:
 
     def load(self) -> None:
         """Until every array is ready."""
-        self.model = self.read(self.folder)
+        self.model = self.read(self.folder, quantize=self.method)
         jax.block_until_ready(nnx.state(self.model))
 
     def generate(self, ids: np.ndarray, new: int) -> np.ndarray:
@@ -70,7 +71,8 @@ class Ours:
         ways = [jax.jit(jnp.dot), jax.jit(lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32))]
         return [lambda way=way: way(x, y).block_until_ready() for way in ways]
 
-    def copy(self) -> float | None:
+    @staticmethod
+    def copy() -> float | None:
         """Read and written together, the best of ten copies of a gigabyte."""
         if jax.default_backend() == "cpu":
             return None

@@ -21,6 +21,7 @@ LOADS: Mapping[str, tuple[bool, Callable[[Path], None]]] = {  # name -> whether 
     "shards, warm": (True, to_page_cache),
     "shards, cold": (True, from_page_cache),
 }
+METHODS = ("int8", "int4", "fp8")
 WARM, WITHOUT = "one file, warm", "one file, warm, no compile cache"
 
 
@@ -43,6 +44,10 @@ class Plan:
         """All sides in turn on one model; ``fields`` is its config.json, with the dtype."""
         case, dtype = f"{self.prefix}{name} {fields['torch_dtype']}", fields["torch_dtype"]
         for group in groups:
+            if group == "quantized":
+                if dtype == "bfloat16" or self.quick:
+                    yield from self.quantized(name, case, fields)
+                continue
             settings = (
                 SETTINGS if "num_experts_per_tok" in fields and group in ("decode", "prefill", "train") else ("",)
             )
@@ -52,6 +57,18 @@ class Plan:
                     continue
                 about = f"machine {dtype}" if group == "machine" else case
                 yield self.job(about, group, name, fields, round_, side)
+
+    def quantized(self, name: str, case: str, fields: Fields) -> Iterator[Job]:
+        """Our sides with each method, in turn with floats, which the table compares them with."""
+        mine = [side for side in self.lanes if side != "transformers"]
+        for round_, side in itertools.product(range(self.repeats), mine):
+            for group in ("decode", "prefill"):
+                yield self.job(case, group, name, fields, round_, side)
+            for method in METHODS:
+                job = self.job(case, "quantized", name, fields, round_, side)
+                group_of = ":16" if self.quick and method != "int8" else ""  # widths of tiny models
+                arguments = [*job.arguments, "--setting", method + group_of]
+                yield dataclasses.replace(job, what=f"quantized {method}", arguments=arguments)
 
     def turns(self, settings: Sequence[str]) -> Iterator[tuple[int, str]]:
         """Rounds and sides, transformers with each setting of its experts."""

@@ -93,6 +93,7 @@ def run(jobs: Iterable[Job], records: list[Record], file: TextIO | None = None) 
             continue
         print(job.key, file=sys.stderr, flush=True)
         records.append(job.record())
+        done |= {job.key} if not records[-1].error else set()
         if file is not None:
             print(json.dumps(asdict(records[-1])), file=file, flush=True)
 

@@ -94,6 +94,11 @@ def rows(records: Iterable[Record]) -> list[Row]:
             if machine is not None:
                 best = max(median(values) for values in machine.sides.values())
                 found[record.case, what].limits = [limit(what, amount, best)]
+    for (case, what), row in found.items():
+        plain = what.partition(": ")[2]
+        if plain and (base := found.get((case, plain))) is not None and base.ours is not None:
+            row.sides |= {side: values for side, values in base.sides.items() if side.startswith("transformers")}
+            row.limits = [base.ours]  # of a quantised model: our own floats
     return list(found.values())
 
 

@@ -1,0 +1,433 @@
+"""Checkpoints with quantised weights: read to the bit as floats and as codes, saved, and refused where malformed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import nnxmoe
+from nnxmoe.cli.inspect import summarise
+from nnxmoe.convert.hf.source import stored
+from nnxmoe.storage.checkpoint import Checkpoint
+from tests.support import quantised
+from tests.support.arrays import identical, max_error
+from tests.support.quantised import FIELDS, FORMATS, is_linear, read_tensors, write_quantised
+from tests.support.running import MODEL_TOLERANCE, variables
+from tests.support.tiny import random_tokens, tiny_weights, write_checkpoint
+
+KINDS = tuple(FIELDS)
+Q = "model.layers.1.self_attn.q_proj"
+SCANNED = nnxmoe.Strategy(stacking=nnxmoe.Scanned())
+
+
+def arrays(model: nnxmoe.CausalLM) -> dict[str, np.ndarray]:
+    return {path: np.asarray(variable[...]) for path, variable in variables(model)}
+
+
+def family(name: str) -> str:
+    """One of the families for each format, so that all formats together cover all of them."""
+    return KINDS[sorted(FORMATS).index(name) % len(KINDS)]
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_every_format_is_read_to_the_bit(tmp_path: Path, name: str) -> None:
+    """As floats, and as codes that are dequantised afterwards."""
+    form, kind = FORMATS[name], family(name)
+    codes, floats = write_quantised(tmp_path, kind, form)
+    wanted = arrays(nnxmoe.from_pretrained(floats))
+    read = nnxmoe.from_pretrained(codes, dtype="float32")
+    identical(arrays(read), wanted)
+    assert not read.load_report.unexpected and any(cast.startswith(form.kept) for cast in read.load_report.casts)
+    kept = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)
+    assert set(kept.load_report.weights) == {form.kept, "float32"}
+    assert set(kept.load_report.loaded) | {n for names in kept.load_report.skipped.values() for n in names} == set(
+        read_tensors(codes)
+    )
+    identical(arrays(nnxmoe.dequantize(kept)), wanted)
+    assert summarise(codes, dtype="float32", keep_quantized=True).weights == dict(kept.load_report.weights)
+
+
+STRUCTURES = [
+    "deepseek-24x40-float32",
+    "autofp8-static",
+    "float-quantized-channel",
+    "int-quantized",
+    "pack-4-16",
+    "pack-8-32-zero",
+    "awq-16",
+    "gptq-8-32-v1-act",
+    "nf4-nested",
+]
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_kept_codes_give_the_logits_of_the_floats(tmp_path: Path, name: str) -> None:
+    """Prefill with padding, and a step with a cache, scanned or not."""
+    kind = KINDS[STRUCTURES.index(name) % len(KINDS)]
+    codes, floats = write_quantised(tmp_path, kind, FORMATS[name])
+    tokens, mask = random_tokens(2, 7, 48), np.ones((2, 7), np.int32)
+    mask[0, :3] = 0
+    strategy = SCANNED if STRUCTURES.index(name) % 2 else nnxmoe.Strategy()
+    found, wanted = (
+        _prefill_and_step(nnxmoe.from_pretrained(folder, dtype="float32", strategy=strategy, **options), tokens, mask)
+        for folder, options in ((codes, {"keep_quantized": True}), (floats, {}))
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        where = np.broadcast_to(mask[..., None] > 0, ours.shape) if ours.shape[1] > 1 else None
+        assert max_error(ours, theirs, where) < MODEL_TOLERANCE
+
+
+def _prefill_and_step(model: nnxmoe.CausalLM, tokens: np.ndarray, mask: np.ndarray) -> tuple[Any, Any]:
+    first = model(tokens, attention_mask=mask, cache=model.empty_cache(2, 12))
+    return first.logits, model(tokens[:, :1], cache=first.cache).logits
+
+
+@pytest.mark.parametrize("name", ["deepseek-24x40-float32", "pack-4-16-zero", "awq-16", "gptq-8-32-v1-act", "nf4"])
+def test_any_box_of_a_weight_can_be_read(tmp_path: Path, name: str) -> None:
+    """As the processes of a mesh read their shards: rows and columns within and across tiles."""
+    codes, floats = write_quantised(tmp_path, "llama", FORMATS[name])
+    whole = read_tensors(floats)[f"{Q}.weight"]
+    with Checkpoint.open(codes) as checkpoint:
+        array = stored(checkpoint.tensors, checkpoint.config, "config.json", checkpoint)[f"{Q}.weight"]
+        rng = np.random.default_rng(0)
+        for _ in range(30):
+            (top, bottom), (left, right) = (np.sort(rng.choice(65, 2, replace=False)).tolist() for _ in range(2))
+            box = slice(top, bottom), slice(left, right)
+            np.testing.assert_array_equal(array.read_box(box, np.empty), whole[box])
+
+
+@pytest.mark.parametrize(
+    "name", ["pack-4-16", "pack-4-16-zero", "int-quantized-zero", "awq-16", "gptq-4-16-v2", "autofp8-dynamic"]
+)
+def test_saving_writes_the_same_bits(tmp_path: Path, name: str) -> None:
+    """In compressed-tensors' formats, and in our own with scanned layers."""
+    codes, _ = write_quantised(tmp_path, family(name), FORMATS[name])
+    model = nnxmoe.from_pretrained(codes, keep_quantized=True)
+    nnxmoe.save_pretrained(model, tmp_path / "again")
+    again = nnxmoe.from_pretrained(tmp_path / "again", keep_quantized=True)
+    identical(arrays(again), arrays(model))
+    fields = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert fields["quant_method"] == "compressed-tensors" and not again.load_report.unexpected
+    scanned = nnxmoe.from_pretrained(codes, keep_quantized=True, strategy=SCANNED)
+    nnxmoe.save(scanned, tmp_path / "native")
+    identical(arrays(nnxmoe.load(tmp_path / "native")), arrays(model))
+    identical(arrays(nnxmoe.load(tmp_path / "native", strategy=SCANNED)), arrays(scanned))
+
+
+@pytest.mark.parametrize(("name", "what"), [("gptq-4-16-v1-act", "act order"), ("nf4", "NF4")])
+def test_what_compressed_tensors_cannot_store_is_refused(tmp_path: Path, name: str, what: str) -> None:
+    codes, _ = write_quantised(tmp_path, "llama", FORMATS[name])
+    model = nnxmoe.from_pretrained(codes, keep_quantized=True)
+    with pytest.raises(ValueError, match=rf"_proj has .*{what}.*nnxmoe.dequantize"):
+        nnxmoe.save_pretrained(model, tmp_path / "again")
+    nnxmoe.save(model, tmp_path / "native")
+    identical(arrays(nnxmoe.load(tmp_path / "native")), arrays(model))
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    """FP8 attention beside int4 experts, as in Kimi-K2, read and written with two groups."""
+    fp8, int4 = FORMATS["float-quantized-channel"], FORMATS["pack-4-16"]
+    fields, weights = FIELDS["mixtral"], tiny_weights(FIELDS["mixtral"])
+    stored, plain = int4.checkpoint(weights, lambda name: ".experts." in name)
+    stored, plain = (
+        fp8.checkpoint(stored, lambda name: "_proj" in name)[0],
+        fp8.checkpoint(plain, lambda n: "_proj" in n)[1],
+    )
+    groups = [
+        {**form.config["config_groups"]["group_0"], "targets": [target], "format": form.config["format"]}
+        for form, target in ((fp8, "re:.*self_attn.*"), (int4, "re:.*block_sparse_moe.experts.*"))
+    ]
+    config = dict(fp8.config) | {"format": "mixed-precision", "config_groups": {"a": groups[0], "b": groups[1]}}
+    codes = write_checkpoint(tmp_path / "codes", {**fields, "quantization_config": config}, stored)
+    floats = write_checkpoint(tmp_path / "floats", fields, plain)
+    wanted = arrays(nnxmoe.from_pretrained(floats))
+    model = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)
+    assert set(model.load_report.weights) == {"fp8", "int4", "float32"}
+    identical(arrays(nnxmoe.dequantize(model)), wanted)
+    nnxmoe.save_pretrained(model, tmp_path / "again")
+    identical(arrays(nnxmoe.from_pretrained(tmp_path / "again", keep_quantized=True)), arrays(model))
+
+
+def test_layers_that_stay_floats(tmp_path: Path) -> None:
+    """Some layers quantised: read unrolled; scanned, one array would hold both."""
+    fields, weights = FIELDS["llama"], tiny_weights(FIELDS["llama"])
+    form = FORMATS["pack-4-16"]
+    stored, plain = form.checkpoint(weights, lambda name: is_linear(name) and ".layers.1." in name)
+    codes = write_checkpoint(tmp_path / "codes", {**fields, "quantization_config": dict(form.config)}, stored)
+    model = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)
+    identical(
+        arrays(nnxmoe.dequantize(model)),
+        arrays(nnxmoe.from_pretrained(write_checkpoint(tmp_path / "f", fields, plain))),
+    )
+    with pytest.raises(ValueError, match=r"stored in different ways.*keep_quantized.*Unrolled"):
+        nnxmoe.from_pretrained(codes, keep_quantized=True, strategy=SCANNED)
+    nnxmoe.save_pretrained(model, tmp_path / "again")
+    identical(arrays(nnxmoe.from_pretrained(tmp_path / "again", keep_quantized=True)), arrays(model))
+
+
+def test_old_gptq_checkpoints_have_their_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
+    form = FORMATS["gptq-4-16-v1"]
+    codes, floats = write_quantised(tmp_path, "llama", form)
+    fields = json.loads((codes / "config.json").read_text())
+    settings = fields.pop("quantization_config")
+    (codes / "config.json").write_text(json.dumps(fields))
+    del settings["quant_method"]
+    (codes / "quantize_config.json").write_text(json.dumps(settings))
+    identical(arrays(nnxmoe.from_pretrained(codes, dtype="float32")), arrays(nnxmoe.from_pretrained(floats)))
+
+
+# Malformed checkpoints
+
+Edit = Callable[[dict[str, np.ndarray], dict[str, Any]], None]
+
+
+def without(ending: str) -> Edit:
+    def edit(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+        del tensors[f"{Q}.{ending}"]
+
+    return edit
+
+
+def with_value(ending: str, value: Any) -> Edit:
+    """The first number of a tensor."""
+
+    def edit(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+        tensor = tensors[f"{Q}.{ending}"] = tensors[f"{Q}.{ending}"].copy()
+        tensor.reshape(-1)[:1] = np.asarray(value).astype(tensor.dtype)
+
+    return edit
+
+
+def cut(ending: str, axis: int = -1) -> Edit:
+    def edit(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+        tensor = tensors[f"{Q}.{ending}"]
+        tensors[f"{Q}.{ending}"] = np.ascontiguousarray(np.delete(tensor, -1, axis))
+
+    return edit
+
+
+def as_dtype(ending: str, dtype: Any) -> Edit:
+    def edit(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+        tensors[f"{Q}.{ending}"] = tensors[f"{Q}.{ending}"].astype(dtype)
+
+    return edit
+
+
+def adding(ending: str, value: np.ndarray) -> Edit:
+    def edit(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+        tensors[f"{Q}.{ending}"] = value
+
+    return edit
+
+
+def field(name: str, value: Any) -> Edit:
+    def edit(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+        config[name] = value
+
+    return edit
+
+
+def weights(name: str, value: Any) -> Edit:
+    """A field of the first group's weights."""
+
+    def edit(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+        config["config_groups"]["group_0"]["weights"][name] = value
+
+    return edit
+
+
+def group(name: str, value: Any) -> Edit:
+    def edit(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+        config["config_groups"]["group_0"][name] = value
+
+    return edit
+
+
+def state(**changes: Any) -> Edit:
+    """Fields of the description of an NF4 weight."""
+
+    def edit(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+        name = f"{Q}.weight.quant_state.bitsandbytes__nf4"
+        fields = json.loads(tensors[name].tobytes()) | changes
+        tensors[name] = np.frombuffer(json.dumps(fields).encode(), np.uint8).copy()
+
+    return edit
+
+
+DEEPSEEK, PACK, ASYMMETRIC, AWQ, GPTQ, ACT = (
+    *("deepseek-16x32-float32", "pack-4-16", "pack-4-16-zero", "awq-16", "gptq-4-16-v1", "gptq-4-16-v1-act"),
+)
+MALFORMED: list[tuple[str, str, Edit, str]] = [
+    ("fp8 scales missing", DEEPSEEK, without("weight_scale_inv"), r"q_proj\.weight_scale_inv is missing"),
+    ("fp8 scale NaN", DEEPSEEK, with_value("weight_scale_inv", np.nan), r"scale_inv in .* has a scale of nan"),
+    ("fp8 scale zero", DEEPSEEK, with_value("weight_scale_inv", 0), r"has a scale of 0\.0 at tile \[0, 0\]"),
+    ("fp8 scale negative", DEEPSEEK, with_value("weight_scale_inv", -1), "has a scale of -1"),
+    ("fp8 scale infinite", DEEPSEEK, with_value("weight_scale_inv", np.inf), "has a scale of inf"),
+    ("fp8 scale grid", DEEPSEEK, cut("weight_scale_inv"), r"has shape \[4, 1\]: its scales must be \[4, 2\]"),
+    ("fp8 scales in bfloat16", DEEPSEEK, as_dtype("weight_scale_inv", quantised.BFLOAT16), "is BF16: it must be F32"),
+    ("fp8 scale dtype", DEEPSEEK, as_dtype("weight_scale_inv", np.int32), "is I32: it must be F32"),
+    ("fp8 e8m0 as bytes without scale_fmt", DEEPSEEK, as_dtype("weight_scale_inv", np.uint8), "is U8: it must be"),
+    (
+        "fp8 three dimensions",
+        DEEPSEEK,
+        adding("weight", np.zeros((1, 64, 64), quantised.ml_dtypes.float8_e4m3fn)),
+        "two",
+    ),
+    ("fp8 block not a pair", DEEPSEEK, field("weight_block_size", [16]), "two positive integers"),
+    ("fp8 block null", DEEPSEEK, field("weight_block_size", None), "two positive integers"),
+    ("fp8 block zero", DEEPSEEK, field("weight_block_size", [0, 32]), "two positive integers"),
+    ("fp8 fmt", DEEPSEEK, field("fmt", "e5m2"), "fmt 'e5m2' is not supported"),
+    ("fp8 without method", DEEPSEEK, field("quant_method", None), "method None is not supported"),
+    ("a method that is a list", DEEPSEEK, field("quant_method", ["fp8"]), "method .* is not supported"),
+    ("unknown method", DEEPSEEK, field("quant_method", "hqq"), "method 'hqq' is not supported"),
+    ("another method", DEEPSEEK, field("quant_method", "awq"), "is FP8, but config.json says quant_method 'awq'"),
+    ("both scales", DEEPSEEK, adding("weight_scale", np.ones(1, np.float32)), "both weight_scale_inv and weight_scale"),
+    ("scalar missing", "autofp8-static", without("weight_scale"), "weight_scale is missing"),
+    ("scalar shape", "autofp8-static", adding("weight_scale", np.ones(2, np.float32)), r"has shape \[2\]"),
+    ("scalar zero", "autofp8-static", with_value("weight_scale", 0), "has a scale of 0"),
+    ("channel scales cut", "float-quantized-channel", cut("weight_scale", 0), r"must be \[64, 1\]"),
+    ("int8 scales missing", "int-quantized", without("weight_scale"), "weight_scale is missing"),
+    ("int8 scale dtype", "int-quantized", as_dtype("weight_scale", np.float64), "is F64: it must be"),
+    (
+        "wide zero points",
+        "int-quantized-zero",
+        adding("weight_zero_point", np.full((64, 1), 200, np.int32)),
+        "-128 … 127",
+    ),
+    (
+        "zero points of fp8",
+        "float-quantized-channel",
+        adding("weight_zero_point", np.zeros((64, 1), np.int8)),
+        "no zero",
+    ),
+    ("words cut", PACK, cut("weight_packed"), "needs .*words"),
+    ("rows of words cut", PACK, cut("weight_packed", 0), "needs .*words"),
+    ("words of another dtype", PACK, as_dtype("weight_packed", np.uint8), "packed FP4 is not supported"),
+    ("scales of packed missing", PACK, without("weight_scale"), "weight_scale is missing"),
+    ("shape missing", PACK, without("weight_shape"), "weight_shape is missing"),
+    ("shape wrong", PACK, with_value("weight_shape", 63), "weight_shape"),
+    ("shape of three", PACK, adding("weight_shape", np.array([64, 64, 1])), "weight_shape .*must be"),
+    (
+        "stored twice",
+        PACK,
+        adding("weight", np.zeros((64, 64), np.float32)),
+        "stored twice, as weight_packed and as weight",
+    ),
+    (
+        "two formats",
+        PACK,
+        adding("qweight", np.zeros((64, 8), np.int32)),
+        "stored twice, as weight_packed and as qweight",
+    ),
+    ("groups that do not divide", PACK, weights("group_size", 24), "groups of 24 do not divide its 64 inputs"),
+    ("another group size", PACK, weights("group_size", 32), r"has shape \[64, 4\]: its scales must be \[64, 2\]"),
+    ("group size zero", PACK, weights("group_size", 0), "positive|must be"),
+    ("five bits", PACK, weights("num_bits", 5), "num_bits 5 is not supported"),
+    ("eight bits in words of four", PACK, weights("num_bits", 8), "with 8 bits the weight_shape"),
+    ("strategy", PACK, weights("strategy", "tensor_group"), "strategy 'tensor_group' is not supported"),
+    ("no group names it", PACK, group("targets", ["re:.*mlp.*"]), "no group of config_groups names it"),
+    ("a target that is no expression", PACK, group("targets", ["re:("]), "no regular expression"),
+    ("targets no list", PACK, group("targets", "Linear"), "must be a list of strings"),
+    ("a group without weights", PACK, group("weights", None), "needs an object 'weights'"),
+    ("nvfp4", PACK, field("format", "nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not supported"),
+    ("2:4", PACK, field("format", "marlin-24"), "is not supported"),
+    ("column order", PACK, adding("weight_g_idx", np.zeros(64, np.int32)), "another order are not supported"),
+    ("zero points cut", ASYMMETRIC, cut("weight_zero_point", 0), r"must be \[8, 4\]"),
+    ("awq scales missing", AWQ, without("scales"), "scales is missing"),
+    ("awq zero points missing", AWQ, without("qzeros"), "qzeros is missing"),
+    ("awq zero points cut", AWQ, cut("qzeros"), "must be"),
+    ("awq scale NaN", AWQ, with_value("scales", np.nan), "has a scale of nan"),
+    ("awq gemv", AWQ, field("version", "gemv"), "version 'gemv' is not supported"),
+    ("awq three bits", AWQ, field("bits", 3), "bits 3 is not supported"),
+    ("awq group size", AWQ, field("group_size", 24), "must be|group"),
+    ("gptq words cut", GPTQ, cut("qweight", 0), "must be|g_idx"),
+    ("gptq group out of range", GPTQ, with_value("g_idx", 9), "group 9 does not exist: there are 4"),
+    ("gptq negative group", GPTQ, with_value("g_idx", -1), "group -1 does not exist"),
+    ("gptq groups of unequal size", GPTQ, with_value("g_idx", 1), "group 0 has 15 inputs: it must have 16"),
+    ("gptq g_idx cut", ACT, cut("g_idx"), r"must be \[64\]"),
+    ("gptq scales cut", GPTQ, cut("scales"), "must be"),
+    ("gptq bits", GPTQ, field("bits", 2), "bits 2 is not supported"),
+    ("gptq version", GPTQ, field("checkpoint_format", "marlin"), "checkpoint_format 'marlin' is not supported"),
+    ("gptq group size", GPTQ, field("group_size", "big"), "group_size must be a positive integer or -1"),
+    ("nf4 state missing", "nf4", without("weight.quant_state.bitsandbytes__nf4"), "nf4 is missing"),
+    ("nf4 levels", "nf4", with_value("weight.quant_map", 0.5), "other levels than those of NF4"),
+    ("nf4 fp4", "nf4", state(quant_type="fp4"), "is not a description of NF4"),
+    ("nf4 shape", "nf4", state(shape=[64, 62]), r"needs \[1984, 1\]"),
+    ("nf4 blocks across rows", "nf4", state(blocksize=40), "must be|cross rows"),
+    ("nf4 no JSON", "nf4", adding("weight.quant_state.bitsandbytes__nf4", np.zeros(3, np.uint8)), "not a description"),
+    ("nf4 scale NaN", "nf4", with_value("weight.absmax", np.nan), "scales must be finite"),
+    ("nf4 nested scales missing", "nf4-nested", without("weight.nested_quant_map"), "nested_quant_map is missing"),
+    ("nf4 offset", "nf4-nested", state(nested_offset="much"), "nested_offset"),
+    ("bitsandbytes int8", "nf4", field("load_in_8bit", True), "load_in_8bit True is not supported"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A tiny Llama in a format, written once."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = write_quantised(tmp_path_factory.mktemp(name), "llama", FORMATS[name])[0]
+        return made[name]
+
+    return folder
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("name", "edit", "said"), [pytest.param(*case[1:], id=case[0]) for case in MALFORMED])
+def test_malformed_checkpoints_are_refused(
+    tmp_path: Path, whole: Callable[[str], Path], name: str, edit: Edit, said: str, keep: bool
+) -> None:
+    source = whole(name)
+    tensors, fields = read_tensors(source), json.loads((source / "config.json").read_text())
+    edit(tensors, fields["quantization_config"])
+    folder = write_checkpoint(tmp_path / "m", fields, tensors)
+    with pytest.raises(ValueError, match=said):
+        nnxmoe.from_pretrained(folder, keep_quantized=keep)
+
+
+@pytest.mark.parametrize("name", ["gptq-4-16-v1", "awq-16", "pack-4-16", "nf4", "autofp8-static"])
+def test_settings_without_quantised_weights_are_refused(tmp_path: Path, name: str) -> None:
+    fields = {**FIELDS["llama"], "quantization_config": dict(FORMATS[name].config)}
+    folder = write_checkpoint(tmp_path / "m", fields, tiny_weights(FIELDS["llama"]))
+    with pytest.raises(ValueError, match=r"quant_method .*no tensor holds quantised weights"):
+        nnxmoe.from_pretrained(folder)
+
+
+def test_nan_codes_cannot_be_kept(tmp_path: Path) -> None:
+    codes, _ = write_quantised(tmp_path, "llama", FORMATS[DEEPSEEK])
+    tensors = read_tensors(codes)
+    tensors[f"{Q}.weight"].view(np.uint8)[3, 5] = 0xFF
+    save_file(tensors, codes / "model.safetensors")
+    assert nnxmoe.from_pretrained(codes).load_report.nonfinite == {f"{Q}.weight": 1}
+    with pytest.raises(ValueError, match=r"q_proj\.weight.* has NaN: load it without keep_quantized"):
+        nnxmoe.from_pretrained(codes, keep_quantized=True)
+
+
+def test_scales_that_no_weight_uses_are_reported(tmp_path: Path) -> None:
+    codes, _ = write_quantised(tmp_path, "llama", FORMATS[PACK])
+    tensors = read_tensors(codes)
+    tensors["model.norm.weight_scale"] = np.ones(1, np.float32)
+    save_file(tensors, codes / "model.safetensors")
+    assert nnxmoe.from_pretrained(codes).load_report.unexpected == ("model.norm.weight_scale",)
+
+
+def test_experts_stored_in_different_ways_are_refused(tmp_path: Path) -> None:
+    form = FORMATS[PACK]
+    fields, weights_ = FIELDS["mixtral"], tiny_weights(FIELDS["mixtral"])
+    stored, _ = form.checkpoint(weights_, lambda name: ".experts." in name and ".experts.2.w1" not in name)
+    codes = write_checkpoint(tmp_path / "m", {**fields, "quantization_config": dict(form.config)}, stored)
+    nnxmoe.from_pretrained(codes)
+    with pytest.raises(ValueError, match=r"experts\.2\.w1\.weight and .* are stored in different ways"):
+        nnxmoe.from_pretrained(codes, keep_quantized=True)
+
+
+def test_the_choice_is_refused_twice() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        nnxmoe.from_pretrained("demo", keep_quantized=True, quantize=nnxmoe.Int8())
