@@ -1,6 +1,7 @@
 """Reading config.json: defaults, rope styles, error messages, round trips and presets."""
 
 import dataclasses
+import functools
 import logging
 import math
 from typing import Any
@@ -29,11 +30,14 @@ from nnxmoe.models import (
     model_class,
 )
 from tests.support.cases import NAMES, load_case
+from tests.support.families import FAMILIES
+from tests.support.published import PUBLISHED
 from tests.support.tiny import TINY
 
 
 def read(kind: str, **fields: Any) -> Any:
-    return config_from_hf({"model_type": kind, **fields})
+    required = FAMILIES[kind].required if kind in FAMILIES else {}
+    return config_from_hf({"model_type": kind, **required, **fields})
 
 
 # Absent fields
@@ -98,12 +102,145 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 3,
         "num_nextn_predict_layers": 1,
     },
+    "glm4_moe_lite": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "kv_heads": 20,
+        "rope_dim": 64,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "sparse_layers": (False, *(True,) * 46),
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "qwen2": {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "kv_heads": 32,
+        "head_width": 128,
+        "intermediate_size": 22016,
+        "windows": (None,) * 32,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    "qwen3_moe": {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "kv_heads": 4,
+        "head_width": 64,
+        "window": None,
+        "num_experts": 128,
+        "norm_topk_prob": False,
+        "sparse_layers": (True,) * 24,
+        "bos_token_id": None,
+    },
 }
+DEFAULTS["olmoe"] = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "kv_heads": 16,
+    "head_width": 128,
+    "intermediate_size": 2048,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "bos_token_id": None,
+    "eos_token_id": 50279,
+    "pad_token_id": 1,
+}
+DEFAULTS["deepseek_v2"] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "kv_heads": 32,
+    "rope_dim": 64,
+    "q_lora_rank": 1536,
+    "moe_intermediate_size": 1407,
+    "n_group": None,
+    "topk_group": None,
+    "topk_method": "greedy",
+    "routed_scaling_factor": 1.0,
+    "sparse_layers": (True,) * 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DEFAULTS["qwen2_moe"] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "kv_heads": 16,
+    "head_width": 128,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": False,
+    "sparse_layers": (True,) * 24,
+    "qkv_bias": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+DEFAULTS["glm4_moe"] = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "kv_heads": 8,
+    "num_attention_heads": 96,
+    "default_rotary_factor": 0.5,
+    "window": None,
+    "n_routed_experts": 128,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "use_qk_norm": False,
+    "attention_bias": False,
+    "sparse_layers": (False, *(True,) * 45),
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+DEFAULTS["solar_open"] = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "kv_heads": 8,
+    "head_width": 128,
+    "rope_dim": 128,
+    "moe_intermediate_size": 1280,
+    "sparse_layers": (True,) * 48,
+    "bos_token_id": None,
+}
+DEFAULTS["dots1"] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "kv_heads": 32,
+    "head_width": 144,
+    "n_shared_experts": None,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "windows": (None,) * 62,
+    "sparse_layers": (True,) * 62,
+    "bos_token_id": None,
+}
+DEFAULTS["minimax_m2"] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e6,
+    "kv_heads": 8,
+    "head_width": 128,
+    "rope_dim": 128,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "intermediate_size": 1536,
+    "bos_token_id": 200034,
+    "eos_token_id": 200020,
+}
+DEFAULTS["kimi_k2"] = DEFAULTS["deepseek_v3"]
+DEFAULTS["qwen3"] = DEFAULTS["qwen2"] | {"attention_bias": False}
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_defaults_of_absent_fields(kind: str) -> None:
-    config = read(kind)
+    config = read(kind, **(FAMILIES[kind].required if kind in FAMILIES else {}))
     for name, value in (DEFAULTS[kind] | {"tie_word_embeddings": False, "hidden_act": "silu"}).items():
         assert getattr(config, name) == value, name
     assert isinstance(config.rope, Rope) and type(config.rope) is Rope
@@ -143,6 +280,31 @@ def test_field_aliases() -> None:
     assert read("mixtral", num_experts=16).num_local_experts == 16
     assert read("deepseek_v3", num_local_experts=64).n_routed_experts == 64
     assert read("deepseek_v3", num_mtp_layers=3).num_nextn_predict_layers == 3
+    assert read("qwen3_moe", num_local_experts=16).num_experts == read("qwen3_moe", num_experts=16).num_experts == 16
+    assert read("glm4_moe_lite", head_dim=32, num_local_experts=32).qk_rope_head_dim == 32
+
+
+def test_kinds_of_layers() -> None:
+    """Layers with experts and with a window, by each of the fields that name them."""
+    assert read("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2).sparse_layers == (False, True, False, True)
+    only = read("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[1])
+    assert only.sparse_layers == (False, False, False, True)
+    lite = read("glm4_moe_lite", num_hidden_layers=2, mlp_layer_types=["sparse", "dense"])
+    assert lite.sparse_layers == (True, False) and lite.to_hf()["mlp_layer_types"] == ["sparse", "dense"]
+    four: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 7}
+    kinds = ["full_attention", "sliding_attention"] * 2
+    for kind in ("qwen2", "qwen3"):
+        assert read(kind, **four, max_window_layers=0).windows == (None,) * 4
+        used = four | {"use_sliding_window": True}
+        assert read(kind, **used).windows == (None,) * 4
+        assert read(kind, **used, max_window_layers=3).windows == (None, None, None, 7)
+        assert read(kind, **used, max_window_layers=0, layer_types=kinds).windows == (None, 7, None, 7)
+    assert read("qwen3_moe", **four, use_sliding_window=True).window == 7
+    experts = four | FAMILIES["dots1"].required
+    assert read("dots1", **experts, max_window_layers=3).windows == (None, None, None, 7)
+    assert read("dots1", **experts, layer_types=kinds).windows == (None, 7, None, 7)
+    assert read("dots1", **experts | {"sliding_window": None}, max_window_layers=0).windows == (None,) * 4
+    assert read("dots1", **experts, first_k_dense_replace=3).sparse_layers == (False, False, False, True)
 
 
 def test_deepseek_head_dim_is_ignored_for_the_rope_width() -> None:
@@ -166,6 +328,26 @@ def test_rope_precedence() -> None:
     assert read("llama", rope_theta=5.0, rope_parameters={"rope_theta": 7.0}).rope.theta == 7
     assert read("llama", rope_theta=5.0, rope_parameters={"rope_type": "default"}).rope.theta == 5
     assert read("mixtral", rope_parameters={"rope_type": "default"}).rope.theta == 1e6
+
+
+def test_partial_rotation() -> None:
+    """The fraction of the head width, in both styles; the rest of the rope object is kept."""
+    read_glm = functools.partial(read, "glm4_moe", head_dim=10)
+    for factor, width in ((0.45, 4), (0.6, 6), (1.0, 10), (1, 10)):
+        for fields in ({"partial_rotary_factor": factor}, {"rope_parameters": {"partial_rotary_factor": factor}}):
+            config = read_glm(**fields)
+            assert (config.rope_dim, config.rope, config.head_width) == (width, Rope(width, 1e4), 10)
+            assert config_from_hf(config.to_hf()) == config
+    both = {"partial_rotary_factor": 0.6, "rope_theta": 50.0, "rope_type": "linear", "factor": 3.0}
+    assert read_glm(rope_parameters=both, partial_rotary_factor=0.6).rope == LinearRope(6, 50.0, 3.0)
+    assert read_glm(rope_scaling={"type": "linear", "factor": 3.0}, rope_parameters=both, head_dim=12).rope_dim == 6
+    assert read("glm4_moe", head_dim=128).rope_dim == 64
+    assert "partial_rotary_factor" not in read("glm4_moe", head_dim=128).to_hf()
+    minimax = functools.partial(read, "minimax_m2", head_dim=22)
+    assert (minimax().rope_dim, minimax(rotary_dim=6).rope, minimax(rotary_dim=None).rope_dim) == (22, Rope(6, 5e6), 22)
+    for fields in ({}, {"rotary_dim": 6}):
+        nested = minimax(rope_parameters={"partial_rotary_factor": 0.3}, **fields)
+        assert nested.rope_dim == 6 and config_from_hf(nested.to_hf()) == nested
 
 
 def test_original_positions_precedence() -> None:
@@ -272,6 +454,93 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"rope_interleave": 1}, "rope_interleave .* 1"),
     ("deepseek_v3", {"routed_scaling_factor": None}, "routed_scaling_factor .* None"),
     ("deepseek_v3", {"routed_scaling_factor": -2.5}, "routed_scaling_factor .* -2.5"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; supported: None, 1"),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    ("llama", {"max_window_layers": 4}, "max_window_layers 4: unknown .* ignore_unknown=True"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, "rope_scaling.mrope_section"),
+    ("mixtral", {"swiglu_limit": 7.0, "clip_qkv": 8}, "clip_qkv 8, swiglu_limit 7.0: unknown to mixtral"),
+    ("kimi_k2", {"topk_method": "greedy"}, "topk_method 'greedy'"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types lists 1 layers, not 47"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", 3]}, "mlp_layer_types: 3 is not supported; .* dense, sparse"),
+    ("glm4_moe_lite", {"mlp_layer_types": "dense"}, "mlp_layer_types must list .* 'dense'"),
+    ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace 3 is not supported"),
+    ("glm4_moe_lite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ("glm4_moe_lite", {"head_dim": 128, "qk_rope_head_dim": 64}, "head_dim 128 and qk_rope_head_dim 64"),
+    ("glm4_moe", {"head_dim": 10}, "partial_rotary_factor: .* even width, got 5"),
+    ("glm4_moe", {"head_dim": 6, "partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 of .* 6 rotates nothing"),
+    ("glm4_moe", {"head_dim": 8, "partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 is out of range"),
+    ("glm4_moe", {"head_dim": 8, "partial_rotary_factor": "0.5"}, "partial_rotary_factor .* '0.5'"),
+    ("glm4_moe", {"head_dim": 8, "rope_parameters": {"partial_rotary_factor": True}}, "rope: partial_.* True"),
+    (
+        "glm4_moe",
+        {"head_dim": 8, "partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
+        "partial_rotary_factor 0.5 and that of the rope object 0.25 differ: remove one",
+    ),
+    ("glm4_moe", {"head_dim": None}, "hidden_size 4096 is not a multiple of num_attention_heads 96: give head_dim"),
+    ("glm4_moe", {"head_dim": 8, "topk_group": 2}, "topk_group 2 is more than n_group 1"),
+    ("glm4_moe", {"head_dim": 8, "scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+    ("dots1", {"n_routed_experts": None}, "n_routed_experts must be a positive integer, got None"),
+    ("dots1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+    ("dots1", {"use_sliding_window": True}, "use_sliding_window True: unknown to dots1"),
+    (
+        "dots1",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "num_hidden_layers": 1}
+        | {"layer_types": ["sliding_attention"]},
+        "layer_types has 'sliding_attention' layers, which need a sliding_window: got None",
+    ),
+    ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace 1 is not supported; supported: 0"),
+    ("solar_open", {"use_qk_norm": True}, "use_qk_norm True is not supported"),
+    ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+    ("minimax_m2", {"rotary_dim": 5}, "rotary_dim: .* even width, got 5"),
+    ("minimax_m2", {"rotary_dim": 0}, "rotary_dim .* 0"),
+    ("minimax_m2", {"rotary_dim": 256}, "rotary_dim 256 is more than head_dim 128"),
+    ("minimax_m2", {"rotary_dim": 64, "partial_rotary_factor": 0.25}, "rotary_dim 64 and partial_.* 0.25 differ"),
+    ("minimax_m2", {"rotary_dim": 64, "rope_scaling": {"partial_rotary_factor": 1}}, "64 and partial_.* 1 differ"),
+    ("minimax_m2", {"attn_type_list": [1] * 61}, "attn_type_list .* is not supported; .* each of the 62 layers"),
+    ("minimax_m2", {"attn_type_list": [0, 1] * 31}, "attn_type_list .* is not supported"),
+    ("minimax_m2", {"num_local_experts": 1}, "num_local_experts 1 is not supported: at least 2"),
+    ("minimax_m2", {"num_experts": 4}, "num_experts_per_tok 8 is more than num_local_experts 4"),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head' is not supported; supported: 'per_layer'"),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False"),
+    ("minimax_m2", {"router_jitter_noise": 0.01}, "router_jitter_noise 0.01 is not supported"),
+    ("minimax_m2", {"shared_intermediate_size": 512}, "shared_intermediate_size 512"),
+    ("minimax_m2", {"num_expert_group": 4}, "num_expert_group 4: unknown to minimax_m2"),
+    ("qwen2", {"attention_bias": True}, "attention_bias True: unknown to qwen2"),
+    ("qwen2", {"use_mrope": True}, "use_mrope True"),
+    ("qwen2", {"layer_types": ["linear_attention"] * 32}, "layer_types: 'linear_attention' is not supported"),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 32}, "layer_types .* use_sliding_window true"),
+    ("qwen3", {"sliding_window": 0}, "sliding_window .* 0"),
+    ("qwen3", {"query_pre_attn_scalar": 1.0}, "query_pre_attn_scalar is not supported for qwen3"),
+    ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok 8 is more than num_experts 4"),
+    ("qwen3_moe", {"num_experts": 64, "num_local_experts": 32}, "num_local_experts 32 and num_experts 64"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step .* 0"),
+    ("qwen3_moe", {"mlp_only_layers": [24]}, r"mlp_only_layers must list .* 0 to 23, got .24"),
+    ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers must list .* 3"),
+    (
+        "qwen3_moe",
+        {"use_sliding_window": True, "max_window_layers": 12},
+        "max_window_layers 12 with use_sliding_window",
+    ),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size 512 is not supported"),
+    ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm False"),
+    ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is null or missing"),
+    ("deepseek_v2", {"topk_method": "gready"}, "topk_method 'gready' is not supported; supported: 'greedy', 'group"),
+    ("deepseek_v2", {"topk_method": None}, "topk_method None is not supported"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "needs n_group and topk_group, got None and None"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True is not supported; supported: False"),
+    ("deepseek_v2", {"rope_interleave": False}, "rope_interleave False is not supported"),
+    ("deepseek_v2", {"mlp_bias": True}, "mlp_bias True is not supported"),
+    ("deepseek_v2", {"num_experts_per_tok": 65}, "num_experts_per_tok 65 is more than n_routed_experts 64"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+    ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window True is not supported; supported: None, False"),
+    ("qwen2_moe", {"layer_types": ["sliding_attention"] * 24}, "layer_types: 'sliding_attention' is not supported"),
+    ("qwen2_moe", {"attention_bias": True}, "attention_bias True: unknown to qwen2_moe"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size .* 0"),
+    ("qwen2_moe", {"mlp_only_layers": [24]}, r"mlp_only_layers must list .* 0 to 23, got .24"),
+    ("qwen2_moe", {"num_experts": 3}, "num_experts_per_tok 4 is more than num_experts 3"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported; supported: None"),
+    ("olmoe", {"num_experts": 4}, "num_experts_per_tok 8 is more than num_experts 4"),
+    ("olmoe", {"query_pre_attn_scalar": 1.0}, "query_pre_attn_scalar is not supported for olmoe"),
 ]
 
 
@@ -282,10 +551,23 @@ def test_errors_name_the_field_and_the_value(kind: str, fields: dict[str, Any], 
         read(kind, **fields)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", None, 3, "deepseek_v2", "Llama"])
-def test_unknown_model_type_error_lists_the_supported_ones(kind: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"model_type {kind!r} .*llama, mistral, mixtral, deepseek_v3"):
+@pytest.mark.parametrize(
+    ("kind", "relative"),
+    [
+        ("gpt2", ""),
+        (None, ""),
+        (3, ""),
+        ("deepseek_v32", "deepseek_v3"),
+        ("glm_moe_dsa", "deepseek_v3"),
+        ("qwen3_next", "qwen3_moe"),
+        ("flex_olmo", "olmoe"),
+        ("Llama", "llama"),
+    ],
+)
+def test_unknown_model_type_error_lists_the_supported_ones(kind: Any, relative: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model_type {kind!r} .*llama, mistral, mixtral, deepseek_v3") as error:
         config_from_hf({"model_type": kind})
+    assert str(error.value).endswith(f". The closest relative is {relative}" if relative else f", {list(MODELS)[-1]}")
 
 
 @pytest.mark.wrong_types
@@ -304,17 +586,40 @@ def test_models_reject_configs_of_other_families() -> None:
             model(config, rngs=None)
 
 
-def test_unknown_fields_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_fields_are_refused_unless_ignored(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Null, false and empty ones ask for nothing, and harmless ones do not affect the forward pass."""
     monkeypatch.setattr(logging.getLogger("nnxmoe"), "propagate", True)
+    nothing = {"a": None, "b": False, "c": {}, "d": [], "e": ""}
+    harmless = {"use_cache": True, "transformers_version": "5", "temperature": 0.6, "_name_or_path": "x"}
+    fields = {"model_type": "llama"} | nothing | harmless
+    assert config_from_hf(fields) == read("llama") and not caplog.text
+    fields["quantum_attention"] = 3
+    with pytest.raises(ConfigError, match="quantum_attention 3: unknown to llama models"):
+        config_from_hf(fields)
     with caplog.at_level("WARNING", logger="nnxmoe"):
-        read("llama", use_cache=True, quantum_attention=3, transformers_version="5")
-    assert "quantum_attention" in caplog.text and "use_cache" not in caplog.text
+        assert config_from_hf(fields, ignore_unknown=True) == read("llama")
+    assert "quantum_attention 3" in caplog.text and "use_cache" not in caplog.text
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_equal_the_presets(name: str) -> None:
+    """The sizes of windows that are not used are left out."""
+    config, preset = config_from_hf(PUBLISHED[name]), PRESETS[name]
+    assert getattr(config, "windows", config.window) == getattr(preset, "windows", preset.window)
+    unused = {"sliding_window", "max_window_layers", "mlp_only_layers"}
+    ours, theirs = ({k: v for k, v in vars(each).items() if k not in unused} for each in (config, preset))
+    assert ours == theirs and type(config) is type(preset)
 
 
 # Values
 
 
-@pytest.mark.parametrize("config", [*PRESETS.values(), *(config_from_hf(f) for f in TINY.values())])
+@pytest.mark.parametrize(
+    "config",
+    [*PRESETS.values(), *(config_from_hf(f) for f in (*TINY.values(), *(row.frozen for row in FAMILIES.values())))],
+)
 def test_to_hf_round_trip(config: DecoderConfig) -> None:
     fields = config.to_hf()
     again = config_from_hf(fields)
@@ -365,6 +670,38 @@ SIZES = {
     "mixtral-8x22b": 140.6e9,
     "deepseek-v3": 671.0e9,
     "deepseek-r1": 671.0e9,
+    "kimi-k2": 1.03e12,
+    "moonlight-16b-a3b": 16.0e9,
+    "glm-4.7-flash": 30e9,
+    "qwen2.5-0.5b": 0.49e9,
+    "qwen2.5-1.5b": 1.54e9,
+    "qwen2.5-3b": 3.09e9,
+    "qwen2.5-7b": 7.62e9,
+    "qwen2.5-72b": 72.7e9,
+    "qwen3-0.6b": 0.6e9,
+    "qwen3-1.7b": 1.7e9,
+    "qwen3-4b": 4.02e9,
+    "qwen3-8b": 8.19e9,
+    "qwen3-14b": 14.8e9,
+    "qwen3-32b": 32.8e9,
+    "qwen3-30b-a3b": 30.5e9,
+    "qwen3-235b-a22b": 235.1e9,
+    "qwen3-coder-30b-a3b": 30.5e9,
+    "qwen3-coder-480b-a35b": 480.2e9,
+    "gpt-oss-20b": 20.9e9,
+    "gpt-oss-120b": 116.8e9,
+    "olmoe-1b-7b": 6.92e9,
+    "deepseek-v2": 235.7e9,
+    "qwen1.5-moe-a2.7b": 14.3e9,
+    "qwen2-57b-a14b": 57.4e9,
+    "deepseek-v2-lite": 15.7e9,
+    "glm-4.5-air": 106.9e9,
+    "glm-4.5": 352.8e9,
+    "glm-4.6": 352.8e9,
+    "glm-4.7": 352.8e9,
+    "dots.llm1": 142.8e9,
+    "solar-open-100b": 102.7e9,
+    "minimax-m2": 228.7e9,
 }
 
 
@@ -391,10 +728,3 @@ def test_conflicting_alias_is_refused() -> None:
     with pytest.raises(nnxmoe.ConfigError, match="num_experts 4 and num_local_experts 8"):
         nnxmoe.config_from_hf(fields)
     assert nnxmoe.config_from_hf(fields | {"num_experts": 8}).num_local_experts == 8  # pyright: ignore
-
-
-def test_partial_rotary_factor_is_refused_with_rope_scaling() -> None:
-    fields = {"model_type": "llama", "partial_rotary_factor": 0.5}
-    assert nnxmoe.config_from_hf(fields).rope == nnxmoe.config_from_hf({"model_type": "llama"}).rope
-    with pytest.raises(nnxmoe.ConfigError, match="partial_rotary_factor"):
-        nnxmoe.config_from_hf(fields | {"rope_scaling": {"type": "linear", "factor": 2.0}})

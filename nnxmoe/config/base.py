@@ -22,14 +22,22 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short, some
 from nnxmoe.config.rope import Rope
 from nnxmoe.config.rope_fields import FIELDS as ROPE_FIELDS
-from nnxmoe.config.rope_fields import kind_of, rope_from_fields
+from nnxmoe.config.rope_fields import rope_from_fields
 
 logger = logging.getLogger(__name__)
 
 
 # Fields omitted from config.json if None: transformers would take null for a value.
 ABSENT = frozenset(
-    {"query_pre_attn_scalar", "head_dim", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
+    {
+        "query_pre_attn_scalar",
+        "head_dim",
+        "rope_scaling",
+        "rope_parameters",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "rotary_dim",
+    }
 )
 
 
@@ -43,17 +51,26 @@ class DecoderConfig:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
-    aliases: ClassVar[Mapping[str, str]] = {}  # another name of a field -> the field
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # a field that is not stored -> the values it may have
+    # Families add their own to these three: another name of a field -> the field; a field that is not stored (by this
+    # family) -> the values it may have; and below, fields that do not affect the forward pass.
+    aliases: ClassVar[Mapping[str, str]] = {}
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"partial_rotary_factor": (None, 1)}
     rope_field: ClassVar[str] = "head_dim"  # the field with the rotated width
-    grouped: ClassVar[bool] = True  # whether attention is grouped-query attention
-    # Fields of config.json that do not affect the forward pass; families add their own.
-    ignored: ClassVar[str] = """architectures model_type transformers_version torch_dtype _name_or_path use_cache
-        pretraining_tp initializer_range attention_dropout auto_map attn_implementation _attn_implementation_autoset
-        output_attentions output_hidden_states return_dict use_return_dict task_specific_params is_encoder_decoder
-        is_decoder tie_encoder_decoder chunk_size_feed_forward unsloth_version quantization_config add_cross_attention
-        cross_attention_hidden_size id2label label2id problem_type torchscript pruned_heads finetuning_task prefix
-        sep_token_id decoder_start_token_id tokenizer_class partial_rotary_factor max_window_layers"""
+    scale_in_queries: ClassVar[bool] = True  # whether the query kernel can carry the scale of the scores
+    ignored: ClassVar[str] = """architectures model_type transformers_version torch_dtype _name_or_path _commit_hash
+        use_cache pretraining_tp initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop auto_map
+        attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
+        _flash_attn_2_enabled use_flash_attn use_flash_attention_2 trust_remote_code output_attentions
+        output_hidden_states return_dict use_return_dict task_specific_params is_encoder_decoder is_decoder
+        tie_encoder_decoder chunk_size_feed_forward unsloth_version unsloth_fixed quantization_config
+        add_cross_attention cross_attention_hidden_size id2label label2id problem_type torchscript pruned_heads
+        finetuning_task prefix sep_token_id decoder_start_token_id tokenizer_class model_max_length
+        max_sequence_length is_llama_config transformers.js_config use_bfloat16 tf_legacy_loss
+        max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
+        temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+        encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+        forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
+        suppress_tokens begin_suppress_tokens"""
 
     vocab_size: int = count(32000, most=2**24)
     hidden_size: int = count(4096, most=2**20)
@@ -84,8 +101,9 @@ class DecoderConfig:
             object.__setattr__(self, name, None if value is None else FrozenDict(value))
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", self.dtype.removeprefix("torch."))
-        if isinstance(self.eos_token_id, list):
-            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        for field in dataclasses.fields(self):  # tuples, so that configs have a hash
+            if isinstance(value := getattr(self, field.name), list):
+                object.__setattr__(self, field.name, tuple(value))
         self._check()
 
     def _check(self) -> None:
@@ -100,7 +118,7 @@ class DecoderConfig:
                 f"num_hidden_layers {self.num_hidden_layers} with {self.experts} experts each is beyond what is "
                 f"supported: at most {MOST_EXPERTS} experts in all"
             )
-        if self.query_pre_attn_scalar is not None and not self.grouped:
+        if self.query_pre_attn_scalar is not None and not self.scale_in_queries:
             raise ConfigError(f"query_pre_attn_scalar is not supported for {self.model_type}: remove it")
         if self.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act {short(self.hidden_act)} is not supported; supported: 'silu'")
@@ -110,37 +128,46 @@ class DecoderConfig:
         _ = self.rope
 
     @classmethod
-    def from_hf(cls, fields: Mapping[str, Any]) -> Self:
+    def from_hf(cls, fields: Mapping[str, Any], *, ignore_unknown: bool = False) -> Self:
         """Config from a parsed config.json (transformers 4 or 5 style); absent fields take the family's defaults.
 
-        Raises ConfigError for unsupported values. Unknown fields are ignored with a warning.
+        Raises ConfigError for unsupported values, and for unknown fields unless they are null, false or empty, since
+        they may change what the model computes. ``ignore_unknown``: drop them with a warning instead.
         """
-        for alias, name in cls.aliases.items():
+        aliases, fixed = cls._declared("aliases"), cls._declared("fixed")
+        for alias, name in aliases.items():
             if alias in fields and fields.get(name, fields[alias]) != fields[alias]:
                 raise ConfigError(
                     f"{alias} {short(fields[alias])} and {name} {short(fields[name])} are one field: remove one"
                 )
-        fields = {cls.aliases.get(k, k): v for k, v in fields.items()}
-        for name, allowed in cls.fixed.items():
-            if name in fields and fields[name] not in allowed:
+        fields = {aliases.get(k, k): v for k, v in fields.items()}
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name, allowed in fixed.items():
+            if name in fields and name not in known and fields[name] not in allowed:
                 raise ConfigError(
                     f"{name} {short(fields[name])} is not supported; supported: {', '.join(map(repr, allowed))}"
                 )
-        partial, rope = fields.get("partial_rotary_factor"), fields.get("rope_scaling") or fields.get("rope_parameters")
-        if partial not in (None, 1) and isinstance(rope, Mapping) and kind_of(rope) != "default":
-            raise ConfigError(
-                f"partial_rotary_factor {short(partial)} with rope type {short(kind_of(rope))} is not supported"
-            )
-        known = {f.name for f in dataclasses.fields(cls)}
         ignored = {name for base in cls.__mro__ for name in vars(base).get("ignored", "").split()}
         fields.setdefault("dtype", fields.get("torch_dtype"))
-        strange = [k for k in fields if k not in known | ignored | set(cls.fixed)]
+        strange = {k: v for k, v in fields.items() if k not in known | ignored | fixed.keys()}
         for name in ("rope_scaling", "rope_parameters"):
             inner = fields.get(name)
-            strange += [f"{name}.{k}" for k in inner if k not in ROPE_FIELDS] if isinstance(inner, Mapping) else []
-        if strange:
-            logger.warning("config.json: unknown fields, ignored: %s", some(sorted(strange), 20))
+            inner = inner if isinstance(inner, Mapping) else {}
+            strange |= {f"{name}.{k}": v for k, v in inner.items() if k not in ROPE_FIELDS}
+        found = [f"{name} {short(value)}" for name, value in sorted(strange.items()) if not _unset(value)]
+        if found and not ignore_unknown:
+            raise ConfigError(
+                f"{some(found, 20)}: unknown to {cls.model_type} models here, and may change what they compute. "
+                "Remove what does not, or load with ignore_unknown=True (--ignore-unknown)"
+            )
+        if found:
+            logger.warning("config.json: unknown fields, ignored: %s", some(found, 20))
         return cls(**{k: v for k, v in fields.items() if k in known})
+
+    @classmethod
+    def _declared(cls, name: str) -> dict[str, Any]:
+        """A class variable with entries of this class and of all its bases."""
+        return {k: v for base in reversed(cls.__mro__) for k, v in vars(base).get(name, {}).items()}
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that ``from_hf`` reads back to the same config."""
@@ -192,6 +219,11 @@ class DecoderConfig:
         return None
 
     @property
+    def windows(self) -> Sequence[int | None]:
+        """The sliding window of each layer; None: it attends to all tokens."""
+        return (self.window,) * self.num_hidden_layers
+
+    @property
     def experts(self) -> int:
         """E of each MoE layer; 0 for dense models."""
         return 0
@@ -228,3 +260,8 @@ class DecoderConfig:
             self.original_max_position_embeddings,
             self.rope_field,
         )
+
+
+def _unset(value: object) -> bool:
+    """Whether a field's value is null, false or empty, which asks for nothing."""
+    return value is None or value is False or (isinstance(value, Sequence | Mapping) and not value)

@@ -45,6 +45,32 @@ class Number:
         return float(value)
 
 
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """Checks that a field lists one of the ``allowed`` kinds per layer."""
+
+    allowed: tuple[str, ...]
+
+    def __call__(self, name: str, value: object) -> None:
+        if not isinstance(value, list | tuple) or not value:
+            raise ConfigError(f"{name} must list the kind of each layer, got {short(value)}")
+        if odd := [kind for kind in value if kind not in self.allowed]:
+            raise ConfigError(f"{name}: {short(odd[0])} is not supported; supported: {', '.join(self.allowed)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """Checks that a field has one of the ``allowed`` values."""
+
+    allowed: tuple[Any, ...]
+
+    def __call__(self, name: str, value: object) -> None:
+        if not any(type(value) is type(known) and value == known for known in self.allowed):
+            raise ConfigError(
+                f"{name} {short(value)} is not supported; supported: {', '.join(map(repr, self.allowed))}"
+            )
+
+
 def _flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, got {short(value)}")
@@ -58,6 +84,23 @@ def count(default: int | None, *, least: int = 1, most: int = 2**31 - 1) -> Any:
 def number(default: float | None, *, above: float, most: float) -> Any:
     """A config field for a number."""
     return dataclasses.field(default=default, metadata={"check": Number(above, most)})
+
+
+def per_layer(*allowed: str) -> Any:
+    """A config field with a list of one of these kinds per layer, or null."""
+    return dataclasses.field(default=None, metadata={"check": Kinds(allowed)})
+
+
+def one_of(*allowed: Any) -> Any:
+    """A config field with one of these values; the default is the first."""
+    return dataclasses.field(default=allowed[0], metadata={"check": OneOf(allowed)})
+
+
+def check_at_most(config: Any, name: str, other: str) -> None:
+    """Raises ConfigError if the field ``name`` of a config is greater than the field ``other``."""
+    value, most = getattr(config, name), getattr(config, other)
+    if value > most:
+        raise ConfigError(f"{name} {value} is more than {other} {most}")
 
 
 def check_fields(config: Any) -> None:
@@ -74,6 +117,8 @@ def check_fields(config: Any) -> None:
         check = checks[0] if checks else by_type.get(field.type)
         if check is not None and not (value is None and type(None) in get_args(field.type)):
             check(field.name, value)
+            if isinstance(check, Kinds) and value and len(value) != (layers := config.num_hidden_layers):
+                raise ConfigError(f"{field.name} lists {len(value)} layers, not {layers} as num_hidden_layers says")
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

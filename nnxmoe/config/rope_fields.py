@@ -70,7 +70,7 @@ def _check_rope_fields(fields: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"rope: factor {short(fields['factor'])} without a rope_type that uses it: give the rope_type"
         )
-    if kind_of(fields) != "default" and fields.get("partial_rotary_factor", 1) not in (None, 1):
+    if fields.get("partial_rotary_factor", 1) not in (None, 1):
         raise ConfigError(f"rope: partial_rotary_factor {short(fields['partial_rotary_factor'])} is not supported")
     original = fields.get("original_max_position_embeddings")
     if original is not None and (type(original) is not int or not 0 < original < 2**31):

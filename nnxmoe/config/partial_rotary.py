@@ -1,0 +1,49 @@
+"""Config of decoders that rotate only the first part of each head."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError, Number, number
+from nnxmoe.config.printable import short
+
+FACTOR = "partial_rotary_factor"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartialRotaryConfig(DecoderConfig):
+    """``partial_rotary_factor``: fraction of the head width that is rotated, rounded down to an integer width. In
+    transformers 5 it is in the rope object. Null in both: ``default_rotary_factor``."""
+
+    default_rotary_factor: ClassVar[float] = 1.0
+    rope_field = FACTOR
+
+    partial_rotary_factor: float | None = number(None, above=0.0, most=1.0)
+
+    def _check(self) -> None:
+        nested, beside = super().rope_fields.get(FACTOR), self.partial_rotary_factor
+        if nested is not None:
+            Number(0.0, 1.0)(f"rope: {FACTOR}", nested)
+        if nested is not None and beside is not None and nested != beside:
+            raise ConfigError(
+                f"{FACTOR} {short(beside)} and that of the rope object {short(nested)} differ: remove one"
+            )
+        super()._check()
+        if self.rope_dim < 2:
+            raise ConfigError(f"{FACTOR} {self.given_factor} of the head width {self.head_width} rotates nothing")
+
+    @property
+    def given_factor(self) -> float | None:
+        """``partial_rotary_factor``, from wherever it is."""
+        nested = super().rope_fields.get(FACTOR)
+        return self.partial_rotary_factor if nested is None else nested
+
+    @property
+    def rope_dim(self) -> int:
+        return int(self.head_width * (self.given_factor or self.default_rotary_factor))
+
+    @property
+    def rope_fields(self) -> Mapping[str, Any]:
+        """The rope object in force, without the factor, which `rope_dim` includes."""
+        return {name: value for name, value in super().rope_fields.items() if name != FACTOR}
