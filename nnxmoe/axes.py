@@ -10,7 +10,7 @@ MLA's widths are words: ``q_rank kv_rank nope rope``. ``asked``: T, or 1 if only
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,13 +22,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.runtime.progress import logger
 
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
-BATCH_AXES = ("data", "fsdp", "expert")  # the batch is sharded over all three, so attention needs no communication
+MESH_AXES = ("pipe", "data", "fsdp", "expert", "tensor")
+# The batch is sharded over all of these, so attention needs no communication; within the stages of a pipeline over all
+# but the first.
+BATCH_AXES = ("pipe", "data", "fsdp", "expert")
+LAYER_AXES = ("layers", "stages")  # logical axes that count layers, of which a parameter may have one, the first
 AnyMesh = Mesh | AbstractMesh
 
-Rules = Mapping[str, str | None]
+Rules = Mapping[str, str | tuple[str, ...] | None]
 
-# Logical axis of a parameter -> mesh axis that shards it (None: replicated).
+# Logical axis of a parameter -> mesh axis, or several, that shard it (None: replicated). Of several, those that shard
+# another dimension of the same parameter are left out: "embed": ("fsdp", "expert") shards dense kernels over both.
 RULES: Rules = FrozenDict(
     {
         "vocab": "tensor",
@@ -39,11 +43,12 @@ RULES: Rules = FrozenDict(
         "mlp": "tensor",
         "expert": "expert",
         "latent": None,  # output of MLA's down projections
-        "q_rank": None,  # input of MLA's up projections; "fsdp" saves memory if it divides the ranks
-        "kv_rank": None,
+        "q_rank": "fsdp",  # input of MLA's up projections
+        "kv_rank": "fsdp",
         "norm": None,
         "router": None,
         "layers": None,
+        "stages": "pipe",  # the layers of a pipeline
         "rank": None,  # of a LoRA adapter
         "gate_up": None,  # gate and up in one LoRA adapter
     }
@@ -79,26 +84,39 @@ def label(part: Any, key: str, layer: int | None = None, stack: int | None = Non
 
 
 def make_mesh(
-    data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, *, devices: Sequence[Any] | None = None
+    data: int = 1,
+    fsdp: int = 1,
+    expert: int = 1,
+    tensor: int = 1,
+    *,
+    pipe: int = 1,
+    devices: Sequence[Any] | None = None,
+    across: str | None = None,
 ) -> Mesh:
-    """A device mesh with the axes ``data, fsdp, expert, tensor``; one size may be -1: all remaining devices.
+    """A device mesh with the axes ``pipe, data, fsdp, expert, tensor``; one size may be -1: all remaining devices.
 
-    Raises ValueError unless the product of the sizes is the number of devices.
+    ``across``: the axis that crosses hosts or slices, whose index then changes least often along the devices; None:
+    the first axis with several. Raises ValueError unless the product of the sizes is the number of devices.
     """
-    sizes = {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
+    sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
     if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes.values()):
         raise ValueError(f"mesh sizes {sizes}: give integers")
     found = np.asarray(jax.devices() if devices is None else devices, dtype=object)
-    open_axes = [name for name, size in sizes.items() if size == -1]
-    if len(open_axes) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+    remaining = [name for name, size in sizes.items() if size == -1]
+    if len(remaining) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
         raise ValueError(f"mesh sizes {sizes}: every size must be at least 1; one may be -1 (all remaining devices)")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if found.size % fixed or (found.size != fixed and not open_axes):
-        multiple = "a multiple of " if open_axes else ""
+    if found.size % fixed or (found.size != fixed and not remaining):
+        multiple = "a multiple of " if remaining else ""
         raise ValueError(f"mesh sizes {sizes} need {multiple}{fixed} devices; there are {found.size}")
-    if open_axes:
-        sizes[open_axes[0]] = found.size // fixed
-    return Mesh(found.reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    if remaining:
+        sizes[remaining[0]] = found.size // fixed
+    if across is not None and across not in sizes:
+        raise ValueError(f"across={across!r} is not a mesh axis; the axes are {', '.join(MESH_AXES)}")
+    first = 0 if across is None else MESH_AXES.index(across)
+    order = [MESH_AXES[first], *MESH_AXES[:first], *MESH_AXES[first + 1 :]]
+    found = np.moveaxis(found.reshape([sizes[axis] for axis in order]), 0, first)
+    return Mesh(found, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
@@ -109,9 +127,30 @@ def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     return AbstractMesh(every, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def _manual() -> tuple[str, ...]:
+    """The mesh axes over which the code being traced runs per device: ``pipe`` within the stages of a pipeline."""
+    return jax.sharding.get_abstract_mesh().manual_axes
+
+
+def _here(mesh: AnyMesh) -> AnyMesh:
+    """The mesh for shardings in the code being traced, where JAX refuses ``mesh`` itself if an axis is manual."""
+    return jax.sharding.get_abstract_mesh() if _manual() else mesh
+
+
+def shard_map(
+    run: Callable[..., Any], mesh: AnyMesh, in_specs: Any, out_specs: Any, axes: Iterable[str] | None = None
+) -> Callable[..., Any]:
+    """``jax.shard_map`` over these axes of the mesh; None: all, within the stages of a pipeline all but ``pipe``."""
+    over = set(mesh.shape) - set(_manual()) if axes is None else set(axes)
+    specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
+    return jax.shard_map(run, mesh=_here(mesh), axis_names=over, check_vma=False, **specs)
+
+
 def batch_axes(mesh: AnyMesh | None) -> tuple[str, ...]:
-    """The mesh axes that shard the batch, without those of size 1."""
-    return () if mesh is None else tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
+    """The mesh axes that shard the batch, without those of size 1; within the stages of a pipeline without ``pipe``."""
+    closed = _manual()
+    several = () if mesh is None else tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
+    return tuple(axis for axis in several if axis not in closed)
 
 
 def shards(mesh: AnyMesh | None, axes: Sequence[str]) -> int:
@@ -128,39 +167,61 @@ def divided_over(batch: int, mesh: AnyMesh | None) -> tuple[str, ...]:
 def partition_spec(
     axes: Sequence[str | None], shape: Sequence[int], mesh: AnyMesh, rules: Rules = RULES
 ) -> PartitionSpec:
-    """The mesh axis that shards each dimension; a dimension without a name (None) is not sharded.
+    """The mesh axes that shard each dimension; a dimension without a name (None) is not sharded.
 
-    Mesh axes of size 1 are dropped. ValueError for an indivisible size, a missing rule, or a missing or repeated axis.
+    Mesh axes of size 1 are dropped, and those of a rule with several axes that shard another dimension. ValueError for
+    an indivisible size, a missing rule, or a missing or repeated axis.
     """
-    entries: list[str | None] = []
-    for name, size in zip(axes, shape, strict=True):
-        if name is None:
-            entries.append(None)
-            continue
-        if name not in rules:
-            raise ValueError(f"no rule for the logical axis {name!r} of a parameter with axes {tuple(axes)}")
-        axis = rules[name]
-        if axis is not None and axis not in mesh.shape:
+    found = axes_per_dimension(axes, mesh, rules)
+    for name, size, over in zip(axes, shape, found, strict=True):
+        if size % shards(mesh, over):
+            what = f"mesh axis {over[0]!r}" if len(over) == 1 else f"mesh axes {over}"
             raise ValueError(
-                f"the rule {name!r} -> {axis!r} does not name an axis of the mesh {dict(mesh.shape)}: "
-                "create the mesh with nnxmoe.make_mesh, which has all axes, or pass other rules"
-            )
-        entries.append(axis if axis is not None and mesh.shape[axis] > 1 else None)
-        if entries[-1] is not None and size % mesh.shape[entries[-1]]:
-            raise ValueError(
-                f"{name!r} of size {size} does not divide over the mesh axis {axis!r} of size {mesh.shape[axis]}: "
+                f"{name!r} of size {size} does not divide over the {what} of size {shards(mesh, over)}: "
                 f"use another mesh size, or rules that replicate it, {{**nnxmoe.RULES, {name!r}: None}}"
             )
-    used = [entry for entry in entries if entry is not None]
-    if len(set(used)) != len(used):
-        raise ValueError(f"the rules use a mesh axis twice: axes {tuple(axes)} -> {tuple(entries)}")
-    return PartitionSpec(*entries) if used else PartitionSpec()
+    return PartitionSpec(
+        *(over if len(over) > 1 else over[0] if over else None for over in found) if any(found) else ()
+    )
+
+
+def axes_per_dimension(axes: Sequence[str | None], mesh: AnyMesh, rules: Rules = RULES) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that shard each dimension of a parameter with these logical axes; see `partition_spec`."""
+    named = [() if name is None else sharded_over(name, mesh, rules, axes) for name in axes]
+    several = [name is not None and isinstance(rules[name], list | tuple) for name in axes]
+    used = {axis for over, many in zip(named, several, strict=True) if not many for axis in over}
+    found = list[tuple[str, ...]]()
+    for over, many in zip(named, several, strict=True):
+        found.append(tuple(axis for axis in over if axis not in used) if many else over)
+        used |= set(over) if many else set()
+    every = [axis for over in found for axis in over]
+    if len(set(every)) != len(every):
+        raise ValueError(f"the rules use a mesh axis twice: axes {tuple(axes)} -> {tuple(found)}")
+    return tuple(found)
+
+
+def sharded_over(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None] = ()) -> tuple[str, ...]:
+    """The mesh axes that the rule of a logical axis names, without those of size 1. ValueError for a missing rule or
+    mesh axis; ``axes``: all of the parameter's, for the message."""
+    if name not in rules:
+        raise ValueError(f"no rule for the logical axis {name!r} of a parameter with axes {tuple(axes)}")
+    rule = rules[name]
+    named = () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
+    for axis in named:
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"the rule {name!r} -> {rule!r} does not name an axis of the mesh {dict(mesh.shape)}: "
+                "create the mesh with nnxmoe.make_mesh, which has all axes, or pass other rules"
+            )
+    return tuple(axis for axis in named if mesh.shape[axis] > 1)
 
 
 def constrain(x: jax.Array, mesh: AnyMesh | None, *axes: str | Sequence[str] | None) -> jax.Array:
     """``x`` with its first dimensions sharded over these mesh axes; a no-op without axes or mesh."""
     spec = PartitionSpec(*(axis or None for axis in axes))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if mesh is not None and any(spec) else x
+    if mesh is None or not any(spec):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(_here(mesh), spec))
 
 
 def split_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
@@ -179,10 +240,15 @@ def everywhere(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
 def axes_of(variable: nnx.Variable) -> tuple[str | None, ...]:
     """The logical axes of a parameter's dimensions; None for each dimension of a parameter without labels.
 
-    Inside a scan over layers, where values have no layer dimension, the axis ``layers`` is omitted.
+    Inside a scan over layers, where values have no layer dimension, its axis is omitted.
     """
     axes, rank = variable.get_metadata().get("axes"), len(variable.shape)
     return (None,) * rank if axes is None else tuple(axes[len(axes) - rank :])
+
+
+def of_layers(axes: Sequence[str | None]) -> bool:
+    """Whether a parameter with these logical axes belongs to several layers, counted by its first dimension."""
+    return bool(axes) and axes[0] in LAYER_AXES
 
 
 def sharding_of(variable: nnx.Variable, mesh: Mesh, rules: Rules = RULES) -> NamedSharding:

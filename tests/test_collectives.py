@@ -12,6 +12,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -19,11 +20,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 import nnxmoe
 from nnxmoe import Capacity, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.axes import BATCH_AXES, sharding_of
+from nnxmoe.layers.embed import Embed
 from nnxmoe.moe import dispatch
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import Blocked
 from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.planning.hlo import collectives as collectives_of
 from tests.support.cases import HF_CASES
 
 pytestmark = pytest.mark.program
@@ -139,6 +142,69 @@ def test_count_detects_a_batch_that_keeps_the_expert_axis(eight: Callable[..., A
     """In that case kernels are gathered or exchanged."""
     assert not only_tokens_travel(eight(batch_keeps_the_expert_axis, shape, False), shape, times=2)
     assert not only_tokens_travel(eight(batch_keeps_the_expert_axis, shape, True), shape, times=4)
+
+
+def gathered_kinds() -> collections.Counter[str]:
+    """Dtype and name of the collectives of a traced layer with float32 parameters and bfloat16 tokens."""
+    dim, width, experts, select = SHAPES["tiny"]
+    mesh, kw = nnxmoe.make_mesh(fsdp=8), {"dtype": jnp.dtype(jnp.float32), "rngs": nnx.Rngs(0)}
+    router = Router(dim, experts, select, bias=False, **kw)
+    graph, params = nnx.split(MoE(router, Experts(dim, width, experts, matmul=Blocked(), **kw), Sorted(), None, mesh))
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(nnx.merge(graph, params)(x)[0].astype(jnp.float32))
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(params, jnp.ones((B, T, dim), jnp.bfloat16)))
+    return collections.Counter(re.findall(r":(\w+)\[[\d,]+\] = (all_gather|reduce_scatter)\[", text))
+
+
+def test_expert_kernels_are_cast_before_they_are_gathered(eight: Callable[..., Any]) -> None:
+    """Gradients are reduced in float32."""
+    found = eight(gathered_kinds)
+    assert {kind for kind, name in found if name == "all_gather"} == {"bf16"}
+    assert found["f32", "reduce_scatter"] == 3 and ("bf16", "reduce_scatter") not in found
+
+
+WIDE = {**nnxmoe.RULES, "embed": ("fsdp", "expert")}
+
+
+def lookup(rules: Any, **axes: Any) -> tuple[list[float], set[str], int]:
+    """Of embeddings on a mesh: errors of values and gradients against one device, and the collectives that move more
+    than tokens, with the most elements of one."""
+    mesh, kw = nnxmoe.make_mesh(**axes), {"dtype": jnp.dtype(jnp.float32), "rngs": nnx.Rngs(0)}
+    one, other = Embed(96, 32, **kw), Embed(96, 32, **kw | {"mesh": mesh, "rules": rules, "rngs": nnx.Rngs(0)})
+    tokens = jax.random.randint(jax.random.key(0), (B, T), 0, 97)  # 96 is out of range: NaN on both
+
+    def gradient(embed: Embed) -> Any:
+        graph, state = nnx.split(embed)
+
+        def loss(state: Any) -> Any:
+            y = nnx.merge(graph, state)(tokens, jnp.bfloat16)
+            return jnp.nansum(jnp.sin(y.astype(jnp.float32)) * jnp.arange(y.size).reshape(y.shape) / y.size), y
+
+        return jax.jit(jax.grad(loss, has_aux=True)), state
+
+    (plain, start), (spread, state) = gradient(one), gradient(other)
+    state = jax.device_put(state, sharding_of(other.table, mesh, rules))
+    ours, wanted = (jax.tree.leaves(run(of)) for run, of in ((spread, state), (plain, start)))
+    text = spread.lower(state).compile().as_text()
+    moved = [(one.kind, one.bytes // 4) for one in collectives_of(text, mesh.shape) if one.bytes > 8 * B * T]
+    pairs = [(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in zip(ours, wanted, strict=True)]
+    assert all(np.array_equal(np.isnan(a), np.isnan(b)) for a, b in pairs) and np.isnan(pairs[1][0]).any()
+    errors = [float(np.abs(np.nan_to_num(a) - np.nan_to_num(b)).max()) for a, b in pairs]
+    return errors, {kind for kind, _ in moved}, max(size for _, size in moved)
+
+
+@pytest.mark.parametrize("rules", [nnxmoe.RULES, WIDE])
+def test_embeddings_are_exchanged_and_not_replicated(eight: Callable[..., Any], rules: Any) -> None:
+    """XLA alone would gather the embeddings of all devices' tokens."""
+    errors, kinds, most = eight(lookups, dict(rules))
+    assert errors[0] < 1e-5 and errors[1] == 0.0  # of gradients, of values
+    assert kinds <= {"all-to-all", "all-reduce"} and most < B * T * 32
+
+
+def lookups(rules: Any) -> Any:
+    return lookup(rules, fsdp=2, expert=4)
 
 
 # Sharding constraints

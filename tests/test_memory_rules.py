@@ -461,3 +461,15 @@ def test_remat_policies_trade_memory_and_keep_the_gradients() -> None:
     assert sizes == sorted(sizes) and len(set(sizes)) == len(sizes)
     for other in results[1:]:
         assert max(map(max_error, jax.tree.leaves(results[0]), jax.tree.leaves(other))) < 1e-6
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_updates_copy_no_parameters_or_moments(conditional: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not conditional:
+        select = lambda good, new, old: jax.tree.map(lambda a, b: jnp.where(good, a, b), new(), old())  # noqa: E731
+        monkeypatch.setattr("nnxmoe.train.loop.step.jax.lax.cond", select)
+    step = Step(Llama(config_from_hf(TINY["llama"]), rngs=nnx.Rngs(0)), optax.adamw(0.1))
+    batch = {"tokens": random_tokens(2, LENGTH)}
+    text = step._run.jitted.lower(step.init(), batch).compile().as_text()
+    copies = re.findall(r" copy\(\S*state_(?:params|moments)\w*_kernel", text)
+    assert bool(copies) == (not conditional), copies

@@ -16,13 +16,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 import nnxmoe
 from nnxmoe import Blockwise, Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.axes import BATCH_AXES, sharding_of
+from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.models import Mixtral, MixtralConfig
 from nnxmoe.moe.block import MoE
+from nnxmoe.moe.expert_biases import ExpertBiases
 from nnxmoe.moe.expert_parallel import Plan, buffer_rows
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import Blocked
 from nnxmoe.moe.ragged import ragged_all_to_all
-from nnxmoe.moe.router import RandomTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.moe.router import LogitBias, RandomTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
 from tests.support.arrays import max_error
 from tests.support.cases import HF_CASES, load_case
 from tests.support.tiny import build_tiny, random_tokens
@@ -39,16 +41,27 @@ MESHES: dict[str, dict[str, int] | None] = {
     "data2 fsdp2 expert2": {"data": 2, "fsdp": 2, "expert": 2},
     "expert4 tensor2": {"expert": 4, "tensor": 2},
 }
-SELECTS = {"softmax": SoftmaxTopK(2), "sigmoid groups": SigmoidGroupTopK(3, 4, 2, True, 2.5)}
+SELECTS = {
+    "softmax": SoftmaxTopK(2),
+    "sigmoid groups": SigmoidGroupTopK(3, 4, 2, True, 2.5),
+    "biases": SoftmaxTopK(3),  # of logits and experts, with a clamped activation
+}
 
 
 def make(way: Any, select: str, mesh: Any, dtype: str = "float32") -> MoE:
     """A MoE layer; tests steer its routing through the first feature of each token."""
     kw: dict[str, Any] = {"dtype": jnp.dtype(dtype), "rngs": nnx.Rngs(0)}
-    router = Router(D, E, SELECTS[select], bias=select != "softmax", **kw)
-    if router.bias is not None:
-        router.bias.set_value(jax.random.normal(jax.random.key(5), (E,)) * 0.1)
-    return MoE(router, Experts(D, F, E, matmul=Blocked(), **kw), way, None, mesh)
+    parts: dict[str, Any] = {}
+    logit_bias = LogitBias(E, **kw) if select == "biases" else None
+    if select == "biases":
+        parts = {"activation": ClampedSwiGLU(1.7, 0.5), "biases": ExpertBiases(D, F, E, **kw)}
+    router = Router(D, E, SELECTS[select], bias=select == "sigmoid groups", logit_bias=logit_bias, **kw)
+    moe = MoE(router, Experts(D, F, E, matmul=Blocked(), **parts, **kw), way, None, mesh)
+    for path, variable in nnx.iter_graph(moe):
+        if isinstance(variable, nnx.Variable) and "bias" in ".".join(map(str, path)):
+            noise = jax.random.normal(jax.random.key(variable.size), variable.shape) * 0.1
+            variable.set_value(noise.astype(variable.dtype))
+    return moe
 
 
 def scenarios(dtype: str = "float32") -> dict[str, tuple[Any, Any, Any]]:
@@ -95,7 +108,7 @@ def outcome(way: str, select: str, mesh_name: str, scenario: str, dtype: str = "
     x, valid, more = scenarios("bfloat16" if dtype == "exact" else dtype)[scenario]
     x = x.astype(jnp.float32) if dtype == "exact" else x
     flat = [
-        (p, v.replace(v.get_value() + more.astype(v.get_value().dtype)) if p[0] == "router" else v)
+        (p, v.replace(v.get_value() + more.astype(v.get_value().dtype)) if p == ("router", "kernel") else v)
         for p, v in nnx.to_flat_state(params)
     ]
     if mesh is not None:
@@ -147,6 +160,7 @@ MODES = [
     ("ragged", "sigmoid groups", "expert8"),
     ("ring", "sigmoid groups", "expert4 tensor2"),
     ("chunked sorted", "softmax", "one device"),
+    ("ragged", "biases", "expert4 tensor2"),
 ]
 
 
@@ -157,6 +171,7 @@ def _modes() -> list[Any]:
         for i, way in enumerate(WAYS)
         for j, mesh in enumerate(MESHES)
     ]
+    cells += [(way, "biases", mesh) for way in WAYS for mesh in MESHES if (way, "biases", mesh) not in cells]
     return [*MODES, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in cells if cell not in MODES)]
 
 
@@ -390,7 +405,7 @@ def refusal(kind: str) -> str:
     [
         ("experts", "8 experts do not divide over the mesh axis 'expert' of size 3"),
         ("batch", "a batch of 6 does not divide over 8 devices"),
-        ("missing", "has no axis 'data'"),
+        ("missing", "has no axis 'expert'"),
         ("missing data", "has no axis 'rows'"),
         ("capacity", "Capacity: a batch of 6 does not divide over 8 devices"),
         ("other axis", "the rules split experts over 'expert', not over 'tensor'"),
@@ -424,6 +439,7 @@ def test_invalid_strategy_arguments() -> None:
         (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "bogus": "fsdp"}), "'bogus'"),
         (lambda: nnxmoe.Strategy(rules={"embed": None}), "give a dict of all of them"),
         (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "embed": 3}), "'embed' -> 3"),
+        (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "embed": ("fsdp", 3)}), "a tuple of names"),
         (lambda: nnxmoe.make_mesh(fsdp="2"), "give integers"),
         (lambda: nnxmoe.make_mesh(fsdp=99, expert=-1), "need a multiple of 99 devices; there are"),
         (lambda: Chunked(Sorted, 2), r"Chunked\(inner=.*give an object such as Sorted\(\)"),

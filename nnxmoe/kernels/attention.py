@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import RULES, Rules, divided_over
+from nnxmoe.axes import RULES, Rules, divided_over, shard_map, sharded_over, shards
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend, Fused, Scores
 from nnxmoe.layers.blockwise import Blockwise
@@ -18,16 +18,22 @@ from nnxmoe.layers.streaming import Streaming
 
 LANES = 128  # the kernel's blocks are multiples of a TPU register's lanes
 LARGEST_BLOCK = 512
+ELSEWHERE: tuple[int, int] = (8, 0)  # compute capability that is assumed of GPUs of another machine
 
 
-def default_attend() -> Attend:
-    """The fused attention of JAX's default backend; `Blockwise` computes what it cannot, or all if there is none."""
-    backend, otherwise = jax.default_backend(), Blockwise(long=Streaming(512, 1024))
+def default_attend(platform: str | None = None) -> Attend:
+    """The fused attention of a platform, by default JAX's; `Blockwise` computes the rest, or all if there is none.
+
+    GPUs of another machine are assumed to be of the Ampere generation or later. cuDNN gets heads of up to 128 there,
+    because JAX asks this machine's GPU whether wider ones are supported.
+    """
+    here, otherwise = jax.default_backend(), Blockwise(long=Streaming(512, 1024))
+    backend = platform or here
     if backend == "tpu":
         return Splash(otherwise)
     if backend == "gpu":
-        capability = _cuda_capability(jax.local_devices()[0])
-        if capability < (8, 0):
+        capability = _cuda_capability(jax.local_devices()[0]) if here == "gpu" else ELSEWHERE
+        if capability[0] < 8:
             return otherwise
         return Fused("cudnn", otherwise, widest=256 if capability >= (9, 0) else 128)
     return Blockwise()
@@ -80,11 +86,10 @@ class Splash:
 
         if self.mesh is None or self.mesh.size == 1:
             return run(*given)
-        batch, heads = divided_over(q.shape[0], self.mesh) or None, self.rules["kv_heads"]
-        heads = None if heads is None or k.shape[1] % self.mesh.shape[heads] else heads
-        spec = PartitionSpec(batch, heads)
+        batch, heads = divided_over(q.shape[0], self.mesh) or None, sharded_over("kv_heads", self.mesh, self.rules)
+        spec = PartitionSpec(batch, None if k.shape[1] % shards(self.mesh, heads) else heads or None)
         specs = spec, spec, spec, PartitionSpec(batch)
-        return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=spec, check_vma=False)(*given)
+        return shard_map(run, self.mesh, specs, spec)(*given)
 
 
 def _segments(scores: Scores, batch: int) -> Int[Array, "B T"] | None:

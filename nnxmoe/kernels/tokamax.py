@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.layers.codes import MIDDLE
+from nnxmoe.layers.codes import LEVELS, MIDDLE
 from nnxmoe.layers.kernel import as_kernel
 from nnxmoe.layers.multilinear import multilinear
 from nnxmoe.layers.quantized import QuantizedKernel
@@ -71,9 +71,9 @@ class Tokamax:
 
 def _qarray(kernel: QuantizedKernel, dtype: Any) -> Any:
     """The kernel ``[E, I, O]`` as qwix's array, from whose codes tokamax computes on GPUs; as floats if its tiles do
-    not divide the inputs, and for NF4."""
+    not divide the inputs, and for kinds whose values are looked up."""
     codes, (rows, columns), (_, ins, outs) = kernel.kind, kernel.kind.tile, kernel.shape
-    if (kernel.scale.shape[-1] > 1 and ins % columns) or codes.kind == "nf4":
+    if (kernel.scale.shape[-1] > 1 and ins % columns) or codes.kind in LEVELS:
         return kernel.dense(dtype)
     values = codes.unpack(kernel.codes)
     if codes.kind == "fp8":

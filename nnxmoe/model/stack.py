@@ -49,6 +49,13 @@ class Body:
     hidden: tuple[Float[Array, "B _ D"], ...]
 
 
+def by_layer(stacked: Any) -> ByLayer:
+    """The slices of a pytree's arrays ``[L, …]``, one for each layer; none of None."""
+    leaves = jax.tree.leaves(stacked)
+    count = leaves[0].shape[0] if leaves else 0
+    return ByLayer({i: jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(count)})
+
+
 def in_turn(x: Float[Array, "B T D"], parts: Iterable[tuple[int, Callable[[Array], Body]]]) -> Body:
     """Runs parts of a model, given with their numbers of layers, each on the output of the one before; ``cache`` is the
     tuple of theirs."""
@@ -114,31 +121,69 @@ class UnrolledStack(nnx.Module):
             hidden += [x] if context.keep_hidden else []
         return Body(x, None if cache is None else tuple(caches), infos, tuple(hidden))
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
         """One empty cache per layer."""
-        return tuple(layer.attention.empty_cache(batch, capacity, dtype) for layer in self.layers)
+        return tuple(layer.attention.empty_cache(batch, capacity, dtype, spare) for layer in self.layers)
+
+
+def scan_layers(
+    layer: Layer, state: Any, remat: Remat | None, x: Float[Array, "B T D"], context: Context, cache: Any, first: Any
+) -> tuple[Float[Array, "B T D"], Any, Any, Float[Array, "L B T D"] | None]:
+    """Output, cache, `MoEInfo`s and, with ``context.keep_hidden``, outputs of layers like ``layer`` with the parameters
+    ``state``, all with a leading axis of layers. ``first``: number of the first."""
+    graph, context = nnx.graphdef(layer), dataclasses.replace(context, last=False)
+    count = jax.tree.leaves(state)[0].shape[0]
+
+    def run(layer_state: Any, x: Array, context: Context, cache: Any) -> Any:
+        return nnx.merge(graph, layer_state)(x, context=context, cache=cache)
+
+    run = run if remat is None else remat(run, scanned=True)
+
+    def step(carry: tuple[Array, Any], inputs: tuple[Any, Array]) -> tuple[tuple[Array, Any], Any]:
+        x, caches = carry
+        layer_state, i = inputs
+        one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
+        x, one, info = run(layer_state, x, context.of_layer(first + i), one)
+        # The cache is in the carry: as scanned inputs and outputs XLA would copy all of it.
+        caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
+        return (x, caches), (info, x if context.keep_hidden else None)
+
+    (x, cache), (infos, hidden) = jax.lax.scan(step, (x, cache), (state, jnp.arange(count)))
+    return x, cache, infos, hidden
 
 
 class ScannedStack(nnx.Module):
-    """L layers as one module whose parameters have a leading axis ``layers``; cache: one pytree with the same axis.
+    """L layers as one module whose parameters have a leading axis, ``axis``; cache: one pytree with the same axis.
 
-    Every layer computes all tokens.
+    ``keys``: a random key for each layer, or None: shapes without values. Every layer computes all tokens.
     """
 
-    def __init__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None):
-        self.depth = count
+    def __init__(
+        self,
+        count: int,
+        make: MakeLayer,
+        keys: Key[Array, "L"] | None,
+        remat: Remat | None = None,
+        axis: str = "layers",
+    ):
+        self.count = count
         self.remat = remat
         self.layer = make(None)
         state = nnx.state(self.layer)
-        if rngs is not None:
-            state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(layer_keys(rngs, count))
+        if keys is not None:
+            state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
         else:
             state = jax.tree.map(lambda a: jax.ShapeDtypeStruct((count, *a.shape), a.dtype), state)
         each = [variable for _, variable in nnx.iter_graph(self.layer) if isinstance(variable, nnx.Variable)]
-        labels = [("layers", *axes_of(variable)) for variable in each]
+        labels = [(axis, *axes_of(variable)) for variable in each]
         nnx.update(self.layer, state)
         for variable, axes in zip(each, labels, strict=True):
             variable.set_metadata(axes=axes)
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return self.count
 
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """Whether the layers' feed-forward does."""
@@ -148,45 +193,28 @@ class ScannedStack(nnx.Module):
         """Stamps the parameters with their keys, first layer and stack (see `axes.label`)."""
         self.layer.label(first, stack)
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> Body:
-        graph, state = nnx.split(self.layer)
-        context = dataclasses.replace(context, last=False)
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
+        """The layers' output; ``first``: number of the first layer, if these are some of a stack's layers."""
+        state = nnx.state(self.layer)
+        x, cache, infos, hidden = scan_layers(self.layer, state, self.remat, x, context, cache, first)
+        return Body(x, cache, by_layer(infos), () if hidden is None else tuple(hidden[i] for i in range(self.count)))
 
-        def run(layer_state: Any, x: Array, context: Context, cache: Any) -> Any:
-            return nnx.merge(graph, layer_state)(x, context=context, cache=cache)
-
-        run = run if self.remat is None else self.remat(run, scanned=True)
-
-        def step(carry: tuple[Array, Any], inputs: tuple[Any, Array]) -> tuple[tuple[Array, Any], Any]:
-            x, caches = carry
-            layer_state, i = inputs
-            one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
-            x, one, info = run(layer_state, x, context.of_layer(i), one)
-            # The cache is in the carry: as scanned inputs and outputs XLA would copy all of it.
-            caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
-            return (x, caches), (info, x)
-
-        (x, cache), (infos, hidden) = jax.lax.scan(step, (x, cache), (state, jnp.arange(self.depth)))
-        each = {i: jax.tree.map(lambda a, i=i: a[i], infos) for i in range(self.depth) if infos is not None}
-        kept = range(self.depth if context.keep_hidden else 0)
-        return Body(x, cache, ByLayer(each), tuple(hidden[i] for i in kept))
-
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
         """The layers' empty caches, stacked."""
         graph, state = nnx.split(self.layer)
         first = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state))
-        cache = first.attention.empty_cache(batch, capacity, dtype)
-        return jax.tree.map(lambda a: jnp.zeros((self.depth, *a.shape), a.dtype), cache)
+        cache = first.attention.empty_cache(batch, capacity, dtype, spare)
+        return jax.tree.map(lambda a: jnp.zeros((self.count, *a.shape), a.dtype), cache)
 
     def unrolled(self, place: Callable[[nnx.Variable], Any]) -> UnrolledStack:
         """The same layers with arrays of their own, which are copies. ``place`` gives an array's sharding, or None."""
         graph, state = nnx.split(self.layer)
-        layers: list[list[Any]] = [[] for _ in range(self.depth)]
+        layers: list[list[Any]] = [[] for _ in range(self.count)]
         for path, variable in nnx.to_flat_state(state):
             array = variable.get_value()
             one = variable.replace(jax.ShapeDtypeStruct(array.shape[1:], array.dtype))
             one.set_metadata(axes=axes_of(variable)[1:])
-            for layer, part in zip(layers, _unstacked(array, self.depth, place(one)), strict=True):
+            for layer, part in zip(layers, _unstacked(array, self.count, place(one)), strict=True):
                 layer.append((path, one if part is None else one.replace(part)))
         return UnrolledStack([nnx.merge(graph, nnx.from_flat_state(layer)) for layer in layers], self.remat)
 
@@ -228,4 +256,4 @@ class Scanned:
     """One module for all layers, its arrays stacked: one layer to trace and compile, whatever the depth (training)."""
 
     def __call__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None) -> ScannedStack:
-        return ScannedStack(count, make, rngs, remat)
+        return ScannedStack(count, make, None if rngs is None else layer_keys(rngs, count), remat)

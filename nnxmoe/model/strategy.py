@@ -20,8 +20,11 @@ from nnxmoe.layers.attend import Attend
 from nnxmoe.layers.blockwise import Blockwise
 from nnxmoe.layers.cache import CacheFormat
 from nnxmoe.layers.mla import ByLength, LatentAttend
-from nnxmoe.layers.quantized import ByBackend, QuantizedProduct
-from nnxmoe.model.stack import Remat, Scanned, Stacking, Unrolled
+from nnxmoe.layers.quantized import QuantizedProduct
+from nnxmoe.layers.quantized_products import ByBackend
+from nnxmoe.model.pipeline import AXIS, Pipeline, PipelinedStack, stages_of
+from nnxmoe.model.runs import Runs
+from nnxmoe.model.stack import Remat, Scanned, Stack, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
 from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, RaggedDot
 
@@ -39,11 +42,8 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
     "widths of a multiple of 8 up to `widest`; `otherwise` for steps with a cache, padding and segments",
     ("Splash", "tpu"): "its Pallas kernel for causal passes of multiples of 128 tokens, with window, segments and "
     "padding; `otherwise` for steps with a cache and for sinks",
-    (
-        "ByBackend",
-        "cpu",
-    ): "for quantised kernels only: with rows of 16 bits, products of int8 codes as integers; otherwise "
-    "a loop over blocks of outputs, which makes no float copy of a kernel",
+    ("ByBackend", "cpu"): "for quantised kernels only: integer products of int8 codes with a few rows of 16 bits, "
+    "otherwise a loop over blocks of outputs; neither makes a float copy of a kernel",
     ("ByBackend", None): "for quantised kernels only: one product with the converted codes, for the compiler to fuse",
     ("Unrolled", None): "arrays of its own for each layer, the fastest to decode",
     ("Scanned", None): "one layer to compile, whatever the depth",
@@ -51,18 +51,19 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
 }
 
 
-def _default_matmul() -> GroupedMatmul:
+def _default_matmul(platform: str | None = None) -> GroupedMatmul:
     from nnxmoe.kernels import tokamax
 
-    if jax.default_backend() in ("gpu", "tpu") and tokamax.installed():
+    backend = platform or jax.default_backend()
+    if backend in ("gpu", "tpu") and tokamax.installed():
         return tokamax.Tokamax()
-    return RaggedDot() if jax.default_backend() == "tpu" else Blocked()
+    return RaggedDot() if backend == "tpu" else Blocked()
 
 
-def _default_attend() -> Attend:
+def _default_attend(platform: str | None = None) -> Attend:
     from nnxmoe.kernels import attention
 
-    return attention.default_attend()
+    return attention.default_attend(platform)
 
 
 _DEFAULTS = {
@@ -88,6 +89,8 @@ class Strategy:
 
     ``stacking``: ``Unrolled()``, each layer with arrays of its own (fastest decoding), or ``Scanned()``, a run of equal
     layers as one with a leading layer axis (training, large meshes); ``scan_layers`` is an older name for the choice.
+    None: ``Scanned()`` with a ``pipeline``, which needs it, else ``Unrolled()``. ``pipeline``: how a `Pipeline` splits
+    the layers over the mesh axis ``pipe``; None: every device has a part of every layer.
     ``remat``: what the backward pass computes again. ``quantized``: the product of rows with quantised kernels.
     ``cache``: a format for the caches of layers (`Int8Cache`); None: the activations' dtype. ``compute_dtype`` None:
     activations have the dtype of the loaded matrices. ``mesh``: where parameters and tokens lie, split by
@@ -99,12 +102,13 @@ class Strategy:
     attend: Attend = dataclasses.field(default_factory=_default_attend)
     latent: LatentAttend = ByLength()
     quantized: QuantizedProduct = ByBackend()
-    stacking: Stacking = Unrolled()
+    stacking: Stacking | None = None
     remat: Remat | None = None
     cache: CacheFormat | None = None
     compute_dtype: Any = None
     mesh: Mesh | None = None
     rules: Rules = RULES
+    pipeline: Pipeline | None = None
     scan_layers: dataclasses.InitVar[bool | None] = None
 
     def __post_init__(self, scan_layers: bool | None) -> None:
@@ -117,6 +121,8 @@ class Strategy:
             raise ValueError(f"Strategy(scan_layers={scan_layers!r}): give stacking=Scanned() or Unrolled()")
         if scan_layers is not None:
             object.__setattr__(self, "stacking", Scanned() if scan_layers else Unrolled())
+        if self.stacking is None:
+            object.__setattr__(self, "stacking", Unrolled() if self.pipeline is None else Scanned())
         if self.compute_dtype is not None:
             object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
             if not jnp.issubdtype(self.compute_dtype, jnp.floating):
@@ -125,6 +131,8 @@ class Strategy:
             check_object("Strategy", name, getattr(self, name), f"{type(_DEFAULTS[name]).__name__}()")
         if isinstance(self.attend, OnMesh):
             object.__setattr__(self, "attend", self.attend.on_mesh(self.mesh, self.rules))
+        if self.pipeline is not None:
+            self._check_pipeline(self.pipeline)
 
     def _check_mesh(self) -> None:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
@@ -141,14 +149,54 @@ class Strategy:
                 "{**nnxmoe.RULES, name: mesh axis or None}"
             )
         for name, axis in self.rules.items():
-            if axis is not None and not isinstance(axis, str):
-                raise ValueError(f"Strategy(rules=…): {name!r} -> {axis!r}: give the name of a mesh axis, or None")
+            several = isinstance(axis, list | tuple) and all(isinstance(one, str) for one in axis)
+            if axis is not None and not isinstance(axis, str) and not several:
+                raise ValueError(
+                    f"Strategy(rules=…): {name!r} -> {axis!r}: give the name of a mesh axis, a tuple of names, or None"
+                )
         object.__setattr__(self, "rules", FrozenDict(self.rules))
 
+    def _check_pipeline(self, pipeline: Any) -> None:
+        if not isinstance(pipeline, Pipeline):
+            raise ValueError(f"Strategy(pipeline={pipeline!r}): give nnxmoe.Pipeline(microbatches), or None")
+        if not isinstance(self.stacking, Scanned):
+            raise ValueError(
+                f"Strategy(pipeline={pipeline}, stacking={self.stacking}): stages need the layers in one array each: "
+                "give stacking=Scanned()"
+            )
+        for name, axis in self.rules.items():
+            if name != "stages" and AXIS in ((axis,) if isinstance(axis, str) else axis or ()):
+                raise ValueError(
+                    f"Strategy(pipeline=…, rules=…): {name!r} -> {axis!r}: within a stage nothing is split over "
+                    f"{AXIS!r}: name other axes of the mesh"
+                )
+        pipeline.check(self.mesh)
+
+    def stacks(self, runs: Runs, rngs: nnx.Rngs | None) -> list[Stack]:
+        """The stacks of layers of a model: one per run, of which a pipeline computes the longest.
+
+        Raises ValueError if that has fewer layers than there are stages.
+        """
+        assert self.stacking is not None
+        runs = [(count, make) for count, make in runs if count]
+        stacks: list[Stack] = []
+        longest = max(range(len(runs)), key=lambda i: runs[i][0])
+        for i, (count, make) in enumerate(runs):
+            if self.pipeline is not None and i == longest:
+                stacks.append(PipelinedStack(self.pipeline, self.mesh, count, make, rngs, self.remat))
+            else:
+                stacks.append(self.stacking(count, make, rngs, self.remat))
+        return stacks
+
     @classmethod
-    def auto(cls) -> Self:
-        """The defaults for the backend that JAX runs on."""
-        return cls()
+    def auto(cls, platform: str | None = None) -> Self:
+        """The defaults for a platform, ``"cpu"``, ``"gpu"`` or ``"tpu"``; None: the one that JAX runs on.
+
+        Programs that are compiled for devices of another machine need its name.
+        """
+        if platform not in (None, "cpu", "gpu", "tpu"):
+            raise ValueError(f"Strategy.auto({platform!r}): give 'cpu', 'gpu' or 'tpu', or None")
+        return cls(matmul=_default_matmul(platform), attend=_default_attend(platform))
 
     def sharding_of(self, variable: nnx.Variable) -> NamedSharding | None:
         """The sharding of a parameter on the mesh; None without a mesh."""
@@ -177,6 +225,7 @@ class Strategy:
                 f"latent    {why(self.latent)}",
                 f"quantized {why(self.quantized)}",
                 f"stacking  {why(self.stacking)}",
+                *([] if self.pipeline is None else [f"pipeline  {self.pipeline.explain(stages_of(self.mesh))}"]),
                 f"cache     {self.cache or 'in the dtype of the activations'}",
                 f"remat     {self.remat or 'none: activations are kept for the backward pass'}",
             ]

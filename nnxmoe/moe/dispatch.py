@@ -37,7 +37,7 @@ class DispatchInfo:
 class Dispatch(Protocol):
     """Protocol of a dispatch, on one device or on a mesh.
 
-    Set ``by_token = True`` on the class if a token's output does not depend on the other tokens. Otherwise (the
+    Set ``by_token = True`` if a token's output does not depend on the other tokens. Otherwise (the
     default) tokens may compete for capacity, and the layer is always called with all of them.
     """
 
@@ -103,7 +103,7 @@ def sorted_rows(
     """
     tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
     total = ids.size if limit is None else min(limit, ids.size)
-    rows, order = permute(x.reshape(tokens, x.shape[-1]), ids.reshape(tokens, chosen), total)
+    rows, order = permute(x.reshape(tokens, x.shape[-1]), ids.reshape(tokens, chosen), total, experts.count)
     sizes = jnp.bincount(ids.reshape(-1), length=experts.count).astype(jnp.int32)
     kept = fitting(sizes, total)
     y = combine(experts(rows, kept), order, weights.reshape(tokens, chosen))

@@ -7,13 +7,13 @@
 import dataclasses
 import functools
 import math
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh
+from nnxmoe.axes import AnyMesh, batch_axes
 from nnxmoe.config.validate import check_object
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, check_batch, check_factor, information, sorted_rows
 from nnxmoe.moe.experts import ExpertFn
@@ -38,24 +38,24 @@ class Exchange(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertParallel:
-    """Shards the experts over ``axis`` and the batch over ``data_axes`` and ``axis``.
+    """Shards the experts over ``axis`` and the batch over ``data_axes`` and ``axis``; None: all axes of the batch.
 
     ``inner`` is the dispatch without a mesh, and on a mesh whose ``axis`` has one device. Raises ValueError if the
     batch or the number of experts is not divisible by the shards, or if a mesh axis is missing or repeated.
     """
 
-    by_token: ClassVar[bool] = False  # tokens compete for a buffer of limited size
-
     inner: Dispatch
     exchange: Exchange
     axis: str = "expert"
-    data_axes: tuple[str, ...] = ("data", "fsdp")
+    data_axes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_object("ExpertParallel", "inner", self.inner, "Sorted()")
         check_object("ExpertParallel", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
         if isinstance(self.data_axes, str):
             raise ValueError(f"ExpertParallel(data_axes={self.data_axes!r}): give a tuple of axis names")
+        if self.data_axes is None:
+            return
         object.__setattr__(self, "data_axes", tuple(self.data_axes))
         named = (*self.data_axes, self.axis)
         if self.axis in self.data_axes:
@@ -63,12 +63,18 @@ class ExpertParallel:
         if len(set(named)) != len(named):
             raise ValueError(f"ExpertParallel: a mesh axis is named twice in data_axes {self.data_axes}")
 
+    @property
+    def by_token(self) -> bool:
+        """Not with a ``buffer_factor``: tokens compete for a buffer of limited size."""
+        return getattr(self.exchange, "buffer_factor", 0) is None and getattr(self.inner, "by_token", False)
+
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         if mesh is None:
             return self.inner(x, routing, experts)
-        named = (*self.data_axes, self.axis)
+        others = batch_axes(mesh) if self.data_axes is None else self.data_axes
+        named = (*(axis for axis in others if axis != self.axis), self.axis)
         if missing := [axis for axis in named if axis not in mesh.shape]:
             raise ValueError(f"ExpertParallel: the mesh {dict(mesh.shape)} has no axis {missing[0]!r}")
         size = mesh.shape[self.axis]
@@ -114,7 +120,7 @@ class RaggedAllToAll:
         tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
         room = buffer_rows(self.buffer_factor, tokens, chosen, size, mine)
         # Permute: this shard's rows sorted by global expert, and the number of rows per expert.
-        rows, order = permute(x.reshape(tokens, x.shape[-1]), ids.reshape(tokens, chosen), ids.size)
+        rows, order = permute(x.reshape(tokens, x.shape[-1]), ids.reshape(tokens, chosen), ids.size, size * mine)
         counts = jnp.bincount(ids.reshape(-1), length=size * mine).astype(jnp.int32)
         plan = Plan.of(jax.lax.all_gather(counts, axis).reshape(size, size, mine), me, room)
         # Exchange.
@@ -122,7 +128,7 @@ class RaggedAllToAll:
         move = functools.partial(ragged_all_to_all, axis=axis, most=most)
         received = move(rows, room, plan.send, plan.receive)
         # Local permute, this shard's experts, local unpermute.
-        grouped, local = permute(received, plan.expert[:, None], room)
+        grouped, local = permute(received, plan.expert[:, None], room, mine)
         back = unpermute(experts(grouped, plan.sizes), local)
         # Exchange back; dropped rows stay zero.
         returned = move(back, ids.size, plan.receive, plan.send)

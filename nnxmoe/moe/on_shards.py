@@ -4,11 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, axes_of, partition_spec
+from nnxmoe.axes import AnyMesh, axes_of, axes_per_dimension, partition_spec, shard_map
+from nnxmoe.layers.kernel import KernelParam
+from nnxmoe.layers.multilinear import multilinear
+from nnxmoe.moe.expert_biases import AddedOnce
 
 Body = Callable[..., tuple[Float[Array, "B T D"], Int[Array, ""]]]
 
@@ -26,34 +30,54 @@ def on_shards(
     """Runs ``body(x, ids, weights, experts) -> y, dropped`` on every device, with the batch sharded over ``axes``.
 
     Experts stay sharded over ``expert_axis``. The feed-forward width stays sharded over mesh axes that do not shard
-    tokens, and the partial y are summed. All other kernel dimensions are all-gathered (gradient: reduce-scatter).
+    tokens, and the partial y are summed; only one of them includes parameters that are `AddedOnce`. All other kernel
+    dimensions are all-gathered, in the dtype of ``x`` (gradient: reduce-scatter, in the kernel's own dtype).
     """
     graph, state = nnx.split(experts)
     flat = nnx.to_flat_state(state)
     specs = [partition_spec(axes_of(v), v.shape, mesh, experts.rules) for _, v in flat]
     keep = {"expert": {expert_axis}, "mlp": set(mesh.shape) - {*axes, expert_axis}}
-    dims = [_split_dims(axes_of(v), spec) for (_, v), spec in zip(flat, specs, strict=True)]
-    summed = tuple({axis for split in dims for name, _, axis in split if name == "mlp" and axis in keep[name]})
+    dims = [_split_dims(axes_of(v), axes_per_dimension(axes_of(v), mesh, experts.rules)) for _, v in flat]
+    summed = tuple(
+        {axis for split in dims for name, _, over in split for axis in over if name == "mlp" and axis in keep[name]}
+    )
 
-    def whole(kernel: Array, split: list[tuple[str, int, str]]) -> Array:
-        for name, dim, axis in split:
-            if axis not in keep.get(name, ()):
-                kernel = jax.lax.all_gather(kernel, axis, axis=dim, tiled=True)
-        return kernel
+    def used(variable: nnx.Variable, value: Array, split: list[tuple[str, int, tuple[str, ...]]]) -> Array:
+        for name, dim, over in split:
+            if gathered := tuple(axis for axis in over if axis not in keep.get(name, ())):
+                value = _gathered(value, gathered, dim, x.dtype if isinstance(variable, KernelParam) else value.dtype)
+        once = summed and isinstance(variable, AddedOnce)
+        return jnp.where(jax.lax.axis_index(summed) == 0, value, 0) if once else value
 
     def local(x: Any, ids: Any, weights: Any, kernels: Any) -> Any:
-        kernels = [v.replace(whole(k, split)) for (_, v), k, split in zip(flat, kernels, dims, strict=True)]
+        kernels = [v.replace(used(v, k, split)) for (_, v), k, split in zip(flat, kernels, dims, strict=True)]
         mine = nnx.merge(graph, nnx.from_flat_state(zip([path for path, _ in flat], kernels, strict=True)))
         y, dropped = body(x, ids, weights, mine)
         return (jax.lax.psum(y, summed) if summed else y), dropped[None]
 
     rows = PartitionSpec(tuple(axes))
     kernels = [v.get_value() for _, v in flat]
-    run = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, rows, specs), out_specs=(rows, rows), check_vma=False)
-    return run(x, ids, weights, kernels)
+    return shard_map(local, mesh, (rows, rows, rows, specs), (rows, rows))(x, ids, weights, kernels)
 
 
-def _split_dims(names: Sequence[str | None], spec: PartitionSpec) -> list[tuple[str, int, str]]:
-    """(logical name, dimension, mesh axis) of the sharded dimensions."""
-    split = enumerate(zip(names, spec, strict=False))
-    return [(name, dim, axis) for dim, (name, axis) in split if name is not None and axis is not None]
+def _gathered(value: Array, axes: tuple[str, ...], dim: int, dtype: Any) -> Array:
+    """The shards of a kernel together, rounded to ``dtype`` before they travel if it has fewer bits.
+
+    Products cast kernels to the dtype of their rows anyway, so results do not change; the bytes on the network do.
+    """
+    if jnp.dtype(dtype).itemsize >= value.dtype.itemsize:
+        return jax.lax.all_gather(value, axes, axis=dim, tiled=True)
+
+    def gather(value: Array) -> Array:
+        return jax.lax.all_gather(value.astype(dtype), axes, axis=dim, tiled=True).astype(value.dtype)
+
+    def scatter(d_out: Array) -> Array:
+        return jax.lax.psum_scatter(d_out, axes, scatter_dimension=dim, tiled=True)
+
+    return multilinear(gather, {0: scatter})(value)
+
+
+def _split_dims(names: Sequence[str | None], over: Sequence[tuple[str, ...]]) -> list[tuple[str, int, tuple[str, ...]]]:
+    """(logical name, dimension, mesh axes) of the sharded dimensions."""
+    split = enumerate(zip(names, over, strict=True))
+    return [(name, dim, axes) for dim, (name, axes) in split if name is not None and axes]

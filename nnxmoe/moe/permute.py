@@ -17,11 +17,24 @@ class Order(NamedTuple):
     row: Int[Array, "R"]
 
 
-def sort_by_expert(ids: Int[Array, "R"], rows: int) -> Order:
-    """The first ``rows`` assignments, sorted by expert (stable)."""
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+def sort_by_expert(ids: Int[Array, "R"], rows: int, groups: int) -> Order:
+    """The first ``rows`` assignments, sorted by expert (stable); ids are 0 to ``groups``, the last one of none."""
+    order = _stable_order(ids, groups)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     return Order(order[:rows], jnp.minimum(back, rows))
+
+
+def _stable_order(ids: Int[Array, "R"], groups: int) -> Int[Array, "R"]:
+    """``argsort(ids, stable=True)`` for ids of 0 to ``groups``.
+
+    Sorts one int32 of id and index, which is distinct, instead of pairs: 0.05 ms instead of 0.54 for 4096 assignments
+    on XLA:CPU, and a program that XLA:TPU compiles in 1.5 s instead of 6 to 17 s.
+    """
+    bits = max(1, (ids.size - 1).bit_length())
+    if (groups + 1) << bits > jnp.iinfo(jnp.int32).max:
+        return jnp.argsort(ids, stable=True).astype(jnp.int32)
+    packed = (ids.astype(jnp.int32) << bits) | jnp.arange(ids.size, dtype=jnp.int32)
+    return jnp.sort(packed, stable=False) & ((1 << bits) - 1)
 
 
 def gather_rows(rows: Float[Array, "N D"], index: Int[Array, "M"], back: Int[Array, "N K"]) -> Float[Array, "M D"]:
@@ -44,9 +57,11 @@ def _gathered_back(index: Array, back: Array, d_out: Array) -> Array:
 _gather = multilinear(_gathered, {0: _gathered_back})
 
 
-def permute(x: Float[Array, "N D"], ids: Int[Array, "N X"], rows: int) -> tuple[Float[Array, "rows D"], Order]:
-    """One row per assignment, sorted by expert and cut to the first ``rows``."""
-    order = sort_by_expert(ids.reshape(-1), rows)
+def permute(
+    x: Float[Array, "N D"], ids: Int[Array, "N X"], rows: int, groups: int
+) -> tuple[Float[Array, "rows D"], Order]:
+    """One row per assignment, sorted by expert (0 to ``groups``, the last one of none), cut to the first ``rows``."""
+    order = sort_by_expert(ids.reshape(-1), rows, groups)
     return gather_rows(x, order.assignment // ids.shape[1], order.row.reshape(ids.shape)), order
 
 
