@@ -1,6 +1,7 @@
 """Checkpoints with quantised weights: read to the bit as floats and as codes, saved, and refused where malformed."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from nnxmoe.convert.hf.source import stored
 from nnxmoe.storage.checkpoint import Checkpoint
 from tests.support import quantised
 from tests.support.arrays import identical, max_error
+from tests.support.families import load
 from tests.support.quantised import FIELDS, FORMATS, is_linear, read_tensors, write_quantised
 from tests.support.running import MODEL_TOLERANCE, variables
 from tests.support.tiny import random_tokens, tiny_weights, write_checkpoint
@@ -51,6 +53,19 @@ def test_every_format_is_read_to_the_bit(tmp_path: Path, name: str) -> None:
     assert summarise(codes, dtype="float32", keep_quantized=True).weights == dict(kept.load_report.weights)
 
 
+def test_fp8_blocks_of_minimax_are_read_to_the_bit(tmp_path: Path) -> None:
+    """The older name of the format, with the router, its bias and the head as floats."""
+    case, form = load("minimax_m2"), FORMATS["deepseek-24x40-float32"]
+    chosen = r"_proj\.weight$|\.w[123]\.weight$"
+    stored, plain = form.checkpoint(case.weights, lambda name: re.search(chosen, name) is not None)
+    kept = {"modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}
+    config = {"quantization_config": {**form.config, **kept, "fmt": "float8_e4m3fn"}}
+    codes = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "codes", case.fields | config, stored), dtype="float32")
+    floats = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "floats", case.fields, plain))
+    identical(arrays(codes), arrays(floats))
+    assert not codes.load_report.unexpected
+
+
 STRUCTURES = [
     "deepseek-24x40-float32",
     "autofp8-static",
@@ -66,12 +81,12 @@ STRUCTURES = [
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_kept_codes_give_the_logits_of_the_floats(tmp_path: Path, name: str) -> None:
-    """Prefill with padding, and a step with a cache, scanned or not."""
+    """Prefill with padding, and a step with a cache; one family scanned."""
     kind = KINDS[STRUCTURES.index(name) % len(KINDS)]
     codes, floats = write_quantised(tmp_path, kind, FORMATS[name])
     tokens, mask = random_tokens(2, 7, 48), np.ones((2, 7), np.int32)
     mask[0, :3] = 0
-    strategy = SCANNED if STRUCTURES.index(name) % 2 else nnxmoe.Strategy()
+    strategy = SCANNED if kind == "mixtral" else nnxmoe.Strategy()
     found, wanted = (
         _prefill_and_step(nnxmoe.from_pretrained(folder, dtype="float32", strategy=strategy, **options), tokens, mask)
         for folder, options in ((codes, {"keep_quantized": True}), (floats, {}))

@@ -17,8 +17,14 @@ import numpy as np
 
 from nnxmoe.layers.xla_cpu import on_cpu
 
-Kind = Literal["int8", "int4", "fp8", "nf4"]
-STORED = {"int8": np.dtype(np.int8), "int4": np.dtype(np.uint8), "fp8": np.dtype(np.uint8), "nf4": np.dtype(np.uint8)}
+Kind = Literal["int8", "int4", "fp8", "fp4", "nf4"]
+STORED = {
+    "int8": np.dtype(np.int8),
+    "int4": np.dtype(np.uint8),
+    "fp8": np.dtype(np.uint8),
+    "fp4": np.dtype(np.uint8),
+    "nf4": np.dtype(np.uint8),
+}
 MIDDLE = 8  # the 4-bit code of zero without zero points
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 WHOLE = 2**31 - 1  # rows or columns of a tile that is as large as any kernel
@@ -33,14 +39,19 @@ NF4 = np.array(
     np.float32,
 )
 
+# The 16 values of E2M1: a sign, two bits of exponent and one of mantissa (OCP Microscaling specification 1.0, 2023).
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+LEVELS = {"nf4": NF4, "fp4": FP4}  # by the code, of the kinds that look values up
+
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """A kind of code, and the tile that shares a scale, in a kernel ``[outs, ins]``.
+    """How a kernel ``[outs, ins]`` is quantised: the kind of its codes, and the tile that shares a scale.
 
-    ``int8``: -128 … 127. ``int4``: 0 … 15, less 8 where there are no zero points. ``nf4``: an index into `NF4`. Two of
-    4 bits share a byte, of which the low ones are the first half of each tile's columns. ``fp8``: the bits of
-    ``float8_e4m3fn``. ``tile`` (rows, columns) may reach beyond the kernel's edges, except in columns of 4-bit codes.
+    ``int8``: -128 … 127. ``int4``: 0 … 15, less 8 where there are no zero points. ``nf4``, ``fp4``: an index into
+    `NF4` or `FP4`. Two of 4 bits share a byte, of which the low ones are the first half of each tile's columns.
+    ``fp8``: the bits of ``float8_e4m3fn``. ``tile`` (rows, columns) may reach beyond the kernel's edges, except in
+    columns of 4-bit codes.
     ``rounded``: the dtype to which weights are rounded, where the tool that made the codes does that; None: float32.
     """
 
@@ -50,8 +61,8 @@ class Codes:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
-        return 4 if self.kind in ("int4", "nf4") else 8
+        """Bits per code."""
+        return 4 if self.kind == "int4" or self.kind in LEVELS else 8
 
     @property
     def halves(self) -> bool:
@@ -85,7 +96,7 @@ class Codes:
         return codes.shape[-1] * (2 if self.halves else 1)
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
-        """Codes, one per element (4 bits: 0 … 15), as they are in memory."""
+        """Codes as they are in memory, from one per element (4 bits: 0 … 15)."""
         if not self.halves:
             return codes
         low, high = self.split(codes.astype(np.uint8))
@@ -93,11 +104,15 @@ class Codes:
 
     def unpack(self, codes: Any) -> Any:
         """The inverse of `pack`."""
-        return self.join((codes & 15, codes >> 4)) if self.halves else codes
+        return self.join(self._one_each(codes))
+
+    def _one_each(self, codes: Any) -> tuple[Any, ...]:
+        """Codes in memory in the pieces of `split`, with one code per element."""
+        return (codes & 15, codes >> 4) if self.halves else (codes,)
 
     def split(self, columns: Any) -> tuple[Any, ...]:
-        """An array ``[..., I]`` in the pieces of `decode`: all of it, or with two codes in a byte the first and the
-        second half of each tile's columns."""
+        """An array ``[..., I]`` in pieces: one with all columns, or, where two codes share a byte, one with the first
+        and one with the second half of each tile's columns."""
         if not self.halves:
             return (columns,)
         groups = columns.reshape(*columns.shape[:-1], -1, 2, self.tile[1] // 2)
@@ -121,7 +136,7 @@ class Codes:
     def pieces(self, codes: Any, scale: Any, zero: Any, rows: Any) -> tuple[Any, ...]:
         """`decode` in the pieces of `split`, for products with each: joining them takes longer in a loop."""
         found = []
-        for part in (codes & 15, codes >> 4) if self.halves else (codes,):
+        for part in self._one_each(codes):
             values = self._values(part)
             if zero is not None:
                 values = self._with(values, zero, rows, "minus")
@@ -132,15 +147,15 @@ class Codes:
 
     def values(self, codes: Any) -> Any:
         """What codes in memory ``[*E, R, stored]`` stand for before zero points and scales: ``[*E, R, I]`` float32."""
-        return self.join(tuple(map(self._values, (codes & 15, codes >> 4) if self.halves else (codes,))))
+        return self.join(tuple(map(self._values, self._one_each(codes))))
 
     def _values(self, codes: Any) -> Any:
-        """Of one code per element."""
+        """`values` of codes with one per element."""
         if isinstance(codes, np.ndarray):
             return _table(self.kind)[codes.view(np.uint8)]
         if self.kind == "fp8":
             return _fp8_values(codes)
-        return jnp.asarray(NF4)[codes] if self.kind == "nf4" else codes.astype(jnp.float32)
+        return jnp.asarray(LEVELS[self.kind])[codes] if self.kind in LEVELS else codes.astype(jnp.float32)
 
     def of_rows(self, grid: Any, rows: Any) -> Any:
         """The scales or zero points of each of some rows, ``[*E, R, groups]`` float32."""
@@ -175,8 +190,8 @@ class Codes:
 def _table(kind: Kind) -> np.ndarray:
     """The value of every code, by its bits."""
     every = np.arange(256, dtype=np.uint8)
-    if kind == "nf4":
-        return NF4
+    if kind in LEVELS:
+        return LEVELS[kind]
     return {"int8": every.view(np.int8), "int4": every, "fp8": every.view(FP8)}[kind].astype(np.float32)
 
 

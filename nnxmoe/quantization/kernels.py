@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnxmoe.axes import AnyMesh, Rules
+from nnxmoe.axes import AnyMesh, Rules, axes_per_dimension, of_layers, shards
 from nnxmoe.layers.codes import STORED, Codes
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.lora import LoRAParam
@@ -48,13 +48,13 @@ class Place:
 def places(model: CausalLM) -> list[Place]:
     """The kernels of attention, dense feed-forwards and experts. Embedding, head, router and norms stay floats."""
     found = []
-    for path, module in nnx.iter_graph(model.stacks):
+    for path, module in model.layer_modules():
         for attribute, value in list(vars(module).items()) if isinstance(module, nnx.Module) else ():
             if not isinstance(value, KernelParam | QuantizedWeight) or isinstance(value, LoRAParam):
                 continue
             key, _ = labels_of(value)
             if key and ".router." not in key:
-                found.append(Place(module, attribute, ("stacks", *path, attribute), key))
+                found.append(Place(module, attribute, (*path, attribute), key))
     return found
 
 
@@ -83,7 +83,7 @@ def exchange(
     sizes, both = (math.prod(outs), math.prod(ins)), (axes[2][0], axes[1][0])
     try:
         codes.check(sizes[1])
-        _check_split(codes, sizes, both, mesh or strategy.mesh, strategy.rules, order)
+        _check_split(codes, sizes, (*axes[0], *both), mesh or strategy.mesh, strategy.rules, order)
     except ValueError as error:
         raise ValueError(f"{place.key}: {error}") from None
     grid = codes.grid(*sizes)
@@ -111,19 +111,19 @@ def exchange(
 
 
 def _check_split(
-    codes: Codes, sizes: tuple[int, int], axes: tuple[Any, Any], mesh: AnyMesh | None, rules: Rules, order: bool
+    codes: Codes, sizes: tuple[int, int], axes: tuple[Any, ...], mesh: AnyMesh | None, rules: Rules, order: bool
 ) -> None:
     """Raises ValueError if a mesh splits outputs or inputs within a tile, or inputs that have an order."""
-    for dim, what in enumerate(("outputs", "inputs")):
-        axis = rules.get(str(axes[dim]))
-        shards = 1 if mesh is None or axis is None else mesh.shape[axis]
-        if shards > 1 and not codes.splits(dim, sizes[dim], shards):
+    split = ((), ()) if mesh is None else axes_per_dimension(axes, mesh, rules)[-2:]
+    for dim, (what, over) in enumerate(zip(("outputs", "inputs"), split, strict=True)):
+        count, named = shards(mesh, over), ", ".join(map(repr, over))
+        if count > 1 and not codes.splits(dim, sizes[dim], count):
             raise ValueError(
-                f"{shards} devices of the mesh axis {axis!r} would split its {sizes[dim]} {what} within a tile of "
-                f"{codes.tile[dim]} that share a scale: use another mesh, or rules that replicate {axes[dim]!r}"
+                f"{count} devices of the mesh axis {named} would split its {sizes[dim]} {what} within a tile of "
+                f"{codes.tile[dim]} that share a scale: use another mesh, or rules that replicate {axes[dim - 2]!r}"
             )
-        if shards > 1 and order and dim == 1:
-            raise ValueError(f"its inputs have an order (act order) and cannot be split over {axis!r}")
+        if count > 1 and order and dim == 1:
+            raise ValueError(f"its inputs have an order (act order) and cannot be split over {named}")
 
 
 def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
@@ -193,4 +193,4 @@ def exchange_described(model: CausalLM, description: Any) -> None:
 def _layers(weight: KernelParam | QuantizedWeight) -> range:
     """The numbers of the layers that a weight belongs to."""
     first = labels_of(weight)[1]["layer"]
-    return range(first, first + (weight.lead[0] if weight.logical_axes[0][:1] == ("layers",) else 1))
+    return range(first, first + (weight.lead[0] if of_layers(weight.logical_axes[0]) else 1))

@@ -111,6 +111,14 @@ def _one(text: str) -> Method | None:
     return made[name](int(size)) if colon else made[name]()
 
 
+def refuse_both(quantize: Method | Mixed | None, keep_quantized: bool) -> None:
+    """Raises ValueError if kernels are to be quantised and to keep the checkpoint's codes."""
+    if keep_quantized and quantize is not None:
+        raise ValueError(
+            "keep_quantized and quantize exclude each other: keep the checkpoint's codes, or make new ones"
+        )
+
+
 def codes_for(method: Method, dtype: Any) -> Codes:
     """The codes of kernels with this dtype, which is that of the scales too."""
     kind = jnp.dtype(dtype)

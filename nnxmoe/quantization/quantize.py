@@ -4,9 +4,11 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnxmoe.axes import AnyMesh
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
@@ -35,6 +37,17 @@ def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
         round_to_codes(place, method, made)
     made.label()
     return made
+
+
+def quantize_shapes(model: CausalLM, method: Method | Mixed | None, dtype: Any, mesh: AnyMesh | None = None) -> None:
+    """Make kernels of an abstract model quantised by a method, in place and without values, as `quantize` would.
+
+    ``dtype``: of the kernels; ``mesh``: see `exchange`. Raises ValueError for kernels that do not fit the codes.
+    """
+    for place in places(model):
+        if (one := method_for(method, place)) is not None:
+            exchange(place, codes_for(one, dtype), model.strategy, scale=jnp.dtype(dtype), mesh=mesh)
+    model.label()
 
 
 def round_to_codes(place: Place, method: Method | Mixed, model: CausalLM) -> None:

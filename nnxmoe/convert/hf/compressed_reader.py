@@ -1,13 +1,11 @@
 """Reads the formats of compressed-tensors, by the formulas of its ``compressors``."""
 
-import dataclasses
-
 import numpy as np
 
-from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.hf import words
 from nnxmoe.convert.hf.module_tensors import AT_ONCE, ModuleTensors, rounded_to
-from nnxmoe.convert.hf.raw import raw
+from nnxmoe.convert.hf.raw import CHUNK_BYTES
 from nnxmoe.convert.hf.scheme import Malformed, Weights
 from nnxmoe.layers.codes import WHOLE, Codes
 from nnxmoe.storage.safetensors import TensorInfo
@@ -21,7 +19,7 @@ def plain_codes(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     scale = files.tensor("weight_scale", ("F32", "BF16", "F16"), shapes)
     codes = Codes(kind, tile, rounded_to(scale))
     grid = codes.grid(*shape)
-    parts = {"codes": files.octets(info, np.uint8 if kind == "fp8" else np.int8), "scale": files.scale(scale, grid)}
+    parts = {"codes": files.octets(codes, info), "scale": files.scale(scale, grid)}
     if files.has("weight_zero_point"):
         if kind == "fp8":
             raise Malformed(f"{files.module}.weight_zero_point: FP8 codes have no zero points")
@@ -53,18 +51,15 @@ def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     scale = files.tensor("weight_scale", ("F32", "BF16", "F16"), shapes)
     kind = "int4" if bits == 4 else "int8"
     codes = Codes(kind, (tile[0], min(tile[1], ins)) if bits == 4 else tile, rounded_to(scale))
-    grid = codes.grid(*shape)
-    stored = raw(files.checkpoint, info)
+    grid, block = codes.grid(*shape), AT_ONCE if files.has("weight_zero_point") else CHUNK_BYTES
 
-    def read(box: Box, empty: Empty) -> np.ndarray:
-        values = words.along_columns(stored.read_box((box[0], slice(0, width)), np.empty), bits, ins)
-        return codes.pack(values)[:, box[1]] if bits == 4 else words.signed(values)[:, box[1]]
+    def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
+        return words.along_columns(stored.rows(rows), bits, ins)
 
-    parts = {"codes": files.codes(codes, shape, info, read), "scale": files.scale(scale, grid)}
+    parts = {"codes": files.codes(codes, shape, info, unpack, block), "scale": files.scale(scale, grid)}
     if files.has("weight_zero_point"):
         zero = files.tensor("weight_zero_point", ("I32",), [(-(-grid[0] * bits // 32), grid[1])])
-        parts["zero"] = files.zero_words(zero, grid, lambda z: words.along_rows(z, bits, grid[0]).T, bits)
-        parts["codes"] = dataclasses.replace(parts["codes"], block=AT_ONCE)
+        parts["zero"] = files.zero_words(codes, shape, zero, lambda z: words.along_rows(z, bits, grid[0]).T)
     return files.made(codes, shape, parts)
 
 

@@ -1,6 +1,7 @@
 """Saving quantised kernels in the formats of compressed-tensors, which vLLM and transformers read.
 
-int8 and int4 codes become ``pack-quantized``, FP8 codes ``float-quantized``; nothing is rounded.
+int8 and int4 codes become ``pack-quantized``, FP8 codes ``float-quantized``; nothing is rounded. MXFP4 has a format of
+its own.
 """
 
 import dataclasses
@@ -15,10 +16,11 @@ import numpy as np
 from nnxmoe.config.printable import plain
 from nnxmoe.convert.core.layout import Leaf
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.hf import mxfp4
 from nnxmoe.convert.hf.layout import layout
 from nnxmoe.convert.hf.words import packed
 from nnxmoe.layers.codes import WHOLE, Codes
-from nnxmoe.layers.quantized import QuantizedWeight
+from nnxmoe.layers.quantized import ARRAYS, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.quantization.kernels import places, quantized_weights
 from nnxmoe.storage.errors import CheckpointError
@@ -32,13 +34,17 @@ def compressed(
     """The tensors to write for a model's arrays, and the ``quantization_config`` of config.json; None without quantised
     kernels. Raises CheckpointError for codes that the format does not have."""
     kinds = {(*place.path, "codes"): place.weight.kind for place in quantized_weights(model)}
+    if kinds and all(kind == mxfp4.CODES for kind in kinds.values()):
+        return mxfp4.in_blocks(arrays), mxfp4.CONFIG
     found, groups = dict(arrays), dict[str, list[str]]()
     for name, leaf in leaves.items():
         codes = kinds.get(leaf.parts[0].parameter.path)
         if codes is None:
             continue
+        if not name.endswith(".weight.codes"):
+            raise CheckpointError(f"{plain(leaf.key)} is quantised and holds all experts in one tensor, {WHAT}")
         module = name.removesuffix(".weight.codes")
-        parts = {part: found.pop(full) for part in _PARTS if (full := f"{module}.weight.{part}") in found}
+        parts = {part: found.pop(full) for part in ARRAYS if (full := f"{module}.weight.{part}") in found}
         if "order" in parts or codes.kind == "nf4":
             has = "inputs in another order (act order)" if "order" in parts else "NF4 codes"
             raise CheckpointError(f"{plain(module)} has {has}, {WHAT}")
@@ -47,9 +53,6 @@ def compressed(
         settings = _settings(codes, codes.ins(parts["codes"]), "zero" in parts)
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(module)
     return found, _config(model, groups) if groups else None
-
-
-_PARTS = ("codes", "scale", "zero", "order")
 
 
 def _words(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
@@ -151,7 +154,7 @@ def _targets(modules: list[str]) -> list[str]:
     """Expressions that match modules and no others, all experts of a layer and layers of one name in one of them."""
     layers: dict[str, set[str]] = {}
     for module in modules:
-        expression = re.sub(r"(\\?\.experts\\?\.)[0-9]+", r"\1EXPERT", module)
+        expression = re.sub(r"\.experts\.[0-9]+", ".experts.EXPERT", module)
         match = re.search(r"\.layers\.([0-9]+)\.", expression)
         number = match[1] if match else ""
         layers.setdefault(re.sub(r"\.layers\.[0-9]+\.", ".layers.LAYER.", expression), set()).add(number)

@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, decoded
+from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.hf import words
-from nnxmoe.convert.hf.module_tensors import AT_ONCE, ModuleTensors, rounded_to
-from nnxmoe.convert.hf.raw import raw
+from nnxmoe.convert.hf.module_tensors import ModuleTensors, rounded_to
 from nnxmoe.convert.hf.scheme import Malformed
 from nnxmoe.layers.codes import Codes
 from nnxmoe.storage.safetensors import TensorInfo
@@ -27,7 +26,11 @@ def awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     scale = files.tensor("scales", ("F16", "BF16", "F32"), [(groups, shape[0])])
     zero = files.tensor("qzeros", ("I32",), [(groups, width)])
     codes = Codes("int4", (1, group), rounded_to(scale))
-    return _inputs_first(files, info, shape, codes, scale, zero, words.awq, words.awq)
+
+    def unpack(packed: np.ndarray) -> np.ndarray:
+        return words.awq(packed).T
+
+    return _inputs_first(files, info, shape, codes, scale, zero, unpack, unpack)
 
 
 def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
@@ -43,21 +46,15 @@ def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     zero = files.tensor("qzeros", ("I32",), [(groups, -(-outs * bits // 32))])
     less = files.scheme.fields.get("checkpoint_format", "gptq") == "gptq"
     codes = Codes("int4" if bits == 4 else "int8", (1, group), rounded_to(scale))
+
+    def unpack(packed: np.ndarray) -> np.ndarray:
+        return words.along_rows(packed, bits, ins)
+
+    def unpack_zero(packed: np.ndarray) -> np.ndarray:
+        return (words.along_columns(packed, bits, outs) + np.uint8(less) & np.uint8(limit)).T
+
     order = _order(files, ins, group)
-
-    def zeros(words_: np.ndarray) -> np.ndarray:
-        return words.along_columns(words_, bits, outs) + np.uint8(less) & np.uint8(limit)
-
-    def values(words_: np.ndarray) -> np.ndarray:
-        found = words.along_rows(words_, bits, ins)
-        return (found if order is None else found[:, order]).T
-
-    found = _inputs_first(files, info, (outs, ins), codes, scale, zero, values, zeros)
-    if order is None:
-        return found
-    assert found.encoded is not None
-    place = LazyArray((ins,), np.dtype(np.int32), lambda box, _: order[box], tensors=(f"{files.module}.g_idx",))
-    return decoded(dataclasses.replace(found.encoded, parts={**found.encoded.parts, "order": place}))
+    return _inputs_first(files, info, (outs, ins), codes, scale, zero, unpack, unpack_zero, order)
 
 
 def _order(files: ModuleTensors, ins: int, group: int) -> np.ndarray | None:
@@ -88,17 +85,20 @@ def _inputs_first(
     zero: TensorInfo,
     unpack: Callable[[np.ndarray], np.ndarray],
     unpack_zero: Callable[[np.ndarray], np.ndarray],
+    order: np.ndarray | None = None,
 ) -> LazyArray:
-    """A weight whose tensors have inputs first. ``unpack`` gives codes ``[I, O]``, ``unpack_zero`` ``[G, O]``."""
-    bits, grid, stored = (4 if codes.halves else 8), codes.grid(*shape), raw(files.checkpoint, info)
+    """A weight whose tensors have inputs first. ``unpack`` returns codes ``[O, I]``, ``unpack_zero`` ``[O, groups]``;
+    ``order``: see `QuantizedKernel`."""
 
-    def read(box: Box, empty: Empty) -> np.ndarray:
-        values = np.ascontiguousarray(unpack(np.asarray(stored)).T)[box[0]]
-        return (codes.pack(values) if codes.halves else words.signed(values))[:, box[1]]
+    def rows_of(stored: LazyArray, rows: slice) -> np.ndarray:
+        found = unpack(np.asarray(stored))[rows]
+        return found if order is None else found[:, order]
 
     parts = {
-        "codes": dataclasses.replace(files.codes(codes, shape, info, read), block=AT_ONCE),
-        "scale": files.scale(scale, grid, turned=True),
-        "zero": files.zero_words(zero, grid, lambda z: unpack_zero(z).T, bits),
+        "codes": files.codes(codes, shape, info, rows_of),
+        "scale": files.scale(scale, codes.grid(*shape), turned=True),
+        "zero": files.zero_words(codes, shape, zero, unpack_zero),
     }
+    if order is not None:
+        parts["order"] = dataclasses.replace(LazyArray.of(order), tensors=(f"{files.module}.g_idx",))
     return files.made(codes, shape, parts)

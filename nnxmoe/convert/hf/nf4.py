@@ -1,9 +1,8 @@
 """NF4 as bitsandbytes stores it (``functional.py``; Dettmers et al. 2023, QLoRA)."""
 
-import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import numpy as np
 from nnxmoe.config.printable import short
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
 from nnxmoe.convert.hf.module_tensors import AT_ONCE, ModuleTensors
-from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Malformed
 from nnxmoe.layers.codes import NF4, Codes
 from nnxmoe.storage.safetensors import TensorInfo
@@ -31,23 +29,19 @@ def nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     levels = files.values(files.tensor("weight.quant_map", ("F32",), [(16,)]))
     if levels is not None and not np.array_equal(levels, NF4):
         raise Malformed(f"{files.module}.weight.quant_map has other levels than those of NF4")
-    absmax = _scales(files, state, -(-count // block))
-    stored = raw(files.checkpoint, info)
-    codes = Codes("nf4", (1, block if shape[1] % block == 0 else shape[1]), str(state["dtype"]))
     if shape[1] % block:
         raise Malformed(
             f"{files.module}: NF4 in blocks of {block} that cross rows of {shape[1]} inputs is not supported"
         )
+    codes = Codes("nf4", (1, block), str(state["dtype"]))
 
-    def read(box: Box, empty: Empty) -> np.ndarray:
-        rows, half = box[0], shape[1] // 2
-        flat = stored.read_box((slice(rows.start * half, rows.stop * half), slice(0, 1)), np.empty).reshape(-1, half)
-        values = np.stack([flat >> 4, flat & 15], axis=-1).reshape(-1, shape[1])
-        return codes.pack(values)[:, box[1]]
+    def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
+        half = shape[1] // 2
+        flat = stored.rows(slice(rows.start * half, rows.stop * half))
+        return np.concatenate([flat >> 4, flat & 15], axis=-1).reshape(-1, shape[1])
 
-    found = dataclasses.replace(files.codes(codes, shape, info, read), block=AT_ONCE)
-    parts = {"codes": found, "scale": absmax(codes.grid(*shape))}
-    return files.made(codes, shape, parts)
+    scale = _scales(files, state, codes.grid(*shape))
+    return files.made(codes, shape, {"codes": files.codes(codes, shape, info, unpack), "scale": scale})
 
 
 def _state(files: ModuleTensors) -> dict[str, Any]:
@@ -65,7 +59,9 @@ def _state(files: ModuleTensors) -> dict[str, Any]:
     return state
 
 
-def _scales(files: ModuleTensors, state: Mapping[str, Any], count: int) -> Callable[[tuple[int, int]], LazyArray]:
+def _scales(files: ModuleTensors, state: Mapping[str, Any], grid: tuple[int, int]) -> LazyArray:
+    """The scale of every block, which with double quantisation is one of 256 levels times a coarser scale."""
+    count = math.prod(grid)
     names = [f"{files.module}.weight.absmax", f"{files.module}.weight.quant_map"]
     if not files.has("weight.nested_absmax"):
         flat = files.tensor("weight.absmax", ("F32",), [(count,)])
@@ -82,26 +78,18 @@ def _scales(files: ModuleTensors, state: Mapping[str, Any], count: int) -> Calla
             raise Malformed(f"{files.module}.weight.{_STATE} lacks nested_blocksize or nested_offset")
         flat = files.tensor("weight.absmax", ("U8",), [(count,)])
         outer = files.tensor("weight.nested_absmax", ("F32",), [(-(-count // coarse),)])
-        levels = files.tensor("weight.nested_quant_map", ("F32",), [(256,)])
-        names += [outer.name, levels.name]
+        table = files.tensor("weight.nested_quant_map", ("F32",), [(256,)])
+        names += [outer.name, table.name]
 
         def values() -> np.ndarray:
             assert files.checkpoint is not None
-            table, steps = files.checkpoint.read(levels.name), files.checkpoint.read(outer.name)
-            fine = table[files.checkpoint.read(flat.name)]
-            return fine * np.repeat(steps, coarse)[:count] + np.float32(offset)
+            fine = files.checkpoint.read(table.name)[files.checkpoint.read(flat.name)]
+            return fine * np.repeat(files.checkpoint.read(outer.name), coarse)[:count] + np.float32(offset)
 
-    def read(box: Box, grid: tuple[int, int]) -> np.ndarray:
+    def read(box: Box, empty: Empty) -> np.ndarray:
         found = values().reshape(grid)[box]
         if not np.isfinite(found).all() or (found < 0).any():
             raise Malformed(f"{files.where(flat)}: scales must be finite and not negative")
         return found
 
-    return lambda grid: LazyArray(
-        grid,
-        np.dtype(np.float32),
-        lambda box, _: read(box, grid),
-        AT_ONCE,
-        file=flat.file.name,
-        tensors=tuple(names),
-    )
+    return LazyArray(grid, np.dtype(np.float32), read, AT_ONCE, file=flat.file.name, tensors=tuple(names))

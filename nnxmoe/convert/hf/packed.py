@@ -72,14 +72,14 @@ def _fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     if block is None and files.has("weight_scale"):
         scale = files.tensor("weight_scale", ("F32", "BF16", "F16"), [(), (1,)])
         codes = Codes("fp8", (WHOLE, WHOLE))
-        return files.made(codes, shape, {"codes": files.octets(info, np.uint8), "scale": files.scale(scale, (1, 1))})
+        return files.made(codes, shape, {"codes": files.octets(codes, info), "scale": files.scale(scale, (1, 1))})
     if block is None:
         raise Malformed(f"{files.where(info)}: config.json has no weight_block_size, and weight_scale is missing")
     ue8m0 = files.scheme.fields.get("scale_fmt") == "ue8m0"
     dtypes = ("F32", "F8_E8M0", *(("U8",) if ue8m0 else ()))
     codes = Codes("fp8", block)
     scale = files.tensor("weight_scale_inv", dtypes, [codes.grid(*shape)])
-    parts = {"codes": files.octets(info, np.uint8), "scale": files.scale(scale, codes.grid(*shape))}
+    parts = {"codes": files.octets(codes, info), "scale": files.scale(scale, codes.grid(*shape))}
     return files.made(codes, shape, parts)
 
 

@@ -14,6 +14,7 @@ METHODS = {
     "awq": "version gemm, 4 bits",
     "gptq": "4 or 8 bits",
     "bitsandbytes": "4 bits, NF4",
+    "mxfp4": "blocks and scales of experts, as gpt-oss",
 }
 _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized", "mixed-precision", "dense")
 
@@ -133,7 +134,7 @@ def _nearness(target: str, module: str) -> int:
 
 
 def _check_fp8(scheme: Scheme) -> None:
-    scheme.one_of("fmt", ("e4m3",), "e4m3")
+    scheme.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     scheme.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     if "weight_block_size" in scheme.fields and scheme.block() is None:
         raise CheckpointError(f"{scheme.where}: weight_block_size must be two positive integers, got null")
@@ -176,8 +177,8 @@ def _check_gptq(scheme: Scheme) -> None:
 
 
 def _check_bitsandbytes(scheme: Scheme) -> None:
-    for load, allowed in (("load_in_8bit", False), ("_load_in_8bit", False)):
-        scheme.one_of(load, (allowed,), allowed)
+    for name in ("load_in_8bit", "_load_in_8bit"):
+        scheme.one_of(name, (False,), False)
     scheme.one_of("bnb_4bit_quant_type", ("nf4",), "nf4")
 
 
@@ -187,4 +188,5 @@ _CHECKS = {
     "awq": _check_awq,
     "gptq": _check_gptq,
     "bitsandbytes": _check_bitsandbytes,
+    "mxfp4": lambda scheme: None,
 }
