@@ -17,7 +17,7 @@ from nnxmoe.layers.cache import Cache, KVCache, LatentCache, Past, RingCache, Sl
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mla import MLA
-from nnxmoe.layers.rope import rotate_halves, rotate_pairs, rotation_at
+from nnxmoe.layers.rope import PartialRotary, rotate_halves, rotate_pairs, rotation_at
 from tests.support.arrays import inputs_first, max_error
 from tests.support.attention import DENSE, LENGTH, MODELS, SCANNED, masks
 from tests.support.running import PART_TOLERANCE, feed, forward, randomise
@@ -160,16 +160,17 @@ def past(lengths: list[int], real: np.ndarray) -> Past:
     return cache.advance(real.shape[1], jnp.asarray(real), None)[1]
 
 
+@pytest.mark.parametrize("spare", [0, 2])
 @pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 7))])
-def test_append_ring_equals_a_list(size: int) -> None:
+def test_append_ring_equals_a_list(size: int, spare: int) -> None:
     """Random chunks with padding: slot i % size holds token i, and a chunk attends to the earlier ring, then to
-    itself."""
+    itself; one of few tokens, that spare slots have room for, to the ring after it."""
     rng, rows = np.random.default_rng(size), 3
     buffer, stored, lengths = jnp.full((rows, size), -1), [[-1] * size for _ in range(rows)], [0] * rows
-    for count in rng.integers(1, 2 * size + 2, 12):
+    for count in rng.choice([1, max(1, size - 1), size, 2 * size + 1], 12):
         real = rng.random((rows, count)) < 0.7
         new = rng.integers(0, 999, (rows, count))
-        buffer, (seen, index) = append_ring(buffer, jnp.asarray(new), past(lengths, real), 1)
+        buffer, (seen, index) = append_ring(buffer, jnp.asarray(new), past(lengths, real), 1, spare)
         for row in range(rows):
             numbers = lengths[row] + np.cumsum(real[row]) - 1
             wanted = {n: x for n, x in zip(_numbers(lengths[row], size), stored[row], strict=True) if n >= 0}
@@ -177,7 +178,7 @@ def test_append_ring_equals_a_list(size: int) -> None:
             for n, x, here in zip(numbers, new[row], real[row], strict=True):
                 stored[row][n % size] = int(x) if here else stored[row][n % size]
             lengths[row] += int(real[row].sum())
-            if count == 1:
+            if count <= 1 + spare:
                 wanted = {n: x for n, x in wanted.items() if n >= lengths[row] - size}
             found = zip(np.asarray(index)[row].tolist(), np.asarray(seen)[row].tolist(), strict=True)
             assert {n: x for n, x in found if n >= 0} == wanted
@@ -194,7 +195,7 @@ def test_append_full_writes_in_the_buffers_dtype() -> None:
     """Real tokens are written at each row's own cursor; padding is not."""
     real = np.array([[True, True], [False, True]])
     buffer, (seen, index) = append_full(
-        jnp.zeros((2, 4), jnp.bfloat16), 1 + jnp.arange(4.0).reshape(2, 2), past([1, 2], real), 1
+        jnp.zeros((2, 4), jnp.bfloat16), 1 + jnp.arange(4.0).reshape(2, 2), past([1, 2], real), 1, 0
     )
     assert buffer.dtype == seen.dtype == jnp.bfloat16
     assert np.asarray(buffer, np.float32).tolist() == [[0, 1, 2, 0], [0, 0, 4, 0]]
@@ -259,12 +260,13 @@ class Written:
 
     def __call__(self, q: Any, k: Any, v: Any, scores: Scores) -> jax.Array:
         groups, outs = q.shape[1] // k.shape[1], []
-        k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
+        q, k, v = np.asarray(q), np.repeat(k, groups, axis=1), np.repeat(v, groups, axis=1)
         for t in range(q.shape[2]):
             first = 0 if self.window is None else max(0, t + 1 - self.window)
-            weights = jax.nn.softmax(jnp.einsum("bnh,bnsh->bns", q[:, :, t], k[:, :, first : t + 1]) * scores.scale)
-            outs.append(jnp.einsum("bns,bnsh->bnh", weights, v[:, :, first : t + 1]))
-        return jnp.stack(outs, axis=2)
+            powers = np.exp(np.einsum("bnh,bnsh->bns", q[:, :, t], k[:, :, first : t + 1]) * scores.scale)
+            weights = powers / powers.sum(axis=-1, keepdims=True)
+            outs.append(np.einsum("bns,bnsh->bnh", weights, v[:, :, first : t + 1]))
+        return jnp.asarray(np.stack(outs, axis=2))
 
 
 # Packed sequences
@@ -624,7 +626,8 @@ def test_rotations() -> None:
     def at(position: int) -> Any:
         return rotation_at(rope, jnp.array([[position]]))
 
-    for rotate in (rotate_halves, rotate_pairs):
+    wide = PartialRotary(8)
+    for rotate in (rotate_halves, rotate_pairs, wide):
         assert max_error(jnp.linalg.norm(rotate(x, at(5))), jnp.linalg.norm(x)) < PART_TOLERANCE
         near = jnp.sum(rotate(x, at(7)) * rotate(y, at(4)))
         assert max_error(near, jnp.sum(rotate(x, at(33)) * rotate(y, at(30)))) < PART_TOLERANCE
@@ -633,6 +636,10 @@ def test_rotations() -> None:
     assert max_error(rotate_pairs(x, at(5)), rotate_halves(x[..., halves], at(5))) < PART_TOLERANCE
     assert max_error(rotate_pairs(x, at(5)), rotate_halves(x, at(5))) > 1e-2
     assert rotate_halves(x.astype(jnp.bfloat16), at(3)).dtype == jnp.bfloat16
+    assert np.array_equal(wide(x, at(5)), rotate_halves(x, at(5)))
+    tail = jnp.asarray(rng.standard_normal((1, 1, 1, 3)), jnp.float32)
+    part = wide(jnp.concatenate([x, tail], axis=-1), at(5))
+    assert np.array_equal(part, jnp.concatenate([rotate_halves(x, at(5)), tail], axis=-1))
 
 
 # Wrong arguments

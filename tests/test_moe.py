@@ -160,7 +160,7 @@ def test_router_products_have_full_precision() -> None:
     a = LoRAParam(jnp.ones((2, 6)), axes=("rank", "embed"), **labels)
     router.lora = nnx.data(LoRA(a, LoRAParam(jnp.ones((4, 2)), axes=("router", "rank"), **labels), 1.0))
     graph, state = nnx.split(router)
-    rows, order = permute(jnp.ones((3, 6)), jnp.zeros((3, 2), jnp.int32), 6)
+    rows, order = permute(jnp.ones((3, 6)), jnp.zeros((3, 2), jnp.int32), 6, 1)
 
     def route(state: Any, x: Any) -> Any:
         routing = nnx.merge(graph, state)(x)
@@ -329,13 +329,16 @@ def test_work_scales_with_rows_and_not_with_experts(monkeypatch: pytest.MonkeyPa
 # Stages of a dispatch
 
 
-@pytest.mark.parametrize("rows", [12, 7, 1])
-def test_permute_sorts_rows_by_expert_and_unpermute_inverts_it(rows: int) -> None:
-    """The sort is stable; the out-of-range expert id 5 sorts last; assignments without a row are restored as 0."""
+@pytest.mark.parametrize(("rows", "groups"), [(12, 5), (7, 5), (1, 5), (12, 2**28)])
+def test_permute_sorts_rows_by_expert_and_unpermute_inverts_it(rows: int, groups: int) -> None:
+    """The sort is stable; the out-of-range expert id 5 sorts last; assignments without a row are restored as 0.
+
+    With so many experts that id and index do not fit in one integer, the order is the same.
+    """
     ids = np.array([[4, 0], [0, 5], [2, 4], [5, 5], [0, 2], [1, 0]], np.int32)
     x = np.arange(1.0, 13).reshape(6, 2).astype(np.float32)
     order = np.argsort(ids.reshape(-1), kind="stable")[:rows]
-    sorted_rows, found = permute(jnp.asarray(x), jnp.asarray(ids), rows)
+    sorted_rows, found = permute(jnp.asarray(x), jnp.asarray(ids), rows, groups)
     np.testing.assert_array_equal(sorted_rows, x[order // 2])
     wanted = np.zeros((12, 2), np.float32)
     wanted[order] = x[order // 2]
@@ -349,7 +352,7 @@ def test_permute_and_combine_have_no_scatter_in_backward() -> None:
     x, weights = jnp.ones((6, 3)), jnp.ones((6, 2))
 
     def ours(x: jax.Array, weights: jax.Array) -> jax.Array:
-        rows, order = permute(x, ids, 12)
+        rows, order = permute(x, ids, 12, 4)
         return jnp.sum(jnp.sin(combine(jnp.cos(rows), order, weights)))
 
     def plain(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -472,7 +475,7 @@ def test_combine_inverts_sorting() -> None:
     rng = np.random.default_rng(0)
     experts = np.stack([rng.permutation(6)[:3] for _ in range(10)])
     weights, x = jnp.asarray(rng.random((10, 3)), jnp.float32), inputs(2, 5).reshape(10, 8)
-    order = sort_by_expert(jnp.asarray(experts.reshape(-1)), 30)
+    order = sort_by_expert(jnp.asarray(experts.reshape(-1)), 30, 6)
     rows = gather_rows(x, order.assignment // 3, order.row.reshape(10, 3))
     ids = experts.reshape(-1)[np.asarray(order.assignment)]
     assert np.all(np.diff(ids) >= 0) and np.array_equal(np.asarray(order.assignment)[order.row], np.arange(30))
@@ -486,7 +489,7 @@ def test_combine_inverts_sorting() -> None:
 def test_gather_rows_has_a_gather_as_backward() -> None:
     """The gradient equals that of plain indexing, with rows cut off, and compiles without a scatter."""
     ids, x = jnp.asarray([2, 0, 1, 2, 0, 0, 3, 1, 3, 2]), inputs(1, 5)[0]
-    order, weights = sort_by_expert(ids, 7), jnp.arange(1.0, 57).reshape(7, 8)
+    order, weights = sort_by_expert(ids, 7, 4), jnp.arange(1.0, 57).reshape(7, 8)
 
     def ours(x: Any) -> Any:
         return jnp.sum(weights * gather_rows(x, order.assignment // 2, order.row.reshape(5, 2)) ** 2)

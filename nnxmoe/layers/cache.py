@@ -22,8 +22,8 @@ from nnxmoe.layers.xla_cpu import one_cpu, write_rows
 class Int8Array:
     """Floats as int8 codes with one float32 scale for each index of all dimensions but the last."""
 
-    codes: Any  # [..., W]
-    scale: Any  # [..., 1]
+    codes: Array  # [..., W]
+    scale: Array  # [..., 1]
 
     @classmethod
     def of(cls, array: Float[Array, "..."]) -> Self:
@@ -99,7 +99,7 @@ def _floats(buffer: Buffer, like: Array) -> Array:
     return buffer.floats(like.dtype) if isinstance(buffer, Int8Array) else buffer
 
 
-def append_full(buffer: Any, new: Array, past: Past, axis: int) -> tuple[Any, Seen]:
+def append_full(buffer: Buffer, new: Array, past: Past, axis: int, spare: int) -> tuple[Buffer, Seen]:
     """Writes token i to slot i. Returns the buffer, and as ``seen`` all of it."""
     size = buffer.shape[axis]
     buffer = written(buffer, new, jnp.where(past.index < 0, size, past.index), axis)
@@ -107,13 +107,13 @@ def append_full(buffer: Any, new: Array, past: Past, axis: int) -> tuple[Any, Se
     return buffer, (_floats(buffer, new), jnp.where(slots < past.after[:, None], slots, -1))
 
 
-def append_ring(buffer: Any, new: Array, past: Past, axis: int) -> tuple[Any, Seen]:
-    """Writes token i to slot ``i % size``. Several new tokens attend to the previous ring followed by themselves, since
-    later ones of them may overwrite slots that earlier ones attend to."""
+def append_ring(buffer: Buffer, new: Array, past: Past, axis: int, spare: int) -> tuple[Buffer, Seen]:
+    """Writes token i to slot ``i % size``. More new tokens than one and the spare slots attend to the previous ring
+    followed by themselves, since later ones of them overwrite slots that earlier ones attend to."""
     size, index = buffer.shape[axis], past.index
     kept = (index >= 0) & (index >= past.after[:, None] - size)
     after = written(buffer, new, jnp.where(kept, index % size, size), axis)
-    if index.shape[1] == 1:
+    if index.shape[1] <= 1 + spare:
         return after, (_floats(after, new), _ring_index(past.after, size))
     own = Int8Array.of(new).floats(new.dtype) if isinstance(buffer, Int8Array) else new.astype(buffer.dtype)
     seen = jnp.concatenate([_floats(buffer, new), own], axis=axis)
@@ -138,16 +138,18 @@ class LayerCache(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every token, ``[*L, B, K, S, H]``; as many slots as tokens."""
+    """Keys and values of every token, ``[*L, B, K, S, H]``; as many slots as tokens, and ``spare`` ones for tokens that
+    may be taken back."""
 
-    k: Any
-    v: Any
+    k: Buffer
+    v: Buffer
+    spare: int = dataclasses.field(default=0, metadata={"static": True})
 
     def append(self, new: tuple[Array, Array], past: Past) -> tuple[Self, tuple[Array, Array], Slots]:
         """Adds keys and values ``[B, K, T, H]``."""
-        k, (seen_k, index) = self.write(self.k, new[0], past, axis=2)
-        v, (seen_v, _) = self.write(self.v, new[1], past, axis=2)
-        return type(self)(k, v), (seen_k, seen_v), past.slots(index)
+        k, (seen_k, index) = self.write(self.k, new[0], past, 2, self.spare)
+        v, (seen_v, _) = self.write(self.v, new[1], past, 2, self.spare)
+        return type(self)(k, v, self.spare), (seen_k, seen_v), past.slots(index)
 
     write = staticmethod(append_full)
 
@@ -166,11 +168,11 @@ class LatentCache:
     """MLA's compressed keys and values, ``[*L, B, S, W]``: one latent and one rotated key per token, shared by all
     heads (DeepSeek-V2)."""
 
-    latent: Any
+    latent: Buffer
 
     def append(self, new: Array, past: Past) -> tuple[Self, Array, Slots]:
         """Adds latents ``[B, T, kv_rank + rope]``."""
-        latent, (seen, index) = self.write(self.latent, new, past, axis=1)
+        latent, (seen, index) = self.write(self.latent, new, past, 1, 0)
         return type(self)(latent), seen, past.slots(index)
 
     write = staticmethod(append_full)
@@ -179,7 +181,7 @@ class LatentCache:
 class CacheFormat(Protocol):
     """``Strategy.cache``: how the caches of layers are stored."""
 
-    def __call__(self, buffer: Array) -> Any:
+    def __call__(self, buffer: Array) -> Buffer:
         """An empty buffer ``[..., W]`` of a layer's cache in this format."""
         ...
 

@@ -96,8 +96,8 @@ class Attention(Protocol):
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "B asked D"], Any]: ...
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> LayerCache:
-        """A cache for ``capacity`` tokens."""
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> LayerCache:
+        """A cache for ``capacity`` tokens, of which the ``spare`` newest may be taken back."""
         ...
 
 

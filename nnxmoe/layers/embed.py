@@ -1,24 +1,58 @@
 """Token embedding, which is also the output head of models with tied embeddings."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import RULES, AnyMesh, Rules, axes_per_dimension, divided_over, parameter, shard_map
 from nnxmoe.layers.kernel import DenseKernel
 
 
 class Embed(nnx.Module):
-    """Table ``[V, D]``: looks up the embeddings of tokens; ``weight`` returns the tied output head."""
+    """Table ``[V, D]``: looks up the embeddings of tokens; ``weight`` returns the tied output head.
+
+    ``mesh``, ``rules``: how the table is sharded. Where D is sharded over axes that also shard the batch, each device
+    looks up its part of all their tokens, and the parts are exchanged: XLA would replicate the embeddings of the whole
+    batch ("involuntary full rematerialization").
+    """
 
     ins_first = False  # whether products with the head are those of Flax, as in the Linen bridge
 
-    def __init__(self, vocab: int, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+        mesh: AnyMesh | None = None,
+        rules: Rules = RULES,
+    ):
+        self.mesh, self.rules = mesh, rules
         init = nnx.initializers.normal(dim**-0.5)
         self.table = parameter((vocab, dim), ("vocab", "embed"), init, dtype=dtype, rngs=rngs)
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return jnp.take(self.table[...], tokens, axis=0)
+    def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
+        """The embeddings; ``dtype`` None: as in the table."""
+        table = self.table[...]
+        dtype = table.dtype if dtype is None else dtype
+        rows = divided_over(tokens.shape[0], self.mesh)
+        vocab, width = ((), ()) if self.mesh is None else axes_per_dimension(("vocab", "embed"), self.mesh, self.rules)
+        if vocab or not width or not set(width) <= set(rows):
+            return jnp.take(table, tokens, axis=0).astype(dtype)
+
+        def local(table: Array, tokens: Array) -> Array:
+            every = jax.lax.all_gather(tokens, width, axis=0, tiled=True)
+            part = jnp.take(table, every, axis=0).astype(dtype)
+            return jax.lax.all_to_all(part, width, split_axis=0, concat_axis=2, tiled=True)
+
+        specs = PartitionSpec(None, width), PartitionSpec(rows)
+        assert self.mesh is not None
+        return shard_map(local, self.mesh, specs, specs[1])(table, tokens)
 
     def weight(self) -> DenseKernel:
         """The table as the kernel ``[D, V]`` of a tied output head."""

@@ -1,4 +1,4 @@
-"""Grouped-query attention (Ainslie et al. 2023), with an optional sliding window (Mistral)."""
+"""Grouped-query attention (Ainslie et al. 2023), with an optional sliding window (Mistral) and normalised heads."""
 
 from typing import Any
 
@@ -10,8 +10,9 @@ from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.cache import KVCache, RingCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import Linear
-from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import Rotate, rotate_halves
+from nnxmoe.layers.sinks import Sinks
 
 
 class GQA(nnx.Module):
@@ -19,7 +20,8 @@ class GQA(nnx.Module):
 
     ``scale``: factor of the scores; None means ``H ** -0.5``. With another scale the query kernel is initialised so
     that the scores have the same variance (MaxText folds the scale into that kernel and uses 1). ``rotate``: pairing
-    of a head's components. ``q_norm``, ``k_norm``: norms of the heads ``[B T N H]``, applied before the rotation.
+    of a head's components. ``bias``: of q, k and v. ``out_bias``: of o; None means as ``bias``. ``window``: number of
+    keys that a query attends to, its own included; None means all. ``sinks``: None for a softmax over the keys alone.
     """
 
     def __init__(
@@ -34,8 +36,9 @@ class GQA(nnx.Module):
         attend: Attend,
         scale: float | None = None,
         rotate: Rotate = rotate_halves,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        out_bias: bool | None = None,
+        qk_norm: QKNorm | None = None,
+        sinks: Sinks | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
@@ -43,12 +46,13 @@ class GQA(nnx.Module):
         self.attend = attend
         self.rotate = rotate
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.qk_norm, self.sinks = qk_norm, sinks
         kw: dict[str, Any] = {"bias": bias, "dtype": dtype, "rngs": rngs}
         gain = head_dim**-0.5 / self.scale
         self.q = Linear((dim,), (heads, head_dim), ("embed", "heads", "head"), gain=gain, **kw)
         self.k = Linear((dim,), (kv_heads, head_dim), ("embed", "kv_heads", "head"), **kw)
         self.v = Linear((dim,), (kv_heads, head_dim), ("embed", "kv_heads", "head"), **kw)
+        kw["bias"] = bias if out_bias is None else out_bias
         self.o = Linear((heads, head_dim), (dim,), ("heads", "head", "embed"), **kw)
 
     def __call__(
@@ -56,17 +60,18 @@ class GQA(nnx.Module):
     ) -> tuple[Float[Array, "B asked D"], KVCache | None]:
         asking, asked = context.asking(x)
         q, k = self.q(asking), self.k(x)
-        q, k = (q if self.q_norm is None else self.q_norm(q)), (k if self.k_norm is None else self.k_norm(k))
+        q, k = (q, k) if self.qk_norm is None else self.qk_norm(q, k)
         q = jnp.swapaxes(self.rotate(q, asked.rotation), 1, 2)
         k = jnp.swapaxes(self.rotate(k, context.rotation), 1, 2)
         v = jnp.swapaxes(self.v(x), 1, 2)
         cache, (k, v), mask = context.remember(cache, (k, v), self.window)
-        y = self.attend(q, k, v, Scores(mask, self.scale))
+        y = self.attend(q, k, v, Scores(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
         return self.o(jnp.swapaxes(y, 1, 2)), cache
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
-        """A ring of the window's size if there is a window, else one slot per token."""
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> KVCache:
+        """A ring of the window's size and ``spare`` slots more if there is a window, else one slot per token."""
         kv_heads, head_dim = self.k.kernel.outs
-        slots = capacity if self.window is None else min(self.window, capacity)
+        slots = capacity if self.window is None else min(self.window + spare, capacity)
         kind = KVCache if self.window is None else RingCache
-        return kind(*(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(2)))
+        k, v = (jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(2))
+        return kind(k, v, spare)

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import axes_of, parameter
+from nnxmoe.axes import LAYER_AXES, axes_of, parameter
 from nnxmoe.layers.dots import batched, dot_f32, einsum, matmul, matmul_f32
 
-LEAD = ("layers", "expert")  # logical axes along which kernels are stacked: one linear map per index
+LEAD = (*LAYER_AXES, "expert")  # logical axes along which kernels are stacked: one linear map per index
 
 
 Product = Callable[[Array, "Kernel"], Array]

@@ -151,6 +151,6 @@ class MLA(nnx.Module):
         y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale), self.attend)
         return self.o(y), cache
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> LatentCache:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> LatentCache:
         """A slot per token, for its latent and its rotated key."""
         return LatentCache(jnp.zeros((batch, capacity, self.kv_a.kernel.outs[0]), dtype))

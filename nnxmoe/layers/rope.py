@@ -39,3 +39,15 @@ def rotate_pairs(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array,
 
 
 Rotate = Callable[[Float[Array, "B T N H"], Rotation], Float[Array, "B T N H"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialRotary:
+    """Rotate the first ``width`` components of each head by halves, ``(i, i + width/2)``; the others carry no position
+    (GPT-NeoX-20B, Black et al. 2022; GLM-4.5, MiniMax-M2). The `Rotation` is that of a `Rope` of this width."""
+
+    width: int
+
+    def __call__(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
+        rotated, kept = x[..., : self.width], x[..., self.width :]
+        return jnp.concatenate([rotate_halves(rotated, rotation), kept], axis=-1)

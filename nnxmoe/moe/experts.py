@@ -3,15 +3,18 @@
 from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, Rules
+from nnxmoe.layers.gated import Gated, SwiGLU
 from nnxmoe.layers.kernel import Kernel, kernel_param
 from nnxmoe.layers.lora import LoRA, with_adapter
+from nnxmoe.moe.expert_biases import ExpertBiases, add_bias
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
+
+SWIGLU = SwiGLU()
 
 
 class ExpertFn(Protocol):
@@ -33,7 +36,8 @@ class ExpertFn(Protocol):
 class Experts(nnx.Module):
     """An `ExpertFn` of gated networks; kernels ``gate up [E F D]``, ``down [E D F]``.
 
-    Gate and up share one adapter, of a kernel ``[E D 2 F]``.
+    ``activation``: of gate and up; ``biases``: None for experts without. Gate and up share one adapter, of a kernel
+    ``[E D 2 F]``.
     """
 
     adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora_gate_up": ("gate", "up"), "lora_down": ("down",)}
@@ -48,11 +52,15 @@ class Experts(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
         rules: Rules = RULES,
+        activation: Gated = SWIGLU,
+        biases: ExpertBiases | None = None,
     ):
         self.lora_gate_up: LoRA | None = None
         self.lora_down: LoRA | None = None
         self.matmul = matmul
         self.rules = rules
+        self.activation = activation
+        self.biases = biases
         into, out = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
         self.gate = kernel_param((dim,), (width,), into, lead=(experts,), dtype=dtype, rngs=rngs)
         self.up = kernel_param((dim,), (width,), into, lead=(experts,), dtype=dtype, rngs=rngs)
@@ -71,4 +79,7 @@ class Experts(nnx.Module):
         if self.lora_gate_up is not None:
             more, over = self.lora_gate_up.each(rows, product)
             gate, up = gate + more, up + over
-        return with_adapter(self.down.read(), self.lora_down).apply(jax.nn.silu(gate) * up, product)
+        if self.biases is not None:
+            gate, up = add_bias(gate, self.biases.gate, sizes), add_bias(up, self.biases.up, sizes)
+        y = with_adapter(self.down.read(), self.lora_down).apply(self.activation(gate, up), product)
+        return y if self.biases is None else add_bias(y, self.biases.down, sizes)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from nnxmoe.axes import AnyMesh, divided_over, parameter
+from nnxmoe.axes import AnyMesh, divided_over, parameter, shard_map
 from nnxmoe.layers.kernel import kernel_param
 from nnxmoe.layers.lora import LoRA, with_adapter
 
@@ -48,6 +48,16 @@ class Select(Protocol):
 
 class RouterBias(nnx.Variable):
     """The correction bias of DeepSeek's routing; set by `nnxmoe.moe.balance.updated_bias`, without a gradient."""
+
+
+class LogitBias(nnx.Module):
+    """A trained bias ``[E]`` of the logits, for the choice and the weights (gpt-oss 2025)."""
+
+    def __init__(self, experts: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        self.values = parameter((experts,), ("router",), nnx.initializers.zeros, dtype=dtype, rngs=rngs)
+
+    def __call__(self, logits: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+        return logits + jnp.broadcast_to(self.values[...].astype(logits.dtype), logits.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +118,7 @@ class SigmoidGroupTopK:
         choice = scores if bias is None else scores + jnp.broadcast_to(jax.lax.stop_gradient(bias), scores.shape)
         grouped = choice.reshape(*choice.shape[:-1], self.groups, -1)
         group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
-        _, best = jax.lax.top_k(group_scores, self.top_groups)
-        kept = jnp.any(jax.nn.one_hot(best, self.groups, dtype=bool), axis=-2)
+        kept = _highest(group_scores, self.top_groups)
         choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
         _, experts = jax.lax.top_k(choice, self.k)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
@@ -117,6 +126,37 @@ class SigmoidGroupTopK:
             weights = _normalised(weights)
         lost = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # else NaN is lost if its group is not chosen
         return Routing(experts, jnp.where(lost, jnp.nan, weights * self.scale), scores, logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxGroupTopK:
+    """Softmax over all experts, the top ``top_groups`` of ``groups`` by their largest score, then the top ``k`` within
+    those groups, weighted by their scores times ``scale`` (``group_limited_greedy``; DeepSeek-V2, 2024).
+
+    Unlike in `SigmoidGroupTopK` one expert decides for its group, and there is no correction bias and no rescaling.
+    Experts outside the chosen groups are masked with 0, as no score is negative.
+    """
+
+    by_row: ClassVar[bool] = True
+
+    k: int
+    groups: int
+    top_groups: int
+    scale: float
+
+    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
+        scores = jax.nn.softmax(logits, axis=-1)
+        grouped = scores.reshape(*scores.shape[:-1], self.groups, -1)
+        kept = _highest(jnp.max(grouped, axis=-1), self.top_groups)
+        choice = jnp.where(kept[..., None], grouped, 0.0).reshape(scores.shape)
+        weights, experts = jax.lax.top_k(choice, self.k)
+        return Routing(experts, weights * self.scale, scores, logits)
+
+
+def _highest(values: Float[Array, "*rows groups"], count: int) -> Bool[Array, "*rows groups"]:
+    """Marks the ``count`` largest values of each row."""
+    _, found = jax.lax.top_k(values, count)
+    return jnp.any(jax.nn.one_hot(found, values.shape[-1], dtype=bool), axis=-2)
 
 
 def _normalised(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
@@ -129,6 +169,8 @@ def _normalised(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
 
 class Router(nnx.Module):
     """``x[B T D] -> Routing`` by a linear map to one logit per expert; kernel ``[E, D]``, optional correction bias.
+
+    ``logit_bias``: a bias of the logits, None for none.
 
     ``jitter``: if a key is passed, the router's input is multiplied elementwise by uniform noise in
     [1 - jitter, 1 + jitter) (Switch Transformer, Fedus et al. 2021).
@@ -146,10 +188,12 @@ class Router(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
         jitter: float = 0.0,
+        logit_bias: LogitBias | None = None,
     ):
         self.lora: LoRA | None = None
         self.select = select
         self.jitter = jitter
+        self.logit_bias = logit_bias
         self.kernel = kernel_param((dim,), (experts,), ("embed", "router"), dtype=dtype, rngs=rngs)
         zeros, f32 = nnx.initializers.zeros, jnp.dtype(jnp.float32)
         self.bias = parameter((experts,), ("router",), zeros, dtype=f32, rngs=rngs, kind=RouterBias) if bias else None
@@ -166,15 +210,14 @@ class Router(nnx.Module):
             x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
         # HIGHEST: with near ties, a less precise product would choose other experts.
         logits = with_adapter(self.kernel.read(), self.lora).float32(x, jax.lax.Precision.HIGHEST)
+        logits = logits if self.logit_bias is None else self.logit_bias(logits)
         bias = None if self.bias is None else self.bias[...]
         axes = divided_over(x.shape[0], mesh)
         # shard_map keeps top-k local to each shard; without it XLA:CPU gathers all tokens.
         if axes and self.select.by_row:
             rows = PartitionSpec(axes)
-            select = jax.shard_map(
-                self.select, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False
-            )
-            routing = select(logits, bias)
+            assert mesh is not None
+            routing = shard_map(self.select, mesh, (rows, PartitionSpec()), rows)(logits, bias)
         else:
             routing = self.select(logits, bias)
         return dataclasses.replace(routing, valid=valid)

@@ -1,0 +1,35 @@
+"""Gated activations: how gate and up become the input of the down projection (Shazeer 2020)."""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Gated(Protocol):
+    """``(gate, up) -> hidden``, elementwise; zero where both are zero."""
+
+    def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SwiGLU:
+    """``silu(gate) * up``."""
+
+    def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+        return jax.nn.silu(gate) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiGLU:
+    """``(up + 1) * gate * sigmoid(alpha * gate)``, with gate at most ``limit`` and up within ``±limit`` (gpt-oss 2025;
+    its reference is ``swiglu`` in ``gpt_oss/torch/model.py``)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)

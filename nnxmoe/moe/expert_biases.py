@@ -1,0 +1,45 @@
+"""Biases of experts, added to rows that are grouped by expert."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.axes import parameter
+from nnxmoe.layers.dots import einsum
+from nnxmoe.layers.multilinear import multilinear
+
+
+class AddedOnce(nnx.Param):
+    """A parameter that is added to outputs of which each shard of the feed-forward width has a partial sum: one shard
+    adds it (`on_shards`)."""
+
+
+class ExpertBiases(nnx.Module):
+    """``gate up [E F]`` and ``down [E D]``, for `Experts`."""
+
+    def __init__(self, dim: int, width: int, experts: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        zeros, into, out = nnx.initializers.zeros, ("expert", "mlp"), ("expert", "embed")
+        self.gate = parameter((experts, width), into, zeros, dtype=dtype, rngs=rngs)
+        self.up = parameter((experts, width), into, zeros, dtype=dtype, rngs=rngs)
+        self.down = parameter((experts, dim), out, zeros, dtype=dtype, rngs=rngs, kind=AddedOnce)
+
+
+def add_bias(
+    rows: Float[Array, "*E R F"], biases: nnx.Variable, sizes: Int[Array, "E"] | None
+) -> Float[Array, "*E R F"]:
+    """Rows with the bias of their expert, from ``biases [E F]``: rows ``[R F]`` sorted by expert with group
+    ``sizes``, of which those beyond ``sum(sizes)`` get none, or rows ``[E R F]`` with None."""
+    bias = biases[...].astype(rows.dtype)
+    if sizes is None:
+        return rows + jnp.broadcast_to(bias[:, None, :], rows.shape)
+    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")  # E: none
+
+    def taken(bias: Array, expert: Array) -> Array:
+        return bias.at[expert].get(mode="fill", fill_value=0)
+
+    def summed(expert: Array, d_rows: Array) -> Array:
+        """A product, because the transpose of a gather would be a scatter-add."""
+        member = expert[None, :] == jnp.arange(bias.shape[0])[:, None]
+        return einsum("ER,RF->EF", member.astype(d_rows.dtype), d_rows).astype(d_rows.dtype)
+
+    return rows + multilinear(taken, {0: summed})(bias, expert)

@@ -1,0 +1,23 @@
+"""A shared expert whose output is weighted per token."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.mlp import MLP
+
+
+class GatedShared(MLP):
+    """``sigmoid(x @ w) * mlp(x)`` with one gate per token; ``output_gate`` kernel ``[1, D]``, without bias.
+
+    The shared expert of Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024), after transformers' Qwen2MoeSparseMoeBlock.
+    """
+
+    def __init__(self, dim: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        super().__init__(dim, width, bias=False, dtype=dtype, rngs=rngs)
+        self.output_gate = Linear((dim,), (1,), ("embed", "router"), dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return jax.nn.sigmoid(self.output_gate(x)) * super().__call__(x)
