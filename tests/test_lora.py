@@ -42,6 +42,7 @@ EVERYTHING = {
     "llama": ["attention", "mlp"],
     "mixtral": ["attention", "experts", "router"],
     "deepseek_v3": ["attention", "mlp", "shared", "experts", "router"],
+    "gpt_oss": ["attention", "experts", "router"],
 }
 SOME = [("llama", False), ("mixtral", True), ("deepseek_v3", True)]  # both kinds of stacks, for tests that compile
 TOKENS = random_tokens(2, 7)
@@ -374,8 +375,9 @@ def test_fit_trains_adapters_on_an_fp8_checkpoint(tmp_path: Path) -> None:
 # Files
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "scan"), [*((kind, scan) for kind in KINDS for scan in (False, True)), ("gpt_oss", False)]
+)
 def test_save_and_load_are_bitwise_equal(tmp_path: Path, kind: str, scan: bool) -> None:
     """Also between scanned and unrolled layers."""
     model = ready(kind, scan)
@@ -391,20 +393,27 @@ def test_save_and_load_are_bitwise_equal(tmp_path: Path, kind: str, scan: bool) 
         assert {slot.adapter.alpha for slot in adapted(other)} == {6.0}
 
 
-@pytest.mark.parametrize("scan", [False, True])
-def test_files_follow_the_peft_layout(tmp_path: Path, scan: bool) -> None:
-    """PEFT's einsum over the stored tensors equals our deltas in transformers' fused layout ``[E, outs, ins]``."""
-    model = ready("mixtral", scan)
+@pytest.mark.parametrize(("kind", "scan"), [("mixtral", False), ("mixtral", True), ("gpt_oss", False)])
+def test_files_follow_the_peft_layout(tmp_path: Path, kind: str, scan: bool) -> None:
+    """PEFT's einsum over the stored tensors equals our deltas in transformers' fused layout ``[E, outs, ins]``, where
+    gpt-oss has gate and up in turn."""
+    model = ready(kind, scan)
     lora.save(model, tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     deltas = {slot.name: np.asarray(slot.adapter.delta()) for slot in adapted(model) if slot.first == 0}
     deltas = {name: delta[0] if scan else delta for name, delta in deltas.items()}
+    if kind == "gpt_oss":
+        both = deltas["experts.gate_up"]
+        deltas["experts.gate_up"] = np.stack(np.split(both, 2, axis=-1), axis=-1).reshape(both.shape)
     layer = "base_model.model.model.layers.0."
     for name, module in (("experts.gate_up", "mlp.experts.base_layer"), ("experts.down", "mlp.experts")):
         a, b = (stored[f"{layer}{module}.lora_{x}.weight"] for x in "AB")
         a, b = a.reshape(6, -1, a.shape[-1]), b.reshape(b.shape[0], -1, 6)
         assert max_error(np.einsum("ore,eri->eoi", b, a) * 1.5, deltas[name].swapaxes(1, 2)) < 1e-6
-    for name, module in (("attention.o", "self_attn.o_proj"), ("router", "mlp.gate")):
+    for name, module in (
+        ("attention.o", "self_attn.o_proj"),
+        ("router", "mlp.router" if kind == "gpt_oss" else "mlp.gate"),
+    ):
         a, b = (stored[f"{layer}{module}.lora_{x}.weight"] for x in "AB")
         assert max_error(b @ a * 1.5, deltas[name].T) < 1e-6
 

@@ -34,6 +34,8 @@ CASES = {
     "deepseek_v3 dense": ("deepseek_v3", ["mlp"]),
     "deepseek_v3 shared": ("deepseek_v3", ["shared.up"]),
     "deepseek_v3 experts": ("deepseek_v3", ["experts", "router"]),
+    "gpt_oss": ("gpt_oss", None),
+    "gpt_oss gate_up and router": ("gpt_oss", ["experts.gate_up", "router"]),
 }
 
 
@@ -77,7 +79,7 @@ def test_peft_loads_our_adapters(tmp_path: Path, case: str, scan: bool) -> None:
 
 
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "gpt_oss"])
 def test_peft_adapters_are_loaded(tmp_path: Path, kind: str, scan: bool) -> None:
     """With rank and alpha patterns, and a matrix ``b`` that mixes gate and up."""
     base = checkpoint(tmp_path, kind)

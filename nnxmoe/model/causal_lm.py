@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -22,11 +22,10 @@ from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.by_run import RunByRun, pays
 from nnxmoe.model.decoder import Decoder, Ids, Output, TokenMask
-from nnxmoe.model.layer import MakeLayer
+from nnxmoe.model.mtp import MTP, count_mtp, make_mtp
+from nnxmoe.model.runs import Runs
 from nnxmoe.model.stack import ByLayer, ScannedStack, Unrolled
 from nnxmoe.model.strategy import Strategy
-
-Runs = Sequence[tuple[int, MakeLayer]]
 
 
 class CausalLM(Decoder):
@@ -36,20 +35,25 @@ class CausalLM(Decoder):
     a model of shapes without arrays. With a mesh in the strategy every device initialises its own shards. Raises
     ConfigError for the config of another family.
 
+    ``mtp``: with the layers for multi-token prediction (`MTP`), which are `mtp`, else empty; the logits do not depend
+    on them.
+
     A family is a subclass that declares its configs and its tables of tensor names, and whose `runs` makes its layers.
     """
 
     configs: ClassVar[tuple[type[DecoderConfig], ...]]
     presets: ClassVar[Mapping[str, DecoderConfig]] = {}
     hub_ids: ClassVar[Mapping[str, str]] = {}  # preset -> its checkpoint on the hub
-    hub_note: ClassVar[str] = ""  # how those files differ from what is loaded
+    hub_notes: ClassVar[Mapping[str, str]] = {}  # preset -> how those files differ from what is loaded
     hf_table: ClassVar[Mapping[str, tuple[str, ...]]]
     maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]] = {}  # -> name and logical axes there
     maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # groups of dense layers, of layers with experts
+    maxtext_block: ClassVar[Sequence[bool]] = ()  # for each layer of a block scanned there: whether it has a window
     load_report: Any = None
 
     def runs(self, config: Any, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        """Runs of equal layers, first to last: pairs of their number and a function that makes one of them."""
+        """Runs of equal layers, first to last: pairs of their number and a function that makes one of them. `runs_of`
+        finds them where layers differ."""
         raise TypeError("a model class must define runs(config, strategy, dtype)")
 
     def __init__(
@@ -59,13 +63,14 @@ class CausalLM(Decoder):
         *,
         rngs: nnx.Rngs | None,
         dtype: Any = jnp.float32,
+        mtp: bool = False,
     ):
         name, strategy, dtype = type(self).__name__, strategy or Strategy(), jnp.dtype(dtype)
-        if not isinstance(config, self.configs):
+        if type(config) not in self.configs:
             wanted = " or a ".join(kind.__name__ for kind in self.configs)
             raise ConfigError(f"{name} takes a {wanted}, got {type(config).__name__}")
         _check_arguments(name, strategy, rngs)
-        layers = self.runs(config, strategy, dtype)
+        layers, depths = self.runs(config, strategy, dtype), count_mtp(config, self.hf_table) if mtp else 0
         self.config = config
         self.strategy = strategy
         self.generation_config = {}
@@ -73,19 +78,20 @@ class CausalLM(Decoder):
 
         def parts(key: Array | None) -> dict[str, Any]:
             kw: dict[str, Any] = {"dtype": dtype, "rngs": None if key is None else nnx.Rngs(key)}
-            vocab, dim = config.vocab_size, config.hidden_size
+            vocab, dim, eps = config.vocab_size, config.hidden_size, config.rms_norm_eps
             return {
-                "embed": Embed(vocab, dim, **kw),
-                "stacks": nnx.List(
-                    [strategy.stacking(count, make, kw["rngs"], strategy.remat) for count, make in layers if count]
-                ),
-                "norm": RMSNorm(dim, config.rms_norm_eps, **kw),
+                "embed": Embed(vocab, dim, mesh=strategy.mesh, rules=strategy.rules, **kw),
+                "stacks": nnx.List(strategy.stacks(layers, kw["rngs"])),
+                "norm": RMSNorm(dim, eps, **kw),
                 "head": None if config.tie_word_embeddings else Linear((dim,), (vocab,), ("embed", "vocab"), **kw),
+                "mtp": nnx.List(make_mtp(depths, dim, eps, layers, strategy.remat, **kw)),
             }
 
         key = None if rngs is None else rngs.params()
+        made = parts(None if strategy.mesh is not None else key)
+        self.mtp: nnx.List[MTP] = made.pop("mtp")
         super().__init__(
-            **parts(None if strategy.mesh is not None else key),
+            **made,
             rope=config.rope,
             dtype=jnp.dtype(strategy.compute_dtype or dtype),
             mesh=strategy.mesh,
@@ -98,11 +104,23 @@ class CausalLM(Decoder):
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(nnx.state(self, nnx.Param))
         count, kinds = sum(leaf.size for leaf in leaves), sorted({str(leaf.dtype) for leaf in leaves})
-        sizes = f"{self.config.num_hidden_layers} layers, {count:,} parameters in {', '.join(kinds)}"
+        ahead = f" and {len(self.mtp)} prediction layers" if self.mtp else ""
+        sizes = f"{self.config.num_hidden_layers} layers{ahead}, {count:,} parameters in {', '.join(kinds)}"
         return f"{type(self).__name__}({sizes}, {self.strategy.stacking})"
 
     def __str__(self) -> str:
         return repr(self)
+
+    def label(self) -> None:
+        """Stamps every parameter, as `Decoder.label` does; prediction layers are numbered after the others."""
+        super().label()
+        for k, depth in enumerate(self.mtp):
+            depth.label(self.config.num_hidden_layers + k, len(self.stacks) + k)
+
+    def layer_modules(self) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        """Yields path and module of every module in the layers, those for multi-token prediction included."""
+        for name, parts in (("stacks", self.stacks), ("mtp", self.mtp)):
+            yield from (((name, *path), module) for path, module in nnx.iter_graph(parts))
 
     def _initialise_on_mesh(self, parts: Callable[[Array], dict[str, Any]], key: Array) -> None:
         """Initialises each shard on its own device, to the values that a single device would compute."""
@@ -268,7 +286,7 @@ def unscan(model: CausalLM) -> CausalLM:
         return model
     graph, state = nnx.split(model)
     unrolled = nnx.merge(graph, state)
-    unrolled.strategy = dataclasses.replace(model.strategy, stacking=Unrolled())
+    unrolled.strategy = dataclasses.replace(model.strategy, stacking=Unrolled(), pipeline=None)
     unrolled.stacks = nnx.List(
         [
             stack.unrolled(model.strategy.sharding_of) if isinstance(stack, ScannedStack) else stack
@@ -297,6 +315,15 @@ def refuse_shapes(leaves: Sequence[Any]) -> None:
     """Raises ValueError if a model's variables have no values."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise ValueError("the model has shapes only: load weights first, or make it with rngs=nnx.Rngs(0)")
+
+
+def split_arrays(module: nnx.Module) -> tuple[Any, Any, list[Array]]:
+    """Graph, tree and arrays of a module, for ``nnx.merge(graph, jax.tree.unflatten(tree, arrays))`` in a program.
+    Raises ValueError if it has shapes without values."""
+    graph, state = nnx.split(module)
+    leaves, tree = jax.tree.flatten(state)
+    refuse_shapes(leaves)
+    return graph, tree, leaves
 
 
 def _array(given: Any) -> Any:

@@ -124,11 +124,9 @@ class Decoder(nnx.Module):
         ``last``: returns ``x [B, 1, D]`` of the last token only. If the last layer can skip the other tokens (but not
         their keys and values), its part of ``infos`` and ``hidden`` covers that token only.
         """
-        if fresh and cache is not None and cache.known_length:
-            raise ValueError(f"fresh=True: {cache.known_length} tokens are in the cache; pass an empty cache")
         stored = (None,) * len(self.stacks) if cache is None else cache.layers
-        bare = None if cache is None else dataclasses.replace(cache, layers=())
-        x, context, moved = self._start(tokens, attention_mask, positions, segment_ids, bare, key, fresh)
+        shared = shared_part(cache, fresh)
+        x, context, moved = self._start(tokens, attention_mask, positions, segment_ids, shared, key, fresh)
         context = dataclasses.replace(context, of_routing=of_routing, keep_hidden=keep_hidden)
         parts = []
         for i, (stack, of_layers) in enumerate(zip(self.stacks, stored, strict=True)):
@@ -156,12 +154,11 @@ class Decoder(nnx.Module):
         valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0
         segment = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
         context, moved = self._context(tokens.shape, valid, positions, segment, cache, key, fresh)
-        return split_batch(self.embed(tokens).astype(self.dtype), self.mesh), context, moved
+        return split_batch(self.embed(tokens, self.dtype), self.mesh), context, moved
 
     def _finish(self, x: Float[Array, "B T D"], cache: Cache | None, last: bool) -> Float[Array, "B asked D"]:
         """The norm after the layers, of all tokens or the last one; NaN in rows that do not fit in the cache."""
-        if cache is not None:
-            x = jnp.where((cache.length > cache.capacity)[:, None, None], jnp.nan, x)
+        x = nan_if_full(x, cache)
         return self.norm(x[:, -1:] if last else x)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -177,9 +174,16 @@ class Decoder(nnx.Module):
         that are not real, without another result. Not so with `Capacity`, where they compete for slots."""
         return all(stack.separates_tokens(key) for stack in self.stacks)
 
-    def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """A cache for ``capacity`` real tokens per row, in the activations' dtype or in the strategy's format."""
-        layers = tuple(stack.empty_cache(batch, capacity, self.dtype) for stack in self.stacks)
+    def empty_cache(self, batch: int, capacity: int, spare: int = 0) -> Cache:
+        """A cache for ``capacity`` real tokens per row, in the activations' dtype or in the strategy's format.
+
+        ``spare``: how many of the newest tokens of a row may be taken back, by a smaller ``length``.
+        """
+        layers = tuple(stack.empty_cache(batch, capacity, self.dtype, spare) for stack in self.stacks)
+        return self.cache_of(layers, batch, capacity)
+
+    def cache_of(self, layers: tuple[Any, ...], batch: int, capacity: int) -> Cache:
+        """A cache around the layers' empty caches, in the strategy's format."""
         layers = layers if self.cache_format is None else jax.tree.map(self.cache_format, layers)
         return Cache.empty(layers, batch, capacity)
 
@@ -204,3 +208,15 @@ class Decoder(nnx.Module):
             positions = jnp.maximum(index, 0) if positions is None else positions
         rotation = rotation_at(self.rope, jnp.asarray(positions))
         return Context(rotation, index, valid, segment, past, key, fresh=fresh and cache is not None), moved
+
+
+def shared_part(cache: Cache | None, fresh: bool) -> Cache | None:
+    """The part of a cache that all layers share. Raises ValueError if it is promised to be empty and is not."""
+    if fresh and cache is not None and cache.known_length:
+        raise ValueError(f"fresh=True: {cache.known_length} tokens are in the cache; pass an empty cache")
+    return None if cache is None else dataclasses.replace(cache, layers=())
+
+
+def nan_if_full(x: Float[Array, "B T D"], cache: Cache | None) -> Float[Array, "B T D"]:
+    """``x`` with NaN in the rows whose tokens do not fit in the cache."""
+    return x if cache is None else jnp.where((cache.length > cache.capacity)[:, None, None], jnp.nan, x)

@@ -1,11 +1,11 @@
 """Batches of tokens: their fields, their checks, and what of them is to be predicted."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 FIELDS = ("tokens", "targets", "loss_mask", "segment_ids", "positions", "attention_mask")
 MASKS = ("loss_mask", "attention_mask")
@@ -73,8 +73,38 @@ def targets_of(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     counts = real & (jnp.asarray(batch["loss_mask"]) != 0) if "loss_mask" in batch else real
     if "targets" in batch:
         return jnp.asarray(batch["targets"]), counts.astype(jnp.float32)
-    follows = jnp.roll(counts, -1, axis=1) & real & (jnp.arange(real.shape[1]) < real.shape[1] - 1)[None, :]
+    follows = jnp.roll(counts, -1, axis=1) & _followed(batch, real)
+    return jnp.roll(jnp.asarray(batch["tokens"]), -1, axis=1), follows.astype(jnp.float32)
+
+
+def _followed(batch: Batch, real: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Real tokens whose next position is in the row and in the same segment."""
+    found = real & (jnp.arange(real.shape[1]) < real.shape[1] - 1)[None, :]
     if "segment_ids" in batch:
         segment = jnp.asarray(batch["segment_ids"])
-        follows &= jnp.roll(segment, -1, axis=1) == segment
-    return jnp.roll(jnp.asarray(batch["tokens"]), -1, axis=1), follows.astype(jnp.float32)
+        found &= jnp.roll(segment, -1, axis=1) == segment
+    return found
+
+
+class Ahead(NamedTuple):
+    """Of each position: the token some steps further on, whether it belongs to the same document, and the target and
+    weight of that token."""
+
+    tokens: Int[Array, "B T"]
+    there: Bool[Array, "B T"]
+    targets: Int[Array, "B T"]
+    weights: Float[Array, "B T"]
+
+
+def targets_ahead(batch: Batch, steps: int) -> list[Ahead]:
+    """The tokens and targets 1 … ``steps`` steps further on; ``there`` is False if padding or another segment lies
+    between, and then the weight is 0."""
+    real, found = real_tokens(batch), list[Ahead]()
+    followed = _followed(batch, real)
+    last = Ahead(jnp.asarray(batch["tokens"]), real, *targets_of(batch))
+    for _ in range(steps):
+        tokens, there, targets, weights = (jnp.roll(array, -1, axis=1) for array in last)
+        there &= followed
+        last = Ahead(tokens, there, targets, weights * there)
+        found.append(last)
+    return found

@@ -20,6 +20,7 @@ from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.decoder import Decoder
+from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.moe.block import MoE
 from nnxmoe.runtime.interrupts import Interrupted, Stop, stopping
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
@@ -51,7 +52,7 @@ class Progress:
     step: int
     steps: int
     metrics: Metrics
-    load: np.ndarray  # [L, E]: the share of each MoE layer's assignments that went to each expert
+    load: np.ndarray  # [L, E]: the share of each MoE layer's assignments that went to each expert (see `Losses`)
     model: Callable[[], CausalLM]
 
 
@@ -159,6 +160,8 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     for _, node in nnx.iter_graph(model):
         if isinstance(node, Decoder | MoE):  # the modules that hold a mesh
             node.mesh = mesh
+        if isinstance(node, PipelinedStack):
+            node.on_mesh(mesh)
     flat = [
         (p, v.replace(jax.device_put(v.get_value(), model.strategy.sharding_of(v))))
         for p, v in nnx.to_flat_state(state)
@@ -370,6 +373,8 @@ class _Run:
         metrics = {"step": made.number, "loss": float(losses.total)}
         if losses.cross_entropy is not None:
             metrics |= {"cross_entropy": float(losses.cross_entropy), "tokens": float(losses.tokens)}
+        if losses.mtp is not None:
+            metrics["mtp"] = float(losses.mtp)
         metrics |= {"gradient_norm": float(report.gradient_norm), "seconds": seconds}
         if report.learning_rate is not None:
             metrics["learning_rate"] = float(report.learning_rate)

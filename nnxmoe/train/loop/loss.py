@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.layers.chunks import in_chunks, joined
 from nnxmoe.layers.kernel import Kernel
 
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
@@ -80,7 +81,7 @@ def _chunked(x: Array, kernel: Kernel, targets: Array, weights: Array, step: int
         each, entropy, _ = _losses(cast.float32(x), targets, z)
         return (sums[0] + jnp.sum(each * weights), sums[1] + jnp.sum(entropy * weights)), None
 
-    return jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), _chunks(step, x, targets, weights))[0]
+    return jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), in_chunks(step, x, targets, weights))[0]
 
 
 def _with_slopes(x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float) -> Any:
@@ -103,9 +104,8 @@ def _with_slopes(x: Array, kernel: Kernel, targets: Array, weights: Array, step:
 
     slope = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), kernel) if kernel.trained else None
     start = (jnp.zeros(()), jnp.zeros(()), slope)
-    (total, entropy, slope), by_x = jax.lax.scan(one, start, _chunks(step, x, targets, weights))
-    batch, length, dim = x.shape
-    by_x = jnp.moveaxis(by_x, 0, 1).reshape(batch, -1, dim)[:, :length]
+    (total, entropy, slope), by_x = jax.lax.scan(one, start, in_chunks(step, x, targets, weights))
+    by_x = joined(by_x, x.shape[1])
     slope = None if slope is None else jax.tree.map(lambda a, like: a.astype(like.dtype), slope, kernel)
     return (total, entropy), (by_x, slope)
 
@@ -123,14 +123,3 @@ def _chunked_jvp(step: int, z: float, given: Any, moved: Any) -> Any:
 
 
 _chunked.defjvp(_chunked_jvp, symbolic_zeros=True)
-
-
-def _chunks(step: int, *arrays: Array) -> tuple[Array, ...]:
-    """``[B, T, …] -> [n, B, step, …]``, padded with zeros: tokens of weight 0."""
-
-    def cut(a: Array) -> Array:
-        count = -(-a.shape[1] // step)
-        a = jnp.pad(a, [(0, 0), (0, count * step - a.shape[1]), *[(0, 0)] * (a.ndim - 2)])
-        return jnp.moveaxis(a.reshape(a.shape[0], count, step, *a.shape[2:]), 1, 0)
-
-    return tuple(map(cut, arrays))

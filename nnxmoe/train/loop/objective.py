@@ -1,8 +1,9 @@
 """What a training step minimises: next-token cross-entropy plus auxiliary losses, or a function of model and batch."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from nnxmoe.axes import divided_over, shards
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe import balance as balancing
 from nnxmoe.moe.router import Routing
-from nnxmoe.train.loop.batch import Batch, check_batch, check_dict, real_tokens, targets_of
-from nnxmoe.train.loop.loss import ChunkedLoss, Head
+from nnxmoe.train.loop.batch import Batch, check_batch, check_dict, real_tokens, targets_ahead, targets_of
+from nnxmoe.train.loop.loss import ChunkedLoss, Head, Sums
 
 
 @jax.tree_util.register_dataclass
@@ -27,8 +28,9 @@ class Losses:
     tokens: Any  # how many tokens count
     balance: Any  # without its weight, as is router_z
     router_z: Any
-    load: Any  # int [L, E]: assignments per MoE layer and expert
+    load: Any  # int [L, E]: assignments per MoE layer and expert, those of prediction layers last
     dropped: Any  # int [L]: assignments that exceeded an expert's capacity
+    mtp: Any = None  # mean over the depths of multi-token prediction, without its weight
 
 
 class TrainingObjective(Protocol):
@@ -99,7 +101,10 @@ class Objective:
     """Mean next-token cross-entropy plus weighted auxiliary losses; each weight defaults to 0.
 
     ``z_loss`` weighs the mean squared logsumexp of the logits (PaLM; Chowdhery et al. 2022), ``balance`` the mean of
-    ``balance_loss`` over the MoE layers, ``router_z_loss`` the mean of the routers' z-losses.
+    ``balance_loss`` over the MoE layers, ``router_z_loss`` the mean of the routers' z-losses. ``mtp`` weighs the loss
+    of multi-token prediction (DeepSeek-V3: 0.3, later 0.1): the mean over ``model.mtp`` of the mean cross-entropy of
+    tokens 2, 3, … steps further on in the same document. With 0 those layers are not computed, and `Step` does not
+    train them. ``depths``: their number, set by `of_model`.
     """
 
     z_loss: float = 0.0
@@ -107,43 +112,79 @@ class Objective:
     balance_loss: Callable[[Routing], Float[Array, ""]] = balancing.switch_loss
     router_z_loss: float = 0.0
     head: Head = ChunkedLoss()
+    mtp: float = 0.0
+    depths: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mtp < math.inf:
+            raise ValueError(f"Objective(mtp={self.mtp!r}): the weight must be a number of at least 0")
+
+    def of_model(self, model: CausalLM) -> Self:
+        """The objective for the number of prediction layers of a model. ValueError if it needs some and there are
+        none."""
+        if self.mtp and not model.mtp:
+            raise ValueError(
+                f"Objective(mtp={self.mtp}): the model has no multi-token prediction layers: load it with mtp=True"
+            )
+        return dataclasses.replace(self, depths=len(model.mtp) if self.mtp else 0)
 
     def check(self, batch: Batch) -> None:
         """Raises ValueError for a batch that `check_batch` refuses."""
         check_batch(batch)
 
-    def count(self, batch: Batch) -> Float[Array, ""]:
-        """The number of tokens that count, at least 1."""
-        return jnp.maximum(jnp.sum(targets_of(batch)[1]), 1.0)
+    def count(self, batch: Batch) -> tuple[Float[Array, ""], ...]:
+        """The number of tokens that count, at least 1: in the main loss, and at each depth of prediction."""
+        weights = [targets_of(batch)[1], *(ahead.weights for ahead in targets_ahead(batch, self.depths))]
+        return tuple(jnp.maximum(jnp.sum(each), 1.0) for each in weights)
 
     def __call__(
         self,
         model: CausalLM,
         batch: Batch,
         key: Any = None,
-        count: Float[Array, ""] | None = None,
+        count: tuple[Float[Array, ""], ...] | None = None,
         share: float = 1.0,
     ) -> tuple[Float[Array, ""], Losses]:
         """The scalar to minimise, and the losses it consists of; see `TrainingObjective`."""
         segments = batch.get("segment_ids")
         mask = real_tokens(batch) if segments is not None or "attention_mask" in batch else None
-        body = model.body(batch["tokens"], mask, batch.get("positions"), segments, None, key, self._summarise_routing)
+        given = batch["tokens"], mask, batch.get("positions"), segments, None, key, self._summarise_routing
+        body = model.body(*given, keep_hidden=False)
         targets, weights = targets_of(batch)
-        count = self.count(batch) if count is None else count
-        kernel = model.head_weight()
-        x = body.x
-        if model.strategy.mesh is None:  # one long row, which chunks may cut anywhere
-            x, targets, weights = (a.reshape(1, -1, *a.shape[2:]) for a in (x, targets, weights))
-        parts = shards(model.strategy.mesh, divided_over(len(targets), model.strategy.mesh))
-        total, entropy = self.head(x, kernel, targets, weights, self.z_loss, parts)
-        total, entropy = total / count, entropy / count
-        infos = [body.infos[i] for i in sorted(body.infos)]
+        counts = self.of_model(model).count(batch) if count is None else count
+        total, entropy = self._sums(model, body.x, targets, weights, self.z_loss)
+        total, entropy = total / counts[0], entropy / counts[0]
+        ahead, further = self._predict(model, body.x, batch, key, counts[1:])
+        infos = [body.infos[i] for i in sorted(body.infos)] + further
         even, router_z = (share * _mean([info.routing[i] for info in infos]) for i in range(2))
         total += self.balance * even + self.router_z_loss * router_z
+        total = total if ahead is None else total + self.mtp * ahead
         experts = infos[0].dispatch.load.shape[-1] if infos else 0
         load = jnp.stack([info.dispatch.load for info in infos]) if infos else jnp.zeros((0, experts), jnp.int32)
         dropped = jnp.stack([info.dispatch.dropped for info in infos]) if infos else jnp.zeros((0,), jnp.int32)
-        return total, Losses(total, entropy, jnp.sum(weights), even, router_z, load, dropped)
+        return total, Losses(total, entropy, jnp.sum(weights), even, router_z, load, dropped, ahead)
+
+    def _sums(self, model: CausalLM, x: Array, targets: Array, weights: Array, z: float) -> Sums:
+        """Weighted sums over all tokens of the loss and the cross-entropy, from the input of the output head."""
+        kernel, mesh = model.head_weight(), model.strategy.mesh
+        if mesh is None:  # one long row, which chunks may cut anywhere
+            x, targets, weights = (a.reshape(1, -1, *a.shape[2:]) for a in (x, targets, weights))
+        return self.head(x, kernel, targets, weights, z, shards(mesh, divided_over(len(targets), mesh)))
+
+    def _predict(
+        self, model: CausalLM, x: Array, batch: Batch, key: Any, counts: Sequence[Array]
+    ) -> tuple[Array | None, list[Any]]:
+        """The mean loss of the prediction layers, each given the states of the one before, and their `MoEInfo`s. Layers
+        without a count are not computed."""
+        losses, infos = [], []
+        for k, (count, ahead) in enumerate(zip(counts, targets_ahead(batch, len(counts)), strict=True)):
+            own = None if key is None else jax.random.fold_in(key, len(model.stacks) + k)
+            given = ahead.tokens, ahead.there, batch.get("positions"), batch.get("segment_ids"), None, own
+            out = model.mtp[k](model, x, *given, self._summarise_routing)
+            x = out.x
+            losses.append(self._sums(model, x, ahead.targets, ahead.weights, 0.0)[0] / count)
+            infos += out.infos.values()
+        return (_mean(losses) if losses else None), infos
 
     def _summarise_routing(self, routing: Routing) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Auxiliary losses of one layer, computed within the layer so that its scores need not be kept."""

@@ -1,7 +1,7 @@
 """Model FLOPs utilisation (MFU, PaLM; Chowdhery et al. 2022): FLOPs of a training step against the devices' peak."""
 
 import math
-from collections.abc import Container
+from collections.abc import Collection
 
 import jax
 from flax import nnx
@@ -30,18 +30,24 @@ def peak_flops(mesh: Mesh | None) -> float | None:
     return None if found is None else found * len(devices)
 
 
-def token_flops(model: CausalLM, trained: Container[str]) -> float:
+def token_flops(model: CausalLM, trained: Collection[str]) -> float:
     """FLOPs of a training step per token: 4 per parameter used (forward, and gradient of the input), 2 more for the
     gradient of a parameter in ``trained`` (dotted paths).
 
-    Attention scores and rematerialisation are not counted.
+    Attention scores and rematerialisation are not counted. Prediction layers are used if any of them is trained, and
+    each of them uses the output head once more.
     """
-    total = 0.0
+    total, depths = 0.0, len(model.mtp) if any(name.startswith("mtp.") for name in trained) else 0
+    head = "embed.table" if model.head is None else "head.kernel"
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        share = 1.0
-        if "expert" in axes_of(variable):
+        share, key = 1.0, variable.get_metadata().get("key")
+        if path[0] == "mtp" and not depths:
+            share = 0.0
+        elif "expert" in axes_of(variable):
             share = model.config.experts_per_token / model.config.experts
-        elif variable.get_metadata().get("key") == "embed.table" and model.head is not None:
+        elif key == head:
+            share = 1.0 + depths
+        elif key == "embed.table":
             share = 0.0  # a table lookup, no product
         total += (6 if ".".join(map(str, path)) in trained else 4) * share * math.prod(variable.shape)
     return total

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import axes_of
+from nnxmoe.axes import axes_of, of_layers
 from nnxmoe.config.validate import is_positive
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.balance import Utilisation, updated_bias, utilisation
@@ -54,7 +54,8 @@ class Step:
     ``trainable`` is an nnx filter for the variables that get gradients. ``accumulate`` splits a batch into that many
     parts, processed one after the other; the gradients are those of the whole batch. ``bias_rate`` is DeepSeek's u, by
     which the correction bias moves after the optimizer's update (Wang et al. 2024). Parameters are kept in float32,
-    activations have the model's dtype. The optimizer may take ``value``, ``grad`` and ``value_fn``.
+    activations have the model's dtype. Layers for multi-token prediction are trained if `Objective.mtp` is not 0. The
+    optimizer may take ``value``, ``grad`` and ``value_fn``.
     """
 
     def __init__(
@@ -72,6 +73,10 @@ class Step:
         if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
             raise ValueError(f"optimizer={optimizer!r}: pass one of optax, such as optax.adam(1e-4)")
         self.optimizer, self.objective = optax.with_extra_args_support(optimizer), of_function(objective or Objective())
+        if isinstance(self.objective, Objective):
+            self.objective = self.objective.of_model(model)
+            # Without a gradient, weight decay would shrink prediction layers, and their moments would take memory.
+            trainable = trainable if self.objective.depths else nnx.All(trainable, nnx.Not(nnx.PathContains("mtp")))
         self.accumulate, self.bias_rate = accumulate, bias_rate
         self.mesh, self.vocab = model.strategy.mesh, model.config.vocab_size
         self.graph, params, frozen = nnx.split(model, trainable, ...)
@@ -86,7 +91,7 @@ class Step:
             name: model.strategy.sharding_of(v) or v.get_value().sharding
             for name, (_, v) in {**self._params, **self._frozen}.items()
         }
-        self._biases = _biases(model)
+        self._biases = _biases(model, getattr(self.objective, "depths", 0))
         if bias_rate and not isinstance(self.objective, Objective):
             raise ValueError("bias_rate needs the experts' loads, which only train.Objective reports: set it to 0")
         self._moving = [n for n, (_, v) in self._frozen.items() if isinstance(v, RouterBias | nnx.RngState)]
@@ -148,6 +153,11 @@ class Step:
             self._programs[shapes] = self._run.prepare(state, dict(batch))
         return self._programs[shapes]
 
+    @property
+    def jitted(self) -> Any:
+        """``(state, batch) -> (state, report)`` of ``jax.jit``, which traces and lowers for `shapes`."""
+        return self._run.jitted
+
     def compiles(self, batch: Batch) -> bool:
         """Whether these shapes are new, so that `program` takes a while."""
         return shapes_of(dict(batch)) not in self._programs
@@ -191,18 +201,21 @@ class Step:
         key, later = jax.random.split(state.key)
         grads, losses = self._gradients(state, batch, key)
         finite = jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in grads.values()])
-        updates, moments = self.optimizer.update(
-            grads,
-            state.moments,
-            state.params,
-            value=losses.total,
-            grad=grads,
-            value_fn=lambda params: self._total(params, state.frozen, batch, key),
-        )
-        params, good = optax.apply_updates(state.params, updates), jnp.all(finite)
-        params, moments = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old), (params, moments), (state.params, state.moments)
-        )
+        good = jnp.all(finite)
+
+        def update() -> tuple[Any, Any]:
+            updates, moments = self.optimizer.update(
+                grads,
+                state.moments,
+                state.params,
+                value=losses.total,
+                grad=grads,
+                value_fn=lambda params: self._total(params, state.frozen, batch, key),
+            )
+            return optax.apply_updates(state.params, updates), moments
+
+        # Not a `where`, for which XLA:CPU copies the old parameters and moments (4 times the update's time).
+        params, moments = jax.lax.cond(good, update, lambda: (state.params, state.moments))
         frozen = dict(state.frozen)
         for name, rows in self._biases.items() if self.bias_rate else ():
             moved = updated_bias(frozen[name], losses.load[rows], self.bias_rate)
@@ -221,7 +234,7 @@ class Step:
         return self._accumulated(functools.partial(self._loss, frozen, params), batch, key)[0]
 
     def _loss(
-        self, frozen: dict[str, Array], params: dict[str, Array], part: Any, key: Array, count: Array | None
+        self, frozen: dict[str, Array], params: dict[str, Array], part: Any, key: Array, count: Any
     ) -> tuple[Float[Array, ""], Losses]:
         return self.objective(self.merge(params, frozen), part, key, count, 1 / self.accumulate)
 
@@ -247,6 +260,9 @@ class Step:
         return jnp.moveaxis(rows, 1, 0)
 
 
+_MAIN_BIAS = nnx.All(RouterBias, nnx.Not(nnx.PathContains("mtp")))
+
+
 def _wide(value: Array) -> Array:
     return jnp.array(value, jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else value.dtype, copy=True)
 
@@ -259,11 +275,12 @@ def _values(variables: Mapping[str, tuple[Any, nnx.Variable]]) -> dict[str, Any]
     return {name: variable.get_value() for name, (_, variable) in variables.items()}
 
 
-def _biases(model: CausalLM) -> dict[str, np.ndarray]:
-    """Path of each correction bias -> its rows of the MoE layers' loads: one, or one per layer of a scanned stack."""
-    numbers = dict[str, np.ndarray]()
-    for name, (_, variable) in _variables(nnx.state(model, RouterBias)).items():
-        stacked = "layers" in axes_of(variable)
+def _biases(model: CausalLM, depths: int) -> dict[str, np.ndarray]:
+    """Path of each correction bias -> its rows of the MoE layers' loads: one, or one per layer of a scanned stack.
+    Prediction layers have rows only if there are ``depths``."""
+    numbers, wanted = dict[str, np.ndarray](), RouterBias if depths else _MAIN_BIAS
+    for name, (_, variable) in _variables(nnx.state(model, wanted)).items():
+        stacked = of_layers(axes_of(variable))
         numbers[name] = variable.get_metadata()["layer"] + (np.arange(variable.shape[0]) if stacked else np.asarray(0))
     every = np.unique(np.concatenate([np.ravel(n) for n in numbers.values()])) if numbers else np.zeros(0, int)
     return {name: np.asarray(np.searchsorted(every, found)) for name, found in numbers.items()}

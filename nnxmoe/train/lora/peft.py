@@ -1,7 +1,8 @@
 """Adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 Names follow PEFT 0.21 with transformers 5, where the experts of a layer are two parameters and one adapter covers all
-experts: ``lora_A [E * rank, ins]``, ``lora_B [outs, rank * E]`` with the experts innermost. If two parameters of a
+experts: ``lora_A [E * rank, ins]``, ``lora_B [outs, rank * E]`` with the experts innermost, whichever way the base
+parameter lies. The outputs are in its order: those of gate, then of up, or in turn (gpt-oss). If two parameters of a
 module are adapted, PEFT nests the first in the second as its ``base_layer``.
 """
 
@@ -21,6 +22,7 @@ from flax import nnx
 from nnxmoe.config.printable import plain
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.layout import QUERY, Change
+from nnxmoe.convert.hf.forms import Form
 from nnxmoe.layers.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
 from nnxmoe.storage.errors import CheckpointError
@@ -46,6 +48,7 @@ class Part:
     one: tuple[int, ...]  # the shape of one layer here
     rank: int
     experts: int | None  # None: a dense layer
+    in_turn: int  # of how many kernels the outputs alternate; 1: they follow each other
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,19 +60,22 @@ class Part:
         """Values in PEFT's layout."""
         if self.which == "a":
             return one.reshape(self.shape)
-        flat = one.reshape(self.experts or 1, -1, self.rank)
+        flat = one.reshape(self.experts or 1, self.in_turn, -1, self.rank).swapaxes(1, 2)
+        flat = flat.reshape(self.experts or 1, -1, self.rank)
         return np.ascontiguousarray(flat.transpose(1, 2, 0)).reshape(self.shape)
 
     def read(self, stored: np.ndarray) -> np.ndarray:
         """Values from PEFT's layout."""
         if self.which == "a":
             return stored.reshape(self.one)
-        return stored.reshape(-1, self.rank, self.experts or 1).transpose(2, 0, 1).reshape(self.one)
+        return stored.reshape(-1, self.in_turn, self.rank, self.experts or 1).transpose(3, 1, 0, 2).reshape(self.one)
 
 
 def parameter_name(model: CausalLM, slot: Slot) -> str:
     """The parameter name in transformers 5 of a slot's kernels: ``model.layers.{layer}.self_attn.q_proj.weight``."""
-    return model.hf_table[slot.key][-1].partition("[")[0]
+    names = model.hf_table[slot.key]
+    form = Form.of(names[0])
+    return names[-1].partition("[")[0] if form.plain else form.tensor
 
 
 def suffix(model: CausalLM, slot: Slot) -> str:
@@ -83,14 +89,14 @@ def layout(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> Iterator[Part]
     for slot, adapter in adapters:
         inner = ".base_layer" if together[slot.path] > 1 and slot.attribute == next(iter(slot.owner.adapted)) else ""
         module = parameter_name(model, slot).rpartition(".")[0] + inner
-        axes = adapter.a.get_metadata()["axes"]
+        in_turn, axes = Form.of(model.hf_table[slot.key][0]).step, adapter.a.get_metadata()["axes"]
         experts = adapter.a.shape[axes.index("expert")] if "expert" in axes else None
         for index in [None] if slot.depth is None else range(slot.depth):
             where = "base_model.model." + module.format(layer=slot.first + (index or 0))
             for which, variable in (("a", adapter.a), ("b", adapter.b)):
                 one = tuple(variable.shape[index is not None :])
                 name = f"{where}.lora_{which.upper()}.weight"
-                yield Part(name, slot, which, index, one, adapter.rank, experts)
+                yield Part(name, slot, which, index, one, adapter.rank, experts, in_turn)
 
 
 def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:

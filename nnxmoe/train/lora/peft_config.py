@@ -25,7 +25,7 @@ _KNOWN = {
 _HARMLESS_INIT = (True, False, None, "gaussian", "eva", "orthogonal")  # other values change the base model's weights
 # In models with experts, PEFT 0.21 assumes that modules of these names are the experts of transformers 4, and a router
 # is not a torch.nn.Linear: adapters of these modules have to target the parameter instead of the module.
-_TAKEN = {"gate_proj", "up_proj", "down_proj", "gate"}
+_TAKEN = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
 _REMEDY = "use a LoRA adapter saved by peft or nnxmoe"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from nnxmoe.axes import of_layers
 from nnxmoe.config.printable import plain
 from nnxmoe.convert.core.layout import Path
 from nnxmoe.layers.kernel import kernel_param
@@ -50,7 +51,7 @@ class Slot:
     def depth(self) -> int | None:
         """The number of layers of a scanned stack, on the first axis; None for a single layer."""
         kernel = self.base[0]
-        return kernel.lead[0] if kernel.logical_axes[0][:1] == ("layers",) else None
+        return kernel.lead[0] if of_layers(kernel.logical_axes[0]) else None
 
     def shapes(self, rank: int, alpha: float, dtype: np.dtype) -> LoRA:
         """An adapter without values, with logical axes by which it is sharded like its kernel."""
@@ -68,12 +69,12 @@ class Slot:
 def slots(model: CausalLM) -> list[Slot]:
     """All slots, in the order of the layers. The embedding and the head have none."""
     found = []
-    for path, module in nnx.iter_graph(model.stacks):
+    for path, module in model.layer_modules():
         for attribute, kernels in getattr(module, "adapted", {}).items():
             key, labels = labels_of(getattr(module, kernels[0]))
             name = key.removeprefix("layer.").removeprefix("moe.").removesuffix("." + kernels[0])
             name = name if kernels == ("kernel",) else f"{name}.{'_'.join(kernels)}"
-            found.append(Slot(name, key, ("stacks", *path), module, attribute, kernels, labels["layer"]))
+            found.append(Slot(name, key, path, module, attribute, kernels, labels["layer"]))
     return sorted(found, key=lambda slot: (slot.first, slot.place))
 
 

@@ -1,0 +1,113 @@
+"""Multi-token prediction (DeepSeek-V3 technical report, 2024, section 2.2): layers that predict later tokens."""
+
+import dataclasses
+from collections.abc import Callable, Container
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+from nnxmoe.axes import label
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError
+from nnxmoe.layers.cache import Cache
+from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.model.decoder import Decoder, Ids, TokenMask, nan_if_full, shared_part
+from nnxmoe.model.layer import Layer
+from nnxmoe.model.runs import Runs
+from nnxmoe.model.stack import Body, ByLayer, Remat
+from nnxmoe.moe.router import Routing
+
+
+class MTP(nnx.Module):
+    """Depth k of multi-token prediction: ``norm(layer(project([token_norm(token); hidden_norm(state)])))``.
+
+    The state of depth k - 1 at position i meets the embedding of token i + k, and the result predicts token i + k + 1.
+    The main model's states are those after its final norm, as in transformers; ``norm`` is the depth's own. Embedding,
+    rotary embedding and output head are the main model's. The paper concatenates in the other order, which does not fit
+    the published weights.
+    """
+
+    def __init__(
+        self, dim: int, eps: float, layer: Layer, remat: Remat | None, *, dtype: jnp.dtype, rngs: nnx.Rngs | None
+    ):
+        self.token_norm = RMSNorm(dim, eps, dtype=dtype, rngs=rngs)
+        self.hidden_norm = RMSNorm(dim, eps, dtype=dtype, rngs=rngs)
+        self.project = Linear((2 * dim,), (dim,), ("embed", "norm"), dtype=dtype, rngs=rngs)
+        self.layer = layer
+        self.norm = RMSNorm(dim, eps, dtype=dtype, rngs=rngs)
+        self.remat = remat
+
+    def __call__(
+        self,
+        decoder: Decoder,
+        hidden: Float[Array, "B T D"],
+        tokens: Ids,
+        attention_mask: TokenMask | None = None,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
+        cache: Cache | None = None,
+        key: Key[Array, ""] | None = None,
+        of_routing: Callable[[Routing], Any] | None = None,
+        *,
+        fresh: bool = False,
+    ) -> Body:
+        """The states ``x [B, T, D]`` of this depth, after its norm: for ``decoder.logits``, and as ``hidden`` of the
+        next depth.
+
+        ``decoder``: the main model. ``hidden``: its ``body(…).x``, or the states of the depth before. ``tokens``: of
+        each position the token k further on. ``attention_mask``: 0 where there is none. ``cache``: this depth's own,
+        from `empty_cache`; pairs may be given a few at a time. Other arguments are those of `Decoder.body`.
+        """
+        given = tokens, attention_mask, positions, segment_ids
+        embedded, context, moved = decoder._start(*given, shared_part(cache, fresh), key, fresh)
+        context = dataclasses.replace(context, of_routing=of_routing)
+        both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden.astype(embedded.dtype))], axis=-1)
+        run = self.layer if self.remat is None else self.remat(self.layer, scanned=False)
+        x, stored, info = run(self.project(both), context=context, cache=None if cache is None else cache.layers[0])
+        x = self.norm(nan_if_full(x, moved))
+        moved = None if moved is None else dataclasses.replace(moved, layers=(stored,))
+        return Body(x, moved, ByLayer({} if info is None else {0: info}), ())
+
+    def empty_cache(self, decoder: Decoder, batch: int, capacity: int) -> Cache:
+        """A cache of this depth for ``capacity`` positions per row, in the format of the main model's."""
+        layer = self.layer.attention.empty_cache(batch, capacity, decoder.dtype)
+        return decoder.cache_of((layer,), batch, capacity)
+
+    def label(self, number: int, stack: int) -> None:
+        """Stamps the parameters with their keys: those of a layer, and others such as ``layer.mtp.norm.scale``."""
+        label(self, "layer.mtp", number, stack)
+        self.layer.label(number, stack)
+
+
+def has_mtp(config: DecoderConfig, table: Container[str]) -> bool:
+    """Whether a config asks for such layers, and the family's ``table`` has names for them."""
+    return "layer.mtp.project.kernel" in table and getattr(config, "num_nextn_predict_layers", 0) > 0
+
+
+def count_mtp(config: DecoderConfig, table: Container[str]) -> int:
+    """The number of depths that a config asks for. Raises ConfigError if there are none, or if the family's ``table``
+    has no names for them."""
+    if "layer.mtp.project.kernel" not in table:
+        raise ConfigError(f"mtp=True: {config.model_type} models have no multi-token prediction layers: leave it out")
+    depths = getattr(config, "num_nextn_predict_layers", 0)
+    if depths < 1:
+        raise ConfigError(
+            f"num_nextn_predict_layers {depths}: there are no multi-token prediction layers: leave out mtp=True"
+        )
+    return depths
+
+
+def make_mtp(
+    count: int, dim: int, eps: float, runs: Runs, remat: Remat | None, *, dtype: jnp.dtype, rngs: nnx.Rngs | None
+) -> list[MTP]:
+    """Depths whose layers are like the last one of ``runs``. Raises ConfigError if that one has no experts."""
+    depths = [MTP(dim, eps, runs[-1][1](rngs), remat, dtype=dtype, rngs=rngs) for _ in range(count)]
+    if any(depth.layer.feed_forward.name != "moe" for depth in depths):
+        raise ConfigError(
+            "mtp=True: the last layer is dense, and multi-token prediction layers have experts: check the number of "
+            "dense layers, or leave it out"
+        )
+    return depths

@@ -1,0 +1,62 @@
+"""Multi-token prediction against a live transformers, whose ``MtpModel`` reads the same checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nnxmoe
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.support.arrays import max_error  # noqa: E402
+from tests.support.families import FAMILIES, tokens_of  # noqa: E402
+from tests.support.freeze_mtp import run_theirs, write_theirs  # noqa: E402
+from tests.support.mtp import CASES, fields_of, load_mtp, logits_ahead  # noqa: E402
+from tests.support.tiny import write_checkpoint  # noqa: E402
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+
+# At depth 2 of these cases float32 is up to 5e-5 off float64 in transformers, 2.5e-5 here; the frozen cases have 2e-5.
+TOLERANCE = 1e-4
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "kimi_k2": [{}, {"q_lora_rank": None, "n_shared_experts": 2}, {"rms_norm_eps": 1e-2, "first_k_dense_replace": 0}],
+    "glm4_moe": [{}, {"use_qk_norm": False, "attention_bias": False}, {"norm_topk_prob": False, "rope_theta": 37.5}],
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("variant", range(3))
+@pytest.mark.parametrize("depths", [1, 2])
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_logits(kind: str, depths: int, variant: int, tmp_path: Path) -> None:
+    """Of checkpoints that transformers wrote, and of what we save, which its ``MtpModel`` loads again."""
+    fields = fields_of(kind, depths) | VARIANTS[kind][variant]
+    write_theirs(tmp_path / "theirs", FAMILIES[kind].theirs, fields, seed=10 * depths + variant)
+    tokens = tokens_of(fields["vocab_size"], seed=variant)[0]
+    model = nnxmoe.from_pretrained(tmp_path / "theirs", mtp=True)
+    assert not model.load_report.unexpected and not model.load_report.notes
+    wanted = run_theirs(tmp_path / "theirs", FAMILIES[kind].theirs, tokens)
+    ours = logits_ahead(model, tokens)
+    assert len(ours) == len(wanted) == depths + 1
+    errors = [max_error(mine, theirs) for mine, theirs in zip(ours, wanted, strict=True)]
+    assert max(errors) < TOLERANCE, errors
+    nnxmoe.save_pretrained(model, tmp_path / "ours")
+    again = run_theirs(tmp_path / "ours", FAMILIES[kind].theirs, tokens)
+    assert max(max_error(one, other) for one, other in zip(again, wanted, strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_frozen_cases_are_current(kind: str, tmp_path: Path) -> None:
+    """The installed transformers gives the stored logits."""
+    case = load_mtp(kind)
+    write_checkpoint(tmp_path, case.fields, case.weights)
+    for k, logits in enumerate(run_theirs(tmp_path, FAMILIES[kind].theirs, case.arrays["tokens"])):
+        assert max_error(logits, case.arrays[f"logits.{k}"]) < 1e-5, k
