@@ -3,6 +3,7 @@
 if __name__ != "nnxmoe.models":
     raise ImportError(f"import nnxmoe.models, not {__name__}: otherwise every class here would exist twice")
 
+import difflib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +12,39 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.printable import short
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.models.deepseek_v2 import DeepSeekV2, DeepSeekV2Config
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
+from nnxmoe.models.dots1 import Dots1, Dots1Config
+from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
+from nnxmoe.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
+from nnxmoe.models.gpt_oss import GptOss, GptOssConfig
+from nnxmoe.models.kimi_k2 import KimiK2, KimiK2Config
 from nnxmoe.models.llama import Llama, LlamaConfig, MistralConfig
+from nnxmoe.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
 from nnxmoe.models.mixtral import Mixtral, MixtralConfig
+from nnxmoe.models.olmoe import Olmoe, OlmoeConfig
+from nnxmoe.models.qwen import Qwen2, Qwen2Config, Qwen3, Qwen3Config
+from nnxmoe.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
+from nnxmoe.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from nnxmoe.models.solar_open import SolarOpen, SolarOpenConfig
 
 MODELS: dict[str, tuple[type[DecoderConfig], type[CausalLM]]] = {}
 PRESETS: dict[str, DecoderConfig] = {}
 HUB_IDS: dict[str, str] = {}  # preset -> the published checkpoint
+HUB_NOTES: dict[str, str] = {}  # preset -> how its files differ from what is loaded
+# Supported model_type -> families that are not supported and differ least from it.
+RELATIVES = {
+    "deepseek_v3": "deepseek_v32 deepseek_v4 glm_moe_dsa kimi_k25 kimi_linear longcat_flash mistral4",
+    "minimax_m2": "minimax_m3_vl_text",
+    "glm4_moe": "glm4v_moe exaone_moe",
+    "mixtral": "minimax phimoe granitemoe jamba",
+    "qwen3_moe": "qwen3_next qwen3_5_moe qwen3_vl_moe ernie4_5_moe hunyuan_v1_moe hy_v3",
+    "olmoe": "flex_olmo",
+    "qwen3": "qwen3_5 qwen3_vl olmo2 olmo3 gemma3",
+    "qwen2": "qwen2_vl qwen2_5_vl",
+    "mistral": "ministral mistral3",
+    "llama": "gemma gemma2 granite internlm2 llama4 phi3 smollm3 stablelm",
+}
 
 
 def register(family: type[CausalLM]) -> None:
@@ -25,22 +52,53 @@ def register(family: type[CausalLM]) -> None:
     MODELS.update({config.model_type: (config, family) for config in family.configs})
     PRESETS.update(family.presets)
     HUB_IDS.update(family.hub_ids)
+    HUB_NOTES.update(family.hub_notes)
 
 
-for _family in (Llama, Mixtral, DeepSeekV3):
+for _family in (
+    *(Llama, Mixtral, DeepSeekV3, DeepSeekV2, KimiK2, Glm4MoeLite, Glm4Moe, Dots1, SolarOpen, MiniMaxM2),
+    *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss),
+):
     register(_family)
 
 __all__ = [
     "HUB_IDS",
+    "HUB_NOTES",
     "MODELS",
     "PRESETS",
+    "DeepSeekV2",
+    "DeepSeekV2Config",
     "DeepSeekV3",
     "DeepSeekV3Config",
+    "Dots1",
+    "Dots1Config",
+    "Glm4Moe",
+    "Glm4MoeConfig",
+    "Glm4MoeLite",
+    "Glm4MoeLiteConfig",
+    "GptOss",
+    "GptOssConfig",
+    "KimiK2",
+    "KimiK2Config",
     "Llama",
     "LlamaConfig",
+    "MiniMaxM2",
+    "MiniMaxM2Config",
     "MistralConfig",
     "Mixtral",
     "MixtralConfig",
+    "Olmoe",
+    "OlmoeConfig",
+    "Qwen2",
+    "Qwen2Config",
+    "Qwen2Moe",
+    "Qwen2MoeConfig",
+    "Qwen3",
+    "Qwen3Config",
+    "Qwen3Moe",
+    "Qwen3MoeConfig",
+    "SolarOpen",
+    "SolarOpenConfig",
     "config_from_hf",
     "model_class",
     "preset",
@@ -49,14 +107,22 @@ __all__ = [
 ]
 
 
-def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
-    """The config of a parsed config.json. Raises ConfigError for unsupported models and values."""
+def config_from_hf(fields: Mapping[str, Any], *, ignore_unknown: bool = False) -> DecoderConfig:
+    """The config of a parsed config.json. Raises ConfigError for unsupported models and values, and for unknown fields,
+    which ``ignore_unknown`` drops instead (see `DecoderConfig.from_hf`)."""
     if not isinstance(fields, Mapping):
         raise ConfigError(f"config.json must hold an object, got {type(fields).__name__}")
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in MODELS:
-        raise ConfigError(f"model_type {short(kind)} is not supported; supported: {', '.join(MODELS)}")
-    return MODELS[kind][0].from_hf(fields)
+        raise ConfigError(f"model_type {short(kind)} is not supported; supported: {', '.join(MODELS)}{_relative(kind)}")
+    return MODELS[kind][0].from_hf(fields, ignore_unknown=ignore_unknown)
+
+
+def _relative(kind: Any) -> str:
+    """Names the supported model_type closest to an unsupported one, if there is one."""
+    found = [name for name, relatives in RELATIVES.items() if kind in relatives.split()]
+    found = found or difflib.get_close_matches(str(kind), MODELS, 1, 0.7)
+    return f". The closest relative is {found[0]}" if found else ""
 
 
 def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:

@@ -14,9 +14,11 @@ from nnxmoe.config.bounds import count
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.model.causal_lm import CausalLM, Runs
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
+from nnxmoe.model.runs import Runs
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, MAXTEXT_DECODER, MAXTEXT_GQA, MAXTEXT_MLP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,23 +75,6 @@ _LLAMA_3_1 = LlamaConfig(
     dtype="bfloat16",
 )
 
-HF_DECODER = {
-    "embed.table": ("model.embed_tokens.weight",),
-    "norm.scale": ("model.norm.weight",),
-    "head.kernel": ("lm_head.weight",),
-    "layer.attention_norm.scale": ("model.layers.{layer}.input_layernorm.weight",),
-}
-HF_GQA = {
-    f"layer.attention.{x}.{ours}": (f"model.layers.{{layer}}.self_attn.{x}_proj.{theirs}",)
-    for x in "qkvo"
-    for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
-}
-HF_MLP = {"layer.mlp_norm.scale": ("model.layers.{layer}.post_attention_layernorm.weight",)} | {
-    f"layer.mlp.{x}.{ours}": (f"model.layers.{{layer}}.mlp.{x}_proj.{theirs}",)
-    for x in ("gate", "up", "down")
-    for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
-}
-
 PRESETS: dict[str, DecoderConfig] = {
     "llama-3.1-8b": _LLAMA_3_1,
     "llama-3.1-70b": dataclasses.replace(
@@ -133,37 +118,6 @@ HUB_IDS = {
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
     "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
     "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
-}
-
-
-# MaxText's Linen names and logical axes; ``{layer}`` is for example layers_3, or layers if stacked on axis 1.
-_SELF = "decoder/{layer}/self_attention/"
-_NORM = ("norm",)
-MAXTEXT_DECODER: dict[str, tuple[str, tuple[str | None, ...]]] = {
-    "embed.table": ("token_embedder/embedding", ("vocab", "embed_vocab")),
-    "norm.scale": ("decoder/decoder_norm/scale", _NORM),
-    "head.kernel": ("decoder/logits_dense/kernel", ("embed_vocab", "vocab")),
-    "layer.attention_norm.scale": ("decoder/{layer}/pre_self_attention_layer_norm/scale", _NORM),
-    "layer.mlp_norm.scale": ("decoder/{layer}/post_self_attention_layer_norm/scale", _NORM),
-    "layer.moe_norm.scale": ("decoder/{layer}/post_self_attention_layer_norm/scale", _NORM),
-}
-MAXTEXT_GQA: dict[str, tuple[str, tuple[str | None, ...]]] = {
-    "layer.attention.q.kernel": (_SELF + "query/kernel", ("embed", "q_heads", "kv")),
-    "layer.attention.q.bias": (_SELF + "query/bias", ("q_heads", "kv")),
-    "layer.attention.k.kernel": (_SELF + "key/kernel", ("embed", "kv_heads", "kv_head_dim")),
-    "layer.attention.k.bias": (_SELF + "key/bias", ("kv_heads", "kv_head_dim")),
-    "layer.attention.v.kernel": (_SELF + "value/kernel", ("embed", "kv_heads", "kv_head_dim")),
-    "layer.attention.v.bias": (_SELF + "value/bias", ("kv_heads", "kv_head_dim")),
-    "layer.attention.o.kernel": (_SELF + "out/kernel", ("heads", "kv", "embed")),
-    "layer.attention.o.bias": (_SELF + "out/bias", ("embed",)),
-}
-MAXTEXT_MLP: dict[str, tuple[str, tuple[str | None, ...]]] = {
-    "layer.mlp.gate.kernel": ("decoder/{layer}/mlp/wi_0/kernel", ("embed", "mlp")),
-    "layer.mlp.gate.bias": ("decoder/{layer}/mlp/wi_0/bias", ("mlp",)),
-    "layer.mlp.up.kernel": ("decoder/{layer}/mlp/wi_1/kernel", ("embed", "mlp")),
-    "layer.mlp.up.bias": ("decoder/{layer}/mlp/wi_1/bias", ("mlp",)),
-    "layer.mlp.down.kernel": ("decoder/{layer}/mlp/wo/kernel", ("mlp", "embed")),
-    "layer.mlp.down.bias": ("decoder/{layer}/mlp/wo/bias", ("embed",)),
 }
 
 

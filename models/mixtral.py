@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError, count
+from nnxmoe.config.bounds import ConfigError, check_at_most, count
 from nnxmoe.config.printable import short
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.model.causal_lm import CausalLM, Runs
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
+from nnxmoe.model.runs import Runs
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models.llama import HF_DECODER, HF_GQA, MAXTEXT_DECODER, MAXTEXT_GQA
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, MAXTEXT_DECODER, MAXTEXT_GQA, maxtext_experts
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SoftmaxTopK
@@ -47,11 +48,7 @@ class MixtralConfig(DecoderConfig):
         noise = 0.0 if self.router_jitter_noise is None else self.router_jitter_noise
         if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < 1:
             raise ConfigError(f"router_jitter_noise must be at least 0 and below 1, got {short(noise)}")
-        if self.num_experts_per_tok > self.num_local_experts:
-            raise ConfigError(
-                f"num_experts_per_tok {self.num_experts_per_tok} is more than "
-                f"num_local_experts {self.num_local_experts}"
-            )
+        check_at_most(self, "num_experts_per_tok", "num_local_experts")
 
     @property
     def window(self) -> int | None:
@@ -110,17 +107,11 @@ HF_TABLE = (
 )
 
 
-_MAXTEXT_MOE = "decoder/{layer}/MoeBlock_0/"
-_EXPERT_IN = ("exp", "embed_moe", "mlp_moe")
 MAXTEXT_TABLE = (
     MAXTEXT_DECODER
     | MAXTEXT_GQA
-    | {
-        "layer.moe.router.kernel": (_MAXTEXT_MOE + "gate/kernel", ("embed", None)),
-        "layer.moe.experts.gate": (_MAXTEXT_MOE + "wi_0", _EXPERT_IN),
-        "layer.moe.experts.up": (_MAXTEXT_MOE + "wi_1", _EXPERT_IN),
-        "layer.moe.experts.down": (_MAXTEXT_MOE + "wo", ("exp", "mlp_moe", "embed_moe")),
-    }
+    | {"layer.moe.router.kernel": ("decoder/{layer}/MoeBlock_0/gate/kernel", ("embed", None))}
+    | maxtext_experts("MoeBlock_0")
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.corpus import families
 from tests.corpus.case import FAMILIES
 from tests.corpus.runner import CASES, judge
 
@@ -20,7 +21,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(name, marks=pytest.mark.slow if j != i % len(names) else [])
 
 
-@pytest.mark.parametrize("name", _cases())
+@pytest.mark.parametrize("name", list(_cases()))
 def test_case_meets_its_verdict(name: str) -> None:
     _, fault = judge(CASES[name])
     assert fault is None, fault
@@ -29,4 +30,5 @@ def test_case_meets_its_verdict(name: str) -> None:
 def test_the_corpus_is_large_and_covers_every_family() -> None:
     malformed = Counter(case.family for case in CASES.values() if case.verdict != "accept")
     assert sum(malformed.values()) >= 150 and all(malformed[family] >= 50 for family in FAMILIES)
+    assert all(malformed[family] >= 6 for family in families.FAMILIES)
     assert all(case.names for case in CASES.values() if case.verdict != "accept")

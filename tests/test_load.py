@@ -8,9 +8,11 @@ import shutil
 import signal
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import nnxmoe
-from nnxmoe.axes import axes_of, partition_spec, sharding_of
+from nnxmoe.axes import abstract_mesh, axes_of, partition_spec, sharding_of
 from nnxmoe.convert.core import fill
 from nnxmoe.convert.core.fill import Filler
 from nnxmoe.convert.core.layout import parameters
@@ -348,12 +350,45 @@ def test_partition_specs_and_invalid_meshes() -> None:
     assert partition_spec(("expert", "embed", "mlp"), (8, 64, 48), mesh) == jax.sharding.PartitionSpec()
     with pytest.raises(ValueError, match="no rule"):
         partition_spec(("nonsense",), (8,), mesh)
+    with pytest.raises(ValueError, match="does not name an axis of the mesh"):
+        partition_spec(("embed",), (8,), mesh, {"embed": ("fsdp", "stage")})
     with pytest.raises(ValueError, match="devices"):
         nnxmoe.make_mesh(data=jax.device_count() + 1)
     with pytest.raises(ValueError, match="one may be -1"):
         nnxmoe.make_mesh(data=-1, fsdp=-1)
     model = nnxmoe.models.Llama(nnxmoe.models.LlamaConfig(num_hidden_layers=1, hidden_size=64), rngs=None)
     assert sharding_of(model.embed.table, mesh).is_fully_replicated
+
+
+def test_rules_of_several_mesh_axes() -> None:
+    """A rule with several axes leaves out those of size 1 and those that shard another dimension, in any order."""
+    rules = {**nnxmoe.RULES, "embed": ("fsdp", "expert"), "mlp": ("tensor",)}
+    mesh, spec = abstract_mesh({"fsdp": 4, "expert": 2, "tensor": 3}), jax.sharding.PartitionSpec
+    assert partition_spec(("embed", "vocab"), (64, 9), mesh, rules) == spec(("fsdp", "expert"), "tensor")
+    assert partition_spec(("expert", "mlp", "embed"), (8, 6, 64), mesh, rules) == spec("expert", "tensor", "fsdp")
+    assert partition_spec(("embed", "expert"), (64, 8), mesh, rules) == spec("fsdp", "expert")
+    assert partition_spec(("embed",), (64,), abstract_mesh({"expert": 2}), rules) == spec("expert")
+    with pytest.raises(ValueError, match=r"'embed' of size 12 does not divide over .*\('fsdp', 'expert'\) of size 8"):
+        partition_spec(("embed",), (12,), mesh, rules)
+    with pytest.raises(ValueError, match="twice"):
+        partition_spec(("embed", "q_rank"), (64, 64), mesh, {**rules, "embed": "fsdp"})
+
+
+@pytest.mark.wrong_types  # no real mesh
+def test_an_axis_of_the_mesh_may_cross_hosts() -> None:
+    """Devices 0 to 3 are of the first host."""
+
+    def laid(**options: Any) -> Any:
+        return np.vectorize(lambda device: device.id)(
+            nnxmoe.make_mesh(fsdp=4, expert=2, devices=eight, **options).devices
+        )
+
+    eight = [types.SimpleNamespace(id=i, platform="cpu") for i in range(8)]
+    with mock.patch("nnxmoe.axes.Mesh", lambda devices, *_, **__: types.SimpleNamespace(devices=devices)):
+        assert laid().squeeze().tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert laid(across="expert").squeeze().tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    with pytest.raises(ValueError, match="across='host' is not a mesh axis"):
+        nnxmoe.make_mesh(across="host")
 
 
 def odd_checkpoint(tmp_path: Path) -> Path:

@@ -43,6 +43,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {"rope_scaling": YARN | {"attention_factor": None, "mscale": 0.5, "mscale_all_dim": 1.0}},
     ),
+    "gpt-oss": ("gpt_oss", {"intermediate_size": 24}),  # square kernels, as the published ones
 }
 
 
@@ -241,6 +242,102 @@ def ignore_router_bias(model: Any, patch: pytest.MonkeyPatch) -> None:
             variable[...] = jnp.zeros_like(variable[...])
 
 
+def scale_sinks(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """As if the sinks were products of queries and keys."""
+    for layer in layers(model):
+        scores = layer.attention.sinks.scores
+        scores[...] = scores[...] * layer.attention.scale
+
+
+def ignore_sinks(model: Any, patch: pytest.MonkeyPatch) -> None:
+    for layer in layers(model):
+        layer.attention.sinks = None
+
+
+def windows_by(change: int) -> Plant:
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        for layer in layers(model):
+            layer.attention.window = None if layer.attention.window is None else layer.attention.window + change
+
+    return plant
+
+
+def window_in_the_other_layers(model: Any, patch: pytest.MonkeyPatch) -> None:
+    first, second = (layer.attention for layer in layers(model))
+    first.window, second.window = second.window, first.window
+
+
+def transpose_square_kernels(model: Any, patch: pytest.MonkeyPatch) -> None:
+    for moe in moes(model):
+        moe.experts.down[...] = jnp.swapaxes(moe.experts.down[...], -1, -2)
+
+
+def gate_and_up_in_halves(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """As if the first half of the outputs were the gate, and not every second."""
+    for moe in moes(model):
+        both = jnp.stack([moe.experts.gate[...], moe.experts.up[...]], axis=2)
+        both = both.reshape(both.shape[0], -1, both.shape[3])
+        moe.experts.gate[...], moe.experts.up[...] = jnp.split(both, 2, axis=1)
+
+
+def activate_with(**changes: Any) -> Plant:
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        for moe in moes(model):
+            moe.experts.activation = dataclasses.replace(moe.experts.activation, **changes)
+
+    return plant
+
+
+def activate_by(change: Callable[[Any, Any, Any], Any]) -> Plant:
+    """Plant of another activation, made from the right one, gate and up."""
+
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        for moe in moes(model):
+            right = moe.experts.activation
+            moe.experts.activation = lambda gate, up, right=right: change(right, gate, up)
+
+    return plant
+
+
+def _up_without_one(right: Any, gate: Any, up: Any) -> Any:
+    return right(gate, up) - right(gate, jnp.zeros_like(up))
+
+
+def _gate_clamped_below(right: Any, gate: Any, up: Any) -> Any:
+    return right(jnp.maximum(gate, -right.limit), up)
+
+
+def drop_expert_bias(name: str) -> Plant:
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        for moe in moes(model):
+            bias = getattr(moe.experts.biases, name)
+            bias[...] = jnp.zeros_like(bias[...])
+
+    return plant
+
+
+def logit_bias_after_the_softmax(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """The bias decides which experts are chosen, and their weights are those of logits without it."""
+    for moe in moes(model):
+        values = moe.router.logit_bias.values[...]
+
+        def select(logits: Any, bias: Any, right: Any = moe.router.select, values: Any = values) -> Routing:
+            routing = right(logits, bias)
+            plain = jnp.take_along_axis(logits - values, routing.experts, axis=-1)
+            return dataclasses.replace(routing, weights=jax.nn.softmax(plain, axis=-1))
+
+        moe.router.select = select
+
+
+def ignore_logit_bias(model: Any, patch: pytest.MonkeyPatch) -> None:
+    for moe in moes(model):
+        moe.router.logit_bias = None
+
+
+def truncate_yarn(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.rope = dataclasses.replace(model.rope, truncate=True)
+
+
 MISTAKES: list[tuple[str, Plant]] = [
     ("llama_basic", swap_gate_and_up),
     ("mixtral_basic", swap_gate_and_up),
@@ -288,6 +385,23 @@ MISTAKES: list[tuple[str, Plant]] = [
     ("mixtral_basic", reroute(_raw_weights)),
     ("mixtral_basic", reroute(_other_order)),
     ("deepseek_basic", ignore_router_bias),
+    ("gpt-oss", scale_sinks),
+    ("gpt-oss", ignore_sinks),
+    ("gpt-oss", windows_by(1)),
+    ("gpt-oss", windows_by(-1)),
+    ("gpt-oss", window_in_the_other_layers),
+    ("gpt-oss", swap_gate_and_up),
+    ("gpt-oss", gate_and_up_in_halves),
+    ("gpt-oss", transpose_square_kernels),
+    ("gpt-oss", activate_with(limit=1e6)),
+    ("gpt-oss", activate_with(alpha=1.0)),
+    ("gpt-oss", activate_by(_up_without_one)),
+    ("gpt-oss", activate_by(_gate_clamped_below)),
+    *(("gpt-oss", drop_expert_bias(name)) for name in ("gate", "up", "down")),
+    ("gpt-oss", ignore_logit_bias),
+    ("gpt-oss", logit_bias_after_the_softmax),
+    ("gpt-oss", truncate_yarn),
+    ("gpt-oss", ignore_attention_factor),
 ]
 
 

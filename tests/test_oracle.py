@@ -33,7 +33,7 @@ CLOSE = 1e-4  # experts with scores this close may swap due to rounding
 MARGIN = 1e-3  # tokens with logits this close may swap due to rounding
 NEW_TOKENS = 6
 DATA = Path(__file__).parent / "data" / "hf"
-FAMILIES = ("llama", "mistral", "mixtral", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "mixtral", "deepseek_v3", "gpt_oss")
 PER_FAMILY = 18
 
 
@@ -73,6 +73,7 @@ STRATEGIES: dict[str, Callable[[], nnxmoe.Strategy | None]] = {
     "masked": lambda: nnxmoe.Strategy(matmul=nnxmoe.Masked()),
     "capacity": lambda: nnxmoe.Strategy(dispatch=nnxmoe.Capacity(12.0)),  # room for all
     "fused": lambda: nnxmoe.Strategy(attend=nnxmoe.Fused()),
+    "streaming": lambda: nnxmoe.Strategy(attend=nnxmoe.Streaming(8, 8)),
     "scan.dense.absorbed": lambda: nnxmoe.Strategy(
         dispatch=nnxmoe.Dense(), latent=nnxmoe.Absorbed(), stacking=nnxmoe.Scanned()
     ),
@@ -146,10 +147,16 @@ def grouped_query_fields(decks: Decks, family: str) -> tuple[str, dict[str, Any]
     else:
         fields["sliding_window"] = decks.deal("window", None, 1, 2, 3, 5, 8, 13, 64, 4096)
         name += f"-w{fields['sliding_window']}"
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         experts, chosen = decks.deal("experts", (2, 1), (3, 2), (4, 4), (5, 3), (8, 1), (8, 2), (8, 8), (6, 5), (2, 2))
         fields |= {"num_local_experts": experts, "num_experts_per_tok": chosen}
         name += f"-e{experts}x{chosen}"
+    if family == "gpt_oss":
+        window, bias = fields["sliding_window"] or 4, decks.deal("bias", True, True, False)
+        limit, alpha = decks.deal("limit", 0.5, 1.0, 2.5, 7.0), decks.deal("alpha", 1.702, 1.0, 0.3)
+        fields |= {"sliding_window": window, "attention_bias": bias, "swiglu_limit": limit, "swiglu_alpha": alpha}
+        fields["head_dim"] = head_dim or hidden // heads
+        name += "-bias" * bias
     return name, fields
 
 
@@ -202,9 +209,9 @@ def make_case(decks: Decks, family: str, number: int) -> Case:
         "bos_token_id": 1,
         "eos_token_id": decks.deal("eos", 2, [2, 5], None),
     }
-    plain = ("auto", "scan", "auto", "fused")
+    plain = ("auto", "scan", "auto", "streaming" if family == "gpt_oss" else "fused")
     latent = ("auto", "scan", "dense", "naive", "absorbed", "ragged", "masked", "capacity", "scan.dense.absorbed")
-    if family in ("mixtral", "deepseek_v3"):
+    if family in ("mixtral", "deepseek_v3", "gpt_oss"):
         strategy = decks.deal(
             "strategy", *(latent if family == "deepseek_v3" else (*plain, "dense", "masked", "capacity"))
         )
@@ -312,6 +319,8 @@ def randomise(model: Any, case: Case) -> None:
                 value.copy_((0.4 + 1.2 * torch.rand(value.shape, generator=generator)) * normal(value, 1).sign())
             elif name.endswith("bias"):
                 value.copy_(normal(value, 0.6))
+            elif name.endswith("sinks"):
+                value.copy_(normal(value, 2.0))
             else:
                 value.copy_(normal(value, 1.0 if "embed" in name else 1.3 * max(1, value.shape[-1]) ** -0.5))
         for name, value in model.named_buffers():
@@ -334,9 +343,9 @@ def rewrite_as_v4(config: dict[str, Any], defaults: dict[str, Any], drop_head_di
             if config.get(name) is not False:
                 config.pop(name, None)
         config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "ep_size": 1, "moe_layer_freq": 1}
-    elif config["model_type"] != "mixtral" and config["head_dim"] == config["hidden_size"] / config.get(
-        "num_attention_heads", 32
-    ):
+    elif config["model_type"] not in ("mixtral", "gpt_oss") and config["head_dim"] == config[
+        "hidden_size"
+    ] / config.get("num_attention_heads", 32):
         config["head_dim"] = None
         if drop_head_dim:
             del config["head_dim"]
@@ -422,7 +431,7 @@ def reset_rope(model: Any) -> None:
 
 def routing_gaps(gate: Any, logits: Any, config: Any) -> np.ndarray:
     """Score margin by which each token's choice of experts was made."""
-    if config.model_type == "mixtral":
+    if config.model_type in ("mixtral", "gpt_oss"):
         return gap_after(logits, gate.top_k)
     choice = logits.sigmoid() + gate.e_score_correction_bias
     groups = choice.view(len(choice), gate.num_group, -1)
@@ -448,11 +457,8 @@ def run_reference(model: Any, batch: Batch) -> Seen:
     def listen(layer: int) -> Any:
         return lambda gate, inputs, output: routed.__setitem__(layer, (gate, *output))
 
-    hooks = [
-        layer.mlp.gate.register_forward_hook(listen(i))
-        for i, layer in enumerate(model.model.layers)
-        if hasattr(layer.mlp, "gate")
-    ]
+    routers = [getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers]
+    hooks = [router.register_forward_hook(listen(i)) for i, router in enumerate(routers) if router is not None]
     positions = None if batch.positions is None else torch.tensor(batch.positions)
     with torch.no_grad():
         out = model(
@@ -824,17 +830,19 @@ def their_logits(knobs: nnxmoe.Sampling, logits: np.ndarray, prompt: np.ndarray)
     return processors(torch.tensor(prompt), torch.tensor(logits)).numpy()
 
 
-def our_logits(
-    knobs: nnxmoe.Sampling, logits: np.ndarray, prompt: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> np.ndarray:
-    """Logits that ``pick`` passes to ``jax.random.categorical``."""
-    steps, values = sampling.prepare(knobs, logits.shape[-1])
+def our_logits(knobs: nnxmoe.Sampling, logits: np.ndarray, prompt: np.ndarray) -> np.ndarray:
+    """Logits that ``pick`` draws from."""
+    steps, values, _ = of_rows(*sampling.prepare(knobs, logits.shape[-1]), len(logits))
     seen = np.zeros(logits.shape, bool)
     np.put_along_axis(seen, prompt, True, axis=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(jax.random, "categorical", lambda key, x: jax.lax.bitcast_convert_type(x, jnp.int32))
-        bits = sampling.pick(jnp.asarray(logits), jnp.asarray(seen), steps, values, jax.random.key(0))
-    return np.asarray(bits).view(np.float32)
+    punished = sampling._penalised(jnp.asarray(logits), jnp.asarray(seen), steps, values)
+    return np.asarray(sampling._scaled_and_cut(punished, steps, values))
+
+
+def of_rows(steps: Any, knobs: Any, rows: int, seed: int = 0) -> tuple[Any, Any, Any]:
+    """The same options for every row, and a key for each."""
+    each = jax.tree.map(lambda knob: jnp.full(rows, knob), knobs)
+    return steps, each, jax.random.split(jax.random.key(seed), rows)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -842,22 +850,22 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def test_sampling_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_distribution() -> None:
     """Allowed tokens and their probabilities are equal for random sampling arguments."""
     for seed in range(300):
         knobs, (logits, prompt) = random_knobs(seed), random_logits(seed, ties=False)
         theirs = their_logits(knobs, logits, prompt)
-        ours = our_logits(knobs, logits, prompt, monkeypatch)
+        ours = our_logits(knobs, logits, prompt)
         np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs), err_msg=f"{knobs}, seed {seed}")
         np.testing.assert_allclose(softmax(ours), softmax(theirs), rtol=1e-4, err_msg=f"{knobs}, seed {seed}")
 
 
-def test_sampling_with_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_with_ties() -> None:
     """Tied tokens are kept or removed together, except that transformers' top-p may cut among ties by sort order."""
     for seed in range(150):
         knobs, (logits, prompt) = random_knobs(seed), random_logits(seed, ties=True)
         theirs = their_logits(knobs, logits, prompt)
-        ours = our_logits(knobs, logits, prompt, monkeypatch)
+        ours = our_logits(knobs, logits, prompt)
         for row in range(len(logits)):
             allowed = [np.unique(np.round(x[row][np.isfinite(x[row])], 3)) for x in (ours, theirs)]
             np.testing.assert_array_equal(*allowed, err_msg=f"{knobs}, seed {seed}, row {row}")
@@ -876,7 +884,7 @@ def test_sampling_frequencies() -> None:
         seen = np.zeros(logits.shape, bool)
         np.put_along_axis(seen, prompt, True, axis=1)
         many = [jnp.broadcast_to(jnp.asarray(a[1]), (rows, logits.shape[1])) for a in (logits, seen)]
-        often = np.bincount(np.asarray(draw(*many, steps, values, jax.random.key(seed))), minlength=60) / rows
+        often = np.bincount(np.asarray(draw(*many, *of_rows(steps, values, rows, seed))), minlength=60) / rows
         assert (np.abs(often - expected) <= 6 * np.sqrt(expected / rows)).all(), f"{knobs}, seed {seed}"
 
 

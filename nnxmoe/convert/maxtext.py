@@ -1,6 +1,7 @@
 """Conversion from and to MaxText's Linen layout: nested dicts with MaxText's names and shapes.
 
-Differences to our own layout: scanned layers, vectors included, are stacked on axis 1; grouped-query attention has its
+Differences to our own layout: scanned layers, vectors included, are stacked on axis 1, one array per kind if kinds
+alternate (layer 5 of gpt-oss is number 2 of ``layers/layers_1``); grouped-query attention of most families has its
 queries divided by sqrt(head width); with Llama 3.1's rope the two halves of a head's features are interleaved.
 """
 
@@ -9,7 +10,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -57,10 +58,18 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change
     """MaxText's name -> `Leaf` for every parameter of a model. ``query``, ``key``: changes to those projections. Raises
     TableError for a parameter that has no MaxText name."""
     if not model.maxtext_table:
-        raise CheckpointError(f"MaxText has no model of the type {model.config.model_type!r}: choose another format")
-    every, found = parameters(model), dict[str, Leaf]()
-    first = {p.stack: p.layer for p in reversed(every)}  # first layer of each stack; parameters are in layer order
+        kind = model.config.model_type
+        raise CheckpointError(f"there is no table of MaxText's names for {kind!r} models: choose another format")
+    if model.mtp:
+        raise CheckpointError(
+            "MaxText has no place for the own norm (shared_head.norm) of multi-token prediction layers, and gives them "
+            "states before the final norm: load the model without mtp=True, or choose another format"
+        )
+    every, found, block = parameters(model), dict[str, Leaf](), len(model.maxtext_block)
     sparse = {parameter.stack for parameter in every if parameter.experts}
+    groups: dict[int | None, str] = {p.stack: model.maxtext_layers[p.stack in sparse] for p in every}
+    first = {groups[p.stack]: p.layer for p in reversed(every) if p.stack is not None}  # parameters are in layer order
+    _check_layers(model, [group for stack, group in groups.items() if stack is not None], scan_layers)
     changes = {QUERY: query, _KEY: key}
     for parameter in every:
         if parameter.key not in model.maxtext_table:
@@ -68,24 +77,46 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change
         name, axes = model.maxtext_table[parameter.key]
         change = next((changes[start] for start in changes if parameter.key.startswith(start)), SAME)
         leaf = Leaf(parameter.key, parameter.of_layer, (), parameter.of_layer, False, change, axes)
-        group = model.maxtext_layers[parameter.stack in sparse]
+        group = groups[parameter.stack]
+        labelled = dataclasses.replace(leaf, axes=(*axes[:1], group, *axes[1:]))
         for layer, at in parameter.layers():
             part = Part(parameter, at)
-            if layer is not None and scan_layers:
-                labelled = dataclasses.replace(leaf, axes=(*axes[:1], group, *axes[1:]))
-                add_layer(found, name.format(layer=group), labelled, part, axis=1)
+            if layer is None:
+                add_part(found, name, leaf, part)
+            elif scan_layers:
+                where = f"{group}/layers_{layer % block}" if block else group
+                add_layer(found, name.format(layer=where), labelled, part, axis=1)
             else:
-                index = layer - (first[parameter.stack] or 0) if layer is not None else None
-                add_part(found, name.format(layer=f"{group}_{index}"), leaf, part)
+                add_part(found, name.format(layer=f"{group}_{layer - (first[group] or 0)}"), leaf, part)
     return found
+
+
+def _check_layers(model: CausalLM, groups: Collection[str], scan_layers: bool) -> None:
+    """Raises CheckpointError for a model whose layers are not those of MaxText's model."""
+    kind, block, windows = model.config.model_type, model.maxtext_block, model.config.windows
+    if not block and len(set(groups)) < len(groups):
+        raise CheckpointError(
+            f"MaxText's {kind} has equal layers only, and this model has {len(groups)} runs of layers that differ: "
+            "choose another format"
+        )
+    if block and any((window is not None) != block[i % len(block)] for i, window in enumerate(windows)):
+        raise CheckpointError(
+            f"the windows of MaxText's {kind} alternate, the first layer with one, and this model's windows are "
+            f"{some(list(map(str, windows)))}: choose another format"
+        )
+    if block and scan_layers and len(windows) % len(block):
+        raise CheckpointError(
+            f"MaxText scans {kind} in blocks of {len(block)} layers, and this model has {len(windows)} layers: leave "
+            "them unscanned (scan_layers=False)"
+        )
 
 
 def changes(model: CausalLM) -> tuple[Change, Change]:
     """The changes from a model's query and key projections to MaxText's layout."""
     config = model.config
-    features = "pairs" if config.grouped and isinstance(config.rope, Llama3Rope) else "as they are"
+    features = "pairs" if config.scale_in_queries and isinstance(config.rope, Llama3Rope) else "as they are"
     key = Change(features=features)
-    return dataclasses.replace(key, over=config.query_scalar**0.5 if config.grouped else 1.0), key
+    return dataclasses.replace(key, over=config.query_scalar**0.5 if config.scale_in_queries else 1.0), key
 
 
 def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, LazyArray]:
@@ -149,7 +180,7 @@ def _model(
 ) -> CausalLM:
     check_config(config)
     names, kind = _names(found), float_dtype(dtype)
-    carried = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.grouped else config
+    carried = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.scale_in_queries else config
     config, times = unless_cast(carried, [array for array, _ in names.values()], kind)
     model = abstract(config, strategy, mesh)
     scanned = any(name.startswith(f"decoder/{group}/") for name in names for group in model.maxtext_layers)

@@ -17,13 +17,12 @@ from jax.sharding import Mesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short
 from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.convert.core.layout import QUERY, SAME, Change, Leaf, Part, add_layer, add_part, arrays_of, parameters
+from nnxmoe.convert.core.layout import SAME, Change, Leaf, Part, add_layer, add_part, arrays_of, parameters
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, restore, unless_cast
 from nnxmoe.convert.hf.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.layers.kernel import flax_order
-from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
@@ -45,8 +44,7 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME) -> dict[str
     found: dict[str, Leaf] = {}
     for parameter in parameters(model, codes=True):
         name = parameter.key.replace(".", "/")
-        of_codes = isinstance(parameter.variable, QuantizedArray) and not parameter.key.endswith(".scale")
-        change = query if parameter.key.startswith(QUERY) and not of_codes else SAME
+        change = query if parameter.takes_query_scalar else SAME
         for layer, at in parameter.layers():
             inner, part = flax_order(parameter.variable, parameter.shape[len(at) :]), Part(parameter, at)
             leaf = Leaf(parameter.key, inner, (), inner, False, change)
@@ -91,7 +89,7 @@ def load(
     where, kind = absolute(folder), float_dtype(dtype)
     (stored, quantized), found = _config(where), read(where)
     config, times = unless_cast(stored, found.values(), kind)
-    model = abstract(config, strategy, mesh)
+    model = abstract(config, strategy, mesh, mtp=any("/mtp/" in name for name in found))
     try:
         exchange_described(model, quantized)
     except ValueError as error:

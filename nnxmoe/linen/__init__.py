@@ -141,9 +141,11 @@ def _draw(module: nn.Module, plan: Plan) -> None:
     """Store initial values in the scope, drawn with Linen's keys."""
     with nnx.use_eager_sharding(False):  # the boxes carry the logical axes; the user applies the sharding
         state = nnx.state(plan.make(Streams(module.make_rng)))
-    for value, leaf in zip(jax.tree.leaves(state), plan.leaves, strict=True):
-        if isinstance(leaf, Slot):
-            _put(module, leaf.collection, leaf.names, leaf.write(value))
+    values = jax.tree.leaves(state)
+    for (collection, names), leaves in plan.places.items():
+        slots = [slot for i in leaves if isinstance(slot := plan.leaves[i], Slot)]
+        parts = [slot.write(values[i]) for slot, i in zip(slots, leaves, strict=True)]
+        _put(module, collection, names, slots[0].boxed(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)))
 
 
 def _put(module: nn.Module, collection: str, names: Names, value: Any) -> None:
@@ -158,13 +160,14 @@ def _stored(module: nn.Module, plan: Plan) -> list[Any]:
     for collection in sorted({collection for collection, _ in plan.places} & collections.keys()):
         for names, value in flatten_dict(collections[collection]).items():
             if (collection, names) in plan.places:
-                stored[plan.places[collection, names]] = value
+                for i in plan.places[collection, names]:
+                    stored[i] = value
             else:
                 odd.append(f"{'/'.join((collection, *names))} is not a variable of the module")
     pairs = zip(plan.leaves, stored, strict=True)
     faults = [fault for leaf, value in pairs if isinstance(leaf, Slot) and (fault := leaf.fault(value))]
     if faults or odd:
-        lines = "\n  ".join(faults + odd)
+        lines = "\n  ".join(dict.fromkeys(faults + odd))
         raise ValueError(f"the variables do not fit {module.name or type(module).__name__}:\n  {lines}")
     return stored
 

@@ -18,10 +18,9 @@ from flax import nnx
 from flax.core import meta
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.convert.core.dtypes import is_matrix
-from nnxmoe.convert.core.layout import Path
-from nnxmoe.convert.maxtext import layout
+from nnxmoe.convert.core.layout import Leaf, Parameter, Path
+from nnxmoe.convert.maxtext import changes, layout
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.kernel import KernelParam
@@ -58,7 +57,8 @@ _PARTS: dict[type[nnx.Module], str] = {
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """A variable in NNX and in Linen. ``path``, ``own``: path and shape in NNX. ``collection``, ``names``, ``shape``,
-    ``axes`` (None: unboxed): in Linen. ``stacked``: layers on axis 1 in Linen, 0 here. ``matrix``: see `is_matrix`."""
+    ``axes`` (None: unboxed): in Linen. ``rows``: of axis 1 in Linen, on which layers are stacked; here they are on axis
+    0. None: not stacked. ``matrix``: see `is_matrix`."""
 
     path: Path
     collection: str
@@ -67,21 +67,24 @@ class Slot:
     own: tuple[int, ...]
     dtype: Any
     axes: tuple[Any, ...] | None
-    stacked: bool = False
+    rows: slice | None = None
     matrix: bool = False
 
     def write(self, value: Any) -> Any:
-        """The NNX value in Linen's form, boxed if it has axes."""
-        if self.stacked:
-            value = jnp.moveaxis(value.reshape(self.shape[1], self.shape[0], *self.shape[2:]), 0, 1)
-        value = value.reshape(self.shape)
+        """The NNX value in Linen's form, unboxed; of a stack, its rows."""
+        if self.rows is None:
+            return value.reshape(self.shape)
+        return jnp.moveaxis(value.reshape(-1, self.shape[0], *self.shape[2:]), 0, 1)
+
+    def boxed(self, value: Any) -> Any:
+        """Linen's value, boxed if it has axes."""
         return value if self.axes is None else nn.LogicallyPartitioned(value, self.axes)
 
     def read(self, value: Any) -> Any:
         """Linen's value, boxed or not, in NNX's form."""
         value = value.unbox() if isinstance(value, meta.AxisMetadata) else value
         value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
-        value = jnp.moveaxis(value, 1, 0) if self.stacked else value
+        value = value if self.rows is None else jnp.moveaxis(value[:, self.rows], 1, 0)
         return value if value.shape == self.own else value.reshape(self.own)
 
     def fault(self, boxed: Any) -> str | None:
@@ -116,7 +119,7 @@ class Plan:
     graph: Any
     tree: Any
     leaves: tuple[Slot | Random, ...]
-    places: Mapping[tuple[str, Names], int]
+    places: Mapping[tuple[str, Names], tuple[int, ...]]  # indices of leaves, several for the rows of a stack
 
     def merge(self, values: list[Any]) -> Any:
         """The module with these leaf values."""
@@ -165,11 +168,11 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
         raise ValueError(f"LinenCausalLM({config!r}, scan_layers={scan_layers!r}): give a model's config, and a bool")
     strategy = dataclasses.replace(strategy or Strategy.auto(), stacking=Scanned() if scan_layers else Unrolled())
 
-    config = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.grouped else config
+    config = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.scale_in_queries else config
 
     def make(rngs: nnx.Rngs | None) -> CausalLM:
         model = _turned(model_class(config)(config, strategy, rngs=rngs))
-        for _, module in nnx.iter_graph(model) if isinstance(config.rope, Llama3Rope) else ():
+        for _, module in nnx.iter_graph(model) if changes(model)[1].features == "pairs" else ():
             if isinstance(module, GQA):
                 module.rotate = rotate_pairs
         return model
@@ -178,20 +181,21 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
     graph, state = nnx.split(model)
     slots = dict[Path, Slot]()
     for name, leaf in layout(model, scan_layers).items():
-        parameter, names = leaf.parts[0].parameter, tuple(name.split("/"))  # same stacking: one parameter per leaf
-        variable, own = parameter.variable, parameter.shape
-        slots[parameter.path] = Slot(
-            parameter.path,
-            "params",
-            names,
-            leaf.shape,
-            own,
-            variable.dtype,
-            leaf.axes,
-            leaf.axis is not None,
-            is_matrix(variable),
-        )
+        names = tuple(name.split("/"))
+        for parameter, rows in _rows(leaf):
+            own, variable = parameter.shape, parameter.variable
+            kind = variable.dtype, leaf.axes, rows, is_matrix(variable)
+            slots[parameter.path] = Slot(parameter.path, "params", names, leaf.shape, own, *kind)
     return _plan(make, graph, state, slots)
+
+
+def _rows(leaf: Leaf) -> list[tuple[Parameter, slice | None]]:
+    """The parameters of a leaf, each with its rows of axis 1, or with None if there is one that is not stacked."""
+    if leaf.axis is None:
+        return [(leaf.parts[0].parameter, None)]
+    same = itertools.groupby(enumerate(leaf.parts), lambda pair: pair[1].parameter.path)
+    runs = [list(run) for _, run in same]
+    return [(run[0][1].parameter, slice(run[0][0], run[-1][0] + 1)) for run in runs]
 
 
 @functools.lru_cache(maxsize=256)
@@ -240,11 +244,14 @@ def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, Slot]) -> Pla
             leaves.append(Random(path, tag, tuple(variable.shape), count))
         else:
             leaves.append(slots[path])
-    places = {(leaf.collection, leaf.names): i for i, leaf in enumerate(leaves) if isinstance(leaf, Slot)}
-    if len(places) < len(slots):
-        names = sorted("/".join((slot.collection, *slot.names)) for slot in slots.values())
-        twice = next(name for name, following in itertools.pairwise(names) if name == following)
-        raise ValueError(f"wrap: two variables would be called {twice}: rename an attribute")
+    places: dict[tuple[str, Names], tuple[int, ...]] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Slot):
+            before = places.get(where := (leaf.collection, leaf.names), ())
+            if before and leaf.rows is None:
+                twice = "/".join((leaf.collection, *leaf.names))
+                raise ValueError(f"wrap: two variables would be called {twice}: rename an attribute")
+            places[where] = (*before, i)
     return Plan(make, graph, jax.tree.structure(state), tuple(leaves), places)
 
 

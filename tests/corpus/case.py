@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from nnxmoe.storage.safetensors import dtype_code
+from tests.support.families import load
 from tests.support.tiny import TINY, Fields, Weights, tiny_weights
 
 FAMILIES = ("llama", "mixtral", "deepseek_v3")
@@ -18,14 +19,21 @@ ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors
 Verdict = Literal["refuse", "report", "accept"]
 
 
+def sound(family: str) -> tuple[Fields, Weights]:
+    """The config and the tensors of a family's tiny checkpoint."""
+    if family in TINY:
+        return dict(TINY[family]), tiny_weights(TINY[family])
+    frozen = load(family)
+    return dict(frozen.fields), dict(frozen.weights)
+
+
 class Draft:
     """A sound tiny checkpoint, not yet written. ``fields`` and ``weights`` are to be spoiled; the logits of what is
     accepted or reported must be those of ``expected``."""
 
     def __init__(self, folder: Path, family: str):
         self.folder = folder
-        self.fields: Fields = dict(TINY[family])
-        self.weights: Weights = tiny_weights(self.fields)
+        self.fields, self.weights = sound(family)
         self.expected: tuple[Fields, Weights] = (dict(self.fields), dict(self.weights))
 
     def expect(self) -> None:

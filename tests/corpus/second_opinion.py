@@ -76,14 +76,15 @@ def sound_config(fields: dict[str, Any]) -> bool:
         "vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**24, "num_hidden_layers": 1024,
         "num_attention_heads": 2**14, "max_position_embeddings": 2**31 - 1,
     }  # fmt: skip
-    if kind not in ("llama", "mistral", "mixtral", "deepseek_v3") or not all(whole(k, v) for k, v in limits.items()):
+    kinds = ("llama", "mistral", "mixtral", "deepseek_v3", "gpt_oss")
+    if kind not in kinds or not all(whole(k, v) for k, v in limits.items()):
         return False
     if c["num_key_value_heads"] is not None and (
         not whole("num_key_value_heads", heads) or heads % c["num_key_value_heads"]
     ):
         return False
     if c["head_dim"] is None:
-        even = c["hidden_size"] % heads == 0 and c["hidden_size"] // heads % 2 == 0
+        even = kind != "gpt_oss" and c["hidden_size"] % heads == 0 and c["hidden_size"] // heads % 2 == 0
     else:
         even = whole("head_dim", 2**16) and c["head_dim"] % 2 == 0
     if kind != "deepseek_v3" and not even:
@@ -108,9 +109,22 @@ def sound_config(fields: dict[str, Any]) -> bool:
         return False
     if kind in ("mistral", "mixtral") and c["sliding_window"] is not None and not whole("sliding_window", 2**31 - 1):
         return False
-    if kind == "mixtral":
+    if kind == "gpt_oss" and not (real(c["swiglu_alpha"], 1e6) and real(c["swiglu_limit"], 1e6) and _sound_layers(c)):
+        return False
+    if kind in ("mixtral", "gpt_oss"):
         return whole("num_local_experts", 4096) and whole("num_experts_per_tok", c["num_local_experts"])
     return kind != "deepseek_v3" or _sound_deepseek(c, whole, real)
+
+
+def _sound_layers(c: dict[str, Any]) -> bool:
+    kinds = ["sliding_attention"] if c["layer_types"] is None else c["layer_types"]
+    if type(kinds) is not list or (c["layer_types"] is not None and len(kinds) != c["num_hidden_layers"]):
+        return False
+    if any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
+        return False
+    if c["sliding_window"] is None:
+        return "sliding_attention" not in kinds
+    return type(c["sliding_window"]) is int and 1 <= c["sliding_window"] < 2**31
 
 
 IGNORED = {(flag, kind) for flag in ("attention_bias", "mlp_bias") for kind in ("mistral", "mixtral")}

@@ -19,17 +19,48 @@ def reference_logits(
 ) -> np.ndarray:
     """Logits ``[B, T, V]``, one head and one expert at a time."""
     w = {name: value.astype(np.float64) for name, value in weights.items()}
+    return _head(fields, w, _states(fields, w, tokens, mask))
+
+
+def reference_ahead(fields: Fields, weights: Weights, tokens: np.ndarray) -> list[np.ndarray]:
+    """Logits ``[B, T - k, V]`` of depth k = 0, 1, … of multi-token prediction; depth 0 is the model itself."""
+    w = {name: value.astype(np.float64) for name, value in weights.items()}
+    eps, x = fields["rms_norm_eps"], _states(fields, w, tokens, None)
+    found = [_head(fields, w, x)]
+    for k in range(1, fields["num_nextn_predict_layers"] + 1):
+        number = fields["num_hidden_layers"] + k - 1
+        layer = f"model.layers.{number}."
+        embedded = w["model.embed_tokens.weight"][tokens[:, k:]]
+        pair = _norm(embedded, w[layer + "enorm.weight"], eps), _norm(x[:, :-1], w[layer + "hnorm.weight"], eps)
+        x = np.concatenate(pair, axis=-1) @ w[layer + "eh_proj.weight"].T
+        x = _layer(fields, w, number, x, np.ones(x.shape[:2], bool))
+        x = _norm(x, w[layer + "shared_head.norm.weight"], eps)
+        found.append(_head(fields, w, x))
+    return found
+
+
+def _states(fields: Fields, w: Weights, tokens: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """The states ``[B, T, D]`` after the final norm."""
     mask = np.ones(tokens.shape, bool) if mask is None else mask.astype(bool)
     x = w["model.embed_tokens.weight"][tokens]
     for i in range(fields["num_hidden_layers"]):
-        layer = f"model.layers.{i}."
-        normed = _norm(x, w[layer + "input_layernorm.weight"], fields["rms_norm_eps"])
-        attention = _latent_attention if fields["model_type"] == "deepseek_v3" else _grouped_attention
-        x = x + attention(fields, w, layer + "self_attn.", normed, mask)
-        normed = _norm(x, w[layer + "post_attention_layernorm.weight"], fields["rms_norm_eps"])
-        x = x + _feed_forward(fields, w, layer, i, normed)
-    x = _norm(x, w["model.norm.weight"], fields["rms_norm_eps"])
+        kinds = fields.get("layer_types")
+        of_layer = fields | {"sliding_window": None} if kinds and kinds[i] == "full_attention" else fields
+        x = _layer(of_layer, w, i, x, mask)
+    return _norm(x, w["model.norm.weight"], fields["rms_norm_eps"])
+
+
+def _head(fields: Fields, w: Weights, x: np.ndarray) -> np.ndarray:
     return x @ w["model.embed_tokens.weight" if fields.get("tie_word_embeddings") else "lm_head.weight"].T
+
+
+def _layer(fields: Fields, w: Weights, i: int, x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    layer = f"model.layers.{i}."
+    normed = _norm(x, w[layer + "input_layernorm.weight"], fields["rms_norm_eps"])
+    attention = _latent_attention if fields["model_type"] == "deepseek_v3" else _grouped_attention
+    x = x + attention(fields, w, layer + "self_attn.", normed, mask)
+    normed = _norm(x, w[layer + "post_attention_layernorm.weight"], fields["rms_norm_eps"])
+    return x + _feed_forward(fields, w, layer, i, normed)
 
 
 def _norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
@@ -50,9 +81,14 @@ def _swiglu(w: Weights, name: str, x: np.ndarray, names: tuple[str, str, str]) -
     return _linear(w, name + names[2], gate / (1 + np.exp(-gate)) * _linear(w, name + names[1], x))
 
 
-def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, allowed: np.ndarray, scale: float) -> np.ndarray:
-    """One head: ``q [T H], k [S H], v [S Hv], allowed [T S]``."""
-    return _softmax(np.where(allowed, q @ k.T * scale, -1e30)) @ v
+def _attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, allowed: np.ndarray, scale: float, sink: float | None = None
+) -> np.ndarray:
+    """One head: ``q [T H], k [S H], v [S Hv], allowed [T S]``; ``sink``: score of one more key, whose value is 0."""
+    scores = np.where(allowed, q @ k.T * scale, -1e30)
+    if sink is None:
+        return _softmax(scores) @ v
+    return _softmax(np.concatenate([scores, np.full((len(q), 1), sink)], axis=1))[:, :-1] @ v
 
 
 def _allowed(fields: Fields, mask: np.ndarray) -> np.ndarray:
@@ -137,7 +173,8 @@ def _grouped_attention(c: Fields, w: Weights, name: str, x: np.ndarray, mask: np
         for n in range(heads):
             m = n // (heads // kv_heads)
             turned = [_rotate(one, cos, sin, pairs=False) for one in (q[b, :, n], k[b, :, m])]
-            out[b, :, n] = _attend(*turned, v[b, :, m], allowed[b], width**-0.5)
+            sink = w[name + "sinks"][n] if name + "sinks" in w else None
+            out[b, :, n] = _attend(*turned, v[b, :, m], allowed[b], width**-0.5, sink)
     return _linear(w, name + "o_proj", out.reshape(batch, length, -1))
 
 
@@ -176,6 +213,10 @@ def _feed_forward(c: Fields, w: Weights, layer: str, index: int, x: np.ndarray) 
         weights = softmax_weights(_linear(w, name + "gate", x), c["num_experts_per_tok"])
         return _mixture(w, name, x, weights, ("w1", "w3", "w2"))
     name = layer + "mlp."
+    if c["model_type"] == "gpt_oss":
+        weights = softmax_weights(_linear(w, name + "router", x), c["num_experts_per_tok"])
+        outs = [_clamped_expert(c, w, name + "experts.", e, x) for e in range(weights.shape[-1])]
+        return sum(weights[..., e, None] * out for e, out in enumerate(outs))
     if c["model_type"] == "deepseek_v3" and index >= c["first_k_dense_replace"]:
         scores = 1 / (1 + np.exp(-_linear(w, name + "gate", x)))
         weights = sigmoid_weights(
@@ -190,6 +231,15 @@ def _feed_forward(c: Fields, w: Weights, layer: str, index: int, x: np.ndarray) 
         y = _mixture(w, name, x, weights, names)
         return y + _swiglu(w, name + "shared_experts.", x, names) if c["n_shared_experts"] else y
     return _swiglu(w, name, x, names)
+
+
+def _clamped_expert(c: Fields, w: Weights, name: str, e: int, x: np.ndarray) -> np.ndarray:
+    """gpt-oss's expert: kernels with inputs first, of which the even outputs are the gate."""
+    both = x @ w[name + "gate_up_proj"][e] + w[name + "gate_up_proj_bias"][e]
+    gate = np.minimum(both[..., 0::2], c["swiglu_limit"])
+    up = np.minimum(np.maximum(both[..., 1::2], -c["swiglu_limit"]), c["swiglu_limit"])
+    hidden = (up + 1) * gate / (1 + np.exp(-c["swiglu_alpha"] * gate))
+    return hidden @ w[name + "down_proj"][e] + w[name + "down_proj_bias"][e]
 
 
 def _mixture(w: Weights, name: str, x: np.ndarray, weights: np.ndarray, names: tuple[str, str, str]) -> np.ndarray:

@@ -61,6 +61,25 @@ TINY: dict[str, Fields] = {
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 0,
     },
+    "gpt_oss": _SMALL
+    | {
+        "model_type": "gpt_oss",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 5,
+        "attention_bias": True,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "swiglu_alpha": 1.5,
+        "swiglu_limit": 0.9,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 0.9,
+            "beta_slow": 0.2,
+            "truncate": False,
+            "original_max_position_embeddings": 8,
+        },
+    },
 }
 
 
@@ -122,6 +141,14 @@ def tiny_weights(fields: Fields, seed: int = 0) -> Weights:
             linear(layer + "block_sparse_moe.gate", c["num_local_experts"], dim)
             for e in range(c["num_local_experts"]):
                 mlp(f"{layer}block_sparse_moe.experts.{e}.", c["intermediate_size"], ("w1", "w3", "w2"))
+        elif c["model_type"] == "gpt_oss":
+            experts, hidden = c["num_local_experts"], c["intermediate_size"]
+            out[layer + "self_attn.sinks"] = 1.5 * rng.standard_normal(heads)
+            linear(layer + "mlp.router", experts, dim, bias=True)
+            for name, shape in (("gate_up", (dim, 2 * hidden)), ("down", (hidden, dim))):
+                stacked = rng.standard_normal((experts, *shape)) / math.sqrt(shape[0])
+                out[f"{layer}mlp.experts.{name}_proj"] = stacked
+                out[f"{layer}mlp.experts.{name}_proj_bias"] = 0.3 * rng.standard_normal((experts, shape[1]))
         elif c["model_type"] == "deepseek_v3" and i >= c["first_k_dense_replace"]:
             linear(layer + "mlp.gate", c["n_routed_experts"], dim)
             out[layer + "mlp.gate.e_score_correction_bias"] = 0.3 * rng.standard_normal(c["n_routed_experts"])
@@ -149,7 +176,7 @@ def build(fields: Fields, weights: Weights, strategy: nnxmoe.Strategy = ORACLE, 
 
 
 def build_tiny(kind: str, strategy: nnxmoe.Strategy = ORACLE, seed: int = 0, **changes: Any) -> nnxmoe.CausalLM:
-    """A tiny model of one of the four ``model_type``s; the same seed gives the same weights under any strategy."""
+    """A tiny model of one of the ``model_type``s; the same seed gives the same weights under any strategy."""
     fields = TINY[kind] | changes
     return build(fields, tiny_weights(fields, seed), strategy)
 

@@ -11,6 +11,7 @@ from nnxmoe.config.bounds import count
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.causal_lm import CausalLM, Runs
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.strategy import Strategy
@@ -42,7 +43,7 @@ class Toy(CausalLM):
         | HF_GQA
         | HF_MLP
         | {
-            f"layer.attention.{x}_norm.scale": (f"model.layers.{{layer}}.self_attn.{x}_norm.weight",)
+            f"layer.attention.qk_norm.{x}.scale": (f"model.layers.{{layer}}.self_attn.{x}_norm.weight",)
             for x in ("q", "k")
         }
     )
@@ -60,8 +61,7 @@ class Toy(CausalLM):
                 window=None,
                 bias=c.attention_bias,
                 attend=strategy.attend,
-                q_norm=RMSNorm(c.head_width, eps, **kw),
-                k_norm=RMSNorm(c.head_width, eps, **kw),
+                qk_norm=QKNorm.per_head(c.head_width, eps, **kw),
                 **kw,
             )
             mlp = MLP(dim, c.intermediate_size, bias=False, **kw)

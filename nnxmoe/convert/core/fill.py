@@ -76,7 +76,7 @@ def bytes_by_kind(model: nnx.Module) -> dict[str, int]:
     inside = set[int]()
     for _, node in nnx.iter_graph(model):
         if isinstance(node, QuantizedWeight):
-            parts = [part for part in (node.codes, node.scale, node.zero, node.order) if part is not None]
+            parts = node.arrays.values()
             inside |= {id(part) for part in parts}
             size[node.kind.kind] += sum(part.size * np.dtype(part.dtype).itemsize for part in parts)
     for _, node in nnx.iter_graph(model):

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from nnxmoe.axes import axes_of
+from nnxmoe.axes import axes_of, of_layers
 from nnxmoe.config.printable import some
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, overlap, sizes, whole, within
 from nnxmoe.layers.kernel import LEAD, flax_order
@@ -43,6 +43,16 @@ class Parameter:
     variable: nnx.Variable
 
     @property
+    def ending(self) -> str:
+        """The end of the key that names an array of a quantised kernel, such as ``.scale``; else empty."""
+        return self.key[self.key.rindex(".") :] if isinstance(self.variable, QuantizedArray) else ""
+
+    @property
+    def takes_query_scalar(self) -> bool:
+        """Whether a factor on the queries multiplies it: yes for weights, biases, and the scales of codes."""
+        return self.key.startswith(QUERY) and self.ending in ("", ".scale")
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape, with the layer and expert dimensions first."""
         return tuple(self.variable.shape)
@@ -67,7 +77,7 @@ class Parameter:
         """Shape per layer, experts first, in the order of Flax's kernels; for a bias, its unflattened output shape,
         such as [heads, width]."""
         outs = self.variable.get_metadata().get("outs")
-        own = self.shape[1:] if "layers" in self.axes else self.shape
+        own = self.shape[1:] if of_layers(self.axes) else self.shape
         return flax_order(self.variable, own) if outs is None else outs
 
     @property
@@ -77,7 +87,7 @@ class Parameter:
 
     def layers(self) -> Iterator[tuple[int | None, tuple[int, ...]]]:
         """Yields (layer number in the model, index into the first dimension); ``(None, ())`` outside of stacks."""
-        if "layers" in self.axes:
+        if of_layers(self.axes):
             assert self.layer is not None
             yield from ((self.layer + i, (i,)) for i in range(self.shape[0]))
         else:

@@ -106,11 +106,11 @@ def within(box: Box, outer: Box) -> Box:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A weight ``[O, I]`` as codes. ``parts``: the arrays of a `QuantizedWeight` by name: ``codes``, ``scale``, perhaps
-    ``zero`` and ``order``."""
+    """A weight ``[O, I]``, or ``[E, O, I]`` of all experts, as codes. ``parts``: the arrays of a `QuantizedWeight` by
+    name: ``codes``, ``scale``, perhaps ``zero`` and ``order``."""
 
     codes: Codes
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     parts: Mapping[str, LazyArray]
 
     @property
@@ -120,23 +120,26 @@ class Encoded:
 
     def read(self, box: Box, empty: Empty) -> np.ndarray:
         """The weights in a box, in float32."""
-        rows, columns = box
+        *experts, rows, columns = box
         if "order" in self.parts:
             order = np.asarray(self.parts["order"])
-            return self._aligned(rows, slice(0, self.shape[1]))[:, np.argsort(order)[columns]]
-        tile = min(self.codes.tile[1], self.shape[1])
-        first, last = columns.start // tile * tile, min(self.shape[1], -(-columns.stop // tile) * tile)
-        found = self._aligned(rows, slice(first, last))
-        return found[:, columns.start - first : columns.stop - first]
+            return self._aligned([], rows, slice(0, self.shape[1]))[:, np.argsort(order)[columns]]
+        ins = self.shape[-1]
+        tile = min(self.codes.tile[1], ins)
+        first, last = columns.start // tile * tile, min(ins, -(-columns.stop // tile) * tile)
+        found = self._aligned(experts, rows, slice(first, last))
+        return found[..., columns.start - first : columns.stop - first]
 
-    def _aligned(self, rows: slice, columns: slice) -> np.ndarray:
+    def _aligned(self, experts: list[slice], rows: slice, columns: slice) -> np.ndarray:
         """Rows of columns that begin with a tile and end with one."""
         (tall, wide), halves = self.codes.tile, 1 + self.codes.halves
         tiles = slice(rows.start // tall, -(-rows.stop // tall)), slice(columns.start // wide, -(-columns.stop // wide))
-        codes = self.parts["codes"].read_box((rows, slice(columns.start // halves, columns.stop // halves)), np.empty)
+        octets = slice(columns.start // halves, columns.stop // halves)
+        codes = self.parts["codes"].read_box((*experts, rows, octets), np.empty)
+        tiles = *experts, *tiles
         scale = self.parts["scale"].read_box(tiles, np.empty)
         zero = self.parts["zero"].read_box(tiles, np.empty) if "zero" in self.parts else None
-        first = tiles[0].start * tall
+        first = tiles[-2].start * tall
         with np.errstate(over="ignore", invalid="ignore"):
             return self.codes.decode(codes, scale, zero, slice(rows.start - first, rows.stop - first))
 

@@ -23,11 +23,11 @@ def check_config(config: DecoderConfig) -> None:
         raise ValueError(f"config is a {type(config).__name__}: pass the result of nnxmoe.config_from_hf")
 
 
-def abstract(config: DecoderConfig, strategy: Strategy | None, mesh: Mesh | None) -> CausalLM:
-    """A model with shapes but no values; ``mesh`` None: the strategy's."""
+def abstract(config: DecoderConfig, strategy: Strategy | None, mesh: Mesh | None, *, mtp: bool = False) -> CausalLM:
+    """A model with shapes but no values; ``mesh`` None: the strategy's; ``mtp``: see `CausalLM`."""
     strategy = strategy or Strategy.auto()
     strategy = dataclasses.replace(strategy, mesh=strategy.mesh if mesh is None else mesh)
-    return model_class(config)(config, strategy, rngs=None)
+    return model_class(config)(config, strategy, rngs=None, mtp=mtp)
 
 
 def unless_cast(

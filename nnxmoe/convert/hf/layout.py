@@ -7,10 +7,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Set
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.convert.core.check import Faults, check
-from nnxmoe.convert.core.layout import QUERY, Change, Leaf, Parameter, Part, TableError, add_part, parameters
+from nnxmoe.convert.core.layout import Change, Leaf, Parameter, Part, TableError, add_part, parameters
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadReport
-from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.storage.errors import CheckpointError
 
@@ -18,6 +17,7 @@ HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _PART = re.compile(r"^(?P<name>.*)\[(?P<part>\d+)/(?P<parts>\d+)\]$")
 _LAYER, _EXPERT = re.compile(r"model\.layers\.([0-9]{1,9})\."), re.compile(r".*\.experts\.([0-9]{1,9})\.")
 _OF_ACTIVATIONS = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".input_zero_point")
+_COPIES = {"model.layers.{}.embed_tokens.weight": EMBED, "model.layers.{}.shared_head.head.weight": HEAD}
 _PREDICTION = re.compile(_LAYER.pattern + r"(enorm|hnorm|eh_proj|shared_head|embed_tokens)\.")
 
 
@@ -26,14 +26,11 @@ def layout(model: CausalLM, names: Container[str] | None = None, times: float = 
     (per layer), else the first. ``times``: a factor on the queries, see `DecoderConfig.query_scalar`."""
     found: dict[str, Leaf] = {}
     for parameter in parameters(model, codes=True):
-        key, part_of_codes = parameter.key, ""
-        if isinstance(parameter.variable, QuantizedArray):
-            key, _, part_of_codes = key.rpartition(".")
+        key = parameter.key.removesuffix(parameter.ending)
         if key not in model.hf_table:
             raise TableError(f"the parameter {key} has no row in the table of {type(model).__name__}")
-        scaled = key.startswith(QUERY) and part_of_codes in ("", "scale")
-        change = Change(times=times if scaled else 1.0)
-        rows = [_with_ending(template, part_of_codes) for template in model.hf_table[key]]
+        change = Change(times=times if parameter.takes_query_scalar else 1.0)
+        rows = [_with_ending(template, parameter.ending) for template in model.hf_table[key]]
         for layer, at in parameter.layers():
             templates = rows if names is not None else rows[:1]
             options = [_named(template, layer, at, parameter, change) for template in templates]
@@ -45,12 +42,21 @@ def layout(model: CausalLM, names: Container[str] | None = None, times: float = 
     return {HEAD if swap and name == EMBED else name: leaf for name, leaf in found.items()}
 
 
-def _with_ending(template: str, part: str) -> str:
-    """``name`` or ``name[i/n]`` as the name of one of the arrays of a quantised weight: ``name.codes``."""
-    if not part:
-        return template
+def copies(model: CausalLM, names: Container[str]) -> dict[str, str]:
+    """The tensors of prediction layers that repeat the embedding and the output head -> the name in ``names`` of what
+    they repeat. They are written for readers that expect them, and never read."""
+    first = model.config.num_hidden_layers
+    return {
+        name.format(first + k): main if main in names else EMBED
+        for k in range(len(model.mtp))
+        for name, main in _COPIES.items()
+    }
+
+
+def _with_ending(template: str, ending: str) -> str:
+    """``name`` or ``name[i/n]`` with an ending of the name, such as ``.codes``."""
     match = _PART.match(template)
-    return f"{match['name']}.{part}[{match['part']}/{match['parts']}]" if match else f"{template}.{part}"
+    return f"{match['name']}{ending}[{match['part']}/{match['parts']}]" if match else template + ending
 
 
 def _named(
@@ -93,7 +99,7 @@ def judge(
     faults = check(leaves, arrays)
     left = set(faults.unexpected)
     skipped: dict[str, tuple[str, ...]] = {}
-    for rule, test in _skip_rules(config, left).items():
+    for rule, test in _skip_rules(config, left, leaves).items():
         names = tuple(sorted(name for name in left if test(name)))
         left -= set(names)
         if names:
@@ -114,14 +120,17 @@ def file_names(names: Iterable[str], arrays: LazyArrays) -> set[str]:
     return {tensor for name in names for tensor in (arrays[name].tensors or (name,))}
 
 
-def _skip_rules(config: DecoderConfig, left: Set[str]) -> dict[str, Callable[[str], bool]]:
+def _skip_rules(config: DecoderConfig, left: Set[str], leaves: Iterable[str]) -> dict[str, Callable[[str], bool]]:
     """Rules for tensors that are skipped on purpose: description -> predicate of a tensor's name."""
     first = config.num_hidden_layers
     numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
     # Only prediction layers have tensors that combine the hidden state with an embedding; a surplus layer has not.
     marked = {number for name in left if (number := _number(name, _PREDICTION)) in numbers}
+    built = {number for name in leaves if (number := _number(name, _PREDICTION)) in numbers}
+    repeated = {name.format(number) for number in built for name in _COPIES}
     return {
-        "multi-token prediction layers (not part of the model)": lambda name: _number(name, _LAYER) in marked,
+        "multi-token prediction layers (not part of the model)": lambda name: _number(name, _LAYER) in marked - built,
+        "copies of the embedding and the head (those of the model are used)": lambda name: name in repeated,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
         "scales of activations and caches (neither is quantised)": lambda name: name.endswith(_OF_ACTIVATIONS),
         "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,11 +11,12 @@ from nnxmoe.convert.core.lazy_array import Box, Empty, Encoded, LazyArray, decod
 from nnxmoe.convert.hf import words
 from nnxmoe.convert.hf.raw import CHUNK_BYTES, raw
 from nnxmoe.convert.hf.scheme import Malformed, Scheme
-from nnxmoe.layers.codes import Codes
+from nnxmoe.layers.codes import STORED, Codes
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.safetensors import TensorInfo
 
 AT_ONCE = 1 << 62  # the block of a tensor that is read as a whole, because its rows are not contiguous
+Unpack = Callable[[LazyArray, slice], np.ndarray]  # the tensor in the file, and rows of the weight -> their codes
 _SCALES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E8M0": "float32", "U8": "float32"}
 
 
@@ -95,26 +95,34 @@ class ModuleTensors:
         first = dataclasses.replace(parts["codes"], tensors=rest)
         return decoded(Encoded(codes, shape, {**parts, "codes": first}))
 
-    def octets(self, info: TensorInfo, dtype: Any) -> LazyArray:
+    def octets(self, codes: Codes, info: TensorInfo) -> LazyArray:
         """Codes of a byte each, as they are in the file."""
-        return raw(self.checkpoint, dataclasses.replace(info, dtype="U8" if dtype is np.uint8 else "I8"))
+        return raw(self.checkpoint, dataclasses.replace(info, dtype="I8" if codes.kind == "int8" else "U8"))
 
-    def codes(self, codes: Codes, shape: tuple[int, int], info: TensorInfo, read: Any) -> LazyArray:
-        """Codes of a weight of this shape that ``read`` unpacks."""
-        dtype = np.dtype(np.uint8 if codes.halves else np.int8)
-        return LazyArray(codes.stored(*shape), dtype, read, CHUNK_BYTES, file=info.file.name)
+    def codes(
+        self, codes: Codes, shape: tuple[int, int], info: TensorInfo, unpack: Unpack, block: int = AT_ONCE
+    ) -> LazyArray:
+        """Packed codes of a weight of this shape. ``unpack`` returns some rows of it, unsigned, one code per element;
+        ``block``: efficient size of a read, in bytes."""
+        stored = raw(self.checkpoint, info)
+
+        def read(box: Box, empty: Empty) -> np.ndarray:
+            found = np.ascontiguousarray(unpack(stored, box[0]))
+            return (codes.pack(found) if codes.halves else words.signed(found))[:, box[1]]
+
+        return LazyArray(codes.stored(*shape), STORED[codes.kind], read, block, file=info.file.name)
 
     def zero_words(
-        self, info: TensorInfo, grid: tuple[int, int], unpack: Callable[[np.ndarray], np.ndarray], bits: int
+        self, codes: Codes, shape: tuple[int, int], info: TensorInfo, unpack: Callable[[np.ndarray], np.ndarray]
     ) -> LazyArray:
-        """Packed zero points, as codes are in memory."""
+        """Packed zero points of the codes of a weight of this shape. ``unpack`` returns all of them, unsigned."""
         stored = raw(self.checkpoint, info)
 
         def read(box: Box, empty: Empty) -> np.ndarray:
             found = np.ascontiguousarray(unpack(np.asarray(stored)))
-            return (found if bits == 4 else words.signed(found))[box]
+            return (found if codes.halves else words.signed(found))[box]
 
-        dtype = np.dtype(np.uint8 if bits == 4 else np.int8)
+        grid, dtype = codes.grid(*shape), STORED[codes.kind]
         return LazyArray(grid, dtype, read, AT_ONCE, file=info.file.name, tensors=(info.name,))
 
     def zero_numbers(self, info: TensorInfo, grid: tuple[int, int]) -> LazyArray:

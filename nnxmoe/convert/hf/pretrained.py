@@ -25,7 +25,8 @@ from nnxmoe.convert.core.layout import Leaf, arrays_of
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.hf.compressed_writer import compressed
-from nnxmoe.convert.hf.layout import EMBED, HEAD, judge, layout, refuse_unjustified
+from nnxmoe.convert.hf.forms import arranged, restored
+from nnxmoe.convert.hf.layout import EMBED, HEAD, copies, judge, layout, refuse_unjustified
 from nnxmoe.convert.hf.quantize import keep, quantize_on_reading
 from nnxmoe.convert.hf.side_files import check_generation, parse_config, write_side_files
 from nnxmoe.convert.hf.source import stored
@@ -34,7 +35,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class, refuse_preset
 from nnxmoe.moe.router import RouterBias
-from nnxmoe.quantization.methods import Method, Mixed
+from nnxmoe.quantization.methods import Method, Mixed, refuse_both
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
@@ -54,6 +55,8 @@ def from_pretrained(
     rules: Rules | None = None,
     keep_quantized: bool = False,
     quantize: Method | Mixed | None = None,
+    ignore_unknown: bool = False,
+    mtp: bool = False,
     expect: type[CausalLM] | None = None,
 ) -> CausalLM:
     """Load a model from a local folder or hub id. Its ``load_report`` accounts for every tensor.
@@ -61,20 +64,20 @@ def from_pretrained(
     ``dtype`` None: as stored, with FP8 blocks as bfloat16. DeepSeek's correction bias is always float32.
     ``mesh`` and ``rules`` (None: the strategy's): the rules shard the parameters over the mesh, and each process reads
     only the shards of its devices.
-    ``keep_quantized``: weights that the checkpoint stores as codes (FP8, int8, int4, NF4) stay codes in memory, which
-    changes no number; default: they become floats. ``quantize``: round the kernels of attention, feed-forwards and
-    experts to codes while they are read (`Int8`, `Int4`, `Float8`, `Mixed`); lossy: `load_report` has the error.
+    ``keep_quantized``: weights that the checkpoint stores as codes (FP8, int8, int4, NF4, MXFP4) stay codes in memory,
+    which changes no number; default: they become floats. ``quantize``: round the kernels of attention, feed-forwards
+    and experts to codes while they are read (`Int8`, `Int4`, `Float8`, `Mixed`); lossy: `load_report` has the error.
+    ``ignore_unknown``: drop unknown fields of config.json with a warning; by default they are refused, since they may
+    change what the model computes.
+    ``mtp``: with the layers for multi-token prediction, as ``model.mtp``; default: they are skipped.
     Raises CheckpointError or ConfigError (ValueErrors) naming the file, tensor or field, or LoadError, which lists
     all missing tensors and wrong shapes.
     """
     dtype = float_dtype(dtype)
-    if keep_quantized and quantize is not None:
-        raise ValueError(
-            "keep_quantized and quantize exclude each other: keep the checkpoint's codes, or make new ones"
-        )
+    refuse_both(quantize, keep_quantized)
     refuse_preset(path_or_hub_id)
     with Checkpoint.open(path_or_hub_id, revision=revision, local_files_only=local_files_only) as checkpoint:
-        config, notes = _config(checkpoint)
+        config, notes = _config(checkpoint, ignore_unknown)
         kind = model_class(config)
         if expect is not None and not issubclass(kind, expect):
             raise CheckpointError(
@@ -82,12 +85,13 @@ def from_pretrained(
                 f"or nnxmoe.from_pretrained, not {expect.__name__}.from_pretrained"
             )
         where = str(checkpoint.folder / "config.json")
-        found = stored(checkpoint.tensors, checkpoint.config, where, checkpoint)
+        found = arranged(kind.hf_table, stored(checkpoint.tensors, checkpoint.config, where, checkpoint))
         refuse_unjustified(config, found, where)
         strategy = strategy or Strategy.auto()
         mesh, rules = strategy.mesh if mesh is None else mesh, strategy.rules if rules is None else rules
         strategy = dataclasses.replace(strategy, mesh=mesh, rules=rules)
-        model = kind(config, strategy, rngs=None)
+        model = kind(config, strategy, rngs=None, mtp=mtp)
+        notes += _other_copies(model, checkpoint)
         folder, error = str(checkpoint.folder), None
         if keep_quantized:
             found = keep(model, found)
@@ -116,9 +120,9 @@ def restore(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
     fill(model, leaves, arrays, dtype, report)
 
 
-def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, list[str]]:
+def _config(checkpoint: Checkpoint, ignore_unknown: bool) -> tuple[DecoderConfig, list[str]]:
     """The config, with ``tie_word_embeddings`` False if the checkpoint stores a different head, and notes on that."""
-    config = parse_config(checkpoint.config, str(checkpoint.folder / "config.json"))
+    config = parse_config(checkpoint.config, str(checkpoint.folder / "config.json"), ignore_unknown)
     check_generation(checkpoint.generation_config, config, str(checkpoint.folder / "generation_config.json"))
     if untied(config, checkpoint.tensors, checkpoint.same):
         note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are used, untied"
@@ -140,6 +144,19 @@ def untied(
     return shapes != {(config.vocab_size, config.hidden_size)} or (same is not None and not same(HEAD, EMBED))
 
 
+def _other_copies(model: CausalLM, checkpoint: Checkpoint) -> list[str]:
+    """Notes on copies of the embedding and the head, in prediction layers, that are no copies."""
+    found = checkpoint.tensors
+    odd = [
+        f"{name} differs from {main}"
+        for name, main in copies(model, found).items()
+        if {name, main} <= found.keys() and not checkpoint.same(name, main)
+    ]
+    if odd:
+        logger.warning("%s: %s, which is used instead", checkpoint.folder, some(odd))
+    return [f"{line}, which is used instead" for line in odd]
+
+
 def save_pretrained(
     model: CausalLM,
     folder: str | os.PathLike[str],
@@ -157,7 +174,7 @@ def save_pretrained(
     files are kept. If saving fails or is killed, the folder is unchanged.
     Raises CheckpointError (a ValueError).
     """
-    size, kind, leaves = _size(max_shard_size), float_dtype(dtype), layout(model, times=model.config.folded()[1])
+    size, kind, leaves = _size(max_shard_size), float_dtype(dtype), _written(model)
     found = arrays_of(leaves)
     if kind is not None:
         fixed = {
@@ -167,6 +184,7 @@ def save_pretrained(
         }
         found = {name: array if name in fixed else array.cast(kind) for name, array in found.items()}
     found, quantization = compressed(model, leaves, found)
+    found = restored(found)
     total = sum(array.nbytes for array in found.values())
     with shared_folder(folder, overwrite) as stage, bytes_bar(total, "writing") as bar:
         if jax.process_index() == 0:
@@ -177,8 +195,14 @@ def save_pretrained(
 
 def arrays(model: CausalLM) -> dict[str, LazyArray]:
     """Hugging Face name -> lazy tensor, computed from the model's parameters when read."""
+    leaves = _written(model)
+    return restored(compressed(model, leaves, arrays_of(leaves))[0])
+
+
+def _written(model: CausalLM) -> dict[str, Leaf]:
+    """The tensors of a saved model, with the copies that prediction layers have."""
     leaves = layout(model, times=model.config.folded()[1])
-    return compressed(model, leaves, arrays_of(leaves))[0]
+    return leaves | {name: leaves[main] for name, main in copies(model, leaves).items()}
 
 
 def _shares(found: LazyArrays, bar: Any) -> list[tuple[int | None, Tensors]]:

@@ -73,10 +73,10 @@ def read_generation_config(folder: Path, config: DecoderConfig) -> Mapping[str, 
     return FrozenDict(fields)
 
 
-def parse_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
+def parse_config(fields: Mapping[str, Any], where: str, ignore_unknown: bool = False) -> DecoderConfig:
     """The config of a parsed config.json; errors name the file ``where``."""
     try:
-        return config_from_hf(fields)
+        return config_from_hf(fields, ignore_unknown=ignore_unknown)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 

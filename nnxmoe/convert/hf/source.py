@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nnxmoe.convert.core.lazy_array import LazyArray
+from nnxmoe.convert.hf.mxfp4 import mxfp4
 from nnxmoe.convert.hf.packed import quantised
 from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Scheme
@@ -14,13 +15,13 @@ from nnxmoe.storage.safetensors import TensorInfo
 def stored(
     tensors: Mapping[str, TensorInfo], fields: Mapping[str, Any], where: str, checkpoint: Checkpoint | None
 ) -> dict[str, LazyArray]:
-    """Name -> lazy array; the tensors of a quantised weight are one array ``….weight``.
+    """Name -> lazy array; the tensors of a quantised weight are one array ``….weight``, or ``…_blocks``.
 
     ``fields``: config.json, at ``where``; ``checkpoint`` None: headers only, reading fails. Raises CheckpointError for
     quantization that is not supported.
     """
     scheme = Scheme.of(fields, where)
-    weights = quantised(tensors, scheme, checkpoint)
+    weights = quantised(tensors, scheme, checkpoint) | mxfp4(tensors, scheme, checkpoint)
     scheme.check_use(len(weights))
     inside = {name for array in weights.values() for name in array.tensors}
     plain = {name: raw(checkpoint, info) for name, info in tensors.items() if name not in inside}

@@ -1,0 +1,99 @@
+"""DeepSeek-V2 and V2-Lite (DeepSeek-V2, 2024), after the implementation in transformers.
+
+The layers of DeepSeek-V3 with another router: a softmax over all experts without a correction bias, whose top ones keep
+their scores as weights. V2 chooses within the groups of the best single experts, V2-Lite among all.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError, check_at_most, count, one_of
+from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
+from nnxmoe.moe.router import Router, SoftmaxGroupTopK, SoftmaxTopK
+
+GREEDY, IN_GROUPS = "greedy", "group_limited_greedy"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSeekV2Config(DeepSeekV3Config):
+    """``topk_method``: ``greedy`` chooses among all experts, ``group_limited_greedy`` within ``topk_group`` of
+    ``n_group`` groups. ``num_experts_per_tok`` has no default. ``norm_topk_prob`` must be false: transformers ignores
+    it, the published code does not."""
+
+    model_type = "deepseek_v2"
+    architecture = "DeepseekV2ForCausalLM"
+    aliases = {"num_experts": "n_routed_experts"}
+    fixed = {"scoring_func": ("softmax",), "topk_method": (GREEDY, IN_GROUPS), "mlp_bias": (None, False)}
+
+    vocab_size: int = 102400
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    max_position_embeddings: int = 2048
+    rope_interleave: bool = one_of(True)
+    moe_intermediate_size: int = 1407
+    n_routed_experts: int = 64
+    n_shared_experts: int | None = 2
+    num_experts_per_tok: int | None = count(None)
+    topk_method: str = one_of(GREEDY, IN_GROUPS)
+    n_group: int | None = count(None)
+    topk_group: int | None = count(None)
+    norm_topk_prob: bool = one_of(False)
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 0
+    num_nextn_predict_layers: int = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | Sequence[int] | None = 2
+
+    def _check_groups(self) -> None:
+        if self.num_experts_per_tok is None:
+            raise ConfigError("num_experts_per_tok is null or missing: give the number of experts per token")
+        if self.topk_method == GREEDY:
+            check_at_most(self, "num_experts_per_tok", "n_routed_experts")
+        elif self.n_group is None or self.topk_group is None:
+            raise ConfigError(
+                f"topk_method {IN_GROUPS!r} needs n_group and topk_group, got {self.n_group} and {self.topk_group}"
+            )
+        else:
+            super()._check_groups()
+
+
+def _yarn(mscale: float) -> dict[str, Any]:
+    lengths = {"factor": 40.0, "original_max_position_embeddings": 4096}
+    return {"type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "mscale": mscale, "mscale_all_dim": mscale} | lengths
+
+
+_LITE = DeepSeekV2Config(
+    hidden_size=2048, intermediate_size=10944, num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16,
+    max_position_embeddings=163840, rope_scaling=_yarn(0.707), q_lora_rank=None, moe_intermediate_size=1408,
+    num_experts_per_tok=6, n_group=1, topk_group=1, first_k_dense_replace=1, bos_token_id=100000, eos_token_id=100001,
+    dtype="bfloat16",
+)  # fmt: skip
+_V2 = dataclasses.replace(
+    _LITE, hidden_size=5120, intermediate_size=12288, num_hidden_layers=60, num_attention_heads=128,
+    num_key_value_heads=128, rope_scaling=_yarn(1.0), q_lora_rank=1536, moe_intermediate_size=1536,
+    n_routed_experts=160, topk_method=IN_GROUPS, n_group=8, topk_group=3, routed_scaling_factor=16.0,
+)  # fmt: skip
+PRESETS: dict[str, DecoderConfig] = {"deepseek-v2": _V2, "deepseek-v2-lite": _LITE}
+
+
+class DeepSeekV2(DeepSeekV3):
+    """DeepSeek-V2, V2-Lite and their Coder models."""
+
+    configs = (DeepSeekV2Config,)
+    presets = PRESETS
+    hub_ids = {"deepseek-v2": "deepseek-ai/DeepSeek-V2", "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite"}
+    hub_notes = {}
+
+    def router(self, config: DeepSeekV2Config, **kw: Any) -> Router:
+        c, k, scale = config, config.num_experts_per_tok, config.routed_scaling_factor
+        assert k is not None
+        if c.n_group is None or c.topk_group is None or c.topk_method == GREEDY:
+            select = SoftmaxTopK(k, normalise=False, scale=scale)
+        else:
+            select = SoftmaxGroupTopK(k, c.n_group, c.topk_group, scale)
+        return Router(c.hidden_size, c.n_routed_experts, select, bias=False, **kw)

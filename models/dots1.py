@@ -1,0 +1,72 @@
+"""dots.llm1 (Huo et al. 2025): GLM-4.5's layers with whole heads rotated and normalised, and optional windows."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import count
+from nnxmoe.config.layer_windows import LayerWindowsConfig
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.models.glm4_moe import Glm4Moe
+from nnxmoe.models.grouped_experts import GroupedExpertsConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dots1Config(LayerWindowsConfig, GroupedExpertsConfig):
+    """``first_k_dense_replace``: number of dense layers, which come first. ``attention_bias``: biases of q, k, v and o.
+    The numbers of experts have no default."""
+
+    model_type = "dots1"
+    architecture = "Dots1ForCausalLM"
+    fixed = {"scoring_func": ("noaux_tc", "sigmoid")}  # published with the name of the method
+
+    vocab_size: int = 152064
+    hidden_size: int = 4608
+    intermediate_size: int = 10944
+    num_hidden_layers: int = 62
+    num_key_value_heads: int | None = 32
+    attention_bias: bool = False
+    first_k_dense_replace: int = count(0, least=0)
+    n_routed_experts: int = count(None, most=4096)
+    n_shared_experts: int | None = count(None, least=0, most=4096)
+    num_experts_per_tok: int = count(None)
+    norm_topk_prob: bool = False
+    max_window_layers: int = count(62, least=0)
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+
+PRESETS: dict[str, DecoderConfig] = {
+    "dots.llm1": Dots1Config(
+        hidden_size=4096,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-5,
+        rope_theta=1e7,
+        first_k_dense_replace=1,
+        n_routed_experts=128,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        sliding_window=None,
+        eos_token_id=151649,
+        dtype="bfloat16",
+    )
+}
+
+
+class Dots1(Glm4Moe):
+    """dots.llm1."""
+
+    configs = (Dots1Config,)
+    presets = PRESETS
+    hub_ids = {"dots.llm1": "rednote-hilab/dots.llm1.inst"}
+    hub_notes = {}
+
+    def attention(self, config: Dots1Config, window: int | None, strategy: Strategy, **kw: Any) -> GQA:
+        c, heads = config, (config.num_attention_heads, config.kv_heads, config.head_width)
+        options: dict[str, Any] = {"window": window, "bias": c.attention_bias, "attend": strategy.attend}
+        return GQA(c.hidden_size, *heads, qk_norm=QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw), **options, **kw)

@@ -1,0 +1,114 @@
+"""GLM-4.5, 4.6 and 4.7 (GLM-4.5 technical report, 2025).
+
+Grouped-query attention that rotates half of each head, with biases on queries, keys and values; the large models
+normalise the heads of queries and keys. The first layers are dense, the others have DeepSeek-V3's experts in one group.
+The layer for multi-token prediction is skipped unless asked for with ``mtp=True``.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.config.bounds import count
+from nnxmoe.config.partial_rotary import PartialRotaryConfig
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.layers.rope import PartialRotary
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
+from nnxmoe.model.runs import Runs, runs_of
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, GroupedExpertsConfig, corrected_router, grouped_experts
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MTP, HF_QK_NORM
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Glm4MoeConfig(GroupedExpertsConfig, PartialRotaryConfig):
+    """``first_k_dense_replace``: number of dense layers, which come first. ``attention_bias``: biases of q, k and v.
+    ``use_qk_norm``: normalise the heads of queries and keys."""
+
+    model_type = "glm4_moe"
+    architecture = "Glm4MoeForCausalLM"
+    default_rotary_factor = 0.5
+
+    vocab_size: int = 151552
+    hidden_size: int = 4096
+    intermediate_size: int = 10944
+    num_hidden_layers: int = 46
+    num_attention_heads: int = 96
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    first_k_dense_replace: int = count(1, least=0)
+    num_nextn_predict_layers: int = 1
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+
+_AIR = Glm4MoeConfig(
+    head_dim=128,
+    attention_bias=True,
+    rope_theta=1e6,
+    partial_rotary_factor=0.5,
+    eos_token_id=(151329, 151336, 151338),
+    pad_token_id=151329,
+    dtype="bfloat16",
+)
+_LARGE = dataclasses.replace(
+    _AIR,
+    hidden_size=5120,
+    intermediate_size=12288,
+    num_hidden_layers=92,
+    use_qk_norm=True,
+    first_k_dense_replace=3,
+    moe_intermediate_size=1536,
+    n_routed_experts=160,
+    routed_scaling_factor=2.5,
+)
+_LONG = dataclasses.replace(_LARGE, max_position_embeddings=202752)
+
+
+class Glm4Moe(CausalLM):
+    """GLM-4.5, 4.6 and 4.7."""
+
+    configs = (Glm4MoeConfig,)
+    presets = {"glm-4.5-air": _AIR, "glm-4.5": _LARGE, "glm-4.6": _LONG, "glm-4.7": _LONG}
+    hub_ids = {
+        "glm-4.5-air": "zai-org/GLM-4.5-Air",
+        "glm-4.5": "zai-org/GLM-4.5",
+        "glm-4.6": "zai-org/GLM-4.6",
+        "glm-4.7": "zai-org/GLM-4.7",
+    }
+    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out without mtp=True")
+    hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MLP | HF_GROUPED_EXPERTS | HF_MTP
+
+    def attention(self, config: Any, window: int | None, strategy: Strategy, **kw: Any) -> GQA:
+        """The attention of a layer."""
+        c, heads = config, (config.num_attention_heads, config.kv_heads, config.head_width)
+        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw) if c.use_qk_norm else None
+        options = {"window": window, "bias": c.attention_bias, "out_bias": False, "attend": strategy.attend}
+        return GQA(c.hidden_size, *heads, qk_norm=norm, rotate=PartialRotary(c.rope_dim), **options, **kw)
+
+    def runs(self, config: Any, strategy: Strategy, dtype: jnp.dtype) -> Runs:
+        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
+
+        def layer(window: int | None, has_experts: bool, rngs: nnx.Rngs | None) -> Layer:
+            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+            attention = self.attention(c, window, strategy, **kw)
+            if has_experts:
+                fed = grouped_experts(c, strategy, corrected_router(c, **kw), **kw)
+            else:
+                fed = MLP(dim, c.intermediate_size, bias=False, **kw)
+            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), fed)
+
+        kinds = tuple(zip(c.windows, c.sparse_layers, strict=True))
+        make = {kind: functools.partial(layer, *kind) for kind in kinds}
+        return runs_of(make[kind] for kind in kinds)

@@ -1,0 +1,64 @@
+"""GLM-4.7-Flash (Zhipu AI, 2026): the layers of DeepSeek-V3, which of them are dense given per layer."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import count, per_layer
+from nnxmoe.models.deepseek_v3 import DeepSeekV3
+from nnxmoe.models.latent import LatentMoEConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Glm4MoeLiteConfig(LatentMoEConfig):
+    """``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: all but the first are sparse."""
+
+    model_type = "glm4_moe_lite"
+    architecture = "Glm4MoeLiteForCausalLM"
+    aliases = {"head_dim": "qk_rope_head_dim"}
+    fixed = {"first_k_dense_replace": (1,)}  # published beside mlp_layer_types, which decides
+
+    vocab_size: int = 154880
+    hidden_size: int = 2048
+    intermediate_size: int = 10240
+    num_hidden_layers: int = 47
+    num_attention_heads: int = 20
+    num_key_value_heads: int | None = 20
+    max_position_embeddings: int = 202752
+    rms_norm_eps: float = 1e-5
+    q_lora_rank: int | None = count(768, most=2**20)
+    qk_nope_head_dim: int = count(192, most=2**16)
+    v_head_dim: int = count(256, most=2**16)
+    moe_intermediate_size: int = count(1536, most=2**24)
+    n_routed_experts: int = count(64, most=4096)
+    num_experts_per_tok: int = 4
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.8
+    mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        if self.mlp_layer_types is None:
+            return tuple(i > 0 for i in range(self.num_hidden_layers))
+        return tuple(kind == "sparse" for kind in self.mlp_layer_types)
+
+
+PRESETS: dict[str, DecoderConfig] = {
+    "glm-4.7-flash": Glm4MoeLiteConfig(
+        rope_theta=1e6,
+        eos_token_id=(154820, 154827, 154829),
+        pad_token_id=154820,
+        dtype="bfloat16",
+    )
+}
+
+
+class Glm4MoeLite(DeepSeekV3):
+    """GLM-4.7-Flash."""
+
+    configs = (Glm4MoeLiteConfig,)
+    presets = PRESETS
+    hub_ids = {"glm-4.7-flash": "zai-org/GLM-4.7-Flash"}
+    hub_notes = {"glm-4.7-flash": "the layer for multi-token prediction is left out without mtp=True"}
+    maxtext_table = {}

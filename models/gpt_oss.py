@@ -1,0 +1,157 @@
+"""gpt-oss (OpenAI 2025, arXiv 2508.10925).
+
+Grouped-query attention with a trained sink per head, over a sliding window in every other layer, and YaRN. In every
+layer experts with biases and a clamped SwiGLU, chosen by the largest logits and weighted by a softmax over these.
+Published checkpoints have the experts' kernels in MXFP4.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.config.bounds import check_at_most, count, number
+from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.layers.gated import ClampedSwiGLU
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.sinks import Sinks
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
+from nnxmoe.model.runs import Runs, runs_of
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, MAXTEXT_DECODER, maxtext_experts, maxtext_gqa
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.expert_biases import ExpertBiases
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.router import LogitBias, Router, SoftmaxTopK
+
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+YARN |= {"original_max_position_embeddings": 4096}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GptOssConfig(LayerWindowsConfig):
+    """``intermediate_size``: width of one expert. ``layer_types`` null: they alternate, sliding first. Without rope
+    fields the rotary embedding is YaRN from 4096 positions by 32."""
+
+    model_type = "gpt_oss"
+    architecture = "GptOssForCausalLM"
+    scale_in_queries = False
+    aliases = {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
+    ignored = "output_router_logits router_aux_loss_coef initial_context_length"
+
+    vocab_size: int = 201088
+    hidden_size: int = 2880
+    intermediate_size: int = 2880
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 8
+    head_dim: int = 64
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 150000.0
+    attention_bias: bool = True
+    sliding_window: int | None = count(128)
+    num_local_experts: int = count(128, most=4096)
+    num_experts_per_tok: int = 4
+    swiglu_alpha: float = number(1.702, above=0.0, most=1e6)
+    swiglu_limit: float = number(7.0, above=0.0, most=1e6)
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+    def _check(self) -> None:
+        super()._check()
+        check_at_most(self, "num_experts_per_tok", "num_local_experts")
+
+    @property
+    def layer_kinds(self) -> Sequence[str]:
+        return self.layer_types or [(SLIDING, FULL)[i % 2] for i in range(self.num_hidden_layers)]
+
+    @property
+    def rope_fields(self) -> Mapping[str, Any]:
+        return super().rope_fields or YARN
+
+    @property
+    def experts(self) -> int:
+        return self.num_local_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
+
+_GPT_OSS_120B = GptOssConfig(rope_parameters=YARN, eos_token_id=200002, pad_token_id=199999, dtype="bfloat16")
+_PRESETS = {
+    "gpt-oss-120b": _GPT_OSS_120B,
+    "gpt-oss-20b": dataclasses.replace(_GPT_OSS_120B, num_hidden_layers=24, num_local_experts=32),
+}
+
+_ATTENTION, _MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
+_GATE_UP, _DOWN = _MLP + "experts.gate_up_proj", _MLP + "experts.down_proj"  # inputs first; gate and up alternate
+
+_HF_TABLE = (
+    HF_DECODER
+    | HF_GQA
+    | {
+        "layer.attention.sinks.scores": (_ATTENTION + "sinks",),
+        "layer.moe_norm.scale": ("model.layers.{layer}.post_attention_layernorm.weight",),
+        "layer.moe.router.kernel": (_MLP + "router.weight",),
+        "layer.moe.router.logit_bias.values": (_MLP + "router.bias",),
+        "layer.moe.experts.gate": (_GATE_UP + "[:, :, 0::2].mT", _GATE_UP + "_blocks[:, 0::2]"),
+        "layer.moe.experts.up": (_GATE_UP + "[:, :, 1::2].mT", _GATE_UP + "_blocks[:, 1::2]"),
+        "layer.moe.experts.down": (_DOWN + ".mT", _DOWN + "_blocks"),
+        "layer.moe.experts.biases.gate": (_GATE_UP + "_bias[:, 0::2]",),
+        "layer.moe.experts.biases.up": (_GATE_UP + "_bias[:, 1::2]",),
+        "layer.moe.experts.biases.down": (_DOWN + "_bias",),
+    }
+)
+
+_INSIDE, _WIDE = "decoder/{layer}/GptOssMlp/", ("exp", "activation_mlp")
+_MAXTEXT_TABLE = (
+    MAXTEXT_DECODER
+    | maxtext_gqa("GptOssAttention")
+    | maxtext_experts("GptOssMlp")
+    | {
+        "layer.attention.sinks.scores": ("decoder/{layer}/GptOssAttention/sinks", (None,)),
+        "layer.moe.router.kernel": (_INSIDE + "gate/kernel", ("embed", None)),
+        "layer.moe.router.logit_bias.values": (_INSIDE + "gate/bias", (None,)),
+        "layer.moe.experts.biases.gate": (_INSIDE + "wi_0_bias", _WIDE),
+        "layer.moe.experts.biases.up": (_INSIDE + "wi_1_bias", _WIDE),
+        "layer.moe.experts.biases.down": (_INSIDE + "wo_bias", ("exp", "activation_embed")),
+    }
+)
+
+
+class GptOss(CausalLM):
+    """gpt-oss."""
+
+    configs = (GptOssConfig,)
+    presets = _PRESETS
+    hub_ids = {name: f"openai/{name}" for name in presets}
+    hub_notes = dict.fromkeys(presets, "the experts' kernels are in MXFP4, loaded as bfloat16")
+    hf_table = _HF_TABLE
+    maxtext_table = _MAXTEXT_TABLE
+    maxtext_block = (True, False)
+
+    def runs(self, config: GptOssConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
+        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
+        heads, width, count = c.num_attention_heads, c.intermediate_size, c.num_local_experts
+
+        def layer(window: int | None, rngs: nnx.Rngs | None) -> Layer:
+            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+            options = {"window": window, "bias": c.attention_bias, "attend": strategy.attend}
+            attention = GQA(dim, heads, c.kv_heads, c.head_width, sinks=Sinks(heads, **kw), **options, **kw)
+            select, logit_bias = SoftmaxTopK(c.num_experts_per_tok), LogitBias(count, **kw)
+            router = Router(dim, count, select, bias=False, logit_bias=logit_bias, **kw)
+            clamped, biases = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit), ExpertBiases(dim, width, count, **kw)
+            parts: dict[str, Any] = {"activation": clamped, "biases": biases, "rules": strategy.rules}
+            experts = Experts(dim, width, count, matmul=strategy.matmul, **parts, **kw)
+            moe = MoE(router, experts, strategy.dispatch, shared=None, mesh=strategy.mesh)
+            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
+
+        make = {window: functools.partial(layer, window) for window in c.windows}
+        return runs_of(make[window] for window in c.windows)

@@ -1,0 +1,94 @@
+"""Routed experts in groups, next to shared ones (DeepSeek-V3 technical report, 2024): config fields, layer and names.
+
+Also in GLM-4.5, dots.llm1 and Solar Open, mostly with a single group.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError, check_at_most, count
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.models.tables import HF_MOE
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.router import Router, SigmoidGroupTopK
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedExpertsConfig(DecoderConfig):
+    """``intermediate_size``: width of the dense layers; ``moe_intermediate_size``: width of one expert. A token's
+    experts lie in the best ``topk_group`` of ``n_group`` groups; ``norm_topk_prob``: rescale their weights to sum to 1;
+    ``routed_scaling_factor`` multiplies the weights. ``first_k_dense_replace``: number of dense layers, which come
+    first; a field of the families that have some."""
+
+    scale_in_queries = False
+    aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+    fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+    ignored = "aux_loss_alpha seq_aux ep_size output_router_logits router_aux_loss_coef"
+    first_k_dense_replace = 0
+
+    moe_intermediate_size: int = count(1408, most=2**24)
+    n_routed_experts: int = count(128, most=4096)
+    n_shared_experts: int | None = count(1, least=0, most=4096)
+    num_experts_per_tok: int = 8
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = count(0, least=0, most=1024)
+
+    def _check(self) -> None:
+        super()._check()
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        size, rest = divmod(self.n_routed_experts, self.n_group)
+        if rest or size < 2:
+            raise ConfigError(
+                f"n_group {self.n_group} must divide n_routed_experts {self.n_routed_experts} into groups of at least 2"
+            )
+        check_at_most(self, "topk_group", "n_group")
+        if self.num_experts_per_tok > self.topk_group * size:
+            raise ConfigError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is more than the {self.topk_group * size} experts "
+                f"of topk_group {self.topk_group} groups"
+            )
+
+    @property
+    def experts(self) -> int:
+        return self.n_routed_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        """Whether each layer has experts."""
+        return tuple(i >= self.first_k_dense_replace for i in range(self.num_hidden_layers))
+
+
+def corrected_router(config: GroupedExpertsConfig, **kw: Any) -> Router:
+    """The router of DeepSeek-V3: sigmoids, a correction bias, and the groups of the two best experts each."""
+    c = config
+    select = SigmoidGroupTopK(c.num_experts_per_tok, c.n_group, c.topk_group, c.norm_topk_prob, c.routed_scaling_factor)
+    return Router(c.hidden_size, c.n_routed_experts, select, bias=True, **kw)
+
+
+def grouped_experts(config: Any, strategy: Strategy, router: Router, **kw: Any) -> MoE:
+    """The feed-forward of a layer with experts. ``kw``: dtype and rngs."""
+    c, dim, width = config, config.hidden_size, config.moe_intermediate_size
+    experts = Experts(dim, width, c.n_routed_experts, matmul=strategy.matmul, rules=strategy.rules, **kw)
+    shared = MLP(dim, width * c.n_shared_experts, bias=False, **kw) if c.n_shared_experts else None
+    return MoE(router, experts, strategy.dispatch, shared, strategy.mesh)
+
+
+_MLP = "model.layers.{layer}.mlp."
+HF_GROUPED_EXPERTS = (
+    HF_MOE
+    | {"layer.moe.router.bias": (_MLP + "gate.e_score_correction_bias",)}
+    | {f"layer.moe.shared.{x}.kernel": (f"{_MLP}shared_experts.{x}_proj.weight",) for x in ("gate", "up", "down")}
+)

@@ -1,0 +1,84 @@
+"""Kimi K2 (Moonshot AI, 2025) and Moonlight (2025): the layers of DeepSeek-V3 with one group of experts.
+
+Moonlight's config.json says ``deepseek_v3``; that of K2 has a model_type of its own, which transformers does not have.
+Neither publishes a tokenizer.json, which the text functions need. K2-Thinking and K2.5 are packed int4 and prefix their
+tensors with ``language_model.``.
+"""
+
+import dataclasses
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KimiK2Config(DeepSeekV3Config):
+    """The fields and defaults of `DeepSeekV3Config`."""
+
+    model_type = "kimi_k2"
+
+
+_KIMI_K2 = KimiK2Config(
+    vocab_size=163840,
+    num_attention_heads=64,
+    num_key_value_heads=64,
+    max_position_embeddings=131072,
+    n_routed_experts=384,
+    n_group=1,
+    topk_group=1,
+    routed_scaling_factor=2.827,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=0,
+    rope_theta=50000.0,
+    rope_scaling={
+        "type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    bos_token_id=163584,
+    eos_token_id=163585,
+    dtype="bfloat16",
+)
+PRESETS: dict[str, DecoderConfig] = {
+    "kimi-k2": _KIMI_K2,
+    "moonlight-16b-a3b": DeepSeekV3Config(
+        vocab_size=163840,
+        hidden_size=2048,
+        intermediate_size=11264,
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=50000.0,
+        q_lora_rank=None,
+        moe_intermediate_size=1408,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.446,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=0,
+        bos_token_id=163584,
+        eos_token_id=163585,
+        dtype="bfloat16",
+    ),
+}
+
+
+class KimiK2(DeepSeekV3):
+    """Kimi K2."""
+
+    configs = (KimiK2Config,)
+    presets = PRESETS
+    hub_ids = {"kimi-k2": "moonshotai/Kimi-K2-Instruct", "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B"}
+    hub_notes = {
+        "kimi-k2": "FP8 blocks, 1.03 TB, loaded as bfloat16; its tokenizer, a tiktoken file with code, is not read",
+        "moonlight-16b-a3b": "its tokenizer, a tiktoken file with code, is not read",
+    }

@@ -1,0 +1,147 @@
+"""MiniMax-M2 and M2.5 (MiniMax, 2025 and 2026).
+
+Grouped-query attention that normalises all heads of a token together and rotates half of each. All layers have experts,
+chosen by sigmoid affinities plus a correction bias and weighted without the bias. No shared expert, no other biases.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError, check_at_most, count
+from nnxmoe.config.partial_rotary import PartialRotaryConfig
+from nnxmoe.config.printable import short
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.layers.rope import PartialRotary
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
+from nnxmoe.model.runs import Runs
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.models.mixtral import HF_TABLE as MIXTRAL_TABLE
+from nnxmoe.models.tables import HF_QK_NORM
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.router import Router, SigmoidGroupTopK
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MiniMaxM2Config(PartialRotaryConfig):
+    """``intermediate_size``: width of one expert. ``rotary_dim``: rotated width, the other spelling of
+    ``partial_rotary_factor``; null in both: the whole head."""
+
+    model_type = "minimax_m2"
+    architecture = "MiniMaxM2ForCausalLM"
+    scale_in_queries = False
+    rope_field = "rotary_dim"
+    aliases = {"num_experts": "num_local_experts"}
+    fixed = {
+        "use_qk_norm": (True,),
+        "qk_norm_type": ("per_layer",),
+        "use_routing_bias": (True,),
+        "scoring_func": ("sigmoid",),
+        "routed_scaling_factor": (1.0,),
+        "shared_intermediate_size": (None, 0),
+        "router_jitter_noise": (None, 0),  # unlike in other families, it would also scale the experts' inputs
+        "attn_window_size": (None, -1),
+        "swa_rope_theta": (None, -1),
+        "layernorm_full_attention_beta": (1.0,),
+        "layernorm_linear_attention_beta": (1.0,),
+        "layernorm_mlp_beta": (1.0,),
+    }
+    # Of parts that these models do not have: dense layers, shared experts, groups of experts, multi-token prediction.
+    ignored = """mlp_intermediate_size shared_moe_mode use_grouped_topk use_mtp num_mtp_modules mtp_transformer_layers
+        max_model_len output_router_logits router_aux_loss_coef"""
+
+    vocab_size: int = 200064
+    hidden_size: int = 3072
+    intermediate_size: int = 1536
+    num_hidden_layers: int = 62
+    num_attention_heads: int = 48
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = count(128, most=2**16)
+    rotary_dim: int | None = count(None, most=2**16)
+    max_position_embeddings: int = 196608
+    rope_theta: float = 5e6
+    num_local_experts: int = count(256, most=4096)
+    num_experts_per_tok: int = 8
+    attn_type_list: Sequence[int] | None = None
+    bos_token_id: int | None = 200034
+    eos_token_id: int | Sequence[int] | None = 200020
+
+    def _check(self) -> None:
+        super()._check()
+        given, wide = self.given_factor, self.head_width
+        if self.rotary_dim is not None and self.rotary_dim > wide:
+            raise ConfigError(f"rotary_dim {self.rotary_dim} is more than head_dim {wide}")
+        if self.rotary_dim is not None and given is not None and int(wide * given) != self.rotary_dim:
+            raise ConfigError(f"rotary_dim {self.rotary_dim} and partial_rotary_factor {given} differ: remove one")
+        if self.num_local_experts < 2:
+            raise ConfigError(f"num_local_experts {self.num_local_experts} is not supported: at least 2")
+        check_at_most(self, "num_experts_per_tok", "num_local_experts")
+        if self.attn_type_list not in (None, (1,) * self.num_hidden_layers):
+            raise ConfigError(
+                f"attn_type_list {short(self.attn_type_list)} is not supported; supported: null, or 1 (softmax "
+                f"attention) for each of the {self.num_hidden_layers} layers"
+            )
+
+    @property
+    def rope_dim(self) -> int:
+        return self.rotary_dim or super().rope_dim
+
+    @property
+    def experts(self) -> int:
+        return self.num_local_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
+
+PRESETS: dict[str, DecoderConfig] = {
+    "minimax-m2": MiniMaxM2Config(rotary_dim=64, attn_type_list=(1,) * 62, dtype="bfloat16")
+}
+
+_BIAS = "e_score_correction_bias"
+
+
+class MiniMaxM2(CausalLM):
+    """MiniMax-M2."""
+
+    configs = (MiniMaxM2Config,)
+    presets = PRESETS
+    hub_ids = {"minimax-m2": "MiniMaxAI/MiniMax-M2"}
+    hub_notes = {"minimax-m2": "FP8 blocks, 0.23 TB, loaded as bfloat16"}
+    hf_table = (
+        MIXTRAL_TABLE
+        | HF_QK_NORM
+        | {
+            "layer.moe.router.bias": (
+                f"model.layers.{{layer}}.block_sparse_moe.{_BIAS}",
+                f"model.layers.{{layer}}.mlp.{_BIAS}",
+            )
+        }
+    )
+
+    def runs(self, config: MiniMaxM2Config, strategy: Strategy, dtype: jnp.dtype) -> Runs:
+        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
+
+        def layer(rngs: nnx.Rngs | None) -> Layer:
+            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+            heads = c.num_attention_heads, c.kv_heads, c.head_width
+            norm, rotate = QKNorm.whole(*heads, eps, **kw), PartialRotary(c.rope_dim)
+            options = {"window": None, "bias": False, "attend": strategy.attend}
+            attention = GQA(dim, *heads, qk_norm=norm, rotate=rotate, **options, **kw)
+            select = SigmoidGroupTopK(c.num_experts_per_tok, groups=1, top_groups=1, normalise=True, scale=1.0)
+            router = Router(dim, c.num_local_experts, select, bias=True, **kw)
+            how: dict[str, Any] = {"matmul": strategy.matmul, "rules": strategy.rules}
+            experts = Experts(dim, c.intermediate_size, c.num_local_experts, **how, **kw)
+            moe = MoE(router, experts, strategy.dispatch, shared=None, mesh=strategy.mesh)
+            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
+
+        return [(c.num_hidden_layers, layer)]

@@ -1,0 +1,91 @@
+"""OLMoE (Muennighoff et al. 2024), after the implementation in transformers.
+
+Llama's layers, with queries and keys normalised over all heads together before the rotation. Every layer has experts:
+the router applies a softmax over all of them and keeps the top ones, without rescaling in the published checkpoints.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import check_at_most, count
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
+from nnxmoe.model.runs import Runs
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MOE, HF_QK_NORM
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.router import Router, SoftmaxTopK
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OlmoeConfig(DecoderConfig):
+    """``intermediate_size``: width of one expert. ``norm_topk_prob``: rescale the weights of the chosen experts to sum
+    to 1. ``attention_bias``: biases of q, k, v and o. ``clip_qkv`` must be null."""
+
+    model_type = "olmoe"
+    architecture = "OlmoeForCausalLM"
+    scale_in_queries = False
+    aliases = {"num_local_experts": "num_experts"}
+    fixed = {"clip_qkv": (None,)}
+    ignored = "output_router_logits router_aux_loss_coef"
+
+    vocab_size: int = 50304
+    hidden_size: int = 2048
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    num_experts: int = count(64, most=4096)
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = 50279
+    pad_token_id: int | None = 1
+
+    def _check(self) -> None:
+        super()._check()
+        check_at_most(self, "num_experts_per_tok", "num_experts")
+
+    @property
+    def experts(self) -> int:
+        return self.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
+
+class Olmoe(CausalLM):
+    """OLMoE."""
+
+    configs = (OlmoeConfig,)
+    presets = {"olmoe-1b-7b": OlmoeConfig(intermediate_size=1024, num_key_value_heads=16, dtype="bfloat16")}
+    hub_ids = {"olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924"}
+    hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MOE
+
+    def runs(self, config: OlmoeConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
+        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
+        heads = c.num_attention_heads, c.kv_heads, c.head_width
+
+        def layer(rngs: nnx.Rngs | None) -> Layer:
+            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+            norm = QKNorm.whole(*heads, eps, **kw)
+            options = {"window": None, "bias": c.attention_bias, "attend": strategy.attend, "qk_norm": norm}
+            router = Router(dim, c.num_experts, SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob), bias=False, **kw)
+            how: dict[str, Any] = {"matmul": strategy.matmul, "rules": strategy.rules}
+            experts = Experts(dim, c.intermediate_size, c.num_experts, **how, **kw)
+            moe = MoE(router, experts, strategy.dispatch, shared=None, mesh=strategy.mesh)
+            return Layer(RMSNorm(dim, eps, **kw), GQA(dim, *heads, **options, **kw), RMSNorm(dim, eps, **kw), moe)
+
+        return [(c.num_hidden_layers, layer)]

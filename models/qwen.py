@@ -1,0 +1,151 @@
+"""Qwen2 and Qwen2.5 (Yang et al. 2024), and the dense models of Qwen3 (Qwen3 technical report, 2025).
+
+Llama's layers. Qwen2 has biases on queries, keys and values; Qwen3 normalises the heads of queries and keys instead.
+Some layers may attend to a sliding window.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.config.bounds import count
+from nnxmoe.config.layer_windows import LayerWindowsConfig
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
+from nnxmoe.model.runs import Runs, runs_of
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.models.tables import (
+    HF_DECODER,
+    HF_GQA,
+    HF_MLP,
+    HF_QK_NORM,
+    MAXTEXT_DECODER,
+    MAXTEXT_GQA,
+    MAXTEXT_MLP,
+    MAXTEXT_QK_NORM,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen2Config(LayerWindowsConfig):
+    """No layer has a window unless ``use_sliding_window``."""
+
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+
+    vocab_size: int = 151936
+    intermediate_size: int = 22016
+    num_key_value_heads: int | None = 32
+    max_position_embeddings: int = 32768
+    use_sliding_window: bool = False
+    max_window_layers: int = count(28, least=0)
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+    @property
+    def needed_for_windows(self) -> str:
+        used, window = self.use_sliding_window, self.sliding_window
+        return f"use_sliding_window true and a sliding_window; got {used} and {window}"
+
+    @property
+    def layer_window(self) -> int | None:
+        return self.sliding_window if self.use_sliding_window else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3Config(Qwen2Config):
+    """``attention_bias``: biases of q, k, v and o."""
+
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    scale_in_queries = False
+
+    head_dim: int | None = count(128, most=2**16)
+    attention_bias: bool = False
+
+
+def _qwen2(vocab: int, hidden: int, width: int, layers: int, heads: int, kv_heads: int, tied: bool) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=32768,
+        rope_theta=1e6, tie_word_embeddings=tied, bos_token_id=151643, eos_token_id=151645, dtype="bfloat16",
+    )  # fmt: skip
+
+
+def _qwen3(hidden: int, width: int, layers: int, heads: int, kv_heads: int, tied: bool) -> Qwen3Config:
+    return Qwen3Config(
+        hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, max_position_embeddings=40960, rope_theta=1e6, tie_word_embeddings=tied,
+        bos_token_id=151643, eos_token_id=151645, dtype="bfloat16",
+    )  # fmt: skip
+
+
+class _Qwen(CausalLM):
+    """What the families share; each has an attention of its own."""
+
+    def attention(self, config: Any, window: int | None, strategy: Strategy, **kw: Any) -> GQA:
+        """The attention of a layer."""
+        raise TypeError("a family defines attention(config, window, strategy, dtype=…, rngs=…)")
+
+    def runs(self, config: Qwen2Config, strategy: Strategy, dtype: jnp.dtype) -> Runs:
+        dim, eps = config.hidden_size, config.rms_norm_eps
+
+        def layer(window: int | None, rngs: nnx.Rngs | None) -> Layer:
+            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+            attention = self.attention(config, window, strategy, **kw)
+            mlp = MLP(dim, config.intermediate_size, bias=False, **kw)
+            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), mlp)
+
+        make = {window: functools.partial(layer, window) for window in config.windows}
+        return runs_of(make[window] for window in config.windows)
+
+
+class Qwen2(_Qwen):
+    """Qwen2 and Qwen2.5."""
+
+    configs = (Qwen2Config,)
+    presets = {
+        "qwen2.5-0.5b": _qwen2(151936, 896, 4864, 24, 14, 2, tied=True),
+        "qwen2.5-1.5b": _qwen2(151936, 1536, 8960, 28, 12, 2, tied=True),
+        "qwen2.5-3b": _qwen2(151936, 2048, 11008, 36, 16, 2, tied=True),
+        "qwen2.5-7b": _qwen2(152064, 3584, 18944, 28, 28, 4, tied=False),
+        "qwen2.5-72b": _qwen2(152064, 8192, 29568, 80, 64, 8, tied=False),
+    }
+    hub_ids = {name: f"Qwen/Qwen{name[4:].upper()}-Instruct" for name in presets}
+    hf_table = HF_DECODER | HF_GQA | HF_MLP
+
+    def attention(self, config: Qwen2Config, window: int | None, strategy: Strategy, **kw: Any) -> GQA:
+        c, options = config, {"window": window, "scale": config.query_scale, "attend": strategy.attend}
+        heads = c.num_attention_heads, c.kv_heads, c.head_width
+        return GQA(c.hidden_size, *heads, bias=True, out_bias=False, **options, **kw)
+
+
+class Qwen3(_Qwen):
+    """The dense models of Qwen3."""
+
+    configs = (Qwen3Config,)
+    presets = {
+        "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8, tied=True),
+        "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8, tied=True),
+        "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
+        "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8, tied=False),
+        "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8, tied=False),
+        "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8, tied=False),
+    }
+    hub_ids = {name: f"Qwen/Qwen{name[4:].upper()}" for name in presets}
+    hf_table = HF_DECODER | HF_GQA | HF_MLP | HF_QK_NORM
+    maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP | MAXTEXT_QK_NORM
+
+    def attention(self, config: Qwen3Config, window: int | None, strategy: Strategy, **kw: Any) -> GQA:
+        c, options = config, {"window": window, "bias": config.attention_bias, "attend": strategy.attend}
+        heads = c.num_attention_heads, c.kv_heads, c.head_width
+        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
+        return GQA(c.hidden_size, *heads, qk_norm=norm, **options, **kw)

@@ -1,0 +1,72 @@
+"""Qwen1.5-MoE and the mixture-of-experts model of Qwen2 (Yang et al. 2024), after the implementation in transformers.
+
+Qwen2's attention, with biases on queries, keys and values. Besides the routed experts, a shared expert weighted by a
+sigmoid per token. The published checkpoints do not rescale the routing weights.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.bounds import count, per_layer
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE
+from nnxmoe.moe.shared import GatedShared
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen2MoeConfig(QwenMoeConfig):
+    """``shared_expert_intermediate_size``: width of the shared expert. ``qkv_bias``: biases of q, k and v. Sliding
+    windows, which no preset uses, are refused."""
+
+    model_type = "qwen2_moe"
+    architecture = "Qwen2MoeForCausalLM"
+    fixed = {"use_sliding_window": (None, False)}
+    ignored = "sliding_window max_window_layers"  # not used without use_sliding_window
+
+    intermediate_size: int = 5632
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 16
+    qkv_bias: bool = True
+    moe_intermediate_size: int = 1408
+    shared_expert_intermediate_size: int = count(5632, most=2**24)
+    num_experts: int = 60
+    num_experts_per_tok: int = 4
+    layer_types: Sequence[str] | None = per_layer("full_attention")
+
+
+_A2_7B = Qwen2MoeConfig(
+    max_position_embeddings=8192, rope_theta=1e6, bos_token_id=151643, eos_token_id=151643, dtype="bfloat16"
+)
+_A14B = dataclasses.replace(
+    _A2_7B, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+    num_key_value_heads=4, max_position_embeddings=131072, moe_intermediate_size=2560,
+    shared_expert_intermediate_size=20480, num_experts=64, num_experts_per_tok=8,
+)  # fmt: skip
+_MLP = "model.layers.{layer}.mlp."
+
+
+class Qwen2Moe(QwenMoe):
+    """Qwen1.5-MoE and Qwen2's mixture-of-experts model."""
+
+    configs = (Qwen2MoeConfig,)
+    presets = {"qwen1.5-moe-a2.7b": _A2_7B, "qwen2-57b-a14b": _A14B}
+    hub_ids = {"qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B", "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B"}
+    hf_table = (
+        HF_DECODER
+        | HF_GQA
+        | HF_MLP
+        | HF_MOE
+        | {f"layer.moe.shared.{x}.kernel": (f"{_MLP}shared_expert.{x}_proj.weight",) for x in ("gate", "up", "down")}
+        | {"layer.moe.shared.output_gate.kernel": (_MLP + "shared_expert_gate.weight",)}
+    )
+
+    def attention(self, config: Qwen2MoeConfig, strategy: Strategy, **kw: Any) -> GQA:
+        c, heads = config, (config.num_attention_heads, config.kv_heads, config.head_width)
+        options = {"window": None, "bias": c.qkv_bias, "out_bias": False, "attend": strategy.attend}
+        return GQA(c.hidden_size, *heads, **options, **kw)
+
+    def shared(self, config: Qwen2MoeConfig, **kw: Any) -> GatedShared:
+        return GatedShared(config.hidden_size, config.shared_expert_intermediate_size, **kw)

@@ -1,0 +1,102 @@
+"""The config and the layers that the mixture-of-experts models of Qwen2 and Qwen3 share.
+
+The router applies a softmax over all experts and keeps the top ones, which may be rescaled. Some layers may be dense.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError, check_at_most, count
+from nnxmoe.config.printable import short
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
+from nnxmoe.model.runs import Runs, runs_of
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.router import Router, SoftmaxTopK
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenMoeConfig(DecoderConfig):
+    """``moe_intermediate_size``: width of one expert. Every ``decoder_sparse_step``-th layer has experts, except those
+    in ``mlp_only_layers``; the others are dense, of width ``intermediate_size``. ``norm_topk_prob``: rescale the
+    weights of the chosen experts to sum to 1."""
+
+    scale_in_queries = False
+    aliases = {"num_local_experts": "num_experts"}
+    ignored = "output_router_logits router_aux_loss_coef"
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    num_hidden_layers: int = 24
+    max_position_embeddings: int = 32768
+    decoder_sparse_step: int = 1
+    mlp_only_layers: Sequence[int] | None = None
+    moe_intermediate_size: int = count(768, most=2**24)
+    num_experts: int = count(128, most=4096)
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+    def _check(self) -> None:
+        super()._check()
+        check_at_most(self, "num_experts_per_tok", "num_experts")
+        only, layers = self.mlp_only_layers, range(self.num_hidden_layers)
+        if only is not None and not (isinstance(only, tuple) and all(type(i) is int and i in layers for i in only)):
+            raise ConfigError(f"mlp_only_layers must list numbers of layers, 0 to {layers[-1]}, got {short(only)}")
+
+    @property
+    def experts(self) -> int:
+        return self.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        """Whether each layer has experts."""
+        step, only = self.decoder_sparse_step, self.mlp_only_layers or ()
+        return tuple((i + 1) % step == 0 and i not in only for i in range(self.num_hidden_layers))
+
+
+class QwenMoe(CausalLM):
+    """What the families share; each has an attention of its own, and may have a shared expert."""
+
+    def attention(self, config: Any, strategy: Strategy, **kw: Any) -> GQA:
+        """The attention of a layer."""
+        raise TypeError("a family defines attention(config, strategy, dtype=…, rngs=…)")
+
+    def shared(self, config: Any, **kw: Any) -> MLP | None:
+        """The shared expert of a layer with experts, or None."""
+        return None
+
+    def runs(self, config: QwenMoeConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
+        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
+
+        def layer(feed_forward: MLP | MoE, **kw: Any) -> Layer:
+            attention = self.attention(c, strategy, **kw)
+            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), feed_forward)
+
+        def dense(rngs: nnx.Rngs | None) -> Layer:
+            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+            return layer(MLP(dim, c.intermediate_size, bias=False, **kw), **kw)
+
+        def sparse(rngs: nnx.Rngs | None) -> Layer:
+            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+            router = Router(dim, c.num_experts, SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob), bias=False, **kw)
+            how: dict[str, Any] = {"matmul": strategy.matmul, "rules": strategy.rules}
+            experts = Experts(dim, c.moe_intermediate_size, c.num_experts, **how, **kw)
+            return layer(MoE(router, experts, strategy.dispatch, self.shared(c, **kw), strategy.mesh), **kw)
+
+        return runs_of(sparse if has_experts else dense for has_experts in c.sparse_layers)

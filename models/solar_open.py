@@ -1,0 +1,53 @@
+"""Solar Open (Upstage 2026): GLM-4.5's layers without dense ones and normalised heads, and whole heads rotated."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import count
+from nnxmoe.models.glm4_moe import Glm4Moe
+from nnxmoe.models.grouped_experts import GroupedExpertsConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SolarOpenConfig(GroupedExpertsConfig):
+    """``attention_bias``: biases of q, k and v. All layers have experts; ``intermediate_size`` is not used."""
+
+    model_type = "solar_open"
+    architecture = "SolarOpenForCausalLM"
+    use_qk_norm = False
+    fixed = {"first_k_dense_replace": (0,), "use_qk_norm": (False,)}
+
+    vocab_size: int = 196608
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = count(128, most=2**16)
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    attention_bias: bool = False
+    moe_intermediate_size: int = 1280
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+
+PRESETS: dict[str, DecoderConfig] = {
+    "solar-open-100b": SolarOpenConfig(
+        intermediate_size=10240,
+        rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536},
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        dtype="bfloat16",
+    )
+}
+
+
+class SolarOpen(Glm4Moe):
+    """Solar Open."""
+
+    configs = (SolarOpenConfig,)
+    presets = PRESETS
+    hub_ids = {"solar-open-100b": "upstage/Solar-Open-100B"}
+    hub_notes = {}

@@ -1,0 +1,588 @@
+"""Tiny models of the families: one row each, with a frozen configuration and a draw of random ones.
+
+A further family adds a row to `FAMILIES`. The frozen cases are stored in ``tests/data/families``: config.json in the
+hub's style, the names and shapes of the tensors that transformers saves, and its outputs in float32. The weights are
+computed from the names, so they are not stored. Made with transformers 5.23 and torch 2.13 on a CPU by
+
+    python -m tests.support.freeze
+
+which refuses cases whose routing or greedy tokens are too close to call.
+"""
+
+import dataclasses
+import json
+import random
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.tiny import Fields, Weights
+
+FOLDER = Path(__file__).parents[1] / "data" / "families"
+PROMPT, NEW = 9, 6  # tokens of the greedy continuations
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """``frozen``: config.json as on the hub. ``draw``: random fields for the config class of transformers, which calls
+    the family ``theirs``. ``required``: fields without a default."""
+
+    frozen: Fields
+    draw: Callable[[random.Random], Fields]
+    theirs: str
+    required: Fields = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A frozen case: config.json, the tensors, and the outputs of transformers."""
+
+    fields: Fields
+    weights: Weights
+    arrays: Mapping[str, np.ndarray]
+
+
+def weights_of(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> Weights:
+    """Random tensors, each from its name and the seed: norms far from 1 and of both signs, biases not zero, and
+    matrices that give logits of a few units."""
+    made = {}
+    for name, shape in shapes.items():
+        rng = np.random.RandomState(zlib.crc32(f"{seed} {name}".encode()))  # a stream that NumPy does not change
+        value = rng.standard_normal(tuple(shape))
+        if "norm" in name:
+            value = (0.4 + 1.2 * rng.random_sample(tuple(shape))) * np.sign(value)
+        elif name.endswith("bias"):
+            value *= 0.3 if "correction" in name else 0.6
+        elif "embed" not in name:
+            value *= 1.3 * shape[-1] ** -0.5
+        made[name] = value.astype(np.float32)
+    return made
+
+
+def load(kind: str) -> Frozen:
+    """The frozen case of a family."""
+    from safetensors.numpy import load_file
+
+    stored = json.loads((FOLDER / f"{kind}.json").read_text())
+    return Frozen(stored["config"], weights_of(stored["shapes"]), load_file(FOLDER / f"{kind}.safetensors"))
+
+
+def tokens_of(vocab: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Two rows of 17 tokens, and a mask that pads the first row on the left and the second on the right."""
+    tokens = np.random.RandomState(seed).randint(0, vocab, (2, 17)).astype(np.int32)
+    mask = np.ones_like(tokens)
+    mask[0, :5], mask[1, -3:] = 0, 0
+    return tokens, mask
+
+
+_OLD = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def fused(weights: Weights) -> Weights:
+    """The same tensors with the names of transformers 5 in memory: all experts of a layer in two tensors."""
+    found: Weights = {}
+    experts = dict[str, dict[tuple[int, str], np.ndarray]]()
+    for name, array in weights.items():
+        head, _, tail = name.replace("block_sparse_moe", "mlp").partition(".experts.")
+        if tail:
+            number, kind, _ = tail.split(".")
+            experts.setdefault(head + ".experts.", {})[int(number), _OLD.get(kind, kind)] = array
+        else:
+            found[head] = array
+    for head, parts in experts.items():
+        count = 1 + max(number for number, _ in parts)
+        both = [np.concatenate([parts[e, "gate_proj"], parts[e, "up_proj"]]) for e in range(count)]
+        found[head + "gate_up_proj"] = np.stack(both)
+        found[head + "down_proj"] = np.stack([parts[e, "down_proj"] for e in range(count)])
+    return found
+
+
+# Random configurations, for the config classes of transformers
+
+
+def _common(rng: random.Random, layers: int) -> Fields:
+    return {
+        "vocab_size": rng.choice([48, 64, 97]),
+        "hidden_size": rng.choice([32, 48]),
+        "intermediate_size": rng.choice([24, 56]),
+        "num_hidden_layers": layers,
+        "rms_norm_eps": rng.choice([1e-6, 1e-5, 1e-2]),
+        "tie_word_embeddings": rng.random() < 0.4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "max_position_embeddings": 64,
+        "rope_parameters": rng.choice(
+            [
+                {"rope_type": "default", "rope_theta": rng.choice([37.5, 500.0, 1e6])},
+                {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
+                {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0},
+            ]
+        ),
+    }
+
+
+def _grouped(rng: random.Random, layers: int) -> Fields:
+    """Grouped-query attention; the width of a head is hidden_size / heads, or given."""
+    heads, kv_heads = rng.choice([(4, 1), (4, 2), (8, 8), (2, 1)])
+    fields = _common(rng, layers) | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    width = fields["hidden_size"] // heads
+    return fields | {"head_dim": rng.choice([width + width % 2, 6, 10, 16])}
+
+
+def _windows(rng: random.Random, layers: int) -> Fields:
+    if rng.random() < 0.3:
+        return {"use_sliding_window": False, "sliding_window": 3, "max_window_layers": 0}
+    fields = {"use_sliding_window": True, "sliding_window": rng.choice([2, 3, 5, 8])}
+    if rng.random() < 0.5:
+        return fields | {"max_window_layers": rng.randrange(layers)}
+    kinds = ["full_attention", "sliding_attention"]
+    return fields | {"layer_types": [rng.choice(kinds) for _ in range(layers)]}
+
+
+def _qwen2(rng: random.Random) -> Fields:
+    layers = rng.choice([2, 3])
+    fields = _grouped(rng, layers) | _windows(rng, layers)
+    del fields["head_dim"]
+    return fields
+
+
+def _qwen3(rng: random.Random) -> Fields:
+    layers = rng.choice([2, 3])
+    return _grouped(rng, layers) | _windows(rng, layers) | {"attention_bias": rng.random() < 0.5}
+
+
+def _qwen3_moe(rng: random.Random) -> Fields:
+    layers, experts = rng.choice([2, 3, 4]), rng.choice([4, 6, 8])
+    return _grouped(rng, layers) | {
+        "attention_bias": rng.random() < 0.5,
+        "use_sliding_window": rng.random() < 0.4,
+        "sliding_window": rng.choice([2, 5]),
+        "decoder_sparse_step": rng.choice([1, 1, 2]),
+        "mlp_only_layers": rng.choice([None, [], [0], [1]]),
+        "moe_intermediate_size": rng.choice([12, 20]),
+        "num_experts": experts,
+        "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+        "norm_topk_prob": rng.random() < 0.5,
+        "output_router_logits": False,
+    }
+
+
+def _qwen2_moe(rng: random.Random) -> Fields:
+    fields = _qwen3_moe(rng) | {
+        "qkv_bias": rng.random() < 0.7,
+        "use_sliding_window": False,
+        "shared_expert_intermediate_size": rng.choice([16, 28]),
+    }
+    for name in ("head_dim", "attention_bias"):
+        del fields[name]
+    return fields
+
+
+def _olmoe(rng: random.Random) -> Fields:
+    experts = rng.choice([4, 6, 8])
+    fields = _grouped(rng, rng.choice([2, 3])) | {
+        "attention_bias": rng.random() < 0.5,
+        "num_experts": experts,
+        "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+        "norm_topk_prob": rng.random() < 0.5,
+    }
+    del fields["head_dim"]
+    return fields
+
+
+def _latent(rng: random.Random) -> Fields:
+    layers, heads = rng.choice([2, 3]), rng.choice([2, 4, 5])
+    experts, groups, kept = rng.choice([(8, 1, 1), (8, 4, 2), (6, 3, 2)])
+    fields = _common(rng, layers) | {
+        "moe_intermediate_size": rng.choice([12, 20]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": rng.choice([None, 12, 24]),
+        "kv_lora_rank": rng.choice([8, 17]),
+        "qk_nope_head_dim": rng.choice([6, 10]),
+        "qk_rope_head_dim": rng.choice([4, 8]),
+        "v_head_dim": rng.choice([6, 12]),
+        "rope_interleave": True,
+        "attention_bias": rng.random() < 0.5,
+        "n_routed_experts": experts,
+        "n_group": groups,
+        "topk_group": kept,
+        "num_experts_per_tok": rng.choice([1, 2, 3]),
+        "n_shared_experts": rng.choice([1, 2]),
+        "norm_topk_prob": rng.random() < 0.7,
+        "routed_scaling_factor": rng.choice([1.0, 1.8, 2.827]),
+    }
+    if fields["rope_parameters"]["rope_type"] == "yarn":
+        fields["rope_parameters"] |= rng.choice([{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale_all_dim": 0.7}])
+    return fields
+
+
+def _kimi(rng: random.Random) -> Fields:
+    return _latent(rng) | {"first_k_dense_replace": rng.choice([0, 1, 1, 2])}
+
+
+def _glm_lite(rng: random.Random) -> Fields:
+    fields = _latent(rng)
+    kinds = [rng.choice(["dense", "sparse", "sparse"]) for _ in range(fields["num_hidden_layers"])]
+    return fields | {"mlp_layer_types": rng.choice([None, kinds])}
+
+
+def _deepseek_v2(rng: random.Random) -> Fields:
+    fields = _latent(rng) | {
+        "num_attention_heads": (heads := rng.choice([2, 4])),
+        "num_key_value_heads": heads,
+        "kv_lora_rank": rng.choice([8, 18]),  # transformers 5.23 raises for odd ranks: it views pairs at this stride
+        "first_k_dense_replace": rng.choice([0, 1, 1]),
+        "topk_method": rng.choice(["greedy", "group_limited_greedy", "group_limited_greedy"]),
+        "norm_topk_prob": False,
+    }
+    if fields["topk_method"] == "greedy":
+        fields |= rng.choice([{}, {"n_group": None, "topk_group": None}])
+    del fields["rope_interleave"]
+    return fields
+
+
+def _rotated(rng: random.Random) -> Fields:
+    """Heads of which all or an even part is rotated; the fraction is rounded down."""
+    width, factor = rng.choice([(16, 0.25), (16, 0.5), (10, 0.45), (12, 0.7), (6, 0.4), (8, 1.0), (20, 0.3)])
+    return {"head_dim": width, "partial_rotary_factor": factor}
+
+
+def _routed(rng: random.Random) -> Fields:
+    experts, groups, kept = rng.choice([(8, 1, 1), (8, 4, 2), (6, 3, 2)])
+    return {
+        "moe_intermediate_size": rng.choice([12, 20]),
+        "attention_bias": rng.random() < 0.7,
+        "n_routed_experts": experts,
+        "n_group": groups,
+        "topk_group": kept,
+        "num_experts_per_tok": rng.choice([1, 2, 3]),
+        "n_shared_experts": rng.choice([1, 2]),
+        "norm_topk_prob": rng.random() < 0.7,
+        "routed_scaling_factor": rng.choice([1.0, 1.8, 2.5]),
+    }
+
+
+def _glm4_moe(rng: random.Random) -> Fields:
+    fields = _grouped(rng, rng.choice([2, 3])) | _routed(rng) | _rotated(rng)
+    return fields | {"use_qk_norm": rng.random() < 0.5, "first_k_dense_replace": rng.choice([0, 1, 1, 2])}
+
+
+def _dots1(rng: random.Random) -> Fields:
+    layers = rng.choice([2, 3])
+    kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    windows = [
+        {"sliding_window": None},
+        {"sliding_window": rng.choice([2, 5]), "max_window_layers": rng.randrange(layers + 1)},
+        {"sliding_window": rng.choice([3, 8]), "layer_types": kinds},
+    ]
+    fields = _grouped(rng, layers) | _routed(rng) | rng.choice(windows)
+    return fields | {"first_k_dense_replace": rng.choice([0, 1, 2])}
+
+
+def _solar_open(rng: random.Random) -> Fields:
+    return _grouped(rng, rng.choice([2, 3])) | _routed(rng)
+
+
+def _minimax_m2(rng: random.Random) -> Fields:
+    fields = _grouped(rng, rng.choice([2, 3])) | _rotated(rng)
+    if rng.random() < 0.5:
+        fields["rotary_dim"] = int(fields["head_dim"] * fields.pop("partial_rotary_factor"))
+    experts = rng.choice([4, 6, 8])
+    return fields | {"num_local_experts": experts, "num_experts_per_tok": rng.choice([1, 2, 3, experts])}
+
+
+# The frozen configurations, as the hub writes them
+
+_HUB: Fields = {
+    "vocab_size": 56,
+    "hidden_size": 24,
+    "intermediate_size": 28,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+    "transformers_version": "4.51.0",
+}
+_MLA: Fields = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+}
+_ROUTED: Fields = {
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+_GQA: Fields = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 500.0}
+
+FAMILIES: dict[str, Family] = {
+    "kimi_k2": Family(
+        _HUB
+        | _MLA
+        | {
+            "model_type": "kimi_k2",
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_theta": 500.0,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 1.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 8,
+            },
+        },
+        _kimi,
+        "deepseek_v3",
+    ),
+    "glm4_moe_lite": Family(
+        _HUB
+        | _MLA
+        | {
+            "model_type": "glm4_moe_lite",
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "partial_rotary_factor": 1.0,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.8,
+            "rope_theta": 500.0,
+            "rope_scaling": None,
+        },
+        _glm_lite,
+        "glm4_moe_lite",
+    ),
+    "qwen2": Family(
+        _HUB
+        | _GQA
+        | {
+            "model_type": "qwen2",
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+            "use_mrope": False,
+        },
+        _qwen2,
+        "qwen2",
+    ),
+    "qwen3": Family(
+        _HUB
+        | _GQA
+        | {
+            "model_type": "qwen3",
+            "num_hidden_layers": 3,
+            "head_dim": 10,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        _qwen3,
+        "qwen3",
+    ),
+    "qwen3_moe": Family(
+        _HUB
+        | _GQA
+        | {
+            "model_type": "qwen3_moe",
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_window_layers": 4,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [1],
+            "moe_intermediate_size": 12,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "output_router_logits": False,
+            "use_qk_norm": True,
+        },
+        _qwen3_moe,
+        "qwen3_moe",
+    ),
+    "olmoe": Family(
+        _HUB
+        | _GQA
+        | {
+            "model_type": "olmoe",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            "clip_qkv": None,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "output_router_logits": False,
+            "pad_token_id": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+        },
+        _olmoe,
+        "olmoe",
+    ),
+    "deepseek_v2": Family(
+        _HUB
+        | _MLA
+        | {
+            "model_type": "deepseek_v2",
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "topk_method": "group_limited_greedy",
+            "scoring_func": "softmax",
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 4.0,
+            "rope_theta": 500.0,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 8,
+            },
+        },
+        _deepseek_v2,
+        "deepseek_v2",
+        {"num_experts_per_tok": 6},
+    ),
+    "qwen2_moe": Family(
+        _HUB
+        | _GQA
+        | {
+            "model_type": "qwen2_moe",
+            "num_hidden_layers": 3,
+            "use_sliding_window": False,
+            "sliding_window": 32768,
+            "max_window_layers": 21,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [1],
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "output_router_logits": False,
+        },
+        _qwen2_moe,
+        "qwen2_moe",
+    ),
+    "glm4_moe": Family(
+        _HUB
+        | _GQA
+        | _ROUTED
+        | {
+            "model_type": "glm4_moe",
+            "num_hidden_layers": 3,
+            "head_dim": 10,
+            "partial_rotary_factor": 0.45,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 0,
+            "rope_scaling": None,
+        },
+        _glm4_moe,
+        "glm4_moe",
+        {"head_dim": 128},
+    ),
+    "dots1": Family(
+        _HUB
+        | _GQA
+        | _ROUTED
+        | {
+            "model_type": "dots1",
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "scoring_func": "noaux_tc",
+            "moe_layer_freq": 1,
+            "use_sliding_window": False,
+            "sliding_window": 4,
+            "max_window_layers": 2,
+            "rope_scaling": None,
+        },
+        _dots1,
+        "dots1",
+        {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "solar_open": Family(
+        _HUB
+        | _GQA
+        | _ROUTED
+        | {
+            "model_type": "solar_open",
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "partial_rotary_factor": 1.0,
+            "attention_bias": False,
+            "first_k_dense_replace": 0,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        },
+        _solar_open,
+        "solar_open",
+    ),
+    "minimax_m2": Family(
+        _HUB
+        | _GQA
+        | {
+            "model_type": "minimax_m2",
+            "num_hidden_layers": 2,
+            "head_dim": 10,
+            "rotary_dim": 6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "attn_type_list": [1, 1],
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+        },
+        _minimax_m2,
+        "minimax_m2",
+    ),
+}
+
+
+def write_config(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Writes config.json."""
+    (folder / "config.json").write_text(json.dumps(fields))

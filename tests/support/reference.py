@@ -1,0 +1,84 @@
+"""Tiny checkpoints run by transformers, for the tests of the families and for freezing their cases."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from tests.support.families import NEW, PROMPT, weights_of, write_config
+from tests.support.tiny import Fields, Weights
+
+CLOSE = 1e-4  # experts with scores this close may swap due to rounding
+MARGIN = 1e-3  # tokens with logits this close may swap due to rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """Logits, and the experts and their weights by layer: ``[B, T, X]``, experts in ascending order."""
+
+    logits: np.ndarray
+    experts: dict[int, np.ndarray]
+    weights: dict[int, np.ndarray]
+
+
+def write_theirs(folder: Path, theirs: str, fields: Fields, seed: int) -> Weights:
+    """Writes the checkpoint that transformers saves for these fields, with `weights_of` its names and shapes, and
+    returns the tensors."""
+    config = transformers.CONFIG_MAPPING[theirs](**json.loads(json.dumps(fields)))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    path = folder / "model.safetensors"
+    made = weights_of({name: array.shape for name, array in load_file(path).items()}, seed)
+    save_file(made, path, {"format": "pt"})
+    return made
+
+
+def load_theirs(folder: Path, theirs: str) -> Any:
+    """The model of transformers in float32; asserts that it knows every tensor. ``theirs`` replaces the model_type."""
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    write_config(folder, fields | {"model_type": theirs})
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    write_config(folder, fields)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def run_theirs(model: Any, tokens: np.ndarray, mask: np.ndarray) -> Seen:
+    """One pass, with the routing of every layer that has a router."""
+    routed: dict[int, tuple[Any, ...]] = {}
+
+    def listen(layer: int) -> Any:
+        return lambda gate, inputs, output: routed.__setitem__(layer, output)
+
+    layers = enumerate(model.model.layers)
+    hooks = [x.mlp.gate.register_forward_hook(listen(i)) for i, x in layers if hasattr(x.mlp, "gate")]
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens).long(), attention_mask=torch.tensor(mask)).logits.numpy()
+    for hook in hooks:
+        hook.remove()
+    experts, weights = {}, {}
+    for layer, (_, values, indices) in routed.items():
+        order = np.argsort(indices.numpy(), axis=-1)
+        experts[layer] = np.take_along_axis(indices.numpy(), order, -1).reshape(*tokens.shape, -1)
+        weights[layer] = np.take_along_axis(values.numpy(), order, -1).reshape(*tokens.shape, -1)
+    return Seen(logits, experts, weights)
+
+
+def greedy_theirs(model: Any, tokens: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The new tokens after the first `PROMPT` ones, and the margin of each over the second best."""
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    given = torch.tensor(tokens[:, :PROMPT]).long(), torch.tensor(mask[:, :PROMPT])
+    with torch.no_grad():
+        out = model.generate(
+            given[0], attention_mask=given[1], max_new_tokens=NEW, do_sample=False,
+            output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    best = torch.stack(out.scores, dim=1).topk(2, dim=-1)[0].numpy()
+    return out.sequences.numpy()[:, PROMPT:], best[..., 0] - best[..., 1]

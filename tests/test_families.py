@@ -1,0 +1,586 @@
+"""The families beyond the first three: frozen outputs of transformers, decoding, names, meshes, and planted mistakes.
+
+`tests.support.families` has their tiny models; random configurations against a live transformers are in
+test_families_oracle.py.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import nnxmoe
+from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Scanned, Sorted, Strategy
+from nnxmoe.axes import sharding_of
+from nnxmoe.cli.inspect import summarise
+from nnxmoe.cli.parser import main
+from nnxmoe.config.rope import Rope
+from nnxmoe.convert import maxtext
+from nnxmoe.convert.hf.layout import layout
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.qk_norm import QKNorm, WholeNorm
+from nnxmoe.layers.rope import rotate_halves, rotate_pairs
+from nnxmoe.linen import LinenCausalLM
+from nnxmoe.models import model_class
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.router import Routing, SoftmaxGroupTopK, SoftmaxTopK
+from nnxmoe.train import Objective, lora
+from tests.support.arrays import max_error
+from tests.support.families import FAMILIES, NEW, PROMPT, Frozen, fused, load, tokens_of, weights_of
+from tests.support.fp8 import quantise
+from tests.support.maxtext_cases import LLAMA_3
+from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed
+from tests.support.tiny import ORACLE, build, write_checkpoint
+
+KINDS = tuple(FAMILIES)
+SPARSE = tuple(kind for kind in KINDS if any(name.startswith("experts.") for name in load(kind).arrays))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``folders(kind)``: the checkpoint of a frozen case."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            case = load(kind)
+            made[kind] = write_checkpoint(tmp_path_factory.mktemp(kind), case.fields, case.weights)
+        return made[kind]
+
+    return folder
+
+
+def errors(model: nnxmoe.CausalLM, case: Frozen) -> Iterator[tuple[str, float]]:
+    """The largest error of the logits and of the routing weights per layer, unpadded and padded; asserts equal
+    experts."""
+    for prefix in ("", "padded."):
+        mask = case.arrays["mask"] if prefix else np.ones_like(case.arrays["mask"])
+        out = model(case.arrays["tokens"], mask, return_routing=True)
+        yield prefix + "logits", max_error(out.logits, case.arrays[prefix + "logits"], mask)
+        assert out.routing is not None
+        layers = {int(name.split(".")[-1]) for name in case.arrays if name.startswith("experts.")}
+        assert out.routing.keys() == layers, "layers with experts"
+        for layer, routing in out.routing.items():
+            order = np.argsort(np.asarray(routing.experts), axis=-1)
+            pair = routing.experts, routing.weights
+            experts, weights = (np.take_along_axis(np.asarray(array), order, -1) for array in pair)
+            assert np.array_equal(experts[mask > 0], case.arrays[f"{prefix}experts.{layer}"][mask > 0])
+            yield f"{prefix}weights.{layer}", max_error(weights, case.arrays[f"{prefix}weights.{layer}"], mask)
+
+
+SCANNED = "deepseek_v2", "olmoe", "glm4_moe", "dots1", "solar_open", "minimax_m2"  # equal layers compile once
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_match_transformers(kind: str, folders: Callable[[str], Path]) -> None:
+    """Logits and routing, padded or not; single steps with a cache."""
+    strategy = Strategy(stacking=Scanned()) if kind in SCANNED else None
+    case, model = load(kind), nnxmoe.from_pretrained(folders(kind), strategy=strategy)
+    assert not model.load_report.unexpected and model.config.model_type == kind
+    for name, error in errors(model, case):
+        assert error < MODEL_TOLERANCE, name
+    tokens, mask = case.arrays["tokens"], case.arrays["mask"]
+    for used, prefix in ((np.ones_like(mask), ""), (mask, "padded.")):
+        stepwise, _ = feed(model, tokens, [1] * tokens.shape[1], mask=used, capacity=tokens.shape[1])
+        assert max_error(stepwise, case.arrays[prefix + "logits"], used) < MODEL_TOLERANCE, prefix
+
+
+# Decoding depends on a family by its caches: rings beside whole ones, latent ones, or neither.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("qwen3", "glm4_moe_lite", "minimax_m2") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
+def test_greedy_tokens_match_transformers(kind: str, folders: Callable[[str], Path]) -> None:
+    """Left-padded too."""
+    case, model = load(kind), nnxmoe.from_pretrained(folders(kind))
+    tokens, mask = case.arrays["tokens"][:, :PROMPT], case.arrays["mask"][:, :PROMPT]
+    for used, prefix in ((np.ones_like(mask), ""), (mask, "padded.")):
+        ids = nnxmoe.generate(model, tokens, used, NEW, eos_token_id=None)
+        assert np.array_equal(ids[:, PROMPT:], case.arrays[prefix + "greedy"]), prefix
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_are_kept_bit_for_bit(kind: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """Saved with the hub's names; the fused names of transformers 5 load to the same parameters; scanned too."""
+    case = load(kind)
+    model = nnxmoe.from_pretrained(folders(kind), strategy=Strategy(stacking=Scanned()))
+    nnxmoe.save_pretrained(model, tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert saved.keys() == case.weights.keys()
+    assert all(saved[name].tobytes() == case.weights[name].tobytes() for name in saved)
+    again = nnxmoe.from_pretrained(tmp_path / "again")
+    assert dataclasses.replace(again.config, dtype=None) == dataclasses.replace(model.config, dtype=None)
+    one = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "fused", case.fields, fused(case.weights)))
+    for mine, other in zip(*(jax.tree.leaves(nnx.state(each)) for each in (one, again)), strict=True):
+        assert np.array_equal(mine, other)
+
+
+def test_prediction_layer_of_glm_is_skipped(tmp_path: Path) -> None:
+    """It has the number num_hidden_layers and, besides its own tensors, those of a layer with experts."""
+    case = load("glm4_moe")
+    extra = {name.replace("layers.2.", "layers.3."): x for name, x in case.weights.items() if "layers.2." in name}
+    extra["model.layers.3.eh_proj.weight"] = np.zeros((24, 48), np.float32)
+    folder = write_checkpoint(tmp_path, case.fields | {"num_nextn_predict_layers": 1}, case.weights | extra)
+    report = nnxmoe.from_pretrained(folder).load_report
+    assert not report.unexpected and [set(names) for names in report.skipped.values()] == [set(extra)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_reads_headers(kind: str, folders: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(folders(kind))]) == 0 and kind in capsys.readouterr().out
+    found = summarise(folders(kind))
+    assert found.parameters == sum(array.size for array in load(kind).weights.values())
+    assert not found.missing and not found.unexpected
+
+
+def test_inspect_counts_the_windows_of_each_layer(folders: Callable[[str], Path]) -> None:
+    found = summarise(folders("qwen3"))
+    token = 2 * 2 * 10 * 4  # keys and values of two heads of width 10, in float32
+    assert found.cache == {5: 2 * token, None: token} and found.cache_bytes(3, 9) == 3 * (5 * 2 + 9) * token
+
+
+def test_unknown_fields_are_dropped_on_request_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = load("qwen2")
+    folder = write_checkpoint(tmp_path / "model", case.fields | {"new_attention": 2}, case.weights)
+    with pytest.raises(nnxmoe.ConfigError, match=r"config\.json: new_attention 2: unknown to qwen2"):
+        nnxmoe.from_pretrained(folder)
+    assert main(["inspect", str(folder)]) == 1 and "--ignore-unknown" in capsys.readouterr().err
+    assert main(["inspect", str(folder), "--ignore-unknown"]) == 0
+    assert nnxmoe.from_pretrained(folder, ignore_unknown=True).config == nnxmoe.config_from_hf(case.fields)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "minimax_m2" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_fp8_blocks(kind: str, tmp_path: Path) -> None:
+    """Kept or as floats, they give the logits of a model with the dequantised weights."""
+    case, block = load(kind), (8, 12)
+    stored, floats = dict(case.weights), dict(case.weights)
+    for name, weight in case.weights.items():
+        if weight.ndim == 2 and ("_proj." in name or ".experts." in name):
+            stored[name], scale = quantise(weight, block)
+            stored[name + "_scale_inv"], (rows, columns) = scale, weight.shape
+            floats[name] = stored[name].astype(np.float32) * np.kron(scale, np.ones(block))[:rows, :columns]
+    scheme = {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": list(block)}
+    folder = write_checkpoint(tmp_path / "fp8", case.fields | {"quantization_config": scheme}, stored)
+    plain = write_checkpoint(tmp_path / "floats", case.fields, {n: a.astype(np.float32) for n, a in floats.items()})
+    tokens, _ = tokens_of(case.fields["vocab_size"])
+    wanted = nnxmoe.from_pretrained(plain)(tokens).logits
+    for keep in (False, True):
+        found = nnxmoe.from_pretrained(folder, dtype="float32", keep_quantized=keep)(tokens).logits
+        assert max_error(found, wanted) < MODEL_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "qwen3" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_training_and_adapters(kind: str, folders: Callable[[str], Path]) -> None:
+    """Every parameter has a gradient, a step along it lowers the loss, and new adapters change nothing."""
+    model, tokens = nnxmoe.from_pretrained(folders(kind)), load(kind).arrays["tokens"]
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    @jax.jit
+    def losses(params: Any) -> Any:
+        return jax.value_and_grad(lambda p: Objective()(nnx.merge(graph, p, rest), {"tokens": tokens})[0])(params)
+
+    before, grads = losses(params)
+    flat = nnx.to_flat_state(grads)
+    assert all(0 < float(jnp.abs(grad.get_value()).max()) < np.inf for _, grad in flat)
+    size = sum(float(jnp.sum(grad.get_value() ** 2)) for _, grad in flat)
+    after, _ = losses(jax.tree.map(lambda p, g: p - 1e-4 * before / size * g, params, grads))
+    assert after < before
+    lora.add(model, 2, rngs=nnx.Rngs(0))
+    assert max_error(model(tokens).logits, load(kind).arrays["logits"]) < MODEL_TOLERANCE
+
+
+# Meshes
+
+RAGGED, RING = ExpertParallel(Sorted(), RaggedAllToAll()), ExpertParallel(Sorted(), RingOfExperts())
+WAYS: dict[str, Any] = {
+    "dense": Dense(),
+    "sorted": Sorted(),
+    "capacity": Capacity(8.0),
+    "ragged": RAGGED,
+    "ring": RING,
+    "chunked ring": Chunked(RING, 3),
+}
+PLANS = [
+    ("qwen3", "dense", {"fsdp": 4, "tensor": 2}),
+    ("qwen3_moe", "ragged", {"expert": 2, "tensor": 2, "data": 2}),
+    ("olmoe", "ring", {"expert": 2, "tensor": 4}),
+    ("qwen2_moe", "ragged", {"fsdp": 2, "expert": 2, "tensor": 2}),
+    ("qwen2", "dense", {"data": 2, "fsdp": 2, "tensor": 2}),
+    *((kind, way, {"expert": 4, "tensor": 2}) for kind in ("olmoe", "qwen2_moe") for way in WAYS),
+    *((kind, "ragged", {"fsdp": 4, "expert": 2}) for kind in SPARSE),
+]
+
+
+def on_mesh(kind: str, way: str, sizes: dict[str, int]) -> float:
+    """The relative error of the logits on a mesh against `Dense` on one device."""
+    case = load(kind)
+    tokens = np.tile(case.arrays["tokens"], (4, 1))
+    one = build(case.fields, case.weights)(tokens).logits
+    rules = {**nnxmoe.RULES, "q_rank": None, "kv_rank": None}  # of 10, which does not divide over four
+    strategy = Strategy(dispatch=WAYS[way], mesh=nnxmoe.make_mesh(**sizes), rules=rules)
+    error = max_error(build(case.fields, case.weights, strategy)(tokens).logits, one)
+    return error / max(1.0, float(jnp.abs(one).max()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "sizes"),
+    [plan if i < 4 else pytest.param(*plan, marks=pytest.mark.slow) for i, plan in enumerate(PLANS)],
+)
+def test_meshes_match_one_device(eight: Callable[..., Any], kind: str, way: str, sizes: dict[str, int]) -> None:
+    assert eight(on_mesh, kind, way, sizes) < PART_TOLERANCE
+
+
+class InParts(RMSNorm):
+    """What a norm of the whole projection becomes if each of several shards, or heads, is normalised on its own."""
+
+    parts = 4
+
+    def __call__(self, x: Any) -> Any:
+        parts = x.reshape(*x.shape[:-2], self.parts, -1)
+        unit = parts * jax.lax.rsqrt(jnp.mean(parts * parts, axis=-1, keepdims=True) + self.eps)
+        return (unit.reshape(*x.shape[:-2], -1) * self.scale[...]).reshape(x.shape)
+
+
+def whole_norm_on_shards() -> tuple[float, float]:
+    """The largest relative error of output and gradients of attention with a whole norm and heads split four ways, and
+    the difference that a norm per shard would make."""
+    f32 = jnp.dtype("float32")
+    rngs = nnx.Rngs(0)
+    norm = QKNorm.whole(8, 4, 6, 1e-5, dtype=f32, rngs=rngs)
+    for each in (norm.q, norm.k):
+        each.scale.set_value(1 + 0.5 * jax.random.normal(rngs.params(), each.scale.shape))
+    attend = nnxmoe.Reference()
+    gqa = GQA(16, 8, 4, 6, window=None, bias=True, out_bias=False, attend=attend, qk_norm=norm, dtype=f32, rngs=rngs)
+    x = jax.random.normal(jax.random.key(1), (2, 7, 16)) * jnp.arange(1, 17)  # heads of different sizes
+    graph, params = nnx.split(gqa)
+
+    def loss(params: Any) -> Any:
+        y, _ = nnx.merge(graph, params)(x, nnxmoe.Context.of_rows(Rope(6, 100.0), 2, 7))
+        return jnp.sum(jnp.sin(y)), y
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    mesh = nnxmoe.make_mesh(tensor=4, data=2)
+    flat = [(p, v.replace(jax.device_put(v.get_value(), sharding_of(v, mesh)))) for p, v in nnx.to_flat_state(params)]
+    (_, wanted), slopes = run(params)
+    (_, got), grads = run(nnx.from_flat_state(flat))
+    pairs = zip(*map(jax.tree.leaves, ((got, grads), (wanted, slopes))), strict=True)
+    error = max(max_error(a, b) / max(1.0, float(jnp.abs(b).max())) for a, b in pairs)
+    for each in ("q", "k"):
+        setattr(norm, each, _in_parts(getattr(norm, each), 4))
+    return error, max_error(gqa(x, nnxmoe.Context.of_rows(Rope(6, 100.0), 2, 7))[0], wanted)
+
+
+def _in_parts(norm: RMSNorm, parts: int) -> RMSNorm:
+    made = InParts(norm.scale.shape[0], norm.eps, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    made.parts = parts
+    made.scale.set_value(norm.scale[...])
+    return made
+
+
+def test_whole_norm_with_heads_split_over_devices(eight: Callable[..., Any]) -> None:
+    error, mistaken = eight(whole_norm_on_shards)
+    assert error < PART_TOLERANCE and mistaken > 1e-2
+
+
+# MaxText's layout
+
+
+def made(kind: str, **changes: Any) -> nnxmoe.CausalLM:
+    """A model with other fields than the frozen case, with weights by name."""
+    fields = {name: value for name, value in (load(kind).fields | changes).items() if value is not ...}
+    config = nnxmoe.config_from_hf(fields)
+    shapes = {name: leaf.shape for name, leaf in layout(model_class(config)(config, rngs=None)).items()}
+    return build(fields, weights_of(shapes))
+
+
+EQUAL_LAYERS: dict[str, dict[str, Any]] = {
+    "kimi_k2": {},
+    "qwen3": {
+        "use_sliding_window": False,
+        "layer_types": ...,
+        "rope_scaling": LLAMA_3,
+    },  # no pairs
+    "qwen3_moe": {"mlp_only_layers": []},
+    "deepseek_v2": {},
+}
+
+
+@pytest.mark.parametrize("kind", EQUAL_LAYERS)
+def test_maxtext_layout(kind: str) -> None:
+    """There and back bit for bit, and the Linen module of that layout computes the same."""
+    model = made(kind, **EQUAL_LAYERS[kind])
+    tree = maxtext.to_tree(model, scan_layers=False)
+    again = maxtext.from_tree(tree, model.config)
+    for mine, other in zip(*(jax.tree.leaves(nnx.state(each)) for each in (model, again)), strict=True):
+        assert np.array_equal(mine, other)
+    tokens = load(kind).arrays["tokens"]
+    logits = jax.jit(LinenCausalLM(model.config).apply)({"params": tree["params"]}, tokens).logits
+    assert max_error(logits, model(tokens).logits) < 1e-4
+    attention = tree["params"]["decoder"].get("layers_1", {}).get("self_attention", {})
+    if kind.startswith("qwen3"):
+        assert attention["query_norm"]["scale"].shape == (model.config.head_width,)
+        q = model.stacks[0].layers[1].attention.q.kernel[...]
+        assert np.array_equal(np.moveaxis(attention["query"]["kernel"], 0, 2), q), "carries no scale"
+        assert ("moe_block" in tree["params"]["decoder"]["layers_1"]) == (kind == "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("qwen3", "3 runs of layers"),
+        ("qwen3_moe", "3 runs of layers"),
+        ("qwen2", "no table of MaxText's names for 'qwen2'"),
+        ("glm4_moe_lite", "no table of MaxText's names for 'glm4_moe_lite'"),
+        ("olmoe", "no table of MaxText's names for 'olmoe'"),
+        ("qwen2_moe", "no table of MaxText's names for 'qwen2_moe'"),
+        ("glm4_moe", "no table of MaxText's names for 'glm4_moe'"),
+        ("dots1", "no table of MaxText's names for 'dots1'"),
+        ("solar_open", "no table of MaxText's names for 'solar_open'"),
+        ("minimax_m2", "no table of MaxText's names for 'minimax_m2'"),
+    ],
+)
+def test_what_maxtext_does_not_have_is_refused(kind: str, message: str, folders: Callable[[str], Path]) -> None:
+    with pytest.raises(nnxmoe.CheckpointError, match=message):
+        maxtext.to_tree(nnxmoe.from_pretrained(folders(kind)))
+
+
+# Planted mistakes
+
+Plant = Callable[[Any], None]
+
+
+def attentions(model: Any) -> Iterator[Any]:
+    return (layer.attention for stack in model.stacks for layer in stack.layers)
+
+
+def routed(model: Any) -> Iterator[MoE]:
+    return (layer.moe for stack in model.stacks for layer in stack.layers if isinstance(layer.moe, MoE))
+
+
+def norm_after_rotation(model: Any) -> None:
+    for x in attentions(model):
+        norm, turn, heads = x.qk_norm, x.rotate, x.q.kernel.outs[0]
+        x.qk_norm = None
+        x.rotate = lambda a, r, n=norm, t=turn, h=heads: (n.q if a.shape[2] == h else n.k)(t(a, r))
+
+
+def whole_instead_of_per_head(model: Any) -> None:
+    for x in attentions(model):
+        for name, part in (("q", x.q), ("k", x.k)):
+            one, (heads, width) = getattr(x.qk_norm, name), part.kernel.outs
+            wide = WholeNorm(heads * width, one.eps, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+            wide.scale.set_value(jnp.tile(one.scale[...], heads))
+            setattr(x.qk_norm, name, wide)
+
+
+def per_head_instead_of_whole(model: Any) -> None:
+    for x in attentions(model):
+        for name, part in (("q", x.q), ("k", x.k)):
+            setattr(x.qk_norm, name, _in_parts(getattr(x.qk_norm, name), part.kernel.outs[0]))
+
+
+def norm_per_shard(model: Any) -> None:
+    for x in attentions(model):
+        x.qk_norm.q, x.qk_norm.k = _in_parts(x.qk_norm.q, 4), _in_parts(x.qk_norm.k, 4)
+
+
+def swap_norms(model: Any) -> None:
+    for x in attentions(model):
+        x.qk_norm.q, x.qk_norm.k = x.qk_norm.k, x.qk_norm.q
+
+
+def forget_norm(model: Any) -> None:
+    for x in attentions(model):
+        x.qk_norm = None
+
+
+def norm_eps(model: Any) -> None:
+    for x in attentions(model):
+        x.qk_norm.q.eps = x.qk_norm.k.eps = 0.1
+
+
+def window_by(change: int) -> Plant:
+    def plant(model: Any) -> None:
+        for x in attentions(model):
+            x.window = None if x.window is None else x.window + change
+
+    plant.__qualname__ = f"window_by_{change}"
+    return plant
+
+
+def windows_of_other_layers(model: Any) -> None:
+    found = list(attentions(model))
+    windows = [x.window for x in found]
+    for x, window in zip(found, windows[1:] + windows[:1], strict=True):
+        x.window = window
+
+
+def windows_everywhere(model: Any) -> None:
+    size = next(x.window for x in attentions(model) if x.window)
+    for x in attentions(model):
+        x.window = size
+
+
+def drop_bias(name: str) -> Plant:
+    def plant(model: Any) -> None:
+        for x in attentions(model):
+            bias = getattr(x, name).bias
+            bias.set_value(jnp.zeros_like(bias[...]))
+
+    plant.__qualname__ = f"drop_bias_{name}"
+    return plant
+
+
+def shift_runs(model: Any) -> None:
+    model.stacks = nnx.List([*model.stacks[1:], model.stacks[0]])
+
+
+def select_with(**changes: Any) -> Plant:
+    def plant(model: Any) -> None:
+        for x in routed(model):
+            x.router.select = dataclasses.replace(x.router.select, **changes)
+
+    plant.__qualname__ = "select_with_" + "_".join(changes)
+    return plant
+
+
+@dataclasses.dataclass(frozen=True)
+class BySum(SoftmaxGroupTopK):
+    """Groups ranked by the sum of their two best scores, as in DeepSeek-V3."""
+
+    def __call__(self, logits: Any, bias: Any) -> Any:
+        scores = jax.nn.softmax(logits, axis=-1)
+        grouped = scores.reshape(*scores.shape[:-1], self.groups, -1)
+        _, best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), self.top_groups)
+        kept = jax.nn.one_hot(best, self.groups).sum(-2)[..., None]
+        weights, experts = jax.lax.top_k((grouped * kept).reshape(scores.shape), self.k)
+        return Routing(experts, weights * self.scale, scores, logits)
+
+
+def groups_by_sum(model: Any) -> None:
+    for x in routed(model):
+        x.router.select = BySum(**vars(x.router.select))
+
+
+def greedy_instead_of_groups(model: Any) -> None:
+    for x in routed(model):
+        x.router.select = SoftmaxTopK(x.router.select.k, normalise=False, scale=x.router.select.scale)
+
+
+def forget_shared_gate(model: Any) -> None:
+    for x in routed(model):
+        x.shared.output_gate = lambda a: jnp.full((*a.shape[:-1], 1), jnp.inf)  # whose sigmoid is 1
+
+
+def gate_with_half(model: Any) -> None:
+    for x in routed(model):
+        kernel = x.shared.output_gate.kernel
+        kernel.set_value(jnp.zeros_like(kernel[...]))
+
+
+def forget_shared(model: Any) -> None:
+    for x in routed(model):
+        x.shared = None
+
+
+def forget_mscale(model: Any) -> None:
+    for x in attentions(model):
+        x.scale = (model.config.qk_nope_head_dim + model.config.qk_rope_head_dim) ** -0.5
+
+
+def rotate_whole_heads(model: Any) -> None:
+    """As if partial_rotary_factor were 1."""
+    model.rope = Rope(model.config.head_width, model.rope.theta)
+    for x in attentions(model):
+        x.rotate = rotate_halves
+
+
+def rotate_last_components(model: Any) -> None:
+    for x in attentions(model):
+        part = x.rotate
+        x.rotate = lambda a, r, p=part: jnp.flip(p(jnp.flip(a, -1), r), -1)
+
+
+def rotate_neighbours(model: Any) -> None:
+    """Pair 2i and 2i + 1 in the rotated part."""
+    for x in attentions(model):
+        x.rotate = lambda a, r, w=x.rotate.width: jnp.concatenate([rotate_pairs(a[..., :w], r), a[..., w:]], -1)
+
+
+def frequencies_of_whole_heads(model: Any) -> None:
+    """Rotate the right part, by the first frequencies of the whole width."""
+    whole, half = Rope(model.config.head_width, model.rope.theta), model.rope.dim // 2
+
+    class First(Rope):
+        def frequencies(self, length: Any) -> Any:
+            return whole.frequencies(length)[:half]
+
+    model.rope = First(model.rope.dim, model.rope.theta)
+
+
+def forget_shared_experts(model: Any) -> None:
+    for layer in (layer for stack in model.stacks for layer in stack.layers if isinstance(layer.moe, MoE)):
+        layer.moe.shared = None
+
+
+def forget_correction(model: Any) -> None:
+    for layer in (layer for stack in model.stacks for layer in stack.layers if isinstance(layer.moe, MoE)):
+        layer.moe.router.bias = None
+
+
+ROTARY_MISTAKES = rotate_whole_heads, rotate_last_components, rotate_neighbours, frequencies_of_whole_heads
+NORM_MISTAKES = norm_after_rotation, whole_instead_of_per_head, swap_norms, forget_norm, norm_eps
+WINDOW_MISTAKES = window_by(1), window_by(-1), windows_of_other_layers, windows_everywhere
+MISTAKES: list[tuple[str, Plant]] = [
+    *(("qwen3", plant) for plant in NORM_MISTAKES),
+    *((kind, plant) for kind in ("qwen2", "qwen3") for plant in WINDOW_MISTAKES),
+    *(("qwen2", drop_bias(name)) for name in "qkv"),
+    ("qwen3", drop_bias("o")),
+    *((kind, shift_runs) for kind in ("qwen3_moe", "glm4_moe_lite")),
+    *(("qwen3_moe", plant) for plant in (select_with(normalise=False), select_with(k=2), norm_after_rotation)),
+    *((kind, select_with(scale=1.0)) for kind in ("kimi_k2", "glm4_moe_lite")),
+    ("kimi_k2", forget_mscale),
+    *(("deepseek_v2", plant) for plant in (groups_by_sum, greedy_instead_of_groups, select_with(scale=1.0))),
+    ("deepseek_v2", forget_mscale),
+    *(("qwen2_moe", plant) for plant in (forget_shared_gate, gate_with_half, forget_shared, shift_runs)),
+    ("qwen2_moe", select_with(normalise=True)),
+    *(("qwen2_moe", drop_bias(name)) for name in "qkv"),
+    *(("olmoe", plant) for plant in (per_head_instead_of_whole, norm_per_shard, norm_after_rotation, forget_norm)),
+    *(("olmoe", plant) for plant in (norm_eps, select_with(normalise=True), select_with(k=2))),
+    *(("glm4_moe", plant) for plant in (*ROTARY_MISTAKES, norm_after_rotation, forget_norm)),
+    *(("glm4_moe", plant) for plant in (forget_shared_experts, forget_correction, shift_runs)),
+    *(("glm4_moe", drop_bias(name)) for name in "qkv"),
+    *(("dots1", plant) for plant in (norm_after_rotation, window_by(1), windows_of_other_layers, drop_bias("o"))),
+    *(
+        ("minimax_m2", plant)
+        for plant in (*ROTARY_MISTAKES, norm_after_rotation, forget_norm, per_head_instead_of_whole)
+    ),
+    *(("minimax_m2", plant) for plant in (forget_correction, select_with(normalise=False))),
+    *((kind, select_with(scale=1.0)) for kind in ("glm4_moe", "dots1", "solar_open")),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "plant"), [pytest.param(kind, plant, id=f"{kind}-{plant.__qualname__}") for kind, plant in MISTAKES]
+)
+def test_planted_mistakes_change_the_logits(kind: str, plant: Plant) -> None:
+    case = load(kind)
+    model = build(case.fields, case.weights, ORACLE)
+    plant(model)
+    moved = max_error(eager_logits(model, case.arrays["tokens"]), case.arrays["logits"])
+    assert 1e-3 < moved < np.inf
