@@ -1,6 +1,6 @@
 """XLA:CPU problems that need workarounds. A failing test means that a workaround can be removed."""
 
-import time
+import re
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from nnxmoe.layers import xla_cpu
-from nnxmoe.layers.dots import matmul_f32
+from nnxmoe.layers.dots import dot_f32, matmul_f32
 from nnxmoe.layers.kernel import DenseKernel
 from nnxmoe.moe import grouped_matmul
 
@@ -97,18 +97,15 @@ def test_16_bit_slices_in_a_loop_cast_the_whole_array() -> None:
     assert (temporary_bytes(lambda x: squares(x, naive), dims) > 64**3 * 2) == xla_cpu.COPIES_16_BITS
 
 
-def test_few_float32_rows_are_slow_on_the_left() -> None:
-    """Least times of a product of 8 rows with a kernel of 16 MB; the factor is about three."""
-    x, kernel = jnp.ones((8, 2048)), jnp.ones((2048, 2048))
+def test_few_float32_rows_stay_on_the_right() -> None:
+    """XLA swaps the operands back without the barrier. Whether they are faster there, only a benchmark can tell."""
+    given = jax.ShapeDtypeStruct((8, 256), jnp.float32), jax.ShapeDtypeStruct((512, 256), jnp.float32)
 
-    def rows_first(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(x, kernel, (((1,), (1,)), ((), ())))
+    def kernel_is_left(run: Any) -> bool:
+        text = jax.jit(run).lower(*given).compile().as_text()
+        assert len(dots := re.findall(r"f32\[(8,512|512,8)\]\{1,0\} dot\(", text)) == 1
+        return dots == ["512,8"]
 
-    ways = [jax.jit(rows_first), jax.jit(lambda x, kernel: matmul_f32(x, kernel, True))]
-    assert jnp.array_equal(*(way(x, kernel) for way in ways))
-    took: list[list[float]] = [[], []]
-    for i in range(40):
-        started = time.perf_counter()
-        ways[i % 2](x, kernel).block_until_ready()
-        took[i % 2].append(time.perf_counter() - started)
-    assert min(took[0]) > 1.2 * min(took[1])
+    assert kernel_is_left(lambda x, kernel: matmul_f32(x, kernel, True))
+    assert not kernel_is_left(lambda x, kernel: dot_f32(kernel, x, -1, -1).T)
+    assert not kernel_is_left(lambda x, kernel: dot_f32(x, kernel, -1, -1))
