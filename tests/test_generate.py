@@ -15,8 +15,9 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import Sampling
-from nnxmoe.generation import decode
-from nnxmoe.generation.decode import chunk_sizes, eos_ids, left_aligned
+from nnxmoe.generation import decode, engine, passes
+from nnxmoe.generation.decode import eos_ids, left_aligned
+from nnxmoe.generation.engine import chunk_sizes
 from nnxmoe.generation.sampling import pick, prepare
 from nnxmoe.generation.text import TextStream
 from nnxmoe.model.causal_lm import bucket
@@ -49,7 +50,9 @@ def draw(logits: Sequence[float], sampling: Sampling | None, count: int = 20000,
     steps, knobs = prepare(sampling, len(logits))
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
     mask = None if seen is None else jnp.tile(jnp.asarray(seen, bool), (count, 1))
-    tokens = jax.jit(pick, static_argnums=2)(rows, mask, steps, knobs, jax.random.key(3))
+    each = jax.tree.map(lambda knob: jnp.full(count, knob), knobs)
+    keys = jax.random.split(jax.random.key(3), count)
+    tokens = jax.jit(pick, static_argnums=2)(rows, mask, steps, each, keys)
     assert tokens.dtype == jnp.int32
     return np.bincount(np.asarray(tokens), minlength=len(logits)) / count
 
@@ -219,6 +222,20 @@ def test_finished_rows_are_padded() -> None:
         assert np.array_equal(row[: end + 1], all_of_it[: end + 1]) and np.all(row[end + 1 :] == 0)
 
 
+def test_a_finished_row_still_counts_for_dynamic_rope() -> None:
+    """As in transformers: the frequencies of all rows follow the longest, which goes on after its end."""
+    rope = {"rope_type": "dynamic", "factor": 8.0}
+    model = build_tiny("mixtral", max_position_embeddings=9, rope_scaling=rope)
+    tokens, mask = random_tokens(2, 11), np.ones((2, 11), np.int32)
+    mask[0, :8] = 0
+    whole = nnxmoe.generate(model, tokens, mask, 12, eos_token_id=None)[:, 11:]
+    end = next(i for i, one in enumerate(whole[1]) if one not in whole[0])
+    ended = nnxmoe.generate(model, tokens, mask, 12, eos_token_id=int(whole[1, end]))[:, 11:]
+    assert ended[0].tolist() == whole[0].tolist()
+    first = whole[1].tolist().index(whole[1, end])
+    assert ended[1].tolist() == [*whole[1, : first + 1], *[0] * (11 - first)]
+
+
 def test_default_eos_token_ids() -> None:
     """Taken from generation_config.json, else config.json. None never stops; one or several ids are accepted."""
     model = build_tiny("llama", eos_token_id=[5, 6])
@@ -340,10 +357,10 @@ def test_chunk_sizes() -> None:
 )
 def test_prompts_of_several_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 3 to 21 tokens in chunks of 4 and 8, with a window of 6, continue as the prompt in one piece does."""
-    monkeypatch.setattr(decode, "SMALL", 4)
-    monkeypatch.setattr(decode, "LARGE", 8)
-    monkeypatch.setattr(decode, "MOST_SMALL", 1)
-    model = build_tiny(kind, sliding_window=6)
+    monkeypatch.setattr(engine, "SMALL", 4)
+    monkeypatch.setattr(engine, "LARGE", 8)
+    monkeypatch.setattr(engine, "MOST_SMALL", 1)
+    model = build_tiny(kind, **({} if kind == "deepseek_v3" else {"sliding_window": 6}))
     tokens, mask = random_tokens(3, 21), np.arange(21) >= np.array([[0], [9], [18]])
     options: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": None}
     penalty = Sampling(temperature=0.0, repetition_penalty=1.7)
@@ -398,11 +415,11 @@ def test_programs_are_reused_across_lengths_seeds_and_values() -> None:
 def test_programs_are_shared_between_models_and_hold_no_weights() -> None:
     """A second model of the same structure does not compile; deleting a model frees its weights."""
     first, second = (build_tiny("llama", num_hidden_layers=1, seed=seed) for seed in (0, 1))
-    known = decode._programs.cache_info().currsize
+    known = passes.programs_of.cache_info().currsize
     one = nnxmoe.generate(first, PROMPT, max_new_tokens=4, eos_token_id=None)
-    before = decode._programs.cache_info().currsize
+    before = passes.programs_of.cache_info().currsize
     two = nnxmoe.generate(second, PROMPT, max_new_tokens=4, eos_token_id=None)
-    assert before == decode._programs.cache_info().currsize <= known + 1
+    assert before == passes.programs_of.cache_info().currsize <= known + 1
     assert not np.array_equal(one, two)
     gone = weakref.ref(first.embed.table[...])
     del first
@@ -473,8 +490,8 @@ def test_tokens_may_be_lists(case_model: Any) -> None:
 def test_interrupted_decode_step_raises_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step's buffers were donated; no deleted-buffer error replaces the interrupt."""
 
-    def interrupted(step: Any, *arguments: Any) -> Any:
-        result = step(*arguments)
+    def interrupted(run: Any, *arguments: Any) -> Any:
+        result = run(*arguments)
         if arguments[0].shape[1] == 1:
             raise KeyboardInterrupt
         return result
@@ -483,7 +500,6 @@ def test_interrupted_decode_step_raises_keyboard_interrupt(monkeypatch: pytest.M
     tokens = decode.generate_tokens(
         build_tiny("mixtral", nnxmoe.Strategy()), np.ones((1, 4), np.int32), None, 6, None, 0
     )
-    next(tokens)
     with pytest.raises(KeyboardInterrupt):
         next(tokens)
 
@@ -491,27 +507,23 @@ def test_interrupted_decode_step_raises_keyboard_interrupt(monkeypatch: pytest.M
 def test_next_step_starts_before_the_last_token_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No step starts beyond ``max_new_tokens``; drops are counted up to the last yielded token."""
+    """No step starts beyond ``max_new_tokens``; drops are counted."""
     model = build_tiny("mixtral", nnxmoe.Strategy())
     started: list[None] = []
 
-    def one_more_dropped(step: Any, *arguments: Any) -> Any:
-        token, dropped, memory = step(*arguments)
+    def one_more_dropped(run: Any, *arguments: Any) -> Any:
+        passed = run(*arguments)
         decoding = arguments[0].shape[1] == 1
         started.extend([None] * decoding)
-        return token, dropped + decoding, memory
+        return passed._replace(dropped=passed.dropped + decoding)
 
     _wrap_passes(monkeypatch, one_more_dropped)
     tokens = decode.generate_tokens(model, np.ones((1, 4), np.int32), None, 5, None, 0)
-    assert [len(started) for _ in tokens] == [0, 2, 3, 4, 4]
-    tokens = decode.generate_tokens(model, np.ones((1, 4), np.int32), None, 5, None, 0)
-    next(tokens), next(tokens), next(tokens)
-    caplog.clear()
-    tokens.close()  # type: ignore[attr-defined]
-    assert [record.args and record.args[0] for record in caplog.records] == [2]
+    assert [len(started) for _ in tokens] == [1, 2, 3, 4, 4]
+    assert [record.args and record.args[0] for record in caplog.records] == [4]
 
 
 def _wrap_passes(monkeypatch: pytest.MonkeyPatch, wrapper: Any) -> None:
     """Calls ``wrapper(pass, *arguments)`` in place of each pass of generation."""
-    of = decode._Programs.of
-    monkeypatch.setattr(decode._Programs, "of", lambda *given: functools.partial(wrapper, of(*given)))
+    of = passes.passes
+    monkeypatch.setattr(passes, "passes", lambda model: functools.partial(wrapper, of(model)))

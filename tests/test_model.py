@@ -14,7 +14,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.convert import maxtext, native
-from nnxmoe.generation import decode
+from nnxmoe.generation import decode, passes
 from nnxmoe.model import by_run, causal_lm
 from nnxmoe.model.causal_lm import decoder_of
 from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
@@ -48,17 +48,17 @@ def test_unscan(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
         np.testing.assert_array_equal(ours.get_value(), theirs.get_value())
     tokens = random_tokens(2, 5)
     wanted = nnxmoe.generate(unrolled, tokens, max_new_tokens=3)
-    programs = decode._programs.cache_info().misses
+    programs = passes.programs_of.cache_info().misses
     np.testing.assert_array_equal(nnxmoe.generate(scanned, tokens, max_new_tokens=3), wanted)
-    assert decode._programs.cache_info().misses == programs, "the same programs"
-    copy = decode._unrolled(scanned)
-    assert decode._unrolled(scanned) is copy, "copied once"
+    assert passes.programs_of.cache_info().misses == programs, "the same programs"
+    copy = passes.unrolled(scanned)
+    assert passes.unrolled(scanned) is copy, "copied once"
     nnx.update(scanned, jax.tree.map(lambda a: 2 * a, nnx.state(scanned)))
-    assert decode._unrolled(scanned) is not copy, "new values"
+    assert passes.unrolled(scanned) is not copy, "new values"
     nnx.update(scanned, jax.tree.map(lambda a: a / 2, nnx.state(scanned)))
     if kind == "llama":
-        decode._copies.clear()
-        monkeypatch.setattr(decode, "memory_bytes", lambda: (1e3, "this little machine"))
+        passes._copies.clear()
+        monkeypatch.setattr(passes, "memory_bytes", lambda: (1e3, "this little machine"))
         monkeypatch.setattr(decode, "_batch", lambda *_: 8)
         np.testing.assert_array_equal(nnxmoe.generate(scanned, tokens, max_new_tokens=3), wanted)
         assert "the layers are scanned, which decodes slowly, and this little machine" in caplog.text
@@ -310,7 +310,7 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     results(shallow)
     assert compiled_in(lambda: results(deep)) <= 2
     ours = results(deep)
-    for module in (causal_lm, decode):
+    for module in (causal_lm, passes):
         monkeypatch.setattr(module, "pays", lambda _: False)
     monkeypatch.setattr(by_run, "pays", lambda _: True)
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(results(deep)), strict=True):
@@ -327,7 +327,7 @@ def test_runs_of_layers_have_their_own_jitter_and_window(monkeypatch: pytest.Mon
     model = build_tiny("mixtral", nnxmoe.Strategy(), num_hidden_layers=5, router_jitter_noise=0.5, sliding_window=9)
     tokens, key, found = random_tokens(2, 64), jax.random.key(5), []
     for whole in (True, False):
-        for module in (causal_lm, decode):
+        for module in (causal_lm, passes):
             monkeypatch.setattr(module, "pays", lambda _, whole=whole: not whole)
         logits = model(tokens, key=key).logits
         found.append((logits, nnxmoe.generate(model, tokens, max_new_tokens=4, eos_token_id=None)))

@@ -109,7 +109,8 @@ def test_prefill_of_an_empty_cache_attends_to_the_prompt_only(kind: str, scan: b
     """Applies to a prompt in an empty cache, but not to a non-empty cache, a cache whose length is traced, or a
     single token."""
     asked = Asked()
-    model = build_tiny(kind, dataclasses.replace(ORACLE, attend=asked, scan_layers=scan), sliding_window=40)
+    window: dict[str, Any] = {"sliding_window": 40} if kind == "mistral" else {}
+    model = build_tiny(kind, dataclasses.replace(ORACLE, attend=asked, scan_layers=scan), **window)
     tokens, seen = random_tokens(1, 9), []
 
     def run(part: slice, cache: Any) -> Any:
@@ -192,7 +193,8 @@ class Silent:
         pytest.param(Dense(), True, marks=pytest.mark.slow),
         (Capacity(0.5), False),
         pytest.param(Chunked(Sorted(), 2), False, marks=pytest.mark.slow),
-        pytest.param(ExpertParallel(Sorted(), RingOfExperts()), False, marks=pytest.mark.slow),
+        pytest.param(ExpertParallel(Sorted(), RingOfExperts()), True, marks=pytest.mark.slow),
+        pytest.param(ExpertParallel(Sorted(), RingOfExperts(2.0)), False, marks=pytest.mark.slow),
         pytest.param(Silent(), False, marks=pytest.mark.slow),
     ],
 )

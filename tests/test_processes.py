@@ -104,7 +104,7 @@ def test_killed_process_ends_the_others(tmp_path: Path, task: str, victim: int) 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "doing"),
-    [("stop", "a training step"), ("generate", "computing a new token"), ("end", "waiting for the other processes")],
+    [("stop", "a training step"), ("generate", "computing new tokens"), ("end", "waiting for the other processes")],
 )
 def test_stuck_process_ends_the_other_at_its_deadline(tmp_path: Path, task: str, doing: str) -> None:
     """One process is stopped by a signal, or sleeps while the other generates or waits at the end."""

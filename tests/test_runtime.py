@@ -1,5 +1,6 @@
 """The compile cache, programs shared within a process, memory limits, and Ctrl-C."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -302,3 +303,16 @@ def test_bars_of_quick_reads_are_not_shown(capsys: pytest.CaptureFixture[str], m
     with progress.bytes_bar(10, "loading") as bar:
         bar.update(10)
     assert "loading" not in capsys.readouterr().err
+
+
+def test_messages_of_commands_are_printed_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a library has added a handler to the root logger, as ``logging.info`` does."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with progress.messages_on_stderr():
+        logging.basicConfig()
+        progress.say("hello")
+    assert capsys.readouterr().err == "nnxmoe: hello\n"
+    progress.logger.warning("later")
+    assert capsys.readouterr().err == "WARNING:nnxmoe:later\n"

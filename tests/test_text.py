@@ -313,8 +313,8 @@ def test_stream_continues_a_prompt_that_ends_in_special_tokens() -> None:
 def test_stream_of_a_model_continues_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = sentencepiece_like(llama2_decoder())
     hello, fox = 3, 4
-    new = [np.array([i]) for i in (fox, hello, fox)]
-    monkeypatch.setattr(decode, "generate_tokens", lambda *_: iter(new))
+    new = [fox, hello, fox]
+    monkeypatch.setattr(decode, "_ids_of_one", lambda *_: iter(new))
     model: Any = None  # the only use of it is patched away
     pieces = list(decode.stream(model, tokenizer, [hello], eos_token_id=None))
     assert "Hello" + "".join(pieces) == tokenizer.decode([hello, fox, hello, fox]) == "Hello fox Hello fox"

@@ -44,15 +44,18 @@ class Sampling:
 
 
 class Steps(NamedTuple):
-    """Which options are in use: the static part of a Sampling."""
+    """Which options are in use: the static part of the options of all rows."""
 
-    random: bool
-    penalty: bool
-    cut: bool
+    random: bool = True
+    penalty: bool = True
+    cut: bool = True
+
+    def __or__(self, other: "Steps") -> "Steps":  # type: ignore[override]
+        return Steps(*(one or another for one, another in zip(self, other, strict=True)))
 
 
 class Knobs(NamedTuple):
-    """Values of the options: the part that may change without recompilation."""
+    """Values of the options, one per row: the part that may change without recompilation. ``temperature`` 0: greedy."""
 
     temperature: Any
     top_k: Any
@@ -62,41 +65,57 @@ class Knobs(NamedTuple):
 
 
 def prepare(sampling: Sampling | None, vocab: int) -> tuple[Steps, Knobs]:
-    """Split a Sampling (None: greedy) into its static part and its traced values."""
+    """Split a Sampling (None: greedy) into its static part and the values of one row, without a row dimension."""
     s = sampling or Sampling(temperature=0.0)
     top_k = min(s.top_k or vocab, vocab)
     random = s.temperature > 0
     cut = random and (top_k < vocab or s.top_p < 1 or s.min_p > 0)
-    numbers = (max(s.temperature, 1e-20), s.top_p, s.min_p, s.repetition_penalty)
+    numbers = (max(s.temperature, 1e-20) if random else 0.0, s.top_p, s.min_p, s.repetition_penalty)
     temperature, top_p, min_p, penalty = map(np.float32, numbers)
     return Steps(random, s.repetition_penalty != 1, cut), Knobs(temperature, np.int32(top_k), top_p, min_p, penalty)
 
 
 def pick(
-    logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, steps: Steps, knobs: Knobs, key: Key[Array, ""]
+    logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, steps: Steps, knobs: Knobs, keys: Key[Array, "B"]
 ) -> Int[Array, "B"]:
-    """The next token of each row. The random numbers of a row do not depend on the number of rows."""
-    if steps.penalty:
-        assert seen is not None
-        punished = jnp.where(logits < 0, logits * knobs.penalty, logits / knobs.penalty)
-        logits = jnp.where(seen, punished, logits)
+    """The next token of each row, a function of its own logits, options and key alone."""
+    logits = _penalised(logits, seen, steps, knobs)
+    best, drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32), knobs.temperature > 0
     if not steps.random:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / knobs.temperature
-    if steps.cut:
-        logits = jnp.where(logits < _threshold(logits, knobs)[:, None], -jnp.inf, logits)
-    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        return best
+
+    def draw() -> Int[Array, "B"]:
+        found = jax.vmap(jax.random.categorical)(keys, _scaled_and_cut(logits, steps, knobs))
+        return jnp.where(drawn, found.astype(jnp.int32), best)
+
+    return jax.lax.cond(jnp.any(drawn), draw, lambda: best)
+
+
+def _penalised(
+    logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, steps: Steps, knobs: Knobs
+) -> Float[Array, "B V"]:
+    if not steps.penalty:
+        return logits
+    assert seen is not None
+    by = knobs.penalty[:, None]
+    return jnp.where(seen, jnp.where(logits < 0, logits * by, logits / by), logits)
+
+
+def _scaled_and_cut(logits: Float[Array, "B V"], steps: Steps, knobs: Knobs) -> Float[Array, "B V"]:
+    """The logits of the distribution that is drawn from; -inf for removed tokens."""
+    logits = logits / jnp.where(knobs.temperature > 0, knobs.temperature, 1)[:, None]
+    return jnp.where(logits < _threshold(logits, knobs)[:, None], -jnp.inf, logits) if steps.cut else logits
 
 
 def _threshold(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B"]:
     """The smallest logit that is kept by top-k, then top-p, then min-p."""
     ordered = -jnp.sort(-logits, axis=-1)
     rank = jnp.arange(logits.shape[-1])[None, :]
-    least = jnp.take(ordered, knobs.top_k - 1, axis=-1)[:, None]
+    least = jnp.take_along_axis(ordered, knobs.top_k[:, None] - 1, axis=-1)
     ordered = jnp.where(ordered < least, -jnp.inf, ordered)  # keeps ties with the k-th, as transformers does
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept = ((before < knobs.top_p) | (knobs.top_p == 1) | (rank == 0)) & (ordered >= least)
-    kept &= (probabilities >= knobs.min_p * probabilities[:, :1]) | (rank == 0)
+    top_p = knobs.top_p[:, None]
+    kept = ((before < top_p) | (top_p == 1) | (rank == 0)) & (ordered >= least)
+    kept &= (probabilities >= knobs.min_p[:, None] * probabilities[:, :1]) | (rank == 0)
     return jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1)

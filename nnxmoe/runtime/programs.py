@@ -12,6 +12,10 @@ from jax.sharding import Sharding
 from nnxmoe.runtime.progress import say
 
 _LIMIT = 64
+# XLA:CPU starts independent collectives of a program of several devices in any order, in which devices wait for each
+# other for ever, above all in programs from the compilation cache (jax 0.10.2, 0.12.0). A schedule has one order.
+# ``xla_cpu_enable_concurrency_optimized_scheduler=False`` is without effect as an option of a single program.
+_IN_ORDER: Any = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
 
@@ -49,11 +53,16 @@ class SharedProgram:
         if key not in _programs:
             if self._name is not None:
                 say("compiling %s", self._name)
-            _programs[key] = lowered.compile()
+            _programs[key] = lowered.compile(_IN_ORDER if any(map(_on_cpus, key[-1])) else None)
         _programs.move_to_end(key)
         if len(_programs) > _LIMIT:
             _programs.popitem(last=False)
         return _programs[key]
+
+
+def _on_cpus(place: Sharding) -> bool:
+    """Whether arrays are sharded over several CPU devices."""
+    return len(place.device_set) > 1 and next(iter(place.device_set)).platform == "cpu"
 
 
 def shapes_of(arguments: Any) -> Any:

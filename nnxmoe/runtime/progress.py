@@ -19,16 +19,18 @@ logger = logging.getLogger("nnxmoe")
 @contextlib.contextmanager
 def messages_on_stderr() -> Iterator[None]:
     """Within this block the package's messages appear on stderr, unless the program has set up logging itself."""
-    level, handler = logger.level, logging.StreamHandler(sys.stderr)
+    level, propagate, handler = logger.level, logger.propagate, logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("nnxmoe: %(message)s"))
     own = not logging.getLogger().handlers
     logger.setLevel(logging.INFO)
     if own:
         logger.addHandler(handler)
+        logger.propagate = False  # a library's logging.info(…) adds a root handler, which would print them again
     try:
         yield
     finally:
         logger.setLevel(level)
+        logger.propagate = propagate
         logger.removeHandler(handler)
 
 

@@ -1,0 +1,226 @@
+"""``complete``: continuations of many prompts of any lengths, with an `Engine`."""
+
+import collections
+import dataclasses
+import os.path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from nnxmoe.generation.decode import Eos, eos_ids
+from nnxmoe.generation.draft_cost import Drafting
+from nnxmoe.generation.engine import SMALL, Engine
+from nnxmoe.generation.request import Finish, Prefix, Request, Wanted, whole_number
+from nnxmoe.generation.rows import Process
+from nnxmoe.generation.sampling import Sampling
+from nnxmoe.generation.text import TextStream, Tokenizer
+from nnxmoe.model.causal_lm import CausalLM, bucket
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A continuation of prompt number ``prompt``, its sample number ``sample``.
+
+    ``prompt_ids`` and ``ids``: of the prompt and of what follows, the id that ended it included. ``text``: of ``ids``,
+    without special tokens and cut before a stop string; None without a tokenizer. ``finish``: "stop" for a stop id or
+    stop string, "length" for ``max_new_tokens``. ``logprobs`` and ``top``: see `Request`. ``accepted[n]``: in how many
+    steps n ids of a draft were accepted.
+    """
+
+    prompt: int
+    sample: int
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    text: str | None
+    finish: Finish
+    logprobs: tuple[float, ...]
+    top: tuple[list[tuple[int, float]], ...]
+    accepted: Mapping[int, int]
+
+
+class Continuation:
+    """The text of new ids as they come, cut before the first stop string. ``stopped``: whether there was one.
+
+    What may be the beginning of a stop string is held back until more is known.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], context: Sequence[int]):
+        self._stream, self._stop = TextStream(tokenizer, context=context), tuple(stop)
+        self._held, self.text, self.stopped = "", "", False
+
+    def put(self, token: int) -> str:
+        """The text that is certain after this id; empty once it was stopped."""
+        return "" if self.stopped else self._release(self._stream.put(token))
+
+    def end(self) -> str:
+        """The rest."""
+        if self.stopped:
+            return ""
+        piece = self._release(self._stream.end())
+        rest = "" if self.stopped else self._held
+        self._held, self.text = "", self.text + rest
+        return piece + rest
+
+    def _release(self, piece: str) -> str:
+        text = self._held + piece
+        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, keep = True, min(found)
+        else:
+            starts = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            keep = len(text) - max(starts, default=0)
+        text, self._held = text[:keep], text[keep:]
+        self.text += text
+        return text
+
+
+def complete(
+    model: CausalLM,
+    prompts: Iterable[Prompt],
+    tokenizer: Any = None,
+    *,
+    max_new_tokens: int = 64,
+    min_new_tokens: int = 0,
+    sampling: Sampling | None = None,
+    n: int = 1,
+    stop: str | Sequence[str] = (),
+    eos_token_id: Eos = ...,
+    seed: int | Sequence[int] = 0,
+    logit_bias: Mapping[int, float] | None = None,
+    logprobs: int | None = None,
+    process: Process | None = None,
+    draft: Drafting = None,
+    slots: int = 8,
+) -> Iterator[Completion]:
+    """Continues prompts of any lengths, ``slots`` at a time, and yields ``n`` samples of each in the prompts' order.
+
+    ``prompts``: texts, chats (lists of messages, rendered by the chat template), or token ids. ``tokenizer``: a
+    `Tokenizer`; by default that of the checkpoint the model was loaded from, if it has one. ``sampling`` None: greedy.
+    ``stop``: strings before which the text ends. ``eos_token_id``: ids that end it; default the checkpoint's, None:
+    none. ``seed``: of all prompts, or one each: a sample depends on its prompt, its seed and its number alone.
+    ``min_new_tokens``, ``logit_bias``, ``logprobs``: see `Wanted`. ``process``, ``draft``: see `Engine`.
+
+    A beginning that all prompts share, and a prompt of several samples, is read once. Raises ValueError for what does
+    not fit, before anything is computed.
+    """
+    given = list(prompts)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise ValueError(f"stop={stop!r}: give strings that are not empty")
+    seeds = [seed] * len(given) if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(given):
+        raise ValueError(f"{len(seeds)} seeds for {len(given)} prompts: give one for all, or one each")
+    n, most = whole_number("n", n, 1), whole_number("max_new_tokens", max_new_tokens, 0)
+    tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
+    if tokenizer is None and stops:
+        raise ValueError("stop strings need a tokenizer: pass tokenizer=")
+    prompt_ids = [encoded(prompt, tokenizer) for prompt in given]
+    if not given:
+        return iter(())
+    options = {"sampling": sampling, "stop_ids": eos_ids(model, eos_token_id), "logit_bias": logit_bias or {}}
+    wanted = Wanted(most, whole_number("min_new_tokens", min_new_tokens, 0), logprobs=logprobs, **options)
+    engine = Engine(
+        model,
+        slots=min(whole_number("slots", slots, 1), n * len(given)),
+        capacity=bucket(max(map(len, prompt_ids)) + most, SMALL),
+        limits=wanted.limits(int(model.embed.table.shape[0])),
+        process=process,
+        draft=draft,
+    )
+    ids = (dataclasses.replace(wanted, seed=one) for one in seeds)
+    return _in_order(engine, list(_jobs(prompt_ids, list(ids), n)), tokenizer, stops)
+
+
+@dataclasses.dataclass
+class _Job:
+    """One sample of a prompt, its request once it is submitted, and its text so far."""
+
+    prompt: int
+    ids: tuple[int, ...]
+    wanted: Wanted
+    prefix: Prefix | None
+    request: Request | None = None
+    text: Continuation | None = None
+    kept: int = 0  # ids up to the one that completed a stop string
+
+
+def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[Wanted], n: int) -> Iterator[_Job]:
+    shared = Prefix(os.path.commonprefix(prompts)) if len(prompts) > 1 else None  # pyright: ignore
+    shared = shared if shared is not None and len(shared.ids) >= SMALL else None
+    for number, (ids, one) in enumerate(zip(prompts, wanted, strict=True)):
+        prefix = Prefix(ids, shared) if n > 1 and (shared is None or ids != shared.ids) else shared
+        for sample in range(n):
+            yield _Job(number, ids, dataclasses.replace(one, sample=sample), prefix)
+
+
+def _in_order(engine: Engine, jobs: list[_Job], tokenizer: Any, stop: Sequence[str]) -> Iterator[Completion]:
+    """Runs the jobs, submitting no more of them than can soon start, and yields them as the first becomes done."""
+    waiting, started, of = collections.deque(jobs), collections.deque[_Job](), dict[Request, _Job]()
+    try:
+        while waiting or started:
+            while waiting and engine.waiting < engine.slots:
+                job = waiting.popleft()
+                job.request = engine.submit(job.ids, job.wanted, job.prefix)
+                job.text = None if tokenizer is None else Continuation(tokenizer, stop, job.ids)
+                job.prefix, of[job.request] = None, job
+                started.append(job)
+            for event in engine.step():
+                job = of[event.request]
+                for token in event.ids:
+                    if job.text is None or not job.text.stopped:
+                        job.kept += 1
+                    if job.text is not None:
+                        job.text.put(token)
+                if job.text is not None and job.text.stopped:
+                    engine.cancel(event.request)
+            while started and started[0].request is not None and started[0].request.done:
+                done = started.popleft()
+                yield _completion(done)
+                del of[done.request]  # pyright: ignore
+    finally:
+        engine.close()
+
+
+def _completion(job: _Job) -> Completion:
+    request, text = job.request, job.text
+    assert request is not None and request.finish is not None
+    if text is not None:
+        text.end()
+    stopped = text is not None and text.stopped
+    return Completion(
+        job.prompt,
+        job.wanted.sample,
+        request.prompt,
+        tuple(request.ids[: job.kept]),
+        None if text is None else text.text,
+        "stop" if stopped else request.finish,
+        tuple(request.logprobs[: job.kept]),
+        tuple(request.top[: job.kept]),
+        dict(request.accepted),
+    )
+
+
+def encoded(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
+    """The ids of a text, of a chat as its template renders it, or of ids."""
+    text = isinstance(prompt, str)
+    chat = not text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if (text or chat) and tokenizer is None:
+        raise ValueError("prompts of text need a tokenizer: pass tokenizer=, or token ids")
+    if text:
+        prompt = tokenizer.encode(prompt)
+    elif chat:
+        prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)
+    ids = tuple(int(i) for i in prompt)  # pyright: ignore
+    if not ids:
+        raise ValueError("a prompt is empty: it needs at least one token")
+    return ids
+
+
+def tokenizer_of(model: CausalLM) -> Tokenizer | None:
+    """The tokenizer in the folder that the model was loaded from; None if there is none."""
+    source = None if model.load_report is None else model.load_report.source
+    return (
+        Tokenizer.from_pretrained(source) if source and os.path.exists(os.path.join(source, "tokenizer.json")) else None
+    )

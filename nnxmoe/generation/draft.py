@@ -1,0 +1,191 @@
+"""Drafts of what may follow, for a model to verify several ids in one pass. They change the speed, never the ids."""
+
+import abc
+import dataclasses
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from nnxmoe.config.validate import check_positive
+from nnxmoe.generation.passes import unrolled
+from nnxmoe.generation.rows import Choose, History
+from nnxmoe.layers.cache import Cache
+from nnxmoe.model.causal_lm import CausalLM, decoder_of, split_arrays
+from nnxmoe.model.decoder import nothing
+from nnxmoe.model.stack import Body
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PromptLookup:
+    """Proposes what followed the last time that the newest ids occurred, in the prompt or after it: ``count`` ids after
+    the latest occurrence of the longest run of up to ``ngram`` ids (Saxena 2023, prompt lookup decoding).
+
+    It costs no pass of another model, and pays where answers copy: quotes, code, summaries.
+    """
+
+    count: int = dataclasses.field(default=7, metadata={"static": True})
+    ngram: int = dataclasses.field(default=3, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        check_positive("PromptLookup", "count", self.count)
+        check_positive("PromptLookup", "ngram", self.ngram)
+
+    def empty(self, rows: int, capacity: int) -> None:
+        """It remembers nothing: the history is all it needs."""
+
+    def read(self, memory: None, ids: Array, valid: Array, states: Array) -> None:
+        """It remembers nothing."""
+
+    def propose(
+        self, memory: None, history: History, ids: Array, states: Any, count: Array, choose: Choose
+    ) -> tuple[Int[Array, "B count"], None]:
+        """Drafts for each row; repetitions of its last id where nothing occurred before."""
+        return jax.vmap(self._after)(history.ids, history.count), None
+
+    def _after(self, ids: Int[Array, "C"], count: Int[Array, ""]) -> Int[Array, "count"]:
+        places = jnp.arange(ids.shape[0], dtype=jnp.int32)
+        alike, length = jnp.ones(ids.shape, bool), jnp.zeros(ids.shape, jnp.int32)
+        for back in range(self.ngram):  # whether the ids that end before each place are the newest ones
+            newest = ids[jnp.maximum(count - 1 - back, 0)]
+            alike &= (jnp.roll(ids, back + 1) == newest) & (places > back) & (count > back)
+            length += alike
+        length = jnp.where(places < count, length, 0)
+        best = jnp.max(jnp.where(length > 0, length * ids.shape[0] + places, 0))
+        start = jnp.where(best > 0, best % ids.shape[0], count - 1)
+        period = jnp.maximum(count - start, 1)  # beyond the newest id, the run goes on as it began
+        return ids[start + jnp.arange(self.count) % period]
+
+
+class _Memory(NamedTuple):
+    """What a draft that is a model remembers: its cache, and of each row the last state that it was given."""
+
+    cache: Cache
+    state: Float[Array, "B D"]
+    known: Bool[Array, "B"]
+
+
+class Modelled(abc.ABC):
+    """Drafts of a model with a cache of its own. A pytree: the model's arrays are its leaves."""
+
+    def __init__(self, graph: Any, tree: Any, leaves: list[Array], count: int):
+        self._graph, self._tree, self._leaves, self.count = graph, tree, leaves, count
+
+    @classmethod
+    def _of(cls, parts: Any, count: int) -> Self:
+        check_positive(cls.__name__, "count", count)
+        return cls(*split_arrays(parts), count)
+
+    def tree_flatten(self) -> tuple[list[Array], Any]:
+        """Leaves and structure, for JAX."""
+        return self._leaves, (self._graph, self._tree, self.count)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, leaves: Any) -> Self:
+        """The inverse of `tree_flatten`."""
+        graph, tree, count = aux
+        return cls(graph, tree, list(leaves), count)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(…, {self.count})"
+
+    @property
+    def modules(self) -> Any:
+        """The modules that draft, ``decoder`` among them: a `Decoder` with the embedding and the output head."""
+        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, self._leaves))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that it can propose."""
+        return int(self.modules["decoder"].embed.table.shape[0])
+
+    @abc.abstractmethod
+    def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
+        """States after ids, each given the main model's state (or this model's own) that led to it."""
+
+    def propose(
+        self, memory: _Memory, history: History, ids: Array, states: Any, count: Array, choose: Choose
+    ) -> tuple[Int[Array, "B count"], _Memory]:
+        """Drafts one after the other, each drawn with the key by which the model will draw."""
+        parts, valid = self.modules, jnp.arange(ids.shape[1])[None] < count[:, None]
+        states = memory.state[:, None] if states is None else states
+        body = self._pass(parts, memory.cache, ids, valid, states)
+        assert body.cache is not None
+        length, cache = body.cache.length, body.cache
+        x = jnp.take_along_axis(body.x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+        drafts = jnp.zeros((ids.shape[0], 0), jnp.int32)
+        for place in range(self.count):
+            one = choose(parts["decoder"].logits(x)[:, 0], drafts)[:, None]
+            drafts = jnp.concatenate([drafts, one], axis=1)
+            if place + 1 < self.count:
+                body = self._pass(parts, cache, one, valid[:, :1], x)
+                x, cache = body.x, body.cache
+        assert cache is not None
+        return drafts, memory._replace(cache=dataclasses.replace(cache, length=length))  # of drafts nothing is kept
+
+
+@jax.tree_util.register_pytree_node_class
+class ModelDraft(Modelled):
+    """Drafts of a smaller model: ``ModelDraft.of(small, 4)`` (Leviathan et al. 2023). `Engine` raises ValueError for
+    one with a vocabulary of another size."""
+
+    @classmethod
+    def of(cls, model: CausalLM, count: int = 4) -> Self:
+        """Drafts of ``count`` ids by this model."""
+        return cls._of(nnx.Dict(decoder=decoder_of(unrolled(model))), count)
+
+    def empty(self, rows: int, capacity: int) -> _Memory:
+        """Its cache."""
+        cache = self.modules["decoder"].empty_cache(rows, capacity + self.count, self.count)
+        return _Memory(cache, jnp.zeros((rows, 1)), jnp.zeros(rows, bool))
+
+    def read(self, memory: _Memory, ids: Array, valid: Array, states: Array) -> _Memory:
+        """Reads the chunk too."""
+        return memory._replace(cache=self._pass(self.modules, memory.cache, ids, valid, states).cache)
+
+    def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
+        return parts["decoder"].body(ids, valid, cache=cache, of_routing=nothing, keep_hidden=False)
+
+
+@jax.tree_util.register_pytree_node_class
+class MTPDraft(Modelled):
+    """Drafts of the model's own multi-token prediction layer: ``MTPDraft.of(model)``, loaded with ``mtp=True``.
+
+    Its first depth predicts one id further on. For more drafts it goes on from its own states, which it was not trained
+    to do, so that fewer of them are accepted.
+    """
+
+    @classmethod
+    def of(cls, model: CausalLM, count: int = 1) -> Self:
+        """Drafts of ``count`` ids. Raises ValueError for a model without such layers."""
+        if not model.mtp:
+            raise ValueError("the model has no multi-token prediction layers: load it with mtp=True")
+        return cls._of(mtp_modules(model), count)
+
+    def empty(self, rows: int, capacity: int) -> _Memory:
+        """The layer's cache."""
+        parts = self.modules
+        width = parts["decoder"].embed.table.shape[1]
+        cache = parts["mtp"].empty_cache(parts["decoder"], rows, capacity + self.count)
+        return _Memory(cache, jnp.zeros((rows, width), parts["decoder"].dtype), jnp.zeros(rows, bool))
+
+    def read(self, memory: _Memory, ids: Array, valid: Array, states: Array) -> _Memory:
+        """Each id meets the state of the one before it; that of the chunk's last id waits for the next id."""
+        before = jnp.concatenate([memory.state[:, None], states[:, :-1].astype(memory.state.dtype)], axis=1)
+        known = jnp.concatenate([memory.known[:, None], valid[:, :-1]], axis=1)
+        cache = self._pass(self.modules, memory.cache, ids, known & valid, before).cache
+        assert cache is not None
+        return _Memory(cache, states[:, -1].astype(memory.state.dtype), memory.known | valid[:, -1])
+
+    def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
+        return parts["mtp"](parts["decoder"], states, ids, valid, cache=cache, of_routing=nothing)
+
+
+def mtp_modules(model: CausalLM) -> Any:
+    """The first depth for multi-token prediction, and the model's embedding and head as a decoder without layers."""
+    decoder = decoder_of(model)
+    decoder.stacks = nnx.List([])
+    return nnx.Dict(decoder=decoder, mtp=model.mtp[0])

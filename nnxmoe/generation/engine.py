@@ -1,0 +1,374 @@
+"""Continuous batching: requests of any lengths share the rows of one batch, and a row that ends is used again at once.
+
+A waiting prompt is read in chunks, alone or with others of its size, between the steps of the rows that are continued;
+then its cache is moved into a free row. The programs are few and fixed: passes of a few sizes, one step of all rows,
+and the moves. Everything runs in the caller's thread, and with the same calls in every process of a job.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from nnxmoe.axes import batch_axes, shards
+from nnxmoe.generation import draft_cost, passes
+from nnxmoe.generation.draft import Modelled
+from nnxmoe.generation.passes import Part, Passed, Room, cache_bytes
+from nnxmoe.generation.request import Event, Finish, Limits, Prefix, Request, Wanted, refuse_ids, whole_number
+from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, Options, Process, Report
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.runtime.memory import refuse_beyond_memory
+from nnxmoe.runtime.processes import deadline
+
+SMALL, LARGE = 64, 512  # tokens per chunk of a prompt
+MOST_SMALL = 6  # small chunks that are less work than a large one
+
+
+def chunk_sizes(length: int) -> list[int]:
+    """Sizes of the chunks in which a prompt is read: as many of `LARGE` as it fills, then as few of `SMALL` as hold the
+    rest, or one `LARGE` where that is less work."""
+    large, rest = divmod(length, LARGE)
+    small = -(-rest // SMALL)
+    return [LARGE] * large + ([SMALL] * small if small <= MOST_SMALL else [LARGE])
+
+
+class Group(NamedTuple):
+    """How the first waiting prompts are read: how many of them, in a batch of how many rows, in chunks of which
+    sizes."""
+
+    count: int
+    rows: int
+    sizes: list[int]
+
+
+def as_one_large_chunk(lengths: Sequence[int], slots: int) -> Group:
+    """Prompts of equal small chunks together, as many as a large chunk has room for; longer ones alone."""
+    sizes = chunk_sizes(lengths[0])
+    rows = min(slots, max(1, LARGE // max(sizes)))
+    count = sum(1 for _ in itertools.takewhile(lambda length: chunk_sizes(length) == sizes, lengths[:rows]))
+    return Group(count, 1 if count == 1 else rows, sizes)
+
+
+def one_by_one(lengths: Sequence[int], slots: int) -> Group:
+    """Every prompt alone, so that not even the last bits of what follows depend on what else is waiting."""
+    return Group(1, 1, chunk_sizes(lengths[0]))
+
+
+Grouping = Callable[[Sequence[int], int], Group]  # (lengths of the waiting prompts, slots) -> Group
+
+
+@dataclasses.dataclass(eq=False)
+class _Reading:
+    """Prompts that are being read, or a prefix: the chunks still to come, and what the passes so far gave. ``shared``:
+    whether that belongs to a prefix too."""
+
+    requests: list[Request]
+    prefix: Prefix | None
+    chunks: collections.deque[tuple[np.ndarray, np.ndarray]]
+    passed: Passed | None
+    shared: bool
+
+
+class Engine:
+    """Requests in, ids out, with ``slots`` rows of ``capacity`` tokens each, prompt and new ones together.
+
+        engine = Engine(model, slots=8, capacity=1024)
+        requests = [engine.submit(ids, Wanted(max_new_tokens=100)) for ids in prompts]
+        engine.run()
+
+    ``process``: a function of JAX, ``(logits [B, V], History) -> logits``, applied in every step after biases and
+    before sampling. ``draft``: proposes ids to verify, which changes the speed only; ``"auto"``: multi-token prediction
+    if the model has layers for it, else prompt lookup. ``ahead``: how many steps the device may be ahead of what this
+    process has read. ``grouping``: which waiting prompts are read together; None:
+    `as_one_large_chunk`, and with a draft `one_by_one`, so that drafts do not change a bit.
+
+    The ids of a request are those it would get alone, up to rounding. Raises ValueError if the cache does not fit in
+    memory, for a draft where tokens compete for experts (`Capacity`), and for ``"auto"`` where drafts cannot pay.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        slots: int = 8,
+        capacity: int = 2048,
+        limits: Limits | None = None,
+        process: Process | None = None,
+        draft: draft_cost.Drafting = None,
+        ahead: int = 1,
+        grouping: Grouping | None = None,
+    ):
+        model, limits = passes.unrolled(model), limits or Limits()
+        self.model, self.limits = model, limits
+        self.capacity, self._ahead = whole_number("capacity", capacity, 1), whole_number("ahead", ahead, 0)
+        if draft is not None and not model.separates_tokens():
+            raise ValueError(
+                f"draft={draft}: with {model.strategy.dispatch} drafts would take the room of real tokens, and change "
+                "what follows: use Strategy(dispatch=nnxmoe.Sorted())"
+            )
+        self._mesh = model.strategy.mesh
+        self._parts = shards(self._mesh, batch_axes(self._mesh))
+        self.slots = whole_number("slots", slots, 1) + -slots % self._parts
+        self.draft = draft = draft_cost.resolve(model, draft, self.slots, self.capacity)
+        spare = 0 if draft is None else draft.count
+        self._grouping = grouping or (as_one_large_chunk if draft is None else one_by_one)
+        self._process = process
+        self._options = Options(limits.sampling, limits.top)
+        self._room, self._vocab = Room(self.capacity + spare, spare), int(model.embed.table.shape[0])
+        if isinstance(draft, Modelled) and draft.vocab_size != self._vocab:
+            raise ValueError(
+                f"draft={draft}: its vocabulary has {draft.vocab_size} ids and the model's {self._vocab}: give a model "
+                "with the same tokenizer and vocab_size"
+            )
+        what = f"a cache of {self._room.tokens} tokens for batch {self.slots} takes"
+        refuse_beyond_memory(self.cache_bytes, what, "use fewer max_new_tokens, a smaller capacity, or a smaller batch")
+        self._pass, self._axes = passes.passes(model), passes.batch_axes_of(model, self._room)
+        self._step = self._pass if draft is None else passes.passes(passes.steady(model, self.slots * (1 + spare)))
+        memory = None if draft is None else draft.empty(self.slots, self._room.tokens)
+        self._nothing = Wanted().asked(limits, self._vocab)  # for rows without a request
+        self._rows: Any = passes.empty_rows(self._nothing, self.slots, self._room.tokens, 1 + spare, memory, self._mesh)
+        self._cache: Any = None
+        self._dropped: Any = np.int32(0)
+        self._slots: list[Request | None] = [None] * self.slots
+        self._keep = np.zeros(self.slots, bool)
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._reading: _Reading | None = None
+        self._reports: collections.deque[tuple[Report, list[Request | None]]] = collections.deque()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache of all slots that this process holds. Each prompt that is being read takes a slot's more,
+        and so does each `Prefix` in use."""
+        return cache_bytes(self.model, self.slots, self._room)
+
+    @property
+    def dropped(self) -> int:
+        """How many assignments to experts were dropped so far."""
+        return int(self._dropped)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """How many slots are taken."""
+        return sum(request is not None for request in self._slots)
+
+    def submit(self, ids: Sequence[int], wanted: Wanted | None = None, prefix: Prefix | None = None) -> Request:
+        """Appends a request to the queue. ``prefix``: ids that it begins with, read once for all requests with the same
+        object. Raises ValueError for what this engine has no room for."""
+        prompt, wanted = tuple(int(i) for i in ids), wanted or Wanted()
+        if self._rows is None:
+            raise ValueError("the engine is closed")
+        if not prompt:
+            raise ValueError("the prompt is empty: it needs at least one id")
+        refuse_ids(prompt, self._vocab)
+        asked = wanted.asked(self.limits, self._vocab)
+        if len(prompt) + wanted.max_new_tokens > self.capacity:
+            raise ValueError(
+                f"a prompt of {len(prompt)} ids and {wanted.max_new_tokens} new ones do not fit in the {self.capacity} "
+                "of a slot: ask for fewer max_new_tokens, or make an engine of a larger capacity"
+            )
+        if prefix is not None and prompt[: len(prefix.ids)] != prefix.ids:
+            raise ValueError(f"the prompt does not begin with the {len(prefix.ids)} ids of its prefix")
+        request = Request(prompt, wanted, asked, prefix)
+        if wanted.max_new_tokens == 0:
+            request.finish = "length"
+        else:
+            self._waiting.append(request)
+        return request
+
+    def step(self) -> list[Event]:
+        """Reads a chunk of waiting prompts if a slot is free, starts a step of all rows, and returns what the oldest
+        step not looked at yet has made. Without requests it does nothing."""
+        if self._rows is None:
+            raise ValueError("the engine is closed")
+        if self._reading is None:
+            self._reading = self._next_reading()
+        if self._reading is not None:
+            self._read(self._reading)
+        if going := any(r.steps < r.wanted.max_new_tokens for r in self._going()):
+            self._advance()
+        return self._look() if len(self._reports) > (self._ahead if going else 0) else []
+
+    def run(self) -> None:
+        """Steps until all requests are done."""
+        while self._waiting or self.running or self._reports:
+            self.step()
+
+    def warm_up(self) -> None:
+        """Compiles all programs for requests without a prefix, so that none has to wait for one later."""
+        most = Wanted(max_new_tokens=2)
+        for length in (1, SMALL + 1, MOST_SMALL * SMALL + 1, LARGE + 1):
+            if length + most.max_new_tokens <= self.capacity:
+                for count in (1, self.slots):
+                    occupied = [self.submit([0], most)] if count > 1 else []
+                    while any(request.steps == 0 for request in occupied):
+                        self.step()
+                    for _ in range(count):
+                        self.submit([0] * length, most)
+                    self.run()
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request, and frees its slot; without effect once it is done."""
+        if not request.done:
+            if request in self._waiting:
+                self._waiting.remove(request)
+            self._end(request, "cancelled")
+
+    def close(self) -> None:
+        """Ends all requests, and frees the cache."""
+        for request in [*self._waiting, *filter(None, self._slots)]:
+            self.cancel(request)
+        self._rows = self._cache = self._reading = None
+        self._reports.clear()
+
+    def _end(self, request: Request, finish: Finish) -> None:
+        request.finish, request.prefix = finish, None
+        if request in self._slots:
+            slot = self._slots.index(request)
+            self._slots[slot], self._keep[slot] = None, False
+
+    def _going(self) -> Iterator[Request]:
+        """The requests that are being continued, as far as this process has seen."""
+        return (r for r, keep in zip(self._slots, self._keep, strict=True) if r is not None and keep)
+
+    def _next_reading(self) -> _Reading | None:
+        """The next prompts to read, with slots for them, or a prefix of theirs that has not been read."""
+        free = [i for i, occupant in enumerate(self._slots) if occupant is None]
+        if not self._waiting or not free:
+            return None
+        prefix = self._waiting[0].prefix
+        if prefix is not None and prefix.read is None:
+            while prefix.start is not None and prefix.start.read is None:
+                prefix = prefix.start
+            rest = prefix.ids[len(prefix.start.ids) if prefix.start else 0 :]
+            group = Group(1, self._parts, chunk_sizes(len(rest)))
+            return self._start(group, [rest], [], prefix, prefix.start)
+        alike = list(itertools.takewhile(lambda r: r.prefix is prefix, itertools.islice(self._waiting, len(free))))
+        rests = [r.prompt[len(prefix.ids) if prefix else 0 :] for r in alike]
+        if rests[0]:
+            group = self._grouping([len(rest) for rest in itertools.takewhile(bool, rests)], self.slots)
+        else:  # the prefix is all of the prompt
+            group = Group(1, self._parts, [])
+        requests = [self._waiting.popleft() for _ in range(group.count)]
+        for slot, request in zip(free, requests, strict=False):
+            self._slots[slot] = request
+        return self._start(group, rests[: group.count], requests, None, prefix)
+
+    def _start(
+        self,
+        group: Group,
+        prompts: list[tuple[int, ...]],
+        requests: list[Request],
+        target: Prefix | None,
+        start: Prefix | None,
+    ) -> _Reading:
+        """The chunks of prompts, padded on the left, and a copy of what was read before them."""
+        length, rows = sum(group.sizes), group.rows + -group.rows % self._parts
+        ids, valid = np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
+        for row, prompt in enumerate(prompts):
+            ids[row, length - len(prompt) :], valid[row, length - len(prompt) :] = prompt, True
+        ends = list(itertools.accumulate(group.sizes))
+        chunks = [(ids[:, e - n : e], valid[:, e - n : e]) for e, n in zip(ends, group.sizes, strict=True)]
+        passed = None if start is None else start.read
+        if passed is not None and chunks:
+            cache, memory = passes.spread(passed.cache, rows, self._axes), passes.spread_memory(passed.memory, rows)
+            passed = passed._replace(cache=cache, memory=memory)
+        return _Reading(requests, target, collections.deque(chunks), passed, start is not None and not chunks)
+
+    def _read(self, reading: _Reading) -> None:
+        """One chunk; after the last one the prompts' rows begin."""
+        if reading.chunks:
+            ids, valid = reading.chunks.popleft()
+            cache = None if reading.passed is None else reading.passed.cache
+            memory, part = None if reading.passed is None else reading.passed.memory, Part(True, self.draft is not None)
+            with deadline("reading a prompt"):
+                passed = self._pass(ids, valid, cache, self._dropped, self._room, part)
+            if self.draft is not None:
+                memory = self.draft.empty(len(ids), self._room.tokens) if memory is None else memory
+                memory = passes.read(self.draft, memory, ids, valid, passed.states)
+            self._dropped, reading.passed = passed.dropped, passed._replace(memory=memory)
+        if reading.chunks:
+            return
+        self._reading = None
+        if reading.prefix is not None:
+            reading.prefix.read = reading.passed
+        else:
+            self._begin(reading)
+
+    def _begin(self, reading: _Reading) -> None:
+        """Moves what was read into the slots, and draws the first ids."""
+        passed = reading.passed
+        assert passed is not None
+        rows, requests = passed.logits.shape[0], reading.requests
+        at = np.full(rows, self.slots, np.int32)  # none
+        prompts, lengths = np.zeros((rows, self._room.tokens), np.int32), np.ones(rows, np.int32)
+        asked = [self._nothing] * rows
+        for row, request in enumerate(requests):
+            if request.done:  # cancelled
+                continue
+            at[row] = self._slots.index(request)
+            prompts[row, : len(request.prompt)], lengths[row] = request.prompt, len(request.prompt)
+            asked[row] = request.asked
+        together = jax.tree.map(lambda *parts: np.stack(parts), *asked)
+        fixed = self._options, self._process, self.draft, self._mesh
+        in_place = all(slot in (row, self.slots) for row, slot in enumerate(at))
+        if rows == self.slots and in_place and not self._keep.any() and not reading.shared:
+            self._cache = passed.cache
+        else:
+            if self._cache is None:
+                self._cache = passes.empty_like(passed.cache, self.slots, self._axes)
+            self._cache = passes.put(self._cache, passed.cache, at, self._axes)
+        kept = self._keep.copy()  # what a program is given may be read later
+        given = together, prompts, lengths, passed.logits, passed.memory, kept
+        self._rows, report = passes.begin(self._rows, at, *given, *fixed)
+        here: list[Request | None] = [None] * rows
+        for row, request in enumerate(requests):
+            if not request.done:
+                here[row], self._keep[at[row]], request.steps = request, True, 1
+        self._reports.append((report, here))
+
+    def _advance(self) -> None:
+        """Starts a step of all rows."""
+        state, spare = self._rows, self._room.spare
+        valid = None if self.slots == 1 and not spare else state.active
+        with deadline("computing new tokens"):
+            passed = self._step(state.ids, valid, self._cache, self._dropped, self._room, Part(False))
+        fixed = self._options, self._process, self.draft, self._mesh
+        after = passed.logits, passed.states, passed.cache.length, self._keep.copy()
+        self._rows, length, report = passes.advance(state, *after, *fixed)
+        self._cache, self._dropped = dataclasses.replace(passed.cache, length=length), passed.dropped
+        for request in self._going():
+            request.steps += 1
+        here = [request if keep else None for request, keep in zip(self._slots, self._keep, strict=True)]
+        self._reports.append((report, here))
+
+    def _look(self) -> list[Event]:
+        """Reads the oldest report."""
+        report, requests = self._reports.popleft()
+        with deadline("computing new tokens"):
+            found = jax.tree.map(np.asarray, report)
+        events = []
+        for row, request in enumerate(requests):
+            if request is None or request.done or not (count := int(found.count[row])):
+                continue
+            new = found.ids[row, :count].tolist()
+            request.ids += new
+            if found.ids.shape[1] > 1:
+                request.accepted[count - 1] += 1
+            if (wanted := request.wanted.logprobs) is not None:
+                request.logprobs += found.logprobs[row, :count].tolist()
+                pairs = zip(found.top_ids[row, :count], found.top_logprobs[row, :count], strict=True)
+                request.top += [list(zip(i[:wanted].tolist(), p[:wanted].tolist(), strict=True)) for i, p in pairs]
+            finish: dict[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length"}
+            if (why := finish[int(found.end[row])]) is not None:
+                self._end(request, why)
+            events.append(Event(request, new, why))
+        return events

@@ -1,0 +1,227 @@
+"""The compiled programs of generation: passes of a model over ids with a cache, and moves of rows between caches.
+
+Programs belong to the structure of a model and hold no weights, so models of one structure share them.
+"""
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.axes import batch_axes, constrain, everywhere
+from nnxmoe.generation import rows
+from nnxmoe.layers.cache import Cache
+from nnxmoe.model.by_run import RunByRun, pays
+from nnxmoe.model.causal_lm import CausalLM, decoder_of, split_arrays, unscan
+from nnxmoe.model.decoder import Decoder, Ids, TokenMask, nothing
+from nnxmoe.model.pipeline import PipelinedStack
+from nnxmoe.model.stack import ScannedStack
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.grouped_matmul import Blocked
+from nnxmoe.runtime.memory import local_bytes, memory_bytes
+from nnxmoe.runtime.progress import logger, say
+
+
+class Room(NamedTuple):
+    """The size of an empty cache: tokens per row, and how many of the newest may be taken back."""
+
+    tokens: int
+    spare: int
+
+
+class Passed(NamedTuple):
+    """Result of a pass: logits of all its ids or of the last, the inputs of the head, the cache, and the assignments to
+    experts dropped so far, this pass included. ``memory``: a draft's, after these ids."""
+
+    logits: Float[Array, "B asked V"]
+    states: Float[Array, "B _ D"]
+    cache: Cache
+    dropped: Int[Array, ""]
+    memory: Any = None
+
+
+class Part(NamedTuple):
+    """What is computed of a pass: logits of the last column only, and nothing that only other columns need, unless all
+    ``states`` are wanted."""
+
+    last: bool
+    states: bool = False
+
+
+def _pass(
+    forward: Decoder | RunByRun,
+    ids: Ids,
+    valid: TokenMask | None,
+    cache: Cache | None,
+    dropped: Any,
+    room: Room,
+    part: Part,
+) -> Passed:
+    """One pass over ids; ``cache`` None: an empty one."""
+    only = part.last and not part.states
+    options: dict[str, Any] = {"fresh": cache is None, "last": only, "keep_hidden": False}
+    cache = forward.empty_cache(ids.shape[0], *room) if cache is None else cache
+    body = forward.body(ids, valid, cache=cache, of_routing=nothing, **options)
+    assert body.cache is not None
+    for info in body.infos.values():
+        dropped = dropped + info.dispatch.dropped
+    return Passed(forward.logits(body.x[:, -1:] if part.last else body.x), body.x, body.cache, dropped)
+
+
+class Programs:
+    """The compiled programs of one model structure."""
+
+    def __init__(self, graph: Any, tree: Any):
+        self._structure, self._known = (graph, tree), set[Any]()
+
+        def whole(leaves: list[Array], ids: Array, *given: Any) -> Passed:
+            decoder = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+            ids = constrain(ids, decoder.mesh, batch_axes(decoder.mesh))
+            passed = _pass(decoder, ids, *given)
+            return passed._replace(dropped=everywhere(passed.dropped, decoder.mesh))
+
+        self._whole = jax.jit(whole, static_argnums=(5, 6), donate_argnums=(3,))
+
+    def of(self, decoder: Decoder, leaves: list[Array]) -> Callable[..., Passed]:
+        """`_pass` with the decoder's arrays, as one program or several; the cache is donated."""
+        if pays(decoder):
+            run = functools.partial(_pass, RunByRun(decoder, *self._structure, leaves, donate=True))
+        else:
+            run = functools.partial(self._whole, leaves)
+        return functools.partial(self._announced, run)
+
+    def _announced(
+        self, run: Callable[..., Passed], ids: Any, valid: Any, cache: Any, dropped: Any, room: Room, part: Part
+    ) -> Passed:
+        """A pass; the log says so if it is the first of its kind."""
+        kind = ids.shape, valid is None, cache is None, room, part
+        if kind not in self._known:
+            self._known.add(kind)
+            say("compiling a pass of %d x %d ids, up to %d tokens (once per such size)", *ids.shape, room.tokens)
+        return run(ids, valid, cache, dropped, room, part)
+
+
+programs_of = functools.lru_cache(maxsize=16)(Programs)
+
+
+def passes(model: CausalLM) -> Callable[..., Passed]:
+    """`_pass` of a model. Raises ValueError for a model without values."""
+    decoder = decoder_of(model)
+    graph, tree, leaves = split_arrays(decoder)
+    return programs_of(graph, tree).of(decoder, leaves)
+
+
+begin = jax.jit(rows.begin, static_argnums=(8, 9, 11), donate_argnums=(0,))
+advance = jax.jit(rows.advance, static_argnums=(5, 6, 8), donate_argnums=(0,))
+read = jax.jit(lambda draft, *given: draft.read(*given), donate_argnums=(1,))
+empty_rows = jax.jit(rows.empty_rows, static_argnums=(1, 2, 3, 5))
+
+
+# Scanned models, each with the structure and the arrays of which its unrolled copy was made, and that copy.
+_copies: "weakref.WeakKeyDictionary[CausalLM, tuple[Any, list[weakref.ref[Any]], CausalLM]]"
+_copies = weakref.WeakKeyDictionary()
+
+
+def unrolled(model: CausalLM) -> CausalLM:
+    """The model with arrays of their own for all layers, if memory permits: a scan copies its slices in every step.
+
+    The copy is kept as long as the model and its arrays.
+    """
+    for stack in model.stacks:
+        if isinstance(stack, PipelinedStack):
+            stack.refuse_decoding()
+    scanned = [nnx.state(stack) for stack in model.stacks if isinstance(stack, ScannedStack)]
+    if not scanned:
+        return model
+    graph, state = nnx.split(model)
+    leaves, (before, arrays, copy) = jax.tree.leaves(state), _copies.pop(model, (None, [], model))
+    if before == graph and all(kept() is leaf for kept, leaf in zip(arrays, leaves, strict=True)):
+        _copies[model] = before, arrays, copy
+        return copy
+    del copy
+    need = local_bytes((a.shape, a.dtype, None) for a in jax.tree.leaves(scanned))
+    have, where = memory_bytes()
+    if need <= have:
+        _copies[model] = graph, [weakref.ref(leaf) for leaf in leaves], unscan(model)
+        return _copies[model][-1]
+    logger.warning(
+        "the layers are scanned, which decodes slowly, and %s (%.1f GB) has no room for a copy of %.1f GB: load the "
+        "model with Strategy(stacking=Unrolled())",
+        where,
+        have / 1e9,
+        need / 1e9,
+    )
+    return model
+
+
+def steady(model: CausalLM, tokens: int) -> CausalLM:
+    """The same model with one size for all blocks of rows of an expert, in passes over so many tokens.
+
+    XLA:CPU sums a row's products in another order with another number of rows beside it (jax 0.10.2, 0.12.0); so a
+    token's logits would depend, in their last bits, on the drafts of other tokens.
+    """
+    steady = nnx.merge(*nnx.split(model))
+    for _, part in nnx.iter_graph(steady):
+        if isinstance(part, Experts) and part.matmul == Blocked():
+            part.matmul = Blocked(min(8, tokens))
+    return steady
+
+
+def cache_bytes(model: CausalLM, count: int, room: Room) -> int:
+    """Bytes of a cache of so many rows that this process holds."""
+    made = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(count, *room).layers))
+    return local_bytes((b.shape, b.dtype, None) for b in made)
+
+
+def batch_axes_of(model: CausalLM, room: Room) -> tuple[int, ...]:
+    """The axis of each array of the layers' caches that counts rows: a scanned stack's caches have layers first."""
+    one, two = (jax.eval_shape(lambda n=n: jax.tree.leaves(model.empty_cache(n, *room).layers)) for n in (1, 2))
+    pairs = (zip(a.shape, b.shape, strict=True) for a, b in zip(one, two, strict=True))
+    return tuple(next(i for i, (m, n) in enumerate(pair) if m != n) for pair in pairs)
+
+
+def _by_row(cache: Cache, axes: tuple[int, ...], change: Callable[..., Array], *others: Cache) -> Cache:
+    """The cache with ``change(array, axis, *arrays of the others)`` applied to each of its arrays."""
+    every = [jax.tree.leaves((c.layers, c.length, c.segment)) for c in (cache, *others)]
+    new = [change(a, axis, *more) for a, axis, *more in zip(every[0], (*axes, 0, 0), *every[1:], strict=True)]
+    tree = jax.tree.structure((cache.layers, cache.length, cache.segment))
+    layers, length, segment = jax.tree.unflatten(tree, new)
+    return dataclasses.replace(cache, layers=layers, length=length, segment=segment)
+
+
+@functools.partial(jax.jit, static_argnums=(3,), donate_argnums=(0,))
+def put(cache: Cache, group: Cache, at: Int[Array, "R"], axes: tuple[int, ...]) -> Cache:
+    """``cache`` with the rows of ``group`` at the rows ``at``; those out of range are left out."""
+
+    def into(old: Array, axis: int, new: Array) -> Array:
+        return old.at[(slice(None),) * axis + (at,)].set(new, mode="drop")
+
+    return _by_row(cache, axes, into, group)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def spread(cache: Cache, count: int, axes: tuple[int, ...]) -> Cache:
+    """A cache of ``count`` rows, each a copy of the first row of ``cache``."""
+    return _by_row(cache, axes, lambda a, axis: jnp.take(a, jnp.zeros(count, jnp.int32), axis=axis))
+
+
+@functools.partial(jax.jit, static_argnums=(1,))
+def spread_memory(memory: Any, count: int) -> Any:
+    """A draft's memory of ``count`` rows, each a copy of the first row of ``memory``."""
+    return jax.tree.map(lambda a: jnp.take(a, jnp.zeros(count, jnp.int32), axis=0), memory)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def empty_like(group: Cache, count: int, axes: tuple[int, ...]) -> Cache:
+    """A cache of ``count`` rows without tokens, otherwise as ``group``."""
+
+    def empty(a: Array, axis: int) -> Array:
+        return jnp.zeros((*a.shape[:axis], count, *a.shape[axis + 1 :]), a.dtype)
+
+    return _by_row(group, axes, empty)

@@ -1,0 +1,142 @@
+"""What is asked of generation, and what it has made so far."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from nnxmoe.generation.passes import Passed
+from nnxmoe.generation.rows import Asked
+from nnxmoe.generation.sampling import Sampling, Steps, prepare
+
+Finish = Literal["stop", "length", "cancelled"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a batch has room for, per row: ``stops`` ids that end it, ``biases`` of its logits, and log-probabilities of
+    the ``top`` most likely ids (None: no log-probabilities). ``sampling``: the options it is compiled with."""
+
+    stops: int = 16
+    biases: int = 0
+    top: int | None = None
+    sampling: Steps = Steps()
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What is asked for: up to ``max_new_tokens`` ids, none of ``stop_ids`` before ``min_new_tokens``; an id of
+    ``stop_ids`` ends a request, as its last one.
+
+    ``sampling`` None: greedy. Ids are drawn by ``seed`` and ``sample``, the number among the samples of one prompt;
+    nothing else matters, such as other requests. ``logit_bias``: id -> what is added to its logit. ``logprobs`` n:
+    also the log-probabilities of the ids made, and the n most likely ids at each place; None: none.
+    """
+
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    sampling: Sampling | None = None
+    stop_ids: Sequence[int] = ()
+    seed: int = 0
+    sample: int = 0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("max_new_tokens", self.max_new_tokens, 0)
+        whole_number("min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
+        if isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
+        if self.logprobs is not None:
+            whole_number("logprobs", self.logprobs, 0)
+
+    def limits(self, vocab: int) -> Limits:
+        """What a batch needs to have room for this."""
+        steps = prepare(self.sampling, vocab)[0]
+        return Limits(max(1, len(self.stop_ids)), len(self.logit_bias), self.logprobs, steps)
+
+    def asked(self, limits: Limits, vocab: int) -> Asked:
+        """This as the NumPy arrays of one row, without a row dimension. Raises ValueError beyond the limits."""
+        for name, given, most in (
+            ("stop_ids", len(self.stop_ids), limits.stops),
+            ("logit_bias", len(self.logit_bias), limits.biases),
+            ("logprobs", -1 if self.logprobs is None else self.logprobs, -1 if limits.top is None else limits.top),
+        ):
+            if given > most:
+                raise ValueError(f"{name}: {given} is more than the {max(most, 0)} of this engine's {limits}")
+        steps, knobs = prepare(self.sampling, vocab)
+        if steps | limits.sampling != limits.sampling:
+            raise ValueError(f"{self.sampling} needs {steps}, and this engine has {limits}")
+        refuse_ids(self.logit_bias, vocab)
+        stops = np.full(limits.stops, -1, np.int32)
+        stops[: len(self.stop_ids)] = self.stop_ids
+        biased, biases = np.full(limits.biases, vocab, np.int32), np.zeros(limits.biases, np.float32)
+        count = len(self.logit_bias)
+        biased[:count], biases[:count] = list(self.logit_bias), list(self.logit_bias.values())
+        key = np.asarray(jax.random.key_data(jax.random.key(self.seed)))
+        sample, most, least = np.int32(self.sample), np.int32(self.max_new_tokens), np.int32(self.min_new_tokens)
+        logprobs = np.int32(-1 if self.logprobs is None else self.logprobs)
+        return Asked(knobs, key, sample, most, least, stops, biased, biases, logprobs)
+
+
+@dataclasses.dataclass(eq=False)
+class Prefix:
+    """Ids with which several requests begin, read once while the object is in use. ``start``: a prefix of this one."""
+
+    ids: tuple[int, ...]
+    start: "Prefix | None" = None
+    read: Passed | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt that waits, is read, is continued, or is done; made by `Engine.submit`.
+
+    ``asked``: what is wanted, as arrays. ``ids``: the new ones so far. ``logprobs``: of each of them, under the model's
+    own distribution before any option; ``top``: the most likely ids at each place, with their log-probabilities.
+    ``steps``: how many were started for it. ``accepted[n]``: in how many of them n ids of the draft were accepted.
+    ``finish``: why it is done; None before.
+    """
+
+    prompt: tuple[int, ...]
+    wanted: Wanted
+    asked: Asked
+    prefix: Prefix | None = None
+    ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    steps: int = 0
+    accepted: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    finish: Finish | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will be made."""
+        return self.finish is not None
+
+
+class Event(NamedTuple):
+    """New ids of a request, and why it is done if it is."""
+
+    request: Request
+    ids: list[int]
+    finish: Finish | None
+
+
+def whole_number(name: str, value: object, smallest: int) -> int:
+    """``value``; raises ValueError unless it is an integer of at least ``smallest``."""
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not number or not float(value).is_integer() or value < smallest:  # pyright: ignore
+        raise ValueError(f"{name} must be an integer >= {smallest}, got {value!r}")
+    return int(value)  # pyright: ignore
+
+
+def refuse_ids(ids: Sequence[int] | Mapping[int, float] | np.ndarray, vocab: int) -> None:
+    """Raises ValueError for ids outside of the vocabulary."""
+    for bad in [i for i in ids if not 0 <= i < vocab][:1]:
+        raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {bad}: is this the model's tokenizer?")

@@ -1,0 +1,281 @@
+"""The rows of a batch that is being generated, on the device: what was asked for, what was made, and one step of it.
+
+Row b is independent of all others: its ids are a function of its prompt, its options and its own key (a seed, the
+number of the sample, and how many ids it has made). So neither its place in the batch nor its neighbours matter.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from nnxmoe.axes import AnyMesh, everywhere
+from nnxmoe.generation.sampling import Knobs, Steps, pick
+from nnxmoe.layers.cache import written
+
+RUNNING, STOPPED, FULL = 0, 1, 2  # why a row ended: at a stop id, or at its number of new ids
+
+
+class Asked(NamedTuple):
+    """What was asked for, one of each per row. ``limit``, ``least``: the most and the fewest new ids. ``stops``: ids
+    that end a row, -1: none. ``biases`` are added to the logits of ``biased`` ids (the size of the vocabulary: none).
+    ``logprobs``: the number of the most likely ids to report, -1 for no log-probabilities at all."""
+
+    knobs: Knobs
+    key: Any  # the data of a random key
+    sample: Any
+    limit: Any
+    least: Any
+    stops: Any
+    biased: Any
+    biases: Any
+    logprobs: Any
+
+
+class Options(NamedTuple):
+    """The static part of what is asked for. ``top``: of how many of the most likely ids the log-probabilities are
+    reported at most; None: no log-probabilities."""
+
+    steps: Steps
+    top: int | None
+
+
+class History(NamedTuple):
+    """The ids of every row, prompt and new. ``ids[b, i]`` counts for ``i < count[b]``; ``made[b]`` of them are new."""
+
+    ids: Int[Array, "B C"]
+    count: Int[Array, "B"]
+    made: Int[Array, "B"]
+
+
+Process = Callable[[Float[Array, "B V"], History], Float[Array, "B V"]]  # logits -> logits
+
+
+class Rows(NamedTuple):
+    """The state of all rows between two steps. ``ids`` go into the next pass, where ``active``: the last id of the
+    history, which is in no cache yet, and drafts of what may follow."""
+
+    asked: Asked
+    history: History
+    ids: Int[Array, "B W"]
+    active: Bool[Array, "B W"]
+    memory: Any
+
+
+class Report(NamedTuple):
+    """What a step has made: ``count[b]`` ids of row b, the reason why it ended, and log-probabilities under the model's
+    own distribution, of these ids and of the most likely ones."""
+
+    ids: Int[Array, "B W"]
+    count: Int[Array, "B"]
+    end: Int[Array, "B"]
+    logprobs: Float[Array, "B W"] | None
+    top_ids: Int[Array, "B W top"] | None
+    top_logprobs: Float[Array, "B W top"] | None
+
+
+Choose = Callable[[Float[Array, "B V"], Int[Array, "B K"]], Int[Array, "B"]]  # (logits, drafts before) -> ids
+
+
+class Draft(Protocol):
+    """Proposes ids that may follow, for the model to verify: they change how fast ids are made, never which.
+
+    A pytree, whose arrays are arguments of the compiled programs. Its memory is a pytree with a leading row dimension.
+    """
+
+    @property
+    def count(self) -> int:
+        """The number of ids per step."""
+        ...
+
+    def empty(self, rows: int, capacity: int) -> Any:
+        """The memory of so many rows of so many tokens; None if it has none."""
+        ...
+
+    def read(
+        self, memory: Any, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], states: Float[Array, "B T D"]
+    ) -> Any:
+        """The memory after a chunk of the prompts, with the model's states: the inputs of its head."""
+        ...
+
+    def propose(
+        self,
+        memory: Any,
+        history: History,
+        ids: Int[Array, "B W"],
+        states: Float[Array, "B W D"] | None,
+        count: Int[Array, "B"],
+        choose: Choose,
+    ) -> tuple[Int[Array, "B K"], Any]:
+        """Drafts of what follows the histories, whose newest ``count`` ids are new: the first of ``ids``, each given
+        the state that led to it; None: the last state that `read` was given. ``choose`` draws as the model would."""
+        ...
+
+
+def empty_rows(like: Asked, count: int, capacity: int, width: int, memory: Any, mesh: AnyMesh | None) -> Rows:
+    """Rows that are not active. ``like``: what is asked for in one row."""
+    asked = jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), like)
+    none = jnp.zeros((count,), jnp.int32)
+    history = History(jnp.zeros((count, capacity), jnp.int32), none, none)
+    ids = jnp.zeros((count, width), jnp.int32)
+    rows = Rows(asked, history, ids, ids > 0, memory)
+    return jax.tree.map(lambda a: everywhere(a, mesh), rows)
+
+
+def begin(
+    rows: Rows,
+    at: Int[Array, "R"],
+    asked: Asked,
+    prompts: Int[Array, "R C"],
+    lengths: Int[Array, "R"],
+    logits: Float[Array, "R 1 V"],
+    memory: Any,
+    keep: Bool[Array, "B"],
+    options: Options,
+    process: Process | None,
+    draft: Any,
+    mesh: AnyMesh | None,
+) -> tuple[Rows, Report]:
+    """Starts rows ``at`` (out of range: none) whose prompts were read, with their first ids. ``memory``: the draft's,
+    of these prompts."""
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[at].set(new.astype(old.dtype), mode="drop")
+
+    zero, no_drafts = jnp.zeros_like(lengths), jnp.zeros((len(at), 0), jnp.int32)
+    report = _choose(asked, History(prompts, lengths, zero), logits, no_drafts, options, process)
+    first = report.ids[:, 0]
+    ids = put(rows.history.ids, prompts).at[at, lengths].set(first, mode="drop")
+    history = History(ids, put(rows.history.count, lengths + 1), put(rows.history.made, zero + 1))
+    active = (rows.active[:, 0] & keep).at[at].set(report.end == RUNNING, mode="drop")
+    last, started = put(rows.ids[:, 0], first), jnp.zeros_like(rows.history.count).at[at].set(1, mode="drop")
+    memory = jax.tree.map(put, rows.memory, memory)
+    moved = rows._replace(asked=jax.tree.map(put, rows.asked, asked), history=history, memory=memory)
+    moved = _next(moved, last, active, last[:, None], None, started, options, process, draft)
+    return _everywhere((moved, report), mesh)
+
+
+def advance(
+    rows: Rows,
+    logits: Float[Array, "B W V"],
+    states: Float[Array, "B W D"],
+    length: Int[Array, "B"],
+    keep: Bool[Array, "B"],
+    options: Options,
+    process: Process | None,
+    draft: Any,
+    mesh: AnyMesh | None,
+) -> tuple[Rows, Int[Array, "B"], Report]:
+    """One step after a pass over ``rows.ids``, whose cache then had these lengths: the rows, the lengths without the
+    drafts that were refused, and the report. Rows that are not to be kept end."""
+    running = rows.active[:, 0] & keep
+    report = _choose(rows.asked, rows.history, logits, rows.ids[:, 1:], options, process)
+    count = jnp.where(running, report.count, 0)
+    report = report._replace(count=count, end=jnp.where(running, report.end, FULL))
+    history, width = rows.history, rows.ids.shape[1]
+    place = jnp.arange(width, dtype=jnp.int32)[None]
+    slots = jnp.where(place < count[:, None], history.count[:, None] + place, history.ids.shape[1])
+    ids = written(history.ids, report.ids, slots, 1)
+    moved = rows._replace(history=History(ids, history.count + count, history.made + count))
+    last = jnp.take_along_axis(report.ids, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    length = length - jnp.where(rows.active[:, 0], width - count, 0)
+    active = running & (report.end == RUNNING)
+    moved = _next(moved, last, active, report.ids, states, count, options, process, draft)
+    return _everywhere((moved, length, report), mesh)
+
+
+def _next(
+    rows: Rows,
+    last: Int[Array, "B"],
+    active: Bool[Array, "B"],
+    ids: Int[Array, "B W"],
+    states: Float[Array, "B W D"] | None,
+    count: Int[Array, "B"],
+    options: Options,
+    process: Process | None,
+    draft: Any,
+) -> Rows:
+    """The rows with what goes into their next pass; those without new ids keep their drafts."""
+    into, memory = last[:, None], rows.memory
+    if draft is not None:
+
+        def choose(logits: Array, before: Array) -> Array:
+            return _alone(rows.asked, rows.history, logits, before, options.steps, process)
+
+        drafts, memory = draft.propose(memory, rows.history, ids, states, count, choose)
+        drafts = jnp.where(count[:, None] > 0, drafts.astype(jnp.int32), rows.ids[:, 1:])
+        into = jnp.concatenate([into, drafts], axis=1)
+    return rows._replace(ids=into, active=jnp.broadcast_to(active[:, None], into.shape), memory=memory)
+
+
+def _everywhere(tree: Any, mesh: AnyMesh | None) -> Any:
+    return jax.tree.map(lambda a: everywhere(a, mesh), tree)
+
+
+def _choose(
+    asked: Asked,
+    history: History,
+    logits: Float[Array, "B W V"],
+    drafts: Int[Array, "B K"],
+    options: Options,
+    process: Process | None,
+) -> Report:
+    """The ids that follow, up to the first that differs from its draft (Daliri, Musco and Suresh 2024: each is drawn
+    with a key of its own, whatever the draft was, so drafts change nothing but the speed), or that ends the row."""
+    width = logits.shape[1]
+    places = [_alone(asked, history, logits[:, w], drafts[:, :w], options.steps, process) for w in range(width)]
+    ids = jnp.stack(places, axis=1)
+    agree = jnp.cumprod(drafts == ids[:, :-1], axis=1)
+    count = 1 + jnp.sum(agree, axis=1, dtype=jnp.int32)
+    made = history.made[:, None] + 1 + jnp.arange(width, dtype=jnp.int32)[None]
+    stopped = jnp.any(ids[:, :, None] == asked.stops[:, None, :], axis=-1)
+    ends = stopped | (made >= asked.limit[:, None])
+    count = jnp.minimum(count, jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1) + 1, width))
+    at = (count - 1)[:, None]
+    stopped, ends = (jnp.take_along_axis(a, at, axis=1)[:, 0] for a in (stopped, ends))
+    end = jnp.where(stopped, STOPPED, jnp.where(ends, FULL, RUNNING)).astype(jnp.int32)
+    return Report(ids, count, end, *_logprobs(logits, ids, asked.logprobs, options.top))
+
+
+def _alone(
+    asked: Asked,
+    history: History,
+    logits: Float[Array, "B V"],
+    drafts: Int[Array, "B K"],
+    steps: Steps,
+    process: Process | None,
+) -> Int[Array, "B"]:
+    """The ids that follow the drafts, if all of these are right: exactly what a step without drafts would draw."""
+    row, place = jnp.arange(logits.shape[0])[:, None], jnp.arange(drafts.shape[1])[None]
+    ids = history.ids.at[row, history.count[:, None] + place].set(drafts, mode="drop")
+    known = History(ids, history.count + drafts.shape[1], history.made + drafts.shape[1])
+    one, seen = logits.at[row, asked.biased].add(asked.biases, mode="drop"), None
+    early = known.made < asked.least
+    stops = jnp.where((asked.stops >= 0) & early[:, None], asked.stops, one.shape[1])
+    one = one.at[row, stops].set(-jnp.inf, mode="drop")
+    one = one if process is None else process(one, known)
+    if steps.penalty:
+        real = jnp.arange(ids.shape[1])[None] < known.count[:, None]
+        seen = jnp.zeros(one.shape, bool).at[row, ids].max(real)
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(asked.key), asked.sample)
+    return pick(one, seen, steps, asked.knobs, jax.vmap(jax.random.fold_in)(keys, known.made))
+
+
+def _logprobs(
+    logits: Float[Array, "B W V"], ids: Int[Array, "B W"], wanted: Int[Array, "B"], top: int | None
+) -> tuple[Any, Any, Any]:
+    """Log-probabilities of the ids, and the ``top`` most likely ids with theirs; computed if a row wants them."""
+    if top is None:
+        return None, None, None
+
+    def compute() -> tuple[Array, Array, Array]:
+        every = jax.nn.log_softmax(logits, axis=-1)
+        most, which = jax.lax.top_k(every, max(top, 1))
+        return jnp.take_along_axis(every, ids[..., None], axis=-1)[..., 0], which.astype(jnp.int32), most
+
+    def skip() -> tuple[Array, Array, Array]:
+        return tuple(jnp.zeros(a.shape, a.dtype) for a in jax.eval_shape(compute))  # pyright: ignore
+
+    return jax.lax.cond(jnp.any(wanted >= 0), compute, skip)

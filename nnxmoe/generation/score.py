@@ -1,0 +1,138 @@
+"""``score``: how likely a model finds given texts."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from nnxmoe.axes import batch_axes, constrain, everywhere, shards
+from nnxmoe.generation.complete import tokenizer_of
+from nnxmoe.generation.request import refuse_ids, whole_number
+from nnxmoe.layers.chunks import in_chunks, joined
+from nnxmoe.model.causal_lm import CausalLM, bucket, decoder_of, split_arrays
+from nnxmoe.model.decoder import nothing
+
+TOKENS = 4096  # of one pass: rows times their length, unless a single row is longer
+ROWS = (1, 8, TOKENS)  # of one pass at most: few sizes, since each is a program
+LOGITS = 1 << 24  # at once, on each device
+
+Text = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Log-probabilities of the ids of a text, each given all ids before it; the first id of a text without a context
+    has none. ``greedy``: whether an id was the most likely one. ``top_ids``, ``top_logprobs``: the most likely ids at
+    each place."""
+
+    ids: tuple[int, ...]
+    logprobs: Float[np.ndarray, "T"]
+    greedy: Bool[np.ndarray, "T"]
+    top_ids: Int[np.ndarray, "T top"]
+    top_logprobs: Float[np.ndarray, "T top"]
+
+    @property
+    def top(self) -> list[list[tuple[int, float]]]:
+        """Pairs of the most likely ids and their log-probabilities per place, as in `Request`."""
+        places = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
+        return [list(zip(ids, logprobs, strict=True)) for ids, logprobs in places]
+
+    @property
+    def total(self) -> float:
+        """The log-probability of all of it."""
+        return float(np.sum(self.logprobs, dtype=np.float64))
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(-total / number of ids)``."""
+        return math.exp(-self.total / len(self.ids)) if self.ids else math.nan
+
+
+def score(
+    model: CausalLM, texts: Iterable[Text | tuple[Text, Text]], tokenizer: Any = None, *, top: int = 0
+) -> list[Score]:
+    """The log-probabilities of texts, or of continuations in pairs ``(context, continuation)``, in their order.
+
+    Texts are strings or token ids. A pair of strings is encoded as one text, and the continuation is what follows the
+    ids of the context alone. ``tokenizer``: by default that of the checkpoint. ``top``: how many of the most likely ids
+    to return per place. Never more than a few logits are in memory. Raises ValueError for texts without ids to score.
+    """
+    items = [_split(item, lambda: tokenizer or tokenizer_of(model)) for item in texts]
+    vocab = int(model.embed.table.shape[0])
+    for number, (ids, first) in enumerate(items):
+        refuse_ids(ids, vocab)
+        if first >= len(ids):
+            raise ValueError(f"text {number} has nothing to score: {len(ids)} ids, of which {first} are its context")
+    scores: list[Score | None] = [None] * len(items)
+    order = sorted(range(len(items)), key=lambda i: len(items[i][0]))
+    run = _scorer(model, whole_number("top", top, 0))
+    while order:
+        length = bucket(len(items[order[-1]][0]), 64)
+        rows = max(1, min(TOKENS // length, next(rows for rows in ROWS if rows >= min(len(order), ROWS[-1]))))
+        batch, order = order[-rows:], order[:-rows]
+        for i, found in zip(batch, run([items[i][0] for i in batch], rows, length), strict=True):
+            ids, first = items[i]
+            scores[i] = Score(ids[first:], *(each[first - 1 : len(ids) - 1] for each in found))
+    return [one for one in scores if one is not None]
+
+
+def _split(item: Any, tokenizer: Any) -> tuple[tuple[int, ...], int]:
+    """The ids of a text or pair, and the number of the first that is scored."""
+    context, text = item if isinstance(item, tuple) and len(item) == 2 and not isinstance(item[0], int) else ((), item)
+    if isinstance(text, str):
+        if (encode := tokenizer()) is None:
+            raise ValueError("texts need a tokenizer: pass tokenizer=, or token ids")
+        before = context if isinstance(context, str) else ""
+        ids, first = encode.encode(before + text), len(encode.encode(before)) if before else 1
+        if context and not before:
+            raise ValueError("a context of ids with a continuation of text: give both as text, or both as ids")
+        return tuple(ids), first
+    ids = (*map(int, context), *map(int, text))
+    return ids, max(1, len(context))
+
+
+def _scorer(model: CausalLM, top: int) -> Any:
+    """``(rows of ids, B, T) -> (log-probability of each next id, whether it is the most likely, the most likely ids,
+    their log-probabilities)`` per row."""
+    graph, tree, leaves = split_arrays(decoder_of(model))
+    program, parts = _program(graph, tree, top), shards(model.strategy.mesh, batch_axes(model.strategy.mesh))
+
+    def run(rows: list[tuple[int, ...]], batch: int, length: int) -> Any:
+        batch += -batch % parts
+        ids, valid = np.zeros((batch, length), np.int32), np.zeros((batch, length), bool)
+        for row, given in enumerate(rows):
+            ids[row, : len(given)], valid[row, : len(given)] = given, True
+        found = (np.asarray(a) for a in program(leaves, ids, valid))
+        return list(zip(*found, strict=True))[: len(rows)]
+
+    return run
+
+
+@functools.lru_cache(maxsize=16)
+def _program(graph: Any, tree: Any, top: int) -> Any:
+    def run(leaves: list[Array], ids: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> tuple[Array, ...]:
+        decoder = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        mesh = decoder.mesh
+        x = decoder.body(constrain(ids, mesh, batch_axes(mesh)), valid, of_routing=nothing, keep_hidden=False).x
+        kernel = decoder.head_weight()
+        rows, length = ids.shape
+        step = min(length, max(1, LOGITS // (kernel.shape[1] * -(-rows // shards(mesh, batch_axes(mesh))))))
+
+        def some(given: tuple[Array, Array]) -> tuple[Array, ...]:
+            logits, targets = kernel.float32(given[0]), given[1][..., None]
+            chosen = jnp.take_along_axis(logits, targets, axis=-1)
+            total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+            most, which = jax.lax.top_k(logits, top)
+            return (chosen - total)[..., 0], jnp.argmax(logits, axis=-1) == given[1], which, most - total
+
+        found = jax.lax.map(some, in_chunks(step, x, jnp.roll(ids, -1, axis=1)))
+        return tuple(everywhere(joined(a, length), mesh) for a in found)
+
+    return jax.jit(run)
