@@ -48,16 +48,16 @@ def hook(event: str, arguments: tuple) -> None:
 
 
 def use() -> str:
-    """Loads, inspects, generates, saves and renders the chat template."""
+    """Loads without the unknown fields, inspects, generates, saves and renders the chat template."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, ROOT)
     import nnxmoe
     from nnxmoe.cli import inspect
 
     try:
-        model = nnxmoe.from_pretrained(FOLDER)
+        model = nnxmoe.from_pretrained(FOLDER, ignore_unknown=True)
         tokenizer = nnxmoe.Tokenizer.from_pretrained(FOLDER)
-        inspect.summarise(FOLDER)
+        inspect.summarise(FOLDER, ignore_unknown=True)
         list(nnxmoe.stream(model, tokenizer, "hello you", max_new_tokens=2))
         nnxmoe.save_pretrained(model, SAVED)
     except ValueError as error:

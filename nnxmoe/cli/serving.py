@@ -1,0 +1,56 @@
+"""``nnxmoe serve``: its options, and the server with the model that they name."""
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from nnxmoe.cli import commands, drafts
+from nnxmoe.runtime.progress import logger, say
+
+KEY = "NNXMOE_API_KEY"
+
+
+def options(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """Adds the options; ``count`` parses a positive integer."""
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, help="port (default 8000; 0: any free one)")
+    add("--name", help="the model's name for clients (default: MODEL, of a folder its last part)")
+    add("--slots", type=count, default=8, metavar="N", help="samples that are made at once (default 8)")
+    add("--capacity", type=count, default=2048, metavar="T", help="tokens per sample, prompt included (default 2048)")
+    add("--queue", type=count, default=256, metavar="N", help="samples that may wait; beyond: 429 (default 256)")
+    add("--seconds", type=count, default=600, metavar="S", help="longest time of a request (default 600)")
+    add("--max-body", type=count, default=4 << 20, metavar="BYTES", help="largest body of a request (default 4 MiB)")
+    add("--drain", type=count, default=30, metavar="S", help="seconds to finish requests at the end (default 30)")
+    drafts.add_option(parser)
+    parser.epilog = f"{parser.epilog}\n\n{KEY}=… in the environment: clients must send this key as a bearer token."
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Serves a model until it is told to stop."""
+    try:
+        from nnxmoe.serve import run
+        from nnxmoe.serve.settings import Settings
+    except ModuleNotFoundError as error:
+        raise ValueError(f"nnxmoe serve needs {error.name}: pip install 'nnxmoe[serve]'") from None
+    if not 0 <= options.port < 2**16:
+        raise ValueError(f"--port {options.port}: a port lies in 0 … 65535")
+    name = options.name or (Path(options.model).resolve().name if os.path.isdir(options.model) else options.model)
+    local = options.host in {"localhost", "127.0.0.1", "::1"}
+    settings = Settings(
+        name=name,
+        key=os.environ.get(KEY) or None,
+        hosts=run.LOOPBACK if local else None,
+        queue=options.queue,
+        seconds=options.seconds,
+        body=options.max_body,
+        drain=options.drain,
+    )
+    if not local and settings.key is None:
+        logger.warning("everyone who reaches %s may use this server: set %s to ask for a key", options.host, KEY)
+    model, tokenizer = commands.load(options)
+    draft = drafts.draft_of(options.draft, model)
+    engine, stop_ids = run.serving_engine(model, slots=options.slots, capacity=options.capacity, draft=draft)
+    started = f"serving {name} with {engine.slots} slots of {engine.capacity} tokens on %s; Ctrl-C ends"
+    run.serve(engine, tokenizer, stop_ids, settings, options.host, options.port, lambda address: say(started, address))

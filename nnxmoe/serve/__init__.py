@@ -1,0 +1,1 @@
+"""An HTTP server of one model, after the OpenAI API: ``nnxmoe serve``. Needs the extra ``nnxmoe[serve]``."""

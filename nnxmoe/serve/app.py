@@ -1,0 +1,236 @@
+"""The ASGI application: routes, who is let in, and errors as JSON."""
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nnxmoe.generation.engine import Engine
+from nnxmoe.serve.engine_thread import EngineThread
+from nnxmoe.serve.formats import ChatFormat, CompletionFormat
+from nnxmoe.serve.pieces import TokenTexts
+from nnxmoe.serve.plan import Planner
+from nnxmoe.serve.reply import Reply, Service, json_response
+from nnxmoe.serve.schema import ChatRequest, CompletionRequest, Options, decode
+from nnxmoe.serve.settings import Refused, Settings
+
+PAGE = Path(__file__).with_name("page.html")
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+OPEN_TO_ALL = ("/", "/health")
+DISCARD_SECONDS = 1.0
+
+
+class Endpoints:
+    """The endpoints of one model. ``service`` is set while the application runs."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, stop_ids: tuple[int, ...], settings: Settings):
+        vocab = int(engine.model.embed.table.shape[0])
+        self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
+        self.planner = Planner(settings, tokenizer, engine.capacity, vocab, stop_ids, engine.limits)
+        self.texts, self.since = TokenTexts(tokenizer), int(time.time())
+        self._service: Service | None = None
+
+    @property
+    def service(self) -> Service:
+        """What the requests share."""
+        assert self._service is not None, "the application has not started"
+        return self._service
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Runs the engine's thread while the application runs."""
+        thread = EngineThread(self.engine, self.tokenizer, asyncio.get_running_loop())
+        self._service = Service(thread, self.settings)
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(thread.close)
+
+    async def page(self, _: Request) -> Response:
+        """A page to chat on."""
+        headers = {
+            "content-security-policy": POLICY,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+        }
+        return HTMLResponse(PAGE.read_bytes(), headers=headers)
+
+    async def health(self, _: Request) -> Response:
+        """200 while the engine runs."""
+        if (failure := self.service.thread.failure) is not None:
+            raise Refused(503, f"the engine failed: {failure!r:.300}")
+        return json_response({"status": "ok"})
+
+    async def metrics(self, _: Request) -> Response:
+        """Prometheus' text."""
+        return PlainTextResponse(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """The only model, in a list or alone."""
+        name = self.settings.name
+        card = {
+            "id": name,
+            "object": "model",
+            "created": self.since,
+            "owned_by": "nnxmoe",
+            "max_model_len": self.engine.capacity,
+        }
+        asked = request.path_params.get("model")
+        if asked not in (None, name):
+            raise Refused(404, f"there is no model {asked!r:.80} here, only {name!r}", "model", "model_not_found")
+        return json_response({"object": "list", "data": [card]} if asked is None else card)
+
+    async def completions(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
+        return await self._reply(request, CompletionRequest, self.planner.completion, CompletionFormat)
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        return await self._reply(request, ChatRequest, self.planner.chat, ChatFormat)
+
+    async def _reply(self, request: Request, kind: type[Options], plan: Callable[[Any], Any], form: Any) -> Response:
+        since = time.monotonic()
+        asked = decode(await self._body(request), kind)
+        # Tokenizers and templates may take a second, which would stop all other requests.
+        planned = await asyncio.to_thread(plan, asked)
+        format_ = form(self.texts, planned.wanted.logprobs)
+        head = {"id": format_.prefix + secrets.token_hex(12), "created": int(time.time()), "model": self.settings.name}
+        with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        return Reply(self.service, planned, format_, head, bool(asked.stream), with_usage, since)
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, of a bounded size and in a bounded time."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which a page of another site cannot send without being asked first
+            raise Refused(415, f"the Content-Type is {kind!r:.60}: send application/json")
+        most = self.settings.body
+        too_large = Refused(413, f"the body is larger than {most} bytes")
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > most:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.settings.body_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {self.settings.body_seconds:g} s") from None
+        return bytes(body)
+
+
+class _Body:
+    """``receive`` of a request; ``unread``: whether there may be more of its body."""
+
+    def __init__(self, receive: Receive):
+        self._receive, self.unread = receive, True
+
+    async def receive(self) -> Message:
+        """The next message."""
+        message = await self._receive()
+        self.unread = self.unread and message["type"] == "http.request" and message.get("more_body", False)
+        return message
+
+    async def discard(self) -> None:
+        """Reads the rest for a while: a client that still sends would not see a response before a reset."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while self.unread:
+                    await self.receive()
+
+
+class Guard:
+    """Lets requests in by Host header and key, reads the rest of refused bodies, and counts responses by path and
+    status."""
+
+    def __init__(self, app: ASGIApp, endpoints: Endpoints, paths: frozenset[str]):
+        self._app, self._endpoints, self._paths = app, endpoints, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forwards a request, or refuses it."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        body = _Body(receive)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._endpoints.service.metrics.requests[path, message["status"]] += 1
+                if message["status"] >= 400:
+                    await body.discard()
+                if body.unread:  # the rest would be taken for the next request
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        refused = self._refused(scope["path"], dict(scope["headers"]))
+        app = self._app if refused is None else _error(refused)
+        await app(scope, body.receive, counted)
+
+    def _refused(self, path: str, headers: dict[bytes, bytes]) -> Refused | None:
+        settings = self._endpoints.settings
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
+        if settings.hosts is not None and name not in settings.hosts:
+            return Refused(403, f"the Host header is {name!r:.80}, not one of {sorted(settings.hosts)}")
+        if settings.key is None or path in OPEN_TO_ALL:
+            return None
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), settings.key.encode()):
+            return None
+        return Refused(
+            401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", None, "invalid_api_key"
+        )
+
+
+def _error(refused: Refused) -> Response:
+    headers = {"retry-after": "1"} if refused.status == 429 else {}
+    headers |= {"www-authenticate": "Bearer"} if refused.status == 401 else {}
+    return json_response(refused.body(), refused.status, headers)
+
+
+async def _on_refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return _error(error)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(Refused(error.status_code, f"{request.method} {request.url.path:.80}: {error.detail}"))
+
+
+async def _on_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # the client went away while it sent its body: no one reads this
+
+
+async def _on_failure(_: Request, error: Exception) -> Response:
+    return _error(Refused(500, f"the server made a mistake: {type(error).__name__}; see its log"))
+
+
+def make_app(engine: Engine, tokenizer: Any, stop_ids: tuple[int, ...], settings: Settings) -> ASGIApp:
+    """The application that serves an engine, which it closes at its end."""
+    ends = Endpoints(engine, tokenizer, stop_ids, settings)
+    routes = [
+        Route("/", ends.page),
+        Route("/health", ends.health),
+        Route("/metrics", ends.metrics),
+        Route("/v1/models", ends.models),
+        Route("/v1/models/{model:path}", ends.models),
+        Route("/v1/completions", ends.completions, methods=["POST"]),
+        Route("/v1/chat/completions", ends.chat, methods=["POST"]),
+    ]
+    handlers: Any = {Refused: _on_refused, HTTPException: _on_http, ClientDisconnect: _on_gone, Exception: _on_failure}
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=ends.lifespan)
+    return Guard(app, ends, frozenset(route.path for route in routes))

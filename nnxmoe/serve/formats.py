@@ -1,0 +1,134 @@
+"""Responses, after the OpenAI API: of completions and of chats, whole or in chunks."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from nnxmoe.generation.request import Finish
+from nnxmoe.serve.engine_thread import Piece
+from nnxmoe.serve.pieces import TokenTexts
+
+Json = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Sample:
+    """What was made of one sample so far."""
+
+    text: str = ""
+    ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float | None] = dataclasses.field(default_factory=list)
+    top: list[list[tuple[int, float]] | None] = dataclasses.field(default_factory=list)
+    finish: Finish | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Appends what a step has made."""
+        self.text += piece.text
+        self.ids += piece.ids
+        self.logprobs += piece.logprobs
+        self.top += piece.top
+        self.finish = piece.finish
+
+
+class Format(Protocol):
+    """How samples become choices. ``name`` and ``prefix``: of the whole response and of its id; ``chunk``: the name of
+    a chunk."""
+
+    name: str
+    chunk: str
+    prefix: str
+
+    def opening(self, index: int) -> list[Json]:
+        """Choices of chunks that are sent before the first piece."""
+        ...
+
+    def choice(self, index: int, sample: Sample) -> Json:
+        """The choice of a whole response."""
+        ...
+
+    def delta(self, index: int, part: Sample) -> Json:
+        """The choice of a chunk."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionFormat:
+    """Choices of ``/v1/completions``. ``offsets``: characters that were sent of each sample's tokens."""
+
+    texts: TokenTexts
+    logprobs: int | None
+    offsets: dict[int, int] = dataclasses.field(default_factory=dict)
+    name = chunk = "text_completion"
+    prefix = "cmpl-"
+
+    def opening(self, index: int) -> list[Json]:
+        """None."""
+        return []
+
+    def choice(self, index: int, sample: Sample) -> Json:
+        """``text``, and ``logprobs`` by token."""
+        logprobs = None if self.logprobs is None else self._logprobs(index, sample)
+        return {"index": index, "text": sample.text, "logprobs": logprobs, "finish_reason": sample.finish}
+
+    delta = choice
+
+    def _logprobs(self, index: int, sample: Sample) -> Json:
+        """The most likely tokens at each place include the token itself. Of tokens with the same text, which are parts
+        of characters, the most likely one counts."""
+        tokens, offsets = [self.texts.text(token) for token in sample.ids], []
+        for token in tokens:
+            offsets.append(self.offsets.get(index, 0))
+            self.offsets[index] = offsets[-1] + len(token)
+        tops = []
+        for token, logprob, top in zip(tokens, sample.logprobs, sample.top, strict=True):
+            pairs = [] if top is None else [(self.texts.text(one), value) for one, value in top[: self.logprobs]]
+            found: dict[str, float] = {}
+            for text, value in pairs:
+                found.setdefault(text, value)
+            if logprob is not None:
+                found.setdefault(token, logprob)
+            tops.append(found or None)
+        return {"tokens": tokens, "token_logprobs": sample.logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatFormat:
+    """Choices of ``/v1/chat/completions``."""
+
+    texts: TokenTexts
+    logprobs: int | None
+    name, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def opening(self, index: int) -> list[Json]:
+        """The role."""
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+
+    def choice(self, index: int, sample: Sample) -> Json:
+        """A message."""
+        message = {"role": "assistant", "content": sample.text, "refusal": None}
+        return self._with(index, sample, {"message": message})
+
+    def delta(self, index: int, part: Sample) -> Json:
+        """The text that is new."""
+        return self._with(index, part, {"delta": {"content": part.text} if part.text else {}})
+
+    def _with(self, index: int, sample: Sample, body: Json) -> Json:
+        logprobs = None if self.logprobs is None else {"content": self._logprobs(sample), "refusal": None}
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": sample.finish}
+
+    def _logprobs(self, sample: Sample) -> list[Json]:
+        return [
+            self._token(token, logprob)
+            | {"top_logprobs": [self._token(*pair) for pair in (top or [])[: self.logprobs]]}
+            for token, logprob, top in zip(sample.ids, sample.logprobs, sample.top, strict=True)
+        ]
+
+    def _token(self, token: int, logprob: float | None) -> Json:
+        return {"token": self.texts.text(token), "logprob": logprob, "bytes": self.texts.bytes(token)}
+
+
+def usage(prompts: Sequence[Sequence[int]], made: int) -> Json:
+    """Numbers of tokens."""
+    given = sum(map(len, prompts))
+    return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}

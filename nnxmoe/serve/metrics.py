@@ -1,0 +1,69 @@
+"""Counters of a server in Prometheus' text format."""
+
+import bisect
+import collections
+from collections.abc import Callable, Iterator
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+HELP = {
+    "requests_total": "Requests by endpoint and HTTP status",
+    "cancelled_total": "Requests whose client went away before the end",
+    "prompt_tokens_total": "Tokens of prompts that were accepted",
+    "generated_tokens_total": "Tokens that were made and sent",
+    "slots": "Samples that can be made at once",
+    "slots_running": "Slots that are taken",
+    "samples_waiting": "Samples that wait for a slot",
+    "samples_admitted": "Samples of requests that are being served",
+    "first_token_seconds": "Time from a request's arrival to its first token",
+    "request_seconds": "Time from a request's arrival to its end",
+}
+
+
+class Histogram:
+    """Counts of values by upper bound."""
+
+    def __init__(self) -> None:
+        self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        """Counts a value."""
+        self.counts[bisect.bisect_left(SECONDS, value)] += 1
+        self.sum += value
+
+    def lines(self, name: str) -> Iterator[str]:
+        """The cumulative counts, the sum and the count."""
+        total = 0
+        for bound, count in zip((*SECONDS, "+Inf"), self.counts, strict=True):
+            total += count
+            yield f'{name}_bucket{{le="{bound}"}} {total}'
+        yield f"{name}_sum {self.sum:.6f}"
+        yield f"{name}_count {total}"
+
+
+class Metrics:
+    """Counters, histograms, and ``gauges``, which are read when they are asked for."""
+
+    def __init__(self, gauges: dict[str, Callable[[], int]]) -> None:
+        self.requests: collections.Counter[tuple[str, int]] = collections.Counter()
+        self.counters: collections.Counter[str] = collections.Counter(
+            dict.fromkeys(("cancelled_total", "prompt_tokens_total", "generated_tokens_total"), 0)
+        )
+        self.first_token, self.seconds, self._gauges = Histogram(), Histogram(), gauges
+
+    def text(self) -> str:
+        """All of them."""
+        lines = []
+
+        def say(name: str, kind: str, values: Iterator[str] | list[str]) -> None:
+            lines.extend([f"# HELP nnxmoe_{name} {HELP[name]}.", f"# TYPE nnxmoe_{name} {kind}", *values])
+
+        by_status = sorted(self.requests.items())
+        counts = [f'nnxmoe_requests_total{{path="{path}",status="{s}"}} {count}' for (path, s), count in by_status]
+        say("requests_total", "counter", counts)
+        for name, value in self.counters.items():
+            say(name, "counter", [f"nnxmoe_{name} {value}"])
+        for name, read in self._gauges.items():
+            say(name, "gauge", [f"nnxmoe_{name} {read()}"])
+        for name, histogram in (("first_token_seconds", self.first_token), ("request_seconds", self.seconds)):
+            say(name, "histogram", histogram.lines(f"nnxmoe_{name}"))
+        return "\n".join([*lines, ""])

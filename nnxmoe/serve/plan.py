@@ -1,0 +1,149 @@
+"""From request bodies to what the engine is asked for."""
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnxmoe.generation.request import Limits, Prefix, Wanted, refuse_ids
+from nnxmoe.generation.sampling import Sampling
+from nnxmoe.generation.text import TokenizerError
+from nnxmoe.serve.schema import ChatRequest, CompletionRequest, Options
+from nnxmoe.serve.settings import Refused, Settings
+
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; of chats: what the slot has room for
+COMPLETION_LOGPROBS, CHAT_LOGPROBS = 5, 20  # the most that the API allows
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a request asks for: ``n`` samples of each prompt. ``texts``: of the prompts, where they are echoed.
+    ``scored``: the log-probabilities of echoed prompts are wanted too."""
+
+    prompts: list[tuple[int, ...]]
+    wanted: Wanted
+    n: int
+    stop: tuple[str, ...]
+    texts: list[str] | None = None
+    scored: bool = False
+
+    def samples(self) -> list[tuple[tuple[int, ...], Wanted, Prefix | None]]:
+        """The ids, options and shared prefix of every sample, in the order of the response's choices."""
+        found = []
+        for ids in self.prompts:
+            prefix = Prefix(ids) if self.n > 1 else None
+            found += [(ids, dataclasses.replace(self.wanted, sample=i), prefix) for i in range(self.n)]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """Plans requests for one model. ``capacity``: tokens of a slot; ``stop_ids``: the model's end tokens."""
+
+    settings: Settings
+    tokenizer: Any
+    capacity: int
+    vocab: int
+    stop_ids: tuple[int, ...]
+    limits: Limits
+
+    def completion(self, request: CompletionRequest) -> Plan:
+        """The plan of ``/v1/completions``. Raises Refused."""
+        self._refuse_model(request)
+        prompts, texts = self._prompts(request.prompt)
+        most = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        logprobs = _at_most("logprobs", request.logprobs, COMPLETION_LOGPROBS)
+        echo = bool(request.echo)
+        plan = self._plan(request, prompts, most, logprobs)
+        return dataclasses.replace(plan, texts=texts if echo else None, scored=echo and logprobs is not None)
+
+    def chat(self, request: ChatRequest) -> Plan:
+        """The plan of ``/v1/chat/completions``. Raises Refused, also for what the chat template refuses."""
+        self._refuse_model(request)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise Refused(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        logprobs = _at_most("top_logprobs", request.top_logprobs, CHAT_LOGPROBS) or 0
+        variables = request.chat_template_kwargs or {}
+        if taken := sorted({"messages", "tools", "documents", "add_generation_prompt", "tokenize"} & set(variables)):
+            raise Refused(400, f"chat_template_kwargs cannot set {taken[0]}", "chat_template_kwargs")
+        try:
+            messages = [message.plain() for message in request.messages]
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **variables)
+        except (TokenizerError, TypeError) as error:
+            raise Refused(400, str(error), "messages") from None
+        if request.max_tokens is not None and request.max_completion_tokens is not None:
+            raise Refused(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
+        asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        most = max(1, self.capacity - len(ids)) if asked is None else asked
+        return self._plan(request, [tuple(ids)], most, logprobs if request.logprobs else None)
+
+    def _plan(self, request: Options, prompts: list[tuple[int, ...]], most: int, logprobs: int | None) -> Plan:
+        n = _at_most("n", request.n, self.settings.samples) or 1
+        biases, least = request.logit_bias or {}, request.min_tokens or 0
+        _at_most("logit_bias", len(biases), self.limits.biases)
+        if least > most:
+            raise Refused(400, f"min_tokens={least} is more than the {most} of max_tokens", "min_tokens")
+        for ids in prompts:
+            if not ids:
+                raise Refused(400, "the prompt is empty: it needs at least one token", "prompt")
+            if len(ids) + most > self.capacity:
+                why = f"{len(ids)} tokens of prompt and {most} of max_tokens exceed the {self.capacity} of a slot"
+                raise Refused(
+                    400, f"{why}: shorten the prompt, or ask for fewer", "max_tokens", "context_length_exceeded"
+                )
+        self._refuse_ids("logit_bias", biases)
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        wanted = Wanted(most, least, _sampling(request), self.stop_ids, seed, logit_bias=biases, logprobs=logprobs)
+        return Plan(prompts, wanted, n, self._stops(request.stop))
+
+    def _stops(self, stop: str | Sequence[str] | None) -> tuple[str, ...]:
+        stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+        _at_most("stop", len(stops), self.settings.stops)
+        for text in stops:
+            if not 0 < len(text) <= self.settings.stop_length:
+                raise Refused(
+                    400, f"stop: a string of {len(text)} characters, not 1 to {self.settings.stop_length}", "stop"
+                )
+        return stops
+
+    def _prompts(self, prompt: Any) -> tuple[list[tuple[int, ...]], list[str]]:
+        """The ids and texts of one prompt or several."""
+        if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
+            prompt = [prompt]
+        if any(isinstance(part, int) for part in prompt):
+            raise Refused(
+                400, "prompt mixes token ids and texts: give one text, several, ids, or lists of ids", "prompt"
+            )
+        _at_most("prompt", len(prompt), self.settings.prompts)
+        try:
+            ids = [tuple(self.tokenizer.encode(one) if isinstance(one, str) else one) for one in prompt]
+        except TokenizerError as error:
+            raise Refused(400, str(error), "prompt") from None
+        for one in ids:
+            self._refuse_ids("prompt", one)
+        texts = [one if isinstance(one, str) else self.tokenizer.decode(one) for one in prompt]
+        return ids, texts
+
+    def _refuse_ids(self, name: str, ids: Sequence[int] | Mapping[int, float]) -> None:
+        try:
+            refuse_ids(ids, self.vocab)
+        except ValueError as error:
+            raise Refused(400, f"{name}: {error}", name) from None
+
+    def _refuse_model(self, request: Options) -> None:
+        if request.model != self.settings.name:
+            why = f"there is no model {request.model!r:.80} here, only {self.settings.name!r}"
+            raise Refused(404, why, "model", "model_not_found")
+
+
+def _sampling(request: Options) -> Sampling:
+    """Sampling of a request, with OpenAI's defaults."""
+    given = {name: getattr(request, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
+    top_k = None if request.top_k in (None, -1) else request.top_k
+    return Sampling(top_k=top_k, **{name: value for name, value in given.items() if value is not None})
+
+
+def _at_most(name: str, value: int | None, most: int) -> int | None:
+    if value is not None and value > most:
+        raise Refused(400, f"{name}: {value} is more than the {most} that this server allows", name)
+    return value

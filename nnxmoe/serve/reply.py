@@ -1,0 +1,233 @@
+"""Answers of the server while they are made: admission, pieces from the engine's thread, whole responses and streams.
+
+A request that ends in any way, and a client that goes away, cancels its samples, which frees their slots.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from nnxmoe.generation.score import Score
+from nnxmoe.serve.engine_thread import EngineThread, Job, Piece
+from nnxmoe.serve.formats import Format, Json, Sample, usage
+from nnxmoe.serve.metrics import Metrics
+from nnxmoe.serve.plan import Plan
+from nnxmoe.serve.settings import Refused, Settings
+
+logger = logging.getLogger("nnxmoe")
+LAST_WORDS = 1.0  # seconds to send an error into a stream whose reader may be stuck
+
+
+class Service:
+    """What all requests share. ``admitted``: samples of requests that are being served."""
+
+    def __init__(self, thread: EngineThread, settings: Settings):
+        self.thread, self.settings, self.admitted = thread, settings, 0
+        engine = thread.engine
+        gauges = {
+            "slots": lambda: engine.slots,
+            "slots_running": lambda: engine.running,
+            "samples_waiting": lambda: engine.waiting,
+            "samples_admitted": lambda: self.admitted,
+        }
+        self.metrics = Metrics(gauges)
+
+    @contextlib.asynccontextmanager
+    async def run(self, plan: Plan, since: float) -> AsyncIterator["Run"]:
+        """Starts the samples of a plan, and cancels those that are not done at the end. Raises Refused."""
+        samples, most = plan.samples(), self.thread.engine.slots + self.settings.queue
+        if len(samples) > most:
+            raise Refused(400, f"{len(samples)} samples are more than the {most} that this server admits", "n")
+        if self.admitted + len(samples) > most:
+            raise Refused(429, f"{self.admitted} samples are running or waiting, of {most} at most: try again later")
+        self.admitted += len(samples)
+        run = Run(plan, since, self.metrics)
+        run.jobs = [Job(ids, wanted, plan.stop, run.sink(i), prefix) for i, (ids, wanted, prefix) in enumerate(samples)]
+        try:
+            await _refusing(self.thread.submit(run.jobs))
+            self.metrics.counters["prompt_tokens_total"] += sum(map(len, plan.prompts))
+            yield run
+        finally:
+            self.admitted -= len(samples)
+            if not all(sample.finish for sample in run.samples):
+                self.thread.cancel(run.jobs)
+
+    async def scores(self, plan: Plan) -> list[Score | None]:
+        """The scores of a plan's prompts; None for a prompt of a single id, which has nothing to score."""
+        top = min(1, plan.wanted.logprobs or 0) if (plan.wanted.logprobs or 0) < 2 else 5
+        futures = [self.thread.score(ids, top) if len(ids) > 1 else None for ids in plan.prompts]
+        try:
+            return [None if future is None else await _refusing(future) for future in futures]
+        finally:
+            for future in futures:
+                if future is not None:
+                    future.cancel()
+
+
+class Run:
+    """The samples of one request. ``made``: their new tokens so far."""
+
+    def __init__(self, plan: Plan, since: float, metrics: Metrics):
+        self.samples = [Sample() for _ in range(len(plan.prompts) * plan.n)]
+        self.jobs: Sequence[Job] = ()
+        self.made = 0
+        self._queue: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
+        self._since, self._metrics = since, metrics
+
+    def sink(self, index: int) -> Any:
+        """Receives the pieces of a sample."""
+        return lambda piece: self._queue.put_nowait((index, piece))
+
+    async def parts(self) -> AsyncIterator[dict[int, Sample]]:
+        """What is new, by sample, each time that the reader is ready for more, until all samples are done."""
+        while not all(sample.finish for sample in self.samples):
+            news, pending = dict[int, Sample](), [await self._queue.get()]
+            while not self._queue.empty():
+                pending.append(self._queue.get_nowait())
+            for index, piece in pending:
+                if isinstance(piece, BaseException):
+                    raise Refused(503, f"the server cannot go on: {piece}") from piece
+                self._count(len(piece.ids))
+                self.samples[index].add(piece)
+                news.setdefault(index, Sample()).add(piece)
+            yield news
+
+    def _count(self, tokens: int) -> None:
+        if tokens and not self.made:
+            self._metrics.first_token.add(time.monotonic() - self._since)
+        self.made += tokens
+        self._metrics.counters["generated_tokens_total"] += tokens
+
+
+class Reply(Response):
+    """The response to a plan: whole, or as server-sent events. Made while it is sent."""
+
+    def __init__(
+        self, service: Service, plan: Plan, form: Format, head: Json, stream: bool, with_usage: bool, since: float
+    ):
+        super().__init__()
+        self._service, self._plan, self._form, self._head = service, plan, form, head
+        self._stream, self._with_usage, self._since = stream, with_usage, since
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Works until the response is sent, the client goes away, or the time is over."""
+        work = asyncio.ensure_future(self._send_stream(send) if self._stream else self._send_whole(send))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            done, _ = await asyncio.wait(
+                (work, gone), timeout=self._service.settings.seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+            self._service.metrics.seconds.add(time.monotonic() - self._since)
+        if work in done:
+            try:
+                work.result()
+            except Refused as refused:
+                await self._fail(send, refused)
+        elif gone in done:
+            self._service.metrics.counters["cancelled_total"] += 1
+        else:
+            why = f"the request took longer than {self._service.settings.seconds:g} s: ask for fewer tokens"
+            await self._fail(send, Refused(504, why))
+
+    async def _fail(self, send: Send, refused: Refused) -> None:
+        """An error response, or, in a stream that has begun, an error as its last event."""
+        if not self._started:
+            raise refused
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                await send({"type": "http.response.body", "body": _event(refused.body()), "more_body": False})
+
+    async def _send_whole(self, send: Send) -> None:
+        plan = self._plan
+        async with self._service.run(plan, self._since) as run:
+            scores = await self._service.scores(plan) if plan.scored else [None] * len(plan.prompts)
+            async for _ in run.parts():
+                pass
+        for index, sample in enumerate(run.samples):
+            _echo(sample, plan, index // plan.n, scores)
+        choices = [self._form.choice(index, sample) for index, sample in enumerate(run.samples)]
+        body = {**self._head, "object": self._form.name, "choices": choices, "usage": usage(plan.prompts, run.made)}
+        self._started = True
+        await _json(body)({"type": "http"}, _never, send)
+
+    async def _send_stream(self, send: Send) -> None:
+        head = {**self._head, "object": self._form.chunk}
+        async with self._service.run(self._plan, self._since) as run:
+            await self._begin(send)
+            for index in range(len(run.samples)):
+                await self._chunks(send, head, self._form.opening(index))
+            async for news in run.parts():
+                await self._chunks(send, head, [self._form.delta(index, part) for index, part in sorted(news.items())])
+        if self._with_usage:
+            await _send(send, _event({**head, "choices": [], "usage": usage(self._plan.prompts, run.made)}))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _begin(self, send: Send) -> None:
+        self._started = True
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _chunks(self, send: Send, head: Json, choices: Sequence[Json]) -> None:
+        """One event per choice."""
+        extra = {"usage": None} if self._with_usage else {}
+        if events := b"".join(_event({**head, "choices": [choice], **extra}) for choice in choices):
+            await _send(send, events)
+
+
+def _echo(sample: Sample, plan: Plan, prompt: int, scores: Sequence[Score | None]) -> None:
+    """Puts the prompt before what follows it, if it is to be echoed. The first id has no log-probability."""
+    if plan.texts is None:
+        return
+    sample.text = plan.texts[prompt] + sample.text
+    if plan.scored:
+        found = scores[prompt]
+        sample.ids = [*plan.prompts[prompt], *sample.ids]
+        sample.logprobs = [None, *([] if found is None else found.logprobs.tolist()), *sample.logprobs]
+        sample.top = [None, *([] if found is None else found.top), *sample.top]
+
+
+def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+json_response = _json
+
+
+def _event(body: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def _send(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _never() -> Any:
+    raise RuntimeError("the body was read already")
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refusing(future: asyncio.Future[Any]) -> Any:
+    """The future's result; a ValueError of the engine refuses the request, any other failure ends it."""
+    try:
+        return await future
+    except ValueError as error:
+        raise Refused(400, str(error)) from None
+    except RuntimeError as error:
+        raise Refused(503, f"the server cannot go on: {error}") from None

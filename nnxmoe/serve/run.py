@@ -1,0 +1,109 @@
+"""Runs a server in this process until it is told to stop."""
+
+import signal
+import socket
+import threading
+from collections.abc import Callable
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from nnxmoe.generation.decode import eos_ids
+from nnxmoe.generation.draft_cost import Drafting
+from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.request import Limits, Wanted
+from nnxmoe.generation.text import Tokenizer
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.runtime.progress import say
+from nnxmoe.serve.app import make_app
+from nnxmoe.serve.plan import CHAT_LOGPROBS
+from nnxmoe.serve.settings import Settings
+
+BIASES = 64  # of one request
+CONNECTIONS = 1024
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def serving_engine(
+    model: CausalLM, *, slots: int = 8, capacity: int = 2048, draft: Drafting = None
+) -> tuple[Engine, tuple[int, ...]]:
+    """An engine with room for every option of the API, and the model's end tokens."""
+    stop_ids, most = eos_ids(model, ...), model.config.max_position_embeddings
+    limits = Limits(max(1, len(stop_ids)), BIASES, CHAT_LOGPROBS)
+    return Engine(model, slots=slots, capacity=min(capacity, most), limits=limits, draft=draft), stop_ids
+
+
+def serve(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    stop_ids: tuple[int, ...],
+    settings: Settings,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    started: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serves an engine until SIGTERM or Ctrl-C: then no new connections are taken, running requests have
+    ``settings.drain`` seconds to finish, and the engine is closed.
+
+    ``started`` is called with the address once requests are answered. Raises OSError if the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
+    for count in (1, engine.slots):  # compiles the most important programs before the first request
+        for _ in range(count):
+            engine.submit([0], Wanted(2))
+        engine.run()
+    name = f"[{host}]" if ":" in host else host
+    address = f"http://{name}:{listener.getsockname()[1]}"
+    server = make_server(make_app(engine, tokenizer, stop_ids, settings), settings, lambda: started(address))
+    with listener, _quiet_signals():
+        server.run([listener])
+    say("the server has stopped")
+
+
+def make_server(app: ASGIApp, settings: Settings, started: Callable[[], None]) -> uvicorn.Server:
+    """uvicorn with an application; ``started`` is called once it answers requests."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain)),
+        timeout_keep_alive=30,
+        limit_concurrency=CONNECTIONS,
+    )
+    return _Server(config, started)
+
+
+class _Server(uvicorn.Server):
+    """Calls ``started`` when it answers requests."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]):
+        super().__init__(config)
+        self._started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._started()
+
+
+class _quiet_signals:
+    """Within the block signals reach uvicorn, not the thread of `interrupts` that ends the process; and uvicorn, which
+    raises them again when it has stopped, does not end the process with SIGTERM's status."""
+
+    def __enter__(self) -> None:
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._wakeup = signal.set_wakeup_fd(-1)
+            self._before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            signal.signal(signal.SIGTERM, self._before)
+            signal.set_wakeup_fd(self._wakeup)

@@ -1,0 +1,470 @@
+"""The server: its answers are those of `complete` and `score`, faults are refused by name, and no slot is lost."""
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nnxmoe
+from nnxmoe import cli
+from nnxmoe.serve import engine_thread
+from nnxmoe.serve.app import PAGE
+from nnxmoe.serve.pieces import TokenTexts
+from tests.benchmarks.server import Load
+from tests.support.serving import Client, Json, Running, serving
+
+DEMO = Path(__file__).parents[1] / "models" / "demo"
+STORY: Json = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
+LONG: Json = STORY | {"max_tokens": 200, "min_tokens": 200}
+CHAT: Json = {"model": "tiny", "messages": [{"role": "user", "content": "What is 47 + 38?"}], "temperature": 0}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[nnxmoe.CausalLM, nnxmoe.Tokenizer]:
+    return nnxmoe.from_pretrained(DEMO, dtype="float32"), nnxmoe.Tokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def server(demo: Any) -> Iterator[Running]:
+    with serving(*demo, queue=6, body=20_000) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test no slot of the shared server is taken."""
+    yield
+    if "server" in request.fixturenames:
+        running: Running = request.getfixturevalue("server")
+        running.gate.let(None)
+        running.until(running.idle, 10)
+
+
+def one(running: Client, path: str, body: Json) -> Json:
+    """The only choice of a response."""
+    status, found = running.call(path, body)
+    assert status == 200, found
+    (choice,) = found["choices"]
+    return choice
+
+
+def test_completions_are_those_of_complete(server: Running, demo: Any) -> None:
+    """Texts and ids as prompts, several prompts and samples, and the same seed."""
+    model, tokenizer = demo
+    prompts, sampling = ["Once upon a time", "The fox"], nnxmoe.Sampling(temperature=0.9, top_p=0.95)
+    expected = list(nnxmoe.complete(model, prompts, tokenizer, max_new_tokens=6, sampling=sampling, n=2, seed=7))
+    body = {"model": "tiny", "max_tokens": 6, "temperature": 0.9, "top_p": 0.95, "n": 2, "seed": 7}
+    for given in (prompts, [tokenizer.encode(prompt) for prompt in prompts]):
+        status, found = server.call(COMPLETIONS, body | {"prompt": given})
+        assert status == 200
+        assert [choice["text"] for choice in found["choices"]] == [each.text for each in expected]
+        assert [choice["finish_reason"] for choice in found["choices"]] == [each.finish for each in expected]
+        assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
+        made = sum(len(each.ids) for each in expected)
+        given_tokens = sum(len(tokenizer.encode(prompt)) for prompt in prompts)
+        usage = {"prompt_tokens": given_tokens, "completion_tokens": made, "total_tokens": given_tokens + made}
+        assert found["usage"] == usage and found["object"] == "text_completion"
+    alone = {"prompt": tokenizer.encode(prompts[1]), "n": 1}
+    assert one(server, COMPLETIONS, body | alone)["text"] == expected[2].text
+
+
+def test_options_reach_the_engine(server: Running, demo: Any) -> None:
+    _, tokenizer = demo
+    text = one(server, COMPLETIONS, STORY | {"max_tokens": 12})["text"]
+    stop = text[5:8]
+    stopped = one(server, COMPLETIONS, STORY | {"max_tokens": 12, "stop": ["no such text", stop]})
+    assert stopped["text"] == text[: text.index(stop)] and stopped["finish_reason"] == "stop"
+    (banned,) = tokenizer.encode(text, add_special_tokens=False)[:1]
+    biased = one(server, COMPLETIONS, STORY | {"logit_bias": {str(banned): -100}, "logprobs": 0})
+    assert tokenizer.decode([banned]) != biased["logprobs"]["tokens"][0]
+    assert one(server, COMPLETIONS, STORY | {"max_tokens": 0}) == {
+        "index": 0, "text": "", "logprobs": None, "finish_reason": "length",
+    }  # fmt: skip
+    seeded = [one(server, COMPLETIONS, STORY | {"temperature": 5, "seed": seed})["text"] for seed in (1, 1, 2)]
+    assert seeded[0] == seeded[1] != seeded[2]
+    unseeded = {one(server, COMPLETIONS, STORY | {"temperature": 5})["text"] for _ in range(3)}
+    assert len(unseeded) > 1
+
+
+def test_echoed_log_probabilities_are_those_of_score(server: Running, demo: Any) -> None:
+    model, tokenizer = demo
+    prompt = "Once upon a time there was a green fox"
+    (expected,) = nnxmoe.score(model, [prompt], tokenizer, top=2)
+    found = one(server, COMPLETIONS, STORY | {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 1})
+    logprobs, count = found["logprobs"], len(expected.ids) + 1
+    assert found["text"].startswith(prompt) and "".join(logprobs["tokens"]) == found["text"]
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][1:count] == pytest.approx(expected.logprobs.tolist(), abs=1e-5)
+    assert len(logprobs["tokens"]) == count + 1 == len(logprobs["text_offset"])
+    for place in range(1, count):
+        top, chosen = logprobs["top_logprobs"][place], logprobs["token_logprobs"][place]
+        assert 2 <= len(top) <= 3
+        assert (max(top.values()) == chosen) == expected.greedy[place - 1]
+    for text, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert found["text"][offset:].startswith(text)
+    ids = tokenizer.encode(prompt)
+    again = one(server, COMPLETIONS, STORY | {"prompt": ids, "echo": True, "logprobs": 2, "max_tokens": 1})
+    assert again["logprobs"] == logprobs and again["text"] == found["text"]
+    single = one(server, COMPLETIONS, STORY | {"prompt": ids[:1], "echo": True, "logprobs": 1, "max_tokens": 0})
+    assert single["logprobs"]["token_logprobs"] == [None] and single["text"] == tokenizer.decode(ids[:1])
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_streams_add_up_to_the_whole(server: Running, path: str) -> None:
+    """Texts, log-probabilities, reasons and usage, with samples side by side and a stop string."""
+    body = (STORY if path == COMPLETIONS else CHAT) | {"max_tokens": 10, "n": 2, "temperature": 0.8, "seed": 3}
+    body |= {"logprobs": 1} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 1}
+    _, whole = server.call(path, body | {"stop": " w"})
+    events = server.stream(path, body | {"stop": " w", "stream_options": {"include_usage": True}})
+    *chunks, last = events
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
+    assert all(event["usage"] is None for event in chunks) and len({event["id"] for event in events}) == 1
+    for choice in whole["choices"]:
+        mine = [event["choices"][0] for event in chunks if event["choices"][0]["index"] == choice["index"]]
+        assert [part["finish_reason"] for part in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
+        if path == COMPLETIONS:
+            assert "".join(part["text"] for part in mine) == choice["text"]
+            for name, values in choice["logprobs"].items():
+                assert [one for part in mine for one in part["logprobs"][name]] == values
+        else:
+            assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+            assert "".join(part["delta"].get("content", "") for part in mine) == choice["message"]["content"]
+            parts = [one for part in mine[1:] for one in part["logprobs"]["content"]]
+            assert parts == choice["logprobs"]["content"]
+
+
+def test_chats_are_rendered_by_the_template(server: Running, demo: Any) -> None:
+    model, tokenizer = demo
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 47 + 38?"}]
+    (expected,) = nnxmoe.complete(model, [prompt], tokenizer, max_new_tokens=20)
+    parts = [
+        prompt[0],
+        {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "47 + 38?"}]},
+    ]
+    for messages in (prompt, parts):
+        found = one(server, CHATS, CHAT | {"messages": messages, "max_completion_tokens": 20})
+        assert found["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+        assert found["finish_reason"] == "stop"
+    assert one(server, CHATS, CHAT)["finish_reason"] == "stop"  # room by default, up to the slot's end
+
+
+COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
+    ({"model": "gpt-4"}, 404, "model", "'tiny'"),
+    ({"tools": []}, 400, "tools", "unknown field"),
+    ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "repetition_penalty"),
+    ({"suffix": "x"}, 400, "suffix", "not supported"),
+    ({"best_of": 3}, 400, "best_of", "not supported"),
+    ({"echo": True, "stream": True}, 400, "echo", "stream"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream: true"),
+    ({"temperature": -1}, 400, "temperature", ">= 0"),
+    ({"temperature": "hot"}, 400, "temperature", "float"),
+    ({"top_p": 0}, 400, "top_p", "> 0"),
+    ({"n": True}, 400, "n", "int"),
+    ({"n": 17}, 400, "n", "16"),
+    ({"max_tokens": -1}, 400, "max_tokens", ">= 0"),
+    ({"max_tokens": 1000}, 400, "max_tokens", "256 of a slot"),
+    ({"min_tokens": 7}, 400, "min_tokens", "more than"),
+    ({"logprobs": 6}, 400, "logprobs", "5"),
+    ({"prompt": ""}, 400, "prompt", "empty"),
+    ({"prompt": []}, 400, "prompt", "empty"),
+    ({"prompt": ["a", 1]}, 400, "prompt", "mixes"),
+    ({"prompt": [1.5]}, 400, "prompt", "float"),
+    ({"prompt": [768]}, 400, "prompt", "767"),
+    ({"prompt": ["a"] * 129}, 400, "prompt", "128"),
+    ({"prompt": ["a"] * 9}, 400, "n", "8 that this server admits"),
+    ({"stop": [""]}, 400, "stop", "0 characters"),
+    ({"stop": ["a"] * 17}, 400, "stop", "16"),
+    ({"stop": "a" * 257}, 400, "stop", "256"),
+    ({"seed": 2**63}, 400, "seed", "9223372036854775807"),
+    ({"logit_bias": {"768": 1}}, 400, "logit_bias", "767"),
+    ({"logit_bias": {str(i): 1 for i in range(65)}}, 400, "logit_bias", "64"),
+    ({"logit_bias": {"1": 101}}, 400, "logit_bias", "<= 100"),
+]
+CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
+    ({"messages": []}, 400, "messages", "empty"),
+    ({"messages": [{"role": "robot", "content": "hi"}]}, 400, "messages", "unknown role robot"),
+    ({"messages": [{"role": "user", "content": "hi", "images": []}]}, 400, "images", "unknown field"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "image_url"),
+    ({"tool_choice": "auto"}, 400, "tool_choice", "unknown field"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", "json_object"),
+    ({"top_logprobs": 3}, 400, "top_logprobs", "logprobs: true"),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
+    ({"max_tokens": 1, "max_completion_tokens": 1}, 400, "max_tokens", "not both"),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, 400, "messages", "enable_thinking"),
+    ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "messages"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "status", "param", "why"),
+    [(COMPLETIONS, *fault) for fault in COMPLETION_FAULTS] + [(CHATS, *fault) for fault in CHAT_FAULTS],
+)
+def test_faults_are_refused_by_name(
+    server: Running, path: str, change: Json, status: int, param: str | None, why: str
+) -> None:
+    found = server.call(path, (STORY if path == COMPLETIONS else CHAT) | change)
+    assert found[0] == status and why in found[1]["error"]["message"], found
+    assert found[1]["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b"null", 400),
+        (b"\xff\xfe", 400),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', 400),
+        (b'{"model": "tiny", "prompt": NaN}', 400),
+        (b"[" * 19_000, 400),
+        (b'{"model": "tiny", "prompt": ' + b"[" * 19_000, 400),
+        (b'{"model": "tiny", "messages": [], "chat_template_kwargs": {"a": ' + b"[" * 19_000, 400),
+        (b" " * 20_001, 413),
+        (b" " * 3_000_000, 413),
+    ],
+)
+def test_malformed_bodies(server: Running, body: bytes, status: int) -> None:
+    for path in (COMPLETIONS, CHATS):
+        found = server.call(path, body)
+        assert found[0] == status and found[1]["error"]["message"], found
+
+
+def test_http_faults(server: Running) -> None:
+    assert server.call("/v1/completions")[0] == 405 and server.call("/v1/nothing")[0] == 404
+    assert server.call(COMPLETIONS, STORY, content_type="text/plain")[0] == 415
+    assert server.call("/v1/models", host="evil.example")[0] == 200  # the fixture's server has no list of hosts
+    assert server.call("/v1/models/tiny")[1]["id"] == "tiny" and server.call("/v1/models/other")[0] == 404
+    assert server.call("/health") == (200, {"status": "ok"})
+    for request in (b"nonsense\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port), 10) as raw:
+            raw.sendall(request)
+            assert raw.recv(100).startswith(b"HTTP/1.1 400")
+    with socket.create_connection(("127.0.0.1", server.port), 10) as raw:
+        raw.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        for _ in range(5):  # 25,000 bytes, and no end
+            raw.sendall(b"1388\r\n" + b" " * 5000 + b"\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_key_and_hosts(demo: Any) -> None:
+    with serving(*demo, key="secret", hosts=frozenset({"127.0.0.1", "[::1]"}), body_seconds=0.3) as running:
+        assert running.call("/health")[0] == running.call("/")[0] == 200
+        for key in ("", "Bearer ", "Bearer wrong", "Basic secret", "Bearer s\xe9cret"):
+            for path, body in (("/v1/models", None), (COMPLETIONS, STORY), ("/metrics", None)):
+                status, found = running.call(path, body, authorization=key)
+                assert status == 401 and found["error"]["code"] == "invalid_api_key"
+        right = {"authorization": "bearer secret"}
+        assert running.call(COMPLETIONS, STORY, **right)[0] == 200
+        for host, status in (("[::1]:80", 200), ("127.0.0.1", 200), ("evil.example:80", 403), ("", 403)):
+            assert running.call("/v1/models", host=host, **right)[0] == status
+        with socket.create_connection(("127.0.0.1", running.port), 10) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer secret\r\n")
+            raw.sendall(b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{")  # and the rest never comes
+            assert raw.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def open_stream(running: Client, body: Json) -> socket.socket:
+    """A connection to which a request was sent."""
+    raw, text = socket.create_connection(("127.0.0.1", running.port), 10), json.dumps(body).encode()
+    raw.sendall(HEAD + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
+    return raw
+
+
+@pytest.mark.parametrize("body", [LONG | {"stream": True}, LONG, LONG | {"n": 2}, LONG | {"echo": True, "logprobs": 1}])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_client_that_goes_away_frees_its_slots(server: Running, body: Json, steps: int) -> None:
+    """Streaming or not, while its prompt waits or its answer is made; the next request is answered."""
+    before = server.metric("cancelled_total")
+    server.gate.let(steps)
+    raw = open_stream(server, body)
+    server.until(lambda: server.engine.running + server.engine.waiting > 0 and server.gate.steps == 0)
+    if steps:  # an abrupt end, RST, instead of FIN
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    raw.close()
+    server.until(lambda: server.metric("cancelled_total") == before + 1)
+    assert server.metric("samples_admitted") == 0
+    server.gate.let(1)  # the thread reads its commands between steps
+    server.until(lambda: server.engine.running == server.engine.waiting == 0)
+    server.gate.let(None)
+    assert one(server, COMPLETIONS, STORY)["finish_reason"] == "length"
+
+
+def test_a_full_queue_answers_429(server: Running) -> None:
+    server.gate.let(0)
+    waiting = [open_stream(server, LONG) for _ in range(8)]
+    server.until(lambda: server.metric("samples_admitted") == 8)
+    connection = server.connect()
+    with contextlib.closing(connection):
+        response = server.ask(connection, COMPLETIONS, STORY)
+        assert response.status == 429 and response.getheader("retry-after") == "1"
+    waiting.pop().close()
+    server.until(lambda: server.metric("samples_admitted") == 7)
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(one, server, COMPLETIONS, STORY)
+        server.until(lambda: server.metric("samples_admitted") == 8)
+        for raw in waiting:
+            raw.close()
+        server.gate.let(None)
+        assert last.result()["finish_reason"] == "length"
+
+
+def test_a_reader_that_does_not_read_delays_no_other(server: Running) -> None:
+    stuck = [open_stream(server, LONG | {"stream": True, "logprobs": 5}) for _ in range(2)]
+    assert one(server, COMPLETIONS, STORY)["finish_reason"] == "length"
+    server.until(lambda: server.engine.running == 0)
+    for raw in stuck:
+        with raw:
+            text = b""
+            while not text.endswith(b"0\r\n\r\n"):
+                text += raw.recv(1 << 16)
+            assert b"data: [DONE]" in text and text.count(b'"finish_reason":"length"') == 1
+
+
+def test_requests_end_after_their_time(demo: Any) -> None:
+    with serving(*demo, seconds=0.5) as running:
+        running.gate.let(4)
+        status, found = running.call(COMPLETIONS, LONG)
+        assert status == 504 and "0.5 s" in found["error"]["message"]
+        running.gate.let(None)
+        running.until(running.idle)
+        running.gate.let(4)
+        connection = running.connect()
+        with contextlib.closing(connection):
+            response = running.ask(connection, COMPLETIONS, LONG | {"stream": True})
+            *_, last = response.read().decode().split("\n\n")[:-1]
+        assert response.status == 200 and "0.5 s" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        running.gate.let(None)
+        running.until(running.idle)
+
+
+def test_a_failed_engine_is_reported(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To those who wait, to those who come later, and by /health."""
+    with serving(*demo) as running:
+
+        def fail() -> Any:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(running.engine, "step", fail)
+        for _ in range(2):
+            status, found = running.call(COMPLETIONS, STORY)
+            assert status == 503 and "out of memory" in found["error"]["message"]
+        status, found = running.call(COMPLETIONS, STORY | {"stream": True})
+        assert status == 503
+        assert running.call("/health")[0] == 503
+
+
+def test_a_failed_score_is_reported(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine_thread, "score", fail)
+    with serving(*demo) as running:
+        status, found = running.call(COMPLETIONS, STORY | {"echo": True, "logprobs": 1})
+        assert status == 503 and "out of memory" in found["error"]["message"]
+        assert running.call("/health")[0] == 503
+
+
+def test_stopping_lets_requests_finish(demo: Any) -> None:
+    with serving(*demo) as running:
+        running.gate.let(3)
+        raw = open_stream(running, LONG | {"stream": True})
+        running.until(lambda: running.gate.steps == 0)
+        running.server.should_exit = True
+        running.until(lambda: not _answers(running.port))
+        running.gate.let(None)
+        text = b""
+        with raw:
+            while part := raw.recv(1 << 16):
+                text += part
+        assert b"data: [DONE]" in text
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+        return True
+    return False
+
+
+def test_many_requests_at_once(server: Running, demo: Any) -> None:
+    """Eight at a time of different lengths: each gets its own answer."""
+    model, tokenizer = demo
+    prompts = [("The fox " * (i % 5 + 1)).strip() for i in range(24)]
+    expected = [each.text for each in nnxmoe.complete(model, prompts, tokenizer, max_new_tokens=8, slots=2)]
+    with ThreadPoolExecutor(8) as pool:
+        asked: Callable[[str], str] = lambda prompt: one(  # noqa: E731
+            server, COMPLETIONS, STORY | {"prompt": prompt, "max_tokens": 8}
+        )["text"]
+        assert list(pool.map(asked, prompts)) == expected
+
+
+def test_the_page_loads_nothing_from_elsewhere(server: Running) -> None:
+    status, page = server.call("/")
+    assert status == 200 and page == PAGE.read_text(encoding="utf-8")
+    assert not re.search(r"(src|href)=\"(?!data:,)|https?:|//[a-z]+\.|@import|innerHTML", page)
+    connection = server.connect()
+    with contextlib.closing(connection):
+        policy = server.ask(connection, "/").getheader("content-security-policy")
+    assert policy is not None and policy.startswith("default-src 'none'")
+
+
+def test_texts_of_single_tokens(demo: Any) -> None:
+    _, tokenizer = demo
+    texts, ids = TokenTexts(tokenizer), tokenizer.encode("Once upon — a time", add_special_tokens=False)
+    assert bytes(byte for i in ids for byte in texts.bytes(i) or []).decode() == "Once upon — a time"
+    assert any("\ufffd" in texts.text(i) for i in ids)  # parts of a character
+    assert texts.text(tokenizer.encode(" upon", add_special_tokens=False)[0]) == " upon"
+
+
+@pytest.mark.commands
+def test_the_command_stops_gracefully() -> None:
+    """SIGTERM while an answer is streamed: it is finished, and the exit status is 0."""
+    line = [sys.executable, "-m", "nnxmoe.cli", "serve", "demo", "--port", "0", "--slots", "2", "--capacity", "256"]
+    process = subprocess.Popen(line, cwd=DEMO.parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        port = next(int(found.group(1)) for said in process.stderr if (found := re.search(r":(\d+); Ctrl-C", said)))
+        running = Client(port)
+        assert running.call("/v1/models", host="evil.example")[0] == 403
+        assert one(running, COMPLETIONS, STORY | {"model": "demo"})["finish_reason"] == "length"
+        with open_stream(running, LONG | {"model": "demo", "stream": True}) as raw:
+            text = raw.recv(200)
+            process.send_signal(signal.SIGTERM)
+            while part := raw.recv(1 << 16):
+                text += part
+        assert b"data: [DONE]" in text
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (["serve", str(DEMO), "--port", "70000"], "a port lies in 0"),
+        (["serve", "./nowhere"], "no such folder"),
+    ],
+)
+def test_the_command_refuses(line: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line) == 1
+    assert why in capsys.readouterr().err
+
+
+def test_some_seconds_of_load(demo: Any) -> None:
+    """The load test in short: nothing is lost, no slot leaks."""
+    with serving(*demo, queue=6, body=1 << 16) as running:
+        found = asyncio.run(Load(running.port, "tiny", None, 1 << 16).run(clients=8, seconds=2))
+    assert found.faults == [] and sum(found.done.values()) > 8

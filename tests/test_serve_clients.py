@@ -1,0 +1,146 @@
+"""The server with other people's clients: the official openai package, and a headless browser on the page."""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nnxmoe
+from tests.support.serving import Running, serving
+
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
+
+DEMO = Path(__file__).parents[1] / "models" / "demo"
+QUESTION: Any = [{"role": "user", "content": "What is 47 + 38?"}]
+ANSWER = "47 + 38 = 85."
+BROWSER = "NNXMOE_TEST_BROWSER"  # the path of a Chromium that playwright did not install
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skips a test where a package is not installed."""
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    model, tokenizer = nnxmoe.from_pretrained(DEMO, dtype="float32"), nnxmoe.Tokenizer.from_pretrained(DEMO)
+    with serving(model, tokenizer, key="secret") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Running) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="secret", max_retries=0, timeout=60)
+
+
+@needs("openai")
+def test_openai_chats(client: Any) -> None:
+    """Whole and streamed, with log-probabilities and usage."""
+    ask = dict(model="tiny", messages=QUESTION, temperature=0, seed=1, logprobs=True, top_logprobs=2)
+    whole = client.chat.completions.create(**ask)
+    (choice,) = whole.choices
+    assert choice.message.content == ANSWER and choice.finish_reason == "stop"
+    tokens = choice.logprobs.content
+    assert len(tokens) == whole.usage.completion_tokens and all(len(token.top_logprobs) == 2 for token in tokens)
+    assert b"".join(bytes(token.bytes) for token in tokens).startswith(ANSWER.encode())
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+    assert chunks[-1].usage == whole.usage and chunks[-2].choices[0].finish_reason == "stop"
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+@needs("openai")
+def test_openai_completions(client: Any) -> None:
+    ask = dict(
+        model="tiny", prompt=["Once upon a time", "The fox"], max_tokens=5, temperature=0, n=2, logprobs=1, echo=True
+    )
+    found = client.completions.create(**ask)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert found.choices[0].text == found.choices[1].text and found.choices[2].text.startswith("The fox")
+    logprobs = found.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) and "".join(logprobs.tokens) == found.choices[0].text
+
+
+@needs("openai")
+def test_openai_cancels_a_stream(client: Any, server: Running) -> None:
+    server.gate.let(4)
+    with client.completions.create(model="tiny", prompt="The fox", max_tokens=200, stream=True) as stream:
+        assert next(iter(stream)).choices[0].text
+    server.gate.let(None)
+    server.until(lambda: server.engine.running == 0)
+
+
+@needs("openai")
+def test_openai_errors(client: Any, server: Running) -> None:
+    import openai
+
+    with pytest.raises(openai.BadRequestError, match="unknown field `tools`") as refused:
+        client.chat.completions.create(model="tiny", messages=QUESTION, tools=[])
+    assert refused.value.param == "tools"
+    with pytest.raises(openai.NotFoundError, match="'tiny'"):
+        client.chat.completions.create(model="other", messages=QUESTION)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    with pytest.raises(openai.APITimeoutError):  # the client gives up, which frees the slot
+        server.gate.let(2)
+        client.with_options(timeout=0.5).completions.create(model="tiny", prompt="The fox", max_tokens=200)
+    server.gate.let(None)
+    server.until(lambda: server.engine.running == server.engine.waiting == 0)
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    """A page of a headless Chromium, that of playwright or of the system."""
+    from playwright.sync_api import sync_playwright
+
+    path = os.environ.get(BROWSER) or shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        if path is None and not os.path.exists(playwright.chromium.executable_path):
+            pytest.skip(f"no Chromium: run playwright install chromium, or set {BROWSER}=PATH")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=120_000)
+        found = browser.new_page()
+        found.set_default_timeout(60_000)
+        yield found
+        browser.close()
+
+
+@needs("playwright")
+def test_the_page_in_a_browser(page: Any, server: Running) -> None:
+    """Without a key, with one; an answer, the next one after it, stopping, markup as text; nothing loaded elsewhere."""
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=60_000)
+    requests, errors = list[str](), list[str]()
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    status, answers = page.locator("#status"), page.locator(".assistant")
+    page.goto(f"http://127.0.0.1:{server.port}/")
+    expect(status).to_contain_text("API key")
+    page.fill("#text", "What is 47 + 38?")
+    page.press("#text", "Enter")
+    page.wait_for_selector(".error")
+    assert "API key" in page.inner_text(".error")
+    page.fill("#key", "secret")
+    page.fill("#text", "What is 47 + 38?")
+    page.click("#send")
+    expect(status).to_contain_text("tokens")
+    assert answers.inner_text() == ANSWER and page.inner_text("#model") == "tiny"
+    page.fill("#text", "<img src=x onerror=alert(1)><b>bold</b>")
+    server.gate.let(3)
+    page.click("#send")
+    expect(answers).to_have_count(2)
+    assert page.inner_text(".user >> nth=2").startswith("<img") and page.locator("#log img, #log b").count() == 0
+    page.click("#stop")
+    expect(page.locator("#stop")).to_be_disabled()
+    server.gate.let(None)
+    server.until(lambda: server.engine.running == server.engine.waiting == 0)
+    page.click("#clear")
+    assert page.inner_text("#log") == ""
+    assert all(url.startswith(f"http://127.0.0.1:{server.port}/") or url.startswith("data:") for url in requests)
+    assert errors == []
