@@ -1,0 +1,57 @@
+"""``nnxmoe eval``: its options, and the evaluation that they name."""
+
+# pyright: reportMissingImports=false
+# lm-eval is an extra, which checking types does not need.
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from nnxmoe.cli import commands
+
+
+def options(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """Adds the options; ``count`` parses a positive integer."""
+    add = parser.add_argument
+    add("--tasks", required=True, metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
+    add("--include-path", metavar="DIR", help="a folder with more tasks as YAML files")
+    add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
+    add("--limit", type=count, metavar="N", help="only the first N questions of each task, for a try")
+    add("--apply-chat-template", action="store_true", help="ask each question as a chat")
+    add("--slots", type=count, default=8, metavar="N", help="answers that are generated at once (default 8)")
+    add("--seed", type=int, default=0, metavar="S", help="for tasks that sample their answers")
+    add("--out", type=Path, metavar="FILE", help="also write all results as JSON")
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Evaluates a model, and prints a table."""
+    try:
+        from lm_eval.evaluator import simple_evaluate
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+
+        from nnxmoe.evaluation.harness import HarnessLM
+    except ModuleNotFoundError as error:
+        raise ValueError(f"nnxmoe eval needs lm-eval ({error}): pip install 'nnxmoe[eval]'") from None
+    names, manager = options.tasks.split(","), TaskManager(include_path=options.include_path)
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
+        raise ValueError(f"--tasks: there is no task {unknown[0]!r}; lm-eval ls tasks lists them")
+    model, tokenizer = commands.load(options)
+    results = simple_evaluate(
+        HarnessLM(model, tokenizer, slots=options.slots, seed=options.seed),
+        tasks=list(names),
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        apply_chat_template=options.apply_chat_template,
+        task_manager=manager,
+        torch_random_seed=None,  # pyright: ignore[reportArgumentType]  None: torch is not imported
+        log_samples=False,
+    )
+    if results is None:  # only the first process of several has them
+        return
+    print(make_table(results))
+    if "groups" in results:
+        print(make_table(results, "groups"))
+    if options.out is not None:
+        options.out.write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Evaluation with lm-evaluation-harness: ``nnxmoe eval``. Needs the extra ``nnxmoe[eval]``, and no torch."""
