@@ -1,0 +1,86 @@
+"""The command ``nnxmoe plan``: its options, and what it prints."""
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from nnxmoe.cli.commands import DEMO
+
+
+def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int], mesh: Callable[[str], Any]) -> None:
+    """Define the options of ``nnxmoe plan``; ``count`` and ``mesh`` read numbers and meshes."""
+    parser.add_argument("model", metavar="MODEL", help="a preset such as deepseek-v3, 'demo', a folder or a hub id")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--mesh", type=mesh, metavar="AXES", help="sizes of mesh axes, such as fsdp=16,expert=16")
+    where.add_argument("--search", type=count, metavar="N", help="compare the meshes of N devices: the best ten")
+    parser.add_argument("--batch", type=count, required=True, metavar="B", help="rows of one step, on all devices")
+    parser.add_argument("--seq", type=count, default=4096, metavar="T", help="tokens per row, or in the cache (4096)")
+    parser.add_argument("--on", default="h100", metavar="DEVICE", help="h100, h200, b200, tpu-v5p:4x4x4, … (h100)")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--train", dest="train", action="store_true", default=True, help="a training step (default)")
+    kind.add_argument("--decode", dest="train", action="store_false", help="one token for every row, with a full cache")
+    parser.add_argument("--accumulate", type=count, default=1, metavar="N", help="compute each batch in N parts")
+    parser.add_argument(
+        "--buffer-factor", type=float, metavar="F", help="rows that experts receive, in multiples of the balanced load"
+    )
+    parser.add_argument(
+        "--microbatches", type=count, metavar="M", help="of a pipeline with as many stages as --mesh pipe=… has devices"
+    )
+    parser.add_argument("--no-remat", dest="remat", action="store_false", help="keep all activations for the backward")
+    parser.add_argument(
+        "--rule", action="append", default=[], type=_rule, metavar="NAME=AXES", help="such as embed=fsdp+expert"
+    )
+    parser.add_argument("--across", metavar="AXIS", help="the mesh axis that crosses nodes or slices")
+    parser.add_argument(
+        "--compile",
+        dest="compile_for",
+        nargs="?",
+        const="device",
+        choices=["cpu", "device"],
+        help="compile the step: for the devices of --on (nnxmoe[plan-gpu], nnxmoe[plan-tpu]), or for virtual CPUs",
+    )
+    for name in ("flops", "memory", "bandwidth", "link", "network", "efficiency"):
+        parser.add_argument(f"--{name}", type=float, metavar="X", help=f"another {name} than the table of devices has")
+    parser.add_argument("--plot", metavar="FILE.png", help="also draw the bytes and the time (nnxmoe[notebooks])")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print a plan, or the table of the best meshes."""
+    import dataclasses
+
+    import jax
+
+    from nnxmoe.axes import RULES
+    from nnxmoe.planning import plan as planning
+    from nnxmoe.planning.hardware import hardware
+
+    jax.config.update("jax_platforms", "cpu")  # a plan uses no device, and compilers without one print errors
+    names = ("flops", "memory", "bandwidth", "link", "network", "efficiency")
+    changed = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    names = ("batch", "seq", "train", "accumulate", "buffer_factor", "microbatches", "remat", "across", "compile_for")
+    asked = {name: getattr(options, name) for name in names}
+    asked |= {"on": dataclasses.replace(hardware(options.on), **changed), "rules": {**RULES, **dict(options.rule)}}
+    model = str(DEMO) if options.model == "demo" else options.model
+    if options.search:
+        if asked.pop("compile_for"):
+            raise ValueError("--search compares meshes by arithmetic: leave --compile out, then compile the best one")
+        found = planning.search(model, options.search, **asked)
+        print(planning.compared(found))
+        best = found[0]
+    else:
+        best = planning.plan(model, options.mesh, **asked)
+        print(best)
+    if options.plot:
+        best.plot().figure.savefig(os.fspath(options.plot), bbox_inches="tight")
+
+
+def _rule(text: str) -> tuple[str, Any]:
+    from nnxmoe.axes import RULES
+
+    name, _, axes = text.partition("=")
+    if name not in RULES or not re.fullmatch(r"[a-z]+(\+[a-z]+)*", axes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like embed=fsdp+expert, or embed=none")
+    several = tuple(axes.split("+"))
+    return name, None if axes == "none" else several if len(several) > 1 else axes

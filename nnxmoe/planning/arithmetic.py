@@ -1,0 +1,249 @@
+"""What a model takes on one device of a mesh, from shapes alone: parameters, state and cache."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.axes import BATCH_AXES, AnyMesh, Rules, axes_of, axes_per_dimension, of_layers, shards
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.layers.kernel import KernelParam
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.pipeline import Pipeline, stages_of
+from nnxmoe.model.stack import Scanned, UnrolledStack
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.models import model_class
+from nnxmoe.moe.expert_parallel import buffer_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is asked of the devices: ``batch`` rows of ``seq`` tokens to train on, or rows with ``seq`` tokens in the
+    cache of which each gets one more (``train`` False). ``accumulate``: parts of a training batch;
+    ``buffer_factor``: of `RaggedAllToAll`; ``pipeline``: how the mesh axis ``pipe`` splits layers, None: it does not.
+
+    ``state``: bytes per number of parameters while training, ``values`` bytes of activations and of weights decoded.
+    """
+
+    batch: int
+    seq: int
+    train: bool = True
+    accumulate: int = 1
+    buffer_factor: float | None = None
+    state: int = 4
+    values: int = 2
+    pipeline: Pipeline | None = None
+
+    def turns(self, mesh: AnyMesh) -> int:
+        """How often a step computes a layer, and gathers its kernels: once for each part of a batch, or each turn."""
+        return self.accumulate * (1 if self.pipeline is None else self.pipeline.turns(stages_of(mesh)))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that pass through the model in one step."""
+        return self.batch * (self.seq if self.train else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One variable: its number of elements, over which mesh axes each dimension is sharded, and what it is."""
+
+    key: str
+    size: int
+    over: tuple[tuple[str, ...], ...]
+    trained: bool
+    kernel: bool
+    experts: int  # E of a variable with an expert dimension, else 0
+    itemsize: int
+    layers: int  # how many layers it holds; 0 outside of the stacks
+    staged: bool  # whether a pipeline shards these layers over its stages
+    stack: int | None  # the run of layers that it belongs to
+    width: int  # numbers per row that a kernel takes and gives, per expert if there are any
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All mesh axes that shard it."""
+        return tuple(axis for axes in self.over for axis in axes)
+
+
+def parts(config: DecoderConfig, mesh: AnyMesh, rules: Rules, pipeline: Pipeline | None = None) -> list[Part]:
+    """Every variable of a model. Raises ValueError for one that the rules cannot shard."""
+    found = []
+    for key, variable in _variables(config, None if pipeline is None else stages_of(mesh)):
+        axes, shape = axes_of(variable), variable.shape
+        over = axes_per_dimension(axes, mesh, rules)
+        for name, size, split in zip(axes, shape, over, strict=True):
+            if size % shards(mesh, split):
+                raise ValueError(
+                    f"{key}: {name!r} of size {size} does not divide over {split} of size {shards(mesh, split)}: use "
+                    "another mesh size, or rules that replicate it"
+                )
+        experts = shape[axes.index("expert")] if "expert" in axes else 0
+        layers = shape[0] if of_layers(axes) else 0
+        trained, kernel = isinstance(variable, nnx.Param), isinstance(variable, KernelParam)
+        width = sum(map(math.prod, variable.split(shape)[1:])) if isinstance(variable, KernelParam) else 0
+        itemsize = jnp.dtype(variable.dtype).itemsize
+        stack = variable.get_metadata().get("stack")
+        sizes, staged = (math.prod(shape), over), axes[:1] == ("stages",)
+        found.append(Part(key, *sizes, trained, kernel, experts, itemsize, layers, staged, stack, width))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Bytes on one device. ``arguments``: what a step is given: parameters, moments, cache and tokens.
+
+    ``parameters``, ``moments``, ``cache`` and ``inputs`` are exact; ``gradients`` are as large as parameters, and
+    ``activations`` are an estimate.
+    """
+
+    parameters: int
+    moments: int
+    gradients: int
+    cache: int
+    inputs: int
+    activations: int
+
+    @property
+    def arguments(self) -> int:
+        """Bytes that a compiled step is given."""
+        return self.parameters + self.moments + self.cache + self.inputs
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self.arguments + self.gradients + self.activations
+
+
+def bytes_of(config: DecoderConfig, found: list[Part], work: Work, mesh: AnyMesh, remat: bool = True) -> Bytes:
+    """Bytes on one device, with the batch sharded over the batch axes."""
+    rows = rows_per_device(work.batch, mesh)
+    trained = sum(part.size // shards(mesh, part.axes) for part in found if part.trained)
+    frozen = sum(part.size // shards(mesh, part.axes) * part.itemsize for part in found if not part.trained)
+    if not work.train:
+        cache = sum(min(work.seq, slots or work.seq) * size for slots, size in cache_per_token(config).items())
+        cache = rows * (cache + 4 + 4 * work.seq)  # and each row's length and segments
+        return Bytes(trained * work.values + frozen, 0, 0, cache, rows * 4, _decoding(config, rows, work))
+    state = trained * work.state
+    tokens = rows * work.seq * 4
+    activations = _training(config, found, rows // max(1, work.accumulate) or 1, work, mesh, remat)
+    # The step's number, the optimizer's and a random key of two words.
+    return Bytes(state + frozen, 2 * state, state, 0, tokens + 16, activations)
+
+
+def rows_per_device(batch: int, mesh: AnyMesh) -> int:
+    over = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
+    count = shards(mesh, over)
+    if batch % count:
+        raise ValueError(f"a batch of {batch} rows does not divide over the {count} devices of {over}: use a multiple")
+    return batch // count
+
+
+def _training(config: Any, found: list[Part], rows: int, work: Work, mesh: AnyMesh, remat: bool) -> int:
+    """Estimate of temporary bytes besides the gradients.
+
+    Each layer's input; of one layer its gathered kernels with their gradients, and inputs and outputs of its linear
+    maps with theirs; the head, and a chunk of logits. The factors are those of programs compiled for H100
+    (Mixtral-8x22B on 64: 35 GB with gradients where XLA takes 30; DeepSeek-V3 on 256 with ``buffer_factor`` 1.25: 49
+    and 49), so other programs may differ by 20 %.
+    """
+    tokens, tensor, vector = rows * work.seq, mesh.shape["tensor"], config.hidden_size * work.values
+    staged = max((part.layers for part in found if part.staged), default=0)
+    runs, more = [(False, tokens, config.num_hidden_layers - staged)], 0
+    if work.pipeline is not None:  # every turn keeps the inputs of a stage's layers; beside them slots and what is sent
+        stages = stages_of(mesh)
+        held = work.pipeline.microbatches // stages
+        runs.append((True, tokens // held, staged // stages * work.pipeline.turns(stages)))
+        more = tokens // held * vector * (held + 4)
+    kept = sum(each * vector * times for _, each, times in runs)
+    of_one = [_one_layer([part for part in found if part.staged == which]) for which, _, _ in runs]
+    layers = [_layer(config, one, each, work, mesh) for one, (_, each, _) in zip(of_one, runs, strict=True)]
+    everything = sum(size * times / 2 for size, (_, _, times) in zip(layers, runs, strict=True))
+    kernels = 16 * max(sum(gathered(part, mesh) for part in one) for one in of_one)
+    head = config.vocab_size * config.hidden_size // tensor * (work.values + work.state)
+    logits = min(chunk_logits(), tokens * config.vocab_size // tensor) * 4 * 3
+    # The sum over parts or turns, beside the gradients of one.
+    summed = [part for part in found if part.trained and (work.accumulate > 1 or part.staged)]
+    more += sum(part.size // shards(mesh, part.axes) for part in summed) * work.state
+    return int(kept + (max(layers) if remat else everything) + kernels + head + logits + more)
+
+
+def _layer(config: Any, one: list[Part], tokens: int, work: Work, mesh: AnyMesh) -> float:
+    """Inputs and outputs of a layer's linear maps, with their gradients."""
+    widths = [sum(part.width for part in one if bool(part.experts) == moe) for moe in (False, True)]
+    rows = _received(config, one, tokens, work, mesh)
+    return (4 * tokens * widths[0] + 2.5 * rows * widths[1]) * work.values / mesh.shape["tensor"]
+
+
+def chunk_logits() -> int:
+    """Logits per device that the default loss computes at once. Imported late: training imports Orbax."""
+    from nnxmoe.train.loop.loss import ChunkedLoss
+
+    return ChunkedLoss().logits
+
+
+def _one_layer(found: list[Part]) -> list[Part]:
+    """The kernels of the run with the most parameters, such as DeepSeek's layers with experts."""
+    runs: dict[int | None, list[Part]] = {}
+    for part in found:
+        if part.kernel and part.layers:
+            runs.setdefault(part.stack, []).append(part)
+    return max(runs.values(), key=lambda run: sum(part.size for part in run), default=[])
+
+
+def _received(config: Any, found: list[Part], tokens: int, work: Work, mesh: AnyMesh) -> int:
+    """Rows in the buffer of one device's experts; without an expert axis one per assignment."""
+    size, experts = mesh.shape["expert"], max((part.experts for part in found), default=0)
+    if size == 1 or not experts:
+        return tokens * config.experts_per_token
+    return buffer_rows(work.buffer_factor, tokens, config.experts_per_token, size, experts // size)
+
+
+def _decoding(config: Any, rows: int, work: Work) -> int:
+    """Estimate: logits in float32, and the scores of one layer."""
+    return rows * (config.vocab_size + config.num_attention_heads * work.seq) * 4
+
+
+@functools.lru_cache(maxsize=8)
+def cache_per_token(config: DecoderConfig) -> dict[int | None, int]:
+    """The most tokens that a layer's cache holds (None: no limit) -> bytes per token and row of such layers."""
+    model = abstract(config)
+    found, plenty = dict[int | None, int](), 2**30
+    for stack in model.stacks:
+        assert isinstance(stack, UnrolledStack)
+        for layer in stack.layers:
+            one, all_ = (_cache_size(layer.attention, slots, model.dtype) for slots in (1, plenty))
+            slots = None if all_ // one == plenty else all_ // one
+            found[slots] = found.get(slots, 0) + one
+    return found
+
+
+def _cache_size(attention: Any, capacity: int, dtype: Any) -> int:
+    buffers = jax.eval_shape(lambda: jax.tree.leaves(attention.empty_cache(1, capacity, dtype)))
+    return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
+
+
+@functools.lru_cache(maxsize=8)
+def _variables(config: DecoderConfig, stages: int | None) -> list[tuple[str, nnx.Variable]]:
+    """Key and shape of every variable, layers stacked as `Scanned` or a `Pipeline` of so many stages does."""
+    strategy = Strategy(stacking=Scanned(), pipeline=None if stages is None else Pipeline(stages, stages))
+    model = model_class(config)(config, strategy, rngs=None, dtype=jnp.bfloat16)
+    flat = nnx.to_flat_state(nnx.state(model))
+    return [(v.get_metadata().get("key") or ".".join(map(str, path)), v) for path, v in flat]
+
+
+@functools.lru_cache(maxsize=8)
+def abstract(config: DecoderConfig) -> CausalLM:
+    """The model without arrays, each layer by itself."""
+    return model_class(config)(config, Strategy(scan_layers=False), rngs=None, dtype=jnp.bfloat16)
+
+
+def gathered(part: Part, mesh: AnyMesh) -> int:
+    """Elements per layer of a variable on one device, once it is gathered over the batch axes."""
+    own = ("expert",) if part.experts else ()
+    kept = tuple(axis for axis in part.axes if axis not in BATCH_AXES or axis in own)
+    return part.size // max(1, part.layers) // shards(mesh, kept)

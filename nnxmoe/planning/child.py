@@ -1,0 +1,126 @@
+"""The process in which `nnxmoe.planning.program` compiles: ``python -m nnxmoe.planning.child JOB PROGRAM``."""
+
+import dataclasses
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from nnxmoe.axes import batch_axes, make_mesh
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.stack import ScannedStack
+from nnxmoe.models import model_class
+from nnxmoe.planning.hardware import CPU, TPU
+from nnxmoe.planning.hlo import collectives
+from nnxmoe.planning.operations import counted
+from nnxmoe.planning.program import Job, Program
+from nnxmoe.planning.targets import target_config
+from nnxmoe.train.loop.step import Step
+
+
+def devices(job: Job) -> list[Any]:
+    """The devices to compile for. RuntimeError with the extra to install if the compiler is missing."""
+    if job.platform == CPU:
+        return jax.devices("cpu")
+    from jax.experimental import topologies
+
+    try:
+        if job.platform == TPU:
+            return topologies.get_topology_desc(platform="tpu", topology_name=job.device).devices
+        count = 1
+        for size in job.mesh.values():
+            count *= size
+        node = min(8, count)
+        shape = f"{count // node}x1x{node}"
+        config = target_config(job.device)
+        return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=config).devices
+    except (RuntimeError, ImportError, KeyError) as error:
+        extra = "plan-tpu" if job.platform == TPU else "plan-gpu"
+        raise RuntimeError(f"Error: no compiler for {job.device} (pip install 'nnxmoe[{extra}]'): {error}") from error
+
+
+def traced(job: Job, mesh: Mesh) -> Any:
+    """The step, traced for arrays of shapes with their shardings."""
+    run, given = _step(job, mesh)
+    with jax.default_device(mesh.devices.flat[0]):  # kernels ask the default device what it can run
+        return run.trace(*given)
+
+
+def arguments(job: Job, mesh: Mesh) -> tuple[Any, ...]:
+    """What the step is given, as shapes with shardings."""
+    return _step(job, mesh)[1]
+
+
+def _step(job: Job, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    strategy = dataclasses.replace(job.strategy, mesh=mesh, scan_layers=None)
+    model = model_class(job.config)(job.config, strategy, rngs=None, dtype=jnp.bfloat16)
+    rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None))
+    if not job.work.train:
+        return _decoding(model, job, rows)
+    step = Step(model, optax.adamw(1e-4), accumulate=job.work.accumulate)
+    tokens = jax.ShapeDtypeStruct((job.work.batch, job.work.seq), jnp.int32, sharding=rows)
+    return step.jitted, (step.shapes(), {"tokens": tokens})
+
+
+def placed(model: CausalLM) -> tuple[Any, Any]:
+    """Structure and state of a model of shapes, with the sharding of every parameter."""
+    graph, state = nnx.split(model)
+    flat = [
+        (path, v.replace(_at(model.strategy.sharding_of(v))(v.get_value()))) for path, v in nnx.to_flat_state(state)
+    ]
+    return graph, nnx.from_flat_state(flat)
+
+
+def _decoding(model: CausalLM, job: Job, rows: NamedSharding) -> tuple[Any, tuple[Any, ...]]:
+    """One more token for every row, with a full cache that is updated in place."""
+    graph, state = placed(model)
+    cache = jax.eval_shape(lambda: model.empty_cache(job.work.batch, job.work.seq))
+    second = NamedSharding(rows.mesh, PartitionSpec(None, *rows.spec))
+    layers = tuple(
+        jax.tree.map(_at(second if isinstance(stack, ScannedStack) else rows), each)
+        for stack, each in zip(model.stacks, cache.layers, strict=True)
+    )
+    cache = dataclasses.replace(jax.tree.map(_at(rows), cache), layers=layers)
+    tokens = jax.ShapeDtypeStruct((job.work.batch, 1), jnp.int32, sharding=rows)
+
+    def step(state: Any, tokens: Any, cache: Any) -> Any:
+        out = nnx.merge(graph, state)(tokens, cache=cache)
+        return jnp.argmax(out.logits, axis=-1), out.cache
+
+    return jax.jit(step, donate_argnums=2), (state, tokens, cache)
+
+
+def _at(place: NamedSharding | None) -> Any:
+    return lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
+
+
+def program(job: Job) -> Program:
+    """Compiles the job."""
+    found = devices(job)
+    sizes: dict[str, Any] = dict(job.mesh)
+    mesh = make_mesh(**sizes, devices=found)
+    made = traced(job, mesh)
+    operations, started = counted(made.jaxpr.jaxpr), time.perf_counter()
+    compiled = made.lower().compile()
+    memory: Any = compiled.memory_analysis()
+    return Program(
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        tuple(collectives(compiled.as_text(), job.mesh)),
+        operations,
+        time.perf_counter() - started,
+    )
+
+
+if __name__ == "__main__":
+    given, made = map(Path, sys.argv[1:])
+    made.write_bytes(pickle.dumps(program(pickle.loads(given.read_bytes()))))

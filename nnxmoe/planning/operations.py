@@ -1,0 +1,101 @@
+"""Floating-point operations of a step: by formula, and counted in its traced program."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import jaxprs_in_params
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.mla import MLA
+from nnxmoe.model.stack import UnrolledStack
+from nnxmoe.planning.arithmetic import Part, Work, abstract
+
+FORWARDS = 4  # a training step with `Remat()`: forward, forward again, and two products per product backward
+
+
+def operations(config: DecoderConfig, found: list[Part], work: Work, remat: bool = True) -> float:
+    """Floating-point operations of one step on all devices, a product and a sum counted as two.
+
+    A causal pass computes half of the scores. The head is computed once and has two products backward.
+    """
+    layers = sum(
+        2 * part.size * (config.experts_per_token / part.experts if part.experts else 1)
+        for part in found
+        if part.kernel and part.layers
+    )
+    head = 2 * config.vocab_size * config.hidden_size
+    if not work.train:
+        return work.tokens * (layers + head) + work.batch * sum(
+            2 * width * seen for width, seen in _scores(config, work)
+        )
+    passes = FORWARDS if remat else FORWARDS - 1
+    scores = work.batch * sum(2 * width * seen * work.seq for width, seen in _scores(config, work))
+    return work.tokens * (passes * layers + 3 * head) + passes * scores
+
+
+def _scores(config: DecoderConfig, work: Work) -> Iterator[tuple[int, float]]:
+    """Of each layer: multiplications per query and key, of scores and values, and keys per query."""
+    for stack in abstract(config).stacks:
+        assert isinstance(stack, UnrolledStack)
+        for layer in stack.layers:
+            attention = layer.attention
+            window = getattr(attention, "window", None) or work.seq
+            seen = min(window, work.seq) if not work.train else min(window, work.seq / 2)
+            yield _width(attention, work.train), seen
+
+
+def _width(attention: GQA | MLA | Any, train: bool) -> int:
+    if isinstance(attention, MLA):
+        heads, values = attention.kv_b.kernel.outs
+        rope = attention.kv_a.kernel.outs[0] - attention.kv_rank
+        return heads * (values + rope) if train else 2 * heads * (attention.kv_rank + rope)
+    heads, head_dim = attention.q.kernel.outs
+    return 2 * heads * head_dim
+
+
+def counted(jaxpr: Any, devices: int = 1) -> float:
+    """Operations of all products in a traced program, on all devices, loops times their lengths; of branches the
+    largest. NaN with products in a loop of unknown length, as `Blocked` has.
+
+    ``devices``: how many run this program at once.
+    """
+    total = 0.0
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        inner = [counted(one, devices * _sharded(equation)) for one in jaxprs_in_params(params)]
+        if name in ("dot_general", "ragged_dot_general", "ragged_dot"):
+            total += devices * _products(equation)
+        elif name == "scan":
+            total += params["length"] * sum(inner)
+        elif name == "while" and any(inner):
+            return math.nan
+        elif name == "cond":
+            total += max(inner, default=0.0)
+        elif name == "linear":  # of `layers.multilinear`
+            made = jax.make_jaxpr(params["function"])(*[one.aval for one in equation.invars])
+            total += counted(made.jaxpr, devices)
+        else:
+            total += sum(inner)
+    return total
+
+
+def _sharded(equation: Any) -> int:
+    """Number of devices, or stages, that each run the inner program; 1 if they share it."""
+    if equation.primitive.name != "shard_map":
+        return 1
+    return math.prod(equation.params["mesh"].shape[axis] for axis in equation.params["newly_manual_axes"])
+
+
+def _products(equation: Any) -> float:
+    left, right = (one.aval for one in equation.invars[:2])
+    dims = equation.params.get("dimension_numbers") or equation.params["ragged_dot_dimension_numbers"]
+    dims = getattr(dims, "dot_dimension_numbers", dims)
+    (of_left, _), _ = dims
+    ragged = equation.primitive.name != "dot_general"
+    grouped = ragged and len(equation.outvars[0].aval.shape) == 3  # the gradient of kernels: [E, I, O]
+    if grouped:  # every row is in one group only
+        return 2.0 * math.prod(left.shape) * right.shape[-1]
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left.shape[dim] for dim in of_left)

@@ -1,0 +1,259 @@
+"""`plan`: what a model takes on a mesh of named devices, by arithmetic or from a compiled step."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnxmoe.axes import RULES, AnyMesh, Rules, abstract_mesh
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.layers.blockwise import Blockwise
+from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
+from nnxmoe.model.stack import Remat, Scanned
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.models import PRESETS, config_from_hf, preset
+from nnxmoe.moe.dispatch import Sorted
+from nnxmoe.moe.expert_parallel import ExpertParallel, RaggedAllToAll
+from nnxmoe.moe.grouped_matmul import Blocked, RaggedDot
+from nnxmoe.planning import advice, printing
+from nnxmoe.planning.arithmetic import Bytes, Work, bytes_of, parts
+from nnxmoe.planning.hardware import CPU, TPU, Hardware, hardware, links, refuse_unheld
+from nnxmoe.planning.operations import operations
+from nnxmoe.planning.program import Job, Program, compile_program, target
+from nnxmoe.planning.traffic import Traffic, by_axis, traffic
+from nnxmoe.storage.hub import local_folder, snapshot
+from nnxmoe.storage.source import find_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Memory, operations, traffic and time of one step on a mesh; printing it shows where each figure is from.
+
+    ``bytes``: on one device. ``operations``: on all. ``traffic``: an estimate of what a device receives. ``links``:
+    mesh axis -> the name and rate of the link it uses. ``program``: the compiled step, if ``compiled_for`` names a
+    platform. ``advice``: changes that were planned again, with what they give.
+    """
+
+    model: str
+    config: DecoderConfig
+    hardware: Hardware
+    mesh: Mapping[str, int]
+    work: Work
+    bytes: Bytes
+    operations: float
+    traffic: tuple[Traffic, ...]
+    links: Mapping[str, tuple[str, float]]
+    program: Program | None = None
+    compiled_for: str = ""
+    advice: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def exact(self) -> bool:
+        """Whether ``memory`` is that of a step compiled for the planned hardware."""
+        return self.program is not None and self.compiled_for == self.hardware.platform
+
+    @property
+    def memory(self) -> int:
+        """Bytes on one device while a step runs: of the step compiled for the hardware, else estimated."""
+        return self.program.total if self.program is not None and self.exact else self.bytes.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has this memory."""
+        return self.memory <= self.hardware.memory
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of a step in which the stages of a pipeline wait."""
+        return 0.0 if self.work.pipeline is None else self.work.pipeline.bubble(self.mesh[AXIS])
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Limiter -> seconds of one step if nothing else took time: compute, memory and network."""
+        kind, network = self.hardware, 0.0
+        for axes, size in by_axis(self.traffic).items():
+            network += size / min(self.links[axis][1] for axis in axes)
+        moved = self.bytes.arguments
+        if self.work.train:  # state is read and written, gathered kernels at least once
+            moved = 2 * (moved + self.bytes.gradients) + sum(t.bytes for t in self.traffic if t.what != "tokens")
+        compute = self.operations / self.devices / (kind.flops * kind.efficiency) / (1 - self.bubble)
+        return {"compute": compute, "memory": moved / kind.bandwidth, "network": network}
+
+    @property
+    def limiter(self) -> str:
+        """What a step waits for."""
+        return max(self.times, key=lambda name: self.times[name])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step, as if the three overlapped perfectly."""
+        return max(self.times.values())
+
+    def __str__(self) -> str:
+        return printing.table(self)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Bars of the bytes on one device; requires matplotlib (``nnxmoe[notebooks]``)."""
+        from nnxmoe import plot
+
+        sizes = {name: size / 1e9 for name, size in dataclasses.asdict(self.bytes).items() if size}
+        ax = plot.bars(sizes, f"GB of {self.hardware.memory / 1e9:.0f} on one {self.hardware.name}", ax, form="{:.3g}")
+        seconds = ", ".join(f"{name} {value:.2g} s" for name, value in self.times.items())
+        ax.set_title(f"{self.model} on {self.devices}: {seconds}")
+        return ax
+
+
+def plan(
+    model: DecoderConfig | str | os.PathLike[str],
+    mesh: Mapping[str, int] | AnyMesh,
+    *,
+    batch: int,
+    seq: int,
+    on: str | Hardware = "h100",
+    train: bool = True,
+    accumulate: int = 1,
+    rules: Rules = RULES,
+    across: str | None = None,
+    remat: bool = True,
+    buffer_factor: float | None = None,
+    microbatches: int | None = None,
+    compile_for: str | None = None,
+    strategy: Strategy | None = None,
+    advise: bool = True,
+) -> Plan:
+    """The plan of a training step (AdamW, float32 state) or of one decoded token per row, on devices ``on``.
+
+    ``model``: a config, a preset, a folder or a hub id, of which config.json is fetched. ``mesh``: sizes of mesh axes.
+    ``across``: the axis that crosses nodes or slices. ``buffer_factor``: of `RaggedAllToAll`; None: room for all rows
+    of the expert axis. ``microbatches``: of a `Pipeline` over the mesh axis ``pipe``; None: this axis splits the batch
+    only. ``compile_for``: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware;
+    ``strategy``: the one to compile, without a mesh. Raises ValueError for what the mesh or the torus cannot hold.
+    """
+    name, config = _config(model)
+    kind, sizes = hardware(on), abstract_mesh(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    if across is not None and across not in sizes.shape:
+        raise ValueError(f"across={across!r} is not a mesh axis: use one of {', '.join(sizes.shape)}")
+    pipeline = None if microbatches is None else _pipeline(microbatches, sizes, train)
+    shape, work = dict(sizes.shape), Work(batch, seq, train, accumulate, buffer_factor, pipeline=pipeline)
+    refuse_unheld(kind, shape)
+    if batch % accumulate:
+        raise ValueError(f"a batch of {batch} rows cannot be cut into accumulate={accumulate} parts: use a multiple")
+    if pipeline is not None:
+        pipeline.refuse_batch(batch // accumulate, sizes)
+    found = parts(config, sizes, rules, pipeline)
+    made = Plan(
+        name,
+        config,
+        kind,
+        shape,
+        work,
+        bytes_of(config, found, work, sizes, remat),
+        operations(config, found, work, remat),
+        tuple(traffic(config, found, work, sizes, remat)),
+        links(kind, shape, across),
+    )
+    if compile_for is not None:
+        platform = {"cpu": CPU, "device": kind.platform}.get(compile_for)
+        if platform is None:
+            raise ValueError(f"compile_for={compile_for!r}: use 'cpu' or 'device'")
+        strategy = strategy or default_strategy(config, shape, platform, work, remat)
+        stacking = strategy.stacking if pipeline is None else Scanned()
+        strategy = dataclasses.replace(strategy, rules=rules, pipeline=pipeline, stacking=stacking, scan_layers=None)
+        job = Job(config, strategy, shape, work, platform, target(kind, platform))
+        made = dataclasses.replace(made, program=compile_program(job), compiled_for=platform)
+    if advise and not made.fits:
+        options = {"batch": batch, "seq": seq, "train": train, "across": across, "remat": remat}
+        options |= {"buffer_factor": buffer_factor, "microbatches": microbatches}
+        again = advice.Question(config, shape, kind, rules, accumulate, options)
+        made = dataclasses.replace(made, advice=advice.changes(made, again, plan))
+    return made
+
+
+def search(
+    model: DecoderConfig | str | os.PathLike[str],
+    devices: int,
+    *,
+    most: int = 10,
+    microbatches: int | None = None,
+    **options: Any,
+) -> list[Plan]:
+    """The best plans of all meshes of this many devices, those that fit first, then by time; options as of `plan`.
+
+    ``microbatches``: also meshes with as many or fewer pipeline stages. Meshes that cannot shard the model or the batch
+    are left out. ValueError if none can.
+    """
+    found, reason = list[Plan](), ""
+    for mesh in _meshes(devices, microbatches or 1):
+        try:
+            parts = microbatches if mesh[AXIS] > 1 else None
+            found.append(plan(model, mesh, advise=False, microbatches=parts, **options))
+        except ValueError as error:
+            reason = reason or str(error)
+    if not found:
+        raise ValueError(f"no mesh of {devices} devices holds the model and the batch: {reason}")
+    return sorted(found, key=lambda one: (not one.fits, one.seconds, one.memory))[:most]
+
+
+def compared(plans: Sequence[Plan]) -> str:
+    """A table with one line per plan."""
+    return printing.compared(plans)
+
+
+def _pipeline(microbatches: int, mesh: AnyMesh, train: bool) -> Pipeline:
+    made = Pipeline(microbatches)
+    made.check(mesh)
+    if stages_of(mesh) == 1:
+        raise ValueError(f"microbatches={microbatches}: the mesh has one stage: give it an axis {AXIS}")
+    if not train:
+        raise ValueError(f"microbatches={microbatches}: pipeline stages do not decode: leave it out, or plan training")
+    return made
+
+
+def _meshes(devices: int, stages: int) -> list[dict[str, int]]:
+    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    found = [
+        {AXIS: pipe, "data": data, "expert": expert, "tensor": tensor}
+        for pipe in sizes
+        for data in sizes
+        for expert in sizes
+        for tensor in sizes
+        if pipe <= stages and tensor <= 8
+    ]
+    fitting = [mesh for mesh in found if devices % math.prod(mesh.values()) == 0]
+    return [{**mesh, "fsdp": devices // math.prod(mesh.values())} for mesh in fitting]
+
+
+def default_strategy(
+    config: DecoderConfig, mesh: Mapping[str, int], platform: str, work: Work, remat: bool = True
+) -> Strategy:
+    """Scanned layers, recomputed while training, with experts over the expert axis if it has several devices."""
+    dispatch = (
+        ExpertParallel(Sorted(), RaggedAllToAll(work.buffer_factor))
+        if config.experts and mesh["expert"] > 1
+        else Sorted()
+    )
+    return Strategy(
+        dispatch=dispatch,
+        matmul=RaggedDot() if platform == TPU else Blocked(),
+        attend=Blockwise(),
+        stacking=Scanned(),
+        remat=Remat() if work.train and remat else None,
+    )
+
+
+def _config(model: DecoderConfig | str | os.PathLike[str]) -> tuple[str, DecoderConfig]:
+    if isinstance(model, DecoderConfig):
+        return next((name for name, config in PRESETS.items() if config == model), model.model_type), model
+    if (found := preset(model)) is not None:
+        return str(model).lower(), found
+    if (folder := local_folder(model, ValueError)) is None:
+        if "/" not in str(model):
+            raise ValueError(f"{model} is neither a folder nor a preset: use one of {', '.join(PRESETS)}")
+        folder = snapshot(str(model), None, False, ["config.json"], (), ValueError)
+    return str(model), config_from_hf(find_config(folder))

@@ -1,0 +1,96 @@
+"""Plans as text."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+
+def table(plan: Any) -> str:
+    """A plan line by line: what, how much, and where the figure is from."""
+    work, kind, held = plan.work, plan.hardware, plan.bytes
+    axes = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
+    what = "training" if work.train else "decoding one token per row"
+    lines = [f"{plan.model}, {what}, {work.batch} x {work.seq} tokens on {plan.devices} x {kind.name} ({axes})"]
+
+    def line(name: str, value: str, source: str = "") -> None:
+        lines.append(f"{name:15} {value:50} {source}".rstrip())
+
+    for name in ("parameters", "moments", "cache", "inputs"):
+        if size := getattr(held, name):
+            line(name, _bytes(size), "exact")
+    if plan.exact:
+        line("temporary", _bytes(plan.program.temporary), f"compiled for {kind.name}")
+    else:
+        line("gradients", _bytes(held.gradients), "estimated") if held.gradients else None
+        line("activations", _bytes(held.activations), "estimated")
+    if plan.program is not None:
+        _compiled(plan, line)
+    if plan.work.pipeline is not None:
+        stages, pipeline = plan.mesh["pipe"], plan.work.pipeline
+        turns = f"{stages}, {pipeline.turns(stages)} turns of {pipeline.microbatches} microbatches"
+        line("stages", f"{turns}, each waits in {plan.bubble:.0%}", "exact")
+    fits = "fits" if plan.fits else "does not fit"
+    line("memory", f"{_bytes(plan.memory)} of {_bytes(kind.memory)}: {fits}", "" if plan.exact else "estimated")
+    _network(plan, line)
+    line("operations", f"{plan.operations / plan.devices:.3g} per device, {plan.operations:.3g} in all", "formula")
+    for name, seconds in plan.times.items():
+        note = f"at {kind.efficiency:.0%} of {kind.flops / 1e12:.0f} TFLOP/s" if name == "compute" else "estimated"
+        line(f"time, {name}", f"{seconds:.3g} s{': the step waits for this' if name == plan.limiter else ''}", note)
+    rate = work.tokens / plan.seconds
+    line("speed", f"{rate:,.0f} tokens per second, {rate / plan.devices:,.0f} per device", "estimated")
+    for text in plan.advice:
+        line("change", text)
+    return "\n".join(lines)
+
+
+def _compiled(plan: Any, line: Any) -> None:
+    program, where = plan.program, f"compiled for {plan.compiled_for} in {plan.program.seconds:.0f} s"
+    line("arguments", _bytes(program.arguments), where)
+    if not plan.exact:
+        note = "a ceiling" if plan.work.train else "far too high: XLA:CPU casts stacked weights"
+        line("temporary", f"{_bytes(program.temporary)}, {note}", where)
+    if not math.isnan(program.operations) and program.operations:
+        line("operations", f"{program.operations / plan.devices:.3g} per device, counted", "traced, loops x lengths")
+    sums, times = Counter[tuple[str, tuple[str, ...], bool]](), Counter[tuple[str, tuple[str, ...], bool]]()
+    for one in program.collectives:
+        key = (one.kind, one.axes, one.counted)
+        sums[key] += one.total
+        times[key] += one.times
+    for (kind, axes, counted), size in sums.most_common(8):
+        more = "" if counted else " or more: a loop of unknown length"
+        line(kind, f"{_bytes(size)} over {' x '.join(axes)}, {times[kind, axes, counted]} times{more}", where)
+    if program.warnings:
+        line("warnings", f"{program.warnings} involuntary full rematerializations", where)
+
+
+def _network(plan: Any, line: Any) -> None:
+    sums, times = Counter[tuple[str, tuple[str, ...], str]](), Counter[tuple[str, tuple[str, ...], str]]()
+    for one in plan.traffic:
+        sums[one.kind, one.axes, one.what] += one.bytes
+        times[one.kind, one.axes, one.what] += one.times
+    for (kind, axes, what), size in sums.most_common(6):
+        link = min((plan.links[axis] for axis in axes), key=lambda one: one[1])
+        line(
+            kind,
+            f"{_bytes(size)} of {what} over {' x '.join(axes)}, {times[kind, axes, what]} times",
+            f"estimated, {link[0]}",
+        )
+
+
+def compared(plans: Sequence[Any]) -> str:
+    """One line per plan: mesh, memory, whether it fits, time per step and limiter."""
+    lines = [f"{'mesh':36} {'memory':>10}  fits  {'step':>9}  waits for"]
+    for plan in plans:
+        axes = ",".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
+        fits = "yes" if plan.fits else "no"
+        lines.append(f"{axes:36} {_bytes(plan.memory):>10}  {fits:4}  {plan.seconds:8.3g}s  {plan.limiter}")
+    return "\n".join(lines)
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"

@@ -1,0 +1,96 @@
+"""Compiles a step for virtual CPU devices, a TPU slice or GPUs, in a process of its own, and reads the result.
+
+Device counts are set before JAX starts, hence the process. No accelerator is needed: libtpu (``nnxmoe[plan-tpu]``) and
+the CUDA plugin (``nnxmoe[plan-gpu]``) compile for devices that are not there.
+"""
+
+import dataclasses
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.planning.arithmetic import Work
+from nnxmoe.planning.hardware import CPU, GPU, TPU, Hardware
+from nnxmoe.planning.hlo import Collective
+
+LIMIT_S = 1800
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A step to compile: the strategy has no mesh, which the process makes of ``mesh`` and the named devices."""
+
+    config: DecoderConfig
+    strategy: Strategy
+    mesh: Mapping[str, int]
+    work: Work
+    platform: str = CPU
+    device: str = ""  # what XLA calls the devices: a TPU topology such as v5p:4x8x8, or a GPU's target such as h100
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step: bytes on one device, collectives, the operations of its traced form on all devices, and how
+    many seconds compilation took. ``warnings``: involuntary rematerialisations that XLA reported."""
+
+    arguments: int
+    temporary: int
+    outputs: int
+    aliased: int
+    collectives: tuple[Collective, ...]
+    operations: float
+    seconds: float
+    warnings: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes on one device while the step runs."""
+        return self.arguments + self.temporary + self.outputs - self.aliased
+
+
+def target(kind: Hardware, platform: str) -> str:
+    """The compiler's name of the devices. ValueError for a TPU whose slice was not named."""
+    if platform == TPU and not kind.topology:
+        raise ValueError(f"compiling for {kind.name} needs the slice's shape, such as {kind.name}:4x4x4")
+    return {TPU: kind.topology, GPU: kind.name, CPU: ""}[platform]
+
+
+def compile_program(job: Job) -> Program:
+    """Compiles the step in a child process. RuntimeError with the compiler's words if it fails, as for a step that
+    does not fit on a TPU."""
+    count = 1
+    for size in job.mesh.values():
+        count *= size
+    env = dict(os.environ) | environment(job.platform, count)
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder, "job"), Path(folder, "program")
+        given.write_bytes(pickle.dumps(job))
+        command = [sys.executable, "-m", "nnxmoe.planning.child", str(given), str(made)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+        if done.returncode or not made.exists():
+            lines = [line for line in done.stderr.splitlines() if re.search("Error|exceed|required", line)]
+            raise RuntimeError(f"the step does not compile for {job.device or job.platform}: {_last(lines, done)}")
+        program: Any = pickle.loads(made.read_bytes())
+    return dataclasses.replace(program, warnings=done.stderr.count("Involuntary full rematerialization"))
+
+
+def _last(lines: list[str], done: Any) -> str:
+    return (lines[-1] if lines else done.stderr.strip()[-500:] or f"exit status {done.returncode}").strip()
+
+
+def environment(platform: str, devices: int) -> dict[str, str]:
+    """Variables of a process that compiles for a platform, on top of this one's. ``devices``: virtual CPU devices."""
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    flags = f"{flags} --xla_force_host_platform_device_count={devices if platform == CPU else 1}"
+    found = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), "TQDM_DISABLE": "1"}
+    if platform == TPU:
+        found |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    return found

@@ -1,0 +1,99 @@
+"""Traffic between the devices of a mesh in one step, estimated from shapes."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nnxmoe.axes import BATCH_AXES, AnyMesh, shards
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.model.pipeline import AXIS, stages_of
+from nnxmoe.planning.arithmetic import Part, Work, chunk_logits, gathered, rows_per_device
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes that one device receives in a step by collectives of one ``kind`` over mesh axes; ``times``: how often."""
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    times: int
+    what: str = ""
+
+
+def traffic(config: DecoderConfig, found: list[Part], work: Work, mesh: AnyMesh, remat: bool = True) -> list[Traffic]:
+    """Estimate of the collectives of a step: gathered kernels, reduced gradients, tokens to experts and back.
+
+    Assumes kernels gathered in the dtype of activations, once per pass, and gradients reduced in float32. The head is
+    gathered for every chunk of the loss. Stages of a pipeline do all this in every turn, those of waiting included, and
+    each turn sends a microbatch and a slot on, forward and backward.
+    """
+    sums: dict[tuple[str, tuple[str, ...], str], list[float]] = {}
+
+    def add(kind: str, axes: tuple[str, ...], what: str, size: float, times: int) -> None:
+        one = sums.setdefault((kind, axes, what), [0.0, 0])
+        one[0] += size * times
+        one[1] += times
+
+    head = "embed.table" if config.tie_word_embeddings else "head.kernel"
+    batch_axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    rows, passes = rows_per_device(work.batch, mesh), (2 if remat else 1) if work.train else 1
+    for part in found:
+        own = (*(("expert",) if part.experts else ()), *((AXIS,) if part.staged else ()))
+        split = tuple(axis for axis in part.axes if axis in batch_axes and axis not in own)
+        times = max(1, part.layers) * work.accumulate
+        if part.staged:
+            times = part.layers // stages_of(mesh) * work.turns(mesh)
+        what = "experts" if part.experts else "layers" if part.layers else "head" if part.key == head else "embedding"
+        size = gathered(part, mesh)
+        fraction = 1 - 1 / shards(mesh, split)
+        if split:
+            chunks = _chunks(config, rows // work.accumulate, work) if what == "head" and work.train else passes
+            add("all-gather", split, what, size * work.values * fraction, times * chunks)
+        if work.train and part.trained:
+            if split:
+                chunks = _chunks(config, rows // work.accumulate, work) if what == "head" else 1
+                add("reduce-scatter", split, what, size * work.state * fraction, times * chunks)
+            if rest := tuple(axis for axis in batch_axes if axis not in part.axes):
+                local = size / shards(mesh, split) * work.state
+                add("all-reduce", rest, what, 2 * local * (1 - 1 / shards(mesh, rest)), times)
+    _activations(config, found, work, mesh, rows * (work.seq if work.train else 1), add, 3 if remat else 2)
+    if work.pipeline is not None:
+        turns, stages = work.turns(mesh), stages_of(mesh)
+        sent = rows * stages // work.pipeline.microbatches // work.accumulate * work.seq * config.hidden_size
+        add("collective-permute", (AXIS,), "tokens", 2 * sent * work.values, 2 * turns)
+        add("collective-permute", (AXIS,), "tokens", sent * work.values, 2 * work.accumulate)
+    return [Traffic(kind, axes, size, int(times), what) for (kind, axes, what), (size, times) in sums.items()]
+
+
+def _activations(config: Any, found: list[Part], work: Work, mesh: AnyMesh, tokens: int, add: Any, passes: int) -> None:
+    """Tokens to the experts and back, and partial sums over the tensor axis."""
+    passes, vector = passes if work.train else 1, config.hidden_size * work.values
+    experts, tensor = mesh.shape["expert"], mesh.shape["tensor"]
+    norms = [part for part in found if part.layers and part.key.endswith("attention_norm.scale")]
+    for moe, parts in ((True, [part for part in found if part.experts]), (False, norms)):
+        for run in {(part.stack, part.staged): part for part in parts}.values():
+            times, part_of_tokens = run.layers * work.accumulate, tokens / work.accumulate
+            if run.staged and work.pipeline is not None:
+                times = run.layers // stages_of(mesh) * work.turns(mesh)
+                part_of_tokens *= stages_of(mesh) / work.pipeline.microbatches
+            if moe and experts > 1:
+                sent = part_of_tokens * config.experts_per_token * vector * (1 - 1 / experts)
+                add("all-to-all", ("expert",), "tokens", sent, 2 * passes * times)
+            if not moe and tensor > 1:
+                summed = 2 * part_of_tokens * vector * (1 - 1 / tensor)
+                add("all-reduce", ("tensor",), "tokens", summed, 2 * passes * times)
+
+
+def _chunks(config: Any, rows: int, work: Work) -> int:
+    """Chunks of the loss, as `ChunkedLoss` cuts them."""
+    step = min(work.seq, max(1, chunk_logits() // (config.vocab_size * max(1, rows))))
+    return -(-work.seq // step)
+
+
+def by_axis(found: Iterable[Traffic]) -> Mapping[tuple[str, ...], float]:
+    """Mesh axes -> bytes that one device receives over them."""
+    sums: dict[tuple[str, ...], float] = {}
+    for one in found:
+        sums[one.axes] = sums.get(one.axes, 0.0) + one.bytes
+    return sums

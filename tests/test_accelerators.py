@@ -1,0 +1,145 @@
+"""Forward passes, decode steps and training steps compile for TPUs and GPUs that are not there, with the kernels that
+``Strategy.auto`` chooses for them. What is compiled fits into the device's memory; nothing is run."""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nnxmoe
+from nnxmoe.axes import batch_axes, make_mesh
+from nnxmoe.models import PRESETS, config_from_hf, model_class
+from nnxmoe.planning import child
+from nnxmoe.planning.arithmetic import Work
+from nnxmoe.planning.hardware import TABLE
+from nnxmoe.planning.plan import default_strategy
+from nnxmoe.planning.program import Job, environment
+from tests.support.families import FAMILIES
+from tests.support.tiny import TINY
+
+pytestmark = pytest.mark.accelerators
+
+DEVICES = {"tpu": "v5p:2x2x1", "gpu": "h100"}
+MEMORY = {"tpu": TABLE["tpu-v5p"].memory, "gpu": TABLE["h100"].memory}
+STEPS = ("forward", "decode", "train")
+KERNELS = {"tpu": "tpu_custom_call", "gpu": "triton"}  # splash attention and tokamax's products
+ONE_LAYER: dict[str, dict[str, Any]] = {  # presets cut to one layer of each kind
+    "llama-3.1-8b": {"num_hidden_layers": 1},
+    "mixtral-8x7b": {"num_hidden_layers": 1},
+    "deepseek-v3": {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 64},
+    "gpt-oss-20b": {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention")},
+    "qwen3-30b-a3b": {"num_hidden_layers": 1},
+}
+QUICK_ON_TPU = {("mixtral-8x7b", "forward"), ("mixtral-8x7b", "train"), *((preset, "decode") for preset in ONE_LAYER)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Bytes on one device while the program runs, and what it calls."""
+
+    total: int
+    calls: frozenset[str]
+    ragged: bool  # rows travel by the native ragged all-to-all
+
+
+def compiled(platform: str, config: Any, axes: dict[str, int], work: Work, step: str) -> Compiled:
+    """The program of a step. ``axes`` empty: for one device."""
+    sizes: dict[str, Any] = {"fsdp": 1, "expert": 1} | axes
+    strategy, auto = default_strategy(config, sizes, platform, work), nnxmoe.Strategy.auto(platform)
+    strategy = dataclasses.replace(strategy, matmul=auto.matmul, attend=auto.attend, scan_layers=None)
+    job = Job(config, strategy, sizes, work, platform, DEVICES[platform])
+    found = child.devices(dataclasses.replace(job, mesh={"fsdp": 4}))
+    mesh = make_mesh(**sizes, devices=found if axes else found[:1])
+    program = (_forward(job, mesh) if step == "forward" else child.traced(job, mesh)).lower().compile()
+    memory, text = program.memory_analysis(), program.as_text()
+    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    calls = re.findall(r'custom_call_target="([^"]+)"', text)
+    return Compiled(total - memory.alias_size_in_bytes, frozenset(calls), "ragged-all-to-all" in text)
+
+
+def _forward(job: Job, mesh: Any) -> Any:
+    strategy = dataclasses.replace(job.strategy, mesh=mesh, scan_layers=None)
+    model = model_class(job.config)(job.config, strategy, rngs=None, dtype=jnp.bfloat16)
+    graph, state = child.placed(model)
+    rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None))
+    tokens = jax.ShapeDtypeStruct((job.work.batch, job.work.seq), jnp.int32, sharding=rows)
+    run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens).logits)
+    with jax.default_device(mesh.devices.flat[0]):
+        return run.trace(state, tokens)
+
+
+@pytest.fixture(scope="session")
+def compile_for() -> Iterator[Callable[..., Compiled]]:
+    """``compile_for(platform, …)`` is `compiled` in the platform's process; skipped without its compiler."""
+    pools: dict[str, concurrent.futures.ProcessPoolExecutor] = {}
+    needed = {"tpu": ("libtpu", "tokamax"), "gpu": ("jax_cuda12_plugin", "nvidia.cudnn", "tokamax")}
+
+    def run(platform: str, *rest: Any) -> Compiled:
+        if missing := [name for name in needed[platform] if not _installed(name)]:
+            pytest.skip(f"{missing[0]} is not installed: pip install 'nnxmoe[kernels,plan-gpu,plan-tpu]'")
+        if platform not in pools:
+            usual = dict(os.environ)
+            os.environ.update(environment(platform, 1))
+            os.environ.pop("JAX_DEFAULT_MATMUL_PRECISION")  # Mosaic refuses float32 products of bfloat16
+            pools[platform] = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+            pools[platform].submit(int).result(timeout=120)  # the process has read its environment
+            os.environ.clear()
+            os.environ.update(usual)
+        return pools[platform].submit(compiled, platform, *rest).result(timeout=900)
+
+    yield run
+    for pool in pools.values():
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("platform", DEVICES)
+@pytest.mark.parametrize(
+    "kind", [*TINY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted({*FAMILIES} - {*TINY}))]
+)
+def test_tiny_models_compile(compile_for: Callable[..., Compiled], platform: str, kind: str) -> None:
+    """On one device, with 128 tokens, so that kernels take them."""
+    fields = TINY.get(kind) or FAMILIES[kind].frozen
+    config = config_from_hf(fields | {"max_position_embeddings": 512})
+    for step in STEPS:
+        made = compile_for(platform, config, {}, Work(2, 128, train=step == "train"), step)
+        assert 0 < made.total < 1e9
+        if platform == "tpu" and step != "decode":
+            assert "tpu_custom_call" in made.calls
+
+
+@pytest.mark.parametrize(
+    ("platform", "preset", "step"),
+    [
+        # libtpu compiles a training step in one to three minutes
+        pytest.param(*each, marks=[pytest.mark.slow] * (each[0] == "tpu" and (each[1], each[2]) not in QUICK_ON_TPU))
+        for each in itertools.product(DEVICES, ONE_LAYER, STEPS)
+    ],
+)
+def test_layers_of_real_width_compile_and_fit(
+    compile_for: Callable[..., Compiled], platform: str, preset: str, step: str
+) -> None:
+    """On four devices, experts over two of them: rows travel by the native exchange, and products are kernels."""
+    config: Any = dataclasses.replace(PRESETS[preset], **ONE_LAYER[preset])
+    made = compile_for(platform, config, {"fsdp": 2, "expert": 2}, Work(4, 1024, train=step == "train"), step)
+    assert made.total < MEMORY[platform]
+    assert made.ragged == bool(config.experts)
+    if config.experts and step != "decode":
+        assert any(KERNELS[platform] in call for call in made.calls)
