@@ -58,6 +58,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="wrong types on purpose"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_programs() -> "Iterator[None]":
+    """Programs are dropped between modules, before the process has too many."""
+    yield
+    from tests.support.programs import drop_programs
+
+    drop_programs()
+
+
 def checked(function: Any) -> Any:
     """beartype that also accepts protocols.
 
@@ -86,12 +95,14 @@ def eight() -> "Iterator[Callable[..., Any]]":
     import concurrent.futures
     import multiprocessing
 
+    from tests.support.programs import then_drop
+
     usual = os.environ.get("XLA_FLAGS")
     os.environ["XLA_FLAGS"] = f"{usual or ''} --xla_force_host_platform_device_count=8"
     pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     pool.submit(int).result(timeout=120)  # the process has read its environment
     os.environ.pop("XLA_FLAGS") if usual is None else os.environ.update(XLA_FLAGS=usual)
-    yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=300)
+    yield lambda function, *arguments: pool.submit(then_drop, function, *arguments).result(timeout=300)
     pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -284,6 +284,7 @@ def test_accelerator_benchmark_of_whole_models(monkeypatch: pytest.MonkeyPatch, 
     assert decode.limit == pytest.approx(2e9 / (4 * weights))
 
 
+@pytest.mark.slow
 def test_speeds_of_quantised_models_with_random_codes() -> None:
     """What the accelerator's script does for Mixtral-8x7B, in small; a method that does not fit is an error."""
     from nnxmoe.models import config_from_hf

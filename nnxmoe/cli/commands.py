@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 
 import nnxmoe
+from nnxmoe.cli import drafts, prompts
 from nnxmoe.config.printable import plain
 from nnxmoe.runtime import interrupts, processes
 from nnxmoe.runtime.progress import say
@@ -32,7 +33,7 @@ def _weights(model: str) -> str:
     return _path(model)
 
 
-def _load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
+def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
     """The model and the tokenizer, with an adapter merged into the model if one is named, or is what is named."""
     from nnxmoe.train import lora
 
@@ -43,8 +44,9 @@ def _load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
     hub = {"revision": options.revision, "local_files_only": options.local_files_only}
     tokenizer = nnxmoe.Tokenizer.from_pretrained(path, **hub)
     method = _method(options)
-    kept = {"quantize": None if adapter else method, "keep_quantized": options.keep_quantized}
-    model = nnxmoe.from_pretrained(path, dtype=options.dtype, **hub, **kept)
+    how = {name: getattr(options, name) for name in ("keep_quantized", "ignore_unknown")}
+    how["mtp"] = drafts.needs_mtp(getattr(options, "draft", None), path, options)
+    model = nnxmoe.from_pretrained(path, dtype=options.dtype, quantize=None if adapter else method, **hub, **how)
     say("%s", model.load_report)
     if adapter is not None:
         lora.merge_from(model, adapter, quantize=method)
@@ -66,13 +68,18 @@ def _sampling(options: argparse.Namespace) -> nnxmoe.Sampling:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Continue a prompt, streaming the text."""
+    """Continue a prompt, streaming the text, or many, as JSON lines."""
     sampling = _sampling(options)
+    if options.prompts is not None:
+        many = prompts.read(options.prompts)
+        model, tokenizer = load(options)
+        for line in prompts.lines(model, tokenizer, many, sampling, options):
+            print(line, flush=True)
+        return
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    model, tokenizer = _load(options)
-    pieces = nnxmoe.stream(
-        model, tokenizer, prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, seed=options.seed
-    )
+    model, tokenizer = load(options)
+    given = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": options.seed}
+    pieces = nnxmoe.stream(model, tokenizer, prompt, **given, draft=drafts.draft_of(options.draft, model))
     first, started = 0, 0.0
     for piece in pieces:
         first, started = first or pieces.tokens, started or time.perf_counter()
@@ -92,7 +99,7 @@ def chat(options: argparse.Namespace) -> None:
         with contextlib.suppress(ImportError):  # Windows has no readline
             import readline  # noqa: F401  arrow keys and history for input()
     sampling = _sampling(options)
-    model, tokenizer = _load(options)
+    model, tokenizer = load(options)
     opening = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(opening)
     tokenizer.apply_chat_template(
@@ -139,54 +146,18 @@ def inspect(options: argparse.Namespace) -> None:
     """A model's config, sizes, and whether it fits in memory."""
     from nnxmoe.cli.inspect import summarise
     from nnxmoe.model.strategy import Strategy
-    from nnxmoe.runtime.memory import memory_bytes
 
-    method = _method(options)
-    if method is not None and options.keep_quantized:
-        raise ValueError("--quantize and --keep-quantized exclude each other")
-    hub = options.revision, options.local_files_only
-    s = summarise(_path(options.model), options.dtype, *hub, method, options.keep_quantized)
     if options.mesh and options.keep_quantized:
         raise ValueError("--mesh shows how floats or weights of --quantize are sharded: leave --keep-quantized out")
+    method, hub = _method(options), (options.revision, options.local_files_only)
+    s = summarise(_path(options.model), options.dtype, *hub, method, options.keep_quantized, options.ignore_unknown)
     spread = _spread(s.config, s.weight_dtype, options.mesh, method) if options.mesh else []
-    context = options.context or min(s.config.max_position_embeddings, 4096)
-    need, (have, where) = s.needed(options.batch, context), memory_bytes()
-    print(
-        f"{s.source}: {s.config.model_type} of {_count(s.parameters)} parameters, {_count(s.active)} active per token"
-    )
-    print(f"memory      {'fits' if need <= have else 'does not fit'}: {_bytes(need)} of {_bytes(have)} ({where})")
-    print(
-        f"            {_bytes(s.weight_bytes)} of weights in {' and '.join(s.weights)}, "
-        f"{_bytes(need - s.weight_bytes)} of cache "
-        f"for batch {options.batch}, {context} tokens"
-    )
-    print(
-        f"per token   {_bytes(s.active_bytes)} of weights are read at batch 1, "
-        f"and {_count(2 * s.active)} operations are made"
-    )
-    buffers = options.batch * context * s.buffer_token
-    room = ", ".join(f"{size} GB {'yes' if need + buffers <= size * 1e9 else 'no'}" for size in (24, 48, 80, 141))
-    print(f"one GPU     {room}; with about {_bytes(buffers)} of buffers for a prompt of that length")
-    if len(s.weights) > 1:
-        print("weights     " + ", ".join(f"{kind} {_bytes(size)}" for kind, size in s.weights.items()))
-    if s.published:
-        print(f"published   {s.published}")
-    print(f"parameters  {s.parameters:>20,}")
-    for part, count in s.parts.items():
-        print(f"  {part:16}{count:>14,}  {count / s.parameters:6.1%}")
-    print(f"active      {s.active:>20,}  per token")
+    _print_sizes(s, options.batch, options.context or min(s.config.max_position_embeddings, 4096))
     if s.stored:
-        print("stored      " + ", ".join(f"{dtype} {_bytes(size)}" for dtype, size in s.stored.items()))
-        for rule, names in s.skipped.items():
-            print(f"left out    {len(names)} tensors: {rule}")
-        print(f"tensors     {len(s.missing)} missing, {len(s.unexpected)} belong to no parameter")
-        for kind, names in (("missing", s.missing), ("not used", s.unexpected)):
-            for name in names[:5]:
-                print(f"  {kind:9} {plain(name)}")
-        for line in s.misshapen[:5]:
-            print(f"  wrong     {plain(line)}")
-    limit = "" if s.cache_slots is None else f", {s.cache_slots} tokens at most (sliding window)"
-    print(f"cache       {_bytes(s.cache_token)} per token{limit}")
+        _print_files(s)
+    bounded = {slots: size for slots, size in s.cache.items() if slots is not None}
+    limits = "".join(f", {_bytes(size)} of it for {n} tokens at most (sliding window)" for n, size in bounded.items())
+    print(f"cache       {_bytes(s.cache_token)} per token{limits}")
     if options.fields:
         print("config.json")
         for name, value in s.config.to_hf().items():
@@ -203,6 +174,56 @@ def inspect(options: argparse.Namespace) -> None:
         )
 
 
+def _print_sizes(s: Any, batch: int, context: int) -> None:
+    """The memory of weights and cache, what a token reads, and the number of parameters by kind."""
+    from nnxmoe.generation.draft_cost import auto_cost
+    from nnxmoe.runtime.memory import memory_bytes
+
+    need, (have, where) = s.needed(batch, context), memory_bytes()
+    print(
+        f"{s.source}: {s.config.model_type} of {_count(s.parameters)} parameters, {_count(s.active)} active per token"
+    )
+    print(f"memory      {'fits' if need <= have else 'does not fit'}: {_bytes(need)} of {_bytes(have)} ({where})")
+    print(
+        f"            {_bytes(s.weight_bytes)} of weights in {' and '.join(s.weights)}, "
+        f"{_bytes(need - s.weight_bytes)} of cache for batch {batch}, {context} tokens"
+    )
+    print(
+        f"per token   {_bytes(s.active_bytes)} of weights are read at batch 1, "
+        f"and {_count(2 * s.active)} operations are made"
+    )
+    cost = auto_cost(s.model, batch, context)
+    print(
+        f"per step    {_bytes(cost.plain_bytes)} are read at batch {batch}; with {cost.name} "
+        f"{_bytes(cost.bytes)}, in {cost.ratio:.2f} x the time"
+    )
+    print(f"            drafts {cost.pays}; {cost.expected:.0%} is what --draft auto expects")
+    buffers = batch * context * s.buffer_token
+    room = ", ".join(f"{size} GB {'yes' if need + buffers <= size * 1e9 else 'no'}" for size in (24, 48, 80, 141))
+    print(f"one GPU     {room}; with about {_bytes(buffers)} of buffers for a prompt of that length")
+    if len(s.weights) > 1:
+        print("weights     " + ", ".join(f"{kind} {_bytes(size)}" for kind, size in s.weights.items()))
+    if s.published:
+        print(f"published   {s.published}")
+    print(f"parameters  {s.parameters:>20,}")
+    for part, count in s.parts.items():
+        print(f"  {part:16}{count:>14,}  {count / s.parameters:6.1%}")
+    print(f"active      {s.active:>20,}  per token")
+
+
+def _print_files(s: Any) -> None:
+    """The tensors of the files, and those that a load would leave out or refuse."""
+    print("stored      " + ", ".join(f"{dtype} {_bytes(size)}" for dtype, size in s.stored.items()))
+    for rule, names in s.skipped.items():
+        print(f"left out    {len(names)} tensors: {rule}")
+    print(f"tensors     {len(s.missing)} missing, {len(s.unexpected)} belong to no parameter")
+    for kind, names in (("missing", s.missing), ("not used", s.unexpected)):
+        for name in names[:5]:
+            print(f"  {kind:9} {plain(name)}")
+    for line in s.misshapen[:5]:
+        print(f"  wrong     {plain(line)}")
+
+
 def _spread(config: Any, dtype: str, mesh: Any, method: Any) -> list[str]:
     """One line a parameter: how many there are, of what shape, bytes of them on one device, and what splits them."""
     from nnxmoe.cli.inspect import spread
@@ -211,7 +232,10 @@ def _spread(config: Any, dtype: str, mesh: Any, method: Any) -> list[str]:
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     lines = [f"mesh        {axes or 'one device'}"]
     for part in parts:
-        split = ", ".join(axis or "-" for axis in part.spec) or "whole"
+        split = ", ".join(
+            "-" if axis is None else axis if isinstance(axis, str) else " x ".join(axis) for axis in part.spec
+        )
+        split = split or "whole"
         shape = f"{part.count:>4} x {list(part.shape)}"
         lines.append(f"  {part.name:32} {shape:28} {_bytes(part.device_bytes):>10}  {split}")
     return [*lines, f"per device  {_bytes(sum(p.device_bytes for p in parts))} of weights, on each of {mesh.size}"]

@@ -17,9 +17,10 @@ from nnxmoe.axes import RULES, AnyMesh, Rules, partition_spec
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.core.check import Faults
 from nnxmoe.convert.core.dtypes import natural_dtype
-from nnxmoe.convert.core.layout import parameters
+from nnxmoe.convert.core.layout import Parameter, parameters
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.convert.hf.forms import arranged
 from nnxmoe.convert.hf.layout import judge, layout, refuse_unjustified
 from nnxmoe.convert.hf.pretrained import untied
 from nnxmoe.convert.hf.quantize import keep
@@ -27,12 +28,14 @@ from nnxmoe.convert.hf.side_files import check_generation, parse_config
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.mtp import has_mtp
+from nnxmoe.model.stack import UnrolledStack
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models import HUB_IDS, PRESETS, model_class, preset
+from nnxmoe.models import HUB_IDS, HUB_NOTES, PRESETS, model_class, preset
 from nnxmoe.moe.router import RouterBias
-from nnxmoe.quantization.kernels import exchange, places, quantized_weights
-from nnxmoe.quantization.methods import Method, Mixed, codes_for
-from nnxmoe.quantization.quantize import method_for
+from nnxmoe.quantization.kernels import places, quantized_weights
+from nnxmoe.quantization.methods import Method, Mixed, refuse_both
+from nnxmoe.quantization.quantize import quantize_shapes
 from nnxmoe.storage.checkpoint import Checkpoint, hub_headers
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.hub import local_folder
@@ -42,18 +45,20 @@ from nnxmoe.storage.source import find_config, has_weights
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Sizes of a model. ``parts``: parameters by kind. ``stored``: bytes in the files by dtype or kind of code, empty
+    """Sizes of a model. ``model``: its shapes in memory, with layers for multi-token prediction if it has any, which no
+    size counts. ``parts``: parameters by kind. ``stored``: bytes in the files by dtype or kind of code, empty
     without files; ``weights``: bytes in memory, likewise. ``active_bytes``: of the weights that one token reads.
     ``buffer_token``: an estimate of the bytes of activations per token of a prompt.
 
     ``skipped``: rule -> names of tensors that are left out on purpose. ``published``: the hub id of a preset, and how
-    its files differ from what is loaded. ``cache_token``: cache bytes per token and row; ``cache_slots``: the most
-    tokens that the cache holds (None: no limit). ``missing`` and ``unexpected``: names of tensors; ``misshapen``:
-    messages. All are empty without files.
+    its files differ from what is loaded. ``cache``: the most tokens that a layer's cache holds (None: no limit) ->
+    bytes per token and row of all layers with this limit. ``missing`` and ``unexpected``: names of tensors;
+    ``misshapen``: messages. All are empty without files.
     """
 
     source: str
     config: DecoderConfig
+    model: CausalLM
     parts: dict[str, int]
     active: int
     weight_dtype: str
@@ -61,8 +66,7 @@ class Summary:
     active_bytes: int
     buffer_token: int
     stored: dict[str, int]
-    cache_token: int
-    cache_slots: int | None
+    cache: Mapping[int | None, int]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     misshapen: tuple[str, ...]
@@ -75,14 +79,18 @@ class Summary:
         return sum(self.parts.values())
 
     @property
+    def cache_token(self) -> int:
+        """Cache bytes per token and row, while no layer's cache is full."""
+        return sum(self.cache.values())
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
         return sum(self.weights.values())
 
     def cache_bytes(self, batch: int, context: int) -> int:
         """Cache size in bytes for ``batch`` rows of ``context`` tokens."""
-        slots = context if self.cache_slots is None else min(context, self.cache_slots)
-        return batch * slots * self.cache_token
+        return batch * sum(min(context, slots or context) * size for slots, size in self.cache.items())
 
     def needed(self, batch: int, context: int) -> int:
         """Bytes of weights and cache, without activations."""
@@ -96,28 +104,33 @@ def summarise(
     local_files_only: bool = False,
     quantize: Method | Mixed | None = None,
     keep_quantized: bool = False,
+    ignore_unknown: bool = False,
 ) -> Summary:
     """Sizes of the model in a folder (weights optional), or of a hub id or preset. Weights are neither read nor built,
-    and the tensors are judged as a load would judge them. ``quantize``, ``keep_quantized``: see `from_pretrained`."""
-    config, arrays = _find(name, revision, local_files_only)
+    and the tensors are judged as a load would judge them. The options after ``local_files_only``: see
+    `from_pretrained`."""
+    refuse_both(quantize, keep_quantized)
+    config, arrays = find(name, revision, local_files_only, ignore_unknown)
     if arrays:
         refuse_unjustified(config, arrays, f"{name}/config.json")
-    model = model_class(config)(config, rngs=None)
+    kind, kept = model_class(config), dtype or _common_dtype(arrays, config)
+    model = kind(config, rngs=None, dtype=kept)
     faults, report = Faults((), (), ()), LoadReport(str(name))
     if arrays:
         faults, report = judge(config, layout(model, arrays), arrays, report)
-    kept = dtype or _common_dtype(arrays, config)
     parts, active = Counter[str](), 0.0
     for parameter in parameters(model):
         size = math.prod(parameter.shape)
         parts[_part(parameter.key)] += size
-        active += size * (config.experts_per_token / parameter.experts if parameter.experts else 1.0)
-    model.dtype, buffer = jnp.dtype(kept), _buffer(model, config) * jnp.dtype(kept).itemsize
+        active += size * _share(parameter, config)
+    buffer = _buffer(model, config) * jnp.dtype(kept).itemsize
     weights, active_bytes = _in_memory(model, config, jnp.dtype(kept), arrays, quantize, keep_quantized)
-    token, slots = _cache(model, config)
+    if has_mtp(config, kind.hf_table):  # after everything was counted, which leaves these layers out
+        model.mtp = kind(config, rngs=None, dtype=kept, mtp=True).mtp
     return Summary(
         str(name),
         config,
+        model,
         dict(parts),
         round(active),
         kept,
@@ -125,8 +138,7 @@ def summarise(
         active_bytes,
         buffer,
         _stored(arrays),
-        token,
-        slots,
+        _cache(model),
         faults.missing,
         report.unexpected,
         faults.wrong,
@@ -146,18 +158,20 @@ def _in_memory(
     """Bytes of the weights by dtype or kind of code, and of those that a token reads; quantises the abstract model."""
     if keep_quantized:
         keep(model, arrays)
-    for place in places(model):
-        if (method := method_for(quantize, place)) is not None:
-            exchange(place, codes_for(method, dtype), model.strategy, scale=dtype)
-    model.label()
+    quantize_shapes(model, quantize, dtype)
     kinds = {place.path: place.weight.kind.kind for place in quantized_weights(model)}
     size, active = Counter[str](), 0.0
     for parameter in parameters(model, codes=True):
         kind = parameter.variable.dtype if isinstance(parameter.variable, QuantizedArray) else dtype
         count = math.prod(parameter.shape) * jnp.dtype(kind).itemsize
         size[kinds.get(parameter.path[:-1], str(dtype))] += count
-        active += count * (config.experts_per_token / parameter.experts if parameter.experts else 1.0)
+        active += count * _share(parameter, config)
     return dict(size.most_common()), round(active)
+
+
+def _share(parameter: Parameter, config: DecoderConfig) -> float:
+    """The share of a parameter that one token uses."""
+    return config.experts_per_token / parameter.experts if parameter.experts else 1.0
 
 
 def _buffer(model: CausalLM, config: DecoderConfig) -> int:
@@ -173,10 +187,10 @@ def _buffer(model: CausalLM, config: DecoderConfig) -> int:
 
 
 def _published(name: str | os.PathLike[str]) -> str:
-    if (config := preset(name)) is None:
+    if preset(name) is None:
         return ""
-    note = model_class(config).hub_note
-    return HUB_IDS.get(str(name).lower(), "") + (f": {note}" if note else "")
+    key = str(name).lower()
+    return ": ".join(filter(None, (HUB_IDS.get(key), HUB_NOTES.get(key))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,10 +209,7 @@ def spread(
 ) -> list[Spread]:
     """The sharding of a model on a mesh. Raises ValueError for a parameter that the rules cannot split."""
     model = model_class(config)(config, Strategy(rules=rules), rngs=None)
-    for place in places(model):
-        if (method := method_for(quantize, place)) is not None:
-            exchange(place, codes_for(method, dtype), model.strategy, scale=jnp.dtype(dtype), mesh=mesh)
-    model.label()
+    quantize_shapes(model, quantize, dtype, mesh)
     found: dict[tuple[str, tuple[int, ...]], Spread] = {}
     for parameter in parameters(model, codes=True):
         key, shape = parameter.key, parameter.shape
@@ -214,8 +225,8 @@ def spread(
     return list(found.values())
 
 
-def _find(
-    name: str | os.PathLike[str], revision: str | None, local_files_only: bool
+def find(
+    name: str | os.PathLike[str], revision: str | None, local_files_only: bool, ignore_unknown: bool
 ) -> tuple[DecoderConfig, LazyArrays]:
     """The config, and the tensors of the files, which cannot be read."""
     if found := preset(name):
@@ -223,9 +234,9 @@ def _find(
     where, folder = f"{name}/config.json", local_folder(name, CheckpointError)
     if folder is not None:
         if not has_weights(folder):
-            return _checked(find_config(folder), {}, where)
+            return _checked(find_config(folder), {}, where, ignore_unknown)
         with Checkpoint.open(folder) as checkpoint:
-            checked = _checked(checkpoint.config, checkpoint.tensors, where, checkpoint)
+            checked = _checked(checkpoint.config, checkpoint.tensors, where, ignore_unknown, checkpoint)
             generation = str(checkpoint.folder / "generation_config.json")
             check_generation(checkpoint.generation_config, checked[0], generation)
             return checked
@@ -234,16 +245,21 @@ def _find(
     except CheckpointError as error:
         raise CheckpointError(f"{error} (presets, which need no files: {', '.join(PRESETS)})") from None
     tensors = {n: TensorInfo(n, Path(), dtype, shape, 0, 0) for n, (dtype, shape) in headers.items()}
-    return _checked(fields, tensors, where)
+    return _checked(fields, tensors, where, ignore_unknown)
 
 
 def _checked(
-    fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str, checkpoint: Checkpoint | None = None
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    where: str,
+    ignore_unknown: bool,
+    checkpoint: Checkpoint | None = None,
 ) -> tuple[DecoderConfig, LazyArrays]:
     """The config as a load would have it, and the tensors; CheckpointError if their quantization is not supported."""
-    config = parse_config(fields, where)
+    config = parse_config(fields, where, ignore_unknown)
     tied = config.tie_word_embeddings and not untied(config, tensors)
-    return dataclasses.replace(config, tie_word_embeddings=tied), stored(tensors, fields, where, checkpoint)
+    arrays = arranged(model_class(config).hf_table, stored(tensors, fields, where, checkpoint))
+    return dataclasses.replace(config, tie_word_embeddings=tied), arrays
 
 
 def _part(key: str) -> str:
@@ -274,11 +290,18 @@ def _stored(arrays: LazyArrays) -> dict[str, int]:
     return dict(size.most_common())
 
 
-def _cache(model: CausalLM, config: DecoderConfig) -> tuple[int, int | None]:
-    """Cache bytes per token, and the number of tokens after which the cache stops growing."""
+def _cache(model: CausalLM) -> dict[int | None, int]:
+    """See `Summary.cache`."""
 
-    def size(capacity: int) -> int:
-        buffers = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(1, capacity).layers))
+    def size(attention: Any, capacity: int) -> int:
+        buffers = jax.eval_shape(lambda: jax.tree.leaves(attention.empty_cache(1, capacity, model.dtype)))
         return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
 
-    return size(1), config.window
+    found, plenty = Counter[int | None](), 2**30
+    for stack in model.stacks:
+        assert isinstance(stack, UnrolledStack), "the default of models without a strategy"
+        for layer in stack.layers:
+            token = size(layer.attention, 1)
+            slots = size(layer.attention, plenty) // token
+            found[None if slots == plenty else slots] += token
+    return dict(found)

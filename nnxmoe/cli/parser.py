@@ -1,4 +1,4 @@
-"""The command ``nnxmoe``: demo, generate, chat, inspect, convert, finetune.
+"""The command ``nnxmoe``: demo, generate, chat, inspect, plan, convert, finetune, serve, eval.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 success, 1 failure (one line on stderr says why), 2 wrong
 command line, 130 Ctrl-C, 141 closed pipe.
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import nnxmoe
-from nnxmoe.cli import commands
+from nnxmoe.cli import commands, drafts, evaluating, serving
+from nnxmoe.cli import plan as plan_options
 from nnxmoe.runtime import interrupts
 from nnxmoe.runtime.compile_cache import compile_cache
 from nnxmoe.runtime.interrupts import INTERRUPTED, PIPE_CLOSED
@@ -77,27 +78,25 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    demo = command(
-        "demo", commands.demo, "Run the embedded tiny Mixtral, and show which experts it uses.", "nnxmoe demo"
-    )
+    text = "Run the embedded tiny Mixtral, and show which experts it uses."
+    demo = command("demo", commands.demo, text, "nnxmoe demo")
     demo.add_argument(
         "--max-new-tokens", type=_count, default=80, metavar="N", help="at most N new tokens per prompt (default 80)"
     )
 
-    example = "nnxmoe generate mistralai/Mixtral-8x7B-v0.1 'The three laws are' --dtype bfloat16"
+    example = "nnxmoe generate mistralai/Mixtral-8x7B-v0.1 'The three laws are' --dtype bfloat16\n"
+    example += "  nnxmoe generate demo --prompts questions.txt --draft prompt:4"
     generate = command("generate", commands.generate, "Continue a prompt, streaming the text.", example)
-    _model_options(generate)
+    _loading_options(generate)
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")
     prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="the same")
-    _adapter_option(generate)
-    _keep_option(generate)
     _sampling_options(generate, 64)
+    drafts.add_option(generate)
+    _prompts_options(generate, prompt)
 
     chat = command("chat", commands.chat, "Chat with a model. /clear starts over, /exit ends.", "nnxmoe chat demo")
-    _model_options(chat)
-    _adapter_option(chat)
-    _keep_option(chat)
+    _loading_options(chat)
     chat.add_argument("--system", help="a system message at the start of the conversation")
     _sampling_options(chat, 256)
 
@@ -105,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     inspect = command("inspect", commands.inspect, text, "nnxmoe inspect deepseek-v3 --context 8192")
     _model_options(inspect)
     _inspect_options(inspect)
+
+    text = "Print the memory, traffic and time of a step on a mesh of devices that need not be there."
+    example = "nnxmoe plan deepseek-v3 --mesh fsdp=16,expert=16 --batch 256 --seq 4096 --on h200"
+    plan_options.add_options(command("plan", plan_options.run, text, example), _count, _mesh)
 
     text = "Convert a checkpoint between the layouts of Hugging Face, MaxText and nnxmoe.save, into a new folder."
     convert = command(
@@ -116,11 +119,40 @@ def _parser() -> argparse.ArgumentParser:
     finetune = command("finetune", commands.finetune, text, "nnxmoe finetune demo chats.jsonl --out tuned --lora 16")
     _model_options(finetune)
     _finetune_options(finetune)
+
+    text = "Serve a model over HTTP, after the OpenAI API, and a page to chat on. Needs nnxmoe[serve]."
+    serve = command("serve", serving.serve, text, "nnxmoe serve demo --port 8000 --draft prompt:4")
+    _loading_options(serve)
+    serving.options(serve, _count)
+
+    text = "Evaluate a model with lm-evaluation-harness. Needs nnxmoe[eval]."
+    evaluate = command("eval", evaluating.evaluate, text, "nnxmoe eval demo --tasks arc_easy,hellaswag --limit 100")
+    _loading_options(evaluate)
+    evaluating.options(evaluate, _count)
     return parser
 
 
+def _prompts_options(parser: argparse.ArgumentParser, prompt: Any) -> None:
+    prompt.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='many prompts, a line each ("-": stdin): text, or JSON with "prompt" or "messages"; writes JSON lines',
+    )
+    group = parser.add_argument_group("with --prompts")
+    group.add_argument("--samples", type=_count, default=1, metavar="N", help="samples of each prompt (default 1)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    group.add_argument("--logprobs", type=int, metavar="N", help="log-probabilities, also of the N most likely ids")
+    group.add_argument("--slots", type=_count, default=8, metavar="N", help="prompts at a time (default 8)")
+
+
+def _loading_options(parser: argparse.ArgumentParser) -> None:
+    _model_options(parser)
+    _adapter_option(parser)
+    _quantize_options(parser)
+
+
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
-    _keep_option(parser)
+    _quantize_options(parser)
     parser.add_argument("--batch", type=_count, default=1, metavar="B", help="rows in the cache (default 1)")
     parser.add_argument("--fields", action="store_true", help="also print every field of config.json, and the strategy")
     parser.add_argument("--context", type=_count, metavar="T", help="tokens in the cache (default: 4096 at most)")
@@ -147,7 +179,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FOLDER", help="a folder with config.json, or a preset: MaxText does not store the config"
     )
     _adapter_option(parser)
-    _quantize_option(parser)
+    _quantize_options(parser, keep=False)
     parser.add_argument("--verify", action="store_true", help="read the result back and compare arrays and logits")
 
 
@@ -164,7 +196,7 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora", type=_count, metavar="RANK", help="train LoRA adapters of this rank (default: train all parameters)"
     )
-    _keep_option(parser)
+    _quantize_options(parser)
     parser.add_argument(
         "--adapter-only", action="store_true", help="write the adapter in peft's format instead of the merged model"
     )
@@ -193,20 +225,19 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", type=_mesh, metavar="AXES", help="shard over devices, such as fsdp=4,expert=2")
 
 
-def _quantize_option(parser: argparse.ArgumentParser) -> None:
+def _quantize_options(parser: argparse.ArgumentParser, *, keep: bool = True) -> None:
     parser.add_argument(
         "--quantize",
         type=_quantization,
         metavar="METHOD",
         help="round weights to int8, int4 (int4:32: groups of 32), fp8, or experts=int4,others=int8; lossy",
     )
-
-
-def _keep_option(parser: argparse.ArgumentParser) -> None:
-    _quantize_option(parser)
-    parser.add_argument(
-        "--keep-quantized", action="store_true", help="keep the checkpoint's FP8, int8, int4 or NF4 codes in memory"
-    )
+    if keep:
+        parser.add_argument(
+            "--keep-quantized",
+            action="store_true",
+            help="keep the checkpoint's FP8, MXFP4, int8, int4 or NF4 codes in memory",
+        )
 
 
 def _adapter_option(parser: argparse.ArgumentParser) -> None:
@@ -221,6 +252,9 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument(
         "--local-files-only", action="store_true", help="use cached files only, without contacting the hub"
+    )
+    parser.add_argument(
+        "--ignore-unknown", action="store_true", help="drop unknown fields of config.json instead of refusing them"
     )
 
 

@@ -32,8 +32,8 @@ from nnxmoe.kernels import tokamax
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.models import PRESETS, model_class
 from nnxmoe.moe.grouped_matmul import GroupedMatmul
-from nnxmoe.quantization.kernels import exchange, places
-from nnxmoe.quantization.methods import Method, codes_for, parse
+from nnxmoe.quantization.methods import Method, parse
+from nnxmoe.quantization.quantize import quantize_shapes
 from tests.benchmarks.models import MIDSIZE, Fields
 from tests.benchmarks.moe import Layer, Shape
 from tests.benchmarks.ours import Ours
@@ -85,9 +85,7 @@ def layer_speeds(name: str, shape: Shape, tokens: Sequence[int], times: int) -> 
 def random_model(config: DecoderConfig, method: Method) -> nnxmoe.CausalLM:
     """A quantised model in bfloat16 with random codes, made where it is computed."""
     model = model_class(config)(config, rngs=None, dtype="bfloat16")
-    for place in places(model):
-        exchange(place, codes_for(method, "bfloat16"), model.strategy, scale="bfloat16")
-    model.label()
+    quantize_shapes(model, method, "bfloat16")
 
     def values(number: int, variable: nnx.Variable) -> jax.Array:
         key, shape = jax.random.key(number), variable.shape
