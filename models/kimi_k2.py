@@ -1,8 +1,8 @@
 """Kimi K2 (Moonshot AI, 2025) and Moonlight (2025): the layers of DeepSeek-V3 with one group of experts.
 
 Moonlight's config.json says ``deepseek_v3``; that of K2 has a model_type of its own, which transformers does not have.
-Neither publishes a tokenizer.json, which the text functions need. K2-Thinking and K2.5 are packed int4 and prefix their
-tensors with ``language_model.``.
+Saved models say ``deepseek_v3`` too, so that transformers loads them. Neither publishes a tokenizer.json, which the text
+functions need. K2-Thinking has experts in packed int4; K2.5 prefixes its tensors with ``language_model.`` and is refused.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ class KimiK2Config(DeepSeekV3Config):
     """The fields and defaults of `DeepSeekV3Config`."""
 
     model_type = "kimi_k2"
+    saved_type = "deepseek_v3"
 
 
 _KIMI_K2 = KimiK2Config(

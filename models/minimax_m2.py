@@ -53,9 +53,10 @@ class MiniMaxM2Config(PartialRotaryConfig):
         "layernorm_full_attention_beta": (1.0,),
         "layernorm_linear_attention_beta": (1.0,),
         "layernorm_mlp_beta": (1.0,),
+        "use_grouped_topk": (None, False),
     }
-    # Of parts that these models do not have: dense layers, shared experts, groups of experts, multi-token prediction.
-    ignored = """mlp_intermediate_size shared_moe_mode use_grouped_topk use_mtp num_mtp_modules mtp_transformer_layers
+    # Fields of dense layers, shared experts and multi-token prediction, which these models do not have.
+    ignored = """mlp_intermediate_size shared_moe_mode use_mtp num_mtp_modules mtp_transformer_layers
         max_model_len output_router_logits router_aux_loss_coef"""
 
     vocab_size: int = 200064

@@ -512,7 +512,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"sliding_window": 0}, "sliding_window .* 0"),
     ("qwen3", {"query_pre_attn_scalar": 1.0}, "query_pre_attn_scalar is not supported for qwen3"),
     ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok 8 is more than num_experts 4"),
-    ("qwen3_moe", {"num_experts": 64, "num_local_experts": 32}, "num_local_experts 32 and num_experts 64"),
+    ("qwen3_moe", {"num_experts": 64, "num_local_experts": 32}, "num_experts 64 and num_local_experts 32"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step .* 0"),
     ("qwen3_moe", {"mlp_only_layers": [24]}, r"mlp_only_layers must list .* 0 to 23, got .24"),
     ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers must list .* 3"),
@@ -539,6 +539,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_moe", {"mlp_only_layers": [24]}, r"mlp_only_layers must list .* 0 to 23, got .24"),
     ("qwen2_moe", {"num_experts": 3}, "num_experts_per_tok 4 is more than num_experts 3"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported; supported: None"),
+    ("deepseek_v2", {"num_experts": 64, "num_local_experts": 32}, "num_experts 64 and num_local_experts 32"),
+    ("qwen3", {"partial_rotary_factor": True}, "partial_rotary_factor True is not supported"),
+    ("minimax_m2", {"use_grouped_topk": True}, "use_grouped_topk True is not supported"),
     ("olmoe", {"num_experts": 4}, "num_experts_per_tok 8 is more than num_experts 4"),
     ("olmoe", {"query_pre_attn_scalar": 1.0}, "query_pre_attn_scalar is not supported for olmoe"),
 ]
@@ -625,6 +628,7 @@ def test_to_hf_round_trip(config: DecoderConfig) -> None:
     again = config_from_hf(fields)
     assert again == config and type(again) is type(config) and hash(again) == hash(config)
     assert fields["model_type"] == config.model_type and fields["architectures"] == [config.architecture]
+    assert fields["rope_theta"] == config.rope.theta, "the only theta of readers of transformers 4"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -635,6 +639,18 @@ def test_to_hf_round_trip_of_reference_cases(name: str) -> None:
     written = config.to_hf()
     assert config_from_hf(written) == config
     assert all(written[key] == value for key, value in fields.items() if key in written and value is not None)
+
+
+def test_values_that_decide_the_routing_elsewhere_are_saved() -> None:
+    for name, scores in (("deepseek-v3", "sigmoid"), ("deepseek-v2", "softmax"), ("minimax-m2", "sigmoid")):
+        assert PRESETS[name].to_hf()["scoring_func"] == scores
+    assert PRESETS["deepseek-v3"].to_hf()["topk_method"] == "noaux_tc"
+    assert PRESETS["minimax-m2"].to_hf()["use_routing_bias"] is True
+
+
+def test_null_leaves_a_field_to_its_other_name() -> None:
+    assert read("qwen3_moe", num_experts=None, num_local_experts=16).experts == 16
+    assert read("qwen3_moe", num_local_experts=16, num_experts=None).experts == 16
 
 
 def test_configs_are_frozen_and_hashable() -> None:

@@ -369,6 +369,8 @@ def test_merging_into_codes(tmp_path: Path, kind: str) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
     lora.unmerge(model)
     identical(arrays(model), before)
+    with pytest.raises(ValueError, match="pass keep=False"):
+        lora.merge(model, quantize=nnxmoe.Int8())
     lora.merge(model, keep=False, quantize=nnxmoe.Int8())
     assert len(quantized_weights(model)) == len(places(model))
     assert max_error(model(tokens).logits, wanted) / np.abs(wanted).max() < 0.05

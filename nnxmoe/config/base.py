@@ -16,6 +16,7 @@ from nnxmoe.config.bounds import (
     check_fields,
     check_token_ids,
     count,
+    is_one_of,
     number,
 )
 from nnxmoe.config.frozen import FrozenDict
@@ -51,8 +52,10 @@ class DecoderConfig:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
+    saved_type: ClassVar[str | None] = None  # the model_type that transformers has for these models, if another
     # Families add their own to these three: another name of a field -> the field; a field that is not stored (by this
-    # family) -> the values it may have; and below, fields that do not affect the forward pass.
+    # family) -> the values it may have, the first of which is saved; and below, fields that do not affect the forward
+    # pass.
     aliases: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"partial_rotary_factor": (None, 1)}
     rope_field: ClassVar[str] = "head_dim"  # the field with the rotated width
@@ -99,6 +102,9 @@ class DecoderConfig:
             if value is not None and not isinstance(value, Mapping):
                 raise ConfigError(f"{name} must be an object or null, got {short(value)}")
             object.__setattr__(self, name, None if value is None else FrozenDict(value))
+        theta = (self.rope_scaling or self.rope_parameters or {}).get("rope_theta")
+        if theta is not None:  # a saved config.json has one theta, whatever its reader looks at
+            object.__setattr__(self, "rope_theta", theta)
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", self.dtype.removeprefix("torch."))
         for field in dataclasses.fields(self):  # tuples, so that configs have a hash
@@ -135,15 +141,18 @@ class DecoderConfig:
         they may change what the model computes. ``ignore_unknown``: drop them with a warning instead.
         """
         aliases, fixed = cls._declared("aliases"), cls._declared("fixed")
-        for alias, name in aliases.items():
-            if alias in fields and fields.get(name, fields[alias]) != fields[alias]:
-                raise ConfigError(
-                    f"{alias} {short(fields[alias])} and {name} {short(fields[name])} are one field: remove one"
-                )
-        fields = {aliases.get(k, k): v for k, v in fields.items()}
+        given: dict[str, tuple[str, Any]] = {}  # field -> the name it has in the file, and its value
+        for alias, value in fields.items():
+            name = aliases.get(alias, alias)
+            first, other = given.setdefault(name, (alias, value))
+            if other is None:
+                given[name] = alias, value
+            elif value is not None and value != other:
+                raise ConfigError(f"{first} {short(other)} and {alias} {short(value)} are one field: remove one")
+        fields = {name: value for name, (_, value) in given.items()}
         known = {f.name for f in dataclasses.fields(cls)}
         for name, allowed in fixed.items():
-            if name in fields and name not in known and fields[name] not in allowed:
+            if name in fields and name not in known and not is_one_of(fields[name], allowed):
                 raise ConfigError(
                     f"{name} {short(fields[name])} is not supported; supported: {', '.join(map(repr, allowed))}"
                 )
@@ -170,8 +179,10 @@ class DecoderConfig:
         return {k: v for base in reversed(cls.__mro__) for k, v in vars(base).get(name, {}).items()}
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that ``from_hf`` reads back to the same config."""
+        """The config.json that ``from_hf`` reads back to the same config. It has the fixed fields too, with the first of
+        their values unless that is None, since some programs choose another router without them."""
         fields: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        fields |= {name: values[0] for name, values in self._declared("fixed").items() if values[0] is not None}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is None and field.name in ABSENT:

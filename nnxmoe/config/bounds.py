@@ -58,6 +58,11 @@ class Kinds:
             raise ConfigError(f"{name}: {short(odd[0])} is not supported; supported: {', '.join(self.allowed)}")
 
 
+def is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
+    """Whether a value equals an allowed one; true and false equal no number."""
+    return any(isinstance(value, bool) == isinstance(known, bool) and value == known for known in allowed)
+
+
 @dataclasses.dataclass(frozen=True)
 class OneOf:
     """Checks that a field has one of the ``allowed`` values."""
@@ -65,7 +70,7 @@ class OneOf:
     allowed: tuple[Any, ...]
 
     def __call__(self, name: str, value: object) -> None:
-        if not any(type(value) is type(known) and value == known for known in self.allowed):
+        if not is_one_of(value, self.allowed):
             raise ConfigError(
                 f"{name} {short(value)} is not supported; supported: {', '.join(map(repr, self.allowed))}"
             )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,6 +127,28 @@ def _check_split(
             raise ValueError(f"its inputs have an order (act order) and cannot be split over {named}")
 
 
+def bytes_by_kind(model: nnx.Module) -> dict[str, int]:
+    """Bytes of a model's parameters by dtype, most first; those of quantised kernels by their kind of code."""
+    size = Counter[str]()
+    inside = set[int]()
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, QuantizedWeight):
+            parts = node.arrays.values()
+            inside |= {id(part) for part in parts}
+            size[node.kind.kind] += sum(part.size * np.dtype(part.dtype).itemsize for part in parts)
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Variable) and id(node) not in inside:
+            size[str(node.dtype)] += node.size * np.dtype(node.dtype).itemsize
+    return dict(size.most_common())
+
+
+def update_report(model: CausalLM, error: float | None = None) -> None:
+    """Set what the model's ``load_report``, if it has one, says of its weights. ``error``: of quantising them."""
+    if model.load_report is not None:
+        report = dataclasses.replace(model.load_report, weights=bytes_by_kind(model), quantization_error=error)
+        model.load_report = report
+
+
 def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
     """A model with float kernels of the values that the codes of a quantised one stand for; the rest is shared.
 
@@ -136,6 +159,7 @@ def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
     for place in quantized_weights(made):
         restored(place, made, dtype)
     made.label()
+    update_report(made)
     return made
 
 

@@ -12,8 +12,8 @@ from nnxmoe.axes import AnyMesh
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
-from nnxmoe.quantization.kernels import Place, exchange, places
-from nnxmoe.quantization.methods import Method, Mixed, codes_for, encode, scales
+from nnxmoe.quantization.kernels import Place, exchange, places, update_report
+from nnxmoe.quantization.methods import Error, Method, Mixed, codes_for, encode, scales
 from nnxmoe.storage.multihost import spans_hosts
 
 
@@ -32,10 +32,11 @@ def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
     """
     graph, state = nnx.split(model)
     refuse_shapes(jax.tree.leaves(state))
-    made = nnx.merge(graph, state)
+    made, error = nnx.merge(graph, state), Error()
     for place in places(made):
-        round_to_codes(place, method, made)
+        round_to_codes(place, method, made, error)
     made.label()
+    update_report(made, error.relative)
     return made
 
 
@@ -50,7 +51,7 @@ def quantize_shapes(model: CausalLM, method: Method | Mixed | None, dtype: Any, 
     model.label()
 
 
-def round_to_codes(place: Place, method: Method | Mixed, model: CausalLM) -> None:
+def round_to_codes(place: Place, method: Method | Mixed, model: CausalLM, error: Error) -> None:
     """Quantise one kernel of a model in place, by its method. Call ``model.label()`` after the last one."""
     one, kernel = method_for(method, place), place.weight
     if one is None:
@@ -61,12 +62,12 @@ def round_to_codes(place: Place, method: Method | Mixed, model: CausalLM) -> Non
         raise ValueError("the model spans processes: quantise it while loading, from_pretrained(…, quantize=…)")
     exchange(place, codes_for(one, kernel.dtype), model.strategy, scale=kernel.dtype)
     try:
-        _set(place.weight, one, kernel, model)
-    except ValueError as error:
-        raise ValueError(f"{place.key}: {error}") from None
+        _set(place.weight, one, kernel, model, error)
+    except ValueError as problem:
+        raise ValueError(f"{place.key}: {problem}") from None
 
 
-def _set(weight: QuantizedWeight, method: Method, kernel: KernelParam, model: CausalLM) -> None:
+def _set(weight: QuantizedWeight, method: Method, kernel: KernelParam, model: CausalLM, error: Error) -> None:
     lead, ins, outs = kernel.split(kernel.shape)
     value = np.asarray(kernel.get_value())
     if kernel.ins_first:
@@ -76,6 +77,7 @@ def _set(weight: QuantizedWeight, method: Method, kernel: KernelParam, model: Ca
     for at in np.ndindex(*lead):
         scale[at] = scales(method, rows[at], scale.dtype)
         codes[at] = encode(weight.kind, rows[at], scale[at])
+        error.add(rows[at], weight.kind.decode(codes[at], scale[at], None, slice(0, len(rows[at]))))
     for variable, values in ((weight.codes, codes), (weight.scale, scale)):
         placed: Any = jax.device_put(values, model.strategy.sharding_of(variable))
         variable.set_value(placed)

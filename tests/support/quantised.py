@@ -52,6 +52,8 @@ def affine(weight: np.ndarray, bits: int, group: int, zero: bool, dtype: Any) ->
     groups = weight.reshape(outs, ins // group, group)
     half = 1 << (bits - 1)
     scale = (np.abs(groups).max(-1) / (half - 0.5)).astype(dtype)
+    if zero:
+        scale *= rng.choice(np.array([1, 1, 1, -1], dtype), scale.shape)  # tools that learn scales make negative ones
     zeros = rng.integers(half - 2, half + 2, scale.shape) if zero else np.full(scale.shape, half)
     codes = np.clip(np.rint(groups / scale[..., None].astype(np.float32)) + zeros[..., None], 0, 2 * half - 1)
     values = (codes - zeros[..., None]).astype(np.float32) * scale[..., None].astype(np.float32)
@@ -103,27 +105,30 @@ def deepseek(block: tuple[int, int], scale_dtype: Any = np.float32, ue8m0: bool 
             powers = 2.0 ** np.ceil(np.log2(scales))
             lines = np.repeat(np.repeat(powers, block[0], 0), block[1], 1)[: weight.shape[0], : weight.shape[1]]
             codes, scales = (weight / lines).astype(ml_dtypes.float8_e4m3fn), powers.astype(np.float32)
+        scales = scales.astype(scale_dtype)
         full = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[: weight.shape[0], : weight.shape[1]]
-        return {"weight": codes, "weight_scale_inv": scales.astype(scale_dtype)}, codes.astype(np.float32) * full
+        return {"weight": codes, "weight_scale_inv": scales}, codes.astype(np.float32) * full.astype(np.float32)
 
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
     name = f"deepseek-{block[0]}x{block[1]}{'-ue8m0' if ue8m0 else ''}-{np.dtype(scale_dtype)}"
     return Format(name, "fp8", make, config | ({"scale_fmt": "ue8m0"} if ue8m0 else {}))
 
 
-def autofp8(static: bool) -> Format:
-    """AutoFP8: one scale per tensor."""
+def autofp8(static: bool, ending: str = "weight_scale") -> Format:
+    """AutoFP8: one scale per tensor, which transformers calls ``weight_scale_inv``."""
 
     def make(weight: np.ndarray) -> Made:
         scale = np.float32(np.abs(weight).max() / 448)
         codes = (weight / scale).astype(ml_dtypes.float8_e4m3fn)
-        tensors = {"weight": codes, "weight_scale": np.array(scale)}
+        tensors = {"weight": codes, ending: np.array(scale)}
         tensors |= {"input_scale": np.array(0.5, np.float32)} if static else {}
         return tensors, codes.astype(np.float32) * scale
 
     scheme = "static" if static else "dynamic"
-    config = {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": ["lm_head"]}
-    return Format(f"autofp8-{scheme}", "fp8", make, config)
+    config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": ["lm_head"]}
+    if ending == "weight_scale":
+        return Format(f"autofp8-{scheme}", "fp8", make, config)
+    return Format("fp8-tensor", "fp8", make, config | {"weight_block_size": None})
 
 
 def float_quantized(strategy: str, dtype: Any = BFLOAT16) -> Format:
@@ -220,13 +225,15 @@ def nf4(nested: bool, block: int = 16, dtype: str = "bfloat16") -> Format:
     """bitsandbytes NF4; ``nested``: double quantisation."""
 
     def make(weight: np.ndarray) -> Made:
-        flat = weight.reshape(-1, block)
+        flat = weight.reshape(-1, block).copy()
+        flat[0] = 0
         absmax = np.abs(flat).max(1).astype(np.float32)
         state = {"quant_type": "nf4", "blocksize": block, "dtype": dtype, "shape": list(weight.shape)}
         tensors: Tensors = {"weight.quant_map": np.array(NF4, np.float32)}
         if nested:
             coarse, offset = 32, float(np.float32(absmax.mean()))
             table = np.sort(np.random.default_rng(0).uniform(-1, 1, 256)).astype(np.float32)
+            table[0] = -1.01  # rounds the scale of zeros to below zero
             padded = np.pad(absmax - np.float32(offset), (0, -len(absmax) % coarse)).reshape(-1, coarse)
             outer = np.maximum(np.abs(padded).max(1), 1e-6).astype(np.float32)
             ratio = (padded / outer[:, None]).reshape(-1)[: len(absmax)]
@@ -253,10 +260,12 @@ FORMATS = {
     for each in (
         deepseek((16, 32)),
         deepseek((24, 40)),
+        deepseek((16, 32), BFLOAT16),
         deepseek((16, 32), ml_dtypes.float8_e8m0fnu, ue8m0=True),
         deepseek((16, 32), np.float32, ue8m0=True),
         autofp8(static=True),
         autofp8(static=False),
+        autofp8(static=True, ending="weight_scale_inv"),
         float_quantized("channel"),
         float_quantized("tensor"),
         float_quantized("block"),

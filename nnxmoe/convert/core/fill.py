@@ -8,7 +8,7 @@ import dataclasses
 import math
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from typing import Any
@@ -23,9 +23,10 @@ from nnxmoe.convert.core.layout import Change, Leaf, Parameter, Path, parameters
 from nnxmoe.convert.core.lazy_array import Box, LazyArray, LazyArrays, overlap, sizes, within
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.targets import Buffers, Ranges, Target, blocks, targets_of
-from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
+from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.router import RouterBias
+from nnxmoe.quantization.kernels import bytes_by_kind
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
 from nnxmoe.runtime.progress import bytes_bar
 from nnxmoe.storage.host import Blocks, Scratch, copy_into, count_nonfinite, few_threads, transpose_into
@@ -68,21 +69,6 @@ def fill(
         seconds=time.perf_counter() - started,
     )
     model.load_report.warn()
-
-
-def bytes_by_kind(model: nnx.Module) -> dict[str, int]:
-    """Bytes of a model's parameters by dtype, most first; those of quantised kernels by their kind of code."""
-    size = Counter[str]()
-    inside = set[int]()
-    for _, node in nnx.iter_graph(model):
-        if isinstance(node, QuantizedWeight):
-            parts = node.arrays.values()
-            inside |= {id(part) for part in parts}
-            size[node.kind.kind] += sum(part.size * np.dtype(part.dtype).itemsize for part in parts)
-    for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Variable) and id(node) not in inside:
-            size[str(node.dtype)] += node.size * np.dtype(node.dtype).itemsize
-    return dict(size.most_common())
 
 
 def _casts(groups: list[Group], leaves: Mapping[str, Leaf], arrays: LazyArrays) -> dict[str, tuple[str, ...]]:

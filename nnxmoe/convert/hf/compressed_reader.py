@@ -19,8 +19,8 @@ def plain_codes(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     scale = files.tensor("weight_scale", ("F32", "BF16", "F16"), shapes)
     codes = Codes(kind, tile, rounded_to(scale))
     grid = codes.grid(*shape)
-    parts = {"codes": files.octets(codes, info), "scale": files.scale(scale, grid)}
-    if files.has("weight_zero_point"):
+    parts = {"codes": files.octets(codes, info), "scale": files.scale(scale, grid, signed=kind == "int8")}
+    if _has_zero_points(files, settings):
         if kind == "fp8":
             raise Malformed(f"{files.module}.weight_zero_point: FP8 codes have no zero points")
         zero = files.tensor("weight_zero_point", ("I8", "I32", "I64"), shapes)
@@ -51,13 +51,14 @@ def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     scale = files.tensor("weight_scale", ("F32", "BF16", "F16"), shapes)
     kind = "int4" if bits == 4 else "int8"
     codes = Codes(kind, (tile[0], min(tile[1], ins)) if bits == 4 else tile, rounded_to(scale))
-    grid, block = codes.grid(*shape), AT_ONCE if files.has("weight_zero_point") else CHUNK_BYTES
+    asymmetric = _has_zero_points(files, settings)
+    grid, block = codes.grid(*shape), AT_ONCE if asymmetric else CHUNK_BYTES
 
     def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
         return words.along_columns(stored.rows(rows), bits, ins)
 
-    parts = {"codes": files.codes(codes, shape, info, unpack, block), "scale": files.scale(scale, grid)}
-    if files.has("weight_zero_point"):
+    parts = {"codes": files.codes(codes, shape, info, unpack, block), "scale": files.scale(scale, grid, signed=True)}
+    if asymmetric:
         zero = files.tensor("weight_zero_point", ("I32",), [(-(-grid[0] * bits // 32), grid[1])])
         parts["zero"] = files.zero_words(codes, shape, zero, lambda z: words.along_rows(z, bits, grid[0]).T)
     return files.made(codes, shape, parts)
@@ -67,6 +68,14 @@ def _weights_of(files: ModuleTensors) -> Weights:
     found = files.scheme.weights(files.module)
     if found is None:
         raise Malformed(f"{files.module} is quantised, but no group of config_groups names it in its targets")
+    return found
+
+
+def _has_zero_points(files: ModuleTensors, settings: Weights) -> bool:
+    """Whether there are zero points. Raises Malformed if the settings need them and they are missing."""
+    found = files.has("weight_zero_point")
+    if not found and not settings.symmetric:
+        raise Malformed(f"{files.module}.weight_zero_point is missing: config_groups says symmetric false")
     return found
 
 

@@ -103,7 +103,7 @@ def _floats(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray
 
 def _scale(codes: Codes, scale: LazyArray) -> LazyArray:
     """The scales; that of a whole tensor as a vector."""
-    if codes.tile != (WHOLE, WHOLE):
+    if codes.tile[0] < WHOLE or scale.shape != (1, 1):
         return scale
     return dataclasses.replace(scale, shape=(1,), read_box=lambda box, _: np.asarray(scale).reshape(1)[box])
 
@@ -115,7 +115,7 @@ def _settings(codes: Codes, ins: int, zero: bool) -> dict[str, Any]:
     fields |= {"symmetric": not zero, "dynamic": False, "group_size": None, "strategy": "tensor"}
     if rows == 1:
         fields |= {"strategy": "channel"} if columns >= ins else {"strategy": "group", "group_size": columns}
-    elif rows < WHOLE or columns < WHOLE:
+    elif rows < WHOLE or columns < ins:
         fields |= {"strategy": "block", "block_structure": [rows, columns]}
     return fields
 

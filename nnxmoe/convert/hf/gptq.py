@@ -44,7 +44,7 @@ def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
         raise Malformed(f"{files.where(info)} is {info.dtype}: it must be I32")
     scale = files.tensor("scales", ("F16", "BF16", "F32"), [(groups, outs)])
     zero = files.tensor("qzeros", ("I32",), [(groups, -(-outs * bits // 32))])
-    less = files.scheme.fields.get("checkpoint_format", "gptq") == "gptq"
+    less = files.scheme.fields.get("checkpoint_format") != "gptq_v2"
     codes = Codes("int4" if bits == 4 else "int8", (1, group), rounded_to(scale))
 
     def unpack(packed: np.ndarray) -> np.ndarray:
@@ -72,7 +72,8 @@ def _order(files: ModuleTensors, ins: int, group: int) -> np.ndarray | None:
     if (counts[:-1] != group).any():
         bad = int(np.argmax(counts != group))
         raise Malformed(f"{files.where(info)}: group {bad} has {counts[bad]} inputs: it must have {group}")
-    wanted = files.scheme.fields.get("desc_act") is True and groups > 1
+    settings = files.scheme.fields
+    wanted = settings.get("desc_act") is True and settings.get("static_groups") is not True and groups > 1
     return np.argsort(found, kind="stable").astype(np.int32) if wanted or (np.diff(found) < 0).any() else None
 
 
@@ -96,7 +97,7 @@ def _inputs_first(
 
     parts = {
         "codes": files.codes(codes, shape, info, rows_of),
-        "scale": files.scale(scale, codes.grid(*shape), turned=True),
+        "scale": files.scale(scale, codes.grid(*shape), turned=True, signed=True),
         "zero": files.zero_words(codes, shape, zero, unpack_zero),
     }
     if order is not None:

@@ -60,8 +60,11 @@ class ModuleTensors:
             raise Malformed(f"{self.where(info)}: quantised weights have two dimensions, got {list(info.shape)}")
         return info.shape[0], info.shape[1]
 
-    def scale(self, info: TensorInfo, grid: tuple[int, int], turned: bool = False) -> LazyArray:
-        """Scales as ``[rows, columns]`` of tiles, checked when read. ``turned``: the file has columns first."""
+    def scale(
+        self, info: TensorInfo, grid: tuple[int, int], turned: bool = False, signed: bool = False
+    ) -> LazyArray:
+        """Scales as ``[rows, columns]`` of tiles, checked when read. ``turned``: the file has columns first; ``signed``:
+        scales may be negative, as AutoRound makes them to use the code -8 for the largest weight of either sign."""
         dtype = jnp.dtype(_SCALES[info.dtype])
         stored = raw(self.checkpoint, info)
 
@@ -74,12 +77,12 @@ class ModuleTensors:
                 found = np.ascontiguousarray(found.T)[box]
             found = found.reshape(sizes(box))
             values = found.astype(np.float32)
-            if not (np.isfinite(values) & (values > 0)).all():
-                at = tuple(int(i) for i in np.argwhere(~(np.isfinite(values) & (values > 0)))[0])
+            valid = np.isfinite(values) & ((values != 0) if signed else (values > 0))
+            if not valid.all():
+                at = tuple(int(i) for i in np.argwhere(~valid)[0])
                 tile = [part.start + i for part, i in zip(box, at, strict=True)]
-                raise Malformed(
-                    f"{self.where(info)} has a scale of {values[at]} at tile {tile}: it must be positive and finite"
-                )
+                wanted = "finite and not zero" if signed else "positive and finite"
+                raise Malformed(f"{self.where(info)} has a scale of {values[at]} at tile {tile}: it must be {wanted}")
             return found
 
         return LazyArray(grid, dtype, read, CHUNK_BYTES, file=info.file.name, tensors=(info.name,))

@@ -88,8 +88,8 @@ def _scales(files: ModuleTensors, state: Mapping[str, Any], grid: tuple[int, int
 
     def read(box: Box, empty: Empty) -> np.ndarray:
         found = values().reshape(grid)[box]
-        if not np.isfinite(found).all() or (found < 0).any():
-            raise Malformed(f"{files.where(flat)}: scales must be finite and not negative")
+        if not np.isfinite(found).all():  # double quantisation rounds the scales of zeros to either side of zero
+            raise Malformed(f"{files.where(flat)}: scales must be finite")
         return found
 
     return LazyArray(grid, np.dtype(np.float32), read, AT_ONCE, file=flat.file.name, tensors=tuple(names))

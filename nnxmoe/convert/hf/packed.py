@@ -65,18 +65,20 @@ def _weight(files: ModuleTensors) -> LazyArray:
 
 
 def _fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """``quant_method: fp8``: DeepSeek's blocks (``weight_scale_inv``), or AutoFP8's scalar (``weight_scale``)."""
+    """``quant_method: fp8``: blocks with ``weight_scale_inv`` (DeepSeek; Qwen's are bfloat16), or one scale per tensor
+    (AutoFP8's ``weight_scale``; transformers' ``weight_scale_inv``)."""
     shape, block = files.matrix(info), files.scheme.block()
     if files.has("weight_scale_inv") and files.has("weight_scale"):
         raise Malformed(f"{files.module} has both weight_scale_inv and weight_scale: remove one of them")
-    if block is None and files.has("weight_scale"):
-        scale = files.tensor("weight_scale", ("F32", "BF16", "F16"), [(), (1,)])
+    if block is None and (files.has("weight_scale") or files.has("weight_scale_inv")):
+        ending = "weight_scale" if files.has("weight_scale") else "weight_scale_inv"
+        scale = files.tensor(ending, ("F32", "BF16", "F16"), [(), (1,), (1, 1)])
         codes = Codes("fp8", (WHOLE, WHOLE))
         return files.made(codes, shape, {"codes": files.octets(codes, info), "scale": files.scale(scale, (1, 1))})
     if block is None:
         raise Malformed(f"{files.where(info)}: config.json has no weight_block_size, and weight_scale is missing")
     ue8m0 = files.scheme.fields.get("scale_fmt") == "ue8m0"
-    dtypes = ("F32", "F8_E8M0", *(("U8",) if ue8m0 else ()))
+    dtypes = ("F32", "BF16", "F16", "F8_E8M0", *(("U8",) if ue8m0 else ()))
     codes = Codes("fp8", block)
     scale = files.tensor("weight_scale_inv", dtypes, [codes.grid(*shape)])
     parts = {"codes": files.octets(codes, info), "scale": files.scale(scale, codes.grid(*shape))}

@@ -188,7 +188,8 @@ def save_pretrained(
     total = sum(array.nbytes for array in found.values())
     with shared_folder(folder, overwrite) as stage, bytes_bar(total, "writing") as bar:
         if jax.process_index() == 0:
-            more = {} if quantization is None else {"quantization_config": quantization}
+            more = {"quantization_config": quantization, "model_type": model.config.saved_type}
+            more = {name: value for name, value in more.items() if value is not None}
             write_side_files(stage, model, folder, model.config.folded()[0], kind, more)
         write_shares(stage, _shares(found, bar), size, process=jax.process_index())
 

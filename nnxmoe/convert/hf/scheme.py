@@ -88,19 +88,22 @@ class Scheme:
         """The settings of compressed-tensors for the weight of a module; None if no group names it."""
         groups, found = self.fields.get("config_groups"), list[tuple[int, Mapping[str, Any]]]()
         for group in groups.values() if isinstance(groups, Mapping) else ():
-            found += [(_nearness(target, module), group["weights"]) for target in group["targets"]]
+            if group["weights"] is not None:  # null: a group for activations or caches
+                found += [(_nearness(target, module), group["weights"]) for target in group["targets"]]
         best = max(found, key=lambda pair: pair[0], default=(0, {}))
         return Weights.of(best[1], self) if best[0] else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Settings of compressed-tensors for some weights. ``size``: of a group of inputs; ``block``: rows and columns."""
+    """Settings of compressed-tensors for some weights. ``size``: of a group of inputs; ``block``: rows and columns;
+    ``symmetric``: without zero points."""
 
     bits: int
     strategy: str
     size: int | None
     block: tuple[int, int] | None
+    symmetric: bool
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], scheme: Scheme) -> "Weights":
@@ -109,6 +112,7 @@ class Weights:
         where = f"{scheme.where}: config_groups"
         if type(bits) is not int or bits not in (4, 8):
             raise CheckpointError(f"{where}: num_bits {short(bits)} is not supported; supported: 4, 8")
+        size = None if size == -1 else size
         strategy = strategy or ("group" if size else "channel")
         if strategy not in ("tensor", "channel", "group", "block"):
             raise CheckpointError(
@@ -121,7 +125,8 @@ class Weights:
             block = [int(n) for n in block.split("x")]
         if strategy == "block" and block is None:
             raise CheckpointError(f"{where}: strategy 'block' needs block_structure")
-        return cls(bits, strategy, size, scheme._pair("block_structure", block) if strategy == "block" else None)
+        pair = scheme._pair("block_structure", block) if strategy == "block" else None
+        return cls(bits, strategy, size, pair, fields.get("symmetric") is not False)
 
 
 def _nearness(target: str, module: str) -> int:
@@ -136,8 +141,7 @@ def _nearness(target: str, module: str) -> int:
 def _check_fp8(scheme: Scheme) -> None:
     scheme.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     scheme.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
-    if "weight_block_size" in scheme.fields and scheme.block() is None:
-        raise CheckpointError(f"{scheme.where}: weight_block_size must be two positive integers, got null")
+    scheme.block()
 
 
 def _check_compressed(scheme: Scheme) -> None:
@@ -147,8 +151,9 @@ def _check_compressed(scheme: Scheme) -> None:
         raise CheckpointError(f"{scheme.where}: config_groups must be an object, got {short(groups)}")
     for name, group in groups.items():
         where = f"{scheme.where}: config_groups: {short(name)}"
-        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-            raise CheckpointError(f"{where} needs an object 'weights'")
+        weights = group.get("weights", "") if isinstance(group, Mapping) else ""
+        if not isinstance(weights, Mapping | None):
+            raise CheckpointError(f"{where} needs an object 'weights', or null")
         targets = group.get("targets")
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise CheckpointError(f"{where}: targets must be a list of strings, got {short(targets)}")
@@ -161,7 +166,8 @@ def _check_compressed(scheme: Scheme) -> None:
             raise CheckpointError(
                 f"{where}: format {short(group['format'])} is not supported; supported: {', '.join(_FORMATS)}"
             )
-        Weights.of(group["weights"], scheme)
+        if weights is not None:
+            Weights.of(weights, scheme)
 
 
 def _check_awq(scheme: Scheme) -> None:
@@ -172,7 +178,9 @@ def _check_awq(scheme: Scheme) -> None:
 
 def _check_gptq(scheme: Scheme) -> None:
     scheme.one_of("bits", (4, 8), 4)
-    scheme.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    scheme.one_of("checkpoint_format", ("gptq", "gptq_v2", None), "gptq")
+    if scheme.fields.get("dynamic"):
+        raise CheckpointError(f"{scheme.where}: dynamic, with settings per module, is not supported")
     scheme.group_size()
 
 

@@ -16,8 +16,8 @@ from nnxmoe.layers.lora import Kept, LoRA, LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.layers.xla_cpu import as_bits, from_bits
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
-from nnxmoe.quantization.kernels import places, quantized_weights, restored
-from nnxmoe.quantization.methods import Method, Mixed
+from nnxmoe.quantization.kernels import places, quantized_weights, restored, update_report
+from nnxmoe.quantization.methods import Error, Method, Mixed
 from nnxmoe.quantization.quantize import round_to_codes
 from nnxmoe.train.lora.peft import load
 from nnxmoe.train.lora.slots import slots, unmerged
@@ -53,8 +53,11 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
 
     ``keep`` stores the adapters and the original kernels, at the cost of the kernels' memory, so that `unmerge`
     restores every bit; without it the merge is final. A merged model is saved like any other. Quantised kernels become
-    floats in the embedding's dtype; ``quantize`` then rounds all float kernels to codes, which changes numbers.
+    floats in the embedding's dtype; ``quantize`` then rounds all float kernels to codes, which changes numbers and
+    needs ``keep=False``.
     """
+    if keep and quantize is not None:
+        raise ValueError("merge(quantize=…) is final: pass keep=False, or merge first and call nnxmoe.quantize")
     refuse_shapes(jax.tree.leaves(nnx.state(model)))
     found = unmerged(model, "merge")
     kept = {slot.place: Merged(adapter, slot.base) for slot in found if (adapter := slot.adapter) and keep}
@@ -72,12 +75,13 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
             kernel.set_value(value)
         slot.put(None)
     model.label()
-    if quantize is not None:
-        for place in places(model):
-            if not isinstance(place.weight, QuantizedWeight):
-                round_to_codes(place, quantize, model)
+    error = Error()
+    for place in places(model) if quantize is not None else ():
+        if not isinstance(place.weight, QuantizedWeight):
+            round_to_codes(place, quantize, model, error)
     model.label()
     model.merged = nnx.data(nnx.Dict(kept)) if keep else None
+    update_report(model, None if quantize is None else error.relative)
 
 
 def merge_from(model: CausalLM, folder: str | os.PathLike[str], *, quantize: Method | Mixed | None = None) -> None:
@@ -165,3 +169,4 @@ def unmerge(model: CausalLM) -> None:
             slot.put(LoRA(a, b, kept.alpha))
     model.label()
     model.merged = nnx.static(None)
+    update_report(model)
