@@ -9,6 +9,7 @@ from nnxmoe.config.printable import plain
 from nnxmoe.convert.core.dtypes import natural_dtype
 from nnxmoe.convert.core.lazy_array import Box, Empty, Encoded, LazyArray, LazyArrays, sizes
 from nnxmoe.convert.hf.layout import layout
+from nnxmoe.convert.hf.module_tensors import AT_ONCE
 from nnxmoe.convert.hf.raw import CHUNK_BYTES
 from nnxmoe.layers.codes import STORED, Codes
 from nnxmoe.model.causal_lm import CausalLM
@@ -92,11 +93,11 @@ class _OnReading:
         outs, ins = self.array.shape
         common: dict[str, Any] = {"file": self.array.file, "tensors": self.array.tensors or (self.name,)}
         codes, stored = self.kind, STORED[self.kind.kind]
+        # Blocks of about CHUNK_BYTES floats, unless each read of the source reads all of it.
+        of_codes, of_scales = (max(AT_ONCE if self.array.block >= AT_ONCE else 0, CHUNK_BYTES // n) for n in (8, 256))
         return {
-            f"{self.name}.codes": LazyArray(codes.stored(outs, ins), stored, self.codes, CHUNK_BYTES // 8, **common),
-            f"{self.name}.scale": LazyArray(
-                codes.grid(outs, ins), self.dtype, self.scale, CHUNK_BYTES // 256, **common
-            ),
+            f"{self.name}.codes": LazyArray(codes.stored(outs, ins), stored, self.codes, of_codes, **common),
+            f"{self.name}.scale": LazyArray(codes.grid(outs, ins), self.dtype, self.scale, of_scales, **common),
         }
 
     def _rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
