@@ -1,8 +1,9 @@
 """Kimi K2 (Moonshot AI, 2025) and Moonlight (2025): the layers of DeepSeek-V3 with one group of experts.
 
 Moonlight's config.json says ``deepseek_v3``; that of K2 has a model_type of its own, which transformers does not have.
-Saved models say ``deepseek_v3`` too, so that transformers loads them. Neither publishes a tokenizer.json, which the text
-functions need. K2-Thinking has experts in packed int4; K2.5 prefixes its tensors with ``language_model.`` and is refused.
+Saved models say ``deepseek_v3`` too, so that transformers loads them. Neither publishes a tokenizer.json, which the
+text functions need. K2-Thinking has experts in packed int4. K2.5 is refused: it prefixes its tensors with
+``language_model.``.
 """
 
 import dataclasses

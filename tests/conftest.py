@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from tests.support.cases import Case
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sets", type=int, help="run each test with at most this number of its sets of parameters")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "wrong_types: passes wrong types; skipped where annotations are checked")
     if not hasattr(config, "workerinput") and PROGRAMS.is_dir():  # main process only, before workers start
@@ -51,11 +55,25 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+@pytest.hookimpl(trylast=True)  # after markers have selected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("jaxtyping_packages", None):
         for item in items:
             if item.get_closest_marker("wrong_types"):
                 item.add_marker(pytest.mark.skip(reason="wrong types on purpose"))
+
+    if (most := config.getoption("sets")) is not None:
+        keep_sets(config, items, most)
+
+
+def keep_sets(config: pytest.Config, items: list[pytest.Item], most: int) -> None:
+    """Deselects all but ``most`` evenly spaced sets of parameters of each test, the first among them."""
+    of_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {id(same[i * len(same) // most]) for same in of_test.values() for i in range(most)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -24,6 +24,7 @@ from tests.support.tiny import build_tiny
 VOCAB, CAPACITY = 53, 60
 EVERYTHING = Limits(stops=4, biases=3, top=2)
 WILD = Sampling(temperature=1.3, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
+WILD_STEPS = Wanted(sampling=WILD).limits(VOCAB).sampling
 
 
 @functools.cache
@@ -73,6 +74,79 @@ def test_requests_get_what_they_would_get_alone(kind: str) -> None:
             assert wanted.sampling is not None or greedy == ids
 
 
+def test_rows_are_used_again_at_once() -> None:
+    """A short request next to a long one is done after two steps, however many were started before."""
+    engine = Engine(tiny(), slots=2, capacity=CAPACITY)
+    engine.submit([1], Wanted(50))
+    for _ in range(8):
+        request, steps = engine.submit([2], Wanted(2)), 0
+        while not request.done:
+            engine.step()
+            steps += 1
+        assert steps <= 3
+    engine.close()
+
+
+def test_cancelled_prompts_are_not_read() -> None:
+    engine = Engine(tiny(), slots=1, capacity=300)
+    for _ in range(3):
+        request = engine.submit([1] * 250, Wanted(2))
+        engine.step()
+        engine.cancel(request)
+    request, steps = engine.submit([2], Wanted(1)), 0
+    while not request.done:
+        engine.step()
+        steps += 1
+    assert steps <= 3
+
+
+def test_prefixes_belong_to_an_engine() -> None:
+    """The same object in engines of two models; what cannot be a prefix is refused."""
+    prefix, ids = Prefix((5, 6, 7)), [5, 6, 7, 8]
+    for model in (tiny(), tiny("llama")):
+        engine = Engine(model, slots=1, capacity=CAPACITY)
+        request = engine.submit(ids, Wanted(4), prefix)
+        engine.run()
+        assert request.ids == alone(model, ids, Wanted(4))[0] and request.prefix is None
+    with pytest.raises(ValueError, match="at least one id"):
+        Prefix(())
+    with pytest.raises(ValueError, match="does not begin with the 3 ids of its start"):
+        Prefix((5, 6, 8, 9), prefix)
+    with pytest.raises(ValueError, match="is a text"):
+        Prefix("abc")  # type: ignore[arg-type]
+
+
+def test_seeds_have_64_bits() -> None:
+    made = []
+    for seed in (1, 1 + 2**32, -1, 2**32 - 1, np.int64(1)):
+        engine = Engine(tiny(), slots=1, capacity=CAPACITY, limits=Limits(sampling=WILD_STEPS))
+        made.append(run(engine, [([3], Wanted(12, sampling=WILD, seed=seed))])[0].ids)
+    assert made[0] == made[4] and len({tuple(ids) for ids in made}) == 4
+    for bad in (1.5, 2**63, True, "1"):
+        with pytest.raises(ValueError, match="seed"):
+            Wanted(seed=bad)  # type: ignore[arg-type]
+
+
+def test_dynamic_rotary_embeddings_do_not_count_padding() -> None:
+    """11 ids, which are padded to 64; an engine whose requests would change each other is refused."""
+    rope = {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 8}
+    model, ids = build_tiny("llama", nnxmoe.Strategy(), dtype="float32", num_hidden_layers=2, **rope), [list(range(11))]
+    logits = jax.jit(model)(jnp.array(ids)).logits
+    np.testing.assert_allclose(model(jnp.array(ids)).logits, logits, atol=1e-5)
+    (score,) = nnxmoe.score(model, ids)
+    expected = jax.nn.log_softmax(logits[0])[jnp.arange(10), jnp.array(ids[0][1:])]
+    np.testing.assert_allclose(score.logprobs[-10:], expected, atol=1e-5)
+    Engine(model, slots=2, capacity=8)
+    with pytest.raises(ValueError, match=r"capacity=9.*at most that, or generate"):
+        Engine(model, slots=2, capacity=9)
+
+
+@pytest.mark.parametrize("given", ["Hello", [{"role": "user", "content": "Hello"}], [1, 2, 3]])
+def test_single_prompts_are_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="takes a list of prompts"):
+        nnxmoe.complete(tiny(), given)
+
+
 def test_programs_are_few_and_no_slot_is_lost() -> None:
     """Random submits, cancels and steps: no compilation after the first requests, and every result is right."""
     _storm(1500)
@@ -105,7 +179,7 @@ def _storm(events: int) -> None:
                 engine.cancel(live[int(rng.integers(len(live)))][1])
             else:
                 engine.step()
-            assert engine.running <= 3 and engine.waiting <= 9
+            assert engine.running <= 3 and engine.waiting <= 9 and len(engine._reports) <= 1
             for number, request in [pair for pair in live if pair[1].done]:
                 live.remove((number, request))
                 whole = request.finish != "cancelled"
@@ -252,8 +326,7 @@ def test_drafts_change_nothing(kind: str, dtype: str) -> None:
                 assert steps == made and set(other.accepted) <= {0}
     if dtype == "float32":
         for (prompt, wanted), request in zip(jobs[:1], plain[:1], strict=True):
-            bare = dataclasses.replace(wanted, stop_ids=[], logit_bias={}, min_new_tokens=0, logprobs=None)
-            assert run(Engine(model, slots=1, capacity=40), [(prompt, bare)])[0].ids[:1] and request.ids
+            assert run(Engine(model, slots=1, capacity=40, limits=limits), [(prompt, wanted)])[0].ids == request.ids
 
 
 @pytest.mark.parametrize("kind", ["mistral", pytest.param("mixtral", marks=pytest.mark.slow)])

@@ -61,6 +61,35 @@ def one(running: Client, path: str, body: Json) -> Json:
     return choice
 
 
+def test_answers_can_be_sent_back(server: Running) -> None:
+    """Clients append the message of an answer, with its null fields, to the conversation."""
+    answer = one(server, CHATS, CHAT | {"max_tokens": 4})["message"]
+    turns = [*CHAT["messages"], answer | {"tool_calls": None, "annotations": []}, {"role": "user", "content": "And 1?"}]
+    more = {"messages": turns, "tools": None, "tool_choice": None, "store": False, "max_tokens": 4}
+    assert one(server, CHATS, CHAT | more)["message"]["role"] == "assistant"
+
+
+def test_prompts_without_a_seed_differ(server: Running) -> None:
+    body = {"model": "tiny", "prompt": ["Once upon a time"] * 3, "temperature": 2, "max_tokens": 12}
+    status, found = server.call(COMPLETIONS, body)
+    assert status == 200 and len({choice["text"] for choice in found["choices"]}) > 1
+
+
+def test_special_tokens_as_stop_strings(server: Running, demo: Any) -> None:
+    _, tokenizer = demo
+    (bos,) = tokenizer.encode(tokenizer.bos_token, add_special_tokens=False)
+    body = STORY | {"stop": [tokenizer.bos_token], "logit_bias": {str(bos): 100}}
+    assert one(server, COMPLETIONS, body)["finish_reason"] == "stop"
+
+
+def test_connections_without_a_request_are_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nnxmoe.serve.run, "HEAD_SECONDS", 0.3)
+    for sent in (b"", HEAD):
+        with socket.create_connection(("127.0.0.1", server.port), 5) as silent:
+            silent.sendall(sent)
+            assert silent.recv(100) == b""
+
+
 def test_completions_are_those_of_complete(server: Running, demo: Any) -> None:
     """Texts and ids as prompts, several prompts and samples, and the same seed."""
     model, tokenizer = demo
@@ -198,7 +227,7 @@ CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"messages": [{"role": "robot", "content": "hi"}]}, 400, "messages", "unknown role robot"),
     ({"messages": [{"role": "user", "content": "hi", "images": []}]}, 400, "images", "unknown field"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "image_url"),
-    ({"tool_choice": "auto"}, 400, "tool_choice", "unknown field"),
+    ({"tool_choice": "auto"}, 400, "tool_choice", "Invalid enum value"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "json_object"),
     ({"top_logprobs": 3}, 400, "top_logprobs", "logprobs: true"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),

@@ -76,6 +76,10 @@ def generate(options: argparse.Namespace) -> None:
         for line in prompts.lines(model, tokenizer, many, sampling, options):
             print(line, flush=True)
         return
+    if options.stop or options.samples != 1 or options.logprobs is not None:
+        raise ValueError(
+            '--stop, --samples and --logprobs need --prompts FILE (or "-", for one prompt per line of stdin)'
+        )
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     model, tokenizer = load(options)
     given = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": options.seed}

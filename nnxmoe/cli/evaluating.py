@@ -34,7 +34,7 @@ def evaluate(options: argparse.Namespace) -> None:
         from nnxmoe.evaluation.harness import HarnessLM
     except ModuleNotFoundError as error:
         raise ValueError(f"nnxmoe eval needs lm-eval ({error}): pip install 'nnxmoe[eval]'") from None
-    names, manager = options.tasks.split(","), TaskManager(include_path=options.include_path)
+    names, manager = [name.strip() for name in options.tasks.split(",")], TaskManager(include_path=options.include_path)
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ValueError(f"--tasks: there is no task {unknown[0]!r}; lm-eval ls tasks lists them")
     model, tokenizer = commands.load(options)

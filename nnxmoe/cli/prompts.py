@@ -15,8 +15,9 @@ from nnxmoe.runtime.progress import say
 def read(path: str) -> list[Any]:
     """The prompts of a file, or of stdin for "-": one per line, as text, or as a JSON object with "prompt" (text or
     ids) or "messages" (a chat). Raises ValueError that names the line."""
-    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    return [_prompt(line, f"{path}: line {number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+    rows = enumerate(text.split("\n"), 1)  # splitlines would also split within a JSON string
+    return [_prompt(line.rstrip("\r"), f"{path}: line {number}") for number, line in rows if line.strip()]
 
 
 def _prompt(line: str, where: str) -> Any:
@@ -26,12 +27,17 @@ def _prompt(line: str, where: str) -> Any:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} begins with {{ and is not JSON: {error}") from None
-    if len(known := {"prompt", "messages"} & fields.keys()) != 1:
-        raise ValueError(f'{where}: give one of "prompt" and "messages", got {sorted(fields)}')
-    prompt = fields[known.pop()]
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt):
+    if len(fields) != 1 or not (known := {"prompt", "messages"} & fields.keys()):
+        raise ValueError(f'{where}: give "prompt" or "messages" and no other field, got {sorted(fields)}')
+    name = known.pop()
+    prompt = fields[name]
+    if name == "prompt" and isinstance(prompt, str):
         return prompt
-    raise ValueError(f"{where}: {prompt!r:.60} is neither text nor a list of ids or messages")
+    kind = int if name == "prompt" else dict
+    if isinstance(prompt, list) and prompt and all(isinstance(part, kind) for part in prompt):
+        return prompt
+    wanted = "a text or a list of ids" if name == "prompt" else "a list of messages"
+    raise ValueError(f"{where}: {name} must be {wanted}, got {prompt!r:.60}")
 
 
 def lines(

@@ -40,7 +40,7 @@ def serve(options: argparse.Namespace) -> None:
     local = options.host in {"localhost", "127.0.0.1", "::1"}
     settings = Settings(
         name=name,
-        key=os.environ.get(KEY) or None,
+        key=os.environ.get(KEY, "").strip() or None,
         hosts=run.LOOPBACK if local else None,
         queue=options.queue,
         seconds=options.seconds,

@@ -179,8 +179,8 @@ class DecoderConfig:
         return {k: v for base in reversed(cls.__mro__) for k, v in vars(base).get(name, {}).items()}
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that ``from_hf`` reads back to the same config. It has the fixed fields too, with the first of
-        their values unless that is None, since some programs choose another router without them."""
+        """The config.json that ``from_hf`` reads back to the same config. It has the fixed fields too, with the first
+        of their values unless that is None, since some programs choose another router without them."""
         fields: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         fields |= {name: values[0] for name, values in self._declared("fixed").items() if values[0] is not None}
         for field in dataclasses.fields(self):

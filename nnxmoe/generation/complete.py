@@ -6,10 +6,12 @@ import os.path
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from nnxmoe.generation.decode import Eos, eos_ids
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import SMALL, Engine
-from nnxmoe.generation.request import Finish, Prefix, Request, Wanted, whole_number
+from nnxmoe.generation.request import Finish, Prefix, Request, Wanted, whole_ids, whole_number
 from nnxmoe.generation.rows import Process
 from nnxmoe.generation.sampling import Sampling
 from nnxmoe.generation.text import TextStream, Tokenizer
@@ -105,21 +107,23 @@ def complete(
     A beginning that all prompts share, and a prompt of several samples, is read once. Raises ValueError for what does
     not fit, before anything is computed.
     """
-    given = list(prompts)
+    given = _several(prompts)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
         raise ValueError(f"stop={stop!r}: give strings that are not empty")
-    seeds = [seed] * len(given) if isinstance(seed, int) else list(seed)
+    seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * len(given)
     if len(seeds) != len(given):
         raise ValueError(f"{len(seeds)} seeds for {len(given)} prompts: give one for all, or one each")
     n, most = whole_number("n", n, 1), whole_number("max_new_tokens", max_new_tokens, 0)
     tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
     if tokenizer is None and stops:
         raise ValueError("stop strings need a tokenizer: pass tokenizer=")
+    stops, special = ((), ()) if tokenizer is None else split_stops(stops, tokenizer)
     prompt_ids = [encoded(prompt, tokenizer) for prompt in given]
     if not given:
         return iter(())
-    options = {"sampling": sampling, "stop_ids": eos_ids(model, eos_token_id), "logit_bias": logit_bias or {}}
+    stop_ids = (*eos_ids(model, eos_token_id), *special)
+    options = {"sampling": sampling, "stop_ids": stop_ids, "logit_bias": logit_bias or {}}
     wanted = Wanted(most, whole_number("min_new_tokens", min_new_tokens, 0), logprobs=logprobs, **options)
     engine = Engine(
         model,
@@ -131,6 +135,23 @@ def complete(
     )
     ids = (dataclasses.replace(wanted, seed=one) for one in seeds)
     return _in_order(engine, list(_jobs(prompt_ids, list(ids), n)), tokenizer, stops)
+
+
+def _several(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The prompts as a list. Raises ValueError for a single one: its letters, ids or messages are no prompts."""
+    single = isinstance(prompts, str | Mapping)
+    given = [] if single else list(prompts)
+    if single or any(isinstance(one, Mapping | int | np.integer) for one in given):
+        raise ValueError(f"complete takes a list of prompts, got {prompts!r:.60}: put a single one into a list")
+    return given
+
+
+def split_stops(stops: Sequence[str], tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop strings, and the ids of those that are a special token, which texts do not have."""
+    special = tokenizer.special_ids if isinstance(tokenizer, Tokenizer) else frozenset(tokenizer.all_special_ids)
+    ids = {text: list(tokenizer.encode(text, add_special_tokens=False)) for text in stops}
+    found = {text: i[0] for text, i in ids.items() if len(i) == 1 and i[0] in special}
+    return tuple(text for text in stops if text not in found), tuple(found.values())
 
 
 @dataclasses.dataclass
@@ -147,8 +168,8 @@ class _Job:
 
 
 def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[Wanted], n: int) -> Iterator[_Job]:
-    shared = Prefix(os.path.commonprefix(prompts)) if len(prompts) > 1 else None  # pyright: ignore
-    shared = shared if shared is not None and len(shared.ids) >= SMALL else None
+    common: Any = os.path.commonprefix(prompts) if len(prompts) > 1 else ()  # pyright: ignore
+    shared = Prefix(common) if len(common) >= SMALL else None
     for number, (ids, one) in enumerate(zip(prompts, wanted, strict=True)):
         prefix = Prefix(ids, shared) if n > 1 and (shared is None or ids != shared.ids) else shared
         for sample in range(n):
@@ -212,7 +233,7 @@ def encoded(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
         prompt = tokenizer.encode(prompt)
     elif chat:
         prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)
-    ids = tuple(int(i) for i in prompt)  # pyright: ignore
+    ids = whole_ids(prompt)  # pyright: ignore
     if not ids:
         raise ValueError("a prompt is empty: it needs at least one token")
     return ids

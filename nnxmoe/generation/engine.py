@@ -8,6 +8,7 @@ and the moves. Everything runs in the caller's thread, and with the same calls i
 import collections
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +16,21 @@ import jax
 import numpy as np
 
 from nnxmoe.axes import batch_axes, shards
+from nnxmoe.config.rope import DynamicRope
 from nnxmoe.generation import draft_cost, passes
 from nnxmoe.generation.draft import Modelled
 from nnxmoe.generation.passes import Part, Passed, Room, cache_bytes
-from nnxmoe.generation.request import Event, Finish, Limits, Prefix, Request, Wanted, refuse_ids, whole_number
+from nnxmoe.generation.request import (
+    Event,
+    Finish,
+    Limits,
+    Prefix,
+    Request,
+    Wanted,
+    refuse_ids,
+    whole_ids,
+    whole_number,
+)
 from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, Options, Process, Report
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.memory import refuse_beyond_memory
@@ -86,8 +98,9 @@ class Engine:
     process has read. ``grouping``: which waiting prompts are read together; None:
     `as_one_large_chunk`, and with a draft `one_by_one`, so that drafts do not change a bit.
 
-    The ids of a request are those it would get alone, up to rounding. Raises ValueError if the cache does not fit in
-    memory, for a draft where tokens compete for experts (`Capacity`), and for ``"auto"`` where drafts cannot pay.
+    The ids of a request are those it would get alone, up to rounding, unless tokens compete for experts (`Capacity`).
+    Raises ValueError if the caches do not fit in memory, for a draft where tokens compete, for ``"auto"`` where drafts
+    cannot pay, and for dynamic rotary embeddings beyond the length of the training, which depend on the longest row.
     """
 
     def __init__(
@@ -115,7 +128,14 @@ class Engine:
         self.slots = whole_number("slots", slots, 1) + -slots % self._parts
         self.draft = draft = draft_cost.resolve(model, draft, self.slots, self.capacity)
         spare = 0 if draft is None else draft.count
+        rope = model.rope
+        if grouping is None and isinstance(rope, DynamicRope) and self.capacity > rope.max_positions:
+            raise ValueError(
+                f"capacity={self.capacity}: the rotary embedding of this model changes with the longest row beyond "
+                f"{rope.max_positions} tokens, so requests would change each other: use at most that, or generate()"
+            )
         self._grouping = grouping or (as_one_large_chunk if draft is None else one_by_one)
+        self._begun = weakref.WeakKeyDictionary[Prefix, Passed]()  # prefixes that were read
         self._process = process
         self._options = Options(limits.sampling, limits.top)
         self._room, self._vocab = Room(self.capacity + spare, spare), int(model.embed.table.shape[0])
@@ -124,8 +144,11 @@ class Engine:
                 f"draft={draft}: its vocabulary has {draft.vocab_size} ids and the model's {self._vocab}: give a model "
                 "with the same tokenizer and vocab_size"
             )
+        kept = None if draft is None else jax.eval_shape(lambda: draft.empty(self.slots, self._room.tokens))
+        drafting = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(kept))
         what = f"a cache of {self._room.tokens} tokens for batch {self.slots} takes"
-        refuse_beyond_memory(self.cache_bytes, what, "use fewer max_new_tokens, a smaller capacity, or a smaller batch")
+        remedy = "use fewer max_new_tokens, a smaller capacity, or a smaller batch"
+        refuse_beyond_memory(self.cache_bytes + self._reading_bytes + drafting, what, remedy)
         self._pass, self._axes = passes.passes(model), passes.batch_axes_of(model, self._room)
         self._step = self._pass if draft is None else passes.passes(passes.steady(model, self.slots * (1 + spare)))
         memory = None if draft is None else draft.empty(self.slots, self._room.tokens)
@@ -141,9 +164,15 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache of all slots that this process holds. Each prompt that is being read takes a slot's more,
-        and so does each `Prefix` in use."""
+        """Bytes of the cache of all slots that this process holds. Prompts that are being read take up to 8 slots'
+        more, and each `Prefix` in use takes one slot's."""
         return cache_bytes(self.model, self.slots, self._room)
+
+    @property
+    def _reading_bytes(self) -> int:
+        """Bytes of the caches of prompts that are read while other rows run."""
+        rows = {as_one_large_chunk: min(self.slots, LARGE // SMALL), one_by_one: self._parts}.get(self._grouping, 0)
+        return cache_bytes(self.model, rows + -rows % self._parts, self._room) if rows and self.slots > 1 else 0
 
     @property
     def dropped(self) -> int:
@@ -163,7 +192,7 @@ class Engine:
     def submit(self, ids: Sequence[int], wanted: Wanted | None = None, prefix: Prefix | None = None) -> Request:
         """Appends a request to the queue. ``prefix``: ids that it begins with, read once for all requests with the same
         object. Raises ValueError for what this engine has no room for."""
-        prompt, wanted = tuple(int(i) for i in ids), wanted or Wanted()
+        prompt, wanted = whole_ids(ids), wanted or Wanted()
         if self._rows is None:
             raise ValueError("the engine is closed")
         if not prompt:
@@ -185,17 +214,23 @@ class Engine:
         return request
 
     def step(self) -> list[Event]:
-        """Reads a chunk of waiting prompts if a slot is free, starts a step of all rows, and returns what the oldest
-        step not looked at yet has made. Without requests it does nothing."""
+        """Reads a chunk of waiting prompts if a slot is free, starts a step of all rows, and returns what earlier steps
+        have made, all but the newest ``ahead``. Without requests it does nothing."""
         if self._rows is None:
             raise ValueError("the engine is closed")
         if self._reading is None:
             self._reading = self._next_reading()
-        if self._reading is not None:
-            self._read(self._reading)
+        if (reading := self._reading) is not None:
+            if reading.prefix is None and all(request.done for request in reading.requests):
+                self._reading = None  # all were cancelled
+            else:
+                self._read(reading)
         if going := any(r.steps < r.wanted.max_new_tokens for r in self._going()):
             self._advance()
-        return self._look() if len(self._reports) > (self._ahead if going else 0) else []
+        events = []
+        while len(self._reports) > (self._ahead if going else 0):
+            events += self._look()
+        return events
 
     def run(self) -> None:
         """Steps until all requests are done."""
@@ -245,8 +280,8 @@ class Engine:
         if not self._waiting or not free:
             return None
         prefix = self._waiting[0].prefix
-        if prefix is not None and prefix.read is None:
-            while prefix.start is not None and prefix.start.read is None:
+        if prefix is not None and prefix not in self._begun:
+            while prefix.start is not None and prefix.start not in self._begun:
                 prefix = prefix.start
             rest = prefix.ids[len(prefix.start.ids) if prefix.start else 0 :]
             group = Group(1, self._parts, chunk_sizes(len(rest)))
@@ -277,7 +312,7 @@ class Engine:
             ids[row, length - len(prompt) :], valid[row, length - len(prompt) :] = prompt, True
         ends = list(itertools.accumulate(group.sizes))
         chunks = [(ids[:, e - n : e], valid[:, e - n : e]) for e, n in zip(ends, group.sizes, strict=True)]
-        passed = None if start is None else start.read
+        passed = None if start is None else self._begun[start]
         if passed is not None and chunks:
             cache, memory = passes.spread(passed.cache, rows, self._axes), passes.spread_memory(passed.memory, rows)
             passed = passed._replace(cache=cache, memory=memory)
@@ -299,7 +334,8 @@ class Engine:
             return
         self._reading = None
         if reading.prefix is not None:
-            reading.prefix.read = reading.passed
+            assert reading.passed is not None
+            self._begun[reading.prefix] = reading.passed
         else:
             self._begin(reading)
 
@@ -333,6 +369,7 @@ class Engine:
         for row, request in enumerate(requests):
             if not request.done:
                 here[row], self._keep[at[row]], request.steps = request, True, 1
+            request.prefix = None
         self._reports.append((report, here))
 
     def _advance(self) -> None:
@@ -359,7 +396,7 @@ class Engine:
         for row, request in enumerate(requests):
             if request is None or request.done or not (count := int(found.count[row])):
                 continue
-            new = found.ids[row, :count].tolist()
+            new, start = found.ids[row, :count].tolist(), len(request.ids)
             request.ids += new
             if found.ids.shape[1] > 1:
                 request.accepted[count - 1] += 1
@@ -370,5 +407,5 @@ class Engine:
             finish: dict[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length"}
             if (why := finish[int(found.end[row])]) is not None:
                 self._end(request, why)
-            events.append(Event(request, new, why))
+            events.append(Event(request, new, why, start))
         return events

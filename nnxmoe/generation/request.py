@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
-from nnxmoe.generation.passes import Passed
 from nnxmoe.generation.rows import Asked
 from nnxmoe.generation.sampling import Sampling, Steps, prepare
 
@@ -46,11 +45,12 @@ class Wanted:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", whole_number("seed", self.seed, -(2**63)))
         whole_number("max_new_tokens", self.max_new_tokens, 0)
         whole_number("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
-        if isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
+        if self.seed >= 2**63:
             raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
         if self.logprobs is not None:
             whole_number("logprobs", self.logprobs, 0)
@@ -78,7 +78,9 @@ class Wanted:
         biased, biases = np.full(limits.biases, vocab, np.int32), np.zeros(limits.biases, np.float32)
         count = len(self.logit_bias)
         biased[:count], biases[:count] = list(self.logit_bias), list(self.logit_bias.values())
-        key = np.asarray(jax.random.key_data(jax.random.key(self.seed)))
+        low, high = self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF
+        random = jax.random.key(low)  # of a wider seed JAX would use these bits only
+        key = np.asarray(jax.random.key_data(jax.random.fold_in(random, high) if high else random))
         sample, most, least = np.int32(self.sample), np.int32(self.max_new_tokens), np.int32(self.min_new_tokens)
         logprobs = np.int32(-1 if self.logprobs is None else self.logprobs)
         return Asked(knobs, key, sample, most, least, stops, biased, biases, logprobs)
@@ -86,11 +88,18 @@ class Wanted:
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
-    """Ids with which several requests begin, read once while the object is in use. ``start``: a prefix of this one."""
+    """Ids with which several requests begin, read once while the object is in use. ``start``: a shorter prefix, with
+    which this one begins."""
 
     ids: tuple[int, ...]
     start: "Prefix | None" = None
-    read: Passed | None = None
+
+    def __post_init__(self) -> None:
+        self.ids = whole_ids(self.ids)
+        if not self.ids:
+            raise ValueError("a prefix needs at least one id")
+        if self.start is not None and self.ids[: len(self.start.ids)] != self.start.ids:
+            raise ValueError(f"the prefix does not begin with the {len(self.start.ids)} ids of its start")
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,11 +130,12 @@ class Request:
 
 
 class Event(NamedTuple):
-    """New ids of a request, and why it is done if it is."""
+    """New ids of a request, why it is done if it is, and the place of the first of them among its ids."""
 
     request: Request
     ids: list[int]
     finish: Finish | None
+    start: int
 
 
 def whole_number(name: str, value: object, smallest: int) -> int:
@@ -134,6 +144,13 @@ def whole_number(name: str, value: object, smallest: int) -> int:
     if not number or not float(value).is_integer() or value < smallest:  # pyright: ignore
         raise ValueError(f"{name} must be an integer >= {smallest}, got {value!r}")
     return int(value)  # pyright: ignore
+
+
+def whole_ids(ids: Sequence[int]) -> tuple[int, ...]:
+    """Token ids as a tuple of integers. Raises ValueError for a text and for numbers that are not whole."""
+    if isinstance(ids, str):
+        raise ValueError(f"{ids!r:.60} is a text: encode it with the tokenizer")
+    return tuple(whole_number("a token id", one, 0) for one in ids)
 
 
 def refuse_ids(ids: Sequence[int] | Mapping[int, float] | np.ndarray, vocab: int) -> None:

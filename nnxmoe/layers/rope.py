@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.config.rope import Rope
 
@@ -19,9 +19,10 @@ class Rotation:
     sin: Float[Array, "B T half"]
 
 
-def rotation_at(rope: Rope, positions: Int[Array, "B T"]) -> Rotation:
-    """The `Rotation` for tokens at these positions."""
-    frequencies = rope.frequencies(jnp.max(positions) + 1)
+def rotation_at(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Rotation:
+    """The `Rotation` for tokens at these positions. ``valid``: False for padding, which does not count as length."""
+    used = positions if valid is None else jnp.where(valid, positions, 0)
+    frequencies = rope.frequencies(jnp.max(used) + 1)
     angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
     return Rotation(jnp.cos(angles) * rope.factor(), jnp.sin(angles) * rope.factor())
 

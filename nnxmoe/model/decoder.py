@@ -206,7 +206,7 @@ class Decoder(nnx.Module):
             index = cache.length[:, None] + jnp.broadcast_to(index, shape)
             moved, past = cache.advance(shape[1], valid, segment)
             positions = jnp.maximum(index, 0) if positions is None else positions
-        rotation = rotation_at(self.rope, jnp.asarray(positions))
+        rotation = rotation_at(self.rope, jnp.asarray(positions), valid)
         return Context(rotation, index, valid, segment, past, key, fresh=fresh and cache is not None), moved
 
 

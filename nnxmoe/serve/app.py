@@ -5,7 +5,7 @@ import contextlib
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,9 @@ class Endpoints:
 class _Body:
     """``receive`` of a request; ``unread``: whether there may be more of its body."""
 
-    def __init__(self, receive: Receive):
-        self._receive, self.unread = receive, True
+    def __init__(self, receive: Receive, headers: Mapping[bytes, bytes]):
+        self._receive = receive
+        self.unread = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
 
     async def receive(self) -> Message:
         """The next message."""
@@ -163,7 +164,8 @@ class Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
 
-        body = _Body(receive)
+        headers = dict(scope["headers"])
+        body = _Body(receive, headers)
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -175,7 +177,7 @@ class Guard:
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
-        refused = self._refused(scope["path"], dict(scope["headers"]))
+        refused = self._refused(scope["path"], headers)
         app = self._app if refused is None else _error(refused)
         await app(scope, body.receive, counted)
 

@@ -134,19 +134,20 @@ class EngineThread:
 
     def _accept(self, jobs: Sequence[Job], accepted: asyncio.Future[None]) -> None:
         try:
+            texts = [Continuation(self._tokenizer, job.stop, job.ids) for job in jobs]
             for job in jobs:
                 job.request = self.engine.submit(job.ids, job.wanted, job.prefix)
                 job.prefix = None  # the engine frees a prefix with the last request that needs it
-        except ValueError as error:
+        except Exception as error:  # of a tokenizer: it must not end other requests
             self._cancel(jobs)
             return self._tell(lambda error=error: _settle(accepted, error))
         done = []
-        for job in jobs:
+        for job, text in zip(jobs, texts, strict=True):
             assert job.request is not None
             if job.request.done:  # no new ids were asked for
                 done.append((job, Piece("", [], [], [], job.request.finish)))
             else:
-                self._running[job.request] = _Running(job, Continuation(self._tokenizer, job.stop, job.ids))
+                self._running[job.request] = _Running(job, text)
         self._tell(lambda: _settle(accepted, None))
         self._hand_out(done)
 
@@ -157,10 +158,16 @@ class EngineThread:
                 self._running.pop(job.request, None)
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        pieces = []
+        pieces = list[tuple[Job, Piece | BaseException]]()
         for event in events:
-            if (running := self._running.get(event.request)) is not None:
+            if (running := self._running.get(event.request)) is None:
+                continue
+            try:
                 pieces.append((running.job, self._piece(event, running.text)))
+            except Exception as error:  # of a tokenizer: it must not end other requests
+                logger.exception("a request failed")
+                self._cancel([running.job])
+                pieces.append((running.job, error))
         self._hand_out(pieces)
 
     def _piece(self, event: Event, text: Continuation) -> Piece:
@@ -178,8 +185,7 @@ class EngineThread:
             finish = "stop"
         if finish is not None:
             del self._running[request]
-        start = len(request.ids) - len(event.ids)
-        at = slice(start, start + kept)
+        at = slice(event.start, event.start + kept)
         return Piece(new, event.ids[:kept], request.logprobs[at], request.top[at], finish)
 
     def _score(self) -> None:

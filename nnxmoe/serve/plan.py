@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nnxmoe.generation.complete import split_stops
 from nnxmoe.generation.request import Limits, Prefix, Wanted, refuse_ids
 from nnxmoe.generation.sampling import Sampling
 from nnxmoe.generation.text import TokenizerError
@@ -18,12 +19,14 @@ COMPLETION_LOGPROBS, CHAT_LOGPROBS = 5, 20  # the most that the API allows
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What a request asks for: ``n`` samples of each prompt. ``texts``: of the prompts, where they are echoed.
-    ``scored``: the log-probabilities of echoed prompts are wanted too."""
+    ``seeded``: the client gave a seed; without one each prompt has its own. ``scored``: the log-probabilities of echoed
+    prompts are wanted too."""
 
     prompts: list[tuple[int, ...]]
     wanted: Wanted
     n: int
     stop: tuple[str, ...]
+    seeded: bool
     texts: list[str] | None = None
     scored: bool = False
 
@@ -32,7 +35,8 @@ class Plan:
         found = []
         for ids in self.prompts:
             prefix = Prefix(ids) if self.n > 1 else None
-            found += [(ids, dataclasses.replace(self.wanted, sample=i), prefix) for i in range(self.n)]
+            one = self.wanted if self.seeded else dataclasses.replace(self.wanted, seed=secrets.randbits(63))
+            found += [(ids, dataclasses.replace(one, sample=i), prefix) for i in range(self.n)]
         return found
 
 
@@ -92,9 +96,10 @@ class Planner:
                     400, f"{why}: shorten the prompt, or ask for fewer", "max_tokens", "context_length_exceeded"
                 )
         self._refuse_ids("logit_bias", biases)
-        seed = secrets.randbits(63) if request.seed is None else request.seed
-        wanted = Wanted(most, least, _sampling(request), self.stop_ids, seed, logit_bias=biases, logprobs=logprobs)
-        return Plan(prompts, wanted, n, self._stops(request.stop))
+        texts, ids = split_stops(self._stops(request.stop), self.tokenizer)
+        stop_ids, seed = (*self.stop_ids, *ids), request.seed or 0
+        wanted = Wanted(most, least, _sampling(request), stop_ids, seed, logit_bias=biases, logprobs=logprobs)
+        return Plan(prompts, wanted, n, texts, request.seed is not None)
 
     def _stops(self, stop: str | Sequence[str] | None) -> tuple[str, ...]:
         stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)

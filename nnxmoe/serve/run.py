@@ -1,17 +1,20 @@
 """Runs a server in this process until it is told to stop."""
 
+import asyncio
 import signal
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nnxmoe.generation.decode import eos_ids
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
-from nnxmoe.generation.request import Limits, Wanted
+from nnxmoe.generation.request import Limits
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import say
@@ -21,6 +24,7 @@ from nnxmoe.serve.settings import Settings
 
 BIASES = 64  # of one request
 CONNECTIONS = 1024
+HEAD_SECONDS = 30.0  # to send the head of a request
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -29,7 +33,7 @@ def serving_engine(
 ) -> tuple[Engine, tuple[int, ...]]:
     """An engine with room for every option of the API, and the model's end tokens."""
     stop_ids, most = eos_ids(model, ...), model.config.max_position_embeddings
-    limits = Limits(max(1, len(stop_ids)), BIASES, CHAT_LOGPROBS)
+    limits = Limits(len(stop_ids) + Settings.stops, BIASES, CHAT_LOGPROBS)
     return Engine(model, slots=slots, capacity=min(capacity, most), limits=limits, draft=draft), stop_ids
 
 
@@ -49,10 +53,7 @@ def serve(
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
-    for count in (1, engine.slots):  # compiles the most important programs before the first request
-        for _ in range(count):
-            engine.submit([0], Wanted(2))
-        engine.run()
+    engine.warm_up()
     name = f"[{host}]" if ":" in host else host
     address = f"http://{name}:{listener.getsockname()[1]}"
     server = make_server(make_app(engine, tokenizer, stop_ids, settings), settings, lambda: started(address))
@@ -65,7 +66,7 @@ def make_server(app: ASGIApp, settings: Settings, started: Callable[[], None]) -
     """uvicorn with an application; ``started`` is called once it answers requests."""
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=_Punctual,
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -78,6 +79,40 @@ def make_server(app: ASGIApp, settings: Settings, started: Callable[[], None]) -
         limit_concurrency=CONNECTIONS,
     )
     return _Server(config, started)
+
+
+class _Punctual(H11Protocol):
+    """Closes connections on which no whole head of a request arrives in time; uvicorn waits without end."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_watching()
+        elif self._waiting is None:
+            self._waiting = self.loop.call_later(HEAD_SECONDS, self._late)
+
+    def _stop_watching(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._waiting = None
+
+    def _late(self) -> None:
+        self._waiting = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):

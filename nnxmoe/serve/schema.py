@@ -18,6 +18,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     """``include_usage``: send a last chunk with the numbers of tokens."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class Options(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -62,11 +63,16 @@ class Part(Struct, forbid_unknown_fields=True):
 
 
 class Message(Struct, forbid_unknown_fields=True):
-    """One turn of a chat."""
+    """One turn of a chat. The null fields are those of OpenAI's answers, which clients send back."""
 
     role: str
     content: str | list[Part] | None = None
     reasoning_content: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates read it, its parts joined."""
@@ -89,6 +95,9 @@ class ChatRequest(Options, kw_only=True):
     top_logprobs: Natural | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_choice: Literal["none"] | None = None
+    store: Literal[False] | None = None
 
 
 Body = TypeVar("Body", bound=Options)

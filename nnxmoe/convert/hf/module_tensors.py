@@ -60,11 +60,10 @@ class ModuleTensors:
             raise Malformed(f"{self.where(info)}: quantised weights have two dimensions, got {list(info.shape)}")
         return info.shape[0], info.shape[1]
 
-    def scale(
-        self, info: TensorInfo, grid: tuple[int, int], turned: bool = False, signed: bool = False
-    ) -> LazyArray:
-        """Scales as ``[rows, columns]`` of tiles, checked when read. ``turned``: the file has columns first; ``signed``:
-        scales may be negative, as AutoRound makes them to use the code -8 for the largest weight of either sign."""
+    def scale(self, info: TensorInfo, grid: tuple[int, int], turned: bool = False, signed: bool = False) -> LazyArray:
+        """Scales as ``[rows, columns]`` of tiles, checked when read. ``turned``: the file has columns first.
+        ``signed``: scales may be negative, as AutoRound makes them to use the code -8 for the largest weight of either
+        sign."""
         dtype = jnp.dtype(_SCALES[info.dtype])
         stored = raw(self.checkpoint, info)
 
