@@ -265,6 +265,16 @@ def test_the_table_of_hardware_can_be_changed() -> None:
             "needs the slice's shape, such as tpu-v5p:4x4x4",
         ),
         (lambda: nnxmoe.Strategy.auto("rocm"), "give 'cpu', 'gpu' or 'tpu'"),
+        (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, batch=24, seq=8, accumulate=2), "12 rows does not divide"),
+        (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=0, seq=8), r"plan\(batch=0\): give a positive integer"),
+        (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": -1}, batch=1, seq=8), r"mesh\(fsdp=-1\): give a positive"),
+        (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, buffer_factor=-1.0), "give a positive multiple"),
+        (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=2, seq=8, accumulate=2, train=False), "decoding has no parts"),
+        (lambda: dataclasses.replace(TABLE["h100"], efficiency=0), "efficiency must be a positive number, got 0"),
+        (
+            lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, strategy=nnxmoe.Strategy(), microbatches=2),
+            "give rules, microbatches, remat and buffer_factor by the strategy, or without one",
+        ),
     ],
 )
 def test_errors_name_the_remedy(call: Callable[[], Any], message: str) -> None:
@@ -348,6 +358,28 @@ def test_collectives_of_a_program_with_loops() -> None:
         Collective("reduce-scatter", ("expert",), 2 * 4 * 4, 1),
     ]
     assert [one.total for one in found if one.kind == "all-gather"] == [3 * 64]
+
+
+@pytest.mark.parametrize(
+    ("result", "kind", "size"),
+    [
+        ("((bf16[2,4]{1,0:T(8,128)}, bf16[3,4]{1,0}), (bf16[8,4]{1,0}, bf16[12,4]{1,0})) ", "all-gather-start", 160),
+        ("(f32[8]{0}, f32[16]{0})", "all-reduce-start", 96),
+        ("(f32[8]{0}, f32[8]{0}, u32[], u32[])", "collective-permute-start", 32),
+    ],
+)
+def test_combined_collectives_count_all_of_their_results(result: str, kind: str, size: int) -> None:
+    text = f"ENTRY %main (a: f32[8]) -> f32[8] {{\n  %r = {result.strip()} {kind}(%x), replica_groups=[2,4]<=[8]\n}}"
+    (found,) = collectives(text, {"data": 2, "expert": 4})
+    assert found.bytes == size
+
+
+def test_decoding_reads_the_experts_that_rows_choose() -> None:
+    """Mixtral: one row reads two of eight experts of each layer, and many rows all of them."""
+    read = [
+        nnxmoe.plan("mixtral-8x7b", {}, batch=rows, seq=8, train=False, advise=False).decode_bytes for rows in (1, 256)
+    ]
+    assert read[0] == pytest.approx(2 * 12.75e9, rel=0.01) and read[1] == pytest.approx(2 * 46.6e9, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,12 @@ def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int], me
         choices=["cpu", "device"],
         help="compile the step: for the devices of --on (nnxmoe[plan-gpu], nnxmoe[plan-tpu]), or for virtual CPUs",
     )
+    units = {"flops": "operations per second", "memory": "bytes", "efficiency": "share of the peak, 0 to 1"}
     for name in ("flops", "memory", "bandwidth", "link", "network", "efficiency"):
-        parser.add_argument(f"--{name}", type=float, metavar="X", help=f"another {name} than the table of devices has")
+        unit = units.get(name, "bytes per second")
+        parser.add_argument(
+            f"--{name}", type=float, metavar="X", help=f"{name} of a device, in {unit}, instead of the table's"
+        )
     parser.add_argument("--plot", metavar="FILE.png", help="also draw the bytes and the time (nnxmoe[notebooks])")
 
 

@@ -37,16 +37,17 @@ class Question:
 
 def changes(made: Any, asked: Question, plan: Callable[..., Any]) -> tuple[str, ...]:
     """One line per change that saves memory, with the memory it leaves; those that fit come first."""
-    found = []
+    found, scale = [], made.memory / made.bytes.total  # what a compiled step takes, of its estimate
     for text, other in _candidates(asked):
         try:
             one = other.answer(plan)
         except ValueError:  # the mesh or the batch does not divide
             continue
-        smaller = one.memory < 0.98 * made.bytes.total or other.kind.memory > asked.kind.memory
-        if smaller:
-            verdict = "fits" if one.fits else "does not fit"
-            found.append((not one.fits, f"{text}: {one.memory / 1e9:.1f} GB, {verdict}, {one.seconds:.2g} s per step"))
+        memory = one.memory * scale
+        if memory < 0.98 * made.memory or other.kind.memory > asked.kind.memory:
+            fits = memory <= other.kind.memory
+            verdict = "fits by estimate" if fits else "does not fit"
+            found.append((not fits, f"{text}: {memory / 1e9:.1f} GB, {verdict}, {one.seconds:.2g} s per step"))
     return tuple(line for _, line in sorted(found, key=lambda pair: pair[0])[:MOST])
 
 

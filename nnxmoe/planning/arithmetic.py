@@ -135,7 +135,21 @@ def bytes_of(config: DecoderConfig, found: list[Part], work: Work, mesh: AnyMesh
     return Bytes(state + frozen, 2 * state, state, 0, tokens + 16, activations)
 
 
+def bytes_read(config: DecoderConfig, found: list[Part], work: Work, mesh: AnyMesh) -> float:
+    """Bytes that a device reads to decode one token per row: the cache, and weights, of experts those that rows choose
+    if each chooses at random."""
+    total = float(bytes_of(config, found, dataclasses.replace(work, train=False), mesh).cache)
+    for part in found:
+        if part.key == "embed.table" and not config.tie_word_embeddings:
+            continue  # a row per token
+        used = 1 - (1 - config.experts_per_token / part.experts) ** work.batch if part.experts else 1.0
+        size = work.values if part.trained else part.itemsize
+        total += part.size // shards(mesh, part.axes) * size * used
+    return total
+
+
 def rows_per_device(batch: int, mesh: AnyMesh) -> int:
+    """Rows of a batch on each device. Raises ValueError if they do not divide."""
     over = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
     count = shards(mesh, over)
     if batch % count:

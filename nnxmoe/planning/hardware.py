@@ -31,6 +31,11 @@ class Hardware:
     efficiency: float = 0.4
     topology: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("flops", "memory", "bandwidth", "link", "network", "efficiency"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"hardware {self.name}: {name} must be a positive number, got {getattr(self, name)}")
+
 
 _GB, _GIB, _T = 1e9, 2**30, 1e12
 # H100 to B200: XLA's target specs (cores x units x clock); NVLink each way; one 400 Gb/s adapter per GPU.

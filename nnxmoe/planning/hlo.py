@@ -43,7 +43,7 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
             if match := re.search(rf" = (.*?) ({KINDS})(-start)?\(", line):
                 over = _axes(line, mesh)
                 if over or match[2] == "collective-permute":
-                    size = _bytes(match[1], match[3] is not None)
+                    size = _bytes(match[1], match[2], match[3] is not None)
                     if match[2] == "reduce-scatter" and match[3] is None:
                         size *= math.prod(mesh[axis] for axis in over)
                     found[match[2], over, size, counted] += times
@@ -89,12 +89,18 @@ def _trips(line: str, bodies: Mapping[str, list[str]]) -> int | None:
     return limits.pop() if len(limits) == 1 else None
 
 
-def _bytes(result: str, started: bool) -> int:
-    """Bytes of a result; that of an asynchronous start is a tuple of operands, results and context."""
-    sizes = [math.prod(int(d) for d in dims.split(",") if d) * _width(kind) for kind, dims in _SHAPE.findall(result)]
-    if not started or len(sizes) == 1:
-        return sum(sizes)
-    return max(sizes)
+def _bytes(result: str, kind: str, started: bool) -> int:
+    """Bytes of a result. That of an asynchronous start is a tuple of operands, results and context, of which operands
+    and results are tuples if several were combined; that of an all-reduce has the results alone."""
+    result = re.sub(r"\{[^}]*\}", "", result)  # layouts
+    if not started or kind == "all-reduce":
+        return sum(_sizes(result))
+    combined = re.match(r"\(\((.*?)\), \((.*?)\)", result)
+    return max(sum(_sizes(part)) for part in combined.groups()) if combined else max(_sizes(result))
+
+
+def _sizes(shapes: str) -> list[int]:
+    return [math.prod(int(d) for d in dims.split(",") if d) * _width(kind) for kind, dims in _SHAPE.findall(shapes)]
 
 
 def _width(kind: str) -> int:

@@ -8,16 +8,17 @@ from typing import Any
 
 from nnxmoe.axes import RULES, AnyMesh, Rules, abstract_mesh
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.validate import check_positive
 from nnxmoe.layers.blockwise import Blockwise
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
 from nnxmoe.model.stack import Remat, Scanned
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import PRESETS, config_from_hf, preset
-from nnxmoe.moe.dispatch import Sorted
+from nnxmoe.moe.dispatch import Sorted, check_factor
 from nnxmoe.moe.expert_parallel import ExpertParallel, RaggedAllToAll
 from nnxmoe.moe.grouped_matmul import Blocked, RaggedDot
 from nnxmoe.planning import advice, printing
-from nnxmoe.planning.arithmetic import Bytes, Work, bytes_of, parts
+from nnxmoe.planning.arithmetic import Bytes, Work, bytes_of, bytes_read, parts, rows_per_device
 from nnxmoe.planning.hardware import CPU, TPU, Hardware, hardware, links, refuse_unheld
 from nnxmoe.planning.operations import operations
 from nnxmoe.planning.program import Job, Program, compile_program, target
@@ -30,8 +31,9 @@ from nnxmoe.storage.source import find_config
 class Plan:
     """Memory, operations, traffic and time of one step on a mesh; printing it shows where each figure is from.
 
-    ``bytes``: on one device. ``operations``: on all. ``traffic``: an estimate of what a device receives. ``links``:
-    mesh axis -> the name and rate of the link it uses. ``program``: the compiled step, if ``compiled_for`` names a
+    ``bytes``: on one device. ``operations``: on all. ``traffic``: an estimate of what a device receives.
+    ``decode_bytes``: what a device reads to decode one token per row. ``links``: mesh axis -> the name and rate of the
+    link it uses. ``program``: the compiled step, if ``compiled_for`` names a
     platform. ``advice``: changes that were planned again, with what they give.
     """
 
@@ -43,6 +45,7 @@ class Plan:
     bytes: Bytes
     operations: float
     traffic: tuple[Traffic, ...]
+    decode_bytes: float
     links: Mapping[str, tuple[str, float]]
     program: Program | None = None
     compiled_for: str = ""
@@ -79,9 +82,11 @@ class Plan:
         kind, network = self.hardware, 0.0
         for axes, size in by_axis(self.traffic).items():
             network += size / min(self.links[axis][1] for axis in axes)
-        moved = self.bytes.arguments
+        moved = self.decode_bytes
         if self.work.train:  # state is read and written, gathered kernels at least once
-            moved = 2 * (moved + self.bytes.gradients) + sum(t.bytes for t in self.traffic if t.what != "tokens")
+            moved = 2 * (self.bytes.arguments + self.bytes.gradients) + sum(
+                t.bytes for t in self.traffic if t.what != "tokens"
+            )
         compute = self.operations / self.devices / (kind.flops * kind.efficiency) / (1 - self.bubble)
         return {"compute": compute, "memory": moved / kind.bandwidth, "network": network}
 
@@ -132,18 +137,38 @@ def plan(
     ``model``: a config, a preset, a folder or a hub id, of which config.json is fetched. ``mesh``: sizes of mesh axes.
     ``across``: the axis that crosses nodes or slices. ``buffer_factor``: of `RaggedAllToAll`; None: room for all rows
     of the expert axis. ``microbatches``: of a `Pipeline` over the mesh axis ``pipe``; None: this axis splits the batch
-    only. ``compile_for``: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware;
-    ``strategy``: the one to compile, without a mesh. Raises ValueError for what the mesh or the torus cannot hold.
+    only. ``compile_for``: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware.
+    ``strategy``: the one to compile, without a mesh, whose rules, pipeline, remat and ``buffer_factor`` count; leave
+    out these arguments then. Raises ValueError for what the mesh or the torus cannot hold, and RuntimeError if the step
+    does not compile.
     """
     name, config = _config(model)
+    for what, number in (("batch", batch), ("seq", seq), ("accumulate", accumulate)):
+        check_positive("plan", what, number)
+    for axis, size in mesh.items() if isinstance(mesh, Mapping) else ():
+        check_positive("mesh", axis, size)
+    if buffer_factor is not None:
+        check_factor("plan(buffer_factor", buffer_factor)
+    if accumulate > 1 and not train:
+        raise ValueError(f"accumulate={accumulate}: decoding has no parts to accumulate: leave it out")
+    if strategy is not None:
+        if rules is not RULES or microbatches is not None or buffer_factor is not None or not remat:
+            raise ValueError("give rules, microbatches, remat and buffer_factor by the strategy, or without one")
+        rules, remat = strategy.rules, strategy.remat is not None
+        microbatches = None if strategy.pipeline is None else strategy.pipeline.microbatches
+        exchange = strategy.dispatch.exchange if isinstance(strategy.dispatch, ExpertParallel) else None
+        buffer_factor = exchange.buffer_factor if isinstance(exchange, RaggedAllToAll) else None
     kind, sizes = hardware(on), abstract_mesh(mesh if isinstance(mesh, Mapping) else mesh.shape)
     if across is not None and across not in sizes.shape:
         raise ValueError(f"across={across!r} is not a mesh axis: use one of {', '.join(sizes.shape)}")
+    if across is not None and kind.torus and compile_for == "device":
+        raise ValueError(f"across={across!r}: a step is compiled for one slice: leave across out, or compile for 'cpu'")
     pipeline = None if microbatches is None else _pipeline(microbatches, sizes, train)
     shape, work = dict(sizes.shape), Work(batch, seq, train, accumulate, buffer_factor, pipeline=pipeline)
-    refuse_unheld(kind, shape)
+    refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != across})
     if batch % accumulate:
         raise ValueError(f"a batch of {batch} rows cannot be cut into accumulate={accumulate} parts: use a multiple")
+    rows_per_device(batch // accumulate, sizes)  # raises for parts that do not divide
     if pipeline is not None:
         pipeline.refuse_batch(batch // accumulate, sizes)
     found = parts(config, sizes, rules, pipeline)
@@ -156,6 +181,7 @@ def plan(
         bytes_of(config, found, work, sizes, remat),
         operations(config, found, work, remat),
         tuple(traffic(config, found, work, sizes, remat)),
+        bytes_read(config, found, work, sizes),
         links(kind, shape, across),
     )
     if compile_for is not None:
@@ -189,10 +215,12 @@ def search(
     are left out. ValueError if none can.
     """
     found, reason = list[Plan](), ""
+    name, config = _config(model)
     for mesh in _meshes(devices, microbatches or 1):
         try:
             parts = microbatches if mesh[AXIS] > 1 else None
-            found.append(plan(model, mesh, advise=False, microbatches=parts, **options))
+            one = plan(config, mesh, advise=False, microbatches=parts, **options)
+            found.append(dataclasses.replace(one, model=name))
         except ValueError as error:
             reason = reason or str(error)
     if not found:

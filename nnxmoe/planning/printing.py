@@ -32,6 +32,9 @@ def table(plan: Any) -> str:
         line("stages", f"{turns}, each waits in {plan.bubble:.0%}", "exact")
     fits = "fits" if plan.fits else "does not fit"
     line("memory", f"{_bytes(plan.memory)} of {_bytes(kind.memory)}: {fits}", "" if plan.exact else "estimated")
+    if plan.fits and kind.platform == "gpu" and plan.memory > 0.75 * kind.memory:
+        share = min(0.98, math.ceil(100 * plan.memory / kind.memory + 1) / 100)
+        line("", f"JAX takes 75 % of a GPU by default: XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}", "")
     _network(plan, line)
     line("operations", f"{plan.operations / plan.devices:.3g} per device, {plan.operations:.3g} in all", "formula")
     for name, seconds in plan.times.items():

@@ -5,6 +5,7 @@ the CUDA plugin (``nnxmoe[plan-gpu]``) compile for devices that are not there.
 """
 
 import dataclasses
+import math
 import os
 import pickle
 import re
@@ -66,15 +67,17 @@ def target(kind: Hardware, platform: str) -> str:
 def compile_program(job: Job) -> Program:
     """Compiles the step in a child process. RuntimeError with the compiler's words if it fails, as for a step that
     does not fit on a TPU."""
-    count = 1
-    for size in job.mesh.values():
-        count *= size
-    env = dict(os.environ) | environment(job.platform, count)
+    env = dict(os.environ) | environment(job.platform, math.prod(job.mesh.values()))
+    env.pop("JAX_NUM_CPU_DEVICES", None)  # would overrule the number of virtual devices
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder, "job"), Path(folder, "program")
         given.write_bytes(pickle.dumps(job))
         command = [sys.executable, "-m", "nnxmoe.planning.child", str(given), str(made)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+        try:
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            where = job.device or job.platform
+            raise RuntimeError(f"compiling for {where} took more than {LIMIT_S} s: plan a smaller step") from None
         if done.returncode or not made.exists():
             lines = [line for line in done.stderr.splitlines() if re.search("Error|exceed|required", line)]
             raise RuntimeError(f"the step does not compile for {job.device or job.platform}: {_last(lines, done)}")

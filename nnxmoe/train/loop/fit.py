@@ -16,11 +16,13 @@ from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
 from nnxmoe.config.validate import is_positive
+from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.decoder import Decoder
 from nnxmoe.model.pipeline import PipelinedStack
+from nnxmoe.model.strategy import OnMesh
 from nnxmoe.moe.block import MoE
 from nnxmoe.runtime.interrupts import Interrupted, Stop, stopping
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
@@ -158,8 +160,10 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     model = nnx.merge(graph, state)
     model.strategy = dataclasses.replace(model.strategy, mesh=mesh)
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, Decoder | MoE):  # the modules that hold a mesh
+        if isinstance(node, Decoder | MoE | Embed):  # the modules that hold a mesh
             node.mesh = mesh
+        if isinstance(attend := getattr(node, "attend", None), OnMesh):
+            setattr(node, "attend", attend.on_mesh(mesh, model.strategy.rules))  # noqa: B010
         if isinstance(node, PipelinedStack):
             node.on_mesh(mesh)
     flat = [
