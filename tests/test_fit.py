@@ -1,5 +1,6 @@
 """``fit``: its result, bitwise resumption from a checkpoint, and errors."""
 
+import dataclasses
 import os
 import signal
 import subprocess
