@@ -427,6 +427,7 @@ def test_generate_tells_speed_and_hints_at_chat(
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_adapters_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

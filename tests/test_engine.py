@@ -359,6 +359,7 @@ def test_prompt_lookup_finds_the_longest_and_latest_run() -> None:
         PromptLookup(0)
 
 
+@pytest.mark.slow
 def test_drafts_of_models_change_nothing() -> None:
     """The ids and log-probabilities of steps of one width; a model that drafts for itself is always right when greedy,
     and nearly always when it draws with the same keys."""

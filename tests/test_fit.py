@@ -234,6 +234,7 @@ def test_unusable_objectives_and_optimizers() -> None:
             fit(model, [data], **settings(**{"bias_rate": 0.0} | options))
 
 
+@pytest.mark.slow
 def test_preference_loss_with_the_base_model_as_reference() -> None:
     """DPO before its first step: the model equals the reference, so the loss is log 2; then the margin grows."""
     model = build_tiny("llama", PLAIN)
@@ -257,6 +258,7 @@ def test_preference_loss_with_the_base_model_as_reference() -> None:
 
 
 @pytest.mark.program
+@pytest.mark.slow
 def test_second_fit_of_an_equal_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Neither the step nor anything small, for new objects that are equal; another optimizer does compile."""
     compiled: list[str] = []

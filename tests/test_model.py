@@ -295,6 +295,7 @@ def test_load_reports_compare_without_timings() -> None:
 
 
 @pytest.mark.program
+@pytest.mark.slow
 def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deeper model compiles nothing but what sums up its layers' drops; its results are those of one program."""
     monkeypatch.setattr(by_run, "MOST_LAYERS", 1)

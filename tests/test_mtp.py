@@ -211,7 +211,7 @@ def test_loading_without_them_reports_what_is_skipped(loaded: Loaded) -> None:
     assert not report.unexpected and not report.notes
 
 
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("kind", CASES)
 def test_saved_and_loaded_again(kind: str, scanned: bool, loaded: Loaded, tmp_path: Path) -> None:
     """The file has the same bytes, copies included, and every format gives back the same model."""
@@ -235,6 +235,7 @@ def test_native_folders_without_them_load_without_them(loaded: Loaded, tmp_path:
     assert not nnxmoe.load(tmp_path / "ours").mtp
 
 
+@pytest.mark.slow
 def test_quantised_while_loading(loaded: Loaded, tmp_path: Path) -> None:
     """The kernels of the layer become codes, which are saved and read back; its own projection too."""
     case, folder, model = loaded("glm4_moe")

@@ -138,7 +138,7 @@ MESHES: dict[str, tuple[str, str, int, int, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=pytest.mark.slow if i > 1 else ()) for i, mesh in enumerate(MESHES)]
+    "mesh", [pytest.param(mesh, marks=pytest.mark.slow if i else ()) for i, mesh in enumerate(MESHES)]
 )
 def test_training_equals_accumulation_on_one_device(eight: Callable[..., Any], mesh: str) -> None:
     """Two steps; the program has one permute per turn, forward and backward, and one more each after the last turn.
@@ -177,6 +177,7 @@ def values(model: Any) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(nnx.state(model))}
 
 
+@pytest.mark.slow
 def test_parameters_do_not_depend_on_the_stages(tmp_path: Path) -> None:
     """Without a mesh a model with stages computes whole batches; its layers have the values of any other model."""
     staged = model_of("mixtral", Strategy(pipeline=Pipeline(8, stages=4)), 6)

@@ -96,6 +96,7 @@ def test_arguments_and_collectives_of_compiled_steps(eight: Callable[..., Any]) 
 
 
 @pytest.mark.program
+@pytest.mark.slow
 def test_stages_of_compiled_steps(eight: Callable[..., Any]) -> None:
     """State by stage, permutes, and exchanges of tokens in every turn; XLA:CPU sends bfloat16 as float32."""
     axes, work = {"pipe": 2, "fsdp": 2, "expert": 2}, dataclasses.replace(WORK, pipeline=nnxmoe.Pipeline(4))

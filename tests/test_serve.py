@@ -492,6 +492,7 @@ def test_the_command_refuses(line: list[str], why: str, capsys: pytest.CaptureFi
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_some_seconds_of_load(demo: Any) -> None:
     """The load test in short: nothing is lost, no slot leaks."""
     with serving(*demo, queue=6, body=1 << 16) as running:
