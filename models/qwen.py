@@ -89,7 +89,7 @@ def _qwen3(hidden: int, width: int, layers: int, heads: int, kv_heads: int, tied
 
 
 class _Qwen(CausalLM):
-    """What the families share; each has an attention of its own."""
+    """The part that the families share; each has an attention of its own."""
 
     def attention(self, config: Any, window: int | None, strategy: Strategy, **kw: Any) -> GQA:
         """The attention of a layer."""

@@ -71,7 +71,7 @@ class QwenMoeConfig(DecoderConfig):
 
 
 class QwenMoe(CausalLM):
-    """What the families share; each has an attention of its own, and may have a shared expert."""
+    """The part that the families share; each has an attention of its own, and may have a shared expert."""
 
     def attention(self, config: Any, strategy: Strategy, **kw: Any) -> GQA:
         """The attention of a layer."""

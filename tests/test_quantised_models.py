@@ -295,7 +295,9 @@ def test_peak_memory_of_quantising_while_loading(tmp_path: Path) -> None:
 # Caches
 
 
-@pytest.mark.parametrize("kind", ["mistral", *(pytest.param(kind, marks=SLOW) for kind in ("llama", "mixtral")), "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind", ["mistral", *(pytest.param(kind, marks=SLOW) for kind in ("llama", "mixtral")), "deepseek_v3"]
+)
 def test_int8_caches(kind: str) -> None:
     """A quarter of the bytes of float32 and a small error, also in rings; scanned or not the same codes."""
     unbiased = {name: value for name, value in FIELDS["llama"].items() if not name.endswith("_bias")}

@@ -54,7 +54,7 @@ def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
 
 
 def _method(options: argparse.Namespace) -> Any:
-    """What ``--quantize`` asks for."""
+    """The method that ``--quantize`` names."""
     from nnxmoe.quantization.methods import parse
 
     return parse(options.quantize) if options.quantize else None

@@ -1,1 +1,1 @@
-"""What a model is: the fields of a config.json, checked. Knows no model by name, and computes nothing."""
+"""Fields of a config.json, validated. Knows no model by name, and computes nothing."""

@@ -1,4 +1,4 @@
-"""What a model is: frozen dataclasses with Hugging Face's own field names and defaults.
+"""Model configs: frozen dataclasses with Hugging Face's own field names and defaults.
 
 A config determines the numbers. Its fields are validated when it is created, in Python or from a config.json.
 """
@@ -214,7 +214,7 @@ class DecoderConfig:
 
     @property
     def query_scale(self) -> float:
-        """What grouped-query attention multiplies scores by."""
+        """Factor of the scores in grouped-query attention."""
         return self.query_scalar**-0.5
 
     def folded(self) -> tuple[Self, float]:

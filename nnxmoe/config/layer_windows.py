@@ -26,7 +26,7 @@ class LayerWindowsConfig(DecoderConfig):
 
     @property
     def needed_for_windows(self) -> str:
-        """The fields without which no layer has a window, and what they are, for errors."""
+        """Error text: the fields that layers with a window need, and their values."""
         return f"a sliding_window: got {self.sliding_window}"
 
     @property

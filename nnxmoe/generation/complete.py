@@ -57,7 +57,7 @@ class Continuation:
         return "" if self.stopped else self._release(self._stream.put(token))
 
     def end(self) -> str:
-        """The rest."""
+        """The text held back at the end of the ids."""
         if self.stopped:
             return ""
         piece = self._release(self._stream.end())

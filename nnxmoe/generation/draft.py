@@ -35,10 +35,10 @@ class PromptLookup:
         check_positive("PromptLookup", "ngram", self.ngram)
 
     def empty(self, rows: int, capacity: int) -> None:
-        """It remembers nothing: the history is all it needs."""
+        """No memory: drafts depend on the history only."""
 
     def read(self, memory: None, ids: Array, valid: Array, states: Array) -> None:
-        """It remembers nothing."""
+        """No-op."""
 
     def propose(
         self, memory: None, history: History, ids: Array, states: Any, count: Array, choose: Choose
@@ -61,7 +61,7 @@ class PromptLookup:
 
 
 class _Memory(NamedTuple):
-    """What a draft that is a model remembers: its cache, and of each row the last state that it was given."""
+    """Memory of a draft that is a model: its cache, and the last state of each row that it was given."""
 
     cache: Cache
     state: Float[Array, "B D"]

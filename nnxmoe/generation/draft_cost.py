@@ -1,4 +1,4 @@
-"""What steps with drafts cost, estimated from the bytes that they read and the products that they compute; and
+"""The cost of steps with drafts, estimated from the bytes that they read and the products that they compute; and
 ``draft="auto"``, which drafts where that pays and refuses where it cannot."""
 
 import dataclasses
@@ -100,7 +100,7 @@ def acceptance(ratio: float, count: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Weights:
-    """What passes over a module read and compute: ``dense`` bytes in every pass; per MoE layer the share of its experts
+    """Reads and products of passes over a module: ``dense`` bytes in every pass; per MoE layer the share of its experts
     that a token is routed to, and their bytes; operations per token, and the dtype of activations."""
 
     dense: int

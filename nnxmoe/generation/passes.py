@@ -47,8 +47,8 @@ class Passed(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What is computed of a pass: logits of the last column only, and nothing that only other columns need, unless all
-    ``states`` are wanted."""
+    """The part of a pass that is computed: logits of the last column only, and nothing that only other columns need,
+    unless all ``states`` are wanted."""
 
     last: bool
     states: bool = False

@@ -1,4 +1,4 @@
-"""What is asked of generation, and what it has made so far."""
+"""Requests for generation: their options, their limits and their results so far."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ Finish = Literal["stop", "length", "cancelled"]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a batch has room for, per row: ``stops`` ids that end it, ``biases`` of its logits, and log-probabilities of
+    """The room of a batch, per row: ``stops`` ids that end it, ``biases`` of its logits, and log-probabilities of
     the ``top`` most likely ids (None: no log-probabilities). ``sampling``: the options it is compiled with."""
 
     stops: int = 16
@@ -27,7 +27,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is asked for: up to ``max_new_tokens`` ids, none of ``stop_ids`` before ``min_new_tokens``; an id of
+    """Options of a request: up to ``max_new_tokens`` ids, none of ``stop_ids`` before ``min_new_tokens``; an id of
     ``stop_ids`` ends a request, as its last one.
 
     ``sampling`` None: greedy. Ids are drawn by ``seed`` and ``sample``, the number among the samples of one prompt;
@@ -56,7 +56,7 @@ class Wanted:
             whole_number("logprobs", self.logprobs, 0)
 
     def limits(self, vocab: int) -> Limits:
-        """What a batch needs to have room for this."""
+        """The limits that a batch needs for this request."""
         steps = prepare(self.sampling, vocab)[0]
         return Limits(max(1, len(self.stop_ids)), len(self.logit_bias), self.logprobs, steps)
 

@@ -19,9 +19,9 @@ RUNNING, STOPPED, FULL = 0, 1, 2  # why a row ended: at a stop id, or at its num
 
 
 class Asked(NamedTuple):
-    """What was asked for, one of each per row. ``limit``, ``least``: the most and the fewest new ids. ``stops``: ids
-    that end a row, -1: none. ``biases`` are added to the logits of ``biased`` ids (the size of the vocabulary: none).
-    ``logprobs``: the number of the most likely ids to report, -1 for no log-probabilities at all."""
+    """The options of the requests, one of each per row. ``limit``, ``least``: the most and the fewest new ids.
+    ``stops``: ids that end a row, -1: none. ``biases`` are added to the logits of ``biased`` ids (the size of the
+    vocabulary: none). ``logprobs``: the number of the most likely ids to report, -1 for no log-probabilities at all."""
 
     knobs: Knobs
     key: Any  # the data of a random key
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a step has made: ``count[b]`` ids of row b, the reason why it ended, and log-probabilities under the model's
+    """Result of a step: ``count[b]`` ids of row b, the reason why it ended, and log-probabilities under the model's
     own distribution, of these ids and of the most likely ones."""
 
     ids: Int[Array, "B W"]

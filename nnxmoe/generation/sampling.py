@@ -44,7 +44,7 @@ class Sampling:
 
 
 class Steps(NamedTuple):
-    """Which options are in use: the static part of the options of all rows."""
+    """The sampling options in use: the static part of the options of all rows."""
 
     random: bool = True
     penalty: bool = True

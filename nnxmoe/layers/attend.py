@@ -197,8 +197,8 @@ class Fused:
         return jnp.swapaxes(out, 1, 2)[..., :width]
 
     def _refusal(self, q: Float[Array, "B N T H"], v: Float[Array, "B K S Hv"], scores: Scores) -> str | None:
-        """What the kernel lacks for these operands; the limits of cuDNN are those of JAX's
-        ``cudnn/fused_attention_stablehlo.py`` (0.10.2, 0.12.0)."""
+        """The reason why the kernel does not support these operands, None if it does; the limits of cuDNN are those of
+        JAX's ``cudnn/fused_attention_stablehlo.py`` (0.10.2, 0.12.0)."""
         width = q.shape[3]
         if v.shape[3] > width:
             return f"needs values no wider than keys, got {v.shape[3]} > {width}"

@@ -74,7 +74,7 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Past:
-    """What the caches of all layers share in one forward pass.
+    """State that the caches of all layers share in one forward pass.
 
     ``index``: of each new token in its row, -1 for padding. ``before`` and ``after``: tokens that a row has stored
     before and after this pass. ``segment``: of every stored token, by its index.
@@ -95,7 +95,7 @@ Seen = tuple[Array, Int[Array, "B S"]]  # what may be attended to, and the index
 
 
 def _floats(buffer: Buffer, like: Array) -> Array:
-    """What is attended to: the buffer, or the values of its codes."""
+    """The values of a buffer: itself, or those of its codes."""
     return buffer.floats(like.dtype) if isinstance(buffer, Int8Array) else buffer
 
 

@@ -146,7 +146,7 @@ class Codes:
         return tuple(found)
 
     def values(self, codes: Any) -> Any:
-        """What codes in memory ``[*E, R, stored]`` stand for before zero points and scales: ``[*E, R, I]`` float32."""
+        """The values of codes in memory ``[*E, R, stored]`` before zero points and scales: ``[*E, R, I]`` float32."""
         return self.join(tuple(map(self._values, self._one_each(codes))))
 
     def _values(self, codes: Any) -> Any:

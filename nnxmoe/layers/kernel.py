@@ -69,7 +69,7 @@ class Kernel:
         return einsum("ERI,EIO->ERO", rows, self.dense(rows.dtype)).astype(rows.dtype)
 
     def by_head(self, x: Float[Array, "N R _"], first: int, count: int, back: bool = False) -> Float[Array, "N R _"]:
-        """Of ``N`` heads with equally many outputs each: the product of every head's rows with ``count`` of its
+        """For ``N`` heads with equally many outputs each, the product of every head's rows with ``count`` of its
         outputs, from the ``first`` on; ``back``: with these outputs as inputs, as in `back`."""
         array = self.turned(x.dtype)
         part = array.reshape(len(x), -1, array.shape[-1])[:, first : first + count]
@@ -160,7 +160,7 @@ class KernelParam(nnx.Param):
         return self.get_metadata().get("ins_first", False)
 
     def split(self, dimensions: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """What describes the dimensions, such as the shape or the logical axes, as (lead, ins, outs)."""
+        """A description of the dimensions, such as the shape or the logical axes, as (lead, ins, outs)."""
         first, inputs = sum(axis in LEAD for axis in axes_of(self)), self.get_metadata()["inputs"]
         end = first + inputs if self.ins_first else len(dimensions) - inputs
         parts = tuple(dimensions[:first]), tuple(dimensions[first:end]), tuple(dimensions[end:])
@@ -205,8 +205,8 @@ class KernelParam(nnx.Param):
 
 
 def flax_order(variable: nnx.Variable, dimensions: Sequence[Any]) -> tuple[Any, ...]:
-    """What describes the dimensions of a variable, or of one of its layers or experts, in the order of Flax's kernels,
-    ``[*lead, *ins, *outs]``; of other variables as it is."""
+    """A description of the dimensions of a variable, or of one of its layers or experts, in the order of Flax's
+    kernels, ``[*lead, *ins, *outs]``; of other variables as it is."""
     inputs = variable.get_metadata().get("inputs")
     if not inputs or variable.get_metadata().get("ins_first"):
         return tuple(dimensions)

@@ -97,7 +97,7 @@ def _put(x: Array, block: Array, at: Int[Array, ""], axis: int = -2) -> Array:
 
 
 def _block_of_mask(mask: Mask, i: Int[Array, ""], j: Int[Array, ""], sizes: Sizes) -> Bool[Array, "_ _ _"]:
-    """Which queries of block i may attend to which keys of block j."""
+    """Mask between the queries of block i and the keys of block j."""
     of_queries = _map(lambda x: _block(x, i, sizes[0], -1), mask.query_index, mask.query_segment)
     index, segment = _map(lambda x: _block(x, j, sizes[1], -1), mask.keys.index, mask.keys.segment)
     return Mask(*of_queries, Slots(index, None, segment), mask.window).allowed()

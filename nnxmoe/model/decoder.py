@@ -148,7 +148,7 @@ class Decoder(nnx.Module):
         key: Key[Array, ""] | None,
         fresh: bool,
     ) -> tuple[Float[Array, "B T D"], Context, Cache | None]:
-        """What comes before the layers: the embedded tokens, the context of all layers, and the cache with the new
+        """Inputs of the layers: the embedded tokens, the context of all layers, and the cache with the new
         tokens counted in. Of the cache only what all layers share is used."""
         tokens = jnp.asarray(tokens)
         valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0

@@ -178,7 +178,8 @@ class PipelinedStack(ScannedStack):
         return dataclasses.replace(out, cache=None if cache is None else out.cache)
 
     def _in_stages(self, x: Float[Array, "B T D"], context: Context, cache: Any, first: int | Int[Array, ""]) -> Body:
-        """The layers of the pipeline. Manual over its axis only: within a stage, arrays are sharded as ever."""
+        """The layers of the pipeline. Manual over its axis only: within a stage, arrays are sharded as without a
+        pipeline."""
         assert self.mesh is not None and cache is None
         self.pipeline.refuse_batch(len(x), self.mesh)
         cut = _Microbatches(self.pipeline.microbatches, stages_of(self.mesh), _rows_over(self.mesh), self.mesh)
@@ -279,7 +280,7 @@ class _Microbatches:
         return self._cut(a, None).reshape(self.parts, -1, *a.shape[1:])
 
     def rows_of(self, kept: Array) -> Array:
-        """``[M, L, rows, …] -> [L, B, …]`` for what `_turns` has kept."""
+        """``[M, L, rows, …] -> [L, B, …]`` for the values kept by `_turns`."""
         kept = kept[np.argsort(self.place(np.arange(self.parts)))]
         return jax.vmap(self.together, 2)(kept.reshape(self.stages, self.held, *kept.shape[1:]))
 

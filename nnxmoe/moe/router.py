@@ -170,7 +170,7 @@ def _normalised(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
 class Router(nnx.Module):
     """``x[B T D] -> Routing`` by a linear map to one logit per expert; kernel ``[E, D]``, optional correction bias.
 
-    ``logit_bias``: a bias of the logits, None for none.
+    ``logit_bias``: a bias of the logits, or None.
 
     ``jitter``: if a key is passed, the router's input is multiplied elementwise by uniform noise in
     [1 - jitter, 1 + jitter) (Switch Transformer, Fedus et al. 2021).

@@ -13,7 +13,7 @@ MOST = 6
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What was planned: the arguments of `plan`."""
+    """The arguments of `plan` that were planned."""
 
     config: DecoderConfig
     mesh: Mapping[str, int]

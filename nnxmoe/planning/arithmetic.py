@@ -1,4 +1,4 @@
-"""What a model takes on one device of a mesh, from shapes alone: parameters, state and cache."""
+"""Bytes that a model takes on one device of a mesh, from shapes alone: parameters, state and cache."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from nnxmoe.moe.expert_parallel import buffer_rows
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is asked of the devices: ``batch`` rows of ``seq`` tokens to train on, or rows with ``seq`` tokens in the
+    """The work of one step: ``batch`` rows of ``seq`` tokens to train on, or rows with ``seq`` tokens in the
     cache of which each gets one more (``train`` False). ``accumulate``: parts of a training batch;
     ``buffer_factor``: of `RaggedAllToAll`; ``pipeline``: how the mesh axis ``pipe`` splits layers, None: it does not.
 

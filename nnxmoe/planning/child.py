@@ -54,7 +54,7 @@ def traced(job: Job, mesh: Mesh) -> Any:
 
 
 def arguments(job: Job, mesh: Mesh) -> tuple[Any, ...]:
-    """What the step is given, as shapes with shardings."""
+    """Arguments of the step, as shapes with shardings."""
     return _step(job, mesh)[1]
 
 

@@ -37,7 +37,7 @@ def operations(config: DecoderConfig, found: list[Part], work: Work, remat: bool
 
 
 def _scores(config: DecoderConfig, work: Work) -> Iterator[tuple[int, float]]:
-    """Of each layer: multiplications per query and key, of scores and values, and keys per query."""
+    """Per layer, the multiplications per query and key (scores and values), and the keys per query."""
     for stack in abstract(config).stacks:
         assert isinstance(stack, UnrolledStack)
         for layer in stack.layers:

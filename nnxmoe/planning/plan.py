@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def limiter(self) -> str:
-        """What a step waits for."""
+        """The slowest of compute, memory and network."""
         return max(self.times, key=lambda name: self.times[name])
 
     @property

@@ -65,8 +65,8 @@ def target(kind: Hardware, platform: str) -> str:
 
 
 def compile_program(job: Job) -> Program:
-    """Compiles the step in a child process. RuntimeError with the compiler's words if it fails, as for a step that
-    does not fit on a TPU."""
+    """Compiles the step in a child process. Raises RuntimeError with the compiler's message if it fails, as for a step
+    that does not fit on a TPU."""
     env = dict(os.environ) | environment(job.platform, math.prod(job.mesh.values()))
     env.pop("JAX_NUM_CPU_DEVICES", None)  # would overrule the number of virtual devices
     with tempfile.TemporaryDirectory() as folder:

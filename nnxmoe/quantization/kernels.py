@@ -176,7 +176,7 @@ def restored(place: Place, model: CausalLM, dtype: Any = None) -> None:
 
 
 def describe(model: CausalLM) -> list[dict[str, Any]]:
-    """Which kernels are quantised and how, for a JSON file: one entry per form, with the kernels that have it."""
+    """The quantised kernels for a JSON file: one entry per form, with the kernels that have it."""
     found: dict[str, dict[str, Any]] = {}
     for place in quantized_weights(model):
         weight: QuantizedWeight = place.weight

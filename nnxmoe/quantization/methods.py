@@ -24,7 +24,7 @@ class Method(Protocol):
 
     @property
     def largest(self) -> float:
-        """What a tile's largest magnitude becomes before rounding."""
+        """The value to which a tile's largest magnitude is scaled before rounding."""
         ...
 
 
@@ -154,13 +154,13 @@ def encode(codes: Codes, weights: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 class Error:
-    """What quantising has changed so far: ``|w - q| / |w|`` over all quantised weights (root mean square)."""
+    """The error of quantising so far: ``|w - q| / |w|`` over all quantised weights (root mean square)."""
 
     def __init__(self) -> None:
         self._lock, self._lost, self._all = threading.Lock(), 0.0, 0.0
 
     def add(self, weights: np.ndarray, found: np.ndarray) -> None:
-        """Count some weights and what they have become."""
+        """Add the error of some weights, given their quantised values."""
         weights = weights.astype(np.float32)
         lost, everything = np.vdot(d := (weights - found).ravel(), d), np.vdot(w := weights.ravel(), w)
         with self._lock:

@@ -95,8 +95,8 @@ def end_on_interrupt() -> None:
 
 
 class Stop:
-    """What `stopping` yields. Until ``defer`` is called, Ctrl-C raises Interrupted, or ends the process if Python
-    cannot handle it; from then on the first one only sets ``asked``, and a second one does that."""
+    """The object that `stopping` yields. Until ``defer`` is called, Ctrl-C raises Interrupted, or ends the process if
+    Python cannot handle it; from then on the first one only sets ``asked``, and a second one does that."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -58,7 +58,7 @@ def _given(text: str) -> float:
 
 
 def _address_space() -> float:
-    """What the limit on this process's virtual memory leaves."""
+    """Bytes left under the limit on this process's virtual memory."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import resource
 

@@ -43,7 +43,7 @@ class Endpoints:
 
     @property
     def service(self) -> Service:
-        """What the requests share."""
+        """State that the requests share."""
         assert self._service is not None, "the application has not started"
         return self._service
 
@@ -218,7 +218,7 @@ async def _on_gone(_: Request, __: Exception) -> Response:
 
 
 async def _on_failure(_: Request, error: Exception) -> Response:
-    return _error(Refused(500, f"the server made a mistake: {type(error).__name__}; see its log"))
+    return _error(Refused(500, f"internal error: {type(error).__name__}; see its log"))
 
 
 def make_app(engine: Engine, tokenizer: Any, stop_ids: tuple[int, ...], settings: Settings) -> ASGIApp:

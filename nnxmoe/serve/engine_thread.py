@@ -18,7 +18,7 @@ logger = logging.getLogger("nnxmoe")
 
 
 class Piece(NamedTuple):
-    """What a step has added to a sample. ``text`` may lag behind ``ids``; ``finish``: why the sample is done."""
+    """The part of a sample that one step added. ``text`` may lag behind ``ids``; ``finish``: why the sample is done."""
 
     text: str
     ids: list[int]

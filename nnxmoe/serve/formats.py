@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass
 class Sample:
-    """What was made of one sample so far."""
+    """The part of one sample that was made so far."""
 
     text: str = ""
     ids: list[int] = dataclasses.field(default_factory=list)
@@ -62,7 +62,7 @@ class CompletionFormat:
     prefix = "cmpl-"
 
     def opening(self, index: int) -> list[Json]:
-        """None."""
+        """Chunks before the first text: none."""
         return []
 
     def choice(self, index: int, sample: Sample) -> Json:
@@ -100,12 +100,12 @@ class ChatFormat:
     name, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def opening(self, index: int) -> list[Json]:
-        """The role."""
+        """The first chunk, which names the role."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def choice(self, index: int, sample: Sample) -> Json:
-        """A message."""
+        """A choice with the whole message."""
         message = {"role": "assistant", "content": sample.text, "refusal": None}
         return self._with(index, sample, {"message": message})
 

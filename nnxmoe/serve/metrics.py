@@ -51,7 +51,7 @@ class Metrics:
         self.first_token, self.seconds, self._gauges = Histogram(), Histogram(), gauges
 
     def text(self) -> str:
-        """All of them."""
+        """All metrics as Prometheus text."""
         lines = []
 
         def say(name: str, kind: str, values: Iterator[str] | list[str]) -> None:

@@ -18,7 +18,7 @@ COMPLETION_LOGPROBS, CHAT_LOGPROBS = 5, 20  # the most that the API allows
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a request asks for: ``n`` samples of each prompt. ``texts``: of the prompts, where they are echoed.
+    """A validated request: ``n`` samples of each prompt. ``texts``: of the prompts, where they are echoed.
     ``seeded``: the client gave a seed; without one each prompt has its own. ``scored``: the log-probabilities of echoed
     prompts are wanted too."""
 

@@ -26,7 +26,7 @@ LAST_WORDS = 1.0  # seconds to send an error into a stream whose reader may be s
 
 
 class Service:
-    """What all requests share. ``admitted``: samples of requests that are being served."""
+    """State that all requests share. ``admitted``: samples of requests that are being served."""
 
     def __init__(self, thread: EngineThread, settings: Settings):
         self.thread, self.settings, self.admitted = thread, settings, 0
@@ -86,7 +86,7 @@ class Run:
         return lambda piece: self._queue.put_nowait((index, piece))
 
     async def parts(self) -> AsyncIterator[dict[int, Sample]]:
-        """What is new, by sample, each time that the reader is ready for more, until all samples are done."""
+        """Yields the new pieces by sample, each time the reader is ready for more, until all samples are done."""
         while not all(sample.finish for sample in self.samples):
             news, pending = dict[int, Sample](), [await self._queue.get()]
             while not self._queue.empty():

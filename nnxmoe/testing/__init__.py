@@ -20,7 +20,8 @@ from nnxmoe.testing.rows import Names, compare_trees
 
 @dataclasses.dataclass(frozen=True)
 class ParityReport:
-    """What was compared, and the largest differences, relative to an array's largest absolute value or 1 if it is less.
+    """The compared arrays and their largest differences, relative to an array's largest absolute value or 1 if it is
+    less.
 
     ``submodules``: the number of calls of submodules that have the same parameters on both sides.
     """

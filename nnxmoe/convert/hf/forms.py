@@ -2,8 +2,8 @@
 
 A name in a family's table may end like an expression of NumPy: ``name[:, :, 1::2].mT`` is every second entry of the
 third dimension of the tensor ``name``, from the second on, with the last two dimensions exchanged. Such a *form* is an
-array of its own, read from the tensor on loading and put into it on saving, so that nothing else depends on it. The
-first dimension, of the experts, is left as it is.
+array of its own, read from the tensor on loading and put into it on saving, so that no other code needs to know its
+form. The first dimension, of the experts, is left as it is.
 """
 
 import dataclasses

@@ -145,7 +145,7 @@ def untied(
 
 
 def _other_copies(model: CausalLM, checkpoint: Checkpoint) -> list[str]:
-    """Notes on copies of the embedding and the head, in prediction layers, that are no copies."""
+    """Notes on stored copies of the embedding and the head, in prediction layers, that differ from the originals."""
     found = checkpoint.tensors
     odd = [
         f"{name} differs from {main}"

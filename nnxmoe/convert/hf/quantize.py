@@ -79,7 +79,7 @@ def quantize_on_reading(
 
 @dataclasses.dataclass(frozen=True)
 class _OnReading:
-    """Computes codes and scales of a float array ``[O, I]`` from its rows; both read them."""
+    """Computes codes and scales of a float array ``[O, I]`` from its rows. Each of the two reads all rows."""
 
     name: str
     array: LazyArray
@@ -137,7 +137,7 @@ def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[Place, list[str]]]
 
 
 def _form(encoded: Encoded) -> Any:
-    """What all weights in one array have in common."""
+    """Properties that all weights in one array must share."""
     return encoded.codes, {part: array.dtype for part, array in encoded.parts.items()}
 
 

@@ -87,7 +87,7 @@ def _followed(batch: Batch, real: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
 
 
 class Ahead(NamedTuple):
-    """Of each position: the token some steps further on, whether it belongs to the same document, and the target and
+    """For each position, the token some steps further on, whether it belongs to the same document, and the target and
     weight of that token."""
 
     tokens: Int[Array, "B T"]

@@ -1,4 +1,4 @@
-"""What a training step minimises: next-token cross-entropy plus auxiliary losses, or a function of model and batch."""
+"""Objectives of training: next-token cross-entropy plus auxiliary losses, or a function of model and batch."""
 
 import dataclasses
 import math
@@ -34,7 +34,8 @@ class Losses:
 
 
 class TrainingObjective(Protocol):
-    """What a step minimises. `Objective` is one, and `of_function` makes one of any function of model and batch."""
+    """An objective that a step minimises. `Objective` is one, and `of_function` makes one of any function of model and
+    batch."""
 
     def check(self, batch: Batch) -> None:
         """Raises ValueError if the batch is malformed."""
