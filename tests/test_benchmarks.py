@@ -285,16 +285,20 @@ def test_accelerator_benchmark_of_whole_models(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.slow
-def test_speeds_of_quantised_models_with_random_codes() -> None:
-    """What the accelerator's script does for Mixtral-8x7B, in small; a method that does not fit is an error."""
+def test_accelerator_benchmark_of_random_weights() -> None:
+    """The parts for Mixtral-8x7B, attention and training, in small; a method that does not fit is an error."""
     from nnxmoe.models import config_from_hf
 
-    found = list(
-        gpu.quantized_speeds("tiny", config_from_hf(TINY["mixtral"]), ["int8", "int4:16", "int4:3"], [1, 2], 10.0, 4)
-    )
-    assert [bool(record.error) for record in found] == [False] * 4 + [True]
-    for record in found[:4]:
-        assert all(0 < record.values[what] < record.limits[what] for what in record.values)
+    config, methods = config_from_hf(TINY["mixtral"]), [None, "int8", "int4:16", "int4:3"]
+    found = list(gpu.decoding_speeds("tiny", config, methods, [1, 2], 10.0, 1e12, 4, 8))
+    assert [bool(record.error) for record in found] == [False] * 9 + [True]
+    found += gpu.attention_speeds(32, 4, 2, 8, 1e15, 3)
+    found += [gpu.training_speed("tiny", TINY["mixtral"] | {"torch_dtype": "float32"}, 2, 8, 1e12, 3)]
+    assert len(found) == 13
+    for record in [*found[:9], *found[10:]]:
+        for what in record.values:
+            faster, slower = record.limits[what], record.values[what]
+            assert 0 < (slower < faster if what.endswith("/s") else faster < slower)
 
 
 def test_accelerator_benchmark_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,9 +131,12 @@ def generate_tokens(
     """Yields the next id of every row ``max_new_tokens`` times; does not stop at end tokens."""
     wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, seed=seed)
     with _requests(model, tokens, attention_mask, wanted) as (engine, requests):
-        while not all(request.done for request in requests):
-            if events := engine.step():
-                yield np.array([event.ids[0] for event in events], np.int32)
+        made = 0
+        while made < max_new_tokens:
+            engine.step()
+            while made < min(len(request.ids) for request in requests):
+                yield np.array([request.ids[made] for request in requests], np.int32)
+                made += 1
 
 
 @contextlib.contextmanager

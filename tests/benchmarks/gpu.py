@@ -1,11 +1,13 @@
-"""On an accelerator: the mixture-of-experts layer beside dense products, whole models beside transformers.
+"""On an accelerator: decoding and prefill of real shapes, MoE layers, attention, training, models beside transformers.
 
-    python -m tests.benchmarks.gpu [--tokens 4096 8192 16384] [--only layers models quantized] [--repeats N]
+    python -m tests.benchmarks.gpu [--minutes 9] [--only decoding layers attention training models] [--repeats N]
 
-TFLOP/s of one layer of Mixtral-8x7B and one of DeepSeek-V3, forward, and forward and backward, with each grouped
-product that runs here; the limit is plain products of the same useful FLOPs. Then two random models, whole, as in
-``python -m tests.benchmarks``; the limit of decoding is the bandwidth of a copy. Last, decoding with the shapes of
-Mixtral-8x7B and random int8 and int4 codes, at batch 1, 8 and 64.
+``decoding``: the shapes of Llama-3.1-8B and Mixtral-8x7B with random weights in bfloat16, int8 and int4, at batch 1, 8
+and 64, and prefill of 512 tokens; the limits are the bandwidth of a copy and the speed of a large product. ``layers``:
+one layer of Mixtral-8x7B and one of DeepSeek-V3, forward, and forward and backward, with each grouped product that runs
+here; the limit is plain products of the same useful FLOPs. ``attention``: 4096 tokens of 32 heads that share 8 keys,
+causal. ``training``: a step of a model of width 2048. ``models``: two random models, whole, as in
+``python -m tests.benchmarks``. Nothing is begun after ``--minutes``.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import os
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -29,11 +32,15 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.core.layout import parameters
 from nnxmoe.generation.decode import generate_tokens
 from nnxmoe.kernels import tokamax
+from nnxmoe.layers.attend import Mask, Scores
+from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.models import PRESETS, model_class
 from nnxmoe.moe.grouped_matmul import GroupedMatmul
 from nnxmoe.quantization.methods import Method, parse
 from nnxmoe.quantization.quantize import quantize_shapes
+from tests.benchmarks.clock import interleaved, seconds
+from tests.benchmarks.limits import forward_flops
 from tests.benchmarks.models import MIDSIZE, Fields
 from tests.benchmarks.moe import Layer, Shape
 from tests.benchmarks.ours import Ours
@@ -41,7 +48,7 @@ from tests.benchmarks.plan import Plan, measure
 from tests.benchmarks.processes import Job, have_transformers
 from tests.benchmarks.results import Record, table
 
-KINDS = ["models", "layers", "quantized"]
+KINDS = ["decoding", "layers", "attention", "training", "models"]
 LAYERS = {
     "Mixtral-8x7B layer": Shape(4096, 14336, 8, 2, "bfloat16"),
     "DeepSeek-V3 layer": Shape(7168, 2048, 256, 8, "bfloat16"),
@@ -51,6 +58,15 @@ MODELS: dict[str, Fields] = {  # 2.0 and 3.3 billion parameters: their weights a
     "llama": MIDSIZE["llama"] | _WIDE | {"intermediate_size": 14336},
     "mixtral": MIDSIZE["mixtral"] | _WIDE | {"intermediate_size": 7168},
 }
+_TRAINED = {"hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8}
+TRAINED: dict[str, Fields] = {  # 0.6 and 1.0 billion parameters
+    "llama": MIDSIZE["llama"] | _TRAINED | {"intermediate_size": 5632, "torch_dtype": "bfloat16"},
+    "mixtral": MIDSIZE["mixtral"] | _TRAINED | {"intermediate_size": 2048, "torch_dtype": "bfloat16"},
+}
+DECODED = (
+    ("Llama-3.1-8B", "llama-3.1-8b", (None, "int8", "int4")),
+    ("Mixtral-8x7B", "mixtral-8x7b", ("int4", "int8", None)),  # bfloat16 does not fit in 80 GB
+)
 
 
 def matmuls() -> dict[str, GroupedMatmul]:
@@ -82,8 +98,8 @@ def layer_speeds(name: str, shape: Shape, tokens: Sequence[int], times: int) -> 
             yield Record(key, case, "ours", values, limits)
 
 
-def random_model(config: DecoderConfig, method: Method) -> nnxmoe.CausalLM:
-    """A quantised model in bfloat16 with random codes, made where it is computed."""
+def random_model(config: DecoderConfig, method: Method | None) -> nnxmoe.CausalLM:
+    """A model in bfloat16 with random weights or codes, made where it is computed."""
     model = model_class(config)(config, rngs=None, dtype="bfloat16")
     quantize_shapes(model, method, "bfloat16")
 
@@ -104,15 +120,23 @@ def _flat(model: nnxmoe.CausalLM) -> list[tuple[tuple[str, ...], nnx.Variable]]:
     return list(nnx.to_flat_state(nnx.state(model)))
 
 
-def quantized_speeds(
-    name: str, config: DecoderConfig, methods: Sequence[str], batches: Sequence[int], rate: float, steps: int = 48
+def decoding_speeds(
+    name: str,
+    config: DecoderConfig,
+    methods: Sequence[str | None],
+    batches: Sequence[int],
+    rate: float,
+    flops: float,
+    steps: int = 48,
+    prompt: int = 512,
 ) -> Iterator[Record]:
-    """Tokens per second by the median step; the limit reads the chosen experts and all other weights once per step, at
-    ``rate`` GB/s. What fails, such as a model that does not fit, is recorded with its reason."""
+    """Tokens per second of prefill, and of decoding by the median step. The limit of decoding reads the chosen experts
+    and all other weights once per step, at ``rate`` GB/s; that of prefill computes at ``flops`` per second. Failures,
+    such as a model that does not fit, are recorded with their reason."""
     for method in methods:
-        case = f"{name} in {method} bfloat16"
+        case = f"{name}{f' in {method}' if method else ''} bfloat16"
         try:
-            model = random_model(config, parse(method))
+            model = random_model(config, None if method is None else parse(method))
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             yield Record(case, case, "ours", error=f"{type(error).__name__}: {str(error)[:200]}")
             continue
@@ -126,6 +150,10 @@ def quantized_speeds(
                 continue
             speed = batch / median(np.diff(stamps)[15:])
             yield Record(f"{case} | {what}", case, "ours", {what: speed}, {what: batch * rate / _read(model, batch)})
+        what, ids = f"prefill {prompt}, tok/s", np.arange(prompt)[None] % config.vocab_size
+        took = [seconds(lambda: list(generate_tokens(model, ids, None, 1, None, 0))) for _ in range(6)][1:]  # noqa: B023
+        best = prompt * flops / forward_flops(config.to_hf(), prompt, heads=1)
+        yield Record(f"{case} | {what}", case, "ours", {what: prompt / median(took)}, {what: best})
         del model
 
 
@@ -139,30 +167,82 @@ def _read(model: nnxmoe.CausalLM, batch: int) -> float:
     return total / 1e9
 
 
+def attention_speeds(tokens: int, heads: int, kv_heads: int, width: int, flops: float, times: int) -> Iterator[Record]:
+    """TFLOP/s of causal attention, forward and with its backward, of the default and of `Blockwise`."""
+    shapes = (heads, tokens, width), (kv_heads, tokens, width), (kv_heads, tokens, width)
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, *shape), jnp.bfloat16) for i, shape in enumerate(shapes))
+    index = jnp.arange(tokens, dtype=jnp.int32)
+    scores = Scores(Mask(index, None, Slots(index, None, None), None, causal=True), width**-0.5)
+    useful = 2 * tokens * tokens * heads * width / 1e12  # half of all pairs
+    case = f"attention T={tokens} N={heads} K={kv_heads} H={width} bfloat16"
+    for attend in dict.fromkeys((nnxmoe.Strategy.auto().attend, nnxmoe.Strategy.auto("cpu").attend)):
+        forward = jax.jit(lambda q, k, v, attend=attend: attend(q, k, v, scores))
+        backward = jax.jit(jax.grad(lambda q, k, v, f=forward: jnp.sum(f(q, k, v).astype(jnp.float32)), (0, 1, 2)))
+        for what, run, factor in (("forward", forward, 1.0), ("forward and backward", backward, 3.5)):
+            name = f"{what}, {type(attend).__name__}, TFLOP/s"
+            try:
+                took = median(interleaved({"": lambda _, run=run: run(q, k, v)}, times)[""])
+            except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+                yield Record(f"{case} | {name}", case, "ours", error=f"{type(error).__name__}: {str(error)[:200]}")
+                continue
+            yield Record(f"{case} | {name}", case, "ours", {name: factor * useful / took}, {name: flops / 1e12})
+
+
+def training_speed(name: str, fields: Fields, rows: int, tokens: int, flops: float, times: int = 8) -> Record:
+    """Milliseconds of a training step of all parameters; the limit computes its FLOPs at the speed of a product."""
+    case, what = f"{name} {fields['torch_dtype']}", f"train {rows} x {tokens}, ms"
+    try:
+        ids = np.random.default_rng(0).integers(0, fields["vocab_size"], (rows, tokens))
+        run = Ours.training(types.SimpleNamespace(dtype=jnp.dtype(fields["torch_dtype"])), fields, ids, None)  # pyright: ignore
+        took = median([seconds(run) for _ in range(times + 2)][2:])
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        return Record(case, case, "ours", error=f"{type(error).__name__}: {str(error)[:200]}")
+    best = 3 * rows * forward_flops(fields, tokens, heads=tokens) / flops
+    return Record(case, case, "ours", {what: 1e3 * took}, {what: 1e3 * best})
+
+
+def product_flops(size: int = 8192) -> float:
+    """FLOPs per second of a large product in bfloat16."""
+    x = jnp.ones((size, size), jnp.bfloat16)
+    run = jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.bfloat16))
+    return 2 * size**3 / min(interleaved({"": lambda _: run(x)}, 10)[""])
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing after this time (default 9)")
     parser.add_argument("--repeats", type=int, default=3, help="processes per side (default 3)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append a JSON line per process of the models")
     options = parser.parse_args()
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the device's memory with this one
     if jax.default_backend() == "cpu":
         sys.exit("tests.benchmarks.gpu needs an accelerator that JAX sees; on CPU: python -m tests.benchmarks")
-    failed = 0
-    if "models" in options.only:
+    rate, flops, started, failed = Ours.copy(), product_flops(), time.monotonic(), 0
+    assert rate is not None
+    print(f"{jax.devices()[0].device_kind}: {rate:.0f} GB/s, {flops / 1e12:.0f} TFLOP/s; jax {jax.__version__}")
+
+    def begin(kind: str) -> bool:
+        late = time.monotonic() - started > 60 * options.minutes
+        if late and kind in options.only:
+            print(f"{kind}: not measured, --minutes {options.minutes:g} are over")
+        return kind in options.only and not late
+
+    for name, preset, methods in DECODED if begin("decoding") else ():
+        print(table(list(decoding_speeds(name, PRESETS[preset], methods, (1, 8, 64), rate, flops))), flush=True)
+    if begin("layers"):
+        print(table([record for n, s in LAYERS.items() for record in layer_speeds(n, s, options.tokens, 10)]))
+    if begin("attention"):
+        print(table(list(attention_speeds(4096, 32, 8, 128, flops, 10))))
+    for name, fields in TRAINED.items() if begin("training") else ():
+        print(table([training_speed(name, fields, 2, 2048, flops)]))
+    if begin("models"):
         sides = ["ours", *["transformers"] * _torch_here()]
         with tempfile.TemporaryDirectory() as folder:
             plan = Plan(Path(folder), dict.fromkeys(sides, sys.executable), options.repeats, quick=False)
             failed = measure(whole_models(plan, MODELS), options.out)
-    if "layers" in options.only:
-        print(table([record for n, s in LAYERS.items() for record in layer_speeds(n, s, options.tokens, 10)]))
-    if "quantized" in options.only:
-        rate = Ours.copy()
-        assert rate is not None
-        found = quantized_speeds("Mixtral-8x7B", PRESETS["mixtral-8x7b"], ("int8", "int4"), (1, 8, 64), rate)
-        print(table(list(found)))
     return failed
 
 
