@@ -19,7 +19,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import cli
-from nnxmoe.cli import commands
+from nnxmoe.cli import commands, prompts
 from nnxmoe.cli.inspect import summarise
 from nnxmoe.models import PRESETS
 from nnxmoe.storage.checkpoint import Checkpoint
@@ -499,3 +499,42 @@ def test_inspect_and_loading_agree_on_fp8(
         nnxmoe.from_pretrained(tmp_path)
     assert cli.main(["inspect", str(tmp_path)]) == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+# Many prompts
+
+
+def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
+    """Only line feeds end a line; a byte order mark and carriage returns are dropped."""
+    file = tmp_path / "prompts"
+    lines = [
+        "a text\u2028with a separator",
+        json.dumps({"prompt": "x\u2028y"}, ensure_ascii=False),
+        "",
+        '{"prompt": [1, 2]}',
+    ]
+    file.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
+    assert prompts.read(str(file)) == ["a text\u2028with a separator", "x\u2028y", [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{prompt", r"line 2 begins with \{ and is not JSON"),
+        ('{"prompt": "a", "seed": 3}', r"no other field, got \['prompt', 'seed'\]"),
+        ('{"text": "a"}', r"no other field, got \['text'\]"),
+        ('{"messages": "hey"}', "messages must be a list of messages, got 'hey'"),
+        ('{"prompt": [1, "a"]}', "prompt must be a text or a list of ids"),
+        ('{"prompt": []}', "prompt must be a text or a list of ids"),
+    ],
+)
+def test_prompts_that_cannot_be_read(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "prompts").write_text(f"fine\n{line}\n")
+    with pytest.raises(ValueError, match=message):
+        prompts.read(str(tmp_path / "prompts"))
+
+
+@pytest.mark.parametrize("option", [["--stop", "x"], ["--samples", "2"], ["--logprobs", "1"]])
+def test_options_of_many_prompts_are_refused_for_one(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "demo", "Once", *option]) == 1
+    assert "need --prompts FILE" in capsys.readouterr().err
