@@ -227,6 +227,8 @@ CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"messages": [{"role": "robot", "content": "hi"}]}, 400, "messages", "unknown role robot"),
     ({"messages": [{"role": "user", "content": "hi", "images": []}]}, 400, "images", "unknown field"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "image_url"),
+    ({"tools": [{"type": "function"}]}, 400, "tools", "tools is not supported"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "tool_calls", "tool_calls is not supported"),
     ({"tool_choice": "auto"}, 400, "tool_choice", "Invalid enum value"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "json_object"),
     ({"top_logprobs": 3}, 400, "top_logprobs", "logprobs: true"),

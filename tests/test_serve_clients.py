@@ -49,6 +49,8 @@ def test_openai_chats(client: Any) -> None:
     tokens = choice.logprobs.content
     assert len(tokens) == whole.usage.completion_tokens and all(len(token.top_logprobs) == 2 for token in tokens)
     assert b"".join(bytes(token.bytes) for token in tokens).startswith(ANSWER.encode())
+    more = [*QUESTION, choice.message, {"role": "user", "content": "And 1 more?"}]  # a client's next turn
+    assert client.chat.completions.create(**{**ask, "messages": more}).choices[0].message.content
     chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
     assert chunks[-1].usage == whole.usage and chunks[-2].choices[0].finish_reason == "stop"
@@ -80,8 +82,10 @@ def test_openai_cancels_a_stream(client: Any, server: Running) -> None:
 def test_openai_errors(client: Any, server: Running) -> None:
     import openai
 
-    with pytest.raises(openai.BadRequestError, match="unknown field `tools`") as refused:
-        client.chat.completions.create(model="tiny", messages=QUESTION, tools=[])
+    with pytest.raises(openai.BadRequestError, match="tools is not supported") as refused:
+        client.chat.completions.create(
+            model="tiny", messages=QUESTION, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
     assert refused.value.param == "tools"
     with pytest.raises(openai.NotFoundError, match="'tiny'"):
         client.chat.completions.create(model="other", messages=QUESTION)

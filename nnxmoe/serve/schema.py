@@ -69,10 +69,10 @@ class Message(Struct, forbid_unknown_fields=True):
     content: str | list[Part] | None = None
     reasoning_content: str | None = None
     refusal: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_calls: list[Any] | None = None
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates read it, its parts joined."""
@@ -95,7 +95,7 @@ class ChatRequest(Options, kw_only=True):
     top_logprobs: Natural | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tools: list[Any] | None = None
     tool_choice: Literal["none"] | None = None
     store: Literal[False] | None = None
 
@@ -122,6 +122,13 @@ def refuse_unsupported(request: Options) -> None:
     for name in ("frequency_penalty", "presence_penalty"):
         if getattr(request, name):
             raise Refused(400, f"{name} is not supported: leave it out, or use repetition_penalty", name)
+    if isinstance(request, ChatRequest):
+        lists = {"tools": request.tools}
+        for message in request.messages:
+            lists |= {name: value for name in ("annotations", "tool_calls") if (value := getattr(message, name))}
+        for name, value in lists.items():
+            if value:
+                raise Refused(400, f"{name} is not supported: leave it out", name)
     if isinstance(request, CompletionRequest):
         if request.suffix:
             raise Refused(400, "suffix is not supported: leave it out", "suffix")
