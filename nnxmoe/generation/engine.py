@@ -171,7 +171,8 @@ class Engine:
     @property
     def _reading_bytes(self) -> int:
         """Bytes of the caches of prompts that are read while other rows run."""
-        rows = {as_one_large_chunk: min(self.slots, LARGE // SMALL), one_by_one: self._parts}.get(self._grouping, 0)
+        most: dict[Grouping, int] = {as_one_large_chunk: min(self.slots, LARGE // SMALL), one_by_one: self._parts}
+        rows = most.get(self._grouping, 0)
         return cache_bytes(self.model, rows + -rows % self._parts, self._room) if rows and self.slots > 1 else 0
 
     @property

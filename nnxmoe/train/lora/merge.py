@@ -76,10 +76,11 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
         slot.put(None)
     model.label()
     error = Error()
-    for place in places(model) if quantize is not None else ():
-        if not isinstance(place.weight, QuantizedWeight):
-            round_to_codes(place, quantize, model, error)
-    model.label()
+    if quantize is not None:
+        for place in places(model):
+            if not isinstance(place.weight, QuantizedWeight):
+                round_to_codes(place, quantize, model, error)
+        model.label()
     model.merged = nnx.data(nnx.Dict(kept)) if keep else None
     update_report(model, None if quantize is None else error.relative)
 
