@@ -144,8 +144,9 @@ class Engine:
                 f"draft={draft}: its vocabulary has {draft.vocab_size} ids and the model's {self._vocab}: give a model "
                 "with the same tokenizer and vocab_size"
             )
-        kept = None if draft is None else jax.eval_shape(lambda: draft.empty(self.slots, self._room.tokens))
-        drafting = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(kept))
+        arguments = self.slots, self._room.tokens
+        kept = [] if draft is None else jax.eval_shape(lambda: jax.tree.leaves(draft.empty(*arguments)))
+        drafting = sum(part.size * part.dtype.itemsize for part in kept)
         what = f"a cache of {self._room.tokens} tokens for batch {self.slots} takes"
         remedy = "use fewer max_new_tokens, a smaller capacity, or a smaller batch"
         refuse_beyond_memory(self.cache_bytes + self._reading_bytes + drafting, what, remedy)
