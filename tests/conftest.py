@@ -67,10 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def keep_sets(config: pytest.Config, items: list[pytest.Item], most: int) -> None:
-    """Deselects all but ``most`` evenly spaced sets of parameters of each test, the first among them."""
+    """Deselects all but ``most`` evenly spaced sets of parameters of each test, the first among them; commands and
+    examples of the README are all kept."""
     of_test: dict[str, list[pytest.Item]] = {}
     for item in items:
-        of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        name = item.nodeid if item.get_closest_marker("commands") else item.nodeid.partition("[")[0]
+        of_test.setdefault(name, []).append(item)
     kept = {id(same[i * len(same) // most]) for same in of_test.values() for i in range(most)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
