@@ -25,7 +25,7 @@ class DeepSeekV2Config(DeepSeekV3Config):
     model_type = "deepseek_v2"
     architecture = "DeepseekV2ForCausalLM"
     aliases = {"num_experts": "n_routed_experts"}
-    fixed = {"scoring_func": ("softmax",), "topk_method": (GREEDY, IN_GROUPS), "mlp_bias": (None, False)}
+    fixed = {"scoring_func": ("softmax",), "mlp_bias": (None, False)}
 
     vocab_size: int = 102400
     hidden_size: int = 4096

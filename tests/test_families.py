@@ -534,14 +534,9 @@ def frequencies_of_whole_heads(model: Any) -> None:
     model.rope = First(model.rope.dim, model.rope.theta)
 
 
-def forget_shared_experts(model: Any) -> None:
-    for layer in (layer for stack in model.stacks for layer in stack.layers if isinstance(layer.moe, MoE)):
-        layer.moe.shared = None
-
-
 def forget_correction(model: Any) -> None:
-    for layer in (layer for stack in model.stacks for layer in stack.layers if isinstance(layer.moe, MoE)):
-        layer.moe.router.bias = None
+    for x in routed(model):
+        x.router.bias = None
 
 
 ROTARY_MISTAKES = rotate_whole_heads, rotate_last_components, rotate_neighbours, frequencies_of_whole_heads
@@ -564,7 +559,7 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("olmoe", plant) for plant in (per_head_instead_of_whole, norm_per_shard, norm_after_rotation, forget_norm)),
     *(("olmoe", plant) for plant in (norm_eps, select_with(normalise=True), select_with(k=2))),
     *(("glm4_moe", plant) for plant in (*ROTARY_MISTAKES, norm_after_rotation, forget_norm)),
-    *(("glm4_moe", plant) for plant in (forget_shared_experts, forget_correction, shift_runs)),
+    *(("glm4_moe", plant) for plant in (forget_shared, forget_correction, shift_runs)),
     *(("glm4_moe", drop_bias(name)) for name in "qkv"),
     *(("dots1", plant) for plant in (norm_after_rotation, window_by(1), windows_of_other_layers, drop_bias("o"))),
     *(

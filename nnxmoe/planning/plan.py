@@ -143,14 +143,7 @@ def plan(
     does not compile.
     """
     name, config = _config(model)
-    for what, number in (("batch", batch), ("seq", seq), ("accumulate", accumulate)):
-        check_positive("plan", what, number)
-    for axis, size in mesh.items() if isinstance(mesh, Mapping) else ():
-        check_positive("mesh", axis, size)
-    if buffer_factor is not None:
-        check_factor("plan(buffer_factor", buffer_factor)
-    if accumulate > 1 and not train:
-        raise ValueError(f"accumulate={accumulate}: decoding has no parts to accumulate: leave it out")
+    _check_sizes(mesh, batch, seq, accumulate, train, buffer_factor)
     if strategy is not None:
         if rules is not RULES or microbatches is not None or buffer_factor is not None or not remat:
             raise ValueError("give rules, microbatches, remat and buffer_factor by the strategy, or without one")
@@ -166,8 +159,6 @@ def plan(
     pipeline = None if microbatches is None else _pipeline(microbatches, sizes, train)
     shape, work = dict(sizes.shape), Work(batch, seq, train, accumulate, buffer_factor, pipeline=pipeline)
     refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != across})
-    if batch % accumulate:
-        raise ValueError(f"a batch of {batch} rows cannot be cut into accumulate={accumulate} parts: use a multiple")
     rows_per_device(batch // accumulate, sizes)  # raises for parts that do not divide
     if pipeline is not None:
         pipeline.refuse_batch(batch // accumulate, sizes)
@@ -185,20 +176,42 @@ def plan(
         links(kind, shape, across),
     )
     if compile_for is not None:
-        platform = {"cpu": CPU, "device": kind.platform}.get(compile_for)
-        if platform is None:
-            raise ValueError(f"compile_for={compile_for!r}: use 'cpu' or 'device'")
-        strategy = strategy or default_strategy(config, shape, platform, work, remat)
-        stacking = strategy.stacking if pipeline is None else Scanned()
-        strategy = dataclasses.replace(strategy, rules=rules, pipeline=pipeline, stacking=stacking, scan_layers=None)
-        job = Job(config, strategy, shape, work, platform, target(kind, platform))
-        made = dataclasses.replace(made, program=compile_program(job), compiled_for=platform)
+        made = _compiled(made, compile_for, strategy, rules, remat)
     if advise and not made.fits:
         options = {"batch": batch, "seq": seq, "train": train, "across": across, "remat": remat}
         options |= {"buffer_factor": buffer_factor, "microbatches": microbatches}
         again = advice.Question(config, shape, kind, rules, accumulate, options)
         made = dataclasses.replace(made, advice=advice.changes(made, again, plan))
     return made
+
+
+def _check_sizes(
+    mesh: Mapping[str, int] | AnyMesh, batch: int, seq: int, accumulate: int, train: bool, buffer_factor: float | None
+) -> None:
+    """Raises ValueError for numbers that no plan can have."""
+    for what, number in (("batch", batch), ("seq", seq), ("accumulate", accumulate)):
+        check_positive("plan", what, number)
+    for axis, size in mesh.items() if isinstance(mesh, Mapping) else ():
+        check_positive("mesh", axis, size)
+    if buffer_factor is not None:
+        check_factor("plan(buffer_factor", buffer_factor)
+    if accumulate > 1 and not train:
+        raise ValueError(f"accumulate={accumulate}: decoding has no parts to accumulate: leave it out")
+    if batch % accumulate:
+        raise ValueError(f"a batch of {batch} rows cannot be cut into accumulate={accumulate} parts: use a multiple")
+
+
+def _compiled(made: Plan, compile_for: str, strategy: Strategy | None, rules: Rules, remat: bool) -> Plan:
+    """The plan with its step compiled."""
+    platform = {"cpu": CPU, "device": made.hardware.platform}.get(compile_for)
+    if platform is None:
+        raise ValueError(f"compile_for={compile_for!r}: use 'cpu' or 'device'")
+    pipeline = made.work.pipeline
+    strategy = strategy or default_strategy(made.config, made.mesh, platform, made.work, remat)
+    stacking = strategy.stacking if pipeline is None else Scanned()
+    strategy = dataclasses.replace(strategy, rules=rules, pipeline=pipeline, stacking=stacking, scan_layers=None)
+    job = Job(made.config, strategy, made.mesh, made.work, platform, target(made.hardware, platform))
+    return dataclasses.replace(made, program=compile_program(job), compiled_for=platform)
 
 
 def search(
