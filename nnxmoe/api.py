@@ -55,6 +55,7 @@ from nnxmoe.moe.dispatch import Chunked as Chunked
 from nnxmoe.moe.dispatch import Dense as Dense
 from nnxmoe.moe.dispatch import Sorted as Sorted
 from nnxmoe.moe.expert_parallel import ExpertParallel as ExpertParallel
+from nnxmoe.moe.expert_parallel import InChunks as InChunks
 from nnxmoe.moe.expert_parallel import RaggedAllToAll as RaggedAllToAll
 from nnxmoe.moe.expert_parallel import RingOfExperts as RingOfExperts
 from nnxmoe.moe.grouped_matmul import Aligned as Aligned

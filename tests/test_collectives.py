@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
-from nnxmoe import Capacity, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
+from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, InChunks, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.axes import BATCH_AXES, sharding_of
 from nnxmoe.layers.embed import Embed
 from nnxmoe.moe import dispatch
@@ -38,6 +38,8 @@ WAYS = {
     "capacity": Capacity(2.0),
     "ragged": ExpertParallel(Sorted(), RaggedAllToAll()),
     "ring": ExpertParallel(Sorted(), RingOfExperts()),
+    "ragged in chunks": ExpertParallel(Sorted(), InChunks(RaggedAllToAll(), 8)),
+    "chunked ragged": Chunked(ExpertParallel(Sorted(), RaggedAllToAll()), 8),
 }
 # Model width, expert width, number of experts, routing.
 SHAPES: dict[str, tuple[int, int, int, Any]] = {
@@ -50,8 +52,8 @@ KINDS = "all-gather|reduce-scatter|all-reduce|ragged-all-to-all|all-to-all|colle
 Found = dict[str, list[int]]
 
 
-def compiled(way: str, shape: str, backward: bool, **axes: int) -> Found:
-    """Kind -> elements of each collective in the program of one layer's forward pass, or of its gradients."""
+def program(way: str, shape: str, backward: bool, **axes: int) -> Any:
+    """The compiled program of one layer's forward pass, or of its gradients."""
     dim, width, experts, select = SHAPES[shape]
     mesh, kw = nnxmoe.make_mesh(**axes), {"dtype": jnp.dtype(jnp.bfloat16), "rngs": None}
     router = Router(dim, experts, select, bias=shape == "deepseek-v3", **kw)
@@ -71,9 +73,13 @@ def compiled(way: str, shape: str, backward: bool, **axes: int) -> Found:
 
     x = jax.ShapeDtypeStruct((B, T, dim), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
     run = jax.jit(jax.grad(loss, argnums=(0, 1)) if backward else forward)
-    text = run.lower(placed(params), x, placed(rest)).compile().as_text()
+    return run.lower(placed(params), x, placed(rest)).compile()
+
+
+def compiled(way: str, shape: str, backward: bool, **axes: int) -> Found:
+    """Kind -> elements of each collective in the program of one layer's forward pass, or of its gradients."""
     found: Found = collections.defaultdict(list)
-    for line in text.splitlines():
+    for line in program(way, shape, backward, **axes).as_text().splitlines():
         if match := re.search(rf" = (.*?) ({KINDS})(?:-start)?\(", line):
             shapes = re.findall(r"\[([\d,]*)\]", match[1])
             found[match[2]].append(sum(math.prod(int(d) for d in shape.split(",") if d) for shape in shapes))
@@ -119,6 +125,20 @@ def on_experts(eight: Callable[..., Any], way: str, shape: str, backward: bool) 
 
 def spread(way: str, shape: str, backward: bool) -> Found:
     return compiled(way, shape, backward, expert=8)
+
+
+def chunks(way: str) -> tuple[int, int]:
+    """Bytes gathered over fsdp, with the loops' trip counts, and temporary bytes, forward and backward."""
+    axes = {"fsdp": 2, "expert": 4}
+    made = program(way, "tiny", True, **axes)
+    gathered = [c for c in collectives_of(made.as_text(), axes) if c.kind == "all-gather" and c.axes == ("fsdp",)]
+    return sum(c.total for c in gathered), made.memory_analysis().temp_size_in_bytes
+
+
+def test_an_exchange_in_chunks_takes_less_memory_and_gathers_kernels_once(eight: Callable[..., Any]) -> None:
+    whole, inside, outside = (eight(chunks, way) for way in ("ragged", "ragged in chunks", "chunked ragged"))
+    assert inside[0] == whole[0] < outside[0]
+    assert inside[1] < 0.6 * whole[1]
 
 
 def test_fsdp_gathers_kernels_and_reduce_scatters_gradients(eight: Callable[..., Any]) -> None:

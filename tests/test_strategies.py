@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
-from nnxmoe import Blockwise, Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
+from nnxmoe import Blockwise, Capacity, Chunked, Dense, ExpertParallel, InChunks, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.axes import BATCH_AXES, sharding_of
 from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.models import Mixtral, MixtralConfig
@@ -33,6 +33,10 @@ B, T, D, F, E = 8, 5, 16, 24, 8
 RAGGED, RING = ExpertParallel(Sorted(), RaggedAllToAll()), ExpertParallel(Sorted(), RingOfExperts())
 WAYS = {"dense": Dense(), "sorted": Sorted(), "capacity": Capacity(8.0), "ragged": RAGGED, "ring": RING}
 WAYS |= {f"chunked {name}": Chunked(way, 2 + i % 4) for i, (name, way) in enumerate(WAYS.items())}
+WAYS |= {
+    "ragged in chunks": ExpertParallel(Sorted(), InChunks(RaggedAllToAll(), 3)),
+    "ring in chunks": ExpertParallel(Sorted(), InChunks(RingOfExperts(), 2)),
+}
 MESHES: dict[str, dict[str, int] | None] = {
     "one device": None,
     "fsdp8": {"fsdp": 8},
@@ -161,6 +165,7 @@ MODES = [
     ("ring", "sigmoid groups", "expert4 tensor2"),
     ("chunked sorted", "softmax", "one device"),
     ("ragged", "biases", "expert4 tensor2"),
+    ("ragged in chunks", "biases", "data2 fsdp2 expert2"),
 ]
 
 
@@ -427,6 +432,8 @@ def test_invalid_strategy_arguments() -> None:
         (lambda: RaggedAllToAll(0.0), "buffer_factor=0.0"),
         (lambda: RingOfExperts(float("nan")), "buffer_factor=nan"),
         (lambda: Chunked(Sorted(), 0), "chunks=0"),
+        (lambda: InChunks(RaggedAllToAll(), 0), "chunks=0"),
+        (lambda: InChunks(RaggedAllToAll, 2), r"InChunks\(exchange=.*an object"),
         (lambda: Capacity(float("inf")), "factor=inf"),
         (lambda: Capacity("2"), "factor='2'"),
         (lambda: RaggedAllToAll(True), "buffer_factor=True"),

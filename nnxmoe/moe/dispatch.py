@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh, batch_axes, constrain, divided_over, shards
 from nnxmoe.config.validate import check_object, check_positive
+from nnxmoe.layers.chunks import in_chunks, joined
 from nnxmoe.layers.dots import einsum
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
@@ -177,17 +178,12 @@ class Chunked:
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         length = x.shape[1]
-        chunks = min(self.chunks, length)
-        size = -(-length // chunks)
-
-        def cut(value: Array) -> Array:
-            padded = jnp.pad(value, ((0, 0), (0, size * chunks - length), *((0, 0),) * (value.ndim - 2)))
-            return jnp.moveaxis(padded.reshape(value.shape[0], chunks, size, *value.shape[2:]), 1, 0)
-
+        step = -(-length // min(self.chunks, length))
         valid = jnp.ones(x.shape[:2], bool) if routing.valid is None else routing.valid
-        pieces = jax.tree.map(cut, (x, dataclasses.replace(routing, valid=valid)))
+        leaves, tree = jax.tree.flatten((x, dataclasses.replace(routing, valid=valid)))
+        pieces = jax.tree.unflatten(tree, in_chunks(step, *leaves))
         y, infos = jax.lax.map(jax.checkpoint(lambda piece: self.inner(piece[0], piece[1], experts, mesh)), pieces)
-        y = jnp.moveaxis(y, 0, 1).reshape(x.shape[0], size * chunks, -1)[:, :length]
+        y = joined(y, length)
         return y, jax.tree.map(lambda value: jnp.sum(value, axis=0, dtype=value.dtype), infos)
 
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh, batch_axes
-from nnxmoe.config.validate import check_object
+from nnxmoe.config.validate import check_object, check_positive
+from nnxmoe.layers.chunks import in_chunks, joined
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, check_batch, check_factor, information, sorted_rows
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
@@ -202,6 +203,48 @@ class RingOfExperts:
         part, dropped = sorted_rows(everyone, local, routing[..., chosen:], experts, limit=room)
         y = jax.lax.psum_scatter(part.astype(x.dtype), axis, scatter_dimension=0, tiled=True)
         return y.astype(jnp.float32), dropped
+
+
+@dataclasses.dataclass(frozen=True)
+class InChunks:
+    """Runs ``exchange`` on one slice of each shard's sequences at a time, recomputed in the backward pass.
+
+    The receive buffer for the worst case is that of one slice, and nothing is dropped. Unlike `Chunked` around
+    `ExpertParallel`, kernels are gathered once for all slices. Padding of the last slice is sent to no expert.
+    """
+
+    exchange: Exchange
+    chunks: int
+
+    def __post_init__(self) -> None:
+        check_object("InChunks", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
+        check_positive("InChunks", "chunks", self.chunks)
+
+    @property
+    def buffer_factor(self) -> float | None:
+        """Of ``exchange``: None if nothing is dropped."""
+        return getattr(self.exchange, "buffer_factor", 0.0)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        ids: Int[Array, "B T X"],
+        weights: Float[Array, "B T X"],
+        experts: ExpertFn,
+        axis: str,
+    ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
+        length = x.shape[1]
+        step = -(-length // min(self.chunks, length))
+        if step == length:
+            return self.exchange(x, ids, weights, experts, axis)
+        none = jax.lax.axis_size(axis) * experts.count  # the id of no expert, as which the zeros of padding count
+
+        def one(chunk: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            x, ids, weights = chunk
+            return self.exchange(x, ids + none, weights, experts, axis)
+
+        y, dropped = jax.lax.map(jax.checkpoint(one), in_chunks(step, x, ids - none, weights))
+        return joined(y, length), jnp.sum(dropped)
 
 
 def buffer_rows(factor: float | None, tokens: int, chosen: int, size: int, mine: int) -> int:
