@@ -15,6 +15,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import train
 from nnxmoe.cli.inspect import summarise
+from nnxmoe.runtime.hardware import of_device
 from nnxmoe.train import lora
 from nnxmoe.train.loop.speed import peak_flops, token_flops
 from tests.support.tiny import build_tiny, random_tokens
@@ -94,6 +95,26 @@ def test_training_takes_six_flops_per_active_parameter(family: str) -> None:
     assert token_flops(model, ()) == pytest.approx(4 * active)
 
 
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        *(("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989), ("NVIDIA L4", None)),
+        *(
+            ("TPU v4", 275),
+            ("TPU v5 lite", 197),
+            ("TPU v5", 459),
+            ("TPU v5p", 459),
+            ("TPU v6 lite", 918),
+            ("cpu", None),
+        ),
+    ],
+)
+def test_peaks_of_devices(kind: str, peak: float | None) -> None:
+    """JAX calls a v5p "TPU v5" and a v5e "TPU v5 lite"."""
+    found = of_device(kind)
+    assert (None if found is None else found.flops / 1e12) == peak
+
+
 def test_flops_of_mixtral_8x7b() -> None:
     """It has 12.9 billion active parameters, including the embedding table, which is excluded here."""
     summary = summarise("mixtral-8x7b")
@@ -107,7 +128,7 @@ def test_mfu_is_logged_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> 
     model, batch = build_tiny("mixtral"), {"tokens": random_tokens(2, 6)}
     usual: dict[str, Any] = {"optimizer": optax.sgd(0.1), "steps": 1}
     assert peak_flops(None) is None and "mfu" not in train.fit(model, [batch], **usual).history[0]
-    monkeypatch.setattr(sys.modules["nnxmoe.train.loop.fit"], "peak_flops", lambda mesh: 1e9)
+    monkeypatch.setattr(sys.modules["nnxmoe.train.loop.run"], "peak_flops", lambda mesh: 1e9)
     metrics = train.fit(model, [batch], **usual).history[0]
     names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     assert metrics["mfu"] == pytest.approx(token_flops(model, names) * metrics["tokens_per_second"] / 1e9)

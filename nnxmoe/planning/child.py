@@ -17,11 +17,11 @@ from nnxmoe.axes import batch_axes, make_mesh
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import ScannedStack
 from nnxmoe.models import model_class
-from nnxmoe.planning.hardware import CPU, TPU
 from nnxmoe.planning.hlo import collectives
 from nnxmoe.planning.operations import counted
 from nnxmoe.planning.program import Job, Program
 from nnxmoe.planning.targets import target_config
+from nnxmoe.runtime.hardware import CPU, TPU
 from nnxmoe.train.loop.step import Step
 
 

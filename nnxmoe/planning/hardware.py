@@ -1,4 +1,4 @@
-"""Accelerators: peak speed, memory and links, from their makers' documents and XLA's target specifications."""
+"""Devices that a plan names, the tori that hold a mesh, and the links that mesh axes use."""
 
 import dataclasses
 import itertools
@@ -6,53 +6,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-GPU, TPU, CPU = "gpu", "tpu", "cpu"
+from nnxmoe.runtime.hardware import GPU, TABLE, TPU, Hardware
 
-
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """One kind of device. Rates are per device, in bytes and operations per second; any of them may be replaced.
-
-    ``flops``: dense bfloat16 products. ``link``: one way, to devices of the same node (GPU) or along one mesh axis of
-    the torus (TPU); ``network``: one way, to other nodes or slices. ``node``: devices that share fast links.
-    ``torus``: physical sizes of a TPU slice, empty if it was not named. ``efficiency``: the share of peak that whole
-    steps reach, an assumption. ``topology``: what the compiler calls the slice.
-    """
-
-    name: str
-    platform: str
-    flops: float
-    memory: float
-    bandwidth: float
-    link: float
-    network: float
-    node: int
-    torus: tuple[int, ...] = ()
-    efficiency: float = 0.4
-    topology: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("flops", "memory", "bandwidth", "link", "network", "efficiency"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"hardware {self.name}: {name} must be a positive number, got {getattr(self, name)}")
-
-
-_GB, _GIB, _T = 1e9, 2**30, 1e12
-# H100 to B200: XLA's target specs (cores x units x clock); NVLink each way; one 400 Gb/s adapter per GPU.
-# TPUs: Cloud TPU documentation, whose ICI rates are of all links both ways; a ring along one axis has its share.
-TABLE: Mapping[str, Hardware] = {
-    kind.name: kind
-    for kind in (
-        Hardware("h100", GPU, 989 * _T, 84.9 * _GB, 3.35 * _T, 450 * _GB, 50 * _GB, 8),
-        Hardware("h200", GPU, 989 * _T, 151.4 * _GB, 4.8 * _T, 450 * _GB, 50 * _GB, 8),
-        Hardware("b200", GPU, 2225 * _T, 191.5 * _GB, 7.67 * _T, 900 * _GB, 50 * _GB, 8),
-        Hardware("tpu-v5e", TPU, 197 * _T, 16 * _GIB, 0.8 * _T, 100 * _GB, 3 * _GB, 256),
-        Hardware("tpu-v5p", TPU, 459 * _T, 95 * _GIB, 2.77 * _T, 200 * _GB, 6 * _GB, 8960),
-        Hardware("tpu-v6e", TPU, 918 * _T, 32 * _GIB, 1.64 * _T, 200 * _GB, 6 * _GB, 256),
-        Hardware("tpu-7x", TPU, 1153 * _T, 96 * _GIB, 3.69 * _T, 100 * _GB, 6 * _GB, 9216),
-    )
-}
-_TOPOLOGIES = {"tpu-v5e": "v5e", "tpu-v5p": "v5p", "tpu-v6e": "v6e", "tpu-7x": "tpu7x"}
+_TOPOLOGIES = {"tpu-v4": "v4", "tpu-v5e": "v5e", "tpu-v5p": "v5p", "tpu-v6e": "v6e", "tpu-7x": "tpu7x"}
 
 
 def hardware(name: str | Hardware) -> Hardware:

@@ -19,8 +19,8 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.planning.arithmetic import Work
-from nnxmoe.planning.hardware import CPU, GPU, TPU, Hardware
 from nnxmoe.planning.hlo import Collective
+from nnxmoe.runtime.hardware import CPU, GPU, TPU, Hardware
 
 LIMIT_S = 1800
 

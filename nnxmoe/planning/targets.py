@@ -4,7 +4,7 @@ The fields are those of openxla/xla, xla/backends/gpu/target_config/specs; sizes
 CUDA reports.
 """
 
-from nnxmoe.planning.hardware import TABLE
+from nnxmoe.runtime.hardware import TABLE
 
 _CORES = {"h100": (132, 9, 1.98, 50 * 2**20), "h200": (132, 9, 1.98, 50 * 2**20), "b200": (148, 10, 1.965, 126 * 2**20)}
 

@@ -9,25 +9,14 @@ from jax.sharding import Mesh
 
 from nnxmoe.axes import axes_of
 from nnxmoe.model.causal_lm import CausalLM
-
-# Part of `device_kind` -> peak FLOP/s of dense bfloat16 products, from the vendors' data sheets.
-_PEAKS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "TPU v6": 918e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 197e12,
-    "TPU v4": 275e12,
-}
+from nnxmoe.runtime.hardware import of_device
 
 
 def peak_flops(mesh: Mesh | None) -> float | None:
-    """Peak FLOP/s of the mesh's devices together; None for unknown devices."""
+    """Peak FLOP/s of dense bfloat16 products on the mesh's devices together; None for unknown devices."""
     devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
-    kind = devices[0].device_kind
-    found = next((peak for name, peak in _PEAKS.items() if name in kind), None)
-    return None if found is None else found * len(devices)
+    found = of_device(devices[0].device_kind)
+    return None if found is None else found.flops * len(devices)
 
 
 def token_flops(model: CausalLM, trained: Collection[str]) -> float:
