@@ -18,12 +18,13 @@ from nnxmoe.axes import RULES, abstract_mesh, make_mesh
 from nnxmoe.models import PRESETS, config_from_hf
 from nnxmoe.planning import child
 from nnxmoe.planning.arithmetic import Work, bytes_of, parts
-from nnxmoe.planning.hardware import TABLE, hardware, links, refuse_unheld
+from nnxmoe.planning.hardware import hardware, links, refuse_unheld
 from nnxmoe.planning.hlo import Collective, collectives
 from nnxmoe.planning.operations import counted, operations
 from nnxmoe.planning.plan import default_strategy, search
 from nnxmoe.planning.program import Job, Program, compile_program
 from nnxmoe.planning.traffic import traffic
+from nnxmoe.runtime.hardware import TABLE
 from tests.benchmarks.modes import DEEPSEEK
 from tests.support.tiny import TINY
 
@@ -146,11 +147,12 @@ def test_operations_by_formula_are_those_of_the_traced_step(kind: str, remat: bo
         }
         config = dataclasses.replace(DEEPSEEK, **sizes, kv_lora_rank=64)
     mesh, work = make_mesh(devices=jax.devices()[:1]), Work(4, 64)
-    strategy = default_strategy(config, dict(mesh.shape), "tpu", work, remat)
+    strategy = default_strategy(config, dict(mesh.shape), "cpu", work, remat)
+    strategy = dataclasses.replace(strategy, matmul=nnxmoe.RaggedDot(), scan_layers=None)
     step = child.traced(Job(config, strategy, dict(mesh.shape), work), mesh)
     formula = operations(config, parts(config, mesh, RULES), work, remat)
     assert counted(step.jaxpr.jaxpr) == pytest.approx(formula, rel=0.05)
-    loops = dataclasses.replace(strategy, matmul=nnxmoe.Blocked())
+    loops = dataclasses.replace(strategy, matmul=nnxmoe.Blocked(), scan_layers=None)
     assert math.isnan(counted(child.traced(Job(config, loops, dict(mesh.shape), work), mesh).jaxpr.jaxpr))
 
 
@@ -200,6 +202,7 @@ def test_advice_was_planned_again() -> None:
     changes: dict[str, dict[str, Any]] = {
         "rules embed": {"rules": WIDE},
         "RaggedAllToAll(buffer_factor=1.25)": {"buffer_factor": 1.25},
+        "InChunks(RaggedAllToAll(), 4)": {"chunks": 4},
     }
     for start, change in changes.items():
         (line,) = (text for text in made.advice if text.startswith(start))
@@ -252,7 +255,7 @@ def test_the_table_of_hardware_can_be_changed() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: hardware("h900"), "use one of h100, h200"),
+        (lambda: hardware("h900"), "use one of a100, h100, h200"),
         (lambda: hardware("h100:2x2"), "'h100:2x2' is not known"),
         (lambda: nnxmoe.plan("nonsense", {}, batch=1, seq=8), "neither a folder nor a preset"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, batch=9, seq=8), "9 rows does not divide over the 8 devices"),
@@ -274,7 +277,7 @@ def test_the_table_of_hardware_can_be_changed() -> None:
         (lambda: dataclasses.replace(TABLE["h100"], efficiency=0), "efficiency must be a positive number, got 0"),
         (
             lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, strategy=nnxmoe.Strategy(), microbatches=2),
-            "give rules, microbatches, remat and buffer_factor by the strategy, or without one",
+            "give rules, microbatches, remat, buffer_factor and chunks by the strategy, or without one",
         ),
     ],
 )
@@ -302,6 +305,9 @@ def test_default_strategy_of_another_platform() -> None:
     attend: Any = nnxmoe.Strategy.auto("gpu").attend
     assert type(attend).__name__ == "Fused" and attend.widest == 128
     assert type(nnxmoe.Strategy.auto("tpu").attend).__name__ == "Splash"
+    for platform in ("cpu", "gpu", "tpu"):  # what is compiled is what the devices will run
+        auto, planned = nnxmoe.Strategy.auto(platform), default_strategy(DEEPSEEK, {"expert": 8}, platform, WORK)
+        assert (planned.matmul, planned.attend) == (auto.matmul, auto.attend)
 
 
 # The reader of compiled programs

@@ -25,6 +25,7 @@ def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int], me
     parser.add_argument(
         "--buffer-factor", type=float, metavar="F", help="rows that experts receive, in multiples of the balanced load"
     )
+    parser.add_argument("--chunks", type=count, default=1, metavar="N", help="exchange 1/N of the tokens at a time")
     parser.add_argument(
         "--microbatches", type=count, metavar="M", help="of a pipeline with as many stages as --mesh pipe=… has devices"
     )
@@ -63,7 +64,8 @@ def run(options: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")  # a plan uses no device, and compilers without one print errors
     names = ("flops", "memory", "bandwidth", "link", "network", "efficiency")
     changed = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    names = ("batch", "seq", "train", "accumulate", "buffer_factor", "microbatches", "remat", "across", "compile_for")
+    names = ("batch", "seq", "train", "accumulate", "buffer_factor", "chunks", "microbatches", "remat")
+    names += ("across", "compile_for")
     asked = {name: getattr(options, name) for name in names}
     asked |= {"on": dataclasses.replace(hardware(options.on), **changed), "rules": {**RULES, **dict(options.rule)}}
     model = str(DEMO) if options.model == "demo" else options.model

@@ -6,9 +6,9 @@ from typing import Any
 
 from nnxmoe.axes import Rules
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.planning.hardware import TABLE, Hardware
+from nnxmoe.runtime.hardware import TABLE, Hardware
 
-MOST = 6
+MOST = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,9 @@ def _candidates(asked: Question) -> Iterator[tuple[str, Question]]:
         rules = {**asked.rules, "embed": ("fsdp", "expert")}
         yield "rules embed -> (fsdp, expert)", change(asked, rules=rules)
     if asked.mesh["expert"] > 1 and asked.options["buffer_factor"] is None and asked.options["train"]:
+        for more in (4, 16):
+            chunks = more * asked.options["chunks"]
+            yield f"InChunks(RaggedAllToAll(), {chunks})", change(asked, options={**asked.options, "chunks": chunks})
         bounded = {**asked.options, "buffer_factor": 1.25}
         yield "RaggedAllToAll(buffer_factor=1.25), which drops rows beyond it", change(asked, options=bounded)
     if asked.options["train"]:
@@ -77,5 +80,5 @@ def _candidates(asked: Question) -> Iterator[tuple[str, Question]]:
             free = change(asked.kind, torus=(), topology="")
             yield f"{more} x the devices, {axis}={mesh[axis]}", change(asked, mesh=mesh, kind=free)
     for kind in TABLE.values():
-        if kind.platform == asked.kind.platform and kind.memory > asked.kind.memory:
+        if kind.platform == asked.kind.platform and kind.memory > 1.1 * asked.kind.memory:
             yield f"on {kind.name}", change(asked, kind=kind)

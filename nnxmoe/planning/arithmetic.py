@@ -24,7 +24,8 @@ from nnxmoe.moe.expert_parallel import buffer_rows
 class Work:
     """The work of one step: ``batch`` rows of ``seq`` tokens to train on, or rows with ``seq`` tokens in the
     cache of which each gets one more (``train`` False). ``accumulate``: parts of a training batch;
-    ``buffer_factor``: of `RaggedAllToAll`; ``pipeline``: how the mesh axis ``pipe`` splits layers, None: it does not.
+    ``buffer_factor``: of `RaggedAllToAll`; ``chunks``: of `InChunks` around it; ``pipeline``: how the mesh axis
+    ``pipe`` splits layers, None: it does not.
 
     ``state``: bytes per number of parameters while training, ``values`` bytes of activations and of weights decoded.
     """
@@ -34,6 +35,7 @@ class Work:
     train: bool = True
     accumulate: int = 1
     buffer_factor: float | None = None
+    chunks: int = 1
     state: int = 4
     values: int = 2
     pipeline: Pipeline | None = None
@@ -214,7 +216,7 @@ def _received(config: Any, found: list[Part], tokens: int, work: Work, mesh: Any
     size, experts = mesh.shape["expert"], max((part.experts for part in found), default=0)
     if size == 1 or not experts:
         return tokens * config.experts_per_token
-    return buffer_rows(work.buffer_factor, tokens, config.experts_per_token, size, experts // size)
+    return buffer_rows(work.buffer_factor, -(-tokens // work.chunks), config.experts_per_token, size, experts // size)
 
 
 def _decoding(config: Any, rows: int, work: Work) -> int:

@@ -19,21 +19,26 @@ FORWARDS = 4  # a training step with `Remat()`: forward, forward again, and two 
 def operations(config: DecoderConfig, found: list[Part], work: Work, remat: bool = True) -> float:
     """Floating-point operations of one step on all devices, a product and a sum counted as two.
 
-    A causal pass computes half of the scores. The head is computed once and has two products backward.
+    A causal pass computes half of the scores. The head is computed once and has two products backward. Chunks of an
+    exchange are computed once more.
     """
-    layers = sum(
-        2 * part.size * (config.experts_per_token / part.experts if part.experts else 1)
-        for part in found
-        if part.kernel and part.layers
+    dense, experts = (
+        sum(
+            2 * part.size * (config.experts_per_token / part.experts if moe else 1)
+            for part in found
+            if part.kernel and part.layers and bool(part.experts) == moe
+        )
+        for moe in (False, True)
     )
     head = 2 * config.vocab_size * config.hidden_size
     if not work.train:
-        return work.tokens * (layers + head) + work.batch * sum(
+        return work.tokens * (dense + experts + head) + work.batch * sum(
             2 * width * seen for width, seen in _scores(config, work)
         )
     passes = FORWARDS if remat else FORWARDS - 1
     scores = work.batch * sum(2 * width * seen * work.seq for width, seen in _scores(config, work))
-    return work.tokens * (passes * layers + 3 * head) + passes * scores
+    again = experts if work.chunks > 1 else 0.0
+    return work.tokens * (passes * (dense + experts) + again + 3 * head) + passes * scores
 
 
 def _scores(config: DecoderConfig, work: Work) -> Iterator[tuple[int, float]]:
@@ -58,7 +63,7 @@ def _width(attention: GQA | MLA | Any, train: bool) -> int:
 
 def counted(jaxpr: Any, devices: int = 1) -> float:
     """Operations of all products in a traced program, on all devices, loops times their lengths; of branches the
-    largest. NaN with products in a loop of unknown length, as `Blocked` has.
+    largest. NaN with products in a loop of unknown length, as `Blocked` has, or in a kernel of Pallas or cuDNN.
 
     ``devices``: how many run this program at once.
     """
@@ -66,6 +71,8 @@ def counted(jaxpr: Any, devices: int = 1) -> float:
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         inner = [counted(one, devices * _sharded(equation)) for one in jaxprs_in_params(params)]
+        if name == "pallas_call" or name.startswith("dot_product_attention") or any(map(math.isnan, inner)):
+            return math.nan
         if name in ("dot_general", "ragged_dot_general", "ragged_dot"):
             total += devices * _products(equation)
         elif name == "scan":

@@ -9,20 +9,19 @@ from typing import Any
 from nnxmoe.axes import RULES, AnyMesh, Rules, abstract_mesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.validate import check_positive
-from nnxmoe.layers.blockwise import Blockwise
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
 from nnxmoe.model.stack import Remat, Scanned
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import PRESETS, config_from_hf, preset
 from nnxmoe.moe.dispatch import Sorted, check_factor
-from nnxmoe.moe.expert_parallel import ExpertParallel, RaggedAllToAll
-from nnxmoe.moe.grouped_matmul import Blocked, RaggedDot
+from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll
 from nnxmoe.planning import advice, printing
 from nnxmoe.planning.arithmetic import Bytes, Work, bytes_of, bytes_read, parts, rows_per_device
-from nnxmoe.planning.hardware import CPU, TPU, Hardware, hardware, links, refuse_unheld
+from nnxmoe.planning.hardware import hardware, links, refuse_unheld
 from nnxmoe.planning.operations import operations
 from nnxmoe.planning.program import Job, Program, compile_program, target
 from nnxmoe.planning.traffic import Traffic, by_axis, traffic
+from nnxmoe.runtime.hardware import CPU, Hardware
 from nnxmoe.storage.hub import local_folder, snapshot
 from nnxmoe.storage.source import find_config
 
@@ -127,6 +126,7 @@ def plan(
     across: str | None = None,
     remat: bool = True,
     buffer_factor: float | None = None,
+    chunks: int = 1,
     microbatches: int | None = None,
     compile_for: str | None = None,
     strategy: Strategy | None = None,
@@ -136,20 +136,25 @@ def plan(
 
     ``model``: a config, a preset, a folder or a hub id, of which config.json is fetched. ``mesh``: sizes of mesh axes.
     ``across``: the axis that crosses nodes or slices. ``buffer_factor``: of `RaggedAllToAll`; None: room for all rows
-    of the expert axis. ``microbatches``: of a `Pipeline` over the mesh axis ``pipe``; None: this axis splits the batch
-    only. ``compile_for``: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware.
-    ``strategy``: the one to compile, without a mesh, whose rules, pipeline, remat and ``buffer_factor`` count; leave
-    out these arguments then. Raises ValueError for what the mesh or the torus cannot hold, and RuntimeError if the step
-    does not compile.
+    of the expert axis. ``chunks``: of `InChunks`, which bounds this room and drops nothing. ``microbatches``: of a
+    `Pipeline` over the mesh axis ``pipe``; None: this axis splits the batch only. ``compile_for``: ``"cpu"`` compiles
+    the step for virtual devices, ``"device"`` for the named hardware. ``strategy``: the one to compile, without a mesh,
+    whose rules, pipeline, remat, ``buffer_factor`` and ``chunks`` count; leave out these arguments then. Raises
+    ValueError for what the mesh or the torus cannot hold, and RuntimeError if the step does not compile.
     """
     name, config = _config(model)
     _check_sizes(mesh, batch, seq, accumulate, train, buffer_factor)
+    check_positive("plan", "chunks", chunks)
     if strategy is not None:
-        if rules is not RULES or microbatches is not None or buffer_factor is not None or not remat:
-            raise ValueError("give rules, microbatches, remat and buffer_factor by the strategy, or without one")
+        if rules is not RULES or microbatches is not None or buffer_factor is not None or chunks > 1 or not remat:
+            raise ValueError(
+                "give rules, microbatches, remat, buffer_factor and chunks by the strategy, or without one"
+            )
         rules, remat = strategy.rules, strategy.remat is not None
         microbatches = None if strategy.pipeline is None else strategy.pipeline.microbatches
         exchange = strategy.dispatch.exchange if isinstance(strategy.dispatch, ExpertParallel) else None
+        if isinstance(exchange, InChunks):
+            exchange, chunks = exchange.exchange, exchange.chunks
         buffer_factor = exchange.buffer_factor if isinstance(exchange, RaggedAllToAll) else None
     kind, sizes = hardware(on), abstract_mesh(mesh if isinstance(mesh, Mapping) else mesh.shape)
     if across is not None and across not in sizes.shape:
@@ -157,7 +162,7 @@ def plan(
     if across is not None and kind.torus and compile_for == "device":
         raise ValueError(f"across={across!r}: a step is compiled for one slice: leave across out, or compile for 'cpu'")
     pipeline = None if microbatches is None else _pipeline(microbatches, sizes, train)
-    shape, work = dict(sizes.shape), Work(batch, seq, train, accumulate, buffer_factor, pipeline=pipeline)
+    shape, work = dict(sizes.shape), Work(batch, seq, train, accumulate, buffer_factor, chunks, pipeline=pipeline)
     refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != across})
     rows_per_device(batch // accumulate, sizes)  # raises for parts that do not divide
     if pipeline is not None:
@@ -179,7 +184,7 @@ def plan(
         made = _compiled(made, compile_for, strategy, rules, remat)
     if advise and not made.fits:
         options = {"batch": batch, "seq": seq, "train": train, "across": across, "remat": remat}
-        options |= {"buffer_factor": buffer_factor, "microbatches": microbatches}
+        options |= {"buffer_factor": buffer_factor, "chunks": chunks, "microbatches": microbatches}
         again = advice.Question(config, shape, kind, rules, accumulate, options)
         made = dataclasses.replace(made, advice=advice.changes(made, again, plan))
     return made
@@ -273,19 +278,14 @@ def _meshes(devices: int, stages: int) -> list[dict[str, int]]:
 def default_strategy(
     config: DecoderConfig, mesh: Mapping[str, int], platform: str, work: Work, remat: bool = True
 ) -> Strategy:
-    """Scanned layers, recomputed while training, with experts over the expert axis if it has several devices."""
-    dispatch = (
-        ExpertParallel(Sorted(), RaggedAllToAll(work.buffer_factor))
-        if config.experts and mesh["expert"] > 1
-        else Sorted()
-    )
-    return Strategy(
-        dispatch=dispatch,
-        matmul=RaggedDot() if platform == TPU else Blocked(),
-        attend=Blockwise(),
-        stacking=Scanned(),
-        remat=Remat() if work.train and remat else None,
-    )
+    """Scanned layers, recomputed while training, with experts over the expert axis if it has several devices, and the
+    kernels that ``Strategy.auto`` chooses for the platform."""
+    exchange = RaggedAllToAll(work.buffer_factor)
+    exchange = exchange if work.chunks == 1 else InChunks(exchange, work.chunks)
+    dispatch = ExpertParallel(Sorted(), exchange) if config.experts and mesh["expert"] > 1 else Sorted()
+    remat_or_not = Remat() if work.train and remat else None
+    auto = Strategy.auto(platform)
+    return dataclasses.replace(auto, dispatch=dispatch, stacking=Scanned(), remat=remat_or_not, scan_layers=None)
 
 
 def _config(model: DecoderConfig | str | os.PathLike[str]) -> tuple[str, DecoderConfig]:

@@ -79,7 +79,8 @@ def _activations(config: Any, found: list[Part], work: Work, mesh: AnyMesh, toke
                 part_of_tokens *= stages_of(mesh) / work.pipeline.microbatches
             if moe and experts > 1:
                 sent = part_of_tokens * config.experts_per_token * vector * (1 - 1 / experts)
-                add("all-to-all", ("expert",), "tokens", sent, 2 * passes * times)
+                again = int(work.train and work.chunks > 1)  # each chunk is recomputed
+                add("all-to-all", ("expert",), "tokens", sent, 2 * (passes + again) * times)
             if not moe and tensor > 1:
                 summed = 2 * part_of_tokens * vector * (1 - 1 / tensor)
                 add("all-reduce", ("tensor",), "tokens", summed, 2 * passes * times)
