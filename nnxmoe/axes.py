@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnxmoe.config.frozen import FrozenDict
@@ -96,7 +97,8 @@ def make_mesh(
     """A device mesh with the axes ``pipe, data, fsdp, expert, tensor``; one size may be -1: all remaining devices.
 
     ``across``: the axis that crosses hosts or slices, whose index then changes least often along the devices; None:
-    the first axis with several. Raises ValueError unless the product of the sizes is the number of devices.
+    the first axis with several. TPUs are laid out on their torus by `jax.experimental.mesh_utils`. Raises ValueError
+    unless the product of the sizes is the number of devices.
     """
     sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
     if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes.values()):
@@ -113,10 +115,30 @@ def make_mesh(
         sizes[remaining[0]] = found.size // fixed
     if across is not None and across not in sizes:
         raise ValueError(f"across={across!r} is not a mesh axis; the axes are {', '.join(MESH_AXES)}")
+    laid_out = _on_torus if found.flat[0].platform == "tpu" and found.size > 1 else _in_order
+    return Mesh(laid_out(found, sizes, across), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _in_order(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
     first = 0 if across is None else MESH_AXES.index(across)
     order = [MESH_AXES[first], *MESH_AXES[:first], *MESH_AXES[first + 1 :]]
-    found = np.moveaxis(found.reshape([sizes[axis] for axis in order]), 0, first)
-    return Mesh(found, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return np.moveaxis(devices.reshape([sizes[axis] for axis in order]), 0, first)
+
+
+def _on_torus(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
+    """TPUs so that neighbours along a mesh axis are neighbours in a slice; ``across`` goes over several slices."""
+    shape, slices = [sizes[axis] for axis in MESH_AXES], len({getattr(one, "slice_index", 0) for one in devices.flat})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, list(devices.flat), allow_split_physical_axes=True)
+    axis = across or next((axis for axis in MESH_AXES if sizes[axis] > 1), MESH_AXES[0])
+    if sizes[axis] % slices:
+        raise ValueError(
+            f"mesh sizes {dict(sizes)}: {axis!r} goes over {slices} slices: give it a multiple of {slices}, or name "
+            "another axis by across=…"
+        )
+    over = [slices if name == axis else 1 for name in MESH_AXES]
+    inside = [size // count for size, count in zip(shape, over, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(inside, over, list(devices.flat), allow_split_physical_axes=True)
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:

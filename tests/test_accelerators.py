@@ -13,18 +13,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-import nnxmoe
 from nnxmoe.axes import batch_axes, make_mesh
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.planning import child
 from nnxmoe.planning.arithmetic import Work
-from nnxmoe.planning.hardware import TABLE
 from nnxmoe.planning.plan import default_strategy
 from nnxmoe.planning.program import Job, environment
+from nnxmoe.runtime.hardware import TABLE
 from tests.support.families import FAMILIES
 from tests.support.tiny import TINY
 
@@ -56,9 +56,7 @@ class Compiled:
 def compiled(platform: str, config: Any, axes: dict[str, int], work: Work, step: str) -> Compiled:
     """The program of a step. ``axes`` empty: for one device."""
     sizes: dict[str, Any] = {"fsdp": 1, "expert": 1} | axes
-    strategy, auto = default_strategy(config, sizes, platform, work), nnxmoe.Strategy.auto(platform)
-    strategy = dataclasses.replace(strategy, matmul=auto.matmul, attend=auto.attend, scan_layers=None)
-    job = Job(config, strategy, sizes, work, platform, DEVICES[platform])
+    job = Job(config, default_strategy(config, sizes, platform, work), sizes, work, platform, DEVICES[platform])
     found = child.devices(dataclasses.replace(job, mesh={"fsdp": 4}))
     mesh = make_mesh(**sizes, devices=found if axes else found[:1])
     program = (_forward(job, mesh) if step == "forward" else child.traced(job, mesh)).lower().compile()
@@ -80,12 +78,12 @@ def _forward(job: Job, mesh: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def compile_for() -> Iterator[Callable[..., Compiled]]:
-    """``compile_for(platform, …)`` is `compiled` in the platform's process; skipped without its compiler."""
+def compile_for() -> Iterator[Callable[..., Any]]:
+    """``compile_for(platform, …)`` is `compiled`, or ``run``, in the platform's process; skipped without compiler."""
     pools: dict[str, concurrent.futures.ProcessPoolExecutor] = {}
     needed = {"tpu": ("libtpu", "tokamax"), "gpu": ("jax_cuda12_plugin", "nvidia.cudnn", "tokamax")}
 
-    def run(platform: str, *rest: Any) -> Compiled:
+    def call(platform: str, *rest: Any, run: Callable[..., Any] | None = None) -> Any:
         if missing := [name for name in needed[platform] if not _installed(name)]:
             pytest.skip(f"{missing[0]} is not installed: pip install 'nnxmoe[kernels,plan-gpu,plan-tpu]'")
         if platform not in pools:
@@ -96,9 +94,10 @@ def compile_for() -> Iterator[Callable[..., Compiled]]:
             pools[platform].submit(int).result(timeout=120)  # the process has read its environment
             os.environ.clear()
             os.environ.update(usual)
-        return pools[platform].submit(compiled, platform, *rest).result(timeout=900)
+        given = (compiled, platform) if run is None else (run,)
+        return pools[platform].submit(*given, *rest).result(timeout=900)
 
-    yield run
+    yield call
     for pool in pools.values():
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -143,3 +142,39 @@ def test_layers_of_real_width_compile_and_fit(
     assert made.ragged == bool(config.experts)
     if config.experts and step != "decode":
         assert any(KERNELS[platform] in call for call in made.calls)
+
+
+def distances(topology: str, slices: int, axes: dict[str, int], across: str | None) -> dict[str, set[int]]:
+    """Mesh axis -> how far apart neighbours along it are: steps on the torus, -1 for another slice."""
+    from jax.experimental import topologies
+
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology, num_slices=slices).devices
+    sizes: dict[str, Any] = dict(axes)
+    mesh = make_mesh(**sizes, devices=found, across=across)
+    torus = [max(place) + 1 for place in zip(*(one.coords for one in found), strict=True)]
+
+    def apart(one: Any, other: Any) -> int:
+        if one.slice_index != other.slice_index:
+            return -1
+        steps = (abs(a - b) for a, b in zip(one.coords, other.coords, strict=True))
+        return sum(min(step, size - step) for step, size in zip(steps, torus, strict=True))
+
+    gone = dict[str, set[int]]()
+    for i, axis in enumerate(mesh.axis_names):
+        if axes.get(axis, 1) > 1:
+            lines = np.moveaxis(mesh.devices, i, 0)
+            gone[axis] = {
+                apart(*pair) for a, b in itertools.pairwise(lines) for pair in zip(a.flat, b.flat, strict=True)
+            }
+    return gone
+
+
+def test_meshes_lie_on_the_torus(compile_for: Callable[..., Any]) -> None:
+    """Neighbours along each axis are neighbours on the torus; only the axis that is named goes over slices."""
+    axes = {"fsdp": 4, "expert": 4, "tensor": 4}
+    near = {axis: {1} for axis in axes}
+    assert compile_for("tpu", "v5p:4x4x4", 1, axes, None, run=distances) == near
+    found = compile_for("tpu", "v5p:4x4x4", 2, {"data": 2, **axes}, "data", run=distances)
+    assert found == {"data": {-1}, **near}
+    with pytest.raises(ValueError, match="'tensor' goes over 2 slices: give it a multiple of 2"):
+        compile_for("tpu", "v5p:2x2x1", 2, {"fsdp": 8, "tensor": 1}, "tensor", run=distances)
