@@ -20,9 +20,10 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train import lora
-from nnxmoe.train.loop.fit import NotFinite, fit
+from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.loop.loss import ChunkedLoss
 from nnxmoe.train.loop.objective import Objective
+from nnxmoe.train.loop.run import NotFinite
 from nnxmoe.train.loop.step import Step
 from nnxmoe.train.runs.checkpoints import Checkpoints
 from tests.support.tiny import build_tiny, random_tokens

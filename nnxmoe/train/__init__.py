@@ -11,9 +11,6 @@ from nnxmoe.train.data.batches import Rows as Rows
 from nnxmoe.train.data.batches import batches as batches
 from nnxmoe.train.data.documents import Documents as Documents
 from nnxmoe.train.data.records import DataError as DataError
-from nnxmoe.train.loop.fit import Fitted as Fitted
-from nnxmoe.train.loop.fit import NotFinite as NotFinite
-from nnxmoe.train.loop.fit import Progress as Progress
 from nnxmoe.train.loop.fit import fit as fit
 from nnxmoe.train.loop.loss import ChunkedLoss as ChunkedLoss
 from nnxmoe.train.loop.loss import Whole as Whole
@@ -23,6 +20,9 @@ from nnxmoe.train.loop.metrics import TensorBoardLog as TensorBoardLog
 from nnxmoe.train.loop.objective import Losses as Losses
 from nnxmoe.train.loop.objective import Objective as Objective
 from nnxmoe.train.loop.objective import TrainingObjective as TrainingObjective
+from nnxmoe.train.loop.run import Fitted as Fitted
+from nnxmoe.train.loop.run import NotFinite as NotFinite
+from nnxmoe.train.loop.run import Progress as Progress
 from nnxmoe.train.loop.step import Report as Report
 from nnxmoe.train.loop.step import Step as Step
 from nnxmoe.train.loop.step import TrainState as TrainState

@@ -32,8 +32,9 @@ from nnxmoe.storage.write import write_json
 from nnxmoe.train import lora
 from nnxmoe.train.data.batches import Batch, Batches
 from nnxmoe.train.data.documents import Documents
-from nnxmoe.train.loop.fit import Fitted, Progress, fit
+from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.loop.metrics import JsonLog
+from nnxmoe.train.loop.run import Fitted, Progress
 from nnxmoe.train.lora.peft import WEIGHTS_FILE
 from nnxmoe.train.lora.peft_config import CONFIG_FILE
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from nnxmoe.storage.files import absolute
-from nnxmoe.train.loop.fit import Metrics, Progress
+from nnxmoe.train.loop.run import Metrics, Progress
 
 
 class _Log(abc.ABC):

@@ -79,6 +79,7 @@ class Step:
             trainable = trainable if self.objective.depths else nnx.All(trainable, nnx.Not(nnx.PathContains("mtp")))
         self.accumulate, self.bias_rate = accumulate, bias_rate
         self.mesh, self.vocab = model.strategy.mesh, model.config.vocab_size
+        self.pipeline = model.strategy.pipeline
         self.graph, params, frozen = nnx.split(model, trainable, ...)
         self._params, self._frozen = _variables(params), _variables(frozen)
         if not self._params:

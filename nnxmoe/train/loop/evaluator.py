@@ -1,0 +1,36 @@
+"""Held-out batches, measured while a model is trained."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from nnxmoe.config.validate import is_positive
+from nnxmoe.runtime.programs import SharedProgram
+from nnxmoe.train.loop.batch import Batch, rows_of
+from nnxmoe.train.loop.feed import put_batch
+from nnxmoe.train.loop.step import Step, TrainState
+
+
+class Evaluator:
+    """Computes the mean cross-entropy of held-out batches."""
+
+    def __init__(self, step: Step, data: Iterable[Batch], every: int | None) -> None:
+        if isinstance(data, Iterator):
+            raise ValueError("evaluate is an iterator, which can be used only once: pass a list of batches, list(…)")
+        if every is not None and not is_positive(every):
+            raise ValueError(f"evaluate_every={every!r}: pass an int of at least 1, or None")
+        self.step, self.data, self.every = step, data, every
+        self.losses = SharedProgram(step.losses, "the evaluation")
+
+    def due(self, step: int, last: bool) -> bool:
+        return last or (self.every is not None and step % self.every == 0)
+
+    def __call__(self, state: TrainState) -> float:
+        found, weights = [], []
+        for batch in self.data:
+            losses = self.losses(state, put_batch(batch, self.step))
+            found.append(float(losses.total if losses.cross_entropy is None else losses.cross_entropy))
+            weights.append(float(rows_of(batch) if losses.tokens is None else losses.tokens))
+        if not sum(weights):
+            raise ValueError("evaluate: the batches have no token to predict")
+        return float(np.average(found, weights=weights))

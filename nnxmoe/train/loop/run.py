@@ -1,0 +1,293 @@
+"""The steps of a training run: what is read, evaluated, called and saved after each of them."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.runtime.interrupts import Interrupted, Stop
+from nnxmoe.runtime.processes import deadline
+from nnxmoe.runtime.programs import SharedProgram
+from nnxmoe.runtime.progress import logger
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.train.loop.batch import Batch
+from nnxmoe.train.loop.evaluator import Evaluator
+from nnxmoe.train.loop.feed import Source, put_batch
+from nnxmoe.train.loop.speed import peak_flops
+from nnxmoe.train.loop.step import Report, Step, TrainState
+from nnxmoe.train.runs.checkpoints import Checkpoints
+
+Metrics = dict[str, float]
+
+
+class NotFinite(ValueError):
+    """Raised when gradients, or parameters about to be saved, are NaN or infinite; the message names the parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The argument of callbacks, after each step.
+
+    ``model()`` is the model as it is now. The next step donates its arrays, so copy what is to be kept
+    (``jax.tree.map(jnp.copy, nnx.state(model))``) or save it.
+    """
+
+    step: int
+    steps: int
+    metrics: Metrics
+    load: np.ndarray  # [L, E]: the share of each MoE layer's assignments that went to each expert (see `Losses`)
+    model: Callable[[], CausalLM]
+
+
+class Callback(Protocol):
+    """Called after each step; returns True (or NumPy's True) to stop the training.
+
+    The next step waits for it, unless all callbacks have an attribute ``late = True``: these look at metrics only, are
+    called while the next step is computed, and can neither call ``progress.model`` nor stop the training.
+    """
+
+    def __call__(self, progress: Progress, /) -> bool | np.bool_ | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """The result of `fit`: the trained model, the metrics of each step of this call, and the final state."""
+
+    model: CausalLM
+    history: list[Metrics]
+    state: TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """A step that was started. ``position``: of the data after its batch."""
+
+    number: int
+    position: dict[str, Any]
+    batch: Batch
+    report: Report
+
+
+class Run:
+    """The steps from the last checkpoint, or from the start, to the last one."""
+
+    def __init__(
+        self, step: Step, source: Source, checkpoints: Checkpoints | None, steps: int, seed: int, flops: float
+    ) -> None:
+        self.step, self.source, self.checkpoints, self.steps, self.flops = step, source, checkpoints, steps, flops
+        self.first = 0 if checkpoints is None else checkpoints.latest() or 0
+        if checkpoints is not None and self.first > steps:
+            raise ValueError(
+                f"{checkpoints.folder} is at step {self.first}, beyond the total of steps={steps}: pass a larger "
+                "number, or another folder"
+            )
+        self.state = self._restored() if self.first else step.init(seed)
+        self.peak = peak_flops(step.mesh)
+        self.finite = SharedProgram(
+            lambda params: [jnp.all(jnp.isfinite(value)) for value in params.values()], out_shardings=step.places.step
+        )
+
+    def go(self, evaluator: Evaluator | None, callbacks: Sequence[Callback], stop: Stop) -> Fitted:
+        """Reads the report of each step while the device computes the next one, unless something looks at the state
+        between the two."""
+        history: list[Metrics] = []
+        late = all(getattr(callback, "late", False) for callback in callbacks)
+        before: _Made | None = None  # the step whose report has not been read
+        bar: tqdm | None = None
+        with contextlib.ExitStack() as shown:
+
+            def read(made: _Made, now: bool) -> tuple[bool, bool]:
+                """Returns whether training stops after this step, and whether it was interrupted in it."""
+                assert bar is not None
+                metrics, load = self._read(made, stop)
+                interrupted = now and stop.asked
+                last = self._after(made, metrics, load, evaluator, callbacks, late, interrupted)
+                history.append(metrics)
+                bar.set_postfix(_shown(metrics), refresh=False)
+                bar.update()
+                return last, interrupted
+
+            for number in range(self.first + 1, self.steps + 1):
+                if self.checkpoints is not None and self.checkpoints.due(number):
+                    self.checkpoints.wait()  # a kill loses one interval at most
+                if before is None:
+                    self.since = time.perf_counter()
+                try:
+                    batch, position = self.source.next()
+                    batch = put_batch(batch, self.step)
+                    if self.step.compiles(batch):
+                        self.since += self._compile(batch, bar)
+                    if bar is None:  # only now, so that its estimate counts no compilation
+                        bar = shown.enter_context(_bar(self.first, self.steps))
+                    with deadline("a training step"):
+                        self.state, report = self.step.run(self.state, batch)
+                finally:
+                    if before is not None:  # also where the data end or are refused
+                        made, before = before, None
+                        read(made, False)
+                made = _Made(number, position, batch, report)
+                if late and number > self.first + 1 and not self._due(number, evaluator) and not stop.asked:
+                    before = made
+                    continue
+                last, interrupted = read(made, True)
+                if last:
+                    break
+                if interrupted:
+                    self._interrupt(number, history)
+        return Fitted(self.step.model(self.state), history, self.state)
+
+    def _due(self, number: int, evaluator: Evaluator | None) -> bool:
+        """Whether the state after this step is needed."""
+        last = number == self.steps
+        saved = self.checkpoints is not None and self.checkpoints.due(number)
+        return last or saved or (evaluator is not None and evaluator.due(number, last))
+
+    def _compile(self, batch: Batch, bar: tqdm | None) -> float:
+        """Compiles the step for batches of this shape; returns the seconds, which do not count as training."""
+        started = time.perf_counter()
+        if bar is not None:
+            bar.clear()
+        with deadline("compiling a training step"):
+            self.step.program(self.state, batch)
+        seconds = time.perf_counter() - started
+        if bar is not None:
+            bar.start_t += seconds
+        return seconds
+
+    def _interrupt(self, number: int, history: list[Metrics]) -> None:
+        """Raises Interrupted, after a checkpoint of this step is complete."""
+        told = "nothing is saved: give fit a checkpoint folder to continue another time"
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+            told = f"saved in {self.checkpoints.folder}: the same call continues from there"
+        fitted = Fitted(self.step.model(self.state), history, self.state)
+        raise Interrupted(f"interrupted at step {number} of {self.steps}; {told}", fitted)
+
+    def _read(self, made: _Made, stop: Stop) -> tuple[Metrics, np.ndarray]:
+        """The metrics of a step and its `Progress.load`, once they are computed. Raises ValueError for a batch without
+        tokens, and NotFinite."""
+        with deadline("a training step"):
+            report = jax.device_get(made.report)
+        if report.losses.tokens is not None and not report.losses.tokens:
+            raise ValueError(
+                f"step {made.number}: the batch has no token to predict. Tokens with segment id 0, attention_mask 0 "
+                "or loss_mask 0 do not count, nor does the only token of a row; check the data"
+            )
+        stop.defer()
+        self._refuse_nonfinite("gradients", report.finite, report, made.number)
+        now = time.perf_counter()
+        metrics = self._metrics(report, made, now - self.since)
+        self.since = now
+        load = np.asarray(report.losses.load, np.float64)
+        return metrics, load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
+
+    def _after(
+        self,
+        made: _Made,
+        metrics: Metrics,
+        load: np.ndarray,
+        evaluator: Evaluator | None,
+        callbacks: Sequence[Callback],
+        late: bool,
+        interrupted: bool,
+    ) -> bool:
+        """Evaluates, runs callbacks and saves a checkpoint if due. Returns whether training stops here."""
+        number, last = made.number, made.number == self.steps
+        if evaluator is not None and evaluator.due(number, last):
+            metrics["evaluation"] = evaluator(self.state)
+        progress = Progress(number, self.steps, metrics, load, _unseen if late else lambda: self.step.model(self.state))
+        answers = [callback(progress) for callback in callbacks]
+        stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
+        if stop and late:
+            raise ValueError(f"a callback stops the training at step {number}: remove its attribute late")
+        save = last or stop or interrupted
+        if save or (self.checkpoints is not None and self.checkpoints.due(number)):
+            finite = jax.device_get(self.finite(self.state.params))
+            self._refuse_nonfinite("new values", finite, made.report, number)
+        if self.checkpoints is not None:
+            self.checkpoints.save(number, self.step.saved(self.state), {"data": made.position}, force=save)
+        return last or stop
+
+    def _restored(self) -> TrainState:
+        assert self.checkpoints is not None
+        try:
+            arrays, extra = self.checkpoints.restore(self.first, self.step.saved(self.step.shapes()))
+        except CheckpointError as error:
+            if self.step.pipeline is None or self.step.pipeline.stages is not None:
+                raise
+            raise CheckpointError(
+                f"{error}\nThe arrays of a model in pipeline stages depend on their number: set it to that of the run, "
+                f"Pipeline({self.step.pipeline.microbatches}, stages=…)"
+            ) from error
+        self.source.restore(extra["data"])
+        logger.info("resuming from step %d of %s", self.first, self.checkpoints.folder)
+        return self.step.restored(arrays)
+
+    def _refuse_nonfinite(self, what: str, finite: Iterable[Any], report: Report, number: int) -> None:
+        odd = [name for name, good in zip(self.step.names, finite, strict=True) if not good]
+        if odd:
+            where = ""
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+                latest = self.checkpoints.latest()
+                where = (
+                    ". There is no checkpoint yet" if latest is None else f". The last checkpoint is of step {latest}"
+                )
+            raise NotFinite(
+                f"step {number}: the {what} of {', '.join(odd[:5])}{' …' if len(odd) > 5 else ''} "
+                f"({len(odd)} of {len(self.step.names)} parameters) are NaN or infinite, the loss is "
+                f"{float(report.losses.total):.4g}: lower the learning rate, clip gradients or check the batch{where}"
+            )
+
+    def _metrics(self, report: Report, made: _Made, seconds: float) -> Metrics:
+        losses, batch = report.losses, made.batch
+        metrics = {"step": made.number, "loss": float(losses.total)}
+        if losses.cross_entropy is not None:
+            metrics |= {"cross_entropy": float(losses.cross_entropy), "tokens": float(losses.tokens)}
+        if losses.mtp is not None:
+            metrics["mtp"] = float(losses.mtp)
+        metrics |= {"gradient_norm": float(report.gradient_norm), "seconds": seconds}
+        if report.learning_rate is not None:
+            metrics["learning_rate"] = float(report.learning_rate)
+        if "tokens" in batch:
+            metrics["tokens_per_second"] = batch["tokens"].size / seconds
+            if self.peak is not None:
+                metrics["mfu"] = self.flops * batch["tokens"].size / seconds / self.peak
+        if (used := report.used) is not None:
+            metrics |= {
+                "balance": float(losses.balance),
+                "router_z": float(losses.router_z),
+                "busiest_expert": float(np.max(used.busiest)),
+                "idle_experts": int(np.sum(used.idle)),
+                "dropped": float(np.max(used.dropped)),
+            }
+        return metrics
+
+
+def _unseen() -> CausalLM:
+    raise ValueError("the next step has begun when a late callback is called: remove its attribute late to see a model")
+
+
+def _bar(first: int, steps: int) -> tqdm:
+    silent: Any = {"disable": True} if jax.process_index() > 0 else {}  # disable=False would override TQDM_DISABLE
+    return tqdm(total=steps, initial=first, desc="training", unit="step", dynamic_ncols=True, **silent)
+
+
+def _shown(metrics: Metrics) -> dict[str, str]:
+    """The metrics that fit beside the progress bar."""
+    names = {
+        "loss": "{:.4f}",
+        "tokens_per_second": "{:.0f}",
+        "seconds": "{:.3f}",
+        "mfu": "{:.1%}",
+        "busiest_expert": "{:.1f}x",  # its share, in even shares
+    }
+    short = {"tokens_per_second": "tok/s", "seconds": "s/step", "busiest_expert": "busiest expert"}
+    return {short.get(name, name): form.format(metrics[name]) for name, form in names.items() if name in metrics}
