@@ -15,9 +15,9 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import Sampling
-from nnxmoe.generation import decode, engine, passes
+from nnxmoe.generation import decode, engine, grouping, passes
 from nnxmoe.generation.decode import eos_ids, left_aligned
-from nnxmoe.generation.engine import chunk_sizes
+from nnxmoe.generation.grouping import chunk_sizes
 from nnxmoe.generation.sampling import pick, prepare
 from nnxmoe.generation.text import TextStream
 from nnxmoe.model.causal_lm import bucket
@@ -357,9 +357,9 @@ def test_chunk_sizes() -> None:
 )
 def test_prompts_of_several_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 3 to 21 tokens in chunks of 4 and 8, with a window of 6, continue as the prompt in one piece does."""
-    monkeypatch.setattr(engine, "SMALL", 4)
-    monkeypatch.setattr(engine, "LARGE", 8)
-    monkeypatch.setattr(engine, "MOST_SMALL", 1)
+    for module in (engine, grouping):
+        for name, value in (("SMALL", 4), ("LARGE", 8), ("MOST_SMALL", 1)):
+            monkeypatch.setattr(module, name, value)
     model = build_tiny(kind, **({} if kind == "deepseek_v3" else {"sliding_window": 6}))
     tokens, mask = random_tokens(3, 21), np.arange(21) >= np.array([[0], [9], [18]])
     options: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": None}

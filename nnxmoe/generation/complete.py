@@ -10,7 +10,8 @@ import numpy as np
 
 from nnxmoe.generation.decode import Eos, eos_ids
 from nnxmoe.generation.draft_cost import Drafting
-from nnxmoe.generation.engine import SMALL, Engine
+from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.grouping import SMALL
 from nnxmoe.generation.request import Finish, Prefix, Request, Wanted, whole_ids, whole_number
 from nnxmoe.generation.rows import Process
 from nnxmoe.generation.sampling import Sampling

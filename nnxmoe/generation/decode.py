@@ -14,7 +14,8 @@ from jaxtyping import Int, Integer
 
 from nnxmoe.config.rope import DynamicRope
 from nnxmoe.generation.draft_cost import Drafting
-from nnxmoe.generation.engine import LARGE, SMALL, Engine, Group, chunk_sizes
+from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.grouping import LARGE, SMALL, Group, chunk_sizes
 from nnxmoe.generation.passes import Room, cache_bytes
 from nnxmoe.generation.request import Request, Wanted, refuse_ids, whole_number
 from nnxmoe.generation.sampling import Sampling

@@ -9,8 +9,8 @@ import collections
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +19,16 @@ from nnxmoe.axes import batch_axes, shards
 from nnxmoe.config.rope import DynamicRope
 from nnxmoe.generation import draft_cost, passes
 from nnxmoe.generation.draft import Modelled
+from nnxmoe.generation.grouping import (
+    LARGE,
+    MOST_SMALL,
+    SMALL,
+    Group,
+    Grouping,
+    as_one_large_chunk,
+    chunk_sizes,
+    one_by_one,
+)
 from nnxmoe.generation.passes import Part, Passed, Room, cache_bytes
 from nnxmoe.generation.request import (
     Event,
@@ -35,42 +45,6 @@ from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, Options, Process, Rep
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.memory import refuse_beyond_memory
 from nnxmoe.runtime.processes import deadline
-
-SMALL, LARGE = 64, 512  # tokens per chunk of a prompt
-MOST_SMALL = 6  # small chunks that are less work than a large one
-
-
-def chunk_sizes(length: int) -> list[int]:
-    """Sizes of the chunks in which a prompt is read: as many of `LARGE` as it fills, then as few of `SMALL` as hold the
-    rest, or one `LARGE` where that is less work."""
-    large, rest = divmod(length, LARGE)
-    small = -(-rest // SMALL)
-    return [LARGE] * large + ([SMALL] * small if small <= MOST_SMALL else [LARGE])
-
-
-class Group(NamedTuple):
-    """How the first waiting prompts are read: how many of them, in a batch of how many rows, in chunks of which
-    sizes."""
-
-    count: int
-    rows: int
-    sizes: list[int]
-
-
-def as_one_large_chunk(lengths: Sequence[int], slots: int) -> Group:
-    """Prompts of equal small chunks together, as many as a large chunk has room for; longer ones alone."""
-    sizes = chunk_sizes(lengths[0])
-    rows = min(slots, max(1, LARGE // max(sizes)))
-    count = sum(1 for _ in itertools.takewhile(lambda length: chunk_sizes(length) == sizes, lengths[:rows]))
-    return Group(count, 1 if count == 1 else rows, sizes)
-
-
-def one_by_one(lengths: Sequence[int], slots: int) -> Group:
-    """Every prompt alone, so that not even the last bits of what follows depend on what else is waiting."""
-    return Group(1, 1, chunk_sizes(lengths[0]))
-
-
-Grouping = Callable[[Sequence[int], int], Group]  # (lengths of the waiting prompts, slots) -> Group
 
 
 @dataclasses.dataclass(eq=False)
