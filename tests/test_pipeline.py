@@ -210,24 +210,33 @@ def test_models_in_stages_generate_on_one_device() -> None:
 # Checkpoints and adapters
 
 
-def resumed(folder: str) -> list[bool]:
-    """Whether a run on four stages is read bit for bit on other meshes and on one device, and goes on there."""
-    data, options = [batch()] * 4, {"optimizer": optax.adam(1e-2), "checkpoint": folder, "save_every": 1}
+def resumed(folder: str) -> list[Any]:
+    """Whether a run on four stages is read bit for bit on other meshes and on one device, and goes on there; and the
+    message about one that has other arrays, because its number of stages was not given."""
+    data, options = [batch()] * 4, {"optimizer": optax.adam(1e-2), "save_every": 1}
 
-    def fit(steps: int, axes: dict[str, int] | None) -> Any:
-        strategy = Strategy(pipeline=Pipeline(4, stages=4))
+    def fit(steps: int, axes: dict[str, int] | None, where: str = folder, stages: int | None = 4) -> Any:
         mesh = None if axes is None else nnxmoe.make_mesh(**axes)
-        return train.fit(model_of("mixtral", strategy, 6), data, steps=steps, mesh=mesh, **options)
+        at_first = mesh if stages is None else None  # whose stages then count
+        strategy = Strategy(pipeline=Pipeline(4, stages=stages), mesh=at_first)
+        model = model_of("mixtral", strategy, 6)
+        return train.fit(model, data, steps=steps, mesh=mesh, checkpoint=where, **options)
 
     first = values(fit(2, {"pipe": 4, "fsdp": 2}).model)
     found = [values(fit(2, axes).model) for axes in ({"pipe": 2, "fsdp": 4}, {"fsdp": 8}, None)]
     assert fit(3, None).history[-1]["step"] == 3
-    return [first.keys() == other.keys() and all((first[n] == other[n]).all() for n in first) for other in found]
+    fit(1, {"pipe": 4, "fsdp": 2}, f"{folder}-by-mesh", None)
+    with pytest.raises(ValueError) as raised:
+        fit(2, {"pipe": 2, "fsdp": 4}, f"{folder}-by-mesh", None)
+    same = [first.keys() == other.keys() and all((first[n] == other[n]).all() for n in first) for other in found]
+    return [*same, str(raised.value)]
 
 
 @pytest.mark.slow
 def test_runs_resume_on_meshes_with_other_stages(eight: Callable[..., Any], tmp_path: Path) -> None:
-    assert eight(resumed, str(tmp_path / "run")) == [True, True, True]
+    *same, message = eight(resumed, str(tmp_path / "run"))
+    assert same == [True, True, True]
+    assert "has shape [4, " in message and "that of the run, Pipeline(4, stages=…)" in message
 
 
 def adapted() -> tuple[float, set[str]]:
