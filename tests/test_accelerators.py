@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnxmoe.axes import batch_axes, make_mesh
+from nnxmoe.model.pipeline import Pipeline
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.planning import child
 from nnxmoe.planning.arithmetic import Work
@@ -56,7 +57,9 @@ class Compiled:
 def compiled(platform: str, config: Any, axes: dict[str, int], work: Work, step: str) -> Compiled:
     """The program of a step. ``axes`` empty: for one device."""
     sizes: dict[str, Any] = {"fsdp": 1, "expert": 1} | axes
-    job = Job(config, default_strategy(config, sizes, platform, work), sizes, work, platform, DEVICES[platform])
+    strategy = default_strategy(config, sizes, platform, work)
+    strategy = dataclasses.replace(strategy, pipeline=work.pipeline, scan_layers=None)
+    job = Job(config, strategy, sizes, work, platform, DEVICES[platform])
     found = child.devices(dataclasses.replace(job, mesh={"fsdp": 4}))
     mesh = make_mesh(**sizes, devices=found if axes else found[:1])
     program = (_forward(job, mesh) if step == "forward" else child.traced(job, mesh)).lower().compile()
@@ -144,6 +147,15 @@ def test_layers_of_real_width_compile_and_fit(
         assert any(KERNELS[platform] in call for call in made.calls)
 
 
+@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
+def test_stages_compile_with_kernels(compile_for: Callable[..., Any], platform: str) -> None:
+    """Kernels are manual over all axes of the mesh where the stages are over one."""
+    config = dataclasses.replace(PRESETS["mixtral-8x7b"], num_hidden_layers=2)
+    work = Work(4, 1024, pipeline=Pipeline(2))
+    made = compile_for(platform, config, {"pipe": 2, "expert": 2}, work, "train")
+    assert made.total < MEMORY[platform] and any(KERNELS[platform] in call for call in made.calls)
+
+
 def distances(topology: str, slices: int, axes: dict[str, int], across: str | None) -> dict[str, set[int]]:
     """Mesh axis -> how far apart neighbours along it are: steps on the torus, -1 for another slice."""
     from jax.experimental import topologies
@@ -154,7 +166,7 @@ def distances(topology: str, slices: int, axes: dict[str, int], across: str | No
     torus = [max(place) + 1 for place in zip(*(one.coords for one in found), strict=True)]
 
     def apart(one: Any, other: Any) -> int:
-        if one.slice_index != other.slice_index:
+        if getattr(one, "slice_index", 0) != getattr(other, "slice_index", 0):
             return -1
         steps = (abs(a - b) for a, b in zip(one.coords, other.coords, strict=True))
         return sum(min(step, size - step) for step, size in zip(steps, torus, strict=True))

@@ -157,18 +157,22 @@ def test_operations_by_formula_are_those_of_the_traced_step(kind: str, remat: bo
 
 
 # Compiled by XLA for devices of these kinds: model, mesh, hardware, rows, options -> arguments, bytes in all (GB).
-# On H100 without accumulation by jax 0.10.2 and this version; the others by an older version of the package.
+# On H100 by jax 0.10.2 and this version, with tokamax and cuDNN; on TPUs by an older version of the package.
 RECORDED: list[tuple[str, dict[str, int], str, int, dict[str, Any], float, float]] = [
     ("mixtral-8x22b", {"fsdp": 8, "expert": 8}, "h100", 64, {}, 33.4, 77.9),
-    ("mixtral-8x22b", {"fsdp": 8, "expert": 8}, "h100", 256, {"accumulate": 4}, 33.4, 73.0),
+    ("mixtral-8x22b", {"fsdp": 8, "expert": 8}, "h100", 256, {"accumulate": 4}, 33.4, 77.9),
     ("deepseek-v3", {"fsdp": 16, "expert": 16}, "h100", 256, {"buffer_factor": 1.25}, 43.5, 101.5),
     (
         *("deepseek-v3", {"fsdp": 8, "expert": 16, "tensor": 2}, "h100", 256),
-        *({"buffer_factor": 1.25, "rules": WIDE}, 33.85, 80.9),
+        *({"buffer_factor": 1.25, "rules": WIDE}, 33.85, 79.4),
+    ),
+    (
+        *("deepseek-v3", {"fsdp": 8, "expert": 16, "tensor": 2}, "h100", 256),
+        *({"chunks": 16, "rules": WIDE}, 33.85, 79.0),
     ),
     (
         *("mixtral-8x22b", {"pipe": 4, "fsdp": 8, "expert": 8}, "h100", 1024),
-        *({"microbatches": 16, "buffer_factor": 1.25}, 8.8, 45.6),
+        *({"microbatches": 16, "buffer_factor": 1.25}, 8.8, 38.1),
     ),
     ("mixtral-8x22b", {"fsdp": 8, "expert": 8}, "tpu-v5p", 64, {}, 33.4, 64.2),
     ("deepseek-v3", {"fsdp": 16, "expert": 16}, "tpu-v5p", 256, {"buffer_factor": 1.25}, 43.5, 81.7),

@@ -7,12 +7,12 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import RULES, Rules, divided_over, shard_map, sharded_over, shards
+from nnxmoe.axes import RULES, Rules
 from nnxmoe.config.validate import check_object
-from nnxmoe.layers.attend import Attend, Fused, Scores
+from nnxmoe.layers.attend import Attend, Fused, Scores, by_head
 from nnxmoe.layers.blockwise import Blockwise
 from nnxmoe.layers.streaming import Streaming
 
@@ -50,14 +50,14 @@ class Splash:
     """``jax.experimental.pallas.ops.tpu.splash_attention``, FlashAttention for TPUs that skips masked blocks.
 
     It computes causal passes of multiples of 128 tokens, with window, segments, padding and soft cap; ``otherwise``
-    computes the rest: steps and chunks with a cache, sinks, and a window with padding. ``mesh``, ``rules``: how batch
-    and heads are sharded, because XLA cannot partition the kernel; ``Strategy`` sets them. ``interpret``: run in
-    Pallas's interpreter, on any backend. Raises ValueError if ``otherwise`` is not an object.
+    computes the rest: steps and chunks with a cache, sinks, and a window with padding. ``mesh``, ``rules``: of
+    `by_head`; ``Strategy`` sets them. ``interpret``: run in Pallas's interpreter, on any backend. Raises ValueError if
+    ``otherwise`` is not an object.
     """
 
     otherwise: Attend = Blockwise()
-    mesh: Mesh | None = None
-    rules: Rules = RULES
+    mesh: Mesh | None = dataclasses.field(default=None, repr=False)
+    rules: Rules = dataclasses.field(default=RULES, repr=False)
     interpret: bool = False
 
     def __post_init__(self) -> None:
@@ -84,12 +84,7 @@ class Splash:
         def run(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
             return _splash(q.shape[1:], scores, self.interpret)(q, k, v, segments)
 
-        if self.mesh is None or self.mesh.size == 1:
-            return run(*given)
-        batch, heads = divided_over(q.shape[0], self.mesh) or None, sharded_over("kv_heads", self.mesh, self.rules)
-        spec = PartitionSpec(batch, None if k.shape[1] % shards(self.mesh, heads) else heads or None)
-        specs = spec, spec, spec, PartitionSpec(batch)
-        return shard_map(run, self.mesh, specs, spec)(*given)
+        return by_head(run, self.mesh, self.rules, *given)
 
 
 def _segments(scores: Scores, batch: int) -> Int[Array, "B T"] | None:
