@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import nnxmoe
 from nnxmoe.cli.inspect import summarise
@@ -17,7 +17,7 @@ from nnxmoe.storage.checkpoint import Checkpoint
 from tests.support import quantised
 from tests.support.arrays import identical, max_error
 from tests.support.families import load
-from tests.support.quantised import FIELDS, FORMATS, is_linear, read_tensors, write_quantised
+from tests.support.quantised import FIELDS, FOLDER, FORMATS, MODULE, is_linear, read_tensors, write_quantised
 from tests.support.running import MODEL_TOLERANCE, variables
 from tests.support.tiny import random_tokens, tiny_weights, write_checkpoint
 
@@ -449,3 +449,29 @@ def test_experts_stored_in_different_ways_are_refused(tmp_path: Path) -> None:
 def test_the_choice_is_refused_twice() -> None:
     with pytest.raises(ValueError, match="exclude each other"):
         nnxmoe.from_pretrained("demo", keep_quantized=True, quantize=nnxmoe.Int8())
+
+
+BY_TOOLS = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    "gptq-4": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
+    "gptq-8": {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": False},
+    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4-nested": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+}
+
+
+@pytest.mark.parametrize("name", BY_TOOLS)
+def test_what_the_tools_wrote_is_read_to_the_bit(tmp_path: Path, name: str) -> None:
+    """One projection, quantised and dequantised by autoawq, auto-gptq and bitsandbytes; the first two in float16."""
+    stored = load_file(FOLDER / f"{name}.safetensors")
+    values = stored.pop("values")
+    weights = tiny_weights(FIELDS["llama"])
+    assert values.shape == weights.pop(f"{MODULE}.weight").shape
+    weights |= {f"{MODULE}.{ending}": value for ending, value in stored.items()}
+    folder = write_checkpoint(tmp_path, FIELDS["llama"] | {"quantization_config": BY_TOOLS[name]}, weights)
+    for model in (
+        nnxmoe.from_pretrained(folder, dtype="float32"),
+        nnxmoe.dequantize(nnxmoe.from_pretrained(folder, dtype="float32", keep_quantized=True)),
+    ):
+        read = np.asarray(model.stacks[0].layers[1].attention.q.kernel[...]).reshape(values.shape)
+        np.testing.assert_array_equal(read if "nf4" in name else read.astype(np.float16), values)

@@ -25,6 +25,8 @@ NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 BFLOAT16 = ml_dtypes.bfloat16
+FOLDER = Path(__file__).parents[1] / "data" / "quantised"  # what the tools themselves make of one projection
+MODULE = "model.layers.1.self_attn.q_proj"  # of a tiny Llama
 
 
 def words(numbers: np.ndarray, bits: int, place: Callable[[int], int] = lambda i: i) -> np.ndarray:
