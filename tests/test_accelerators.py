@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+import nnxmoe
 from nnxmoe.axes import batch_axes, make_mesh
 from nnxmoe.model.pipeline import Pipeline
 from nnxmoe.models import PRESETS, config_from_hf, model_class
@@ -179,6 +180,18 @@ def distances(topology: str, slices: int, axes: dict[str, int], across: str | No
                 apart(*pair) for a, b in itertools.pairwise(lines) for pair in zip(a.flat, b.flat, strict=True)
             }
     return gone
+
+
+def test_a_step_for_two_slices_compiles(compile_for: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are summed over the slices, and no rows of experts cross them."""
+    compile_for("tpu", run=int)  # skips without the compiler
+    monkeypatch.delenv("JAX_DEFAULT_MATMUL_PRECISION", raising=False)  # as in `compile_for`
+    config = config_from_hf(TINY["mixtral"] | {"max_position_embeddings": 512})
+    mesh, options = {"data": 2, "fsdp": 2, "expert": 2}, {"batch": 8, "seq": 128, "across": "data"}
+    made = nnxmoe.plan(config, mesh, on="tpu-v5p:2x2x1", compile_for="device", advise=False, **options)
+    assert made.exact and made.program is not None
+    crossing = {one.kind for one in made.program.collectives if "data" in one.axes}
+    assert crossing == {"all-reduce"}
 
 
 def test_meshes_lie_on_the_torus(compile_for: Callable[..., Any]) -> None:

@@ -385,6 +385,15 @@ def test_combined_collectives_count_all_of_their_results(result: str, kind: str,
     assert found.bytes == size
 
 
+def test_sends_between_slices_are_those_of_their_collective() -> None:
+    """As XLA:TPU writes an all-reduce over two slices; without their axis they are not looked for."""
+    handler = '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.1_0"'
+    line = "%send = (f32[6,8]{1,0:T(8,128)}, u32[], token[]) send(%x, %after-all), is_host_transfer=true"
+    text = f"ENTRY %main (a: f32[8]) -> f32[8] {{\n  {line}, frontend_attributes={{{handler}}}\n}}"
+    assert collectives(text, {"data": 2, "expert": 4}, "data") == [Collective("all-reduce", ("data",), 192, 1)]
+    assert collectives(text, {"data": 2, "expert": 4}) == []
+
+
 def test_decoding_reads_the_experts_that_rows_choose() -> None:
     """Mixtral: one row reads two of eight experts of each layer, and many rows all of them."""
     read = [

@@ -33,7 +33,8 @@ def devices(job: Job) -> list[Any]:
 
     try:
         if job.platform == TPU:
-            return topologies.get_topology_desc(platform="tpu", topology_name=job.device).devices
+            slices = 1 if job.across is None else job.mesh[job.across]
+            return topologies.get_topology_desc(platform="tpu", topology_name=job.device, num_slices=slices).devices
         count = 1
         for size in job.mesh.values():
             count *= size
@@ -105,7 +106,7 @@ def program(job: Job) -> Program:
     """Compiles the job."""
     found = devices(job)
     sizes: dict[str, Any] = dict(job.mesh)
-    mesh = make_mesh(**sizes, devices=found)
+    mesh = make_mesh(**sizes, devices=found, across=job.across)
     made = traced(job, mesh)
     operations, started = counted(made.jaxpr.jaxpr), time.perf_counter()
     compiled = made.lower().compile()
@@ -115,7 +116,7 @@ def program(job: Job) -> Program:
         memory.temp_size_in_bytes,
         memory.output_size_in_bytes,
         memory.alias_size_in_bytes,
-        tuple(collectives(compiled.as_text(), job.mesh)),
+        tuple(collectives(compiled.as_text(), job.mesh, job.across)),
         operations,
         time.perf_counter() - started,
     )

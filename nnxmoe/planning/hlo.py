@@ -12,6 +12,7 @@ KINDS = "all-gather|reduce-scatter|all-reduce|ragged-all-to-all|all-to-all|colle
 _WIDTHS = {"pred": 1, "bf16": 2, "f16": 2, "f8e4m3fn": 1, "f8e5m2": 1}
 _SHAPE = re.compile(r"\b(pred|bf16|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_SENT = re.compile(r" = \((\w+\[[\d,]*\]).* send\(.*xla_megascale_runtime.*_rendezvous=\"([a-z-]+)\.")
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 
 
@@ -33,8 +34,11 @@ class Collective:
         return self.bytes * self.times
 
 
-def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
-    """The collectives of an optimised HLO module that are run at all, with the trip counts of the loops around them."""
+def collectives(text: str, mesh: Mapping[str, int], across: str | None = None) -> list[Collective]:
+    """The collectives of an optimised HLO module that are run at all, with the trip counts of the loops around them.
+
+    Between TPU slices, along the mesh axis ``across``, they are sends that name the collective they come from.
+    """
     bodies, entry = _computations(text)
     found: Counter[tuple[str, tuple[str, ...], int, bool]] = Counter()
 
@@ -47,6 +51,8 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
                     if match[2] == "reduce-scatter" and match[3] is None:
                         size *= math.prod(mesh[axis] for axis in over)
                     found[match[2], over, size, counted] += times
+            elif across is not None and (sent := _SENT.search(line)):
+                found[sent[2], (across,), sum(_sizes(sent[1])), counted] += times
             inner, known = times, counted
             if " while(" in line:
                 trips = _trips(line, bodies)

@@ -159,8 +159,6 @@ def plan(
     kind, sizes = hardware(on), abstract_mesh(mesh if isinstance(mesh, Mapping) else mesh.shape)
     if across is not None and across not in sizes.shape:
         raise ValueError(f"across={across!r} is not a mesh axis: use one of {', '.join(sizes.shape)}")
-    if across is not None and kind.torus and compile_for == "device":
-        raise ValueError(f"across={across!r}: a step is compiled for one slice: leave across out, or compile for 'cpu'")
     pipeline = None if microbatches is None else _pipeline(microbatches, sizes, train)
     shape, work = dict(sizes.shape), Work(batch, seq, train, accumulate, buffer_factor, chunks, pipeline=pipeline)
     refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != across})
@@ -181,7 +179,7 @@ def plan(
         links(kind, shape, across),
     )
     if compile_for is not None:
-        made = _compiled(made, compile_for, strategy, rules, remat)
+        made = _compiled(made, compile_for, strategy, rules, remat, across)
     if advise and not made.fits:
         options = {"batch": batch, "seq": seq, "train": train, "across": across, "remat": remat}
         options |= {"buffer_factor": buffer_factor, "chunks": chunks, "microbatches": microbatches}
@@ -206,7 +204,9 @@ def _check_sizes(
         raise ValueError(f"a batch of {batch} rows cannot be cut into accumulate={accumulate} parts: use a multiple")
 
 
-def _compiled(made: Plan, compile_for: str, strategy: Strategy | None, rules: Rules, remat: bool) -> Plan:
+def _compiled(
+    made: Plan, compile_for: str, strategy: Strategy | None, rules: Rules, remat: bool, across: str | None
+) -> Plan:
     """The plan with its step compiled."""
     platform = {"cpu": CPU, "device": made.hardware.platform}.get(compile_for)
     if platform is None:
@@ -215,7 +215,7 @@ def _compiled(made: Plan, compile_for: str, strategy: Strategy | None, rules: Ru
     strategy = strategy or default_strategy(made.config, made.mesh, platform, made.work, remat)
     stacking = strategy.stacking if pipeline is None else Scanned()
     strategy = dataclasses.replace(strategy, rules=rules, pipeline=pipeline, stacking=stacking, scan_layers=None)
-    job = Job(made.config, strategy, made.mesh, made.work, platform, target(made.hardware, platform))
+    job = Job(made.config, strategy, made.mesh, made.work, platform, target(made.hardware, platform), across)
     return dataclasses.replace(made, program=compile_program(job), compiled_for=platform)
 
 

@@ -35,6 +35,7 @@ class Job:
     work: Work
     platform: str = CPU
     device: str = ""  # what XLA calls the devices: a TPU topology such as v5p:4x8x8, or a GPU's target such as h100
+    across: str | None = None  # the mesh axis that goes over TPU slices, or over nodes
 
 
 @dataclasses.dataclass(frozen=True)
