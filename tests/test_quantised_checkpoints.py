@@ -452,11 +452,11 @@ def test_the_choice_is_refused_twice() -> None:
 
 
 BY_TOOLS = {
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
-    "gptq-4": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
-    "gptq-8": {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": False},
-    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "nf4-nested": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "awq": quantised.awq(32),
+    "gptq-4": quantised.gptq(4, 32, version=1, act_order=False),
+    "gptq-8": quantised.gptq(8, 32, version=1, act_order=False),
+    "nf4": quantised.nf4(nested=False),
+    "nf4-nested": quantised.nf4(nested=True),
 }
 
 
@@ -468,7 +468,7 @@ def test_what_the_tools_wrote_is_read_to_the_bit(tmp_path: Path, name: str) -> N
     weights = tiny_weights(FIELDS["llama"])
     assert values.shape == weights.pop(f"{MODULE}.weight").shape
     weights |= {f"{MODULE}.{ending}": value for ending, value in stored.items()}
-    folder = write_checkpoint(tmp_path, FIELDS["llama"] | {"quantization_config": BY_TOOLS[name]}, weights)
+    folder = write_checkpoint(tmp_path, FIELDS["llama"] | {"quantization_config": dict(BY_TOOLS[name].config)}, weights)
     for model in (
         nnxmoe.from_pretrained(folder, dtype="float32"),
         nnxmoe.dequantize(nnxmoe.from_pretrained(folder, dtype="float32", keep_quantized=True)),

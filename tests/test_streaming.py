@@ -208,5 +208,7 @@ def test_invalid_arguments(size: Any) -> None:
     for name in ("queries", "keys"):
         with pytest.raises(ValueError, match=rf"Streaming\({name}=.*positive integer"):
             Streaming(**{name: size})
+    with pytest.raises(ValueError, match=r"Streaming\(keys=None.*positive integer"):
+        Streaming(keys=None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"Blockwise\(long=.*such as Streaming\(\)"):
         Blockwise(long=Streaming)  # pyright: ignore[reportArgumentType]

@@ -167,12 +167,15 @@ def by_head(
     v: Float[Array, "B K S Hv"],
     *of_rows: Any,
 ) -> Float[Array, "B N T Hv"]:
-    """``run(q, k, v, *of_rows)`` on each device's rows and heads, for kernels that XLA cannot partition everywhere."""
+    """``run(q, k, v, *of_rows)`` on each device's rows and heads, for kernels that XLA cannot partition everywhere.
+
+    ``of_rows``: arrays ``[#B, …]`` or None.
+    """
     if mesh is None or mesh.size == 1:
         return run(q, k, v, *of_rows)
     batch, heads = divided_over(q.shape[0], mesh) or None, sharded_over("kv_heads", mesh, rules)
     spec = PartitionSpec(batch, None if k.shape[1] % shards(mesh, heads) else heads or None)
-    specs = spec, spec, spec, *(PartitionSpec(batch) for _ in of_rows)
+    specs = spec, spec, spec, *(PartitionSpec(batch if a is not None and len(a) == len(q) else None) for a in of_rows)
     return shard_map(run, mesh, specs, spec)(q, k, v, *of_rows)
 
 
@@ -216,7 +219,7 @@ class Fused:
             raise ValueError(f"Fused attention {refusal}: use Reference(), or Fused(otherwise=…)")
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[3] - width)))  # the library wants one head width
         near = None if mask.window is None else (mask.window - 1, 0)
-        allowed = None if mask.plain else jnp.broadcast_to(mask.allowed(), (len(q), q.shape[2], k.shape[2]))
+        allowed = None if mask.plain else mask.allowed()
 
         def run(q: Array, k: Array, v: Array, allowed: Array | None) -> Array:
             q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh, batch_axes, constrain, divided_over, shards
 from nnxmoe.config.validate import check_object, check_positive
-from nnxmoe.layers.chunks import in_chunks, joined
+from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.layers.dots import einsum
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
@@ -177,13 +177,14 @@ class Chunked:
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
-        length = x.shape[1]
-        step = -(-length // min(self.chunks, length))
         valid = jnp.ones(x.shape[:2], bool) if routing.valid is None else routing.valid
         leaves, tree = jax.tree.flatten((x, dataclasses.replace(routing, valid=valid)))
-        pieces = jax.tree.unflatten(tree, in_chunks(step, *leaves))
-        y, infos = jax.lax.map(jax.checkpoint(lambda piece: self.inner(piece[0], piece[1], experts, mesh)), pieces)
-        y = joined(y, length)
+
+        def one(*leaves: Array) -> tuple[Array, DispatchInfo]:
+            x, routing = tree.unflatten(leaves)
+            return self.inner(x, routing, experts, mesh)
+
+        y, infos = chunk_by_chunk(one, self.chunks, *leaves)
         return y, jax.tree.map(lambda value: jnp.sum(value, axis=0, dtype=value.dtype), infos)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh, batch_axes
 from nnxmoe.config.validate import check_object, check_positive
-from nnxmoe.layers.chunks import in_chunks, joined
+from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, check_batch, check_factor, information, sorted_rows
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
@@ -233,18 +233,15 @@ class InChunks:
         experts: ExpertFn,
         axis: str,
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
-        length = x.shape[1]
-        step = -(-length // min(self.chunks, length))
-        if step == length:
+        if min(self.chunks, x.shape[1]) == 1:
             return self.exchange(x, ids, weights, experts, axis)
         none = jax.lax.axis_size(axis) * experts.count  # the id of no expert, as which the zeros of padding count
 
-        def one(chunk: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-            x, ids, weights = chunk
+        def one(x: Array, ids: Array, weights: Array) -> tuple[Array, Array]:
             return self.exchange(x, ids + none, weights, experts, axis)
 
-        y, dropped = jax.lax.map(jax.checkpoint(one), in_chunks(step, x, ids - none, weights))
-        return joined(y, length), jnp.sum(dropped)
+        y, dropped = chunk_by_chunk(one, self.chunks, x, ids - none, weights)
+        return y, jnp.sum(dropped)
 
 
 def buffer_rows(factor: float | None, tokens: int, chosen: int, size: int, mine: int) -> int:

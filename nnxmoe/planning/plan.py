@@ -143,8 +143,7 @@ def plan(
     ValueError for what the mesh or the torus cannot hold, and RuntimeError if the step does not compile.
     """
     name, config = _config(model)
-    _check_sizes(mesh, batch, seq, accumulate, train, buffer_factor)
-    check_positive("plan", "chunks", chunks)
+    _check_sizes(mesh, batch, seq, accumulate, train, buffer_factor, chunks)
     if strategy is not None:
         if rules is not RULES or microbatches is not None or buffer_factor is not None or chunks > 1 or not remat:
             raise ValueError(
@@ -189,10 +188,16 @@ def plan(
 
 
 def _check_sizes(
-    mesh: Mapping[str, int] | AnyMesh, batch: int, seq: int, accumulate: int, train: bool, buffer_factor: float | None
+    mesh: Mapping[str, int] | AnyMesh,
+    batch: int,
+    seq: int,
+    accumulate: int,
+    train: bool,
+    buffer_factor: float | None,
+    chunks: int,
 ) -> None:
     """Raises ValueError for numbers that no plan can have."""
-    for what, number in (("batch", batch), ("seq", seq), ("accumulate", accumulate)):
+    for what, number in (("batch", batch), ("seq", seq), ("accumulate", accumulate), ("chunks", chunks)):
         check_positive("plan", what, number)
     for axis, size in mesh.items() if isinstance(mesh, Mapping) else ():
         check_positive("mesh", axis, size)
@@ -283,9 +288,13 @@ def default_strategy(
     exchange = RaggedAllToAll(work.buffer_factor)
     exchange = exchange if work.chunks == 1 else InChunks(exchange, work.chunks)
     dispatch = ExpertParallel(Sorted(), exchange) if config.experts and mesh["expert"] > 1 else Sorted()
-    remat_or_not = Remat() if work.train and remat else None
-    auto = Strategy.auto(platform)
-    return dataclasses.replace(auto, dispatch=dispatch, stacking=Scanned(), remat=remat_or_not, scan_layers=None)
+    return dataclasses.replace(
+        Strategy.auto(platform),
+        dispatch=dispatch,
+        stacking=Scanned(),
+        remat=Remat() if work.train and remat else None,
+        scan_layers=None,
+    )
 
 
 def _config(model: DecoderConfig | str | os.PathLike[str]) -> tuple[str, DecoderConfig]:
