@@ -166,11 +166,12 @@ best = plans["fsdp 8, expert 32"]
 print(*best.advice, sep="\n")
 
 # %% [markdown]
-# Most of the memory is room for received rows, so bound it: `RaggedAllToAll(buffer_factor=1.25)` has room for a quarter
-# more than an even load, and drops rows beyond it, which it counts (a balanced router seldom needs more; notebook 3
-# shows loads). `InChunks(RaggedAllToAll(), 16)`, planned with `chunks=16`, takes as little and drops nothing, for one
-# more forward pass of the experts. And rules may name several axes: `embed` over `fsdp` and `expert` shards the
-# parameters of attention over all devices too. Neither is enough alone. Together:
+# Most of the memory is room for received rows. Without `chunks`, a plan exchanges as many slices of the sequences in turn
+# as keep this room within eight times the even load, here four: `InChunks(RaggedAllToAll())` in a strategy. More slices
+# take less, and drop nothing. `RaggedAllToAll(buffer_factor=1.25)` has room for a quarter more than an even load, and
+# drops rows beyond it, which it counts (a balanced router seldom needs more; notebook 3 shows loads); it saves the one
+# more forward pass of the experts that slices cost. And rules may name several axes: `embed` over `fsdp` and `expert`
+# shards the parameters of attention over all devices too. Neither is enough alone. Together:
 
 # %%
 rules = {**nnxmoe.RULES, "embed": ("fsdp", "expert")}

@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,10 @@ from nnxmoe import Blockwise, Capacity, Chunked, Dense, ExpertParallel, InChunks
 from nnxmoe.axes import BATCH_AXES, sharding_of
 from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.models import Mixtral, MixtralConfig
+from nnxmoe.moe import expert_parallel
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.expert_biases import ExpertBiases
-from nnxmoe.moe.expert_parallel import Plan, buffer_rows
+from nnxmoe.moe.expert_parallel import Plan, buffer_rows, fewest_chunks
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import Blocked
 from nnxmoe.moe.ragged import ragged_all_to_all
@@ -241,6 +243,34 @@ def test_buffer_sizes() -> None:
     assert buffer_rows(None, tokens=10, chosen=3, size=4, mine=8) == 4 * 10 * 3
     assert buffer_rows(1.5, tokens=10, chosen=3, size=4, mine=8) == 45
     assert buffer_rows(99.0, tokens=10, chosen=3, size=4, mine=2) == 80
+
+
+def test_chunks_bound_the_room_on_large_meshes() -> None:
+    """Mixtral on 8 devices, DeepSeek-V3 on 8, 16 and 64, and one expert per device."""
+    for size, mine, chosen, chunks in ((8, 1, 2, 1), (8, 32, 8, 1), (16, 16, 8, 2), (64, 4, 8, 4), (256, 1, 8, 4)):
+        assert fewest_chunks(None, chosen, size, mine) == chunks
+        room = buffer_rows(None, 4096 // chunks, chosen, size, mine)
+        assert room <= expert_parallel.MOST_ROOM * 4096 * chosen
+        assert fewest_chunks(1.25, chosen, size, mine) == 1
+
+
+def chosen_chunks() -> list[bool]:
+    """Whether the program of chunks that are not given is that of no chunks, and with a lower bound that of four."""
+    mesh = nnxmoe.make_mesh(expert=4, fsdp=2)
+
+    def text(exchange: Any) -> str:
+        graph, state = nnx.split(make(ExpertParallel(Sorted(), exchange), "softmax", mesh))
+        run = jax.jit(lambda state, x: nnx.merge(graph, state)(x).y)
+        return run.lower(state, scenarios()["random"][0]).as_text()
+
+    whole = text(RaggedAllToAll())
+    found = [text(InChunks(RaggedAllToAll())) == whole]
+    with mock.patch.object(expert_parallel, "MOST_ROOM", 1):
+        return [*found, text(InChunks(RaggedAllToAll())) == text(InChunks(RaggedAllToAll(), 4)) != whole]
+
+
+def test_chunks_are_chosen_by_the_size_of_the_axis(eight: Callable[..., Any]) -> None:
+    assert eight(chosen_chunks) == [True, True]
 
 
 # Stages

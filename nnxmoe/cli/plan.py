@@ -25,7 +25,9 @@ def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int], me
     parser.add_argument(
         "--buffer-factor", type=float, metavar="F", help="rows that experts receive, in multiples of the balanced load"
     )
-    parser.add_argument("--chunks", type=count, default=1, metavar="N", help="exchange 1/N of the tokens at a time")
+    parser.add_argument(
+        "--chunks", type=count, metavar="N", help="exchange 1/N of the tokens at a time (enough to bound the room)"
+    )
     parser.add_argument(
         "--microbatches", type=count, metavar="M", help="of a pipeline with as many stages as --mesh pipe=… has devices"
     )

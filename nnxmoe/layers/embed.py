@@ -16,8 +16,8 @@ class Embed(nnx.Module):
     """Table ``[V, D]``: looks up the embeddings of tokens; ``weight`` returns the tied output head.
 
     ``mesh``, ``rules``: how the table is sharded. Where D is sharded over axes that also shard the batch, each device
-    looks up its part of all their tokens, and the parts are exchanged: XLA would replicate the embeddings of the whole
-    batch ("involuntary full rematerialization").
+    looks up its part of all their tokens, zeros for those in other devices' part of V, and the parts are summed and
+    exchanged: XLA would replicate the embeddings of the whole batch ("involuntary full rematerialization").
     """
 
     ins_first = False  # whether products with the head are those of Flax, as in the Linen bridge
@@ -42,15 +42,23 @@ class Embed(nnx.Module):
         dtype = table.dtype if dtype is None else dtype
         rows = divided_over(tokens.shape[0], self.mesh)
         vocab, width = ((), ()) if self.mesh is None else axes_per_dimension(("vocab", "embed"), self.mesh, self.rules)
-        if vocab or not width or not set(width) <= set(rows):
+        if not width or not set(width) <= set(rows) or set(vocab) & set(rows):
             return jnp.take(table, tokens, axis=0).astype(dtype)
+        size = table.shape[0]
 
         def local(table: Array, tokens: Array) -> Array:
             every = jax.lax.all_gather(tokens, width, axis=0, tiled=True)
-            part = jnp.take(table, every, axis=0).astype(dtype)
+            if not vocab:
+                part = jnp.take(table, every, axis=0).astype(dtype)
+            else:
+                index = every + jnp.where(every < 0, size, 0) - jax.lax.axis_index(vocab) * table.shape[0]
+                mine = (index >= 0) & (index < table.shape[0])
+                found = jnp.take(table, jnp.where(mine, index, 0), axis=0).astype(dtype)
+                elsewhere = jnp.where((every >= -size) & (every < size), 0, jnp.nan).astype(dtype)
+                part = jax.lax.psum(jnp.where(mine[..., None], found, elsewhere[..., None]), vocab)
             return jax.lax.all_to_all(part, width, split_axis=0, concat_axis=2, tiled=True)
 
-        specs = PartitionSpec(None, width), PartitionSpec(rows)
+        specs = PartitionSpec(vocab or None, width), PartitionSpec(rows)
         assert self.mesh is not None
         return shard_map(local, self.mesh, specs, specs[1])(table, tokens)
 

@@ -205,20 +205,26 @@ class RingOfExperts:
         return y.astype(jnp.float32), dropped
 
 
+MOST_ROOM = 8  # times the balanced load, in the worst case: the most that an axis of eight devices needs
+
+
 @dataclasses.dataclass(frozen=True)
 class InChunks:
     """Runs ``exchange`` on one slice of each shard's sequences at a time, recomputed in the backward pass.
 
-    The receive buffer for the worst case is that of one slice, and nothing is dropped. Unlike `Chunked` around
-    `ExpertParallel`, kernels are gathered once for all slices. Padding of the last slice is sent to no expert.
+    The receive buffer for the worst case is that of one slice, and nothing is dropped. ``chunks`` None: as few slices
+    as keep it within eight times the balanced load of all tokens: one if the axis has up to eight devices. Unlike
+    `Chunked` around `ExpertParallel`, kernels are gathered once for all slices. Padding of the last slice is sent to
+    no expert.
     """
 
     exchange: Exchange
-    chunks: int
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
         check_object("InChunks", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
-        check_positive("InChunks", "chunks", self.chunks)
+        if self.chunks is not None:
+            check_positive("InChunks", "chunks", self.chunks)
 
     @property
     def buffer_factor(self) -> float | None:
@@ -233,14 +239,17 @@ class InChunks:
         experts: ExpertFn,
         axis: str,
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
-        if min(self.chunks, x.shape[1]) == 1:
+        size, factor, chunks = jax.lax.axis_size(axis), self.buffer_factor, self.chunks
+        if chunks is None:
+            chunks = fewest_chunks(factor, ids.shape[-1], size, experts.count)
+        if min(chunks, x.shape[1]) == 1:
             return self.exchange(x, ids, weights, experts, axis)
-        none = jax.lax.axis_size(axis) * experts.count  # the id of no expert, as which the zeros of padding count
+        none = size * experts.count  # the id of no expert, as which the zeros of padding count
 
         def one(x: Array, ids: Array, weights: Array) -> tuple[Array, Array]:
             return self.exchange(x, ids + none, weights, experts, axis)
 
-        y, dropped = chunk_by_chunk(one, self.chunks, x, ids - none, weights)
+        y, dropped = chunk_by_chunk(one, chunks, x, ids - none, weights)
         return y, jnp.sum(dropped)
 
 
@@ -248,3 +257,8 @@ def buffer_rows(factor: float | None, tokens: int, chosen: int, size: int, mine:
     """Rows in a shard's buffer, given ``tokens`` on each of ``size`` shards with ``mine`` experts each."""
     worst = size * tokens * min(chosen, mine)
     return worst if factor is None else min(worst, max(1, math.ceil(factor * tokens * chosen)))
+
+
+def fewest_chunks(factor: float | None, chosen: int, size: int, mine: int) -> int:
+    """Slices that bound the receive room by ``MOST_ROOM``; arguments as of `buffer_rows`."""
+    return 1 if factor is not None else math.ceil(size * min(chosen, mine) / (chosen * MOST_ROOM))

@@ -60,7 +60,7 @@ def _candidates(asked: Question) -> Iterator[tuple[str, Question]]:
         for more in (4, 16):
             chunks = more * asked.options["chunks"]
             yield f"InChunks(RaggedAllToAll(), {chunks})", change(asked, options={**asked.options, "chunks": chunks})
-        bounded = {**asked.options, "buffer_factor": 1.25}
+        bounded = {**asked.options, "buffer_factor": 1.25, "chunks": None}
         yield "RaggedAllToAll(buffer_factor=1.25), which drops rows beyond it", change(asked, options=bounded)
     if asked.options["train"]:
         for more in (2, 4, 8):

@@ -14,7 +14,7 @@ from nnxmoe.model.stack import Remat, Scanned
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import PRESETS, config_from_hf, preset
 from nnxmoe.moe.dispatch import Sorted, check_factor
-from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll
+from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll, fewest_chunks
 from nnxmoe.planning import advice, printing
 from nnxmoe.planning.arithmetic import Bytes, Work, bytes_of, bytes_read, parts, rows_per_device
 from nnxmoe.planning.hardware import hardware, links, refuse_unheld
@@ -126,7 +126,7 @@ def plan(
     across: str | None = None,
     remat: bool = True,
     buffer_factor: float | None = None,
-    chunks: int = 1,
+    chunks: int | None = None,
     microbatches: int | None = None,
     compile_for: str | None = None,
     strategy: Strategy | None = None,
@@ -136,30 +136,41 @@ def plan(
 
     ``model``: a config, a preset, a folder or a hub id, of which config.json is fetched. ``mesh``: sizes of mesh axes.
     ``across``: the axis that crosses nodes or slices. ``buffer_factor``: of `RaggedAllToAll`; None: room for all rows
-    of the expert axis. ``chunks``: of `InChunks`, which bounds this room and drops nothing. ``microbatches``: of a
-    `Pipeline` over the mesh axis ``pipe``; None: this axis splits the batch only. ``compile_for``: ``"cpu"`` compiles
-    the step for virtual devices, ``"device"`` for the named hardware. ``strategy``: the one to compile, without a mesh,
-    whose rules, pipeline, remat, ``buffer_factor`` and ``chunks`` count; leave out these arguments then. Raises
-    ValueError for what the mesh or the torus cannot hold, and RuntimeError if the step does not compile.
+    of the expert axis. ``chunks``: of `InChunks`, which bounds this room and drops nothing; None: as many as `InChunks`
+    chooses. ``microbatches``: of a `Pipeline` over the mesh axis ``pipe``; None: this axis splits the batch only.
+    ``compile_for``: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware. ``strategy``:
+    the one to compile, without a mesh, whose rules, pipeline, remat, ``buffer_factor`` and ``chunks`` count; leave out
+    these arguments then. Raises ValueError for what the mesh or the torus cannot hold, and RuntimeError if the step
+    does not compile.
     """
     name, config = _config(model)
     _check_sizes(mesh, batch, seq, accumulate, train, buffer_factor, chunks)
     if strategy is not None:
-        if rules is not RULES or microbatches is not None or buffer_factor is not None or chunks > 1 or not remat:
+        if (
+            rules is not RULES
+            or microbatches is not None
+            or buffer_factor is not None
+            or chunks is not None
+            or not remat
+        ):
             raise ValueError(
                 "give rules, microbatches, remat, buffer_factor and chunks by the strategy, or without one"
             )
         rules, remat = strategy.rules, strategy.remat is not None
         microbatches = None if strategy.pipeline is None else strategy.pipeline.microbatches
         exchange = strategy.dispatch.exchange if isinstance(strategy.dispatch, ExpertParallel) else None
-        if isinstance(exchange, InChunks):
-            exchange, chunks = exchange.exchange, exchange.chunks
+        exchange, chunks = (exchange.exchange, exchange.chunks) if isinstance(exchange, InChunks) else (exchange, 1)
         buffer_factor = exchange.buffer_factor if isinstance(exchange, RaggedAllToAll) else None
     kind, sizes = hardware(on), abstract_mesh(mesh if isinstance(mesh, Mapping) else mesh.shape)
     if across is not None and across not in sizes.shape:
         raise ValueError(f"across={across!r} is not a mesh axis: use one of {', '.join(sizes.shape)}")
     pipeline = None if microbatches is None else _pipeline(microbatches, sizes, train)
-    shape, work = dict(sizes.shape), Work(batch, seq, train, accumulate, buffer_factor, chunks, pipeline=pipeline)
+    shape = dict(sizes.shape)
+    if chunks is None:
+        local = max(1, config.experts // shape["expert"])
+        moe = config.experts and train  # one token decoded per row is not cut
+        chunks = fewest_chunks(buffer_factor, config.experts_per_token, shape["expert"], local) if moe else 1
+    work = Work(batch, seq, train, accumulate, buffer_factor, chunks, pipeline=pipeline)
     refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != across})
     rows_per_device(batch // accumulate, sizes)  # raises for parts that do not divide
     if pipeline is not None:
@@ -194,10 +205,15 @@ def _check_sizes(
     accumulate: int,
     train: bool,
     buffer_factor: float | None,
-    chunks: int,
+    chunks: int | None,
 ) -> None:
     """Raises ValueError for numbers that no plan can have."""
-    for what, number in (("batch", batch), ("seq", seq), ("accumulate", accumulate), ("chunks", chunks)):
+    for what, number in (
+        ("batch", batch),
+        ("seq", seq),
+        ("accumulate", accumulate),
+        ("chunks", 1 if chunks is None else chunks),
+    ):
         check_positive("plan", what, number)
     for axis, size in mesh.items() if isinstance(mesh, Mapping) else ():
         check_positive("mesh", axis, size)

@@ -30,6 +30,8 @@ def table(plan: Any) -> str:
         stages, pipeline = plan.mesh["pipe"], plan.work.pipeline
         turns = f"{stages}, {pipeline.turns(stages)} turns of {pipeline.microbatches} microbatches"
         line("stages", f"{turns}, each waits in {plan.bubble:.0%}", "exact")
+    if work.chunks > 1:
+        line("exchange", f"InChunks(RaggedAllToAll(), {work.chunks}): room for 1/{work.chunks} of the rows")
     fits = "fits" if plan.fits else "does not fit"
     line("memory", f"{_bytes(plan.memory)} of {_bytes(kind.memory)}: {fits}", "" if plan.exact else "estimated")
     if plan.fits and kind.platform == "gpu" and plan.memory > 0.75 * kind.memory:
