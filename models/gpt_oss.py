@@ -24,9 +24,7 @@ from nnxmoe.model.layer import Layer
 from nnxmoe.model.runs import Runs, runs_of
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, MAXTEXT_DECODER, maxtext_experts, maxtext_gqa
-from nnxmoe.moe.block import MoE
 from nnxmoe.moe.expert_biases import ExpertBiases
-from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import LogitBias, Router, SoftmaxTopK
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
@@ -148,9 +146,7 @@ class GptOss(CausalLM):
             select, logit_bias = SoftmaxTopK(c.num_experts_per_tok), LogitBias(count, **kw)
             router = Router(dim, count, select, bias=False, logit_bias=logit_bias, **kw)
             clamped, biases = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit), ExpertBiases(dim, width, count, **kw)
-            parts: dict[str, Any] = {"activation": clamped, "biases": biases, "rules": strategy.rules}
-            experts = Experts(dim, width, count, matmul=strategy.matmul, **parts, **kw)
-            moe = MoE(router, experts, strategy.dispatch, shared=None, mesh=strategy.mesh)
+            moe = strategy.moe(router, width, activation=clamped, biases=biases, **kw)
             return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
 
         make = {window: functools.partial(layer, window) for window in c.windows}

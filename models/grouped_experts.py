@@ -13,7 +13,6 @@ from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.tables import HF_MOE
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SigmoidGroupTopK
 
 
@@ -81,9 +80,8 @@ def corrected_router(config: GroupedExpertsConfig, **kw: Any) -> Router:
 def grouped_experts(config: Any, strategy: Strategy, router: Router, **kw: Any) -> MoE:
     """The feed-forward of a layer with experts. ``kw``: dtype and rngs."""
     c, dim, width = config, config.hidden_size, config.moe_intermediate_size
-    experts = Experts(dim, width, c.n_routed_experts, matmul=strategy.matmul, rules=strategy.rules, **kw)
     shared = MLP(dim, width * c.n_shared_experts, bias=False, **kw) if c.n_shared_experts else None
-    return MoE(router, experts, strategy.dispatch, shared, strategy.mesh)
+    return strategy.moe(router, width, shared, **kw)
 
 
 _MLP = "model.layers.{layer}.mlp."

@@ -25,8 +25,6 @@ from nnxmoe.model.runs import Runs
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.mixtral import HF_TABLE as MIXTRAL_TABLE
 from nnxmoe.models.tables import HF_QK_NORM
-from nnxmoe.moe.block import MoE
-from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SigmoidGroupTopK
 
 
@@ -140,9 +138,7 @@ class MiniMaxM2(CausalLM):
             attention = GQA(dim, *heads, qk_norm=norm, rotate=rotate, **options, **kw)
             select = SigmoidGroupTopK(c.num_experts_per_tok, groups=1, top_groups=1, normalise=True, scale=1.0)
             router = Router(dim, c.num_local_experts, select, bias=True, **kw)
-            how: dict[str, Any] = {"matmul": strategy.matmul, "rules": strategy.rules}
-            experts = Experts(dim, c.intermediate_size, c.num_local_experts, **how, **kw)
-            moe = MoE(router, experts, strategy.dispatch, shared=None, mesh=strategy.mesh)
+            moe = strategy.moe(router, c.intermediate_size, **kw)
             return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
 
         return [(c.num_hidden_layers, layer)]

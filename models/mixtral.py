@@ -19,8 +19,6 @@ from nnxmoe.model.layer import Layer
 from nnxmoe.model.runs import Runs
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, MAXTEXT_DECODER, MAXTEXT_GQA, maxtext_experts
-from nnxmoe.moe.block import MoE
-from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
 
@@ -142,8 +140,7 @@ class Mixtral(CausalLM):
             )
             select, jitter = SoftmaxTopK(config.num_experts_per_tok), config.router_jitter_noise or 0.0
             router = Router(dim, count, select, bias=False, jitter=jitter, **kw)
-            experts = Experts(dim, config.intermediate_size, count, matmul=strategy.matmul, rules=strategy.rules, **kw)
-            moe = MoE(router, experts, strategy.dispatch, shared=None, mesh=strategy.mesh)
+            moe = strategy.moe(router, config.intermediate_size, **kw)
             return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
 
         return [(config.num_hidden_layers, layer)]

@@ -21,8 +21,6 @@ from nnxmoe.model.layer import Layer
 from nnxmoe.model.runs import Runs
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MOE, HF_QK_NORM
-from nnxmoe.moe.block import MoE
-from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
 
@@ -83,9 +81,7 @@ class Olmoe(CausalLM):
             norm = QKNorm.whole(*heads, eps, **kw)
             options = {"window": None, "bias": c.attention_bias, "attend": strategy.attend, "qk_norm": norm}
             router = Router(dim, c.num_experts, SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob), bias=False, **kw)
-            how: dict[str, Any] = {"matmul": strategy.matmul, "rules": strategy.rules}
-            experts = Experts(dim, c.intermediate_size, c.num_experts, **how, **kw)
-            moe = MoE(router, experts, strategy.dispatch, shared=None, mesh=strategy.mesh)
+            moe = strategy.moe(router, c.intermediate_size, **kw)
             return Layer(RMSNorm(dim, eps, **kw), GQA(dim, *heads, **options, **kw), RMSNorm(dim, eps, **kw), moe)
 
         return [(c.num_hidden_layers, layer)]

@@ -13,6 +13,7 @@ from flax import nnx
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count
 from nnxmoe.config.printable import short
+from nnxmoe.layers.context import FeedForward
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -20,8 +21,6 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.runs import Runs, runs_of
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.moe.block import MoE
-from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
 
@@ -84,7 +83,7 @@ class QwenMoe(CausalLM):
     def runs(self, config: QwenMoeConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
         c, dim, eps = config, config.hidden_size, config.rms_norm_eps
 
-        def layer(feed_forward: MLP | MoE, **kw: Any) -> Layer:
+        def layer(feed_forward: FeedForward, **kw: Any) -> Layer:
             attention = self.attention(c, strategy, **kw)
             return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), feed_forward)
 
@@ -95,8 +94,6 @@ class QwenMoe(CausalLM):
         def sparse(rngs: nnx.Rngs | None) -> Layer:
             kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
             router = Router(dim, c.num_experts, SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob), bias=False, **kw)
-            how: dict[str, Any] = {"matmul": strategy.matmul, "rules": strategy.rules}
-            experts = Experts(dim, c.moe_intermediate_size, c.num_experts, **how, **kw)
-            return layer(MoE(router, experts, strategy.dispatch, self.shared(c, **kw), strategy.mesh), **kw)
+            return layer(strategy.moe(router, c.moe_intermediate_size, self.shared(c, **kw), **kw), **kw)
 
         return runs_of(sparse if has_experts else dense for has_experts in c.sparse_layers)

@@ -20,13 +20,17 @@ from nnxmoe.layers.attend import Attend
 from nnxmoe.layers.blockwise import Blockwise
 from nnxmoe.layers.cache import CacheFormat
 from nnxmoe.layers.mla import ByLength, LatentAttend
+from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.quantized import QuantizedProduct
 from nnxmoe.layers.quantized_products import ByBackend
 from nnxmoe.model.pipeline import AXIS, Pipeline, PipelinedStack, stages_of
 from nnxmoe.model.runs import Runs
 from nnxmoe.model.stack import Remat, Scanned, Stack, Stacking, Unrolled
+from nnxmoe.moe.block import MoE
 from nnxmoe.moe.dispatch import Dispatch, Sorted
+from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, RaggedDot
+from nnxmoe.moe.router import Router
 
 _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tests.benchmarks --only moe on two cores
     ("Blocked", "cpu"): "only the blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), or "
@@ -171,6 +175,15 @@ class Strategy:
                     f"{AXIS!r}: name other axes of the mesh"
                 )
         pipeline.check(self.mesh)
+
+    def moe(self, router: Router, width: int, shared: MLP | None = None, **parts: Any) -> MoE:
+        """A feed-forward with an expert of ``width`` for each logit of the router, computed by these objects.
+
+        ``parts``: dtype and rngs of its `Experts`, and their activation and biases.
+        """
+        (dim,), (count,) = router.kernel.ins, router.kernel.outs
+        experts = Experts(dim, width, count, matmul=self.matmul, rules=self.rules, **parts)
+        return MoE(router, experts, self.dispatch, shared, self.mesh)
 
     def stacks(self, runs: Runs, rngs: nnx.Rngs | None) -> list[Stack]:
         """The stacks of layers of a model: one per run, of which a pipeline computes the longest.
