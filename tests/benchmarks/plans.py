@@ -1,11 +1,12 @@
 """What training takes on meshes of 8 to 256 devices, by arithmetic, before and after what bounds it.
 
-    python -m tests.benchmarks.plans
+    python -m tests.benchmarks.plans [--compile] [--ways "default;embed over both"] [--on tpu]
 
-Prints the table of nnxmoe/planning/README.md: arguments and temporary bytes of one device in GB, and whether they fit,
-for a row of 4096 tokens per device.
+Prints the tables of nnxmoe/planning/README.md: arguments and temporary bytes of one device in GB, and whether they fit,
+for a row of 4096 tokens per device. ``--compile``: compiled for the hardware, one to three minutes for each cell.
 """
 
+import argparse
 import math
 from typing import Any
 
@@ -24,31 +25,41 @@ DEEPSEEK = {
 MODELS = {"mixtral-8x7b": MIXTRAL, "mixtral-8x22b": MIXTRAL, "deepseek-v3": DEEPSEEK}
 WIDE = {"rules": {**nnxmoe.RULES, "embed": ("fsdp", "expert")}}
 WAYS: dict[str, dict[str, Any]] = {
-    "ranks replicated": {"rules": {**nnxmoe.RULES, "q_rank": None, "kv_rank": None}},
+    "ranks replicated": {"rules": {**nnxmoe.RULES, "q_rank": None, "kv_rank": None}, "chunks": 1},
+    "room for all rows": {"chunks": 1},
     "default": {},
-    "4 chunks": {"chunks": 4},
+    "16 chunks": {"chunks": 16},
     "buffer 1.25": {"buffer_factor": 1.25},
-    "embed over both, 4 chunks": {**WIDE, "chunks": 4},
+    "embed over both, 16 chunks": {**WIDE, "chunks": 16},
     "embed over both, buffer 1.25": {**WIDE, "buffer_factor": 1.25},
 }
 
 
+def cell(model: str, mesh: dict[str, int], on: str, **options: Any) -> str:
+    """Arguments and temporary bytes of a plan, and whether they fit."""
+    made = nnxmoe.plan(model, mesh, batch=math.prod(mesh.values()), seq=4096, on=on, advise=False, **options)
+    given = made.bytes.arguments
+    return f"{given / 1e9:.1f} + {(made.memory - given) / 1e9:.1f} {'yes' if made.fits else 'no'}"
+
+
 def main() -> None:
     """The command."""
-    print("| model | devices | mesh |", " | ".join(WAYS), "|")
-    print("|---|---|---|" + "---|" * len(WAYS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", dest="compile_for", action="store_const", const="device")
+    parser.add_argument("--ways", default=";".join(WAYS), help="names of columns that contain one of these")
+    parser.add_argument("--on", default="", help="hardware whose name starts with this")
+    options = parser.parse_args()
+    ways = {name: way for name, way in WAYS.items() if any(part in name for part in options.ways.split(";"))}
+    print("| model | devices | mesh |", " | ".join(ways), "|")
+    print("|---|---|---|" + "---|" * len(ways))
     for model, places in MODELS.items():
         for (kind, torus), meshes in places.items():
-            for mesh in meshes:
-                devices, cells = math.prod(mesh.values()), list[str]()
+            for mesh in meshes if kind.startswith(options.on) else ():
                 on = f"{kind}:{torus}" if torus else kind
-                for options in WAYS.values():
-                    made = nnxmoe.plan(model, mesh, batch=devices, seq=4096, on=on, advise=False, **options)
-                    rest = made.bytes.total - made.bytes.arguments
-                    sizes = f"{made.bytes.arguments / 1e9:.1f} + {rest / 1e9:.1f}"
-                    cells.append(f"{sizes} {'yes' if made.fits else 'no'}")
+                cells = [cell(model, mesh, on, compile_for=options.compile_for, **way) for way in ways.values()]
                 axes = ", ".join(f"{axis} {size}" for axis, size in mesh.items())
-                print(f"| {model} | {on if torus else f'{devices} x {kind}'} | {axes} |", " | ".join(cells), "|")
+                devices = on if torus else f"{math.prod(mesh.values())} x {kind}"
+                print(f"| {model} | {devices} | {axes} |", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":
