@@ -91,7 +91,7 @@ INTERRUPTED = """
 import hashlib, sys
 import jax, jax.numpy as jnp
 from nnxmoe import cli
-from nnxmoe.cli import commands
+from nnxmoe.cli import inspecting
 
 def many(x):
     for i in range(800):
@@ -116,7 +116,7 @@ def in_c(options):
 def in_a_destructor(options):
     Lost()
 
-commands.inspect = globals()[sys.argv.pop()]
+inspecting.inspect = globals()[sys.argv.pop()]
 cli.command()
 """
 

@@ -14,14 +14,15 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.cli import drafts, prompts
-from nnxmoe.config.printable import plain
+from nnxmoe.config.printable import bytes_text, count_text
 from nnxmoe.runtime import interrupts, processes
 from nnxmoe.runtime.progress import say
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
 
 
-def _path(model: str) -> str:
+def path_of(model: str) -> str:
+    """A folder, hub id or preset as given; the folder of ``demo``."""
     return str(DEMO) if model == "demo" else model
 
 
@@ -30,7 +31,7 @@ def _weights(model: str) -> str:
     from nnxmoe.models import refuse_preset
 
     refuse_preset(model)
-    return _path(model)
+    return path_of(model)
 
 
 def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
@@ -39,21 +40,21 @@ def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
 
     path, adapter = _weights(options.model), options.adapter
     if adapter is None and (base := lora.base_of(path)) is not None:
-        path, adapter = _path(base), path
+        path, adapter = path_of(base), path
         say("%s is an adapter of %s", adapter, base)
     hub = {"revision": options.revision, "local_files_only": options.local_files_only}
     tokenizer = nnxmoe.Tokenizer.from_pretrained(path, **hub)
-    method = _method(options)
+    quantize = method(options)
     how = {name: getattr(options, name) for name in ("keep_quantized", "ignore_unknown")}
     how["mtp"] = drafts.needs_mtp(getattr(options, "draft", None), path, options)
-    model = nnxmoe.from_pretrained(path, dtype=options.dtype, quantize=None if adapter else method, **hub, **how)
+    model = nnxmoe.from_pretrained(path, dtype=options.dtype, quantize=None if adapter else quantize, **hub, **how)
     say("%s", model.load_report)
     if adapter is not None:
-        lora.merge_from(model, adapter, quantize=method)
+        lora.merge_from(model, adapter, quantize=quantize)
     return model, tokenizer
 
 
-def _method(options: argparse.Namespace) -> Any:
+def method(options: argparse.Namespace) -> Any:
     """The method that ``--quantize`` names."""
     from nnxmoe.quantization.methods import parse
 
@@ -146,105 +147,6 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling
     return answer
 
 
-def inspect(options: argparse.Namespace) -> None:
-    """A model's config, sizes, and whether it fits in memory."""
-    from nnxmoe.cli.inspect import summarise
-    from nnxmoe.model.strategy import Strategy
-
-    if options.mesh and options.keep_quantized:
-        raise ValueError("--mesh shows how floats or weights of --quantize are sharded: leave --keep-quantized out")
-    method, hub = _method(options), (options.revision, options.local_files_only)
-    s = summarise(_path(options.model), options.dtype, *hub, method, options.keep_quantized, options.ignore_unknown)
-    spread = _spread(s.config, s.weight_dtype, options.mesh, method) if options.mesh else []
-    _print_sizes(s, options.batch, options.context or min(s.config.max_position_embeddings, 4096))
-    if s.stored:
-        _print_files(s)
-    bounded = {slots: size for slots, size in s.cache.items() if slots is not None}
-    limits = "".join(f", {_bytes(size)} of it for {n} tokens at most (sliding window)" for n, size in bounded.items())
-    print(f"cache       {_bytes(s.cache_token)} per token{limits}")
-    if options.fields:
-        print("config.json")
-        for name, value in s.config.to_hf().items():
-            print(f"  {name:32} {value}")
-        print("strategy    default on this machine:")
-        for line in Strategy.auto().explain().splitlines():
-            print(f"  {line}")
-    for line in spread:
-        print(line)
-    if s.missing or s.misshapen:
-        raise ValueError(
-            f"{s.source} cannot be loaded: {len(s.missing)} tensors are missing and {len(s.misshapen)} do not fit "
-            f"config.json, {plain([*s.missing, *s.misshapen][0])} among them"
-        )
-
-
-def _print_sizes(s: Any, batch: int, context: int) -> None:
-    """The memory of weights and cache, what a token reads, and the number of parameters by kind."""
-    from nnxmoe.generation.draft_cost import auto_cost
-    from nnxmoe.runtime.memory import memory_bytes
-
-    need, (have, where) = s.needed(batch, context), memory_bytes()
-    print(
-        f"{s.source}: {s.config.model_type} of {_count(s.parameters)} parameters, {_count(s.active)} active per token"
-    )
-    print(f"memory      {'fits' if need <= have else 'does not fit'}: {_bytes(need)} of {_bytes(have)} ({where})")
-    print(
-        f"            {_bytes(s.weight_bytes)} of weights in {' and '.join(s.weights)}, "
-        f"{_bytes(need - s.weight_bytes)} of cache for batch {batch}, {context} tokens"
-    )
-    print(
-        f"per token   {_bytes(s.active_bytes)} of weights are read at batch 1, "
-        f"and {_count(2 * s.active)} operations are made"
-    )
-    cost = auto_cost(s.model, batch, context)
-    print(
-        f"per step    {_bytes(cost.plain_bytes)} are read at batch {batch}; with {cost.name} "
-        f"{_bytes(cost.bytes)}, in {cost.ratio:.2f} x the time"
-    )
-    print(f"            drafts {cost.pays}; {cost.expected:.0%} is what --draft auto expects")
-    buffers = batch * context * s.buffer_token
-    room = ", ".join(f"{size} GB {'yes' if need + buffers <= size * 1e9 else 'no'}" for size in (24, 48, 80, 141))
-    print(f"one GPU     {room}; with about {_bytes(buffers)} of buffers for a prompt of that length")
-    if len(s.weights) > 1:
-        print("weights     " + ", ".join(f"{kind} {_bytes(size)}" for kind, size in s.weights.items()))
-    if s.published:
-        print(f"published   {s.published}")
-    print(f"parameters  {s.parameters:>20,}")
-    for part, count in s.parts.items():
-        print(f"  {part:16}{count:>14,}  {count / s.parameters:6.1%}")
-    print(f"active      {s.active:>20,}  per token")
-
-
-def _print_files(s: Any) -> None:
-    """The tensors of the files, and those that a load would leave out or refuse."""
-    print("stored      " + ", ".join(f"{dtype} {_bytes(size)}" for dtype, size in s.stored.items()))
-    for rule, names in s.skipped.items():
-        print(f"left out    {len(names)} tensors: {rule}")
-    print(f"tensors     {len(s.missing)} missing, {len(s.unexpected)} belong to no parameter")
-    for kind, names in (("missing", s.missing), ("not used", s.unexpected)):
-        for name in names[:5]:
-            print(f"  {kind:9} {plain(name)}")
-    for line in s.misshapen[:5]:
-        print(f"  wrong     {plain(line)}")
-
-
-def _spread(config: Any, dtype: str, mesh: Any, method: Any) -> list[str]:
-    """One line a parameter: how many there are, of what shape, bytes of them on one device, and what splits them."""
-    from nnxmoe.cli.inspect import spread
-
-    parts = spread(config, dtype, mesh, quantize=method)
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-    lines = [f"mesh        {axes or 'one device'}"]
-    for part in parts:
-        split = ", ".join(
-            "-" if axis is None else axis if isinstance(axis, str) else " x ".join(axis) for axis in part.spec
-        )
-        split = split or "whole"
-        shape = f"{part.count:>4} x {list(part.shape)}"
-        lines.append(f"  {part.name:32} {shape:28} {_bytes(part.device_bytes):>10}  {split}")
-    return [*lines, f"per device  {_bytes(sum(p.device_bytes for p in parts))} of weights, on each of {mesh.size}"]
-
-
 def _size(model: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
@@ -263,12 +165,12 @@ def convert(options: argparse.Namespace) -> None:
         mesh=_on(options.mesh),
         config=options.config,
         verify=options.verify,
-        quantize=_method(options),
+        quantize=method(options),
         change=None if options.adapter is None else lambda model: lora.merge_from(model, options.adapter),
     )
     if jax.process_index() == 0:
-        print(f"{done.target}: {done.arrays} arrays, {_bytes(done.bytes)}")
-        print(f"read {_bytes(done.read_speed)}/s, written {_bytes(done.write_speed)}/s")
+        print(f"{done.target}: {done.arrays} arrays, {bytes_text(done.bytes)}")
+        print(f"read {bytes_text(done.read_speed)}/s, written {bytes_text(done.write_speed)}/s")
         if done.difference is not None:
             print(f"verified: all arrays are equal; logits differ by at most {done.difference:.1e}")
 
@@ -305,25 +207,10 @@ def _on(mesh: Any) -> Any:
     return nnxmoe.make_mesh(**mesh.shape)
 
 
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"
-
-
-def _count(number: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"
-
-
 def demo(options: argparse.Namespace) -> None:
     """Run the embedded model on a few prompts."""
     from nnxmoe.cli import demo as shown
 
     tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)
-    say("the embedded model: a Mixtral of %s parameters, trained on generated text", _count(_size(model)))
+    say("the embedded model: a Mixtral of %s parameters, trained on generated text", count_text(_size(model)))
     shown.run(model, tokenizer, options.max_new_tokens)

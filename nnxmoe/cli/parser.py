@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import nnxmoe
-from nnxmoe.cli import commands, drafts, evaluating, serving
+from nnxmoe.cli import commands, drafts, evaluating, inspecting, serving
 from nnxmoe.cli import plan as plan_options
 from nnxmoe.runtime import interrupts
 from nnxmoe.runtime.compile_cache import compile_cache
@@ -101,9 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     _sampling_options(chat, 256)
 
     text = "Print a model's sizes and whether it fits in memory, without reading its weights."
-    inspect = command("inspect", commands.inspect, text, "nnxmoe inspect deepseek-v3 --context 8192")
+    inspect = command("inspect", inspecting.inspect, text, "nnxmoe inspect deepseek-v3 --context 8192")
     _model_options(inspect)
-    _inspect_options(inspect)
+    _quantize_options(inspect)
+    inspecting.options(inspect, _count, _mesh)
 
     text = "Print the memory, traffic and time of a step on a mesh of devices that need not be there."
     example = "nnxmoe plan deepseek-v3 --mesh fsdp=16,expert=16 --batch 256 --seq 4096 --on h200"
@@ -149,19 +150,6 @@ def _loading_options(parser: argparse.ArgumentParser) -> None:
     _model_options(parser)
     _adapter_option(parser)
     _quantize_options(parser)
-
-
-def _inspect_options(parser: argparse.ArgumentParser) -> None:
-    _quantize_options(parser)
-    parser.add_argument("--batch", type=_count, default=1, metavar="B", help="rows in the cache (default 1)")
-    parser.add_argument("--fields", action="store_true", help="also print every field of config.json, and the strategy")
-    parser.add_argument("--context", type=_count, metavar="T", help="tokens in the cache (default: 4096 at most)")
-    parser.add_argument(
-        "--mesh",
-        type=_mesh,
-        metavar="AXES",
-        help="also print how parameters are sharded on a mesh, such as fsdp=4,expert=8",
-    )
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:

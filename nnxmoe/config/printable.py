@@ -1,4 +1,4 @@
-"""Values and names from files, as they may appear in a message: escaped, and cut to a sensible length."""
+"""Values and names from files as they may appear in a message, escaped and cut to a sensible length; large numbers."""
 
 from collections.abc import Sequence
 
@@ -22,3 +22,20 @@ def some(names: Sequence[str], limit: int = 3) -> str:
     """The first few of many names."""
     shown = ", ".join(plain(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def bytes_text(size: float) -> str:
+    """A number of bytes in a decimal unit, such as 1.50 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
+
+
+def count_text(number: float) -> str:
+    """A large number in three digits, such as 46.7B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from nnxmoe.config.printable import bytes_text
+
 
 def table(plan: Any) -> str:
     """A plan line by line: what, how much, and where the figure is from."""
@@ -18,12 +20,12 @@ def table(plan: Any) -> str:
 
     for name in ("parameters", "moments", "cache", "inputs"):
         if size := getattr(held, name):
-            line(name, _bytes(size), "exact")
+            line(name, bytes_text(size), "exact")
     if plan.exact:
-        line("temporary", _bytes(plan.program.temporary), f"compiled for {kind.name}")
+        line("temporary", bytes_text(plan.program.temporary), f"compiled for {kind.name}")
     else:
-        line("gradients", _bytes(held.gradients), "estimated") if held.gradients else None
-        line("activations", _bytes(held.activations), "estimated")
+        line("gradients", bytes_text(held.gradients), "estimated") if held.gradients else None
+        line("activations", bytes_text(held.activations), "estimated")
     if plan.program is not None:
         _compiled(plan, line)
     if plan.work.pipeline is not None:
@@ -33,7 +35,7 @@ def table(plan: Any) -> str:
     if work.chunks > 1:
         line("exchange", f"InChunks(RaggedAllToAll(), {work.chunks}): room for 1/{work.chunks} of the rows")
     fits = "fits" if plan.fits else "does not fit"
-    line("memory", f"{_bytes(plan.memory)} of {_bytes(kind.memory)}: {fits}", "" if plan.exact else "estimated")
+    line("memory", f"{bytes_text(plan.memory)} of {bytes_text(kind.memory)}: {fits}", "" if plan.exact else "estimated")
     if plan.fits and kind.platform == "gpu" and plan.memory > 0.75 * kind.memory:
         share = min(0.98, math.ceil(100 * plan.memory / kind.memory + 1) / 100)
         line("", f"JAX takes 75 % of a GPU by default: XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}", "")
@@ -51,10 +53,10 @@ def table(plan: Any) -> str:
 
 def _compiled(plan: Any, line: Any) -> None:
     program, where = plan.program, f"compiled for {plan.compiled_for} in {plan.program.seconds:.0f} s"
-    line("arguments", _bytes(program.arguments), where)
+    line("arguments", bytes_text(program.arguments), where)
     if not plan.exact:
         note = "a ceiling" if plan.work.train else "far too high: XLA:CPU casts stacked weights"
-        line("temporary", f"{_bytes(program.temporary)}, {note}", where)
+        line("temporary", f"{bytes_text(program.temporary)}, {note}", where)
     if not math.isnan(program.operations) and program.operations:
         line("operations", f"{program.operations / plan.devices:.3g} per device, counted", "traced, loops x lengths")
     sums, times = Counter[tuple[str, tuple[str, ...], bool]](), Counter[tuple[str, tuple[str, ...], bool]]()
@@ -64,7 +66,7 @@ def _compiled(plan: Any, line: Any) -> None:
         times[key] += one.times
     for (kind, axes, counted), size in sums.most_common(8):
         more = "" if counted else " or more: a loop of unknown length"
-        line(kind, f"{_bytes(size)} over {' x '.join(axes)}, {times[kind, axes, counted]} times{more}", where)
+        line(kind, f"{bytes_text(size)} over {' x '.join(axes)}, {times[kind, axes, counted]} times{more}", where)
     if program.warnings:
         line("warnings", f"{program.warnings} involuntary full rematerializations", where)
 
@@ -78,7 +80,7 @@ def _network(plan: Any, line: Any) -> None:
         link = min((plan.links[axis] for axis in axes), key=lambda one: one[1])
         line(
             kind,
-            f"{_bytes(size)} of {what} over {' x '.join(axes)}, {times[kind, axes, what]} times",
+            f"{bytes_text(size)} of {what} over {' x '.join(axes)}, {times[kind, axes, what]} times",
             f"estimated, {link[0]}",
         )
 
@@ -89,13 +91,5 @@ def compared(plans: Sequence[Any]) -> str:
     for plan in plans:
         axes = ",".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
         fits = "yes" if plan.fits else "no"
-        lines.append(f"{axes:36} {_bytes(plan.memory):>10}  {fits:4}  {plan.seconds:8.3g}s  {plan.limiter}")
+        lines.append(f"{axes:36} {bytes_text(plan.memory):>10}  {fits:4}  {plan.seconds:8.3g}s  {plan.limiter}")
     return "\n".join(lines)
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"

@@ -1,0 +1,124 @@
+"""``nnxmoe inspect``: its options, and what it prints of a model."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from nnxmoe.cli import commands
+from nnxmoe.config.printable import bytes_text, count_text, plain
+
+
+def options(parser: argparse.ArgumentParser, count: Callable[[str], int], mesh: Callable[[str], Any]) -> None:
+    """Adds the options; ``count`` parses a positive integer, ``mesh`` the axes of a mesh."""
+    add = parser.add_argument
+    add("--batch", type=count, default=1, metavar="B", help="rows in the cache (default 1)")
+    add("--fields", action="store_true", help="also print every field of config.json, and the strategy")
+    add("--context", type=count, metavar="T", help="tokens in the cache (default: 4096 at most)")
+    what = "also print how parameters are sharded on a mesh, such as fsdp=4,expert=8"
+    add("--mesh", type=mesh, metavar="AXES", help=what)
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """A model's config, sizes, and whether it fits in memory."""
+    from nnxmoe.cli.inspect import summarise
+    from nnxmoe.model.strategy import Strategy
+
+    if options.mesh and options.keep_quantized:
+        raise ValueError("--mesh shows how floats or weights of --quantize are sharded: leave --keep-quantized out")
+    method, hub = commands.method(options), (options.revision, options.local_files_only)
+    s = summarise(
+        commands.path_of(options.model), options.dtype, *hub, method, options.keep_quantized, options.ignore_unknown
+    )
+    spread = _spread(s.config, s.weight_dtype, options.mesh, method) if options.mesh else []
+    _print_sizes(s, options.batch, options.context or min(s.config.max_position_embeddings, 4096))
+    if s.stored:
+        _print_files(s)
+    bounded = {slots: size for slots, size in s.cache.items() if slots is not None}
+    limits = "".join(
+        f", {bytes_text(size)} of it for {n} tokens at most (sliding window)" for n, size in bounded.items()
+    )
+    print(f"cache       {bytes_text(s.cache_token)} per token{limits}")
+    if options.fields:
+        print("config.json")
+        for name, value in s.config.to_hf().items():
+            print(f"  {name:32} {value}")
+        print("strategy    default on this machine:")
+        for line in Strategy.auto().explain().splitlines():
+            print(f"  {line}")
+    for line in spread:
+        print(line)
+    if s.missing or s.misshapen:
+        raise ValueError(
+            f"{s.source} cannot be loaded: {len(s.missing)} tensors are missing and {len(s.misshapen)} do not fit "
+            f"config.json, {plain([*s.missing, *s.misshapen][0])} among them"
+        )
+
+
+def _print_sizes(s: Any, batch: int, context: int) -> None:
+    """The memory of weights and cache, what a token reads, and the number of parameters by kind."""
+    from nnxmoe.generation.draft_cost import auto_cost
+    from nnxmoe.runtime.memory import memory_bytes
+
+    need, (have, where) = s.needed(batch, context), memory_bytes()
+    print(
+        f"{s.source}: {s.config.model_type} of {count_text(s.parameters)} parameters, "
+        f"{count_text(s.active)} active per token"
+    )
+    print(
+        f"memory      {'fits' if need <= have else 'does not fit'}: {bytes_text(need)} of {bytes_text(have)} ({where})"
+    )
+    print(
+        f"            {bytes_text(s.weight_bytes)} of weights in {' and '.join(s.weights)}, "
+        f"{bytes_text(need - s.weight_bytes)} of cache for batch {batch}, {context} tokens"
+    )
+    print(
+        f"per token   {bytes_text(s.active_bytes)} of weights are read at batch 1, "
+        f"and {count_text(2 * s.active)} operations are made"
+    )
+    cost = auto_cost(s.model, batch, context)
+    print(
+        f"per step    {bytes_text(cost.plain_bytes)} are read at batch {batch}; with {cost.name} "
+        f"{bytes_text(cost.bytes)}, in {cost.ratio:.2f} x the time"
+    )
+    print(f"            drafts {cost.pays}; {cost.expected:.0%} is what --draft auto expects")
+    buffers = batch * context * s.buffer_token
+    room = ", ".join(f"{size} GB {'yes' if need + buffers <= size * 1e9 else 'no'}" for size in (24, 48, 80, 141))
+    print(f"one GPU     {room}; with about {bytes_text(buffers)} of buffers for a prompt of that length")
+    if len(s.weights) > 1:
+        print("weights     " + ", ".join(f"{kind} {bytes_text(size)}" for kind, size in s.weights.items()))
+    if s.published:
+        print(f"published   {s.published}")
+    print(f"parameters  {s.parameters:>20,}")
+    for part, count in s.parts.items():
+        print(f"  {part:16}{count:>14,}  {count / s.parameters:6.1%}")
+    print(f"active      {s.active:>20,}  per token")
+
+
+def _print_files(s: Any) -> None:
+    """The tensors of the files, and those that a load would leave out or refuse."""
+    print("stored      " + ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in s.stored.items()))
+    for rule, names in s.skipped.items():
+        print(f"left out    {len(names)} tensors: {rule}")
+    print(f"tensors     {len(s.missing)} missing, {len(s.unexpected)} belong to no parameter")
+    for kind, names in (("missing", s.missing), ("not used", s.unexpected)):
+        for name in names[:5]:
+            print(f"  {kind:9} {plain(name)}")
+    for line in s.misshapen[:5]:
+        print(f"  wrong     {plain(line)}")
+
+
+def _spread(config: Any, dtype: str, mesh: Any, method: Any) -> list[str]:
+    """One line a parameter: how many there are, of what shape, bytes of them on one device, and what splits them."""
+    from nnxmoe.cli.inspect import spread
+
+    parts = spread(config, dtype, mesh, quantize=method)
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    lines = [f"mesh        {axes or 'one device'}"]
+    for part in parts:
+        split = ", ".join(
+            "-" if axis is None else axis if isinstance(axis, str) else " x ".join(axis) for axis in part.spec
+        )
+        split = split or "whole"
+        shape = f"{part.count:>4} x {list(part.shape)}"
+        lines.append(f"  {part.name:32} {shape:28} {bytes_text(part.device_bytes):>10}  {split}")
+    return [*lines, f"per device  {bytes_text(sum(p.device_bytes for p in parts))} of weights, on each of {mesh.size}"]
