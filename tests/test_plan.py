@@ -88,10 +88,14 @@ def test_arguments_and_collectives_of_compiled_steps(eight: Callable[..., Any]) 
         runs[one.kind, one.axes] += one.times
     layers = DEEPSEEK.num_hidden_layers - DEEPSEEK.first_k_dense_replace
     assert runs["all-to-all", ("expert",)] == 6 * layers
+    assert runs["all-to-all", ("fsdp",)] == 2, "the embeddings, and their gradients"
     assert runs["all-gather", ("fsdp",)] >= 6 * layers and runs["reduce-scatter", ("fsdp",)] >= 3 * layers
     mesh = abstract_mesh(axes)
     ours = traffic(DEEPSEEK, parts(DEEPSEEK, mesh, RULES), WORK, mesh)
-    assert [one.times for one in ours if one.kind == "all-to-all"] == [6 * layers]
+    found_by_us = {one.axes: one for one in ours if one.kind == "all-to-all"}
+    assert {axes: one.times for axes, one in found_by_us.items()} == {("expert",): 6 * layers, ("fsdp",): 2}
+    sent = sum(one.total for one in found.collectives if (one.kind, one.axes) == ("all-to-all", ("fsdp",)))
+    assert found_by_us["fsdp",].bytes == sent / 4, "half of it stays; XLA:CPU sends float32"
     decoding: Program = eight(child.program, job(axes, Work(16, 64, train=False)))
     assert decoding.arguments == pytest.approx(estimated(axes, Work(16, 64, train=False)), rel=1e-3)
 

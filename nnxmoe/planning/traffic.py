@@ -25,8 +25,9 @@ def traffic(config: DecoderConfig, found: list[Part], work: Work, mesh: AnyMesh,
     """Estimate of the collectives of a step: gathered kernels, reduced gradients, tokens to experts and back.
 
     Assumes kernels gathered in the dtype of activations, once per pass, and gradients reduced in float32. The head is
-    gathered for every chunk of the loss. Stages of a pipeline do all this in every turn, those of waiting included, and
-    each turn sends a microbatch and a slot on, forward and backward.
+    gathered for every chunk of the loss. Embeddings of tokens are exchanged instead of their table. Stages of a
+    pipeline do all this in every turn, those of waiting included, and each turn sends a microbatch and a slot on,
+    forward and backward.
     """
     sums: dict[tuple[str, tuple[str, ...], str], list[float]] = {}
 
@@ -47,11 +48,15 @@ def traffic(config: DecoderConfig, found: list[Part], work: Work, mesh: AnyMesh,
         what = "experts" if part.experts else "layers" if part.layers else "head" if part.key == head else "embedding"
         size = gathered(part, mesh)
         fraction = 1 - 1 / shards(mesh, split)
-        if split:
+        looked_up = part.key == "embed.table"
+        if looked_up and split:
+            _embeddings(config, work, mesh, rows, split, part.over[0], add)
+        gathered_over = () if looked_up and what != "head" else split
+        if gathered_over:
             chunks = _chunks(config, rows // work.accumulate, work) if what == "head" and work.train else passes
             add("all-gather", split, what, size * work.values * fraction, times * chunks)
         if work.train and part.trained:
-            if split:
+            if gathered_over:
                 chunks = _chunks(config, rows // work.accumulate, work) if what == "head" else 1
                 add("reduce-scatter", split, what, size * work.state * fraction, times * chunks)
             if rest := tuple(axis for axis in batch_axes if axis not in part.axes):
@@ -64,6 +69,17 @@ def traffic(config: DecoderConfig, found: list[Part], work: Work, mesh: AnyMesh,
         add("collective-permute", (AXIS,), "tokens", 2 * sent * work.values, 2 * turns)
         add("collective-permute", (AXIS,), "tokens", sent * work.values, 2 * work.accumulate)
     return [Traffic(kind, axes, size, int(times), what) for (kind, axes, what), (size, times) in sums.items()]
+
+
+def _embeddings(
+    config: Any, work: Work, mesh: AnyMesh, rows: int, split: tuple[str, ...], vocab: tuple[str, ...], add: Any
+) -> None:
+    """Embeddings of each device's tokens, from the devices that have a part of D, and of V (see `Embed`)."""
+    tokens = rows * (work.seq if work.train else 1) // work.accumulate
+    size, runs = tokens * config.hidden_size * work.values, (2 if work.train else 1) * work.accumulate
+    add("all-to-all", split, "embedding", size * (1 - 1 / shards(mesh, split)), runs)
+    if vocab:
+        add("all-reduce", vocab, "embedding", 2 * size * (1 - 1 / shards(mesh, vocab)), runs)
 
 
 def _activations(config: Any, found: list[Part], work: Work, mesh: AnyMesh, tokens: int, add: Any, passes: int) -> None:
