@@ -114,9 +114,7 @@ def _installed(name: str) -> bool:
 
 
 @pytest.mark.parametrize("platform", DEVICES)
-@pytest.mark.parametrize(
-    "kind", [*TINY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted({*FAMILIES} - {*TINY}))]
-)
+@pytest.mark.parametrize("kind", [*TINY, *sorted({*FAMILIES} - {*TINY})])
 def test_tiny_models_compile(compile_for: Callable[..., Compiled], platform: str, kind: str) -> None:
     """On one device, with 128 tokens, so that kernels take them."""
     fields = TINY.get(kind) or FAMILIES[kind].frozen
