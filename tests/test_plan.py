@@ -111,8 +111,11 @@ def test_stages_of_compiled_steps(eight: Callable[..., Any]) -> None:
     mesh = abstract_mesh(axes)
     ours = traffic(DEEPSEEK, parts(DEEPSEEK, mesh, RULES, work.pipeline), work, mesh)
     for kind, axis in (("collective-permute", "pipe"), ("all-to-all", "expert")):
-        theirs = [one for one in found.collectives if one.kind == kind and one.axes == (axis,)]
-        assert sum(one.times for one in theirs) == sum(one.times for one in ours if one.kind == kind)
+        theirs, expected = (
+            sum(one.times for one in every if (one.kind, one.axes) == (kind, (axis,)))
+            for every in (found.collectives, ours)
+        )
+        assert theirs == expected
     sent = [one.total for one in found.collectives if one.kind == "collective-permute"]
     assert sum(sent) == 2 * sum(one.bytes for one in ours if one.kind == "collective-permute")
 
