@@ -292,6 +292,7 @@ def test_the_table_of_hardware_can_be_changed() -> None:
         (lambda: nnxmoe.Strategy.auto("rocm"), "give 'cpu', 'gpu' or 'tpu'"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, batch=24, seq=8, accumulate=2), "12 rows does not divide"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=0, seq=8), r"plan\(batch=0\): give a positive integer"),
+        (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, chunks=0), r"plan\(chunks=0\): give a positive"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": -1}, batch=1, seq=8), r"mesh\(fsdp=-1\): give a positive"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, buffer_factor=-1.0), "give a positive multiple"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=2, seq=8, accumulate=2, train=False), "decoding has no parts"),
