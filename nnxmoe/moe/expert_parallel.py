@@ -261,4 +261,4 @@ def buffer_rows(factor: float | None, tokens: int, chosen: int, size: int, mine:
 
 def fewest_chunks(factor: float | None, chosen: int, size: int, mine: int) -> int:
     """Slices that bound the receive room by ``MOST_ROOM``; arguments as of `buffer_rows`."""
-    return 1 if factor is not None else math.ceil(size * min(chosen, mine) / (chosen * MOST_ROOM))
+    return 1 if factor is not None else math.ceil(buffer_rows(None, 1, chosen, size, mine) / (chosen * MOST_ROOM))

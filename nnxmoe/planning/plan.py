@@ -166,10 +166,7 @@ def plan(
         raise ValueError(f"across={across!r} is not a mesh axis: use one of {', '.join(sizes.shape)}")
     pipeline = None if microbatches is None else _pipeline(microbatches, sizes, train)
     shape = dict(sizes.shape)
-    if chunks is None:
-        local = max(1, config.experts // shape["expert"])
-        moe = config.experts and train  # one token decoded per row is not cut
-        chunks = fewest_chunks(buffer_factor, config.experts_per_token, shape["expert"], local) if moe else 1
+    chunks = _chosen_chunks(config, shape["expert"], buffer_factor, train) if chunks is None else chunks
     work = Work(batch, seq, train, accumulate, buffer_factor, chunks, pipeline=pipeline)
     refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != across})
     rows_per_device(batch // accumulate, sizes)  # raises for parts that do not divide
@@ -196,6 +193,13 @@ def plan(
         again = advice.Question(config, shape, kind, rules, accumulate, options)
         made = dataclasses.replace(made, advice=advice.changes(made, again, plan))
     return made
+
+
+def _chosen_chunks(config: DecoderConfig, size: int, buffer_factor: float | None, train: bool) -> int:
+    """The slices that `InChunks` chooses on an expert axis of this size; one token decoded per row is not sliced."""
+    if not config.experts or not train:
+        return 1
+    return fewest_chunks(buffer_factor, config.experts_per_token, size, max(1, config.experts // size))
 
 
 def _check_sizes(
