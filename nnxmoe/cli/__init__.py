@@ -4,11 +4,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from nnxmoe.runtime import interrupts
+from nnxmoe.runtime import interrupts, large_pages
 
 
 def command() -> NoReturn:
     """Run the process's command line and end the process with its exit code."""
+    large_pages.restart_with()
     interrupts.end_on_interrupt()  # before the imports of `main`, which take more than a second
     try:
         status = main()

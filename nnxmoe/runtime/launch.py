@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from nnxmoe.runtime import large_pages
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the processes until all have exited or one has failed; returns the exit status."""
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def environment(number: int, count: int, port: int, devices: int) -> dict[str, str]:
     """Environment variables of one process, besides the inherited ones."""
     address = f"127.0.0.1:{port}"
-    return {
+    return large_pages.setting() | {
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(count),
