@@ -347,14 +347,14 @@ def test_the_command_line_starts_again_with_large_pages(monkeypatch: pytest.Monk
         pages.write_text(text)
         assert large_pages.setting() == {}
     pages.unlink()
-    large_pages.restart_with()
+    large_pages.restart()
     assert len(started) == 1
 
 
 def test_a_restarted_program_has_large_pages(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os; from nnxmoe.runtime import large_pages as l; l.restart_with(); print(l.setting(), os.getpid())"
+        "import os; from nnxmoe.runtime import large_pages as l; l.restart(); print(l.setting(), os.getpid())"
     )
     environment = {name: value for name, value in os.environ.items() if name != large_pages.VARIABLE}
     process = subprocess.Popen(

@@ -9,7 +9,7 @@ from nnxmoe.runtime import interrupts, large_pages
 
 def command() -> NoReturn:
     """Run the process's command line and end the process with its exit code."""
-    large_pages.restart_with()
+    large_pages.restart()
     interrupts.end_on_interrupt()  # before the imports of `main`, which take more than a second
     try:
         status = main()

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 VARIABLE = "GLIBC_TUNABLES"
-SETTING = {VARIABLE: "glibc.malloc.hugetlb=1"}
 _PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -21,14 +20,14 @@ def setting() -> dict[str, str]:
         on_request = "[madvise]" in _PAGES.read_text()  # neither always nor never
     except OSError:  # not Linux
         return {}
-    return SETTING if on_request and VARIABLE not in os.environ else {}
+    return {VARIABLE: "glibc.malloc.hugetlb=1"} if on_request and VARIABLE not in os.environ else {}
 
 
-def restart_with() -> None:
-    """Start the program of this process again, in the same process, with the `setting`, unless it has it.
+def restart() -> None:
+    """Start the program of this process again, in the same process, with the `setting`; nothing if that is empty.
 
-    For the beginning of a program: what was computed or read from stdin is lost. Does nothing in a program that is
-    not a file.
+    For the beginning of a program: what was computed or read from stdin is lost. A program that is not a file
+    (``python -c``, a script on stdin) is not started again.
     """
     if (more := setting()) and sys.executable and Path(sys.argv[0]).is_file():
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | more)
