@@ -33,7 +33,7 @@ class InBlocks:
     Few rows of 16 bits are multiplied in float32, to which CPUs decode codes faster than to bfloat16.
     """
 
-    size: int = 2**18
+    size: int = 2**20
 
     def __post_init__(self) -> None:
         check_positive("InBlocks", "size", self.size)
