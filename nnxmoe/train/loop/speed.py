@@ -1,13 +1,15 @@
 """Model FLOPs utilisation (MFU, PaLM; Chowdhery et al. 2022): FLOPs of a training step against the devices' peak."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.axes import axes_of
+from nnxmoe.layers.quantized import QuantizedWeight, labels_of
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.hardware import of_device
 
@@ -28,15 +30,24 @@ def token_flops(model: CausalLM, trained: Collection[str]) -> float:
     """
     total, depths = 0.0, len(model.mtp) if any(name.startswith("mtp.") for name in trained) else 0
     head = "embed.table" if model.head is None else "head.kernel"
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        share, key = 1.0, variable.get_metadata().get("key")
+    for path, variable, size in _weights(model):
+        share, key = 1.0, labels_of(variable)[0]
         if path[0] == "mtp" and not depths:
             share = 0.0
-        elif "expert" in axes_of(variable):
+        elif "expert" in axes_of(variable.codes if isinstance(variable, QuantizedWeight) else variable):
             share = model.config.experts_per_token / model.config.experts
         elif key == head:
             share = 1.0 + depths
         elif key == "embed.table":
             share = 0.0  # a table lookup, no product
-        total += (6 if ".".join(map(str, path)) in trained else 4) * share * math.prod(variable.shape)
+        total += (6 if ".".join(map(str, path)) in trained else 4) * share * size
     return total
+
+
+def _weights(model: CausalLM) -> Iterator[tuple[tuple[Any, ...], nnx.Variable | QuantizedWeight, int]]:
+    """Path, weight and number of elements of all parameters, quantised kernels among them."""
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        yield path, variable, variable.size
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, QuantizedWeight):
+            yield path, node, math.prod((*node.lead, *node.ins, *node.outs))
