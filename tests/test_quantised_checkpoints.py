@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 import nnxmoe
 from nnxmoe.cli.inspect import summarise
 from nnxmoe.convert.hf.source import stored
+from nnxmoe.quantization.kernels import quantized_weights
 from nnxmoe.storage.checkpoint import Checkpoint
 from tests.support import quantised
 from tests.support.arrays import identical, max_error
@@ -51,6 +52,22 @@ def test_every_format_is_read_to_the_bit(tmp_path: Path, name: str) -> None:
     )
     identical(arrays(nnxmoe.dequantize(kept)), wanted)
     assert summarise(codes, dtype="float32", keep_quantized=True).weights == dict(kept.load_report.weights)
+
+
+@pytest.mark.parametrize("name", ["pack-4-16-zero", "deepseek-24x40-float32", "awq-16", "gptq-4-16-v1-act", "nf4"])
+def test_a_quantised_head_is_read_and_kept(tmp_path: Path, name: str) -> None:
+    codes, floats = write_quantised(
+        tmp_path,
+        family(name),
+        FORMATS[name],
+        chosen=lambda name: is_linear(name) or name == "lm_head.weight",
+        more={"vocab_size": 56},
+    )
+    wanted, tokens = nnxmoe.from_pretrained(floats), random_tokens(2, 7, 48)
+    identical(arrays(nnxmoe.from_pretrained(codes, dtype="float32")), arrays(wanted))
+    kept = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)
+    assert any(place.head for place in quantized_weights(kept))
+    assert max_error(kept(tokens).logits, wanted(tokens).logits) < MODEL_TOLERANCE
 
 
 def test_fp8_blocks_of_minimax_are_read_to_the_bit(tmp_path: Path) -> None:

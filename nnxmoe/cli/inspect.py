@@ -178,6 +178,8 @@ def _buffer(model: CausalLM, config: DecoderConfig) -> int:
     """Numbers that are alive at once per token in the largest layer: inputs and outputs of its linear maps."""
     attention, feed_forward = Counter[Any](), Counter[Any]()
     for place in places(model):
+        if place.head:
+            continue
         kernel, layer = place.weight, place.path[:4]
         count = math.prod(kernel.outs) + math.prod(kernel.ins) * (place.experts or ".attention." not in place.key)
         (attention if ".attention." in place.key else feed_forward)[layer] += count * (

@@ -218,7 +218,7 @@ def _quantize_options(parser: argparse.ArgumentParser, *, keep: bool = True) -> 
         "--quantize",
         type=_quantization,
         metavar="METHOD",
-        help="round weights to int8, int4 (int4:32: groups of 32), fp8, or experts=int4,others=int8; lossy",
+        help="round weights to int8, int4 (int4:32: groups of 32), fp8, or experts=int4,others=int8,head=int8; lossy",
     )
     if keep:
         parser.add_argument(

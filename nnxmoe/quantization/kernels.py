@@ -41,13 +41,20 @@ class Place:
         """Whether it holds one linear map per routed expert."""
         return ".experts." in self.key
 
+    @property
+    def head(self) -> bool:
+        """Whether it is the output head."""
+        return self.key == "head.kernel"
+
     def put(self, weight: Any) -> None:
         """Put another weight here. Call ``model.label()`` after the last one."""
         setattr(self.owner, self.attribute, nnx.data(weight))
 
 
 def places(model: CausalLM) -> list[Place]:
-    """The kernels of attention, dense feed-forwards and experts. Embedding, head, router and norms stay floats."""
+    """The kernels of attention, dense feed-forwards and experts, and of an output head that is not the embedding.
+    Embedding, router and norms stay floats."""
+    head = [] if model.head is None else [Place(model.head, "kernel", ("head", "kernel"), "head.kernel")]
     found = []
     for path, module in model.layer_modules():
         for attribute, value in list(vars(module).items()) if isinstance(module, nnx.Module) else ():
@@ -56,7 +63,7 @@ def places(model: CausalLM) -> list[Place]:
             key, _ = labels_of(value)
             if key and ".router." not in key:
                 found.append(Place(module, attribute, (*path, attribute), key))
-    return found
+    return found + head
 
 
 def quantized_weights(model: CausalLM) -> list[Place]:
@@ -214,7 +221,9 @@ def exchange_described(model: CausalLM, description: Any) -> None:
     model.label()
 
 
-def _layers(weight: KernelParam | QuantizedWeight) -> range:
-    """The numbers of the layers that a weight belongs to."""
+def _layers(weight: KernelParam | QuantizedWeight) -> Sequence[int | None]:
+    """The numbers of the layers that a weight belongs to; None: to no layer, as the head."""
     first = labels_of(weight)[1]["layer"]
-    return range(first, first + (weight.lead[0] if of_layers(weight.logical_axes[0]) else 1))
+    return (
+        [None] if first is None else range(first, first + (weight.lead[0] if of_layers(weight.logical_axes[0]) else 1))
+    )

@@ -80,15 +80,18 @@ class Float8:
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """A method for the routed experts and one for attention, dense and shared feed-forwards; None: they stay floats."""
+    """A method for the routed experts, one for attention, dense and shared feed-forwards, and one for the output head;
+    None: they stay floats."""
 
     experts: Method | None
     others: Method | None
+    head: Method | None = None
 
 
 def parse(text: str) -> Method | Mixed:
     """A method as on the command line: ``int8``, ``int4``, ``int4:32`` (groups of 32), ``fp8``, ``fp8:64`` (blocks), or
-    ``experts=int4:32,others=int8``, in which ``float`` leaves kernels as they are. Raises ValueError."""
+    ``experts=int4:32,others=int8,head=int8``, in which what is ``float`` or not named stays as it is. Raises
+    ValueError."""
     parts = text.split(",")
     if "=" not in text:
         found = _one(text)
@@ -96,9 +99,9 @@ def parse(text: str) -> Method | Mixed:
             raise ValueError(f"{text!r} quantises nothing")
         return found
     names = {name: method for name, _, method in (part.partition("=") for part in parts)}
-    if len(names) < len(parts) or not names.keys() <= {"experts", "others"}:
-        raise ValueError(f"{text!r} is not like experts=int4:32,others=int8")
-    return Mixed(*(_one(names.get(name, "float")) for name in ("experts", "others")))
+    if len(names) < len(parts) or not names.keys() <= {"experts", "others", "head"}:
+        raise ValueError(f"{text!r} is not like experts=int4:32,others=int8,head=int8")
+    return Mixed(*(_one(names.get(name, "float")) for name in ("experts", "others", "head")))
 
 
 def _one(text: str) -> Method | None:

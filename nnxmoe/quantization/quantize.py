@@ -17,24 +17,33 @@ from nnxmoe.quantization.methods import Error, Method, Mixed, codes_for, encode,
 from nnxmoe.storage.multihost import spans_hosts
 
 
-def method_for(method: Method | Mixed | None, place: Place) -> Method | None:
-    """The method for a kernel; None: it stays as it is."""
-    if not isinstance(method, Mixed):
-        return method
-    return method.experts if place.experts else method.others
+def chosen(model: CausalLM, method: Method | Mixed) -> list[tuple[Place, Method]]:
+    """The kernels that a method quantises, each with its own; the head only by `Mixed`.
+
+    Raises ValueError if the head is to be quantised and is the embedding.
+    """
+    mixed = method if isinstance(method, Mixed) else Mixed(method, method)
+    if mixed.head is not None and model.head is None:
+        raise ValueError("head: the output head is the embedding (tie_word_embeddings), which cannot be quantised")
+    every = [
+        (place, mixed.head if place.head else mixed.experts if place.experts else mixed.others)
+        for place in places(model)
+    ]
+    return [(place, one) for place, one in every if one is not None]
 
 
 def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
     """A model with the kernels of attention, feed-forwards and experts rounded to codes (`Int8`, `Int4`, `Float8`, or
-    `Mixed`); embedding, head, router, norms and biases are shared with ``model``. Lossy.
+    `Mixed`, also the output head's); embedding, router, norms and biases are shared with ``model``. Lossy.
 
-    Raises ValueError for kernels that do not fit the codes, or are quantised already, and for NaN.
+    Raises ValueError for kernels that do not fit the codes, or are quantised already, for NaN, and for the head of a
+    model whose head is the embedding.
     """
     graph, state = nnx.split(model)
     refuse_shapes(jax.tree.leaves(state))
     made, error = nnx.merge(graph, state), Error()
-    for place in places(made):
-        round_to_codes(place, method, made, error)
+    for place, one in chosen(made, method):
+        round_to_codes(place, one, made, error)
     made.label()
     update_report(made, error.relative)
     return made
@@ -45,24 +54,21 @@ def quantize_shapes(model: CausalLM, method: Method | Mixed | None, dtype: Any, 
 
     ``dtype``: of the kernels; ``mesh``: see `exchange`. Raises ValueError for kernels that do not fit the codes.
     """
-    for place in places(model):
-        if (one := method_for(method, place)) is not None:
-            exchange(place, codes_for(one, dtype), model.strategy, scale=jnp.dtype(dtype), mesh=mesh)
+    for place, one in [] if method is None else chosen(model, method):
+        exchange(place, codes_for(one, dtype), model.strategy, scale=jnp.dtype(dtype), mesh=mesh)
     model.label()
 
 
-def round_to_codes(place: Place, method: Method | Mixed, model: CausalLM, error: Error) -> None:
-    """Quantise one kernel of a model in place, by its method. Call ``model.label()`` after the last one."""
-    one, kernel = method_for(method, place), place.weight
-    if one is None:
-        return
+def round_to_codes(place: Place, method: Method, model: CausalLM, error: Error) -> None:
+    """Quantise one kernel of a model in place. Call ``model.label()`` after the last one."""
+    kernel = place.weight
     if isinstance(kernel, QuantizedWeight):
         raise ValueError(f"{place.key} is quantised already: call nnxmoe.dequantize(model) first")
     if spans_hosts(kernel.get_value()):
         raise ValueError("the model spans processes: quantise it while loading, from_pretrained(…, quantize=…)")
-    exchange(place, codes_for(one, kernel.dtype), model.strategy, scale=kernel.dtype)
+    exchange(place, codes_for(method, kernel.dtype), model.strategy, scale=kernel.dtype)
     try:
-        _set(place.weight, one, kernel, model, error)
+        _set(place.weight, method, kernel, model, error)
     except ValueError as problem:
         raise ValueError(f"{place.key}: {problem}") from None
 

@@ -309,10 +309,18 @@ def is_linear(name: str) -> bool:
     return ("_proj" in name or ".experts." in name) and name.endswith(".weight")
 
 
-def write_quantised(folder: Path, kind: str, form: Format, seed: int = 0) -> tuple[Path, Path]:
-    """Writes a tiny checkpoint in a format, and one with the floats that it stands for."""
-    fields, weights = FIELDS[kind], tiny_weights(FIELDS[kind], seed)
-    stored, plain = form.checkpoint(weights, is_linear)
+def write_quantised(
+    folder: Path,
+    kind: str,
+    form: Format,
+    seed: int = 0,
+    chosen: Callable[[str], bool] = is_linear,
+    more: Mapping[str, Any] = {},
+) -> tuple[Path, Path]:
+    """Writes a tiny checkpoint in a format, and one with the floats that it stands for; ``more``: of config.json."""
+    fields = FIELDS[kind] | more
+    weights = tiny_weights(fields, seed)
+    stored, plain = form.checkpoint(weights, chosen)
     quantised = write_checkpoint(folder / "codes", {**fields, "quantization_config": dict(form.config)}, stored)
     return quantised, write_checkpoint(folder / "floats", fields, plain)
 

@@ -66,7 +66,8 @@ def from_pretrained(
     only the shards of its devices.
     ``keep_quantized``: weights that the checkpoint stores as codes (FP8, int8, int4, NF4, MXFP4) stay codes in memory,
     which changes no number; default: they become floats. ``quantize``: round the kernels of attention, feed-forwards
-    and experts to codes while they are read (`Int8`, `Int4`, `Float8`, `Mixed`); lossy: `load_report` has the error.
+    and experts, with `Mixed` the head's too, to codes while they are read (`Int8`, `Int4`, `Float8`, `Mixed`); lossy:
+    `load_report` has the error.
     ``ignore_unknown``: drop unknown fields of config.json with a warning; by default they are refused, since they may
     change what the model computes.
     ``mtp``: with the layers for multi-token prediction, as ``model.mtp``; default: they are skipped.

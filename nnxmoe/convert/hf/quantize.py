@@ -15,7 +15,7 @@ from nnxmoe.layers.codes import STORED, Codes
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.quantization.kernels import Place, exchange, places
 from nnxmoe.quantization.methods import Error, Method, Mixed, codes_for, encode, scales
-from nnxmoe.quantization.quantize import method_for
+from nnxmoe.quantization.quantize import chosen
 from nnxmoe.storage.errors import CheckpointError
 
 
@@ -57,8 +57,9 @@ def quantize_on_reading(
     """Make kernels of an abstract model quantised by a method; the arrays to load it from, whose codes are computed
     when they are read, and the error, which grows meanwhile. ``dtype``: of the scales, None: of the weights."""
     found, error = dict(arrays), Error()
+    methods = {place.path: one for place, one in chosen(model, method)}
     for place, names in _names(model, arrays):
-        one = method_for(method, place)
+        one = methods.get(place.path)
         stored = [arrays[name] for name in names if name in arrays and arrays[name].fault is None]
         if one is None or len(stored) < len(names):  # what is missing or faulty is refused when the model is filled
             continue

@@ -16,9 +16,9 @@ from nnxmoe.layers.lora import Kept, LoRA, LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.layers.xla_cpu import as_bits, from_bits
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
-from nnxmoe.quantization.kernels import places, quantized_weights, restored, update_report
+from nnxmoe.quantization.kernels import quantized_weights, restored, update_report
 from nnxmoe.quantization.methods import Error, Method, Mixed
-from nnxmoe.quantization.quantize import round_to_codes
+from nnxmoe.quantization.quantize import chosen, round_to_codes
 from nnxmoe.train.lora.peft import load
 from nnxmoe.train.lora.slots import slots, unmerged
 
@@ -77,9 +77,9 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
     model.label()
     error = Error()
     if quantize is not None:
-        for place in places(model):
+        for place, method in chosen(model, quantize):
             if not isinstance(place.weight, QuantizedWeight):
-                round_to_codes(place, quantize, model, error)
+                round_to_codes(place, method, model, error)
         model.label()
     model.merged = nnx.data(nnx.Dict(kept)) if keep else None
     update_report(model, None if quantize is None else error.relative)
