@@ -300,6 +300,22 @@ def test_copies_that_differ_are_reported(loaded: Loaded, tmp_path: Path, caplog:
     assert not report.notes and name not in report.skipped[COPIES]
 
 
+def test_copies_of_a_quantised_head(loaded: Loaded, tmp_path: Path) -> None:
+    """They have the codes of the head, not the values of the embedding, and are read as such."""
+    _, folder, _ = loaded("kimi_k2")
+    method = nnxmoe.Mixed(None, None, nnxmoe.Int8())
+    model = nnxmoe.from_pretrained(folder, mtp=True, quantize=method)
+    nnxmoe.save_pretrained(model, tmp_path / "hf")
+    saved = load_file(tmp_path / "hf" / "model.safetensors")
+    for ending in ("weight_packed", "weight_scale", "weight_shape"):
+        copy, head = saved[f"model.layers.3.shared_head.head.{ending}"], saved[f"lm_head.{ending}"]
+        assert copy.tobytes() == head.tobytes()
+    assert "model.layers.3.shared_head.head.weight" not in saved
+    again = nnxmoe.from_pretrained(tmp_path / "hf", mtp=True, keep_quantized=True)
+    same_state(again, model)
+    assert not again.load_report.unexpected and not again.load_report.notes
+
+
 def test_what_cannot_have_them_is_refused() -> None:
     fields, _ = tiny_mtp(1)
     with pytest.raises(nnxmoe.ConfigError, match="mtp=True: llama models have no multi-token prediction layers"):

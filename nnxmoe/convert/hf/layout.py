@@ -10,6 +10,7 @@ from nnxmoe.convert.core.check import Faults, check
 from nnxmoe.convert.core.layout import Change, Leaf, Parameter, Part, TableError, add_part, parameters
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.layers.quantized import ARRAYS
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.storage.errors import CheckpointError
 
@@ -44,13 +45,14 @@ def layout(model: CausalLM, names: Container[str] | None = None, times: float = 
 
 def copies(model: CausalLM, names: Container[str]) -> dict[str, str]:
     """The tensors of prediction layers that repeat the embedding and the output head -> the name in ``names`` of what
-    they repeat. They are written for readers that expect them, and never read."""
-    first = model.config.num_hidden_layers
-    return {
-        name.format(first + k): main if main in names else EMBED
-        for k in range(len(model.mtp))
-        for name, main in _COPIES.items()
-    }
+    they repeat, the arrays of a quantised head each. They are written for readers that expect them, and never read."""
+    found = {}
+    for k in range(len(model.mtp)):
+        for name, main in _COPIES.items():
+            copy = name.format(model.config.num_hidden_layers + k)
+            endings = [ending for ending in ("", *(f".{array}" for array in ARRAYS)) if main + ending in names]
+            found |= {copy + ending: main + ending for ending in endings} or {copy: EMBED}
+    return found
 
 
 def _with_ending(template: str, ending: str) -> str:
