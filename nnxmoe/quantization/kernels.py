@@ -224,6 +224,6 @@ def exchange_described(model: CausalLM, description: Any) -> None:
 def _layers(weight: KernelParam | QuantizedWeight) -> Sequence[int | None]:
     """The numbers of the layers that a weight belongs to; None: to no layer, as the head."""
     first = labels_of(weight)[1]["layer"]
-    return (
-        [None] if first is None else range(first, first + (weight.lead[0] if of_layers(weight.logical_axes[0]) else 1))
-    )
+    if first is None:
+        return [None]
+    return range(first, first + (weight.lead[0] if of_layers(weight.logical_axes[0]) else 1))
