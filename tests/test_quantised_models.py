@@ -171,7 +171,11 @@ def test_quantising_while_loading_equals_quantising_in_memory(tmp_path: Path, ki
     identical(arrays(nnxmoe.from_pretrained(tmp_path / "again", keep_quantized=True)), arrays(made))
 
 
-@pytest.mark.parametrize("head", [nnxmoe.Int8(), nnxmoe.Int4(16), nnxmoe.Float8(24)], ids=str)
+@pytest.mark.parametrize(
+    "head",
+    [nnxmoe.Int8(), pytest.param(nnxmoe.Int4(16), marks=SLOW), pytest.param(nnxmoe.Float8(24), marks=SLOW)],
+    ids=str,
+)
 def test_the_head_is_quantised_by_name(tmp_path: Path, head: Any) -> None:
     """In memory, while loading, saved in both formats, as floats again, and under a loss with gradients."""
     folder = write_checkpoint(tmp_path / "m", FIELDS["mixtral"], tiny_weights(FIELDS["mixtral"]))
@@ -188,14 +192,12 @@ def test_the_head_is_quantised_by_name(tmp_path: Path, head: Any) -> None:
     for model in again:
         identical(arrays(model), arrays(made))
 
-    def loss(model: nnxmoe.CausalLM) -> Any:
-        return nnx.grad(lambda m: optax.softmax_cross_entropy_with_integer_labels(m(tokens).logits, tokens).mean())(
-            model
-        )
-
-    ours, wanted = (nnx.to_flat_state(nnx.state(loss(model).norm)) for model in (made, restored))
-    for (_, a), (_, b) in zip(ours, wanted, strict=True):
-        assert max_error(a.get_value(), b.get_value()) < MODEL_TOLERANCE
+    tuned = []
+    for model in (made, restored):
+        lora.add(model, 2, rngs=nnx.Rngs(0))
+        run = fit(model, [{"tokens": tokens}], optimizer=optax.sgd(0.1), steps=2)
+        tuned.append([metrics["loss"] for metrics in run.history])
+    np.testing.assert_allclose(*tuned, rtol=1e-5)
 
 
 def test_a_tied_head_cannot_be_quantised(tmp_path: Path) -> None:
