@@ -35,7 +35,8 @@ LOADS = {
 DECODE = {"decode batch 1, tok/s", "decode batch 2, tok/s"}
 PREFILL = {"prefill 16, tok/s", "prefill 48, tok/s"}
 TRAIN = {"train full, ms", "train LoRA rank 2, ms"}
-QUANTISED = {f"{method}: {what}" for method in ("int8", "int4:16", "fp8:16") for what in {*DECODE, "prefill 16, tok/s"}}
+METHODS = ("int8", "experts=int8,others=int8,head=int8", "int4:16", "fp8:16")
+QUANTISED = {f"{method}: {what}" for method in METHODS for what in {*DECODE, "prefill 16, tok/s"}}
 LAYER = {"moe forward T=1, ms", "moe forward and backward T=1, ms"}
 COMPILING = {
     *(f"compile {what}: {stage}, s" for stage in ("trace", "compile")
