@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 COPIES_16_BITS = jax.__version_info__ < (0, 12)  # 0.12.0 is the oldest release seen not to cast whole 16-bit arrays
+# Products of 2 to 16 int8 rows are up to 1.3 times as fast with the kernel on the left in 0.10.2. In 0.12.0 they are as
+# fast on either side, and with a kernel of 32000 outputs twice as fast on the right.
+INT8_KERNEL_ON_THE_LEFT = jax.__version_info__ < (0, 12)
 
 
 def on_cpu() -> bool:
