@@ -130,10 +130,10 @@ def _steps(x: Float[Array, "R I"]) -> Float[Array, "R 1"]:
 
 def _int8_sums(rows: Float[Array, "R I"], kernel: QuantizedKernel) -> Float[Array, "R O"]:
     """Products of integers."""
-    pair, dims = (kernel.codes, rows.astype(jnp.int8)), (((1,), (1,)), ((), ()))
-    if INT8_KERNEL_ON_THE_LEFT:
-        return jax.lax.dot_general(*pair, dims, preferred_element_type=jnp.int32).astype(jnp.float32).T
-    return jax.lax.dot_general(*pair[::-1], dims, preferred_element_type=jnp.int32).astype(jnp.float32)
+    codes, rows = kernel.codes, rows.astype(jnp.int8)
+    x, y = (codes, rows) if INT8_KERNEL_ON_THE_LEFT else (rows, codes)
+    sums = jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32).astype(jnp.float32)
+    return sums.T if INT8_KERNEL_ON_THE_LEFT else sums
 
 
 def _per_output(kernel: QuantizedKernel) -> Float[Array, "1 O"]:
