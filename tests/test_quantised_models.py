@@ -180,9 +180,10 @@ def test_the_head_is_quantised_by_name(tmp_path: Path, head: Any) -> None:
     """In memory, while loading, saved in both formats, as floats again, and under a loss with gradients."""
     folder = write_checkpoint(tmp_path / "m", FIELDS["mixtral"], tiny_weights(FIELDS["mixtral"]))
     floating, tokens = nnxmoe.from_pretrained(folder), random_tokens(2, 9, 48)
-    made = nnxmoe.quantize(floating, nnxmoe.Mixed(None, nnxmoe.Int8(), head))
+    method = nnxmoe.Mixed(None, nnxmoe.Int8(), head)
+    made = nnxmoe.quantize(floating, method)
     assert {place.key for place in quantized_weights(made)} > {"head.kernel"}
-    identical(arrays(nnxmoe.from_pretrained(folder, quantize=nnxmoe.Mixed(None, nnxmoe.Int8(), head))), arrays(made))
+    identical(arrays(nnxmoe.from_pretrained(folder, quantize=method)), arrays(made))
     restored = nnxmoe.dequantize(made)
     assert max_error(restored.head.kernel.get_value(), floating.head.kernel.get_value()) > 0
     assert max_error(made(tokens).logits, restored(tokens).logits) < MODEL_TOLERANCE

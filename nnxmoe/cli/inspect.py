@@ -178,7 +178,7 @@ def _buffer(model: CausalLM, config: DecoderConfig) -> int:
     """Numbers that are alive at once per token in the largest layer: inputs and outputs of its linear maps."""
     attention, feed_forward = Counter[Any](), Counter[Any]()
     for place in places(model):
-        if place.head:  # it computes one token
+        if place.head:  # which computes the last token only
             continue
         kernel, layer = place.weight, place.path[:4]
         count = math.prod(kernel.outs) + math.prod(kernel.ins) * (place.experts or ".attention." not in place.key)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from nnxmoe.config.validate import check_positive
 from nnxmoe.layers.dots import dot_f32, matmul_f32
 from nnxmoe.layers.quantized import QuantizedKernel, QuantizedProduct
-from nnxmoe.layers.xla_cpu import INT8_KERNEL_ON_THE_LEFT, carried, on_cpu
+from nnxmoe.layers.xla_cpu import carried, kernel_on_the_left, on_cpu
 
 LAST = 127.0  # the largest int8
 FEW = 8  # rows up to which CPUs decode a kernel for longer than they multiply with it
@@ -131,9 +131,10 @@ def _steps(x: Float[Array, "R I"]) -> Float[Array, "R 1"]:
 def _int8_sums(rows: Float[Array, "R I"], kernel: QuantizedKernel) -> Float[Array, "R O"]:
     """Products of integers."""
     codes, rows = kernel.codes, rows.astype(jnp.int8)
-    x, y = (codes, rows) if INT8_KERNEL_ON_THE_LEFT else (rows, codes)
+    left = kernel_on_the_left(rows)
+    x, y = (codes, rows) if left else (rows, codes)
     sums = jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32).astype(jnp.float32)
-    return sums.T if INT8_KERNEL_ON_THE_LEFT else sums
+    return sums.T if left else sums
 
 
 def _per_output(kernel: QuantizedKernel) -> Float[Array, "1 O"]:

@@ -10,12 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 COPIES_16_BITS = jax.__version_info__ < (0, 12)  # 0.12.0 is the oldest release seen not to cast whole 16-bit arrays
-# Products of 2 to 16 int8 rows are up to 1.3 times as fast with the kernel on the left in 0.10.2. In 0.12.0 they are as
-# fast on either side, and with a kernel of 32000 outputs twice as fast on the right.
-INT8_KERNEL_ON_THE_LEFT = jax.__version_info__ < (0, 12)
 
 
 def on_cpu() -> bool:
@@ -61,13 +58,19 @@ def pad_single_row(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     return jax.lax.optimization_barrier(jnp.concatenate([x, jnp.zeros_like(x)], axis=axis))
 
 
-def kernel_on_the_left(x: Float[Array, "R I"]) -> bool:
-    """Whether to compute ``x @ kernel.T`` of few float32 rows x as ``(kernel @ x.T).T``, behind a barrier.
+def kernel_on_the_left(x: Num[Array, "R I"]) -> bool:
+    """Whether to compute ``x @ kernel.T`` of few float32 rows x, or of int8 rows, as ``(kernel @ x.T).T``.
 
     XLA:CPU rearranges all of the right operand before it multiplies, which takes up to three times as long as the
-    product of a few rows, and swaps the operands back where it can (jax 0.10.2, 0.12.0). With 256 rows it is no slower;
-    one row is a matrix-vector product. In bfloat16 the gain is small from 32 rows on, and below it is a loss.
+    product of a few rows, and swaps the operands back where it can, unless there is a barrier (jax 0.10.2, 0.12.0).
+    With 256 rows it is no slower; one row is a matrix-vector product. In bfloat16 the gain is small from 32 rows on,
+    and below it is a loss.
+
+    With jax 0.10.2, products of 2 to 16 int8 rows are up to 1.3 times as fast with the kernel on the left. With 0.12.0
+    the side does not matter, except that a kernel of 32000 outputs takes twice as long on the left.
     """
+    if x.dtype == jnp.int8:
+        return on_cpu() and jax.__version_info__ < (0, 12)
     return on_cpu() and 2 <= x.shape[0] <= 128 and x.dtype == jnp.float32
 
 

@@ -54,7 +54,6 @@ class Place:
 def places(model: CausalLM) -> list[Place]:
     """The kernels of attention, dense feed-forwards and experts, and of an output head that is not the embedding.
     Embedding, router and norms stay floats."""
-    head = [] if model.head is None else [Place(model.head, "kernel", ("head", "kernel"), "head.kernel")]
     found = []
     for path, module in model.layer_modules():
         for attribute, value in list(vars(module).items()) if isinstance(module, nnx.Module) else ():
@@ -63,7 +62,9 @@ def places(model: CausalLM) -> list[Place]:
             key, _ = labels_of(value)
             if key and ".router." not in key:
                 found.append(Place(module, attribute, (*path, attribute), key))
-    return found + head
+    if model.head is not None:
+        found.append(Place(model.head, "kernel", ("head", "kernel"), "head.kernel"))
+    return found
 
 
 def quantized_weights(model: CausalLM) -> list[Place]:

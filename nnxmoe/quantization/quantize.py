@@ -17,8 +17,8 @@ from nnxmoe.quantization.methods import Error, Method, Mixed, codes_for, encode,
 from nnxmoe.storage.multihost import spans_hosts
 
 
-def chosen(model: CausalLM, method: Method | Mixed) -> list[tuple[Place, Method]]:
-    """The kernels that a method quantises, each with its own; the head only by `Mixed`.
+def chosen(model: CausalLM, method: Method | Mixed | None) -> list[tuple[Place, Method]]:
+    """The kernels to quantise, each with its method: the head only with `Mixed`, no kernel with None.
 
     Raises ValueError if the head is to be quantised and is the embedding.
     """
@@ -54,7 +54,7 @@ def quantize_shapes(model: CausalLM, method: Method | Mixed | None, dtype: Any, 
 
     ``dtype``: of the kernels; ``mesh``: see `exchange`. Raises ValueError for kernels that do not fit the codes.
     """
-    for place, one in [] if method is None else chosen(model, method):
+    for place, one in chosen(model, method):
         exchange(place, codes_for(one, dtype), model.strategy, scale=jnp.dtype(dtype), mesh=mesh)
     model.label()
 

@@ -34,7 +34,7 @@ def token_flops(model: CausalLM, trained: Collection[str]) -> float:
         share, key = 1.0, labels_of(variable)[0]
         if path[0] == "mtp" and not depths:
             share = 0.0
-        elif "expert" in axes_of(variable.codes if isinstance(variable, QuantizedWeight) else variable):
+        elif "expert" in axes_of(variable):
             share = model.config.experts_per_token / model.config.experts
         elif key == head:
             share = 1.0 + depths
@@ -44,10 +44,10 @@ def token_flops(model: CausalLM, trained: Collection[str]) -> float:
     return total
 
 
-def _weights(model: CausalLM) -> Iterator[tuple[tuple[Any, ...], nnx.Variable | QuantizedWeight, int]]:
-    """Path, weight and number of elements of all parameters, quantised kernels among them."""
+def _weights(model: CausalLM) -> Iterator[tuple[tuple[Any, ...], nnx.Variable, int]]:
+    """Path, variable and number of weights of every parameter; the variable of a quantised kernel holds its codes."""
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         yield path, variable, variable.size
     for path, node in nnx.iter_graph(model):
         if isinstance(node, QuantizedWeight):
-            yield path, node, math.prod((*node.lead, *node.ins, *node.outs))
+            yield path, node.codes, math.prod((*node.lead, *node.ins, *node.outs))
