@@ -277,6 +277,16 @@ def test_hub_cache_with_links(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(model, "mixtral_basic"), reference("mixtral_basic"), atol=2e-4)
 
 
+def test_report_keeps_the_hub_id_and_revision(tmp_path: Path) -> None:
+    cached = tmp_path / "models--org--demo"
+    shutil.copytree(CASES / "mixtral_basic" / "model", snapshot := cached / "snapshots" / ("a" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "v1").write_text("a" * 40)
+    with mock.patch("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path)):
+        report = nnxmoe.from_pretrained("org/demo", revision="v1", local_files_only=True).load_report
+    assert (report.source, report.revision, report.files) == ("org/demo", "v1", str(snapshot))
+
+
 def test_saved_models_load_again_bit_for_bit(tmp_path: Path) -> None:
     for case, scan in (("mixtral_basic", True), ("deepseek_yarn", False), ("llama3_rope", False)):
         model = nnxmoe.from_pretrained(CASES / case / "model", strategy=nnxmoe.Strategy(scan_layers=scan))

@@ -242,7 +242,7 @@ def encoded(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
 
 def tokenizer_of(model: CausalLM) -> Tokenizer | None:
     """The tokenizer in the folder that the model was loaded from; None if there is none."""
-    source = None if model.load_report is None else model.load_report.source
+    folder = None if model.load_report is None else model.load_report.files
     return (
-        Tokenizer.from_pretrained(source) if source and os.path.exists(os.path.join(source, "tokenizer.json")) else None
+        Tokenizer.from_pretrained(folder) if folder and os.path.exists(os.path.join(folder, "tokenizer.json")) else None
     )

@@ -13,6 +13,7 @@ from nnxmoe.storage.errors import CheckpointError
 class LoadReport:
     """Accounts for every tensor of a checkpoint and every parameter of a model.
 
+    ``source``: the folder or hub id that was asked for, and ``revision`` the branch, tag or commit of the hub.
     ``skipped``: rule -> names skipped on purpose. ``unexpected``: other tensors that the model does not use.
     ``missing``: parameters without a tensor (empty for a loaded model). ``casts``: "stored -> loaded dtype" -> names.
     ``nonfinite``: tensor -> number of NaN or infinite values after loading (on this process's devices).
@@ -32,6 +33,7 @@ class LoadReport:
     bytes_read: int = 0
     seconds: float = dataclasses.field(default=0.0, compare=False)
     files: str | None = None
+    revision: str | None = None
     weights: Mapping[str, int] = dataclasses.field(default_factory=dict)
     quantization_error: float | None = None
 

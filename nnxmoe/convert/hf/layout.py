@@ -1,5 +1,6 @@
 """Hugging Face's names for a model's parameters, and the tensors of a checkpoint that may be skipped."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Set
@@ -106,14 +107,13 @@ def judge(
         left -= set(names)
         if names:
             skipped[rule] = names
-    return faults, LoadReport(
-        report.source,
+    return faults, dataclasses.replace(
+        report,
         loaded=tuple(sorted(file_names(leaves.keys() & arrays.keys(), arrays))),
         missing=faults.missing,
         unexpected=tuple(sorted(left)),
         skipped=skipped,
         notes=(*report.notes, *_beyond(config, left)),
-        files=report.files,
     )
 
 

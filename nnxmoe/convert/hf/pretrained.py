@@ -93,12 +93,15 @@ def from_pretrained(
         strategy = dataclasses.replace(strategy, mesh=mesh, rules=rules)
         model = kind(config, strategy, rngs=None, mtp=mtp)
         notes += _other_copies(model, checkpoint)
-        folder, error = str(checkpoint.folder), None
+        error = None
         if keep_quantized:
             found = keep(model, found)
         elif quantize is not None:
             found, error = quantize_on_reading(model, found, quantize, dtype)
-        restore(model, layout(model, found), found, dtype, LoadReport(folder, notes=tuple(notes), files=folder))
+        report = LoadReport(
+            os.fspath(path_or_hub_id), notes=tuple(notes), files=str(checkpoint.folder), revision=revision
+        )
+        restore(model, layout(model, found), found, dtype, report)
         if error is not None:
             model.load_report = dataclasses.replace(model.load_report, quantization_error=error.relative)
         model.generation_config = FrozenDict(checkpoint.generation_config)
