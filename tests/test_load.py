@@ -85,6 +85,15 @@ def test_report_accounts_for_every_tensor() -> None:
     assert "65 tensors" in str(report)
 
 
+def test_demo_is_loaded_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = nnxmoe.from_pretrained("demo"), nnxmoe.Tokenizer.from_pretrained("demo")
+    assert model.config.vocab_size >= max(tokenizer.encode("Lisbon is in Portugal."))
+    with pytest.raises(nnxmoe.CheckpointError, match=r"config\.json"):
+        nnxmoe.from_pretrained("./demo")
+
+
 def test_every_parameter_is_loaded() -> None:
     model = nnxmoe.from_pretrained(CASES / "deepseek_basic" / "model")
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(model)))

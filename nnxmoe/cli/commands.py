@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,8 +16,7 @@ from nnxmoe.cli import drafts, prompts
 from nnxmoe.config.printable import bytes_text, count_text
 from nnxmoe.runtime import interrupts, processes
 from nnxmoe.runtime.progress import say
-
-DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+from nnxmoe.storage.hub import DEMO
 
 
 def path_of(model: str) -> str:

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"  # the checkpoint within the package
+
 # The files that a tokenizer may consist of: what is downloaded, and what saving copies from the model's folder.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -37,8 +39,13 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]) -> Path | None:
-    """Returns the local folder, or None for a hub id; raises if the argument can be neither."""
+    """Returns the local folder, or None for a hub id; raises if the argument can be neither.
+
+    The text ``demo`` names the checkpoint within the package, ``./demo`` a folder.
+    """
     text = os.fspath(path_or_hub_id)
+    if path_or_hub_id == "demo":
+        return DEMO
     if not text or "\0" in text:
         raise error(f"{text!r} is neither a folder nor a hub id such as 'org/name'")
     path = Path(os.path.expanduser(text))
