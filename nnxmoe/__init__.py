@@ -7,14 +7,11 @@ The public names are those of `nnxmoe.api`, and the submodules below. They are i
 take more than a second: the command line handles Ctrl-C before that.
 """
 
-import logging as _logging
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 __version__ = "0.1.0"
 
 _SUBMODULES = ("convert", "kernels", "linen", "models", "plot", "testing", "train")
-
-_logging.getLogger("nnxmoe").addHandler(_logging.NullHandler())
 
 if _TYPE_CHECKING:
     from nnxmoe import convert as convert

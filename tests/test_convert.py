@@ -283,6 +283,6 @@ def test_killed_conversion_leaves_no_output_folder(to: str, tmp_path: Path) -> N
 def test_expected_peak_memory_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     convert(MIXTRAL, str(tmp_path / "a"), "orbax")
-    assert "expected peak memory 0.00 GB, without the program's own" in caplog.text
+    assert "expected peak memory 1.02 MB, without the program's own" in caplog.text
     conversion._announce({"x": LazyArray((10**6, 10**6), np.dtype(np.float32), lambda *_: None)}, None)
-    assert "expected peak memory 12000.00 GB" in caplog.text and "that is more than the " in caplog.text
+    assert "expected peak memory 12.00 TB" in caplog.text and "that is more than the " in caplog.text

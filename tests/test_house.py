@@ -13,8 +13,8 @@ PACKAGE = ROOT / "nnxmoe"
 
 # Packages from the lowest to the highest: each imports lower ones only. No two share a level.
 ORDER = (
-    "nnxmoe.runtime",
     "nnxmoe.config",
+    "nnxmoe.runtime",
     "nnxmoe.axes",
     "nnxmoe.layers",
     "nnxmoe.moe",

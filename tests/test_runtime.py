@@ -67,13 +67,18 @@ def test_compile_cache_is_kept_in_the_users_folder(tmp_path: Path) -> None:
     third = run(code, **home).split()
     assert int(third[2]) == 1 and int(third[1]) == int(second[1]) - 1
     assert run(code, NNXMOE_COMPILE_CACHE="off").split()[0] == "None"
-    assert run(code, NNXMOE_COMPILE_CACHE=str(tmp_path / "other")).split()[0] == str(tmp_path / "other")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "jit_f-cache").write_bytes(b"a program that JAX keeps without a limit on the size")
+    os.utime(other / "jit_f-cache", (0, 0))
+    assert run(code, NNXMOE_COMPILE_CACHE=str(other)).split()[0] == str(other / "nnxmoe" / "xla")
+    assert (other / "jit_f-cache").exists()
     own = run(code, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "mine")).split()
     assert own[0] == str(tmp_path / "mine") and (tmp_path / "mine").is_dir()
     size = max(entry.stat().st_size for entry in folder.glob("*-cache"))
-    small = tmp_path / "small"
+    small = tmp_path / "small" / "nnxmoe" / "xla"
     for salt in range(4):
-        run(COUNT.format(arguments=f"{str(small)!r}, {2 * size}", salt=salt))
+        run(COUNT.format(arguments=f"{str(tmp_path / 'small')!r}, {2 * size}", salt=salt))
     assert sum(entry.stat().st_size for entry in small.glob("*-cache")) <= 2 * size
 
 
@@ -129,12 +134,28 @@ def test_memory_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, size in (("48GB", 48e9), ("1.5 T", 1.5e12), ("200mb", 2e8), ("off", np.inf)):
         monkeypatch.setenv(memory.VARIABLE, text)
         assert memory.memory_bytes() == (size, f"NNXMOE_MEMORY={text}")
-    monkeypatch.setenv(memory.VARIABLE, "much")
-    with pytest.raises(ValueError, match=r"NNXMOE_MEMORY=much: give a size such as 48GB, or off"):
-        memory.memory_bytes()
+    for text in ("much", "1.2.3GB", ".", "-1GB", "GB"):
+        monkeypatch.setenv(memory.VARIABLE, text)
+        with pytest.raises(ValueError, match=r"NNXMOE_MEMORY='.*': give a size such as 48GB, or off"):
+            memory.memory_bytes()
     monkeypatch.delenv(memory.VARIABLE)
     have, where = memory.memory_bytes()
     assert 1e8 < have < 1e14 and "memory" in where
+
+
+@pytest.mark.parametrize(
+    ("files", "prefix"),
+    [((".max", ".current", ".stat"), ""), ((".limit_in_bytes", ".usage_in_bytes", ".stat"), "total_")],
+)
+def test_cached_files_count_as_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files, prefix) -> None:
+    """The page cache of a container after a download does not make a load fail."""
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    folder = tmp_path / "memory" if prefix else tmp_path
+    folder.mkdir(exist_ok=True)
+    stat = f"{prefix}active_file 30000\n{prefix}inactive_file 20000\n{prefix}inactive_anon 7\n"
+    for name, text in zip(files, ("100000\n", "90000\n", stat), strict=True):
+        (folder / f"memory{name}").write_text(text)
+    assert memory.memory_bytes() == (60000.0, "the free memory of this container")
 
 
 @pytest.mark.commands
@@ -160,7 +181,7 @@ def test_models_beyond_memory_are_refused_before_reading(tmp_path: Path, monkeyp
     monkeypatch.setenv(memory.VARIABLE, "0.1MB")
     file.write_bytes(sound[: len(sound) - 4000] + bytes(4000))
     refused = (
-        r"the weights take 0\.00 GB, NNXMOE_MEMORY=0\.1MB is 0\.00 GB: shard it .*bfloat16.* set NNXMOE_MEMORY=off"
+        r"the weights take 127\.01 kB, NNXMOE_MEMORY=0\.1MB is 100\.00 kB: shard it .*bfloat16.* set NNXMOE_MEMORY=off"
     )
     with pytest.raises(ValueError, match=refused):
         nnxmoe.from_pretrained(tmp_path / "model")

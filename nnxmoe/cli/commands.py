@@ -46,7 +46,7 @@ def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
     how = {name: getattr(options, name) for name in ("keep_quantized", "ignore_unknown")}
     how["mtp"] = drafts.needs_mtp(getattr(options, "draft", None), path, options)
     model = nnxmoe.from_pretrained(path, dtype=options.dtype, quantize=None if adapter else quantize, **hub, **how)
-    say("%s", model.load_report)
+    say("%s", model.load_report.summary())
     if adapter is not None:
         lora.merge_from(model, adapter, quantize=quantize)
     return model, tokenizer

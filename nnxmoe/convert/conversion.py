@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.printable import bytes_text
 from nnxmoe.convert import maxtext, native
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.hf import pretrained
@@ -187,7 +188,7 @@ def convert(
         del model, made
         again = writer.load(target, used, None, strategy)
         difference = _difference(wanted, _logits(again), target, narrow)
-    return Done(report.source, target, count, size, report.gigabytes_per_second * 1e9, write_speed, difference)
+    return Done(report.source, target, count, size, report.bytes_per_second, write_speed, difference)
 
 
 def _given_config(name: str | None) -> DecoderConfig | None:
@@ -211,9 +212,9 @@ def _announce(arrays: LazyArrays, dtype: Any) -> None:
     width = np.dtype(dtype).itemsize if dtype is not None else None
     sizes = [math.prod(a.shape) * (width or (2 if a.encoded else a.dtype.itemsize)) for a in arrays.values()] or [0]
     need, (have, where) = sum(sizes) + 2 * max(sizes), memory_bytes()
-    say("%d arrays; expected peak memory %.2f GB, without the program's own", len(arrays), need / 1e9)
+    say("%d arrays; expected peak memory %s, without the program's own", len(arrays), bytes_text(need))
     if need > have:
-        logger.warning("that is more than the %.2f GB of %s: pass --mesh or use a larger machine", have / 1e9, where)
+        logger.warning("that is more than the %s of %s: pass --mesh or use a larger machine", bytes_text(have), where)
 
 
 def _compare(made: LazyArrays, writer: Kind, target: str) -> None:

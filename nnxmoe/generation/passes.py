@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import batch_axes, constrain, everywhere
+from nnxmoe.config.printable import bytes_text
 from nnxmoe.generation import rows
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.by_run import RunByRun, pays
@@ -151,11 +152,11 @@ def unrolled(model: CausalLM) -> CausalLM:
         _copies[model] = graph, [weakref.ref(leaf) for leaf in leaves], unscan(model)
         return _copies[model][-1]
     logger.warning(
-        "the layers are scanned, which decodes slowly, and %s (%.1f GB) has no room for a copy of %.1f GB: load the "
+        "the layers are scanned, which decodes slowly, and %s (%s) has no room for a copy of %s: load the "
         "model with Strategy(stacking=Unrolled())",
         where,
-        have / 1e9,
-        need / 1e9,
+        bytes_text(have),
+        bytes_text(need),
     )
     return model
 

@@ -18,9 +18,10 @@ _UNFINISHED = 60.0  # seconds after which an entry without its time stamp is tak
 def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int = MAX_BYTES) -> Path | None:
     """Keep compiled programs in a folder, so that the next process reads them instead of compiling again.
 
-    ``folder`` defaults to the environment variable ``NNXMOE_COMPILE_CACHE``, else ``nnxmoe/xla`` in the user's cache
-    folder (``$XDG_CACHE_HOME``, else ``~/.cache``). Beyond ``max_bytes`` the programs that were used least recently are
-    deleted. Returns the folder; None, and nothing changes, if the variable is ``off`` or the folder cannot be written.
+    The programs are in ``nnxmoe/xla`` within ``folder``, which defaults to the environment variable
+    ``NNXMOE_COMPILE_CACHE``, else the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``). Beyond
+    ``max_bytes`` those that were used least recently are deleted; nothing else in ``folder`` is touched. Returns the
+    folder of the programs; None, and nothing changes, if the variable is ``off`` or the folder cannot be written.
     A cache that JAX already has, such as by ``JAX_COMPILATION_CACHE_DIR``, stays as it is.
 
     Programs depend on the shapes, the versions of jax and XLA, and the machine. The command line calls this.
@@ -35,7 +36,8 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
         if folder is not None and folder.lower() in OFF:
             return None
     try:
-        path = _user_folder() if folder is None else Path(folder).expanduser().absolute()
+        folder = folder or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        path = Path(folder).expanduser().absolute() / "nnxmoe" / "xla"
         new = not path.is_dir()
         path.mkdir(parents=True, exist_ok=True)
         _tidy(path)
@@ -53,10 +55,6 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
         jax.config.update(name, value)
     jax_cache.reset_cache()  # JAX looks for a folder once, when it compiles first
     return path
-
-
-def _user_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nnxmoe" / "xla"
 
 
 def _tidy(folder: Path) -> None:

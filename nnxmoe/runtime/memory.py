@@ -12,10 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from nnxmoe.config.printable import bytes_text, short
 from nnxmoe.runtime.progress import logger
 
 VARIABLE = "NNXMOE_MEMORY"
-_CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+_CGROUP = Path("/sys/fs/cgroup")
+# Limit, usage and statistics of memory, in versions 2 and 1; in version 1 only the totals include child groups.
+_CGROUPS = (
+    ("memory.max", "memory.current", "memory.stat", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+)
 
 
 def memory_bytes() -> tuple[float, str]:
@@ -39,10 +45,13 @@ def memory_bytes() -> tuple[float, str]:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 rooms["this machine's free memory"] = int(line.split()[1]) * 1024.0
-    for files in _CGROUPS:
+    for limit, used, stat, prefix in _CGROUPS:
         with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max"
-            limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in files)
-            rooms["the free memory of this container"] = float(limit - used)
+            room = int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text())
+            held = dict(line.split() for line in (_CGROUP / stat).read_text().splitlines())
+            # The kernel drops pages of files when memory is short, so they are free.
+            room += sum(int(held[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+            rooms["the free memory of this container"] = float(room)
     rooms["the process's limit (ulimit -v)"] = _address_space()
     where = min(rooms, key=lambda name: rooms[name])
     return rooms[where], where
@@ -51,9 +60,9 @@ def memory_bytes() -> tuple[float, str]:
 def _given(text: str) -> float:
     if text.lower() == "off":
         return math.inf
-    match = re.fullmatch(r"([0-9.]+) ?([KMGT])B?", text.strip().upper())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT])B?", text.strip().upper())
     if match is None:
-        raise ValueError(f"{VARIABLE}={text}: give a size such as 48GB, or off")
+        raise ValueError(f"{VARIABLE}={short(text)}: give a size such as 48GB, or off")
     return float(match[1]) * 1000 ** (" KMGT".index(match[2]))
 
 
@@ -83,10 +92,10 @@ def refuse_beyond_memory(need: float, what: str, remedy: str) -> None:
     have, where = memory_bytes()
     if need > have:
         raise ValueError(
-            f"{what} {need / 1e9:.2f} GB, {where} is {have / 1e9:.2f} GB: {remedy}, or set {VARIABLE}=off to try anyway"
+            f"{what} {bytes_text(need)}, {where} is {bytes_text(have)}: {remedy}, or set {VARIABLE}=off to try anyway"
         )
     if need > 0.9 * have:
-        logger.warning("%s %.2f GB of the %.2f GB of %s", what, need / 1e9, have / 1e9, where)
+        logger.warning("%s %s of the %s of %s", what, bytes_text(need), bytes_text(have), where)
 
 
 def give_back() -> None:

@@ -1,8 +1,8 @@
 """Log messages and progress bars.
 
-Messages go through the logger ``nnxmoe``. Importing the package adds only a ``NullHandler``: a program sees them once
-it has set up logging: ``logging.basicConfig(level="INFO")``. The command line sets up its own handler. Bars are tqdm's
-(``TQDM_DISABLE=1`` switches them off).
+Messages go through the logger ``nnxmoe``, to which importing the package adds no handler. Python itself therefore
+prints warnings on stderr in a script or notebook without logging set-up; ``logging.basicConfig(level="INFO")`` shows
+all messages. The command line sets up its own handler. Bars are tqdm's (``TQDM_DISABLE=1`` switches them off).
 """
 
 import contextlib

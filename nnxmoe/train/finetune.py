@@ -135,7 +135,7 @@ def finetune(
     method = parse(task.quantize) if task.quantize else None
     how: dict[str, Any] = {name: getattr(task, name) for name in ("keep_quantized", "ignore_unknown")}
     model = from_pretrained(task.model, task.dtype, mesh, _strategy(), quantize=method, **hub, **how)
-    say("%s", model.load_report)
+    say("%s", model.load_report.summary())
     length = min(task.seq_len, model.config.max_position_embeddings)
     if length < task.seq_len:
         say("rows have %d tokens, the longest context of the model", length)

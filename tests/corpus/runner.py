@@ -2,10 +2,11 @@
 
 import dataclasses
 import gc
-import logging
+import io
 import multiprocessing
 import os
 import resource
+import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -51,6 +52,7 @@ class Outcome:
     megabytes: float = 0.0
     loaded: tuple[DecoderConfig, str, list[np.ndarray]] | None = None  # what makes the model anew
     inspected: str | None = None  # why `nnxmoe inspect` says that it cannot be loaded; None where it says nothing
+    warned: str = ""  # on stderr
 
 
 def fault(case: Case, outcome: Outcome, draft: Draft) -> str | None:
@@ -64,6 +66,9 @@ def fault(case: Case, outcome: Outcome, draft: Draft) -> str | None:
     lost = [name for name in case.names if name not in outcome.text]
     if lost:
         return f"does not name {lost}: {outcome.text}"
+    lines = outcome.warned.splitlines()
+    if case.verdict == "report" and any(sum(name in line for line in lines) != 1 for name in case.names):
+        return f"does not name {case.names} once on stderr: {outcome.warned}"
     if not refused:
         error = logits_error(outcome, draft)
         return None if error <= MODEL_TOLERANCE else f"logits are off by {error}"
@@ -130,9 +135,7 @@ def _child(name: str, folder: str, pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nnxmoe").addHandler(handler)
+    sys.stderr = stderr = io.StringIO()  # what a script without logging set-up shows
     before, started, loaded, kinds = _peak(), time.process_time(), None, ()
     try:
         model = ACTIONS[CASES[name].action](folder)
@@ -143,7 +146,9 @@ def _child(name: str, folder: str, pipe: Connection) -> None:
         kinds = tuple(kind.__name__ for kind in type(failure).__mro__)
         told.append(str(failure))
     seconds, megabytes = time.process_time() - started, _peak() - before
-    pipe.send(Outcome(kinds, "\n".join(told), seconds, megabytes, loaded, _inspect(folder)))
+    warned = stderr.getvalue()
+    text = "\n".join([warned, *told])
+    pipe.send(Outcome(kinds, text, seconds, megabytes, loaded, _inspect(folder), warned))
     pipe.close()
     os._exit(0)  # without closing JAX
 

@@ -60,7 +60,7 @@ def cases() -> Iterator[Case]:
         for fault, value in (("NaN", np.nan), ("Inf", np.inf), ("-Inf", -np.inf)):
             make = _edit(_spoil(DOWN[kind], value, 2), expect=True)
             yield Case(kind, f"tensors, {fault} among the weights", "report", make, (DOWN[kind], "2 values"))
-        yield Case(kind, "tensors, all of them NaN", "report", _edit(_all_nan, expect=True), (EMBED, NORM, "NaN"))
+        yield Case(kind, "tensors, all of them NaN", "report", _edit(_all_nan, expect=True), (EMBED, "NaN"))
         yield Case(kind, "tensors, a layer too many", "report", _edit(_extra_layer), ("layers", "more"))
         yield Case(
             kind,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.config.printable import plain, some
+from nnxmoe.config.printable import bytes_text, plain, some
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
 
@@ -47,31 +47,47 @@ class LoadReport:
             object.__setattr__(self, name, FrozenDict(getattr(self, name)))
 
     @property
-    def gigabytes_per_second(self) -> float:
+    def bytes_per_second(self) -> float:
         """Speed of reading, casting and placing on devices."""
-        return self.bytes_read / max(self.seconds, 1e-9) / 1e9
+        return self.bytes_read / max(self.seconds, 1e-9)
 
     def warn(self) -> None:
-        """Log a warning if values are NaN or infinite."""
+        """Log one warning with what the user must know: tensors that were not read, notes, and values that are NaN or
+        infinite."""
+        found = list(self.notes)
+        if self.unexpected:
+            count, names = len(self.unexpected), some(list(self.unexpected), 5)
+            were = (
+                "1 tensor belongs to no parameter of the model and was"
+                if count == 1
+                else (f"{count} tensors belong to no parameter of the model and were")
+            )
+            found.insert(0, f"{were} not read: {names}")
         if self.nonfinite:
             count, names = sum(self.nonfinite.values()), sorted(self.nonfinite)
-            text = "%s: %d values of %d tensors are NaN or infinite: %s"
-            logger.warning(text, self.source, count, len(names), some(names, 5))
+            found.append(f"{count} values of {len(names)} tensors are NaN or infinite: {some(names, 5)}")
+        if found:
+            logger.warning("%s: %s", self.source, "; ".join(found))
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """The report without what `warn` has logged."""
         lines = [
-            f"{self.source}: {len(self.loaded)} tensors, {self.bytes_read / 1e6:.1f} MB "
-            f"in {self.seconds:.2f} s ({self.gigabytes_per_second:.2f} GB/s)"
+            f"{self.source}: {len(self.loaded)} tensors, {bytes_text(self.bytes_read)} "
+            f"in {self.seconds:.2f} s ({bytes_text(self.bytes_per_second)}/s)"
         ]
-        lines += [f"  missing     {_names(self.missing)}"] if self.missing else []
-        lines += [f"  unexpected  {_names(self.unexpected)}"] if self.unexpected else []
         lines += [f"  skipped     {rule}: {_names(names)}" for rule, names in self.skipped.items()]
         lines += [f"  cast        {cast}: {_names(names)}" for cast, names in self.casts.items()]
-        lines += [f"  NaN or Inf  {plain(name)}: {count} values" for name, count in self.nonfinite.items()]
-        sizes = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in self.weights.items())
+        sizes = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.weights.items())
         lines += [f"  in memory   {sizes}"] if sizes else []
         if self.quantization_error is not None:
             lines.append(f"  quantised   root mean square error {self.quantization_error:.2%} of the weights")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        lines += [f"  missing     {_names(self.missing)}"] if self.missing else []
+        lines += [f"  unexpected  {_names(self.unexpected)}"] if self.unexpected else []
+        lines += [f"  NaN or Inf  {plain(name)}: {count} values" for name, count in self.nonfinite.items()]
         lines += [f"  note        {note}" for note in self.notes]
         return "\n".join(lines)
 

@@ -36,7 +36,7 @@ from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class, refuse_preset
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.quantization.methods import Method, Mixed, refuse_both
-from nnxmoe.runtime.progress import bytes_bar, logger
+from nnxmoe.runtime.progress import bytes_bar
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.multihost import shared_folder
@@ -114,13 +114,6 @@ def restore(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
     misfit = f"{report.source}: the tensors do not fit config.json ({model.config.model_type})"
     remedy = "\nCheck that config.json belongs to these files and that the download is complete."
     refuse(faults, leaves, report, misfit, remedy)
-    if report.unexpected:
-        logger.warning(
-            "%s: %d tensors belong to no parameter of the model and were not read: %s",
-            report.source,
-            len(report.unexpected),
-            "; ".join((some(list(report.unexpected), 5), *report.notes)),
-        )
     fill(model, leaves, arrays, dtype, report)
 
 
@@ -130,7 +123,6 @@ def _config(checkpoint: Checkpoint, ignore_unknown: bool) -> tuple[DecoderConfig
     check_generation(checkpoint.generation_config, config, str(checkpoint.folder / "generation_config.json"))
     if untied(config, checkpoint.tensors, checkpoint.same):
         note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are used, untied"
-        logger.warning("%s: %s", checkpoint.folder, note)
         return dataclasses.replace(config, tie_word_embeddings=False), [note]
     return config, []
 
@@ -156,9 +148,7 @@ def _other_copies(model: CausalLM, checkpoint: Checkpoint) -> list[str]:
         for name, main in copies(model, found).items()
         if {name, main} <= found.keys() and not checkpoint.same(name, main)
     ]
-    if odd:
-        logger.warning("%s: %s, which is used instead", checkpoint.folder, some(odd))
-    return [f"{line}, which is used instead" for line in odd]
+    return [f"{some(odd)}, which is used instead"] if odd else []
 
 
 def save_pretrained(
