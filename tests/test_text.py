@@ -1,13 +1,9 @@
 """The tokenizer, streaming decoding, and untrusted chat templates."""
 
-import importlib.util
+import dataclasses
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +12,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from nnxmoe.generation import chat_template, decode
-from nnxmoe.generation.chat_template import ChatTemplateError, render_chat_template
+import nnxmoe
+from nnxmoe.generation import decode
+from nnxmoe.generation.chat_template import render_chat_template
 from nnxmoe.generation.text import TextStream, Tokenizer, TokenizerError
 
 CASES = sorted((Path(__file__).parent / "data" / "hf").glob("*/case.json"))
@@ -26,7 +23,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 def render(template: str, **variables: Any) -> str:
-    return render_chat_template(template, {"messages": HI, **variables})
+    return render_chat_template(template, {"messages": HI, **variables}).text
 
 
 @pytest.fixture
@@ -132,14 +129,114 @@ def test_truncation_and_padding_are_disabled(folder: Path) -> None:
 
 def test_special_tokens_as_objects_and_from_the_map(folder: Path) -> None:
     config = folder / "tokenizer_config.json"
-    change_json(config, eos_token={"content": "<|end|>", "lstrip": False}, pad_token=None, added_tokens_decoder={})
-    (folder / "special_tokens_map.json").write_text(json.dumps({"unk_token": {"content": "<|eos|>"}, "bos_token": "X"}))
+    change_json(config, eos_token={"content": "<|end|>", "lstrip": False}, pad_token=None)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"unk_token": {"content": "<|eos|>"}}))
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token }}")
     tokenizer = Tokenizer.from_pretrained(folder)
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<|bos|>", "<|end|>", "<|eos|>")
     assert (tokenizer.eos_token_id, tokenizer.pad_token, tokenizer.pad_token_id) == (299, None, None)
     assert tokenizer.apply_chat_template(HI) == "<|bos|><|end|><|eos|>"
     assert tokenizer.apply_chat_template(HI, bos_token="B") == "B<|end|><|eos|>"
+    change_json(config, added_tokens_decoder={})  # then transformers does not read the map
+    assert Tokenizer.from_pretrained(folder).unk_token is None
+
+
+NEW = {"content": "<new>", "lstrip": True, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+DECLARED: dict[str, dict[str, Any]] = {  # file -> fields
+    "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {"300": NEW, "301": NEW | {"content": "more"}}}},
+    "flags": {"tokenizer_config.json": {"added_tokens_decoder": {"299": NEW | {"content": "<|end|>"}}}},
+    "named": {"tokenizer_config.json": {"sep_token": "<new>", "pad_token": "<pad>"}},
+    "object": {"tokenizer_config.json": {"pad_token": NEW | {"__type": "AddedToken"}}},
+    "in the vocabulary": {"tokenizer_config.json": {"pad_token": "a"}},
+    "extra": {"tokenizer_config.json": {"extra_special_tokens": ["<new>", "<|end|>"]}},
+    "older extra": {"tokenizer_config.json": {"additional_special_tokens": ["<new>"]}},
+    "extra by name": {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<new>"}}},
+    "own name": {"tokenizer_config.json": {"image_token": "<new>"}},
+    "map": {"special_tokens_map.json": {"pad_token": NEW, "extra_special_tokens": ["more"]}},
+    "added": {"added_tokens.json": {"<new>": 300, "more": 301}, "tokenizer_config.json": {"pad_token": "<new>"}},
+}
+
+
+def declare(folder: Path, name: str) -> Path:
+    for file, fields in DECLARED[name].items():
+        change_json(folder / file, **fields)
+    return folder
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", DECLARED)
+def test_tokens_declared_outside_tokenizer_json_against_transformers(folder: Path, name: str) -> None:
+    loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(declare(folder, name))
+    ours = Tokenizer.from_pretrained(folder)
+    assert "PreTrained" in type(loaded).__name__ or "Backend" in type(loaded).__name__
+    for text in ("a <new> b<pad>", " more<new>moreover", "a <|end|> cat"):
+        assert ours.encode(text) == loaded.encode(text), text
+        for skip in (False, True):
+            ids = ours.encode(text)
+            assert ours.decode(ids, skip_special_tokens=skip) == loaded.decode(ids, skip_special_tokens=skip)
+    assert (ours.pad_token, ours.pad_token_id) == (loaded.pad_token, loaded.pad_token_id)
+
+
+def test_tokens_declared_with_other_ids_are_refused(folder: Path) -> None:
+    change_json(folder / "tokenizer_config.json", added_tokens_decoder={"305": NEW})
+    with pytest.raises(TokenizerError, match=r"'<new>' is declared with the id 305, but the vocabulary gives it 300"):
+        Tokenizer.from_pretrained(folder)
+    for bad in ([], {"x": NEW}, {"300": 5}, {"300": {"content": 5}}):
+        change_json(folder / "tokenizer_config.json", added_tokens_decoder=bad)
+        with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
+            Tokenizer.from_pretrained(folder)
+    change_json(folder / "tokenizer_config.json", added_tokens_decoder=None)
+    (folder / "added_tokens.json").write_text('{"<new>": "300"}')
+    with pytest.raises(TokenizerError, match=r"added_tokens\.json: the id of '<new>' is '300'"):
+        Tokenizer.from_pretrained(folder)
+
+
+MERGED = {
+    "GPT2Tokenizer": {"tokenizer_class": "GPT2Tokenizer"},
+    "GPT2 with ends": {"tokenizer_class": "GPT2TokenizerFast", "add_bos_token": True, "bos_token": "<s>"},
+    "Qwen2Tokenizer": {"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": ["<|im_end|>"]},
+    "with a space": {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True},
+}
+
+
+def merges_folder(folder: Path, **config: Any) -> Path:
+    """A folder with vocab.json and merges.txt only."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    merges = ["h e", "l l", "he ll", "Ġ w", "1 2"]
+    vocab = [*letters, *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", MERGED)
+def test_vocab_and_merges_against_transformers(tmp_path: Path, name: str) -> None:
+    loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(merges_folder(tmp_path, **MERGED[name]))
+    ours = Tokenizer.from_pretrained(tmp_path)
+    for text in ("hello world", "  12 123\n\n we'll ½é e\u0301", "x<|endoftext|>y<|im_end|><s>", "🦊"):
+        assert ours.encode(text) == loaded.encode(text)
+        assert ours.decode(ours.encode(text)) == loaded.decode(loaded.encode(text))
+        ids = ours.encode(text)
+        assert ours.decode(ids, skip_special_tokens=True) == loaded.decode(ids, skip_special_tokens=True)
+    named = ("bos_token_id", "eos_token_id", "pad_token_id")
+    assert [getattr(ours, n) for n in named] == [getattr(loaded, n) for n in named]
+
+
+def test_vocab_and_merges(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(merges_folder(tmp_path, tokenizer_class="GPT2Tokenizer"))
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello" and len(tokenizer.encode("hello")) == 2
+    assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.eos_token_id == 261
+    change_json(tmp_path / "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
+    with pytest.raises(TokenizerError, match=r"tokenizer_class is 'LlamaTokenizer'.*only GPT2Tokenizer and Qwen2"):
+        Tokenizer.from_pretrained(tmp_path)
+    change_json(tmp_path / "tokenizer_config.json", tokenizer_class=None)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    assert Tokenizer.from_pretrained(tmp_path).encode("123") == [16, 17, 18]
+    (tmp_path / "merges.txt").write_text("a b\n")
+    with pytest.raises(TokenizerError, match=r"vocab\.json and merges\.txt are not a vocabulary"):
+        Tokenizer.from_pretrained(tmp_path)
 
 
 def test_only_tokenizer_json(tmp_path: Path) -> None:
@@ -206,12 +303,30 @@ def test_tokenizers_panics_become_errors(folder: Path, capfd: pytest.CaptureFixt
         Tokenizer.from_pretrained(folder)
 
 
+INSTEAD = {
+    "tokenizer.model": "tokenizer.model is SentencePiece's format.*save it once with transformers",
+    "tekken.json": "tekken.json is mistral-common's format, which is not read here$",
+    "tiktoken.model": "tiktoken.model is tiktoken's format, which is not read here$",
+    "qwen.tiktoken": "qwen.tiktoken is tiktoken's format, which is not read here$",
+    "vocab.json": "vocab.json needs merges.txt beside it",
+    "merges.txt": "merges.txt needs vocab.json beside it",
+    "README.md": "no file of a tokenizer",
+}
+
+
+def test_missing_tokenizer_json_names_what_is_there(tmp_path: Path) -> None:
+    for name, message in INSTEAD.items():
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing\. .*" + message):
+            Tokenizer.from_pretrained(tmp_path)
+        (tmp_path / name).unlink()
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # Llama 3's
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model is tiktoken's format"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
 def test_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing"):
-        Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing.*SentencePiece.*converted"):
-        Tokenizer.from_pretrained(tmp_path)
     with pytest.raises(TokenizerError, match="is not a folder"):
         Tokenizer.from_pretrained(tmp_path / "tokenizer.model")
     with pytest.raises(TokenizerError, match="no such folder"):
@@ -232,7 +347,95 @@ def test_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Tokenizer.from_pretrained("owner/name", revision="v1", local_files_only=True).encode("Hi") == [39, 72]
     assert (asked["name"], asked["revision"], asked["local_files_only"]) == ("owner/name", "v1", True)
-    assert not any("*" in pattern or "safetensors" in pattern for pattern in asked["allow_patterns"])
+    assert {"tokenizer.json", "additional_chat_templates/*.jinja"} <= set(asked["allow_patterns"])
+    assert not any("safetensors" in pattern for pattern in asked["allow_patterns"])
+
+
+def test_named_templates_in_files(folder: Path) -> None:
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("TOOLS {{ tools | length }}\r\n")
+    change_json(folder / "tokenizer_config.json", chat_template="not read, since there are files")
+    tokenizer = Tokenizer.from_pretrained(folder)
+    assert tokenizer.apply_chat_template(HI, tools=[{"name": "f"}]) == "TOOLS 1"
+    assert tokenizer.chat_template == (folder / "chat_template.jinja").read_text()
+    assert tokenizer.apply_chat_template(HI, chat_template="{{ messages[0].content }}!") == "hi!"
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(TokenizerError, match=r"named 'default'.*one of \['tool_use'\]"):
+        Tokenizer.from_pretrained(folder).apply_chat_template(HI)
+    (more / "tool_use.jinja").write_bytes(b"\xff")
+    with pytest.raises(TokenizerError, match=r"tool_use\.jinja is not UTF-8"):
+        Tokenizer.from_pretrained(folder)
+
+
+@pytest.mark.oracle
+def test_named_templates_against_transformers(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("tool_use", "rag"):
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(name + " {{ tools | length }}")
+    loaded, ours = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder), None
+    ours = Tokenizer.from_pretrained(folder)
+    for given in ({}, {"tools": TOOLS}, {"tools": []}, {"tools": TOOLS, "chat_template": "rag"}):
+        assert ours.apply_chat_template(HI, **given) == loaded.apply_chat_template(HI, tokenize=False, **given)
+
+
+def test_saving_copies_every_file_of_the_tokenizer_and_code(tmp_path: Path) -> None:
+    source, more = tmp_path / "source", "additional_chat_templates/tool_use.jinja"
+    shutil.copytree(MODEL, source)
+    (source / "additional_chat_templates").mkdir()
+    names = (
+        more,
+        "tekken.json",
+        "tokenizer.model.v3",
+        "qwen.tiktoken",
+        "vocab.json",
+        "added_tokens.json",
+        "modeling_x.py",
+    )
+    for name in names:
+        (source / name).write_text(name)
+    nnxmoe.save_pretrained(nnxmoe.from_pretrained(source), tmp_path / "saved")
+    for name in names:
+        assert (tmp_path / "saved" / name).read_text() == name
+
+
+# Calling a tokenizer
+
+
+def test_calling_gives_ids_and_mask(folder: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(folder)
+    assert tokenizer("Hi") == {"input_ids": [39, 72], "attention_mask": [1, 1]}
+    assert tokenizer(["Hi", "H"]) == {"input_ids": [[39, 72], [39]], "attention_mask": [[1, 1], [1]]}
+    made = tokenizer(["Hi", "H"], padding=True, return_tensors="np")
+    assert made["input_ids"].tolist() == [[39, 72], [39, 295]] and made["attention_mask"].tolist() == [[1, 1], [1, 0]]
+    assert tokenizer("Hi", return_tensors="jax")["input_ids"].shape == (1, 2)
+    cut = tokenizer("Hi", padding="max_length", max_length=3, truncation=True)
+    assert cut == {"input_ids": [39, 72, 295], "attention_mask": [1, 1, 0]}
+    model = nnxmoe.from_pretrained(MODEL)
+    assert model(**tokenizer("Hi", return_tensors="np")).logits.shape[:2] == (1, 2)
+    for bad in ({"return_tensors": "pt"}, {"padding": "left"}, {"truncation": True}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            tokenizer("Hi", **bad)
+    with pytest.raises(ValueError, match="pass padding=True"):
+        tokenizer(["Hi", "H"], return_tensors="np")
+
+
+# Decoding
+
+
+def test_special_tokens_that_the_normalizer_changes_are_skipped() -> None:
+    """As in Llama 2's tokenizer.json with "normalized": true: `tokenizers` 0.23 keeps them when it skips."""
+    tokenizer = sentencepiece_like(llama2_decoder())
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    steps = [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    backend.normalizer = tokenizers.normalizers.Sequence(steps)
+    backend.add_tokens([tokenizers.AddedToken("</s>", normalized=True, special=True)])
+    tokenizer = Tokenizer(backend, {}, {}, "made here")
+    assert tokenizer.decode([1, 3, 4, 1]) == "</s> Hello fox </s>"
+    assert tokenizer.decode([1, 3, 4, 1], skip_special_tokens=True) == "Hello fox"
+    for ids in ([1, 3, 1, 4], [3, 1, 4, 1]):
+        pieces, rest = stream_all(tokenizer, ids)
+        assert "".join(pieces) + rest == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 # Streaming
@@ -351,15 +554,15 @@ def test_stream_decodes_few_tokens_per_step(monkeypatch: pytest.MonkeyPatch) -> 
 # Arguments of chat templates
 
 
-def test_arguments_unused_by_the_template_are_refused() -> None:
+def test_arguments_unused_by_the_template_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = made_with("{% if date is not defined %}{% set date = 'today' %}{% endif %}{{ date }}")
-    assert tokenizer.apply_chat_template(HI, date="Monday") == "Monday"
-    assert tokenizer.apply_chat_template(HI) == "today"
-    with pytest.raises(TypeError, match=r"unexpected argument 'dat'.*did you mean 'date'"):
-        tokenizer.apply_chat_template(HI, dat="Monday")
-    with pytest.raises(TypeError, match=r"unexpected argument 'add_generation_promt'.*did you mean 'add_gen"):
-        tokenizer.apply_chat_template(HI, add_generation_promt=True)
-    with pytest.raises(TypeError, match=r"unexpected argument 'return_tensors'.*leave it out"):
+    assert tokenizer.apply_chat_template(HI, date="Monday") == "Monday" and not caplog.text
+    assert tokenizer.apply_chat_template(HI, dat="Monday", enable_thinking=False) == "today"
+    assert "'dat', which has no effect: did you mean 'date'?" in caplog.text and "'enable_thinking'" in caplog.text
+    caplog.clear()
+    tokenizer.apply_chat_template(HI, dat="Monday", add_generation_promt=True)
+    assert "'dat'" not in caplog.text and "did you mean 'add_generation_prompt'" in caplog.text
+    with pytest.raises(TypeError, match="unexpected argument 'return_tensors'"):
         tokenizer.apply_chat_template(HI, return_tensors="np")
 
 
@@ -535,7 +738,8 @@ GOOD: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def made_with(template: str) -> Tokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}, {"default": template}, "made here")
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return Tokenizer(backend, special, {"default": template}, "/place", "/place/chat_template.jinja")
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -560,13 +764,6 @@ def test_strftime_now_is_today() -> None:
     assert render("{{ strftime_now('%d %b %Y') }}") in (day, time.strftime("%d %b %Y"))
 
 
-def test_long_messages() -> None:
-    text = "é🦊<" * 400_000
-    assert render("{% for m in messages %}{{ m.content | trim }}{% endfor %}", messages=[{"content": text}]) == text
-    with pytest.raises(ChatTemplateError, match="characters of messages"):
-        render("", messages=[{"content": "a" * 5_000_000}])
-
-
 def test_lone_surrogates_are_kept() -> None:
     assert render("{{ messages[0].content }}", messages=[{"content": "\ud800\u2028\0"}]) == "\ud800\u2028\0"
 
@@ -578,211 +775,89 @@ def test_invalid_messages(messages: Any) -> None:
         made_with("").apply_chat_template(messages)
 
 
-def test_template_arguments_must_be_json_values() -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-    for bad in (len, np.ones(2), endless, object()):
-        with pytest.raises(TokenizerError, match="made here: the chat template cannot be given"):
-            made_with("").apply_chat_template(HI, x=bad)
+@dataclasses.dataclass
+class Said:
+    role: str
+    content: Any
+    name: str | None = None
 
 
-# Hostile templates
+class Pydantic:
+    """An object like the OpenAI client's messages."""
 
-SLOW, BIG, UNSAFE, DEEP = "took longer than the 1 s", "needs more than 64 MB", "that is not allowed", "too deeply"
+    def model_dump(self) -> dict[str, Any]:
+        return {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+
+
+EVERY_FIELD = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | tojson }}{{ documents }}{{ x }}"
+FIELDS: dict[str, Any] = {
+    "messages": [
+        Said("user", [{"type": "image"}, {"type": "text", "text": "see"}], "bob"),
+        Pydantic(),
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": np.int32(3), "data": np.ones(2)},
+    ],
+    "tools": TOOLS,
+    "documents": [{"title": "t", "text": "é"}],
+    "x": {"flag": np.bool_(False), "other": object()},
+}
+
+
+def test_messages_of_any_type_reach_the_template_as_plain_values() -> None:
+    rendered = made_with(EVERY_FIELD).apply_chat_template(**FIELDS)
+    assert rendered.startswith('{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]')
+    assert '"content": 3, "data": "<ndarray>"' in rendered and rendered.endswith("{'flag': False, 'other': '<object>'}")
+    with pytest.raises(TokenizerError, match="tools is"):
+        made_with(EVERY_FIELD).apply_chat_template(HI, tools=[len])
+
+
+@pytest.mark.oracle
+def test_fields_of_messages_against_transformers(folder: Path) -> None:
+    loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(EVERY_FIELD)
+    given = dict(FIELDS)
+    expected = loaded.apply_chat_template(given.pop("messages"), chat_template=EVERY_FIELD, tokenize=False, **given)
+    assert Tokenizer.from_pretrained(folder).apply_chat_template(**FIELDS) == expected
+
+
+# Faulty and hostile templates
+
+UNSAFE, DEEP = "that is not allowed", "too deeply"
 HOSTILE = {
     "{{ ''.__class__.__mro__ }}": UNSAFE,
     "{{ ''['__class__']['__mro__'][1]['__subclasses__']() }}": "undefined|that is not allowed",
     "{{ ''|attr('__class__')|attr('__mro__') }}{{ ().__class__.__base__.__subclasses__() }}": UNSAFE,
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}": UNSAFE,
     "{{ lipsum.__globals__['os'].environ }}": UNSAFE,
-    "{{ joiner.__init__.__globals__ }}": UNSAFE,
     "{{ raise_exception.__globals__.sys.modules }}": UNSAFE + "|undefined",
     "{{ namespace(__class__=1) }}": UNSAFE,
     "{% set ns = namespace() %}{% set ns.__dict__ = 1 %}": UNSAFE,
-    "{{ namespace.__init__.__globals__ }}": UNSAFE,
-    "{{ self.__init__.__globals__ }}": UNSAFE + "|undefined",
-    "{{ '{0.__class__.__mro__.x}'.format(1) }}{{ 1/0 }}": "failed|undefined|that is not allowed",
+    "{{ dict.__init__.__globals__ }}": UNSAFE,
     "{% for k in messages.__iter__.__self__ %}{% endfor %}": UNSAFE,
-    "{% include '/etc/passwd' %}": "includes another template",
-    "{% include '/etc/passwd' ignore missing %}": "includes another template",
-    "{% import 'x' as y %}": "includes another template",
-    "{% from 'x' import y %}": "includes another template",
-    "{% extends 'x' %}": "includes another template",
+    "{% include '/etc/passwd' %}": "failed with TypeError: no loader",
     "{{ messages.append(1) }}": UNSAFE,
     "{{ messages[0].update(role='x') }}": UNSAFE,
-    "{{ messages.clear() }}": UNSAFE,
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": SLOW,
-    "{% if false %}{{ 9**(9**9) }}{% endif %}": SLOW,
-    "{{ 9**(9**9) }}": SLOW,
-    "{{ lipsum(n=100000) }}": SLOW,
-    "{% for a in ['x' * 5000000] %}{% for i in range(99999) %}{{ 'y' in a }}{% endfor %}{% endfor %}": SLOW,
-    "{{ 'a' * 10**10 }}": BIG,
-    "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}": BIG,
-    "{{ [0] * 10**9 }}": BIG,
-    "{{ '%1000000000d' % 1 }}": BIG,
-    "{{ '{:1000000000d}'.format(1) }}": BIG,
-    "{{ strftime_now('%Y' * 10**7) }}": BIG + "|" + SLOW,
     "{{ range(10**9) | list }}": "Range too big",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": DEEP,
-    "{% for x in [[1]] recursive %}{{ loop([x]) }}{% endfor %}": DEEP,
-    "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}": "writes more than 4194304",
-    "{{ 'a' * (5 * 1024 * 1024) }}": "writes more than 4194304",
     "{% if 1 %}" * 2000: DEEP,
-    "{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}": DEEP,
-    "{{ " + "not " * 20000 + "1 }}": DEEP,
-    "{{ 1" + "+1" * 60000 + " }}": DEEP + "|" + SLOW + "|" + BIG,
-    "{% if 1 %}" * 100 + "{% endif %}" * 100: "failed|" + DEEP,
-    "x" * 300_000: "300000 characters long",
     "{% for m in messages": "has a syntax error",
     "a\n{{ messages | nosuch }}": "line 2, has a syntax error: No filter named 'nosuch'",
     "a\n\n{{ x.y }}": "line 3, uses something undefined: 'x' is undefined",
     "{{ messages[7].role }}": "undefined",
-    "{{ 1/0 }}": "failed with ZeroDivisionError",
+    "{{ 1/0 }}": "line 1, failed with ZeroDivisionError",
     "{{ raise_exception('only one\x1b[31m role') }}": r"refuses this conversation: only one \[31m role",
     "{{ raise_exception('a' * 100000) }}": "refuses this conversation",
 }
 
 
-@pytest.mark.parametrize("template", HOSTILE, ids=lambda text: text[:40])
-def test_hostile_templates_are_refused(template: str) -> None:
-    resource = pytest.importorskip("resource")
-    render("")  # exclude the start of the process from the time
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.monotonic()
-    with pytest.raises(TokenizerError, match=HOSTILE[template]) as caught:
-        made_with(template).apply_chat_template(HI)
-    assert time.monotonic() - start < 2
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
-    message = str(caught.value)
-    assert message.startswith("made here: the chat template") and len(message) < 3000 and message.isprintable()
-    assert render("{{ messages[0].content }}") == "hi"
+def test_faulty_and_hostile_templates_are_refused_in_words() -> None:
+    for template, why in HOSTILE.items():
+        with pytest.raises(TokenizerError, match=why) as caught:
+            made_with(template).apply_chat_template(HI)
+        message = str(caught.value)
+        assert message.startswith("chat_template.jinja: the chat template") and len(message) < 3000
+        assert message.isprintable() and "/place" not in message
 
 
-def test_escaped_template_cannot_access_files_or_secrets(tmp_path: Path) -> None:
-    """Code that escapes the sandbox can neither open files or sockets nor read environment variables."""
-    source = importlib.util.find_spec("nnxmoe.generation.template_worker")
-    assert source and source.origin
-    escaped = (
-        Path(source.origin)
-        .read_text()
-        .replace(
-            "def raise_exception(message: object) -> NoReturn:",
-            "def raise_exception(message):\n    return eval(message)\n",
-        )
-    )
-    worker = tmp_path / "template_worker.py"
-    worker.write_text(escaped)
-    here = tmp_path / "chat_template.py"
-    here.write_text(Path(chat_template.__file__).read_text())
-    spec = importlib.util.spec_from_file_location("escaped", here)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    os.environ["SOME_TOKEN"] = "secret"
-    try:
-        for code in (
-            "open('/etc/passwd').read()",
-            f"open({str(tmp_path / 'new')!r}, 'w')",
-            "__import__('socket').socket()",
-        ):
-            with pytest.raises(module.ChatTemplateError, match=r"OSError|Too many open files"):
-                module.render_chat_template("{{ raise_exception(code) }}", {"code": code})
-        secrets = {"code": "__import__('os').environ.get('SOME_TOKEN', 'hidden')"}
-        assert module.render_chat_template("{{ raise_exception(code) }}", secrets) == "hidden"
-        loaded = {"code": "[m for m in __import__('sys').modules if m.split('.')[0] in ('jax', 'nnxmoe', 'numpy')]"}
-        assert module.render_chat_template("{{ raise_exception(code) }}", loaded) == "[]"
-        for code in ("__import__('os')._exit(3)", "__import__('os').write(1, b'{broken}' * 10)"):
-            with pytest.raises(module.ChatTemplateError, match="ended its process"):
-                module.render_chat_template("{{ raise_exception(code) }}", {"code": code})
-    finally:
-        del os.environ["SOME_TOKEN"]
-        module._renderer.close()
-    assert not (tmp_path / "new").exists()
-
-
-# The worker process
-
-
-def worker_pid() -> int:
-    render("")
-    worker = chat_template._renderer._worker
-    assert worker
-    return worker._process.pid
-
-
-def test_worker_process_is_reused_and_replaced_if_killed() -> None:
-    pid = worker_pid()
-    assert worker_pid() == pid
-    os.kill(pid, 9)
-    with pytest.raises(ChatTemplateError, match="ended its process"):
-        for _ in range(100):  # the kill may take a moment
-            render("")
-            time.sleep(0.01)
-    assert worker_pid() != pid
-
-
-def test_threads_share_the_worker() -> None:
-    wrong: list[str] = []
-
-    def work(number: int) -> None:
-        wrong.extend(t for _ in range(20) if (t := render("{{ n }}", n=number)) != str(number))
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-def test_worker_that_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    chat_template._renderer.close()
-    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    with pytest.raises(ChatTemplateError, match="cannot start a process for chat templates"):
-        render("")
-    monkeypatch.setattr(sys, "executable", shutil.which("false") or "false")
-    with pytest.raises(ChatTemplateError, match=r"ended at its start \(exit code 1\)"):
-        render("")
-    monkeypatch.undo()
-    assert render("x") == "x"
-
-
-LIFE = """
-import importlib.util, os, sys
-spec = importlib.util.spec_from_file_location("c", PATH)
-c = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(c)
-assert c.render_chat_template("a", {}) == "a"
-first = c._renderer._worker._process.pid
-if HOW == "fork" and (child := os.fork()):
-    assert os.waitpid(child, 0)[1] == 0
-assert c.render_chat_template("b", {}) == "b"
-second = c._renderer._worker._process.pid
-if HOW == "fork":
-    assert (second == first) == bool(child), "only the child has a worker of its own"
-print(first, second, flush=True)
-if HOW == "kill":
-    os.kill(os.getpid(), 9)
-assert "jinja2" not in sys.modules
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
-@pytest.mark.parametrize("how", ["exit", "fork", "kill"])
-def test_worker_exits_with_its_parent(how: str) -> None:
-    program = f"PATH, HOW = {chat_template.__file__!r}, {how!r}\n{LIFE}"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stderr == "" and done.returncode == (-9 if how == "kill" else 0)
-    pids = {int(pid) for pid in done.stdout.split()}
-    deadline = time.monotonic() + 5
-    while any(runs(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert pids and not any(runs(pid) for pid in pids)
-
-
-def runs(pid: int) -> bool:
-    """Whether the process is running; zombies are not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def test_templates_that_are_slow_are_not_refused() -> None:
+    slow = "{% for i in range(99999) %}{% for j in range(20) %}{% endfor %}{% endfor %}ready"
+    assert render(slow) == "ready"

@@ -1,236 +1,206 @@
-"""Renders untrusted chat templates: runs ``template_worker.py`` in a subprocess and reports its failures as errors.
+"""Renders chat templates as transformers does: jinja2's immutable sandbox, with the same filters and functions.
 
-One worker process serves all templates: started by the first render, restarted after a kill, closed at exit.
+The sandbox keeps a template away from Python's internals and from files. As in transformers, nothing limits its time
+and its memory.
 """
 
-import atexit
-import contextlib
-import difflib
-import importlib.util
-import io
+import contextvars
+import dataclasses
+import functools
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, NoReturn
 
-TEMPLATE_CHARACTERS = 256 * 1024
-TEXT_CHARACTERS = 4 * 1024 * 1024  # limit on a conversation as JSON, and on the rendered text
-SECONDS = 1.0  # limit per render, enforced by the worker's alarm
-GRACE = 0.5  # seconds after that alarm until the parent kills the worker
-START_SECONDS = 60.0
-MEMORY = 64 * 1024 * 1024
-
-_WHY = {
-    "raised": "refuses this conversation: {detail}. Change the messages to a form that it accepts",
-    "include": "includes another template ({detail}). A chat template must be a single file: inline that template",
-    "output": "writes {detail}. Correct the template or shorten the messages",
-    "security": "does something that is not allowed: {detail}. A template may only read its variables",
-    "undefined": "uses something undefined: {detail}. Pass it in the messages or as a variable",
-    "syntax": "has a syntax error: {detail}. Correct the template",
-    "memory": f"needs more than {MEMORY >> 20} MB. Correct the template or shorten the messages",
-    "recursion": "calls itself, or is nested, too deeply. Correct the template",
-    "failed": "failed with {detail}. Correct the template, or the messages it does not expect",
-    "time": f"took longer than the {SECONDS:g} s a template may take. Correct the template or shorten the messages",
-    "died": "ended its process ({detail}). Correct the template",
-}
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+import numpy as np
 
 
 class ChatTemplateError(ValueError):
     """Raised for a faulty chat template or unsuitable messages; the message says what to change."""
 
 
-class _WorkerEnded(Exception):
-    """Raised if the worker process has ended; ``reply`` is the reply to use instead."""
-
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reply = {"error": kind, "detail": detail}
+class _Raised(jinja2.TemplateError):
+    """The template called ``raise_exception``."""
 
 
-class _Worker:
-    """A running worker process: one request line in, one reply line out. It is killed if the reply is late."""
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """A rendered chat. ``answers``: the ranges of characters inside ``{% generation %}`` tags."""
 
-    def __init__(self) -> None:
-        found = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
-        if not all(found):
-            raise ChatTemplateError("chat templates need jinja2. Install it with: pip install jinja2")
-        settings = {
-            "path": [str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin],
-            "seconds": SECONDS,
-            "memory": MEMORY,
-            "output": TEXT_CHARACTERS,
-        }
-        keep = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ", "LANG", "LC_ALL", "LC_TIME")
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_worker.py")), json.dumps(settings)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in keep if name in os.environ},  # no API tokens or keys
-                start_new_session=True,  # Ctrl-C in the terminal must not interrupt it
-            )
-        except OSError as error:
-            raise ChatTemplateError(
-                f"cannot start a process for chat templates: {sys.executable!r} fails with {error}"
-            ) from error
-        try:
-            self.ask(b"", START_SECONDS)  # waits for "ready": Python may start slowly
-        except BaseException as error:
-            self.close()
-            if isinstance(error, _WorkerEnded):
-                why = f"cannot start a process for chat templates: {sys.executable!r} ended at its start ({error})"
-                raise ChatTemplateError(why) from None
-            raise
-
-    def ask(self, request: bytes, seconds: float) -> bytes:
-        """Send a line and read a line. Raises _WorkerEnded if the worker dies or its reply is late."""
-        requests, replies = self._process.stdin, self._process.stdout
-        assert requests and replies
-        late = threading.Event()
-
-        def kill() -> None:
-            late.set()
-            self._process.kill()
-
-        timer = threading.Timer(seconds, kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            requests.write(request)
-            requests.flush()
-            line = replies.readline(8 * TEXT_CHARACTERS)
-        except OSError:
-            line = b""
-        finally:
-            timer.cancel()
-            timer.join()
-        if late.is_set():
-            raise _WorkerEnded("time", f"silent for {seconds:g} s")
-        if not line.endswith(b"\n"):
-            raise self._how_it_ended()
-        return line
-
-    def _how_it_ended(self) -> _WorkerEnded:
-        """The reason, from the exit code; the alarm's signal means that the time limit was exceeded."""
-        try:
-            code = self._process.wait(1)
-        except subprocess.TimeoutExpired:
-            return _WorkerEnded("died", "broken answer")
-        if os.name == "posix" and -code in (signal.SIGALRM, signal.SIGXCPU):
-            return _WorkerEnded("time", "alarm")
-        return _WorkerEnded("died", f"signal {-code}" if code < 0 else f"exit code {code}")
-
-    def close(self) -> None:
-        """Kill the process, wait for it, and close its pipes."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                if pipe:
-                    pipe.close()
-
-    def disown(self) -> None:
-        """In a forked child: close this process's ends of the pipes without flushing. The parent owns the worker."""
-        self._process.returncode = 0
-        for pipe in (self._process.stdin, self._process.stdout):
-            cast(io.BufferedReader | io.BufferedWriter, pipe).raw.close()
+    text: str
+    answers: tuple[tuple[int, int], ...]
 
 
-class _Renderer:
-    """The worker of this process, started on demand. Renders one template at a time."""
+@dataclasses.dataclass
+class _Tracker:
+    """The text so far, and the enclosed parts with their starts."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._worker: _Worker | None = None
-
-    def render(self, request: bytes) -> dict[str, Any]:
-        """The worker's reply. The worker is restarted after a failure that may have corrupted its state."""
-        with self._lock:
-            sound = False
-            try:
-                self._worker = self._worker or _Worker()
-                line = self._worker.ask(request, SECONDS + GRACE)
-                reply = cast(dict[str, Any], json.loads(line.decode("utf-8", "surrogatepass")))
-                sound = reply.get("error") not in ("memory", "recursion", "security")
-                return reply
-            except _WorkerEnded as ended:
-                return ended.reply
-            except ChatTemplateError:
-                raise
-            except (ValueError, AttributeError, RecursionError):
-                return {"error": "died", "detail": "broken answer"}
-            finally:
-                if not sound:
-                    self._stop()
-
-    def close(self) -> None:
-        """Stop the worker if it is running."""
-        with self._lock:
-            self._stop()
-
-    def _stop(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker:
-            worker.close()
-
-    def forget(self) -> None:
-        """In a forked child: drop the worker, which the parent owns, and the lock, which another thread may hold."""
-        self._lock = threading.Lock()
-        worker, self._worker = self._worker, None
-        if worker:
-            worker.disown()
+    pieces: list[str] = dataclasses.field(default_factory=list)
+    length: int = 0
+    found: list[tuple[int, str]] = dataclasses.field(default_factory=list)
 
 
-_renderer = _Renderer()
-atexit.register(_renderer.close)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renderer.forget)
+_tracker: contextvars.ContextVar[_Tracker] = contextvars.ContextVar("tracker")
 
 
-def render_chat_template(template: str, variables: dict[str, Any], required: Iterable[str] = ()) -> str:
-    """Render an untrusted template in a sandbox: about 1 second, 64 MB, no access to files or code.
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}...{% endgeneration %}`` marks the assistant's text; the body is rendered unchanged."""
 
-    ``variables`` must be JSON-serialisable. Raises ChatTemplateError, or TypeError if the template does not read a
-    variable named in ``required``.
-    """
-    if len(template) > TEMPLATE_CHARACTERS:
-        raise _fault(f"is {len(template)} characters long; the limit is {TEMPLATE_CHARACTERS}. Shorten it")
-    try:
-        request = {"template": template, "variables": variables, "required": list(required)}
-        asked = json.dumps(request, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        why = f"cannot be given these messages or variables: {error}. Use strings, numbers, lists and dicts only"
-        raise _fault(why) from None
-    if len(asked) - len(template) > TEXT_CHARACTERS:
-        raise _fault(f"received {len(asked)} characters of messages; the limit is {TEXT_CHARACTERS}. Shorten them")
-    reply = _renderer.render(asked.encode("utf-8", "surrogatepass") + b"\n")
-    text = reply.get("text")
-    if isinstance(text, str):
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Turn the block into a call of :meth:`body`, so that it has its own scope."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
+
+    def body(self, caller: Callable[[], str]) -> str:
+        """Render the enclosed part, and note where it stands."""
+        text = caller()
+        _tracker.get().found.append((_tracker.get().length, text))
         return text
-    if unused := reply.get("unused"):
-        raise TypeError(_unused(str(unused), [*variables, *map(str, reply.get("names", ()))]))
-    why = _WHY.get(str(reply.get("error")), _WHY["failed"])
-    detail = _printable(str(reply.get("detail", ""))).rstrip(". ")
-    raise _fault(why.format(detail=detail), reply.get("line"))
 
 
-def _unused(name: str, known: list[str]) -> str:
-    arguments = ("continue_final_message", "chat_template", "tokenize")
-    near = difflib.get_close_matches(name, {*known, *arguments} - {name}, 1)
-    hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-    return f"unexpected argument {name!r}: the chat template has no such variable; {hint}"
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's ``namespace()`` without underscore names, which could reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # No named parameter, so that namespace(self=...) works.
+        namespace, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(namespace, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
 
 
-def _fault(why: str, line: int | None = None) -> ChatTemplateError:
+class _DictMaker:
+    """The ``dict`` of templates: creates dictionaries, but does not expose the type's methods and bases."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """A dictionary with the given keys."""
+        return dict.fromkeys(*args)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold the name {name!r}")
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _Raised(str(message))
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as models were trained on it: unlike Jinja's own filter it does not escape ``<``, ``>``, ``&`` and ``'``."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    extensions = [_GenerationTag, jinja2.ext.loopcontrols]
+    found = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    found.filters["tojson"] = _tojson
+    found.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "namespace": _Namespace,
+        "dict": _DictMaker(),
+    }
+    return found
+
+
+_compiled = functools.lru_cache(maxsize=32)(lambda template: _environment().from_string(template))
+
+
+@functools.lru_cache(maxsize=32)
+def names_read(template: str) -> frozenset[str]:
+    """The names of variables that a template reads. Raises ChatTemplateError for a faulty one."""
+    try:
+        found = _environment().parse(template).find_all(jinja2.nodes.Name)
+        return frozenset(node.name for node in found if node.ctx == "load")
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise _fault(error, None) from None
+
+
+def render_chat_template(template: str, variables: Mapping[str, Any]) -> Rendered:
+    """Render a template in the sandbox. Raises ChatTemplateError, whatever fails in it."""
+    compiled, tracker = None, _Tracker()
+    token = _tracker.set(tracker)
+    try:
+        compiled = _compiled(template)
+        # root_render_func leaves the traceback as it is, which tells the line of an error
+        for piece in compiled.root_render_func(compiled.new_context(plain_values(variables))):
+            tracker.pieces.append(piece)
+            tracker.length += len(piece)
+    except Exception as error:
+        raise _fault(error, compiled) from None
+    finally:
+        _tracker.reset(token)
+    text = "".join(tracker.pieces)
+    # Inside a macro or {% set %} a tag is rendered before the text that precedes it is known.
+    whole = all(text.startswith(part, at) for at, part in tracker.found)
+    answers = tuple((at, at + len(part)) for at, part in tracker.found if part) if whole else ()
+    return Rendered(text, answers)
+
+
+def plain_values(value: Any) -> Any:
+    """A copy made of JSON types, whose methods are safe in the sandbox; other objects become ``<their type>``."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):  # subclasses, such as enums, become the plain type
+        if isinstance(value, kind):
+            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, Mapping):
+        return {plain_values(name): plain_values(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain_values, value)) if type(value) in (list, tuple) else list(map(plain_values, value))
+    if isinstance(value, np.generic):
+        return plain_values(value.item())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain_values(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):  # pydantic, such as messages of the OpenAI client
+        return plain_values(dump())
+    return f"<{type(value).__name__}>"
+
+
+def _fault(error: Exception, compiled: jinja2.Template | None) -> ChatTemplateError:
+    """The error of a template in words, with the line if it is known."""
+    line, trace = getattr(error, "lineno", None), error.__traceback__
+    while trace and compiled:
+        if trace.tb_frame.f_globals.get("__jinja_template__") is compiled:
+            line = compiled.get_corresponding_lineno(trace.tb_lineno)
+        trace = trace.tb_next
+    text = "".join(letter if letter.isprintable() else " " for letter in str(error)[:2000]).rstrip(". ")
+    match error:
+        case _Raised():
+            why = f"refuses this conversation: {text}"
+        case jinja2.TemplateSyntaxError():
+            why = f"has a syntax error: {text}"
+        case jinja2.UndefinedError():
+            why = f"uses something undefined: {text}. Pass it in the messages or as a variable"
+        case jinja2.exceptions.SecurityError():
+            why = f"does something that is not allowed: {text}"
+        case RecursionError():
+            why = "calls itself, or is nested, too deeply"
+        case _:
+            why = f"failed with {type(error).__name__}: {text}"
     return ChatTemplateError(f"the chat template{f', line {line},' if line else ''} {why}")
-
-
-def _printable(text: str) -> str:
-    """Untrusted text made safe for a terminal: control characters become spaces."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)

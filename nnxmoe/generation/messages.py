@@ -1,23 +1,25 @@
 """Chat messages in the form that templates expect, and prompts that end inside the last message."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from nnxmoe.generation.chat_template import plain_values
 from nnxmoe.generation.tokenizer_files import TokenizerError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field in different templates
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to detect whether the template strips its messages
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the messages without None fields, with reasoning stored under each name that templates read."""
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
-    if not is_list or not all(isinstance(message, Mapping) for message in messages):
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages as dicts of JSON types without None fields, with reasoning stored under each name that templates
+    read. Dataclasses and pydantic models are converted, as in transformers."""
+    found = plain_values(getattr(messages, "messages", messages))
+    if not isinstance(found, list | tuple) or not all(isinstance(message, dict) for message in found):
         raise TokenizerError('messages must be a list of dicts like {"role": "user", "content": "Hello"}')
-    if not messages:
+    if not found:
         raise TokenizerError("messages is empty: give at least one message")
     plain = []
-    for message in messages:
+    for message in found:
         fields = {name: value for name, value in message.items() if value is not None}
         reasoning = next((fields[name] for name in REASONING if name in fields), None)
         if reasoning is not None:

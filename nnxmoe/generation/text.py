@@ -4,18 +4,22 @@ Ids are computed by the ``tokenizers`` library from ``tokenizer.json``. ``add_bo
 is ignored, as transformers 5 does for such files.
 """
 
+import difflib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
-from nnxmoe.generation.chat_template import ChatTemplateError, render_chat_template
+from nnxmoe.generation import byte_level
+from nnxmoe.generation.added_tokens import add_declared, named_tokens
+from nnxmoe.generation.chat_template import ChatTemplateError, Rendered, names_read, render_chat_template
 from nnxmoe.generation.messages import cut_at_mark, mark_end, plain_messages
 from nnxmoe.generation.tokenizer_files import (
     CONFIG,
-    SPECIAL,
     TEMPLATE,
     TOKENIZER,
     TokenizerError,
@@ -24,10 +28,13 @@ from nnxmoe.generation.tokenizer_files import (
     read_backend,
     read_chat_templates,
     read_json,
-    read_special_tokens,
 )
+from nnxmoe.runtime.progress import logger
 
 __all__ = ["TextStream", "Tokenizer", "TokenizerError"]
+
+_TENSORS = {None: list, "np": np.asarray, "jax": jnp.asarray}
+_OF_ENCODING = ("return_tensors", "return_dict", "padding", "truncation", "max_length", "return_assistant_tokens_mask")
 
 
 class Tokenizer:
@@ -50,7 +57,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self.chat_templates = dict(chat_templates)
         self.source = source
-        self._template_file = template_file or source
+        self._template_file = os.path.basename(template_file or source)  # servers show it to their clients
         self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.bos_token = special_tokens.get("bos_token")
@@ -60,6 +67,7 @@ class Tokenizer:
         self.bos_token_id = self._id_of(self.bos_token)
         self.eos_token_id = self._id_of(self.eos_token)
         self.pad_token_id = self._id_of(self.pad_token)
+        self._warned: set[str] = set()
 
     @classmethod
     def from_pretrained(
@@ -67,17 +75,56 @@ class Tokenizer:
     ) -> Self:
         """Read the tokenizer files of a local folder or a Hugging Face repository. Raises TokenizerError."""
         folder = find_folder(path_or_hub_id, revision, local_files_only)
-        backend = read_backend(folder)
         config = read_json(folder / CONFIG)
-        legacy = read_json(folder / SPECIAL)
-        ours, old = read_special_tokens(config, folder / CONFIG), read_special_tokens(legacy, folder / SPECIAL)
-        # The config takes precedence if it has added_tokens_decoder; older checkpoints rely on the map.
-        special_tokens = {**old, **ours} if "added_tokens_decoder" in config else {**ours, **old}
+        merges = byte_level.has_merges(folder)
+        backend, defaults = byte_level.build(folder, config) if merges else (read_backend(folder), {})
+        named = named_tokens(folder, config, defaults)
+        add_declared(backend, folder, config, named)
+        special = {name: value if isinstance(value, str) else value["content"] for name, value in named.items()}
+        if merges:
+            byte_level.add_ends(backend, config, (special.get("bos_token"), special.get("eos_token")))
         templates, template_file = read_chat_templates(folder, config)
-        return cls(backend, special_tokens, templates, str(folder), str(template_file))
+        return cls(backend, special, templates, str(folder), str(template_file))
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.source!r}, vocab_size={self.vocab_size})"
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        add_special_tokens: bool = True,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+    ) -> dict[str, Any]:
+        """``input_ids`` and ``attention_mask`` of a text or of several, as the tokenizers of transformers return them.
+
+        ``padding`` True: to the longest, on the right; "max_length": to ``max_length``. ``truncation``: to
+        ``max_length``. ``return_tensors``: "np" or "jax" for arrays [B, T]; default lists.
+        """
+        if return_tensors not in _TENSORS:
+            raise ValueError(f"return_tensors={return_tensors!r}: use 'np', 'jax' or None")
+        if padding not in (False, True, "longest", "max_length", "do_not_pad"):
+            raise ValueError(f"padding={padding!r}: use True, 'longest', 'max_length' or False")
+        if max_length is None and (truncation or padding == "max_length"):
+            raise ValueError("truncation and padding='max_length' need max_length=")
+        one = isinstance(text, str)
+        rows = [self.encode(each, add_special_tokens) for each in ([text] if one else text)]
+        rows = [row[:max_length] for row in rows] if truncation else rows
+        longest = max(map(len, rows), default=0)
+        pads = padding not in (False, "do_not_pad")
+        width = max(longest, (max_length or 0) if padding == "max_length" else 0) if pads else 0
+        if return_tensors and not pads and len(set(map(len, rows))) > 1:
+            raise ValueError(f"the texts have {sorted(set(map(len, rows)))} tokens: pass padding=True for one array")
+        pad = next((i for i in (self.pad_token_id, self.eos_token_id) if i is not None), 0)
+        made = {
+            "input_ids": [row + [pad] * (width - len(row)) for row in rows],
+            "attention_mask": [[1] * len(row) + [0] * (width - len(row)) for row in rows],
+        }
+        if return_tensors is None and one:
+            return {name: value[0] for name, value in made.items()}
+        return {name: _TENSORS[return_tensors](value) for name, value in made.items()}
 
     @property
     def chat_template(self) -> str | None:
@@ -86,15 +133,22 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Special tokens written in the text are encoded as special tokens."""
+        return self.encode_with_offsets(text, add_special_tokens)[0]
+
+    def encode_with_offsets(
+        self, text: str, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text, and the range of characters of each. Tokens that are parts of one character share it."""
         if not isinstance(text, str):
             raise TypeError(f"encode takes a str, not {type(text).__name__}")
         try:
             text.encode()
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            found = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            return list(found.ids), list(found.offsets)
         except UnicodeEncodeError as error:
             raise TokenizerError(f"the text is not valid Unicode: {error}. Remove lone surrogates") from None
         except BaseException as error:
-            raise backend_failure(error, f"{self.source}: {TOKENIZER} cannot encode a text") from None
+            raise backend_failure(error, f"{TOKENIZER} cannot encode a text") from None
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         """Text of one row of ids: a list, or an integer array of NumPy or JAX. Unknown ids are skipped."""
@@ -107,10 +161,12 @@ class Tokenizer:
 
     def decode_list(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """:meth:`decode` without validation, for use in loops."""
+        if skip_special_tokens:  # `tokenizers` 0.23 does not skip special tokens that its normalizer changes
+            ids = [i for i in ids if i not in self.special_ids]
         try:
-            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self.backend.decode(ids, skip_special_tokens=False)
         except BaseException as error:
-            raise backend_failure(error, f"{self.source}: {TOKENIZER} cannot decode") from None
+            raise backend_failure(error, f"{TOKENIZER} cannot decode") from None
 
     def apply_chat_template(
         self,
@@ -125,10 +181,10 @@ class Tokenizer:
     ) -> Any:
         """Render a conversation as the prompt the model was trained on: a str, or its ids with ``tokenize=True``.
 
-        ``tools`` are JSON schemas; ``chat_template`` names one of several templates. ``continue_final_message`` leaves
-        the last message open, for the model to continue its "content" (or the named field). Other keyword arguments are
-        variables of the template, such as ``enable_thinking``; TypeError if the template does not read one of them.
-        Raises TokenizerError, also if the template fails. It runs in a subprocess limited to 1 second and 64 MB.
+        ``tools`` are JSON schemas; ``chat_template`` is a template, or names one of several.
+        ``continue_final_message`` leaves the last message open, for the model to continue its "content" (or the named
+        field). Other keyword arguments are variables of the template, such as ``enable_thinking``; a warning names
+        those that it does not read. Raises TokenizerError, also if the template fails.
         """
         plain, end = plain_messages(messages), None
         if continue_final_message:
@@ -136,24 +192,42 @@ class Tokenizer:
                 raise TokenizerError("pass add_generation_prompt or continue_final_message, not both")
             field = "content" if continue_final_message is True else continue_final_message
             plain, end = mark_end(plain, field)
-        given = {
-            **self.special_tokens,
-            **variables,
-            "messages": plain,
-            "tools": tools if tools is None else list(tools),
-            "documents": documents if documents is None else list(documents),
-            "add_generation_prompt": bool(add_generation_prompt),
-        }
-        try:
-            text = render_chat_template(self._template(chat_template, tools is not None), given, variables)
-        except ChatTemplateError as error:
-            raise TokenizerError(f"{self._template_file}: {error}") from None
+        given = {"tools": tools, "documents": documents, "add_generation_prompt": bool(add_generation_prompt)}
+        text = self.render_chat(plain, chat_template, **given, **variables).text
         text = text if end is None else cut_at_mark(text, end)
         # The rendered text already contains the special tokens.
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
+    def render_chat(self, plain: list[dict[str, Any]], chat_template: str | None = None, **variables: Any) -> Rendered:
+        """Render messages of plain JSON values, with the places of the answers that the template marks."""
+        for name in ("tools", "documents"):
+            value = variables.setdefault(name, None)
+            if value is not None and not all(isinstance(one, Mapping) for one in value):
+                raise TokenizerError(f"{name} is {value!r:.100}: it must be a list of dicts (tools are JSON schemas)")
+            variables[name] = value if value is None else list(value)
+        try:
+            template = self._template(chat_template, variables["tools"] is not None)
+            self._warn_of_unread(names_read(template), variables)
+            return render_chat_template(template, {**self.special_tokens, **variables, "messages": plain})
+        except ChatTemplateError as error:
+            raise TokenizerError(f"{self._template_file}: {error}") from None
+
+    def _warn_of_unread(self, read: frozenset[str], given: Mapping[str, Any]) -> None:
+        """Warn once of each variable that the template does not read. Raises TypeError for options of encoding."""
+        for name in sorted(given.keys() - read - {"tools", "documents", "add_generation_prompt"} - self._warned):
+            if name in _OF_ENCODING:
+                raise TypeError(
+                    f"unexpected argument {name!r}: the result is a str, or with tokenize=True a list of ids"
+                )
+            self._warned.add(name)
+            near = difflib.get_close_matches(name, {*read, "add_generation_prompt", "continue_final_message"}, 1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            logger.warning("the chat template does not read %r, which has no effect%s", name, hint)
+
     def _template(self, name: str | None, with_tools: bool) -> str:
         """The template of that name; None: "tool_use" if there are tools and it exists, else "default"."""
+        if name is not None and "{" in name:
+            return name
         if name is None:
             name = "tool_use" if with_tools and "tool_use" in self.chat_templates else "default"
         if name in self.chat_templates:
@@ -162,7 +236,7 @@ class Tokenizer:
             named = f"{self._template_file}: no chat template is named {name!r:.60}"
             raise TokenizerError(f"{named}. Pass chat_template= one of {sorted(self.chat_templates)!r:.300}")
         raise TokenizerError(
-            f"{self.source}: no chat template, neither {TEMPLATE} nor 'chat_template' in {CONFIG}. This may be a base "
+            f"there is no chat template, neither {TEMPLATE} nor 'chat_template' in {CONFIG}. This may be a base "
             "model: encode plain text instead, or add the template of its chat variant"
         )
 

@@ -13,21 +13,20 @@ from typing import Any
 import tokenizers
 
 from nnxmoe.config.printable import short
-from nnxmoe.generation.chat_template import TEMPLATE_CHARACTERS
 from nnxmoe.storage.files import (
     MAX_JSON_VALUES,
     parse_json,
     read_bounded,
     read_object,
-    refuse_lfs_pointer,
-    regular_file,
 )
 from nnxmoe.storage.hub import TOKENIZER_FILES, local_folder, snapshot
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
+VOCAB, MERGES = "vocab.json", "merges.txt"
+TEMPLATE, OLD_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 REMEDY = "Download the file again"
 MAX_BYTES = 100_000_000  # for comparison: Gemma's tokenizer.json has 33 MB
+MAX_TEMPLATE_BYTES = 16_000_000
 MAX_GROWTH = 1000
 EXPLAINED_BYTES = 16_000_000  # a rejected tokenizer.json up to this size is parsed again for a clearer error
 
@@ -48,11 +47,7 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
     """The tokenizer in tokenizer.json. Raises TokenizerError if it is missing or invalid."""
     path = folder / TOKENIZER
     if not os.path.lexists(path):
-        hint = " (its tokenizer.model is SentencePiece)" if (folder / "tokenizer.model").exists() else ""
-        raise TokenizerError(
-            f"{path} is missing{hint}. Repositories with SentencePiece's tokenizer.model only must be converted: load "
-            "and save them once with transformers.AutoTokenizer, which writes tokenizer.json"
-        )
+        raise TokenizerError(f"{path} is missing. {_found_instead(folder)}")
     data = read_bounded(path, MAX_BYTES, REMEDY, TokenizerError)
     _check_precompiled(path, data)
     try:
@@ -66,6 +61,28 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
     _check_growth(path, backend)
     _check_added_tokens(path, data, backend)
     return backend
+
+
+def _found_instead(folder: Path) -> str:
+    """What a folder without tokenizer.json holds, and the remedy if there is one."""
+    names = sorted(path.name for path in folder.iterdir())
+    tiktoken = next((name for name in names if name.endswith((".tiktoken", "tiktoken.model"))), None)
+    model = next((name for name in names if name.startswith("tokenizer.model")), None)
+    if model and not tiktoken:
+        with (folder / model).open("rb") as file:
+            tiktoken = model if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", file.read(400)) else None
+    if tiktoken:
+        return f"{tiktoken} is tiktoken's format, which is not read here"
+    if tekken := next((name for name in names if name.startswith("tekken")), None):
+        return f"{tekken} is mistral-common's format, which is not read here"
+    if model:
+        how = "load and save it once with transformers.AutoTokenizer (and sentencepiece), which writes tokenizer.json"
+        return f"{model} is SentencePiece's format, which is not read here: {how}"
+    if found := [name for name in names if name in (VOCAB, MERGES)]:
+        return f"{found[0]} needs {MERGES if found[0] == VOCAB else VOCAB} beside it: fetch that file too"
+    if "vocab.txt" in names:
+        return "vocab.txt is WordPiece's format, which is not read here"
+    return "The folder has no file of a tokenizer: fetch the model's tokenizer.json"
 
 
 def _check_precompiled(path: Path, data: bytes) -> None:
@@ -141,26 +158,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_object(path, REMEDY, TokenizerError) if os.path.lexists(path) else {}
 
 
-def read_special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Every ``*_token`` field that is a string, or an object with a string "content"."""
-    tokens: dict[str, str] = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str) and name.endswith("_token"):
-            if any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise TokenizerError(f"{path}: {short(name)} {short(text)} is not valid Unicode. {REMEDY}")
-            tokens[name] = text
-        elif name in ("bos_token", "eos_token", "pad_token", "unk_token") and value is not None:
-            raise TokenizerError(f'{path}: {name} is {value!r:.60}. It must be a string or {{"content": string}}')
-    return tokens
-
-
 def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
-    """Templates by name, and their file: chat_template.jinja, else tokenizer_config.json, else chat_template.json."""
-    path = folder / TEMPLATE
-    if os.path.lexists(path):
-        regular_file(path, REMEDY, TokenizerError)
-        return {"default": _read_template(path)}, path
+    """Templates by name, and their file: chat_template.jinja and additional_chat_templates/NAME.jinja, else those in
+    tokenizer_config.json, else chat_template.json."""
+    found = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    files = {path.stem: path for path in found} | {"default": folder / TEMPLATE}
+    read = {name: _read_template(path) for name, path in files.items() if os.path.lexists(path)}
+    if read:
+        return read, files["default"] if "default" in read else folder / MORE_TEMPLATES
     where, found = folder / CONFIG, config.get("chat_template")
     if found is None:
         where = folder / OLD_TEMPLATE
@@ -178,12 +183,8 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[s
 
 
 def _read_template(path: Path) -> str:
+    data = read_bounded(path, MAX_TEMPLATE_BYTES, REMEDY, TokenizerError)
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(TEMPLATE_CHARACTERS + 1)  # one more than the limit, which rendering checks
+        return data.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} is not UTF-8 text ({error}). {REMEDY}") from None
-    except OSError as error:
-        raise TokenizerError(f"{path}: {error.strerror or error}. {REMEDY}") from None
-    refuse_lfs_pointer(path, text[:200].encode(), TokenizerError)
-    return text

@@ -13,11 +13,14 @@ T = TypeVar("T")
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"  # the checkpoint within the package
 
-# The files that a tokenizer may consist of: what is downloaded, and what saving copies from the model's folder.
+# Patterns of the files that a tokenizer may consist of, in every format, and of the code that belongs to a checkpoint,
+# which is never run: both are downloaded, and saving copies them from the model's folder.
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model*"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "vocab.*", "merges.txt"),
+    *("tekken*.json", "*.tiktoken", "tiktoken.model", "spiece.model", "sentencepiece*.model"),
 )
+CODE_FILES = ("*.py",)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 _REMEDIES: tuple[tuple[str, str], ...] = (

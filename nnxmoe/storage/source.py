@@ -13,7 +13,7 @@ from typing import Any
 from nnxmoe.config.printable import short, some
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import read_object
-from nnxmoe.storage.hub import TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot
+from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +25,9 @@ _MAX_INDEX_BYTES = 32_000_000  # the index of DeepSeek-V3 has 9 MB
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
 _GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings, in checkpoints older than quantization_config
-_DOWNLOAD = ["config.json", _GPTQ_FILE, "generation_config.json", "*.safetensors", INDEX_FILE, *TOKENIZER_FILES]
-_SKIP = ["consolidated*", "*/*"]  # the original layout, and subfolders such as original/
+_DOWNLOAD = ["config.json", _GPTQ_FILE, "generation_config.json", "*.safetensors", INDEX_FILE]
+_DOWNLOAD += [*TOKENIZER_FILES, *CODE_FILES]
+_SKIP = ["consolidated*", "original/*", "*/*.safetensors"]  # the original layout, and other models' weights
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from nnxmoe.models import config_from_hf
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_bounded, read_object
-from nnxmoe.storage.hub import TOKENIZER_FILES
+from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES
 from nnxmoe.storage.source import find_config
 from nnxmoe.storage.write import write_bytes, write_json
 
@@ -31,9 +31,9 @@ def write_side_files(
     dtype: Any = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write config.json and generation_config.json, and copy the tokenizer files from where the model was loaded,
-    except those that ``target`` already has. ``dtype``: that of the files, None: the model's. ``more``: further fields
-    of config.json."""
+    """Write config.json and generation_config.json, and copy the tokenizer's files and Python code from where the model
+    was loaded, except those that ``target`` already has. ``dtype``: that of the files, None: the model's. ``more``:
+    further fields of config.json."""
     dtype = dtype or matrices_dtype(parameter.variable for parameter in parameters(model, codes=True))
     write_json(stage / "config.json", config.to_hf() | {"dtype": str(dtype)} | dict(more or {}))
     if model.generation_config:
@@ -43,19 +43,26 @@ def write_side_files(
     source = Path(model.load_report.files)
     if not source.is_dir():
         logger.warning("%s no longer exists: the tokenizer's files are not copied", source)
-    for name in TOKENIZER_FILES:
-        if os.path.lexists(source / name) and not os.path.lexists(absolute(target) / name):
+    for path in _companions(source, (*TOKENIZER_FILES, *CODE_FILES)):
+        name = path.relative_to(source)
+        if not os.path.lexists(absolute(target) / name):
             try:
-                data = read_bounded(source / name, _MAX_BYTES, "it was not copied", CheckpointError)
+                data = read_bounded(path, _MAX_BYTES, "it was not copied", CheckpointError)
             except CheckpointError as error:  # a missing tokenizer must not prevent saving the model
                 logger.warning("%s", error)
             else:
+                (stage / name).parent.mkdir(exist_ok=True)
                 write_bytes(stage / name, data)
+
+
+def _companions(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """The files of a folder that match, broken links included."""
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()})
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder has any tokenizer file."""
-    return any(os.path.lexists(Path(folder) / name) for name in TOKENIZER_FILES)
+    return bool(_companions(Path(folder), TOKENIZER_FILES))
 
 
 def read_config(folder: Path) -> DecoderConfig:
