@@ -4,6 +4,7 @@ if __name__ != "nnxmoe.models":
     raise ImportError(f"import nnxmoe.models, not {__name__}: otherwise every class here would exist twice")
 
 import difflib
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,7 @@ from nnxmoe.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from nnxmoe.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from nnxmoe.models.solar_open import SolarOpen, SolarOpenConfig
 
+logger = logging.getLogger(__name__)
 MODELS: dict[str, tuple[type[DecoderConfig], type[CausalLM]]] = {}
 PRESETS: dict[str, DecoderConfig] = {}
 HUB_IDS: dict[str, str] = {}  # preset -> the published checkpoint
@@ -99,6 +101,7 @@ __all__ = [
     "Qwen3MoeConfig",
     "SolarOpen",
     "SolarOpenConfig",
+    "config_class",
     "config_from_hf",
     "model_class",
     "preset",
@@ -107,15 +110,24 @@ __all__ = [
 ]
 
 
-def config_from_hf(fields: Mapping[str, Any], *, ignore_unknown: bool = False) -> DecoderConfig:
-    """The config of a parsed config.json. Raises ConfigError for unsupported models and values, and for unknown fields,
-    which ``ignore_unknown`` drops instead (see `DecoderConfig.from_hf`)."""
+def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
+    """The config of a parsed config.json. Raises ConfigError for unsupported models and values (see
+    `DecoderConfig.from_hf`), and warns of fields that are dropped."""
+    kind = config_class(fields)
+    config = kind.from_hf(fields)
+    for note in kind.notes(fields):
+        logger.warning("config.json: %s", note)
+    return config
+
+
+def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
+    """The class for the ``model_type`` of a parsed config.json. Raises ConfigError if there is none."""
     if not isinstance(fields, Mapping):
         raise ConfigError(f"config.json must hold an object, got {type(fields).__name__}")
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in MODELS:
         raise ConfigError(f"model_type {short(kind)} is not supported; supported: {', '.join(MODELS)}{_relative(kind)}")
-    return MODELS[kind][0].from_hf(fields, ignore_unknown=ignore_unknown)
+    return MODELS[kind][0]
 
 
 def _relative(kind: Any) -> str:

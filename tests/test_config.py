@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-import logging
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,6 +34,8 @@ from tests.support.cases import NAMES, load_case
 from tests.support.families import FAMILIES
 from tests.support.published import PUBLISHED
 from tests.support.tiny import TINY
+
+DATA = Path(__file__).parent / "data"
 
 
 def read(kind: str, **fields: Any) -> Any:
@@ -418,6 +421,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"mlp_bias": None}, "mlp_bias .* None"),
     ("llama", {"rope_scaling": "yarn"}, "rope_scaling must be an object or null, got 'yarn'"),
     ("llama", {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+    ("qwen2", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "rope type 'longrope' is not supported"),
+    ("llama", {"auto_map": {"AutoConfig": "a.B"}, "rope_scaling": {"type": "su", "long_factor": [1]}}, "type 'su'"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "factor must be a positive number, got None"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor .* 0"),
     ("llama", {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 16}}, "rope: yarn needs factor"),
@@ -456,9 +461,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"routed_scaling_factor": -2.5}, "routed_scaling_factor .* -2.5"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; supported: None, 1"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-    ("llama", {"max_window_layers": 4}, "max_window_layers 4: unknown .* ignore_unknown=True"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, "rope_scaling.mrope_section"),
-    ("mixtral", {"swiglu_limit": 7.0, "clip_qkv": 8}, "clip_qkv 8, swiglu_limit 7.0: unknown to mixtral"),
     ("kimi_k2", {"topk_method": "greedy"}, "topk_method 'greedy'"),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types lists 1 layers, not 47"),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense", 3]}, "mlp_layer_types: 3 is not supported; .* dense, sparse"),
@@ -481,7 +483,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm4_moe", {"head_dim": 8, "scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
     ("dots1", {"n_routed_experts": None}, "n_routed_experts must be a positive integer, got None"),
     ("dots1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-    ("dots1", {"use_sliding_window": True}, "use_sliding_window True: unknown to dots1"),
     (
         "dots1",
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "num_hidden_layers": 1}
@@ -504,9 +505,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False"),
     ("minimax_m2", {"router_jitter_noise": 0.01}, "router_jitter_noise 0.01 is not supported"),
     ("minimax_m2", {"shared_intermediate_size": 512}, "shared_intermediate_size 512"),
-    ("minimax_m2", {"num_expert_group": 4}, "num_expert_group 4: unknown to minimax_m2"),
-    ("qwen2", {"attention_bias": True}, "attention_bias True: unknown to qwen2"),
-    ("qwen2", {"use_mrope": True}, "use_mrope True"),
     ("qwen2", {"layer_types": ["linear_attention"] * 32}, "layer_types: 'linear_attention' is not supported"),
     ("qwen3", {"layer_types": ["sliding_attention"] * 32}, "layer_types .* use_sliding_window true"),
     ("qwen3", {"sliding_window": 0}, "sliding_window .* 0"),
@@ -534,7 +532,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
     ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window True is not supported; supported: None, False"),
     ("qwen2_moe", {"layer_types": ["sliding_attention"] * 24}, "layer_types: 'sliding_attention' is not supported"),
-    ("qwen2_moe", {"attention_bias": True}, "attention_bias True: unknown to qwen2_moe"),
     ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size .* 0"),
     ("qwen2_moe", {"mlp_only_layers": [24]}, r"mlp_only_layers must list .* 0 to 23, got .24"),
     ("qwen2_moe", {"num_experts": 3}, "num_experts_per_tok 4 is more than num_experts 3"),
@@ -589,21 +586,117 @@ def test_models_reject_configs_of_other_families() -> None:
             model(config, rngs=None)
 
 
-def test_unknown_fields_are_refused_unless_ignored(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Null, false and empty ones ask for nothing, and harmless ones do not affect the forward pass."""
-    monkeypatch.setattr(logging.getLogger("nnxmoe"), "propagate", True)
+def test_undeclared_fields_are_reported_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """Except null, false and empty ones, which ask for nothing, and known harmless ones."""
     nothing = {"a": None, "b": False, "c": {}, "d": [], "e": ""}
     harmless = {"use_cache": True, "transformers_version": "5", "temperature": 0.6, "_name_or_path": "x"}
-    fields = {"model_type": "llama"} | nothing | harmless
-    assert config_from_hf(fields) == read("llama") and not caplog.text
-    fields["quantum_attention"] = 3
-    with pytest.raises(ConfigError, match="quantum_attention 3: unknown to llama models"):
-        config_from_hf(fields)
+    harmless |= {"base_model_ep_plan": {"layers.*": "x"}, "base_model_tp_plan": {"a": "b"}, "unk_token_id": 0}
+    linear = {"type": "linear", "factor": 2.0}
+    fields = {"model_type": "llama", "rope_scaling": linear} | nothing | harmless
+    plain = read("llama", rope_scaling=linear)
+    assert config_from_hf(fields) == plain and not caplog.text and not LlamaConfig.notes(fields)
+    fields |= {"mask_value": -10000, "zero": 0, "rope_scaling": linear | {"mrope_section": [1, 2]}}
     with caplog.at_level("WARNING", logger="nnxmoe"):
-        assert config_from_hf(fields, ignore_unknown=True) == read("llama")
-    assert "quantum_attention 3" in caplog.text and "use_cache" not in caplog.text
+        config = config_from_hf(fields)
+    assert config == plain and config.to_hf() == plain.to_hf() and len(caplog.records) == 1
+    (note,) = LlamaConfig.notes(fields)
+    for text in (note, caplog.text):
+        assert all(part in text for part in ("mask_value -10000", "zero 0", "rope_scaling.mrope_section [1, 2]"))
+        assert "use_cache" not in text and "ep_plan" not in text
+
+
+LAYERS = {"num_hidden_layers": 2}
+# Undeclared fields, with values that change nothing, and values with which transformers computes something else.
+SHARED: dict[str, tuple[list[Any], list[Any]]] = {
+    "is_causal": ([None, True], [False, 0, 1, "x"]),
+    "is_encoder_decoder": ([None, False], [True]),
+    "sliding_window": ([None], [5, 0, False]),
+    "attention_chunk_size": ([None], [5, 0, False]),
+    "layer_types": ([None, ["full_attention"] * 2], [["full_attention"], ["sliding_attention", "full_attention"], []]),
+    "kv_sharing_modes": ([None, []], [["reuse", "store"]]),
+    "per_layer_config": ([None, {}], [{"0": {"intermediate_size": 16}}, {"1": {"skip": ["mlp"]}}]),
+    "attribute_map": ([None], [{"intermediate_size": "hidden_size"}]),
+    "text_config": ([None], [{}, {"vocab_size": 3}]),
+    "decoder": ([None], [{}]),
+    "generator": ([None], ["x"]),
+    "cache_implementation": ([None, "static", "dynamic"], ["x", "quantized"]),
+    "vision_feature_select_strategy": ([None, "default"], ["x"]),
+    "transformers_weights": ([None], ["other.safetensors"]),
+}
+
+
+def test_undeclared_fields_that_transformers_reads_are_refused() -> None:
+    for kind in MODELS:
+        few = {"num_hidden_layers": 2, "first_k_dense_replace": 0} if kind == "dots1" else LAYERS
+        known = MODELS[kind][0].undeclared(dict.fromkeys(SHARED, 1))
+        for name in known:
+            good, bad = SHARED[name]
+            for value in good:
+                assert read(kind, **few, **{name: value}), (kind, name, value)
+            for value in bad:
+                with pytest.raises(ConfigError, match=f"{name} .* is not supported for {kind} models"):
+                    read(kind, **few, **{name: value})
+    fp8 = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    for name in ("swiglu_limit", "hidden_activation", "mlp_gate_softcap"):
+        assert read("mixtral", **{name: 7.0}) and read("llama", quantization_config=fp8, **{name: 7.0})
+        with pytest.raises(ConfigError, match=f"{name} 7.0 is not supported"):
+            read("mixtral", quantization_config=fp8, **{name: 7.0})
+    assert read("deepseek_v3", num_nextn_predict_layers=0, chain_hidden_post_norm=False)
+    with pytest.raises(ConfigError, match="chain_hidden_post_norm False is not supported"):
+        read("deepseek_v3", num_nextn_predict_layers=1, chain_hidden_post_norm=False)
+
+
+def test_undeclared_fields_with_code_of_the_repository_are_refused() -> None:
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}
+    assert read("llama", **code, use_cache=True, attn_bias_x=False)
+    for fields, name in (({"depth_scale": 2}, "depth_scale 2"), ({"rope_scaling": {"finetuned": True}}, "finetuned")):
+        with pytest.raises(ConfigError, match=f"{name}.*: unknown to llama models, and auto_map names code"):
+            read("llama", **code, **fields)
+
+
+DRAFT, HEAD, OTHER = "draft model for speculative decoding", "not a causal language", "a language model that is not"
+OTHER_MODELS: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"architectures": [name]}, f"architectures .*{name}.*: a {DRAFT}, which is not supported$")
+        for name in ("Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3", "DFlashDraftModel", "PEagleDraftModel")
+    ),
+    ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, f"draft_vocab_size 32000: a {DRAFT}"),
+    ({"eagle_config": {"a": 1}}, f"eagle_config .*: a {DRAFT}"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, HEAD),
+    ({"architectures": ["Qwen3ForTokenClassification"]}, HEAD),
+    ({"architectures": ["LlamaForQuestionAnswering"]}, HEAD),
+    ({"architectures": ["Grok1ModelForCausalLM"]}, OTHER),
+    ({"architectures": ["ForCausalLM"]}, OTHER),
+    ({"architectures": ["LlamaModel"]}, "without output head"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of names or null, got 'LlamaForCausalLM'"),
+    ({"architectures": [3]}, "architectures must be a list"),
+    ({"quantization": {"group_size": 64, "bits": 4}}, "^quantization .*: quantised by MLX .mlx-lm., which is not"),
+    ({"quantization_config": {"group_size": 64, "bits": 4}}, "^quantization_config .*: quantised by MLX"),
+]
+
+
+def test_files_of_other_models_are_refused_in_words() -> None:
+    for fields, message in OTHER_MODELS:
+        with pytest.raises(ConfigError, match=message):
+            read("llama", **fields)
+    for names in (None, [], ["LLaMAForCausalLM"], ["DeepseekV3ForCausalLM"], ["Foo", "MistralForCausalLM"]):
+        assert read("kimi_k2", architectures=names)
+    assert read("qwen3", architectures=["Qwen3Model"], tie_word_embeddings=True)  # saved without the shared head
+    for kind, (family, _) in MODELS.items():
+        assert read(kind, architectures=[family.architecture])
+
+
+def test_real_files_are_accepted_and_refused_as_they_should() -> None:
+    """config.json files of the hub. Those that are refused belong to drafts, Grok-1 and MLX."""
+    files = [json.loads(line) for line in (DATA / "real_configs.jsonl").read_text().splitlines()]
+    assert len(files) > 100
+    for file in files:
+        if file["accept"]:
+            config = config_from_hf(file["fields"])
+            assert config_from_hf(config.to_hf()) == config, file["name"]
+        else:
+            with pytest.raises(ConfigError, match=r"draft model|Grok1|MLX"):
+                config_from_hf(file["fields"])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -151,14 +151,16 @@ def test_inspect_counts_the_windows_of_each_layer(folders: Callable[[str], Path]
     assert found.cache == {5: 2 * token, None: token} and found.cache_bytes(3, 9) == 3 * (5 * 2 + 9) * token
 
 
-def test_unknown_fields_are_dropped_on_request_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_undeclared_fields_are_in_the_load_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = load("qwen2")
     folder = write_checkpoint(tmp_path / "model", case.fields | {"new_attention": 2}, case.weights)
-    with pytest.raises(nnxmoe.ConfigError, match=r"config\.json: new_attention 2: unknown to qwen2"):
+    model = nnxmoe.from_pretrained(folder)
+    assert "new_attention 2" in str(model.load_report) and caplog.text.count("new_attention 2") == 1
+    assert main(["inspect", str(folder)]) == 0
+    assert model.config == nnxmoe.config_from_hf(case.fields)
+    write_checkpoint(folder, case.fields | {"is_causal": False}, case.weights)
+    with pytest.raises(nnxmoe.ConfigError, match=r"config\.json: is_causal False is not supported for qwen2"):
         nnxmoe.from_pretrained(folder)
-    assert main(["inspect", str(folder)]) == 1 and "--ignore-unknown" in capsys.readouterr().err
-    assert main(["inspect", str(folder), "--ignore-unknown"]) == 0
-    assert nnxmoe.from_pretrained(folder, ignore_unknown=True).config == nnxmoe.config_from_hf(case.fields)
 
 
 @pytest.mark.parametrize(

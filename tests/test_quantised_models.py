@@ -262,7 +262,7 @@ def abstract(kind: str, method: Any, **changes: Any) -> nnxmoe.CausalLM:
     from nnxmoe.models import config_from_hf, model_class
     from nnxmoe.quantization.quantize import quantize_shapes
 
-    config = config_from_hf(FIELDS[kind] | changes, ignore_unknown=True)  # each family has some of the fields
+    config = config_from_hf(FIELDS[kind] | changes)  # each family has some of the fields
     model = model_class(config)(config, rngs=None, dtype="bfloat16")
     quantize_shapes(model, method, "bfloat16")
     return model

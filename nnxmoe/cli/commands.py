@@ -43,7 +43,7 @@ def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
     hub = {"revision": options.revision, "local_files_only": options.local_files_only}
     tokenizer = nnxmoe.Tokenizer.from_pretrained(path, **hub)
     quantize = method(options)
-    how = {name: getattr(options, name) for name in ("keep_quantized", "ignore_unknown")}
+    how = {"keep_quantized": options.keep_quantized}
     how["mtp"] = drafts.needs_mtp(getattr(options, "draft", None), path, options)
     model = nnxmoe.from_pretrained(path, dtype=options.dtype, quantize=None if adapter else quantize, **hub, **how)
     say("%s", model.load_report.summary())

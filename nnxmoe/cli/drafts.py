@@ -43,7 +43,7 @@ def needs_mtp(choice: Choice | None, model: str, options: argparse.Namespace) ->
     from nnxmoe.model.mtp import has_mtp
     from nnxmoe.models import model_class
 
-    config, arrays = find(model, options.revision, options.local_files_only, options.ignore_unknown)
+    config, arrays = find(model, options.revision, options.local_files_only)
     stored = any(name.startswith(f"model.layers.{config.num_hidden_layers}.") for name in arrays)
     return stored and has_mtp(config, model_class(config).hf_table)
 

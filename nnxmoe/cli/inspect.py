@@ -36,6 +36,7 @@ from nnxmoe.moe.router import RouterBias
 from nnxmoe.quantization.kernels import places, quantized_weights
 from nnxmoe.quantization.methods import Method, Mixed, refuse_both
 from nnxmoe.quantization.quantize import quantize_shapes
+from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.checkpoint import Checkpoint, hub_headers
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.hub import local_folder
@@ -104,13 +105,12 @@ def summarise(
     local_files_only: bool = False,
     quantize: Method | Mixed | None = None,
     keep_quantized: bool = False,
-    ignore_unknown: bool = False,
 ) -> Summary:
     """Sizes of the model in a folder (weights optional), or of a hub id or preset. Weights are neither read nor built,
     and the tensors are judged as a load would judge them. The options after ``local_files_only``: see
     `from_pretrained`."""
     refuse_both(quantize, keep_quantized)
-    config, arrays = find(name, revision, local_files_only, ignore_unknown)
+    config, arrays = find(name, revision, local_files_only)
     if arrays:
         refuse_unjustified(config, arrays, f"{name}/config.json")
     kind, kept = model_class(config), dtype or _common_dtype(arrays, config)
@@ -228,7 +228,7 @@ def spread(
 
 
 def find(
-    name: str | os.PathLike[str], revision: str | None, local_files_only: bool, ignore_unknown: bool
+    name: str | os.PathLike[str], revision: str | None, local_files_only: bool
 ) -> tuple[DecoderConfig, LazyArrays]:
     """The config, and the tensors of the files, which cannot be read."""
     if found := preset(name):
@@ -236,9 +236,9 @@ def find(
     where, folder = f"{name}/config.json", local_folder(name, CheckpointError)
     if folder is not None:
         if not has_weights(folder):
-            return _checked(find_config(folder), {}, where, ignore_unknown)
+            return _checked(find_config(folder), {}, where)
         with Checkpoint.open(folder) as checkpoint:
-            checked = _checked(checkpoint.config, checkpoint.tensors, where, ignore_unknown, checkpoint)
+            checked = _checked(checkpoint.config, checkpoint.tensors, where, checkpoint)
             generation = str(checkpoint.folder / "generation_config.json")
             check_generation(checkpoint.generation_config, checked[0], generation)
             return checked
@@ -247,18 +247,19 @@ def find(
     except CheckpointError as error:
         raise CheckpointError(f"{error} (presets, which need no files: {', '.join(PRESETS)})") from None
     tensors = {n: TensorInfo(n, Path(), dtype, shape, 0, 0) for n, (dtype, shape) in headers.items()}
-    return _checked(fields, tensors, where, ignore_unknown)
+    return _checked(fields, tensors, where)
 
 
 def _checked(
     fields: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     where: str,
-    ignore_unknown: bool,
     checkpoint: Checkpoint | None = None,
 ) -> tuple[DecoderConfig, LazyArrays]:
     """The config as a load would have it, and the tensors; CheckpointError if their quantization is not supported."""
-    config = parse_config(fields, where, ignore_unknown)
+    config, notes = parse_config(fields, where)
+    for note in notes:
+        logger.warning("%s: %s", where, note)
     tied = config.tie_word_embeddings and not untied(config, tensors)
     arrays = arranged(model_class(config).hf_table, stored(tensors, fields, where, checkpoint))
     return dataclasses.replace(config, tie_word_embeddings=tied), arrays

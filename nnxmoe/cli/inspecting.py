@@ -26,9 +26,7 @@ def inspect(options: argparse.Namespace) -> None:
     if options.mesh and options.keep_quantized:
         raise ValueError("--mesh shows how floats or weights of --quantize are sharded: leave --keep-quantized out")
     method, hub = commands.method(options), (options.revision, options.local_files_only)
-    s = summarise(
-        commands.path_of(options.model), options.dtype, *hub, method, options.keep_quantized, options.ignore_unknown
-    )
+    s = summarise(commands.path_of(options.model), options.dtype, *hub, method, options.keep_quantized)
     spread = _spread(s.config, s.weight_dtype, options.mesh, method) if options.mesh else []
     _print_sizes(s, options.batch, options.context or min(s.config.max_position_embeddings, 4096))
     if s.stored:

@@ -241,9 +241,6 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--local-files-only", action="store_true", help="use cached files only, without contacting the hub"
     )
-    parser.add_argument(
-        "--ignore-unknown", action="store_true", help="drop unknown fields of config.json instead of refusing them"
-    )
 
 
 def _sampling_options(parser: argparse.ArgumentParser, tokens: int) -> None:

@@ -4,8 +4,7 @@ A config determines the numbers. Its fields are validated when it is created, in
 """
 
 import dataclasses
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from nnxmoe.config.bounds import (
@@ -24,21 +23,14 @@ from nnxmoe.config.printable import short, some
 from nnxmoe.config.rope import Rope
 from nnxmoe.config.rope_fields import FIELDS as ROPE_FIELDS
 from nnxmoe.config.rope_fields import rope_from_fields
+from nnxmoe.config.undeclared import described, refuse_effective, refuse_other_models
 
-logger = logging.getLogger(__name__)
-
+_ROPES = {"rope_scaling", "rope_parameters"}
 
 # Fields omitted from config.json if None: transformers would take null for a value.
 ABSENT = frozenset(
-    {
-        "query_pre_attn_scalar",
-        "head_dim",
-        "rope_scaling",
-        "rope_parameters",
-        "original_max_position_embeddings",
-        "partial_rotary_factor",
-        "rotary_dim",
-    }
+    """query_pre_attn_scalar head_dim rope_scaling rope_parameters original_max_position_embeddings
+    partial_rotary_factor rotary_dim""".split()
 )
 
 
@@ -64,10 +56,12 @@ class DecoderConfig:
         use_cache pretraining_tp initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop auto_map
         attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
         _flash_attn_2_enabled use_flash_attn use_flash_attention_2 trust_remote_code output_attentions
-        output_hidden_states return_dict use_return_dict task_specific_params is_encoder_decoder is_decoder
+        output_hidden_states return_dict use_return_dict task_specific_params is_decoder
         tie_encoder_decoder chunk_size_feed_forward unsloth_version unsloth_fixed quantization_config
         add_cross_attention cross_attention_hidden_size id2label label2id problem_type torchscript pruned_heads
         finetuning_task prefix sep_token_id decoder_start_token_id tokenizer_class model_max_length
+        base_model_tp_plan base_model_pp_plan base_model_ep_plan base_model_fsdp_plan gradient_checkpointing
+        experts_implementation _experts_implementation num_labels name_or_path _model_name_or_path unk_token_id
         max_sequence_length is_llama_config transformers.js_config use_bfloat16 tf_legacy_loss
         max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
         temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
@@ -134,13 +128,54 @@ class DecoderConfig:
         _ = self.rope
 
     @classmethod
-    def from_hf(cls, fields: Mapping[str, Any], *, ignore_unknown: bool = False) -> Self:
+    def from_hf(cls, fields: Mapping[str, Any]) -> Self:
         """Config from a parsed config.json (transformers 4 or 5 style); absent fields take the family's defaults.
 
-        Raises ConfigError for unsupported values, and for unknown fields unless they are null, false or empty, since
-        they may change what the model computes. ``ignore_unknown``: drop them with a warning instead.
+        Raises ConfigError for files of other models than causal language models, for unsupported values, and for
+        undeclared fields with which transformers computes something else. Other undeclared fields are dropped, as in
+        transformers: see `notes`.
         """
-        aliases, fixed = cls._declared("aliases"), cls._declared("fixed")
+        refuse_other_models(fields, {kind.architecture for kind in _families(DecoderConfig)})
+        given, known = cls._given(fields), cls._known()
+        for name, allowed in cls._declared("fixed").items():
+            if name in given and name not in known and not is_one_of(given[name], allowed):
+                raise ConfigError(
+                    f"{name} {short(given[name])} is not supported; supported: {', '.join(map(repr, allowed))}"
+                )
+        given.setdefault("dtype", given.get("torch_dtype"))
+        for name in _ROPES & given.keys():
+            if isinstance(rope := given[name], Mapping):
+                given[name] = {k: v for k, v in rope.items() if k in ROPE_FIELDS or isinstance(v, Mapping)}
+        config = cls(**{k: v for k, v in given.items() if k in known})
+        refuse_effective(config, cls.undeclared(fields), fields)
+        return config
+
+    @classmethod
+    def notes(cls, fields: Mapping[str, Any]) -> tuple[str, ...]:
+        """What to report of a config.json: the fields that `from_hf` drops."""
+        unread = described(cls.undeclared(fields))
+        text = f"fields that {cls.model_type} models do not read, here as in transformers: {some(unread, 20)}"
+        return (text,) if unread else ()
+
+    @classmethod
+    def undeclared(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a config.json, and of its rope object, that this family neither has nor knows to ignore."""
+        ignored = {name for base in cls.__mro__ for name in vars(base).get("ignored", "").split()}
+        known = cls._known() | ignored | cls._declared("fixed").keys() | cls._declared("aliases").keys()
+        found = {name: value for name, value in fields.items() if name not in known}
+        for name in _ROPES & fields.keys():
+            if isinstance(rope := fields[name], Mapping):
+                found |= {f"{name}.{k}": v for k, v in rope.items() if k not in ROPE_FIELDS}
+        return found
+
+    @classmethod
+    def _known(cls) -> set[str]:
+        return {field.name for field in dataclasses.fields(cls)}
+
+    @classmethod
+    def _given(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields under this family's names. Raises ConfigError if two names of a field have different values."""
+        aliases = cls._declared("aliases")
         given: dict[str, tuple[str, Any]] = {}  # field -> the name it has in the file, and its value
         for alias, value in fields.items():
             name = aliases.get(alias, alias)
@@ -149,29 +184,7 @@ class DecoderConfig:
                 given[name] = alias, value
             elif value is not None and value != other:
                 raise ConfigError(f"{first} {short(other)} and {alias} {short(value)} are one field: remove one")
-        fields = {name: value for name, (_, value) in given.items()}
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name, allowed in fixed.items():
-            if name in fields and name not in known and not is_one_of(fields[name], allowed):
-                raise ConfigError(
-                    f"{name} {short(fields[name])} is not supported; supported: {', '.join(map(repr, allowed))}"
-                )
-        ignored = {name for base in cls.__mro__ for name in vars(base).get("ignored", "").split()}
-        fields.setdefault("dtype", fields.get("torch_dtype"))
-        strange = {k: v for k, v in fields.items() if k not in known | ignored | fixed.keys()}
-        for name in ("rope_scaling", "rope_parameters"):
-            inner = fields.get(name)
-            inner = inner if isinstance(inner, Mapping) else {}
-            strange |= {f"{name}.{k}": v for k, v in inner.items() if k not in ROPE_FIELDS}
-        found = [f"{name} {short(value)}" for name, value in sorted(strange.items()) if not _unset(value)]
-        if found and not ignore_unknown:
-            raise ConfigError(
-                f"{some(found, 20)}: unknown to {cls.model_type} models here, and may change what they compute. "
-                "Remove what does not, or load with ignore_unknown=True (--ignore-unknown)"
-            )
-        if found:
-            logger.warning("config.json: unknown fields, ignored: %s", some(found, 20))
-        return cls(**{k: v for k, v in fields.items() if k in known})
+        return {name: value for name, (_, value) in given.items()}
 
     @classmethod
     def _declared(cls, name: str) -> dict[str, Any]:
@@ -273,6 +286,9 @@ class DecoderConfig:
         )
 
 
-def _unset(value: object) -> bool:
-    """Whether a field's value is null, false or empty, which asks for nothing."""
-    return value is None or value is False or (isinstance(value, Sequence | Mapping) and not value)
+def _families(kind: type[DecoderConfig]) -> Iterator[type[DecoderConfig]]:
+    """Subclasses with an architecture, however deep."""
+    for one in kind.__subclasses__():
+        yield from _families(one)
+        if hasattr(one, "architecture"):
+            yield one

@@ -9,10 +9,11 @@ from typing import Any
 from nnxmoe.axes import RULES, AnyMesh, Rules, abstract_mesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.validate import check_positive
+from nnxmoe.convert.hf.side_files import read_config
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
 from nnxmoe.model.stack import Remat, Scanned
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models import PRESETS, config_from_hf, preset
+from nnxmoe.models import PRESETS, preset
 from nnxmoe.moe.dispatch import Sorted, check_factor
 from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll, fewest_chunks
 from nnxmoe.planning import advice, printing
@@ -23,7 +24,6 @@ from nnxmoe.planning.program import Job, Program, compile_program, target
 from nnxmoe.planning.traffic import Traffic, by_axis, traffic
 from nnxmoe.runtime.hardware import CPU, Hardware
 from nnxmoe.storage.hub import local_folder, snapshot
-from nnxmoe.storage.source import find_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,4 +326,4 @@ def _config(model: DecoderConfig | str | os.PathLike[str]) -> tuple[str, Decoder
         if "/" not in str(model):
             raise ValueError(f"{model} is neither a folder nor a preset: use one of {', '.join(PRESETS)}")
         folder = snapshot(str(model), None, False, ["config.json"], (), ValueError)
-    return str(model), config_from_hf(find_config(folder))
+    return str(model), read_config(folder)

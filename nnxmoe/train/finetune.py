@@ -55,7 +55,6 @@ class Finetune:
     ``warmup`` steps (default: a tenth, 100 at most) and decays to a tenth along a cosine. ``accumulate`` splits each
     batch into that many parts, for less memory. ``quantize`` (such as ``int4``, see `quantization.methods.parse`) or
     ``keep_quantized`` train adapters on quantised kernels (QLoRA, Dettmers et al. 2023); merging makes them floats.
-    ``ignore_unknown``: see `from_pretrained`.
     """
 
     model: str
@@ -76,7 +75,6 @@ class Finetune:
     revision: str | None = None
     quantize: str | None = None
     keep_quantized: bool = False
-    ignore_unknown: bool = False
 
     def __post_init__(self) -> None:
         if self.adapter_only and self.lora is None:
@@ -133,8 +131,8 @@ def finetune(
         each.check()
     assert documents is not None
     method = parse(task.quantize) if task.quantize else None
-    how: dict[str, Any] = {name: getattr(task, name) for name in ("keep_quantized", "ignore_unknown")}
-    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), quantize=method, **hub, **how)
+    kept = task.keep_quantized
+    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), quantize=method, keep_quantized=kept, **hub)
     say("%s", model.load_report.summary())
     length = min(task.seq_len, model.config.max_position_embeddings)
     if length < task.seq_len:

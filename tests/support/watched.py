@@ -55,9 +55,9 @@ def use() -> str:
     from nnxmoe.cli import inspect
 
     try:
-        model = nnxmoe.from_pretrained(FOLDER, ignore_unknown=True)
+        model = nnxmoe.from_pretrained(FOLDER)
         tokenizer = nnxmoe.Tokenizer.from_pretrained(FOLDER)
-        inspect.summarise(FOLDER, ignore_unknown=True)
+        inspect.summarise(FOLDER)
         list(nnxmoe.stream(model, tokenizer, "hello you", max_new_tokens=2))
         nnxmoe.save_pretrained(model, SAVED)
     except ValueError as error:

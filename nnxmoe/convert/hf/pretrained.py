@@ -55,7 +55,6 @@ def from_pretrained(
     rules: Rules | None = None,
     keep_quantized: bool = False,
     quantize: Method | Mixed | None = None,
-    ignore_unknown: bool = False,
     mtp: bool = False,
     expect: type[CausalLM] | None = None,
 ) -> CausalLM:
@@ -68,8 +67,6 @@ def from_pretrained(
     which changes no number; default: they become floats. ``quantize``: round the kernels of attention, feed-forwards
     and experts, with `Mixed` the head's too, to codes while they are read (`Int8`, `Int4`, `Float8`, `Mixed`); lossy:
     `load_report` has the error.
-    ``ignore_unknown``: drop unknown fields of config.json with a warning; by default they are refused, since they may
-    change what the model computes.
     ``mtp``: with the layers for multi-token prediction, as ``model.mtp``; default: they are skipped.
     Raises CheckpointError or ConfigError (ValueErrors) naming the file, tensor or field, or LoadError, which lists
     all missing tensors and wrong shapes.
@@ -78,7 +75,7 @@ def from_pretrained(
     refuse_both(quantize, keep_quantized)
     refuse_preset(path_or_hub_id)
     with Checkpoint.open(path_or_hub_id, revision=revision, local_files_only=local_files_only) as checkpoint:
-        config, notes = _config(checkpoint, ignore_unknown)
+        config, notes = _config(checkpoint)
         kind = model_class(config)
         if expect is not None and not issubclass(kind, expect):
             raise CheckpointError(
@@ -92,15 +89,13 @@ def from_pretrained(
         mesh, rules = strategy.mesh if mesh is None else mesh, strategy.rules if rules is None else rules
         strategy = dataclasses.replace(strategy, mesh=mesh, rules=rules)
         model = kind(config, strategy, rngs=None, mtp=mtp)
-        notes += _other_copies(model, checkpoint)
+        notes += tuple(_other_copies(model, checkpoint))
         error = None
         if keep_quantized:
             found = keep(model, found)
         elif quantize is not None:
             found, error = quantize_on_reading(model, found, quantize, dtype)
-        report = LoadReport(
-            os.fspath(path_or_hub_id), notes=tuple(notes), files=str(checkpoint.folder), revision=revision
-        )
+        report = LoadReport(os.fspath(path_or_hub_id), notes=notes, files=str(checkpoint.folder), revision=revision)
         restore(model, layout(model, found), found, dtype, report)
         if error is not None:
             model.load_report = dataclasses.replace(model.load_report, quantization_error=error.relative)
@@ -117,14 +112,14 @@ def restore(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
     fill(model, leaves, arrays, dtype, report)
 
 
-def _config(checkpoint: Checkpoint, ignore_unknown: bool) -> tuple[DecoderConfig, list[str]]:
-    """The config, with ``tie_word_embeddings`` False if the checkpoint stores a different head, and notes on that."""
-    config = parse_config(checkpoint.config, str(checkpoint.folder / "config.json"), ignore_unknown)
+def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, tuple[str, ...]]:
+    """The config, with ``tie_word_embeddings`` False if the checkpoint stores a different head, and notes."""
+    config, notes = parse_config(checkpoint.config, str(checkpoint.folder / "config.json"))
     check_generation(checkpoint.generation_config, config, str(checkpoint.folder / "generation_config.json"))
     if untied(config, checkpoint.tensors, checkpoint.same):
         note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are used, untied"
-        return dataclasses.replace(config, tie_word_embeddings=False), [note]
-    return config, []
+        return dataclasses.replace(config, tie_word_embeddings=False), (*notes, note)
+    return config, notes
 
 
 def untied(

@@ -11,7 +11,7 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.convert.core.dtypes import matrices_dtype
 from nnxmoe.convert.core.layout import parameters
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models import config_from_hf
+from nnxmoe.models import config_class
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_bounded, read_object
@@ -66,8 +66,11 @@ def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The config in a folder's config.json."""
-    return parse_config(find_config(folder), str(folder / "config.json"))
+    """The config in a folder's config.json; warns of fields that are dropped."""
+    config, notes = parse_config(find_config(folder), str(folder / "config.json"))
+    for note in notes:
+        logger.warning("%s: %s", folder / "config.json", note)
+    return config
 
 
 def read_generation_config(folder: Path, config: DecoderConfig) -> Mapping[str, Any]:
@@ -80,10 +83,11 @@ def read_generation_config(folder: Path, config: DecoderConfig) -> Mapping[str, 
     return FrozenDict(fields)
 
 
-def parse_config(fields: Mapping[str, Any], where: str, ignore_unknown: bool = False) -> DecoderConfig:
-    """The config of a parsed config.json; errors name the file ``where``."""
+def parse_config(fields: Mapping[str, Any], where: str) -> tuple[DecoderConfig, tuple[str, ...]]:
+    """The config of a parsed config.json, and what to report of it; errors name the file ``where``."""
     try:
-        return config_from_hf(fields, ignore_unknown=ignore_unknown)
+        kind = config_class(fields)
+        return kind.from_hf(fields), kind.notes(fields)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 

@@ -1,0 +1,104 @@
+"""Fields of config.json that a family does not declare, and what else tells that a file is not one of its models.
+
+transformers goes by ``model_type``, and its models read only what they declare, but for code that all of them share:
+`tests/support/declared.py` lists both. A field that this shared code reads is refused unless its value changes nothing;
+all others are only reported.
+"""
+
+import re
+from collections.abc import Mapping, Set
+from typing import Any
+
+from nnxmoe.config.bounds import ConfigError, is_one_of
+from nnxmoe.config.printable import short, some
+
+# Field that shared code of transformers 5.24 reads -> the values that change nothing.
+SHARED: dict[str, tuple[Any, ...]] = {
+    "is_causal": (None, True),  # false: every token attends to all
+    "is_encoder_decoder": (None, False),
+    "sliding_window": (None,),  # caches drop the keys before it
+    "attention_chunk_size": (None,),  # likewise
+    "layer_types": (None,),
+    "mtp_layer_types": (None,),
+    "kv_sharing_modes": (None, []),
+    "per_layer_config": (None, {}),
+    "attribute_map": (None, {}),
+    "text_config": (None,),
+    "decoder": (None,),
+    "generator": (None,),
+    "cache_implementation": (None, "dynamic", "static", "offloaded", "offloaded_static"),
+    "vision_feature_select_strategy": (None, "default", "full"),
+    "transformers_weights": (None,),  # the name of the weight file
+}
+# Likewise, but read for multi-token prediction only, and by experts in FP8 only: null or absent.
+PREDICTION = (
+    "mtp_hidden_states_first chain_hidden_post_norm logits_mup_width_multiplier unpadded_vocab_size "
+    "mtp_mlp_layer_types mtp_per_layer_config"
+).split()
+FP8_EXPERTS = (
+    "swiglu_alpha swiglu_limit mlp_gate_softcap mlp_up_softcap hidden_activation moe_intermediate_size num_experts"
+).split()
+_DRAFT = re.compile("draft|eagle|medusa|speculator|hydra|mtp|nextn|dflash|dflare|dspark|domino", re.IGNORECASE)
+_DRAFT_FIELDS = ("draft_vocab_size", "dflash_config", "eagle_config", "speculators_config", "speculators_model_type")
+
+
+def refuse_other_models(fields: Mapping[str, Any], architectures: Set[str]) -> None:
+    """Raise ConfigError for a config.json of a draft model, a classifier or a model that MLX quantised.
+
+    ``architectures``: the classes that are supported, all of them ``…ForCausalLM``. A file may name one of another
+    family than its ``model_type``, which decides."""
+    names = fields.get("architectures")
+    if names is not None and not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
+        raise ConfigError(f"architectures must be a list of names or null, got {short(names)}")
+    supported = {name.lower() for name in architectures}  # LLaMAForCausalLM in files of 2023
+    found = [name for name in names or () if name.lower() in supported]
+    bodies = [name for name in names or () if name.lower().removesuffix("model") + "forcausallm" in supported]
+    drafts = [name for name in _DRAFT_FIELDS if fields.get(name) is not None]
+    if drafts or (names and not found and any(map(_DRAFT.search, names))):
+        given = f"{drafts[0]} {short(fields[drafts[0]])}" if drafts else f"architectures {short(names)}"
+        raise ConfigError(f"{given}: a draft model for speculative decoding, which is not supported")
+    if bodies and not found and not fields.get("tie_word_embeddings"):
+        raise ConfigError(f"architectures {short(names)}: a model without output head, which computes no logits")
+    if names and not found and not bodies:
+        causal = any(name.endswith("ForCausalLM") for name in names)
+        what = "a language model that is not supported" if causal else "not a causal language model, which is required"
+        raise ConfigError(f"architectures {short(names)}: {what}")
+    for name in ("quantization", "quantization_config"):
+        settings = fields.get(name)
+        if isinstance(settings, Mapping) and {"group_size", "bits"} <= {*settings} and "quant_method" not in settings:
+            raise ConfigError(
+                f"{name} {short(settings)}: quantised by MLX (mlx-lm), which is not supported. Load the checkpoint "
+                "that it was made from, or another quantisation of that"
+            )
+
+
+def refuse_effective(config: Any, undeclared: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError if one of the ``undeclared`` fields of a config.json may change what the model computes.
+
+    ``config``: the model's; ``fields``: the whole file."""
+    neutral = dict(SHARED)
+    if getattr(config, "num_nextn_predict_layers", 0):
+        neutral |= dict.fromkeys(PREDICTION, (None,))
+    settings = fields.get("quantization_config")
+    if config.experts and isinstance(settings, Mapping) and settings.get("quant_method") == "fp8":
+        neutral |= dict.fromkeys(FP8_EXPERTS, (None,))
+    neutral["layer_types"] += (["full_attention"] * config.num_hidden_layers,)
+    for name in neutral.keys() & undeclared.keys():
+        if not is_one_of(undeclared[name], neutral[name]):
+            allowed = ", ".join(short(value) for value in neutral[name])
+            raise ConfigError(
+                f"{name} {short(undeclared[name])} is not supported for {config.model_type} models, in which "
+                f"transformers reads it; supported: {allowed}"
+            )
+    unread = described(undeclared)
+    if unread and fields.get("auto_map"):
+        raise ConfigError(
+            f"{some(unread, 20)}: unknown to {config.model_type} models, and auto_map names code of the repository's "
+            "own, which may compute something else with them. Remove the fields if that code does not need them"
+        )
+
+
+def described(undeclared: Mapping[str, Any]) -> list[str]:
+    """Names and values of fields for a message, except those that are null, false or empty and ask for nothing."""
+    empty = {name for name, value in undeclared.items() if value is None or value is False or value in ("", [], {})}
+    return [f"{name} {short(value)}" for name, value in sorted(undeclared.items()) if name not in empty]
