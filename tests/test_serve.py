@@ -234,7 +234,6 @@ CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"top_logprobs": 3}, 400, "top_logprobs", "logprobs: true"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
     ({"max_tokens": 1, "max_completion_tokens": 1}, 400, "max_tokens", "not both"),
-    ({"chat_template_kwargs": {"enable_thinking": True}}, 400, "messages", "enable_thinking"),
     ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "messages"),
 ]
 

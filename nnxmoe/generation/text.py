@@ -5,7 +5,6 @@ is ignored, as transformers 5 does for such files.
 """
 
 import difflib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -57,7 +56,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self.chat_templates = dict(chat_templates)
         self.source = source
-        self._template_file = os.path.basename(template_file or source)  # servers show it to their clients
+        self._template_file = template_file or source
         self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.bos_token = special_tokens.get("bos_token")
@@ -148,7 +147,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise TokenizerError(f"the text is not valid Unicode: {error}. Remove lone surrogates") from None
         except BaseException as error:
-            raise backend_failure(error, f"{TOKENIZER} cannot encode a text") from None
+            raise backend_failure(error, f"{self.source}: {TOKENIZER} cannot encode a text", self.source) from None
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         """Text of one row of ids: a list, or an integer array of NumPy or JAX. Unknown ids are skipped."""
@@ -166,7 +165,7 @@ class Tokenizer:
         try:
             return self.backend.decode(ids, skip_special_tokens=False)
         except BaseException as error:
-            raise backend_failure(error, f"{TOKENIZER} cannot decode") from None
+            raise backend_failure(error, f"{self.source}: {TOKENIZER} cannot decode", self.source) from None
 
     def apply_chat_template(
         self,
@@ -210,7 +209,7 @@ class Tokenizer:
             self._warn_of_unread(names_read(template), variables)
             return render_chat_template(template, {**self.special_tokens, **variables, "messages": plain})
         except ChatTemplateError as error:
-            raise TokenizerError(f"{self._template_file}: {error}") from None
+            raise TokenizerError(f"{self._template_file}: {error}", self.source) from None
 
     def _warn_of_unread(self, read: frozenset[str], given: Mapping[str, Any]) -> None:
         """Warn once of each variable that the template does not read. Raises TypeError for options of encoding."""
@@ -219,6 +218,8 @@ class Tokenizer:
                 raise TypeError(
                     f"unexpected argument {name!r}: the result is a str, or with tokenize=True a list of ids"
                 )
+            if len(self._warned) > 100:  # clients of servers choose the names
+                return
             self._warned.add(name)
             near = difflib.get_close_matches(name, {*read, "add_generation_prompt", "continue_final_message"}, 1)
             hint = f": did you mean {near[0]!r}?" if near else ""
@@ -234,11 +235,13 @@ class Tokenizer:
             return self.chat_templates[name]
         if self.chat_templates:
             named = f"{self._template_file}: no chat template is named {name!r:.60}"
-            raise TokenizerError(f"{named}. Pass chat_template= one of {sorted(self.chat_templates)!r:.300}")
-        raise TokenizerError(
-            f"there is no chat template, neither {TEMPLATE} nor 'chat_template' in {CONFIG}. This may be a base "
-            "model: encode plain text instead, or add the template of its chat variant"
+            known = f"Pass chat_template= one of {sorted(self.chat_templates)!r:.300}"
+            raise TokenizerError(f"{named}. {known}", self.source)
+        why = (
+            f"{self.source}: no chat template, neither {TEMPLATE} nor 'chat_template' in {CONFIG}. This may be a base "
         )
+        remedy = "model: encode plain text instead, or add the template of its chat variant"
+        raise TokenizerError(why + remedy, self.source)
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)

@@ -32,7 +32,14 @@ EXPLAINED_BYTES = 16_000_000  # a rejected tokenizer.json up to this size is par
 
 
 class TokenizerError(ValueError):
-    """Raised for a faulty tokenizer file or chat template, or unsuitable input; names the file and the remedy."""
+    """Raised for a faulty tokenizer file or chat template, or unsuitable input; names the file and the remedy.
+
+    ``public``: the message without ``folder``, for clients of a server.
+    """
+
+    def __init__(self, message: str, folder: str = "") -> None:
+        super().__init__(message)
+        self.public = message.replace(f"{folder}{os.sep}", "").replace(folder, "the tokenizer") if folder else message
 
 
 def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_only: bool) -> Path:
@@ -146,11 +153,12 @@ def _explain(path: Path) -> None:
         raise TokenizerError(f"{path}: unknown tokenizer model {kind!r:.60}. Try a newer 'tokenizers'") from None
 
 
-def backend_failure(error: BaseException, what: str) -> BaseException:
+def backend_failure(error: BaseException, what: str, folder: str = "") -> BaseException:
     """The TokenizerError for an exception of the library, Rust panics (BaseException) included; interrupts pass."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         return error
-    return TokenizerError(f"{what}: {error}. Download the file again, or save it with a current 'tokenizers'")
+    why = f"{what}: {error}. Download the file again, or save it with a current 'tokenizers'"
+    return TokenizerError(why, folder)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Planner:
             messages = [message.plain() for message in request.messages]
             ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **variables)
         except (TokenizerError, TypeError) as error:
-            raise Refused(400, str(error), "messages") from None
+            raise Refused(400, getattr(error, "public", str(error)), "messages") from None
         if request.max_tokens is not None and request.max_completion_tokens is not None:
             raise Refused(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
@@ -123,7 +123,7 @@ class Planner:
         try:
             ids = [tuple(self.tokenizer.encode(one) if isinstance(one, str) else one) for one in prompt]
         except TokenizerError as error:
-            raise Refused(400, str(error), "prompt") from None
+            raise Refused(400, error.public, "prompt") from None
         for one in ids:
             self._refuse_ids("prompt", one)
         texts = [one if isinstance(one, str) else self.tokenizer.decode(one) for one in prompt]

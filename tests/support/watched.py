@@ -13,7 +13,6 @@ READABLE = [os.path.realpath(path) for path in READABLE]
 PARENT, NAME = os.path.split(os.path.realpath(SAVED))
 WRITABLE = (f"{PARENT}/{NAME}", f"{PARENT}/.{NAME}.")
 TIME = ["/etc/localtime", "/usr/share/zoneinfo"]
-WORKER = os.path.join(ROOT, "nnxmoe", "generation", "template_worker.py")
 forbidden: list[str] = []
 
 
@@ -41,9 +40,7 @@ def hook(event: str, arguments: tuple) -> None:
         forbidden.append(f"{event} {arguments!r:.100}")
     elif event == "pickle.find_class":
         forbidden.append(f"{event} {arguments!r:.100}")
-    elif event in ("os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn"):
-        forbidden.append(f"{event} {arguments!r:.100}")
-    elif event == "subprocess.Popen" and list(arguments[1])[1:4] != ["-I", "-S", WORKER]:
+    elif event in ("os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn", "subprocess.Popen"):
         forbidden.append(f"{event} {arguments!r:.100}")
 
 
