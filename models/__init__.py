@@ -116,7 +116,7 @@ def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
     kind = config_class(fields)
     config = kind.from_hf(fields)
     for note in kind.notes(fields):
-        logger.warning("config.json: %s", note)
+        logger.warning("%s", note)
     return config
 
 

@@ -259,7 +259,7 @@ def _checked(
     """The config as a load would have it, and the tensors; CheckpointError if their quantization is not supported."""
     config, notes = parse_config(fields, where)
     for note in notes:
-        logger.warning("%s: %s", where, note)
+        logger.warning("%s: %s", where.removesuffix("/config.json"), note)
     tied = config.tie_word_embeddings and not untied(config, tensors)
     arrays = arranged(model_class(config).hf_table, stored(tensors, fields, where, checkpoint))
     return dataclasses.replace(config, tie_word_embeddings=tied), arrays

@@ -154,8 +154,8 @@ class DecoderConfig:
     def notes(cls, fields: Mapping[str, Any]) -> tuple[str, ...]:
         """What to report of a config.json: the fields that `from_hf` drops."""
         unread = described(cls.undeclared(fields))
-        text = f"fields that {cls.model_type} models do not read, here as in transformers: {some(unread, 20)}"
-        return (text,) if unread else ()
+        text = f"config.json has fields that {cls.model_type} models do not read, here as in transformers: "
+        return (text + some(unread, 20),) if unread else ()
 
     @classmethod
     def undeclared(cls, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def read_config(folder: Path) -> DecoderConfig:
     """The config in a folder's config.json; warns of fields that are dropped."""
     config, notes = parse_config(find_config(folder), str(folder / "config.json"))
     for note in notes:
-        logger.warning("%s: %s", folder / "config.json", note)
+        logger.warning("%s: %s", folder, note)
     return config
 
 
