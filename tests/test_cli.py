@@ -1,5 +1,6 @@
 """The command line: results on stdout, everything else on stderr, exit codes 0, 1 and 2."""
 
+import argparse
 import io
 import json
 import re
@@ -19,8 +20,9 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import cli
-from nnxmoe.cli import commands, prompts
+from nnxmoe.cli import chat, prompts
 from nnxmoe.cli.inspect import summarise
+from nnxmoe.cli.parser import as_typed
 from nnxmoe.models import PRESETS
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.train import lora
@@ -41,7 +43,6 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     "line",
     [
-        [],
         ["nonsense"],
         ["generate", "demo"],
         ["generate", "demo", "--prompt", "x", "--max-new-tokens", "0"],
@@ -65,7 +66,7 @@ def test_invalid_command_lines_exit_2(line: list[str], capsys: pytest.CaptureFix
     [
         (["generate", "./nowhere", "--prompt", "x"], "no such folder"),
         (["generate", MIXTRAL, "--prompt", "x", "--temperature", "-1"], "temperature"),
-        (["generate", MIXTRAL, "--prompt", "x", "--temperature", "1", "--top-p", "0"], "top_p"),
+        (["generate", MIXTRAL, "--prompt", "x", "--temperature", "1", "--top-p", "0"], "--top-p must"),
         (["generate", MIXTRAL, "--prompt", ""], "prompt is empty"),
         (["generate", MIXTRAL, "--prompt", "x", "--seed", str(2**70)], "seed"),
         (["generate", MIXTRAL, "--prompt", "x", "--max-new-tokens", str(10**11)], "GB"),
@@ -80,6 +81,35 @@ def test_failures_are_one_line_and_exit_1(line: list[str], message: str, capsys:
     errors = [text for text in printed.err.splitlines() if text.startswith("nnxmoe: error: ")]
     assert len(errors) == 1 and message in errors[0] and "Traceback" not in printed.err
     assert printed.out == ""
+
+
+def test_without_arguments_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    printed = capsys.readouterr()
+    assert "commands:" in printed.out and "Qwen2 to Qwen3" in printed.out and printed.err == ""
+
+
+def test_options_of_other_programs_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (["--gpu"], ["--device", "cuda"], ["--tensor-parallel-size", "8"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["generate", "demo", "x", *option])
+        assert "JAX_PLATFORMS" in (said := capsys.readouterr().err) and "--mesh" in said
+
+
+def test_messages_name_the_options_that_were_typed() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--learning-rate", "--lora", "--adapter-only", "--seed"):
+        parser.add_argument(name)
+    flags = [action for action in parser._actions if action.option_strings]
+    for message, typed in {
+        "learning_rate=nan: give a number": "--learning-rate nan: give a number",
+        "adapter_only needs an adapter": "--adapter-only needs an adapter",
+        "adapter_only=True needs": "--adapter-only needs",
+        "seed=3 and a seed": "--seed 3 and a seed",
+        "config.json: learning_rate=3": "config.json: learning_rate=3",
+        "a folder/learning_rates, 'seed=3'": "a folder/learning_rates, 'seed=3'",
+    }.items():
+        assert as_typed(message, flags) == typed
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -165,7 +195,7 @@ def test_ctrl_c_during_the_imports() -> None:
 
 @pytest.mark.commands
 def test_closed_pipe_exits_silently() -> None:
-    line = [sys.executable, "-m", "nnxmoe.cli", "inspect", "deepseek-v3"]
+    line = [sys.executable, "-m", "nnxmoe", "inspect", "deepseek-v3"]
     process = subprocess.Popen(line, cwd=CASES.parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.close()
@@ -203,7 +233,7 @@ def test_chat_keeps_and_forgets_the_conversation(
         seen.append([dict(m) for m in messages])
         return f"answer {len(seen)}"
 
-    monkeypatch.setattr(commands, "_answer", answer)
+    monkeypatch.setattr(chat, "answer", answer)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n/clear\nthree\n/what\n/exit\nnever\n"))
     assert cli.main(["chat", MIXTRAL, "--system", "Be brief."]) == 0
     assert [[m["content"] for m in messages] for messages in seen] == [
@@ -342,7 +372,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a shard is cut": (_cut, ("data_offsets", "safetensors")),
     "pickles only": (_pickles_only, ("pytorch_model.bin", "convert it to safetensors")),
     "the index is a Git LFS pointer": (lambda f: next(f.glob("*index*")).write_text(LFS), ("git lfs pull",)),
-    "config.json is missing": (lambda folder: (folder / "config.json").unlink(), ("config.json", "No such file")),
+    "config.json is missing": (lambda folder: (folder / "config.json").unlink(), ("config.json", "missing")),
     "config.json is cut": (
         lambda folder: (folder / "config.json").write_text('{"model_type":'),
         ("config.json", "JSON"),
@@ -372,7 +402,7 @@ def in_this_process(
 
 def in_another(line: list[str], *_: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command in another process."""
-    command = [sys.executable, "-m", "nnxmoe.cli", *line]
+    command = [sys.executable, "-m", "nnxmoe", *line]
     run = subprocess.run(command, capture_output=True, text=True, cwd=CASES.parents[2], input="hi\n")
     return run.returncode, run.stdout, run.stderr
 
@@ -394,7 +424,8 @@ def test_common_checkpoint_faults_are_one_line(
     code, out, err = run(line, monkeypatch, capfd)
     errors = [text for text in err.splitlines() if "loading" not in text and "nnxmoe: error: " in text]
     assert code == 1 and out == "" and "Traceback" not in err
-    assert len(errors) == 1 and all(part in errors[0] for part in (*parts, str(folder))), err
+    parts = parts if fault == "a broken template" else (*parts, str(folder))  # a server shows it to clients
+    assert len(errors) == 1 and all(part in errors[0] for part in parts), err
     assert "template" in fault or len(err.splitlines()) == 1, err
 
 
@@ -514,15 +545,32 @@ def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
         '{"prompt": [1, 2]}',
     ]
     file.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
-    assert prompts.read(str(file)) == ["a text\u2028with a separator", "x\u2028y", [1, 2]]
+    found = prompts.read(str(file))
+    assert [line.prompt for line in found] == ["a text\u2028with a separator", "x\u2028y", [1, 2]]
+    assert [line.number for line in found] == [1, 2, 4]
+    (tmp_path / "prompts.txt").write_text("{a text\n")
+    assert prompts.read(str(tmp_path / "prompts.txt")) == [prompts.Line("{a text", 1, {})]
+
+
+def test_prompts_keep_their_own_fields(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An id travels to the output; a field that the output also has is named in a warning."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Once", "id": 7}\n\n{"messages": [{"role": "user", "content": "Hi"}], "text": "x"}\n')
+    assert cli.main(["generate", "demo", "--prompts", str(file), "--max-new-tokens", "2"]) == 0
+    printed = capsys.readouterr()
+    first, second = map(json.loads, printed.out.splitlines())
+    assert (first["id"], first["prompt"], first["line"]) == (7, 0, 1) and second["line"] == 3
+    assert second["text"] != "x" and "['text']" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{prompt", r"line 2 begins with \{ and is not JSON"),
-        ('{"prompt": "a", "seed": 3}', r"no other field, got \['prompt', 'seed'\]"),
-        ('{"text": "a"}', r"no other field, got \['text'\]"),
+        ('{"prompt": "a", "messages": []}', r"one of them, got \['messages', 'prompt'\]"),
+        ('{"text": "a"}', r"one of them, got \['text'\]"),
         ('{"messages": "hey"}', "messages must be a list of messages, got 'hey'"),
         ('{"prompt": [1, "a"]}', "prompt must be a text or a list of ids"),
         ('{"prompt": []}', "prompt must be a text or a list of ids"),
@@ -534,7 +582,27 @@ def test_prompts_that_cannot_be_read(tmp_path: Path, line: str, message: str) ->
         prompts.read(str(tmp_path / "prompts"))
 
 
-@pytest.mark.parametrize("option", [["--stop", "x"], ["--samples", "2"], ["--logprobs", "1"]])
-def test_options_of_many_prompts_are_refused_for_one(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "demo", "Once", *option]) == 1
-    assert "need --prompts FILE" in capsys.readouterr().err
+def test_options_of_many_prompts_for_one(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """--stop streams the text before it; --samples and --logprobs write JSON lines."""
+    caplog.set_level("INFO", logger="nnxmoe")
+    line = ["generate", "demo", "Once upon a time", "--max-new-tokens", "12"]
+    assert cli.main(line) == 0
+    whole = capsys.readouterr().out
+    assert cli.main([*line, "--stop", "no such text", "--stop", whole[8:12]]) == 0
+    assert capsys.readouterr().out == whole[: whole.index(whole[8:12])] + "\n"
+    assert cli.main([*line, "--samples", "2", "--logprobs", "1"]) == 0
+    printed = capsys.readouterr()
+    first, second = map(json.loads, printed.out.splitlines())
+    assert first["text"] == second["text"] == whole.removesuffix("\n") and "are equal" in caplog.text
+    text, token, logprob = first["top_logprobs"][0][0]
+    assert token == first["ids"][0] and logprob == first["logprobs"][0] and whole.startswith(text)
+
+
+@pytest.mark.parametrize("stops", [("there",), ("th", "ther"), ("ere",), ("no such text",), ()])
+def test_stop_strings_over_pieces(stops: tuple[str, ...]) -> None:
+    """However a text is cut into pieces, it ends before the first stop string."""
+    text = "once there was the end"
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    for size in range(1, 8):
+        shown = prompts.Until([text[i : i + size] for i in range(0, len(text), size)], stops)
+        assert "".join(shown) == text[: min(found, default=len(text))] and shown.stopped == bool(found)

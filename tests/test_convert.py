@@ -165,7 +165,7 @@ def test_convert_on_a_mesh_from_the_command_line(tmp_path: Path) -> None:
     def run(mesh: str) -> subprocess.CompletedProcess[str]:
         line = ["convert", MIXTRAL, str(tmp_path / "out"), "--to", "orbax", "--mesh", mesh]
         env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-        command = [sys.executable, "-m", "nnxmoe.cli", *line]
+        command = [sys.executable, "-m", "nnxmoe", *line]
         return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
 
     refused = run("expert=3")
@@ -265,7 +265,7 @@ def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("to", ["hf", "maxtext", "orbax"])
 def test_killed_conversion_leaves_no_output_folder(to: str, tmp_path: Path) -> None:
     """Killed after the first file is written; a second conversion succeeds."""
-    command = [sys.executable, "-m", "nnxmoe.cli", "convert", MIXTRAL, str(tmp_path / "out"), "--to", to]
+    command = [sys.executable, "-m", "nnxmoe", "convert", MIXTRAL, str(tmp_path / "out"), "--to", to]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as run:
         while run.poll() is None and not list(tmp_path.iterdir()):
             time.sleep(0.001)

@@ -73,7 +73,7 @@ def test_finetune_teaches_the_demo_a_new_task(tmp_path: Path, capsys: pytest.Cap
 def command(out: Path, data: str, *more: str) -> subprocess.Popen[str]:
     line = ["finetune", "demo", data, "--out", str(out), "--steps", "20", "--save-every", "5", "--batch-size", "4"]
     return subprocess.Popen(
-        [sys.executable, "-m", "nnxmoe.cli", *line, "--seq-len", "64", "--learning-rate", "1e-3", *more],
+        [sys.executable, "-m", "nnxmoe", *line, "--seq-len", "64", "--learning-rate", "1e-3", *more],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,

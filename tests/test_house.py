@@ -35,6 +35,7 @@ ORDER = (
     "nnxmoe.api",
     "nnxmoe",
     "nnxmoe.cli",
+    "nnxmoe.__main__",
 )
 LEVELS = {package: level for level, package in enumerate(ORDER)}
 MODELS_KNOW = {f"nnxmoe.{name}" for name in ("config", "layers", "moe", "model", "models")}

@@ -30,7 +30,7 @@ def start(folder: Path, *line: str) -> "subprocess.Popen[str]":
 
 def nnxmoe(folder: Path, *line: str, said: str = "") -> tuple[str, str]:
     """Output and messages of a command that succeeds."""
-    process = start(folder, "-m", "nnxmoe.cli", *line)
+    process = start(folder, "-m", "nnxmoe", *line)
     output, messages = process.communicate(said, timeout=240)
     assert process.returncode == 0 and "Traceback" not in messages, messages
     return output, messages
@@ -68,7 +68,7 @@ def test_second_job_fine_tune(tmp_path: Path) -> None:
             file.write(json.dumps(record) + "\n")
     line = ["finetune", "demo", "colours.jsonl", "--out", "tuned", "--lora", "2", "--adapter-only"]
     line += ["--batch-size", "4", "--seq-len", "48", "--eval", "colours.jsonl"]
-    process, metrics = start(tmp_path, "-m", "nnxmoe.cli", *line, "--steps", "100000"), tmp_path / "tuned/metrics.jsonl"
+    process, metrics = start(tmp_path, "-m", "nnxmoe", *line, "--steps", "100000"), tmp_path / "tuned/metrics.jsonl"
     deadline = time.monotonic() + 240
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()

@@ -462,7 +462,7 @@ def test_texts_of_single_tokens(demo: Any) -> None:
 @pytest.mark.commands
 def test_the_command_stops_gracefully() -> None:
     """SIGTERM while an answer is streamed: it is finished, and the exit status is 0."""
-    line = [sys.executable, "-m", "nnxmoe.cli", "serve", "demo", "--port", "0", "--slots", "2", "--capacity", "256"]
+    line = [sys.executable, "-m", "nnxmoe", "serve", "demo", "--port", "0", "--slots", "2", "--capacity", "256"]
     process = subprocess.Popen(line, cwd=DEMO.parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:

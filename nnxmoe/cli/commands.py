@@ -1,22 +1,26 @@
 """The commands of ``nnxmoe``; `nnxmoe.cli.parser` defines their options."""
 
 import argparse
-import contextlib
 import dataclasses
+import os
 import shlex
 import sys
-import time
 from typing import Any
 
 import jax
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.cli import drafts, prompts
+from nnxmoe.cli import devices, drafts, prompts
+from nnxmoe.cli.prompts import Speed
 from nnxmoe.config.printable import bytes_text, count_text
-from nnxmoe.runtime import interrupts, processes
+from nnxmoe.generation.complete import split_stops
+from nnxmoe.generation.decode import eos_ids
+from nnxmoe.runtime import interrupts
 from nnxmoe.runtime.progress import say
 from nnxmoe.storage.hub import DEMO
+
+MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def path_of(model: str) -> str:
@@ -25,11 +29,14 @@ def path_of(model: str) -> str:
 
 
 def _weights(model: str) -> str:
-    """The folder or hub id of a model with weights. Raises ValueError for a preset."""
+    """The folder or hub id of a model with weights. Raises ValueError for a preset, and a folder without a model."""
     from nnxmoe.models import refuse_preset
 
     refuse_preset(model)
-    return path_of(model)
+    path = path_of(model)
+    if os.path.isdir(path) and not any(os.path.exists(os.path.join(path, name)) for name in MODEL_FILES):
+        raise ValueError(f"{path} holds no model: config.json is missing")
+    return path
 
 
 def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
@@ -42,13 +49,15 @@ def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
         say("%s is an adapter of %s", adapter, base)
     hub = {"revision": options.revision, "local_files_only": options.local_files_only}
     tokenizer = nnxmoe.Tokenizer.from_pretrained(path, **hub)
-    quantize = method(options)
+    quantize, mesh = method(options), devices.mesh_of(options.mesh)
     how = {"keep_quantized": options.keep_quantized}
     how["mtp"] = drafts.needs_mtp(getattr(options, "draft", None), path, options)
-    model = nnxmoe.from_pretrained(path, dtype=options.dtype, quantize=None if adapter else quantize, **hub, **how)
+    rounded = None if adapter else quantize
+    model = nnxmoe.from_pretrained(path, dtype=options.dtype, mesh=mesh, quantize=rounded, **hub, **how)
     say("%s", model.load_report.summary())
     if adapter is not None:
         lora.merge_from(model, adapter, quantize=quantize)
+    say("running on %s", devices.text(mesh))
     return model, tokenizer
 
 
@@ -59,90 +68,43 @@ def method(options: argparse.Namespace) -> Any:
     return parse(options.quantize) if options.quantize else None
 
 
-def _sampling(options: argparse.Namespace) -> nnxmoe.Sampling:
-    if options.temperature == 0 and (options.top_k, options.top_p, options.min_p) != (0, 1.0, 0.0):
-        say("temperature is 0 (always the most likely token): --top-k, --top-p and --min-p have no effect")
+def sampling_of(options: argparse.Namespace) -> nnxmoe.Sampling:
+    """How tokens are chosen; options without effect at temperature 0 are reported."""
+    if options.temperature == 0:
+        if (options.top_k, options.top_p, options.min_p) != (0, 1.0, 0.0):
+            say("temperature is 0 (always the most likely token): --top-k, --top-p and --min-p have no effect")
+        if getattr(options, "samples", 1) > 1:
+            say("temperature is 0 (always the most likely token): all --samples of a prompt are equal")
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return nnxmoe.Sampling(**{name: getattr(options, name) for name in names})
 
 
 def generate(options: argparse.Namespace) -> None:
     """Continue a prompt, streaming the text, or many, as JSON lines."""
-    sampling = _sampling(options)
+    sampling = sampling_of(options)
     if options.prompts is not None:
         many = prompts.read(options.prompts)
-        model, tokenizer = load(options)
+    else:
+        many = [prompts.Line(sys.stdin.read() if options.prompt == "-" else options.prompt, 1, {})]
+    model, tokenizer = load(options)
+    if options.prompts is not None or options.samples > 1 or options.logprobs is not None:
         for line in prompts.lines(model, tokenizer, many, sampling, options):
             print(line, flush=True)
         return
-    if options.stop or options.samples != 1 or options.logprobs is not None:
-        raise ValueError(
-            '--stop, --samples and --logprobs need --prompts FILE (or "-", for one prompt per line of stdin)'
-        )
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    model, tokenizer = load(options)
+    texts, special = split_stops(options.stop, tokenizer) if options.stop else ((), ())
     given = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": options.seed}
-    pieces = nnxmoe.stream(model, tokenizer, prompt, **given, draft=drafts.draft_of(options.draft, model))
-    first, started = 0, 0.0
-    for piece in pieces:
-        first, started = first or pieces.tokens, started or time.perf_counter()
+    given |= {"eos_token_id": (*eos_ids(model, ...), *special), "draft": drafts.draft_of(options.draft, model)}
+    pieces = nnxmoe.stream(model, tokenizer, many[0].prompt, **given)
+    made, shown = Speed(), prompts.Until(pieces, texts)
+    for piece in shown:
+        made.note(pieces.tokens)
         print(piece, end="", flush=True)
     print()
-    if pieces.tokens > first > 0:
-        speed = (pieces.tokens - first) / (time.perf_counter() - started)
-        end = "ended by the model" if pieces.ended else "stopped by --max-new-tokens"
-        say("%d tokens, %s; %.1f tokens per second after the first", pieces.tokens, end, speed)
+    if made.tokens > 1:
+        end = "ended by --stop" if shown.stopped else "ended by the model" if pieces.ended else None
+        say("%d tokens, %s%s", pieces.tokens, end or "stopped by --max-new-tokens", made)
     elif pieces.ended and tokenizer.chat_template is not None:
         say("the model ended at once; it has a chat template, so try: nnxmoe chat %s", options.model)
-
-
-def chat(options: argparse.Namespace) -> None:
-    """A conversation, line by line."""
-    if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):  # Windows has no readline
-            import readline  # noqa: F401  arrow keys and history for input()
-    sampling = _sampling(options)
-    model, tokenizer = load(options)
-    opening = [{"role": "system", "content": options.system}] if options.system else []
-    messages = list(opening)
-    tokenizer.apply_chat_template(
-        [*opening, {"role": "user", "content": "Hi"}]
-    )  # fails now rather than after the first line
-    say("type a message; /clear starts over, /exit ends")
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return
-        if line == "/exit":
-            return
-        if line == "/clear":
-            messages = list(opening)
-            say("conversation cleared")
-        elif line.startswith("/"):
-            say("%s is not a command; use /clear or /exit", line.split()[0])
-        elif line:
-            messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _answer(model, tokenizer, messages, sampling, options)})
-
-
-def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling: Any, options: Any) -> str:
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
-    answer = ""
-    try:
-        for piece in nnxmoe.stream(
-            model, tokenizer, ids, max_new_tokens=options.max_new_tokens, sampling=sampling, seed=options.seed
-        ):
-            piece = piece if answer else piece.lstrip()  # SentencePiece answers begin with a space
-            print(piece, end="", flush=True)
-            answer += piece
-    except KeyboardInterrupt:
-        if not sys.stdin.isatty():  # only a person can continue the chat
-            raise
-        say("stopped")
-    print()
-    return answer
 
 
 def _size(model: Any) -> int:
@@ -160,7 +122,7 @@ def convert(options: argparse.Namespace) -> None:
         options.to,
         scan=options.scan,
         dtype=options.dtype,
-        mesh=_on(options.mesh),
+        mesh=devices.mesh_of(options.mesh, connect=True),
         config=options.config,
         verify=options.verify,
         quantize=method(options),
@@ -184,7 +146,7 @@ def finetune(options: argparse.Namespace) -> None:
         task,
         options.out,
         save_every=options.save_every,
-        mesh=_on(options.mesh),
+        mesh=devices.mesh_of(options.mesh, connect=True),
         local_files_only=options.local_files_only,
     )
     if jax.process_index() == 0:
@@ -195,14 +157,6 @@ def finetune(options: argparse.Namespace) -> None:
             if "evaluation" in last:
                 print(f"on {options.evaluation}: {last['evaluation']:.4f}")
         print(f"{options.out}: {'an adapter for peft' if options.adapter_only else 'the tuned model'}")
-
-
-def _on(mesh: Any) -> Any:
-    """The mesh of devices for a mesh given on the command line."""
-    if mesh is None:
-        return None
-    processes.initialize()
-    return nnxmoe.make_mesh(**mesh.shape)
 
 
 def demo(options: argparse.Namespace) -> None:

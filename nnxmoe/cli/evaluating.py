@@ -5,14 +5,14 @@
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from nnxmoe.cli import commands
+from nnxmoe.cli.options import count
 
 
-def options(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """Adds the options; ``count`` parses a positive integer."""
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
     add = parser.add_argument
     add("--tasks", required=True, metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
     add("--include-path", metavar="DIR", help="a folder with more tasks as YAML files")

@@ -1,15 +1,15 @@
 """``nnxmoe inspect``: its options, and what it prints of a model."""
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from nnxmoe.cli import commands
+from nnxmoe.cli.options import count, mesh
 from nnxmoe.config.printable import bytes_text, count_text, plain
 
 
-def options(parser: argparse.ArgumentParser, count: Callable[[str], int], mesh: Callable[[str], Any]) -> None:
-    """Adds the options; ``count`` parses a positive integer, ``mesh`` the axes of a mesh."""
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
     add = parser.add_argument
     add("--batch", type=count, default=1, metavar="B", help="rows in the cache (default 1)")
     add("--fields", action="store_true", help="also print every field of config.json, and the strategy")
@@ -87,8 +87,8 @@ def _print_sizes(s: Any, batch: int, context: int) -> None:
     if s.published:
         print(f"published   {s.published}")
     print(f"parameters  {s.parameters:>20,}")
-    for part, count in s.parts.items():
-        print(f"  {part:16}{count:>14,}  {count / s.parameters:6.1%}")
+    for part, size in s.parts.items():
+        print(f"  {part:16}{size:>14,}  {size / s.parameters:6.1%}")
     print(f"active      {s.active:>20,}  per token")
 
 

@@ -12,19 +12,30 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import nnxmoe
+from nnxmoe.cli import chat as talk
 from nnxmoe.cli import commands, drafts, evaluating, inspecting, serving
+from nnxmoe.cli import options as shared
 from nnxmoe.cli import plan as plan_options
 from nnxmoe.runtime import interrupts
 from nnxmoe.runtime.compile_cache import compile_cache
 from nnxmoe.runtime.interrupts import INTERRUPTED, PIPE_CLOSED
 from nnxmoe.runtime.progress import messages_on_stderr
 
-DTYPES = ("float32", "bfloat16", "float16")
+_DESCRIPTION = """Mixture-of-experts language models in JAX: Llama, Mistral, Mixtral, DeepSeek-V2 to R1, Kimi K2,
+Moonlight, GLM-4.5 to 4.7, Qwen2 to Qwen3, gpt-oss, OLMoE, MiniMax-M2, dots.llm1, Solar Open."""
+_DEVICES = re.compile(r"--(device|gpu|cuda|cpu|tpu|n-gpu|num-gpu|ngl|tensor-parallel|tp)\b")
+_NO_DEVICES = """; JAX chooses the device: install nnxmoe[cuda] or nnxmoe[tpu], set JAX_PLATFORMS=cpu (or cuda, tpu) to
+force one, and use --mesh tensor=8 for 8 devices"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        parser.print_help()
+        return 0
+    options = parser.parse_args(arguments)
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):
             output.reconfigure(errors="replace")  # terminals with a small character set show "?" instead of failing
@@ -44,22 +55,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         message = " ".join(str(error).split()) or type(error).__name__
-        print(f"nnxmoe: error: {message}", file=sys.stderr)
+        print(f"nnxmoe: error: {as_typed(message, options.flags)}", file=sys.stderr)
         return 1
+
+
+def as_typed(message: str, flags: Sequence[argparse.Action]) -> str:
+    """The message with the options of the command line in place of Python's arguments of the same names. A message
+    about a field of a JSON file stays as it is."""
+    if ".json" in message:
+        return message
+    for action in flags:
+        flag, name = action.option_strings[0], action.dest
+        message = re.sub(rf"(?<![\w.\"'-]){name}=(True|False)(?!\w)", rf"{flag}", message)
+        message = re.sub(rf"(?<![\w.\"'-]){name}=(?=[^\s=])", rf"{flag} ", message)
+        if "_" in name:
+            message = re.sub(rf"(?<![\w.\"'-]){name}(?!\w)", flag, message)
+    return message
 
 
 class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        more = " ".join(_NO_DEVICES.split()) if _DEVICES.search(message) and "unrecognized" in message else ""
+        self.exit(2, f"{self.prog}: error: {message}{more} (see {self.prog} --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     kw: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = _Parser(
         prog="nnxmoe",
-        description="Mixture-of-experts language models in JAX: Mixtral, DeepSeek-V3, Llama.",
+        description=_DESCRIPTION,
         epilog="example:\n  nnxmoe demo\n  nnxmoe generate demo 'Once upon a time'",
         **kw,
     )
@@ -79,57 +105,56 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     text = "Run the embedded tiny Mixtral, and show which experts it uses."
+    what = "at most N new tokens per prompt (default 80)"
     demo = command("demo", commands.demo, text, "nnxmoe demo")
-    demo.add_argument(
-        "--max-new-tokens", type=_count, default=80, metavar="N", help="at most N new tokens per prompt (default 80)"
-    )
+    demo.add_argument("--max-new-tokens", type=shared.count, default=80, metavar="N", help=what)
 
-    example = "nnxmoe generate mistralai/Mixtral-8x7B-v0.1 'The three laws are' --dtype bfloat16\n"
+    example = "nnxmoe generate mistralai/Mixtral-8x7B-v0.1 'The three laws are' --mesh tensor=8\n"
     example += "  nnxmoe generate demo --prompts questions.txt --draft prompt:4"
     generate = command("generate", commands.generate, "Continue a prompt, streaming the text.", example)
-    _loading_options(generate)
+    shared.add_loading(generate)
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")
     prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="the same")
-    _sampling_options(generate, 64)
+    shared.add_sampling(generate, 64)
     drafts.add_option(generate)
     _prompts_options(generate, prompt)
 
-    chat = command("chat", commands.chat, "Chat with a model. /clear starts over, /exit ends.", "nnxmoe chat demo")
-    _loading_options(chat)
-    chat.add_argument("--system", help="a system message at the start of the conversation")
-    _sampling_options(chat, 256)
+    chat = command("chat", talk.chat, "Chat with a model. /clear starts over, /exit ends.", "nnxmoe chat demo")
+    shared.add_loading(chat)
+    chat.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
+    shared.add_sampling(chat, 256)
 
     text = "Print a model's sizes and whether it fits in memory, without reading its weights."
     inspect = command("inspect", inspecting.inspect, text, "nnxmoe inspect deepseek-v3 --context 8192")
-    _model_options(inspect)
-    _quantize_options(inspect)
-    inspecting.options(inspect, _count, _mesh)
+    shared.add_model(inspect)
+    shared.add_quantize(inspect)
+    inspecting.options(inspect)
 
     text = "Print the memory, traffic and time of a step on a mesh of devices that need not be there."
     example = "nnxmoe plan deepseek-v3 --mesh fsdp=16,expert=16 --batch 256 --seq 4096 --on h200"
-    plan_options.add_options(command("plan", plan_options.run, text, example), _count, _mesh)
+    plan_options.add_options(command("plan", plan_options.run, text, example))
 
     text = "Convert a checkpoint between the layouts of Hugging Face, MaxText and nnxmoe.save, into a new folder."
-    convert = command(
-        "convert", commands.convert, text, "nnxmoe convert demo demo-maxtext --to maxtext --scan --verify"
-    )
-    _convert_options(convert)
+    example = "nnxmoe convert demo demo-maxtext --to maxtext --scan --verify"
+    _convert_options(command("convert", commands.convert, text, example))
 
     text = "Fine-tune a model on lines of text or chats. Repeating the command resumes an interrupted run."
     finetune = command("finetune", commands.finetune, text, "nnxmoe finetune demo chats.jsonl --out tuned --lora 16")
-    _model_options(finetune)
+    shared.add_model(finetune)
     _finetune_options(finetune)
 
     text = "Serve a model over HTTP, after the OpenAI API, and a page to chat on. Needs nnxmoe[serve]."
     serve = command("serve", serving.serve, text, "nnxmoe serve demo --port 8000 --draft prompt:4")
-    _loading_options(serve)
-    serving.options(serve, _count)
+    shared.add_loading(serve)
+    serving.options(serve)
 
     text = "Evaluate a model with lm-evaluation-harness. Needs nnxmoe[eval]."
     evaluate = command("eval", evaluating.evaluate, text, "nnxmoe eval demo --tasks arc_easy,hellaswag --limit 100")
-    _loading_options(evaluate)
-    evaluating.options(evaluate, _count)
+    shared.add_loading(evaluate)
+    evaluating.options(evaluate)
+    for sub in subparsers.choices.values():
+        sub.set_defaults(flags=[action for action in sub._actions if action.option_strings])
     return parser
 
 
@@ -137,170 +162,61 @@ def _prompts_options(parser: argparse.ArgumentParser, prompt: Any) -> None:
     prompt.add_argument(
         "--prompts",
         metavar="FILE",
-        help='many prompts, a line each ("-": stdin): text, or JSON with "prompt" or "messages"; writes JSON lines',
+        help='many prompts, a line each ("-": stdin): text, or, in lines that begin with {, JSON with "prompt" or '
+        '"messages", whose other fields are kept; writes JSON lines. In FILE.txt every line is text',
     )
-    group = parser.add_argument_group("with --prompts")
-    group.add_argument("--samples", type=_count, default=1, metavar="N", help="samples of each prompt (default 1)")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    group.add_argument("--logprobs", type=int, metavar="N", help="log-probabilities, also of the N most likely ids")
-    group.add_argument("--slots", type=_count, default=8, metavar="N", help="prompts at a time (default 8)")
-
-
-def _loading_options(parser: argparse.ArgumentParser) -> None:
-    _model_options(parser)
-    _adapter_option(parser)
-    _quantize_options(parser)
+    add = parser.add_argument
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    group = parser.add_argument_group("output as JSON lines, always with --prompts")
+    add = group.add_argument
+    add("--samples", type=shared.count, default=1, metavar="N", help="samples of each prompt (default 1)")
+    add("--logprobs", type=int, metavar="N", help="log-probabilities, also of the N most likely tokens")
+    add("--slots", type=shared.count, default=8, metavar="N", help="prompts at a time (default 8)")
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="a folder, a hub id, or 'demo'; the layout is detected")
-    parser.add_argument("target", metavar="DST", help="the output folder; new or empty")
-    parser.add_argument("--to", choices=["hf", "maxtext", "orbax"], required=True, help="orbax: for nnxmoe.load")
-    parser.add_argument(
-        "--scan",
-        action="store_true",
-        help="stack the parameters of all layers into one array each (MaxText's scan_layers)",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
-    parser.add_argument("--mesh", type=_mesh, metavar="AXES", help="shard over devices, such as fsdp=4,expert=2")
-    parser.add_argument(
-        "--config", metavar="FOLDER", help="a folder with config.json, or a preset: MaxText does not store the config"
-    )
-    _adapter_option(parser)
-    _quantize_options(parser, keep=False)
-    parser.add_argument("--verify", action="store_true", help="read the result back and compare arrays and logits")
+    add = parser.add_argument
+    add("source", metavar="SRC", help="a folder, a hub id, or 'demo'; the layout is detected")
+    add("target", metavar="DST", help="the output folder; new or empty")
+    add("--to", choices=["hf", "maxtext", "orbax"], required=True, help="orbax: for nnxmoe.load")
+    what = "stack the parameters of all layers into one array each (MaxText's scan_layers)"
+    add("--scan", action="store_true", help=what)
+    add("--dtype", choices=shared.DTYPES, help="dtype of the weights (default: as stored)")
+    shared.add_mesh(parser)
+    what = "a folder with config.json, or a preset: MaxText does not store the config"
+    add("--config", metavar="FOLDER", help=what)
+    shared.add_adapter(parser)
+    shared.add_quantize(parser, keep=False)
+    add("--verify", action="store_true", help="read the result back and compare arrays and logits")
 
 
 def _finetune_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "data",
         metavar="DATA.jsonl",
         help='lines such as {"text": …}, {"messages": [{"role": …}, …]}, {"prompt": …, "completion": …}, or the '
         "objects of Alpaca and ShareGPT; other fields are ignored",
     )
-    parser.add_argument(
-        "--out", required=True, metavar="DIR", help="the output folder: new, empty, or that of a run to resume"
-    )
-    parser.add_argument(
-        "--lora", type=_count, metavar="RANK", help="train LoRA adapters of this rank (default: train all parameters)"
-    )
-    _quantize_options(parser)
-    parser.add_argument(
-        "--adapter-only", action="store_true", help="write the adapter in peft's format instead of the merged model"
-    )
-    parser.add_argument("--lora-alpha", type=float, metavar="A", help="scale adapters by A / rank (default: the rank)")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=_count, metavar="N", help="training steps; more extend a run (default 200)")
-    length.add_argument("--epochs", type=_count, metavar="N", help="instead of steps: how often to read the data")
-    parser.add_argument("--warmup", type=int, metavar="N", help="steps to the peak learning rate (default: a tenth)")
-    parser.add_argument(
-        "--accumulate", type=_count, default=1, metavar="N", help="compute each batch in N parts, for less memory"
-    )
-    parser.add_argument(
-        "--eval", dest="evaluation", metavar="DATA.jsonl", help="data held out; evaluated with every checkpoint"
-    )
-    parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="rows per step (default 8)")
-    parser.add_argument("--seq-len", type=_count, default=512, metavar="T", help="tokens per row (default 512)")
-    parser.add_argument(
-        "--learning-rate", type=float, metavar="LR", help="peak learning rate (default 2e-4 with --lora, else 2e-5)"
-    )
-    parser.add_argument(
-        "--save-every", type=_count, default=100, metavar="K", help="save a checkpoint every K steps (default 100)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="the same seed gives the same order of the data"
-    )
-    parser.add_argument("--mesh", type=_mesh, metavar="AXES", help="shard over devices, such as fsdp=4,expert=2")
-
-
-def _quantize_options(parser: argparse.ArgumentParser, *, keep: bool = True) -> None:
-    parser.add_argument(
-        "--quantize",
-        type=_quantization,
-        metavar="METHOD",
-        help="round weights to int8, int4 (int4:32: groups of 32), fp8, or experts=int4,others=int8,head=int8; lossy",
-    )
-    if keep:
-        parser.add_argument(
-            "--keep-quantized",
-            action="store_true",
-            help="keep the checkpoint's FP8, MXFP4, int8, int4 or NF4 codes in memory",
-        )
-
-
-def _adapter_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--adapter", metavar="FOLDER", help="merge this LoRA adapter (of peft or of nnxmoe) into the model"
-    )
-
-
-def _model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or 'demo'; inspect also takes preset names")
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    parser.add_argument(
-        "--local-files-only", action="store_true", help="use cached files only, without contacting the hub"
-    )
-
-
-def _sampling_options(parser: argparse.ArgumentParser, tokens: int) -> None:
-    parser.add_argument(
-        "--max-new-tokens",
-        type=_count,
-        default=tokens,
-        metavar="N",
-        help=f"maximum number of new tokens (default {tokens})",
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token"
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (0: all)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the most likely tokens whose probabilities sum to P",
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="sample from tokens at least P times as likely as the best",
-    )
-    parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: discourages repetition"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="the same seed gives the same text")
-
-
-def _quantization(text: str) -> str:
-    from nnxmoe.quantization.methods import parse
-
-    try:
-        parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,15}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def _mesh(text: str) -> Any:
-    from nnxmoe.axes import abstract_mesh
-
-    pairs = [part.partition("=")[::2] for part in text.split(",")]
-    sizes = {name: int(size) for name, size in pairs if re.fullmatch("[1-9][0-9]{0,5}", size)}
-    if len(sizes) < len(pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like 'fsdp=4,expert=8'")
-    try:
-        return abstract_mesh(sizes)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    add("--out", required=True, metavar="DIR", help="the output folder: new, empty, or that of a run to resume")
+    what = "train LoRA adapters of this rank (default: train all parameters)"
+    add("--lora", type=shared.count, metavar="RANK", help=what)
+    shared.add_quantize(parser)
+    add("--adapter-only", action="store_true", help="write the adapter in peft's format instead of the merged model")
+    add("--lora-alpha", type=float, metavar="A", help="scale adapters by A / rank (default: the rank)")
+    length = parser.add_mutually_exclusive_group().add_argument
+    length("--steps", type=shared.count, metavar="N", help="training steps; more extend a run (default 200)")
+    length("--epochs", type=shared.count, metavar="N", help="instead of steps: how often to read the data")
+    add("--warmup", type=int, metavar="N", help="steps to the peak learning rate (default: a tenth)")
+    what = "compute each batch in N parts, for less memory"
+    add("--accumulate", type=shared.count, default=1, metavar="N", help=what)
+    what = "data held out; evaluated with every checkpoint"
+    add("--eval", dest="evaluation", metavar="DATA.jsonl", help=what)
+    add("--batch-size", type=shared.count, default=8, metavar="B", help="rows per step (default 8)")
+    add("--seq-len", type=shared.count, default=512, metavar="T", help="tokens per row (default 512)")
+    what = "peak learning rate (default 2e-4 with --lora, else 2e-5)"
+    add("--learning-rate", type=float, metavar="LR", help=what)
+    what = "save a checkpoint every K steps (default 100)"
+    add("--save-every", type=shared.count, default=100, metavar="K", help=what)
+    add("--seed", type=int, default=0, metavar="S", help="the same seed gives the same order of the data")
+    shared.add_mesh(parser)

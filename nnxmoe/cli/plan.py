@@ -3,14 +3,13 @@
 import argparse
 import os
 import re
-from collections.abc import Callable
 from typing import Any
 
-from nnxmoe.cli.commands import DEMO
+from nnxmoe.cli.options import count, mesh
 
 
-def add_options(parser: argparse.ArgumentParser, count: Callable[[str], int], mesh: Callable[[str], Any]) -> None:
-    """Define the options of ``nnxmoe plan``; ``count`` and ``mesh`` read numbers and meshes."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Define the options of ``nnxmoe plan``."""
     parser.add_argument("model", metavar="MODEL", help="a preset such as deepseek-v3, 'demo', a folder or a hub id")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--mesh", type=mesh, metavar="AXES", help="sizes of mesh axes, such as fsdp=16,expert=16")
@@ -70,15 +69,14 @@ def run(options: argparse.Namespace) -> None:
     names += ("across", "compile_for")
     asked = {name: getattr(options, name) for name in names}
     asked |= {"on": dataclasses.replace(hardware(options.on), **changed), "rules": {**RULES, **dict(options.rule)}}
-    model = str(DEMO) if options.model == "demo" else options.model
     if options.search:
         if asked.pop("compile_for"):
             raise ValueError("--search compares meshes by arithmetic: leave --compile out, then compile the best one")
-        found = planning.search(model, options.search, **asked)
+        found = planning.search(options.model, options.search, **asked)
         print(planning.compared(found))
         best = found[0]
     else:
-        best = planning.plan(model, options.mesh, **asked)
+        best = planning.plan(options.model, options.mesh, **asked)
         print(best)
     if options.plot:
         best.plot().figure.savefig(os.fspath(options.plot), bbox_inches="tight")

@@ -1,67 +1,136 @@
-"""``nnxmoe generate --prompts FILE``: many prompts in, JSON lines out."""
+"""Prompts of ``nnxmoe generate``: a file of them in, JSON lines out; stop strings, and the speed of a stream."""
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tqdm.auto import tqdm
 
 import nnxmoe
 from nnxmoe.cli import drafts
-from nnxmoe.runtime.progress import say
+from nnxmoe.runtime.progress import logger, say
+
+OUTPUT = ("prompt", "line", "text", "finish_reason", "ids", "sample", "logprobs", "top_logprobs")
 
 
-def read(path: str) -> list[Any]:
+class Line(NamedTuple):
+    """A prompt (text, ids or a chat), its number among the lines of the file, and its fields that are only copied."""
+
+    prompt: Any
+    number: int
+    fields: dict[str, Any]
+
+
+def read(path: str) -> list[Line]:
     """The prompts of a file, or of stdin for "-": one per line, as text, or as a JSON object with "prompt" (text or
-    ids) or "messages" (a chat). Raises ValueError that names the line."""
+    ids) or "messages" (a chat). In a file named .txt every line is text. Raises ValueError that names the line."""
     text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
-    rows = enumerate(text.split("\n"), 1)  # splitlines would also split within a JSON string
-    return [_prompt(line.rstrip("\r"), f"{path}: line {number}") for number, line in rows if line.strip()]
+    plain, found = path.endswith(".txt"), list[Line]()
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split within a JSON string
+        if line.strip():
+            line = line.rstrip("\r")
+            is_text = plain or not line.lstrip().startswith("{")
+            found.append(Line(line, number, {}) if is_text else _record(line, number, path))
+    if lost := sorted({name for one in found for name in one.fields.keys() & set(OUTPUT)}):
+        logger.warning("%s: the output has its own fields %s, which replace those of the prompts", path, lost)
+    return found
 
 
-def _prompt(line: str, where: str) -> Any:
-    if not line.lstrip().startswith("{"):
-        return line
+def _record(line: str, number: int, path: str) -> Line:
+    where = f"{path}: line {number}"
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} begins with {{ and is not JSON: {error}") from None
-    if len(fields) != 1 or not (known := {"prompt", "messages"} & fields.keys()):
-        raise ValueError(f'{where}: give "prompt" or "messages" and no other field, got {sorted(fields)}')
-    name = known.pop()
-    prompt = fields[name]
-    if name == "prompt" and isinstance(prompt, str):
-        return prompt
+        why = f"{where} begins with {{ and is not JSON ({error})"
+        raise ValueError(f"{why}; if it is text, name the file .txt") from None
+    if len(known := {"prompt", "messages"} & fields.keys()) != 1:
+        raise ValueError(f'{where}: give "prompt" or "messages", one of them, got {sorted(fields)}')
+    prompt = fields.pop(name := known.pop())
     kind = int if name == "prompt" else dict
-    if isinstance(prompt, list) and prompt and all(isinstance(part, kind) for part in prompt):
-        return prompt
-    wanted = "a text or a list of ids" if name == "prompt" else "a list of messages"
-    raise ValueError(f"{where}: {name} must be {wanted}, got {prompt!r:.60}")
+    if not (name == "prompt" and isinstance(prompt, str)) and not (
+        isinstance(prompt, list) and prompt and all(isinstance(part, kind) for part in prompt)
+    ):
+        wanted = "a text or a list of ids" if name == "prompt" else "a list of messages"
+        raise ValueError(f"{where}: {name} must be {wanted}, got {prompt!r:.60}")
+    return Line(prompt, number, fields)
 
 
 def lines(
-    model: Any, tokenizer: Any, prompts: list[Any], sampling: nnxmoe.Sampling, options: argparse.Namespace
+    model: Any, tokenizer: Any, given: Sequence[Line], sampling: nnxmoe.Sampling, options: argparse.Namespace
 ) -> Iterator[str]:
     """A JSON line for each completion, in the order of the prompts."""
-    made = 0
-    for one in nnxmoe.complete(
+    completions = nnxmoe.complete(
         model,
-        prompts,
+        [line.prompt for line in given],
         tokenizer,
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
         n=options.samples,
-        stop=options.stop or (),
+        stop=options.stop,
         seed=options.seed,
         logprobs=options.logprobs,
         draft=drafts.draft_of(options.draft, model),
         slots=options.slots,
-    ):
+    )
+    total, made = len(given) * options.samples, 0
+    torn = {"disable": True} if sys.stdout.isatty() else {}  # a bar among lines on the same terminal
+    for one in tqdm(completions, "generating", total, unit=" answers", dynamic_ncols=True, delay=1, **torn):
         made += len(one.ids)
-        fields: dict[str, Any] = {"prompt": one.prompt, "text": one.text, "finish_reason": one.finish, "ids": one.ids}
-        fields |= {"sample": one.sample} if options.samples > 1 else {}
-        fields |= {"logprobs": one.logprobs} if options.logprobs is not None else {}
-        fields |= {"top_logprobs": one.top} if options.logprobs else {}
-        yield json.dumps(fields, ensure_ascii=False)
-    say("%d prompts, %d new tokens", len(prompts), made)
+        yield json.dumps(_fields(one, given[one.prompt], tokenizer, options), ensure_ascii=False)
+    say("%d prompts, %d new tokens", len(given), made)
+
+
+def _fields(one: nnxmoe.Completion, line: Line, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a line of output, those of the prompt's line first."""
+    fields = {**line.fields, "prompt": one.prompt, "line": line.number, "text": one.text}
+    fields |= {"finish_reason": one.finish, "ids": one.ids}
+    fields |= {"sample": one.sample} if options.samples > 1 else {}
+    if options.logprobs is not None:
+        fields["logprobs"] = one.logprobs
+        if options.logprobs:
+            fields["top_logprobs"] = [[[tokenizer.decode([i]), i, value] for i, value in top] for top in one.top]
+    return fields
+
+
+class Until(Iterator[str]):
+    """Pieces of text up to the first of the strings ``stops``; the possible beginning of one is held back. ``stopped``:
+    whether there was one."""
+
+    def __init__(self, pieces: Iterable[str], stops: Sequence[str]):
+        self.stopped, self._pieces = False, self._cut(pieces, stops)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def _cut(self, pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+        held = ""
+        for piece in pieces:
+            held += piece
+            if found := [at for stop in stops if (at := held.find(stop)) >= 0]:
+                self.stopped = True
+                yield held[: min(found)]
+                return
+            keep = max((n for stop in stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
+            yield held[: len(held) - keep]
+            held = held[len(held) - keep :]
+        yield held
+
+
+class Speed:
+    """The speed of a stream as the end of a message; empty before the second token."""
+
+    def __init__(self) -> None:
+        self.tokens, self._first, self._since = 0, 0, 0.0
+
+    def note(self, tokens: int) -> None:
+        """``tokens`` were made so far."""
+        self._since = self._since or time.perf_counter()
+        self._first, self.tokens = self._first or tokens, tokens
+
+    def __str__(self) -> str:
+        seconds, made = time.perf_counter() - self._since, self.tokens - self._first
+        return f"; {made / seconds:.1f} tokens per second after the first" if made and self._since else ""

@@ -2,17 +2,17 @@
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from nnxmoe.cli import commands, drafts
+from nnxmoe.cli.options import count
 from nnxmoe.runtime.progress import logger, say
 
 KEY = "NNXMOE_API_KEY"
 
 
-def options(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """Adds the options; ``count`` parses a positive integer."""
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, help="port (default 8000; 0: any free one)")

@@ -55,7 +55,7 @@ def main(megabytes: int, where: Path) -> None:
     print(f"{size / 1e6:.0f} MB in {width} x 8 experts, 4 layers; the import alone takes {base / 1e6:.0f} MB")
     print(f"{'from':18} {'to':18} {'peak MB':>8} {'(peak - import) / size':>24}  speeds")
     for source, target, options in STEPS:
-        peak, said = run("-m", "nnxmoe.cli", "convert", str(where / source), str(where / target), *options)
+        peak, said = run("-m", "nnxmoe", "convert", str(where / source), str(where / target), *options)
         speeds = said.splitlines()[1]
         print(f"{source:18} {target:18} {peak / 1e6:8.0f} {(peak - base) / size:24.2f}  {speeds}", flush=True)
 

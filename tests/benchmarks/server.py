@@ -233,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     limit = 1 << 16
     command = ["serve", "demo", "--port", "0", "--slots", options.slots, "--capacity", 256, "--queue", options.queue]
     more = ["--max-body", str(limit), "--dtype", "float32"]  # bfloat16 may choose other tokens beside other requests
-    line = [sys.executable, "-m", "nnxmoe.cli", *map(str, command), *more]
+    line = [sys.executable, "-m", "nnxmoe", *map(str, command), *more]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=os.environ | {"NNXMOE_API_KEY": KEY})
     assert process.stderr is not None
     try:

@@ -1,0 +1,5 @@
+"""``python -m nnxmoe``: the command ``nnxmoe``."""
+
+from nnxmoe.cli import command
+
+command()

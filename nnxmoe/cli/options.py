@@ -1,0 +1,89 @@
+"""Options that several commands of ``nnxmoe`` share, and the values that they take."""
+
+import argparse
+import re
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def count(text: str) -> int:
+    """A positive integer."""
+    if not re.fullmatch("[0-9]{1,15}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def mesh(text: str) -> Any:
+    """An abstract mesh of sizes such as ``fsdp=4,expert=8``."""
+    from nnxmoe.axes import abstract_mesh
+
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    sizes = {name: int(size) for name, size in pairs if re.fullmatch("[1-9][0-9]{0,5}", size)}
+    if len(sizes) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 'fsdp=4,expert=8'")
+    try:
+        return abstract_mesh(sizes)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _quantization(text: str) -> str:
+    from nnxmoe.quantization.methods import parse
+
+    try:
+        parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL, and how its files are found."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder, a hub id, or 'demo'; inspect also takes preset names")
+    add("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
+    add("--revision", help="branch, tag or commit on the hub")
+    add("--local-files-only", action="store_true", help="use cached files only, without contacting the hub")
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """MODEL, an adapter, quantisation and a mesh, for commands that run a model."""
+    add_model(parser)
+    add_adapter(parser)
+    add_quantize(parser)
+    add_mesh(parser)
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """``--mesh``."""
+    parser.add_argument("--mesh", type=mesh, metavar="AXES", help="shard over devices, such as tensor=8 or expert=8")
+
+
+def add_adapter(parser: argparse.ArgumentParser) -> None:
+    """``--adapter``."""
+    what = "merge this LoRA adapter (of peft or of nnxmoe) into the model"
+    parser.add_argument("--adapter", metavar="FOLDER", help=what)
+
+
+def add_quantize(parser: argparse.ArgumentParser, *, keep: bool = True) -> None:
+    """``--quantize``, and ``--keep-quantized`` if ``keep``."""
+    what = "round weights to int8, int4 (int4:32: groups of 32), fp8, or experts=int4,others=int8,head=int8; lossy"
+    parser.add_argument("--quantize", type=_quantization, metavar="METHOD", help=what)
+    if keep:
+        what = "keep the checkpoint's FP8, MXFP4, int8, int4 or NF4 codes in memory"
+        parser.add_argument("--keep-quantized", action="store_true", help=what)
+
+
+def add_sampling(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """How tokens are chosen, and at most how many: ``tokens`` by default."""
+    add, what = parser.add_argument, f"maximum number of new tokens (default {tokens})"
+    add("--max-new-tokens", type=count, default=tokens, metavar="N", help=what)
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (0: all)")
+    what = "sample from the most likely tokens whose probabilities sum to P"
+    add("--top-p", type=float, default=1.0, metavar="P", help=what)
+    what = "sample from tokens at least P times as likely as the best"
+    add("--min-p", type=float, default=0.0, metavar="P", help=what)
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: discourages repetition")
+    add("--seed", type=int, default=0, metavar="S", help="the same seed gives the same text")
