@@ -1,5 +1,6 @@
 """Checkpoints with quantised weights: read to the bit as floats and as codes, saved, and refused where malformed."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -182,6 +183,53 @@ def test_mixed_precision(tmp_path: Path) -> None:
     identical(arrays(nnxmoe.dequantize(model)), wanted)
     nnxmoe.save_pretrained(model, tmp_path / "again")
     identical(arrays(nnxmoe.from_pretrained(tmp_path / "again", keep_quantized=True)), arrays(model))
+
+
+@pytest.mark.parametrize("storage", [np.uint8, np.int8, np.float16, np.float32])
+def test_nf4_blocks_cross_odd_rows(tmp_path: Path, storage: Any) -> None:
+    """Bytes that hold codes of two rows, in every dtype of bnb_4bit_quant_storage."""
+    form = quantised.nf4(nested=False, block=64, storage=storage)
+    codes, floats = write_quantised(tmp_path, "llama", form, more={"intermediate_size": 33})
+    wanted = arrays(nnxmoe.from_pretrained(floats))
+    identical(arrays(nnxmoe.from_pretrained(codes, dtype="float32")), wanted)
+    kept = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)
+    assert "nf4" in kept.load_report.weights
+    identical(arrays(nnxmoe.dequantize(kept)), wanted)
+
+
+ROTATIONS = {
+    "location 'input'": {"config_groups": {"v": {"apply": [{"location": "weight_input"}, {"location": "input"}]}}},
+    "location 'k_cache', 'q_attn'": {
+        "config_groups": {"a": {"apply": [{"location": "q_attn"}]}, "b": {"apply": [{"location": "k_cache"}]}}
+    },
+    "must hold config_groups": {"config_groups": {"a": {"apply": [{"where": "input"}]}}},
+}
+
+
+def test_rotations_at_run_time_are_refused_and_fused_ones_load(tmp_path: Path) -> None:
+    fused = {"config_groups": {"R1": {"apply": [{"location": "weight_output"}, {"location": "weight_input"}]}}}
+    form = FORMATS["pack-4-16"]
+    for i, transform in enumerate(({}, None, fused, {"config_groups": {}})):
+        one = dataclasses.replace(form, config={**form.config, "transform_config": transform})
+        nnxmoe.from_pretrained(write_quantised(tmp_path / str(i), "llama", one)[0])
+    for i, (reason, transform) in enumerate(ROTATIONS.items()):
+        one = dataclasses.replace(form, config={**form.config, "transform_config": transform})
+        with pytest.raises(ValueError, match=rf"config\.json: quantization_config: transform_config .*{reason}"):
+            nnxmoe.from_pretrained(write_quantised(tmp_path / f"r{i}", "llama", one)[0])
+
+
+@pytest.mark.parametrize("name", ["pack-4-16", "gptq-4-16-v1", "nf4", "autofp8-static", "int-quantized"])
+def test_tensors_beside_a_quantised_weight_are_refused(tmp_path: Path, name: str) -> None:
+    """Biases that the config does not ask for, which AutoGPTQ writes, and scales of activations are reported only."""
+    folder, _ = write_quantised(tmp_path, "llama", FORMATS[name], more={"attention_bias": False})
+    found = {each: value for each, value in read_tensors(folder).items() if "self_attn.q_proj.bias" not in each}
+    fields = json.loads((folder / "config.json").read_text())
+    harmless = {f"{Q}.bias": np.zeros(64, np.float32), f"{Q}.output_zero_point": np.zeros(1, np.float32)}
+    assert nnxmoe.from_pretrained(write_checkpoint(tmp_path / "a", fields, found | harmless)).load_report.unexpected
+    for i, ending in enumerate(("v_input.weight", "smooth", "weight_global_scale")):
+        odd = found | {f"{Q}.{ending}": np.ones((64, 64), np.float32)}
+        with pytest.raises(ValueError, match=rf"{Q}\.{ending} belongs to the quantised {Q}, and its use is not"):
+            nnxmoe.from_pretrained(write_checkpoint(tmp_path / str(i), fields, odd))
 
 
 def test_layers_that_stay_floats(tmp_path: Path) -> None:
@@ -392,7 +440,6 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("nf4 levels", "nf4", with_value("weight.quant_map", 0.5), "other levels than those of NF4"),
     ("nf4 fp4", "nf4", state(quant_type="fp4"), "is not a description of NF4"),
     ("nf4 shape", "nf4", state(shape=[64, 62]), r"needs \[1984, 1\]"),
-    ("nf4 blocks across rows", "nf4", state(blocksize=40), "must be|cross rows"),
     ("nf4 no JSON", "nf4", adding("weight.quant_state.bitsandbytes__nf4", np.zeros(3, np.uint8)), "not a description"),
     ("nf4 scale NaN", "nf4", with_value("weight.absmax", np.nan), "scales must be finite"),
     ("nf4 nested scales missing", "nf4-nested", without("weight.nested_quant_map"), "nested_quant_map is missing"),

@@ -223,11 +223,11 @@ def gptq(bits: int, group: int, version: int, act_order: bool) -> Format:
     return Format(f"gptq-{bits}-{group}-v{version}{'-act' if act_order else ''}", f"int{bits}", make, config)
 
 
-def nf4(nested: bool, block: int = 16, dtype: str = "bfloat16") -> Format:
-    """bitsandbytes NF4; ``nested``: double quantisation."""
+def nf4(nested: bool, block: int = 16, dtype: str = "bfloat16", storage: Any = np.uint8) -> Format:
+    """bitsandbytes NF4; ``nested``: double quantisation; ``storage``: the dtype in which its bytes are stored."""
 
     def make(weight: np.ndarray) -> Made:
-        flat = weight.reshape(-1, block).copy()
+        flat = np.pad(weight.reshape(-1), (0, -weight.size % block)).reshape(-1, block)
         flat[0] = 0
         absmax = np.abs(flat).max(1).astype(np.float32)
         state = {"quant_type": "nf4", "blocksize": block, "dtype": dtype, "shape": list(weight.shape)}
@@ -247,14 +247,16 @@ def nf4(nested: bool, block: int = 16, dtype: str = "bfloat16") -> Format:
             tensors["weight.absmax"] = absmax
         scaled = flat / np.where(absmax > 0, absmax, 1)[:, None]
         codes = np.abs(scaled[..., None] - np.array(NF4, np.float32)).argmin(-1).astype(np.uint8)
-        values = np.array(NF4, np.float32)[codes] * absmax[:, None]
-        pairs = codes.reshape(-1, 2)
-        tensors["weight"] = (pairs[:, :1] << 4) | pairs[:, 1:]
+        values = (np.array(NF4, np.float32)[codes] * absmax[:, None]).reshape(-1)[: weight.size]
+        pairs = codes.reshape(-1)[: weight.size + weight.size % 2].reshape(-1, 2)
+        tensors["weight"] = ((pairs[:, 0] << 4) | pairs[:, 1]).view(storage)[:, None]
         tensors["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
         return tensors, rounded(values.reshape(weight.shape), np.dtype(getattr(ml_dtypes, dtype, dtype)))
 
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    return Format(f"nf4{'-nested' if nested else ''}", "nf4", make, config)
+    config |= {"bnb_4bit_quant_storage": np.dtype(storage).name}
+    name = f"nf4{'-nested' if nested else ''}{'' if block == 16 else f'-{block}-{np.dtype(storage).name}'}"
+    return Format(name, "nf4", make, config)
 
 
 FORMATS = {
@@ -287,6 +289,7 @@ FORMATS = {
         gptq(4, -1, version=1, act_order=True),
         nf4(nested=False),
         nf4(nested=True),
+        nf4(nested=True, block=64, storage=BFLOAT16),
     )
 }
 

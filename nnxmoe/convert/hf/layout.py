@@ -11,6 +11,7 @@ from nnxmoe.convert.core.check import Faults, check
 from nnxmoe.convert.core.layout import Change, Leaf, Parameter, Part, TableError, add_part, parameters
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS
 from nnxmoe.layers.quantized import ARRAYS
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.storage.errors import CheckpointError
@@ -18,7 +19,6 @@ from nnxmoe.storage.errors import CheckpointError
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _PART = re.compile(r"^(?P<name>.*)\[(?P<part>\d+)/(?P<parts>\d+)\]$")
 _LAYER, _EXPERT = re.compile(r"model\.layers\.([0-9]{1,9})\."), re.compile(r".*\.experts\.([0-9]{1,9})\.")
-_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".input_zero_point")
 _COPIES = {"model.layers.{}.embed_tokens.weight": EMBED, "model.layers.{}.shared_head.head.weight": HEAD}
 _PREDICTION = re.compile(_LAYER.pattern + r"(enorm|hnorm|eh_proj|shared_head|embed_tokens)\.")
 
@@ -134,7 +134,7 @@ def _skip_rules(config: DecoderConfig, left: Set[str], leaves: Iterable[str]) ->
         "multi-token prediction layers (not part of the model)": lambda name: _number(name, _LAYER) in marked - built,
         "copies of the embedding and the head (those of the model are used)": lambda name: name in repeated,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
-        "scales of activations and caches (neither is quantised)": lambda name: name.endswith(_OF_ACTIVATIONS),
+        "scales of activations and caches (neither is quantised)": lambda name: name.endswith(OF_ACTIVATIONS),
         "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,
     }
 

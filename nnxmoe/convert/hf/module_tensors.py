@@ -16,6 +16,10 @@ from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.safetensors import TensorInfo
 
 AT_ONCE = 1 << 62  # the block of a tensor that is read as a whole, because its rows are not contiguous
+# Endings of scales and zero points of activations and caches, which are not quantised here.
+OF_ACTIVATIONS = tuple(
+    f".{of}_{kind}" for of in ("input", "output", "q", "k", "v", "kv") for kind in ("scale", "zero_point")
+)
 Unpack = Callable[[LazyArray, slice], np.ndarray]  # the tensor in the file, and rows of the weight -> their codes
 _SCALES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E8M0": "float32", "U8": "float32"}
 

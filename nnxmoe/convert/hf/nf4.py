@@ -1,15 +1,18 @@
 """NF4 as bitsandbytes stores it (``functional.py``; Dettmers et al. 2023, QLoRA)."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.printable import short
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
 from nnxmoe.convert.hf.module_tensors import AT_ONCE, ModuleTensors
+from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Malformed
 from nnxmoe.layers.codes import NF4, Codes
 from nnxmoe.storage.safetensors import TensorInfo
@@ -19,29 +22,41 @@ _STATE = "quant_state.bitsandbytes__nf4"
 
 def nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """bitsandbytes' NF4: the flat weight, the first of two codes in the high bits; blocks of 64 share a scale,
-    which itself may be one of 256 levels."""
+    which itself may be one of 256 levels.
+
+    The bytes may be stored in any dtype (``bnb_4bit_quant_storage``). Blocks may cross rows: tiles of the greatest
+    common divisor of block and row then lie within one block each.
+    """
     files.used[info.name] = None
     state = _state(files)
     shape, block = tuple(state["shape"]), state["blocksize"]
-    count = math.prod(shape)
-    if info.shape != (-(-count // 2), 1):
-        raise Malformed(f"{files.where(info)} has shape {list(info.shape)}: {list(shape)} needs {[-(-count // 2), 1]}")
+    octets, size = -(-math.prod(shape) // 2), info.numpy_dtype.itemsize
+    if info.shape != (-(-octets // size), 1):
+        raise Malformed(
+            f"{files.where(info)} has shape {list(info.shape)}: {list(shape)} needs {[-(-octets // size), 1]}"
+        )
+    info = dataclasses.replace(info, dtype="U8", shape=(info.nbytes, 1))
     levels = files.values(files.tensor("weight.quant_map", ("F32",), [(16,)]))
     if levels is not None and not np.array_equal(levels, NF4):
         raise Malformed(f"{files.module}.weight.quant_map has other levels than those of NF4")
-    if shape[1] % block:
-        raise Malformed(
-            f"{files.module}: NF4 in blocks of {block} that cross rows of {shape[1]} inputs is not supported"
-        )
-    codes = Codes("nf4", (1, block), str(state["dtype"]))
+    codes = Codes("nf4", (1, math.gcd(shape[1], block)), str(state["dtype"]))
 
     def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
-        half = shape[1] // 2
-        flat = stored.rows(slice(rows.start * half, rows.stop * half))
-        return np.concatenate([flat >> 4, flat & 15], axis=-1).reshape(-1, shape[1])
+        first, last = rows.start * shape[1], rows.stop * shape[1]
+        flat = stored.rows(slice(first // 2, -(-last // 2)))
+        flat = np.concatenate([flat >> 4, flat & 15], axis=-1).reshape(-1)
+        return flat[first % 2 :][: last - first].reshape(-1, shape[1])
 
-    scale = _scales(files, state, codes.grid(*shape))
-    return files.made(codes, shape, {"codes": files.codes(codes, shape, info, unpack), "scale": scale})
+    scale = _scales(files, state, codes)
+    if not codes.tile[1] % 2:
+        return files.made(codes, shape, {"codes": files.codes(codes, shape, info, unpack), "scale": scale})
+    stored = raw(files.checkpoint, info)  # two codes of an odd row cannot share a byte, so the weight becomes floats
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        return (NF4[unpack(stored, box[0])] * np.asarray(scale)[box[0]])[:, box[1]].astype(dtype)
+
+    dtype = jnp.dtype(state["dtype"])
+    return LazyArray(shape, dtype, read, AT_ONCE, file=info.file.name, tensors=tuple(files.used))
 
 
 def _state(files: ModuleTensors) -> dict[str, Any]:
@@ -59,9 +74,11 @@ def _state(files: ModuleTensors) -> dict[str, Any]:
     return state
 
 
-def _scales(files: ModuleTensors, state: Mapping[str, Any], grid: tuple[int, int]) -> LazyArray:
-    """The scale of every block, which with double quantisation is one of 256 levels times a coarser scale."""
-    count = math.prod(grid)
+def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: Codes) -> LazyArray:
+    """The scale of every tile: of its block, which with double quantisation is one of 256 levels times a coarser
+    scale."""
+    (outs, ins), block = state["shape"], state["blocksize"]
+    grid, count = codes.grid(outs, ins), -(-outs * ins // block)
     names = [f"{files.module}.weight.absmax", f"{files.module}.weight.quant_map"]
     if not files.has("weight.nested_absmax"):
         flat = files.tensor("weight.absmax", ("F32",), [(count,)])
@@ -87,7 +104,8 @@ def _scales(files: ModuleTensors, state: Mapping[str, Any], grid: tuple[int, int
             return fine * np.repeat(files.checkpoint.read(outer.name), coarse)[:count] + np.float32(offset)
 
     def read(box: Box, empty: Empty) -> np.ndarray:
-        found = values().reshape(grid)[box]
+        starts = np.arange(outs)[box[0], None] * ins + np.arange(grid[1])[None, box[1]] * codes.tile[1]
+        found = values()[starts // block]
         if not np.isfinite(found).all():  # double quantisation rounds the scales of zeros to either side of zero
             raise Malformed(f"{files.where(flat)}: scales must be finite")
         return found

@@ -5,12 +5,13 @@ one has the FP8 of DeepSeek-V3 (README_WEIGHTS.md) and AutoFP8.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
 from nnxmoe.convert.hf import compressed_reader, gptq, nf4
-from nnxmoe.convert.hf.module_tensors import ModuleTensors
+from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS, ModuleTensors
 from nnxmoe.convert.hf.scheme import Malformed, Scheme
 from nnxmoe.layers.codes import WHOLE, Codes
 from nnxmoe.storage.checkpoint import Checkpoint
@@ -36,12 +37,20 @@ def quantised(tensors: Mapping[str, TensorInfo], scheme: Scheme, checkpoint: Che
             found[f"{module}.weight"] = LazyArray(
                 (), np.dtype(np.float32), _unreadable, fault=str(error), tensors=tuple(files.used)
             )
+    used = {name for array in found.values() for name in array.tensors}
+    for name in tensors.keys() - used:
+        ends = (i for i, letter in enumerate(name) if letter == ".")
+        for module in (name[:end] for end in ends if f"{name[:end]}.weight" in found):
+            if name != f"{module}.bias" and not name.endswith(OF_ACTIVATIONS):
+                reason = f"{name} belongs to the quantised {module}, and its use is not supported"
+                array = found[f"{module}.weight"]
+                found[f"{module}.weight"] = replace(array, fault=array.fault or reason, tensors=(*array.tensors, name))
     return found
 
 
 def _is_codes(module: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether a tensor ``….weight`` holds codes: FP8, int8, or bytes with the scales of bitsandbytes."""
-    return info.dtype in ("F8_E4M3", "I8") or (info.dtype == "U8" and f"{module}.weight.absmax" in tensors)
+    """Whether a tensor ``….weight`` holds codes: FP8, int8, or bytes in any dtype with the scales of bitsandbytes."""
+    return info.dtype in ("F8_E4M3", "I8") or f"{module}.weight.absmax" in tensors
 
 
 def _unreadable(box: Box, empty: Empty) -> np.ndarray:
@@ -55,7 +64,9 @@ def _weight(files: ModuleTensors) -> LazyArray:
         both = " and as ".join(present)
         raise Malformed(f"{files.module} is stored twice, as {both}: remove one of them and its scales")
     info, method = files.tensors[f"{files.module}.{present[0]}"], files.scheme.method
-    kind = _FP8_OR_INT.get(info.dtype, "NF4") if present[0] == "weight" else present[0]
+    kind = present[0]
+    if kind == "weight":
+        kind = "NF4" if files.has("weight.absmax") else _FP8_OR_INT[info.dtype]
     if not method:
         raise Malformed(f"{files.where(info)} is {kind}, but config.json has no quantization_config")
     read = _READERS.get((kind, method))

@@ -169,6 +169,23 @@ def _check_compressed(scheme: Scheme) -> None:
         if weights is not None:
             Weights.of(weights, scheme)
 
+    _refuse_rotations(scheme)
+
+
+def _refuse_rotations(scheme: Scheme) -> None:
+    """Raise CheckpointError for transforms of activations at run time; those of weights are in the stored weights."""
+    where, fields = f"{scheme.where}: transform_config", scheme.fields.get("transform_config") or {}
+    try:
+        groups = fields.get("config_groups") or {}
+        found = {one["location"] for group in groups.values() for one in group["apply"]}
+    except (AttributeError, KeyError, TypeError):
+        raise CheckpointError(f"{where} must hold config_groups with apply and location, got {short(fields)}") from None
+    if online := sorted(map(str, found - {"weight_input", "weight_output"})):
+        raise CheckpointError(
+            f"{where} rotates activations at run time (location {', '.join(map(short, online))}), which is not "
+            "supported; rotations that are fused into the weights are"
+        )
+
 
 def _check_awq(scheme: Scheme) -> None:
     scheme.one_of("version", ("gemm",), "gemm")
