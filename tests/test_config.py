@@ -17,6 +17,7 @@ from nnxmoe import ConfigError
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+from nnxmoe.config.undeclared import FP8_EXPERTS, PREDICTION
 from nnxmoe.models import (
     MODELS,
     PRESETS,
@@ -31,6 +32,7 @@ from nnxmoe.models import (
     model_class,
 )
 from tests.support.cases import NAMES, load_case
+from tests.support.declared import FILE
 from tests.support.families import FAMILIES
 from tests.support.published import PUBLISHED
 from tests.support.tiny import TINY
@@ -613,6 +615,7 @@ SHARED: dict[str, tuple[list[Any], list[Any]]] = {
     "sliding_window": ([None], [5, 0, False]),
     "attention_chunk_size": ([None], [5, 0, False]),
     "layer_types": ([None, ["full_attention"] * 2], [["full_attention"], ["sliding_attention", "full_attention"], []]),
+    "mtp_layer_types": ([None], [["full_attention"]]),
     "kv_sharing_modes": ([None, []], [["reuse", "store"]]),
     "per_layer_config": ([None, {}], [{"0": {"intermediate_size": 16}}, {"1": {"skip": ["mlp"]}}]),
     "attribute_map": ([None], [{"intermediate_size": "hidden_size"}]),
@@ -644,6 +647,26 @@ def test_undeclared_fields_that_transformers_reads_are_refused() -> None:
     assert read("deepseek_v3", num_nextn_predict_layers=0, chain_hidden_post_norm=False)
     with pytest.raises(ConfigError, match="chain_hidden_post_norm False is not supported"):
         read("deepseek_v3", num_nextn_predict_layers=1, chain_hidden_post_norm=False)
+
+
+# Read by shared code of transformers, without effect on the logits and ids of a language model that is loaded: they are
+# for initialisation, saving, dropout, heads of classifiers, static caches, convolutions and prediction layers.
+WITHOUT_EFFECT = """classifier_dropout token_classification_bias distributed_config fusion_config init_std
+    initializer_factor encoder tie_last_hidden_states number_of_conv_states qk_head_dim first_k_dense_replace
+    mlp_layer_types num_mtp_layers num_local_experts""".split()
+
+
+def test_every_field_that_transformers_reads_is_known() -> None:
+    """The list is generated: see `tests.support.declared`."""
+    found = json.loads(FILE.read_text())
+    assert found["families"].keys() == MODELS.keys()
+    judged = SHARED.keys() | {*PREDICTION, *FP8_EXPERTS, *WITHOUT_EFFECT}
+    for kind, (config, _) in MODELS.items():
+        declared, shared = (dict.fromkeys(found[name], 1) for name in ("all", "shared"))
+        own = config.undeclared(declared | dict.fromkeys(found["families"][kind], 1))
+        assert not own.keys() - SHARED.keys(), (kind, own)
+        assert not (left := config.undeclared(shared).keys() - judged), (kind, left)
+    assert len(found["families"]["deepseek_v3"]) > 30 and "is_causal" in found["shared"]
 
 
 def test_undeclared_fields_with_code_of_the_repository_are_refused() -> None:

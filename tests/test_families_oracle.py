@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.numpy import load_file  # noqa: E402
 
 from tests.support.arrays import max_error  # noqa: E402
+from tests.support.declared import FILE, declared  # noqa: E402
 from tests.support.families import FAMILIES, NEW, PROMPT, fused, load, tokens_of, write_config  # noqa: E402
 from tests.support.freeze import frozen  # noqa: E402
 from tests.support.reference import (  # noqa: E402
@@ -151,3 +152,54 @@ def test_defaults_of_absent_fields(kind: str) -> None:
             assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.kv_heads == theirs.num_key_value_heads
+
+
+def test_declared_fields_are_current() -> None:
+    """The installed transformers reads the fields that the stored list has."""
+    stored = json.loads(FILE.read_text())
+    assert declared() == stored, "run python -m tests.support.declared, and test_config.py"
+
+
+HARMLESS = {"mask_value": -10000, "tokenizer": "x", "moe_frequency": 1, "capacity_factor": 1.25, "badwordsids": [[0]]}
+HARMLESS |= {"use_flash_attention": True, "unk_token_id": 0, "decoder_sparse_step": 1, "moe_router_dtype": "float32"}
+HARMLESS |= {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "final_logit_softcapping": 30.0, "qk_norm": True}
+HARMFUL = {"is_causal": False, "sliding_window": 4, "attention_chunk_size": 4}
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmoe", "minimax_m2"])
+def test_undeclared_fields_change_nothing_or_are_refused(kind: str, tmp_path: Path) -> None:
+    folder, tokens = tmp_path / "model", np.arange(3, 20)[None]
+    given = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "eos_token_id": None}
+    given |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "bos_token_id": 1,
+        "pad_token_id": None,
+    }
+    weights = write_theirs(folder, kind, given, seed=1)
+    plain = json.loads((folder / "config.json").read_text())
+
+    def run(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
+        write_checkpoint(folder, plain | fields, weights)
+        model = load_theirs(folder, kind)
+        options = {"max_new_tokens": 8, "do_sample": False}
+        with torch.no_grad():
+            return model(torch.tensor(tokens)).logits.numpy(), model.generate(torch.tensor(tokens), **options).numpy()
+
+    logits, ids = run({})
+    dropped = {
+        name: value
+        for name, value in HARMLESS.items()
+        if name in type(nnxmoe.config_from_hf(plain)).undeclared(HARMLESS)
+    }
+    same, same_ids = run(dropped)
+    assert np.array_equal(logits, same) and np.array_equal(ids, same_ids)
+    model = nnxmoe.from_pretrained(folder)
+    assert np.abs(model(tokens).logits - logits).max() < MODEL_TOLERANCE
+    assert all(name in model.load_report.notes[0] for name in dropped)
+    for name, value in HARMFUL.items():
+        other, other_ids = run({name: value})
+        assert np.abs(other - logits).max() > 0.01 or not np.array_equal(other_ids, ids), name
+        with pytest.raises(nnxmoe.ConfigError, match=name):
+            nnxmoe.from_pretrained(folder)
