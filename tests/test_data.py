@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -301,27 +302,122 @@ def test_only_assistant_tokens_of_a_chat_are_trained_on(tmp_path: Path, folder: 
     assert learnt.replace(" ", "") == "|Hi.<|end|>|the<|user|>the<|end|>|"
 
 
-ALL = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}"
-TEMPLATES = {
-    "the last answer only": "{% for m in messages[-2:] %}<|user|>{{ m.content }}{% endfor %}",
-    "a count at the start": "{{ messages | length }}" + ALL,
-    "nothing of the assistant": ALL.replace("m in messages", "m in messages if m.role == 'user'"),
-    "another prompt": ALL + "{% if add_generation_prompt %}<|bos|>{% endif %}",
-    "one word of two": ALL.replace("<|user|>", ""),
+TURN = "<|{{ m.role }}|>{{ m.content }}<|end|>"
+EACH, ASKS, TAG = (
+    "{% for m in messages %}",
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    "{% generation %}",
+)
+ANSWER = "<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+# Qwen3: a <think> block in the last answer only.
+QWEN3 = (
+    EACH + "{{ '<|' + m.role + '|>\\n' }}{% if m.role == 'assistant' and loop.last %}{{ '<think>\\n' }}"
+    "{% if '</think>' in m.content %}{{ m.content.split('</think>')[0].split('<think>')[-1] }}{% endif %}"
+    "{{ '\\n</think>\\n\\n' }}{% endif %}{{ m.content.split('</think>')[-1].strip('\\n') }}<|end|>{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+HARMONY = (
+    EACH
+    + "{% if m.role == 'assistant' and loop.last and not add_generation_prompt %}<|assistant|>final:{{ m.content }}"
+    "<|eos|>{% elif m.role == 'assistant' %}<|assistant|>final:{{ m.content }}<|end|>{% else %}" + TURN + "{% endif %}"
+    "{% endfor %}" + ASKS
+)
+R1 = (
+    EACH + "{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}<|assistant|>"
+    "{{ m.content.split('</think>')[-1] }}<|eos|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"
+)
+GLM = EACH + ANSWER + "<think></think>{% endif %}{{ '\\n' + m.content }}{% endfor %}" + ASKS
+TAGGED = (
+    EACH
+    + ANSWER
+    + "{% generation %}{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+OTHER_PROMPT = EACH + TURN + "{% endfor %}{% if add_generation_prompt %}<|bos|>{% endif %}"
+EARLIER_ENDS = "{% if not loop.first %}{{ '<|end|>\\n' }}{% endif %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+PLAIN = (
+    "{{ '\\n' + m.role + ': ' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '\\nassistant: ' }}{% endif %}"
+)
+ENDED = "x<|end|>| y <|end|>"
+# name -> template, what is learned of ["q", "x", "r", " y "], and the warning
+SHAPES: dict[str, tuple[str, str, str]] = {
+    "only appended": (EACH + TURN + "{% endfor %}" + ASKS, ENDED, ""),
+    "Qwen3": (QWEN3, "x<|end|>\n|<think>\n\n</think>\n\n y <|end|>\n", ""),
+    "harmony": (HARMONY, "final:x<|end|>|final: y <|eos|>", ""),
+    "R1": (R1, "x<|eos|>| y <|eos|>", ""),
+    "GLM": (GLM, "<think></think>\nx<|user|>|<think></think>\n y <|eos|>", ""),
+    "end before the next turn": (EACH + EARLIER_ENDS + ASKS, "x<|end|>| y <|eos|>", ""),
+    "tags": (TAGGED, ENDED, ""),
+    "tags without the end": (TAGGED.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>"), ENDED, ""),
+    "trimmed": (EACH + TURN.replace("content", "content | trim") + "{% endfor %}" + ASKS, "x<|end|>|y<|end|>", ""),
+    "a count at the start": ("{{ messages | length }}" + EACH + TURN + "{% endfor %}" + ASKS, ENDED, ""),
+    "another prompt": (OTHER_PROMPT, ENDED, ""),
+    "the last answer only": (
+        EACH.replace("es %}", "es[-2:] %}") + TURN + "{% endfor %}" + ASKS,
+        " y <|end|>",
+        "leaves out",
+    ),
+    "without special tokens": (EACH + PLAIN, "x| y <|eos|>", "no special token follows an answer"),
 }
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_that_change_earlier_messages_are_refused(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
-    """Token ids can differ although the text agrees: 'ca' followed by 't' is tokenized as one token."""
-    other = Tokenizer(tokenizer.backend, tokenizer.special_tokens, {"default": TEMPLATES[name]}, "here")
-    path = write(tmp_path / "a", {"text": "fine"}, chat("a ca", "t", "no", "yes"))
-    documents = Documents(path, other)
+@pytest.fixture(scope="module")
+def letters() -> Tokenizer:
+    """Tokens of single bytes and special ones."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([f"<|{name}|>" for name in ("bos", "eos", "end", USER, ASSISTANT)])
+    backend.add_tokens(["<think>", "</think>"])
+    return Tokenizer(backend, {"eos_token": "<|eos|>"}, {}, "here")
+
+
+def learnt_of(tokenizer: Tokenizer, template: str, *turns: str) -> str:
+    other = Tokenizer(tokenizer.backend, tokenizer.special_tokens, {"default": template}, "here")
+    document = Documents([chat(*turns)], other)[0]
+    parts = np.split(np.arange(len(document.tokens)), np.flatnonzero(np.diff(document.learnt)) + 1)
+    return "|".join(tokenizer.decode(document.tokens[part]) for part in parts if document.learnt[part][0])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_answers_are_learned_with_their_ends(letters: Tokenizer, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    template, expected, warning = SHAPES[name]
+    assert learnt_of(letters, template, "q", "x", "r", " y ") == expected
+    assert re.search(warning, caplog.text) if warning else not caplog.text
+    alone = learnt_of(letters, template, "q", "🦊é")
+    assert alone.startswith(("🦊é", "<think>", "final:")) and alone.rstrip().endswith(("<|end|>", "<|eos|>"))
+
+
+@pytest.mark.oracle
+def test_tagged_answers_against_transformers(letters: Tokenizer) -> None:
+    loaded = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=letters.backend)
+    messages = chat("q 🦊", "é🦊\n x", "r", "y")["messages"]
+    how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, "chat_template": TAGGED}
+    expected = loaded.apply_chat_template(messages, **how)
+    document = Documents([{"messages": messages}], Tokenizer(letters.backend, {}, {"default": TAGGED}, "here"))[0]
+    assert document.tokens.tolist() == expected["input_ids"] and sum(expected["assistant_masks"]) > 8
+    assert document.learnt.tolist() == [bool(one) for one in expected["assistant_masks"]]
+
+
+def test_reasoning_is_learned_where_the_template_writes_it(letters: Tokenizer) -> None:
+    thought = "<think>hm</think>x"
+    assert learnt_of(letters, QWEN3, "q", thought, "r", thought) == "x<|end|>\n|<think>\nhm\n</think>\n\nx<|end|>\n"
+    assert learnt_of(letters, R1, "q", thought) == "x<|eos|>"
+
+
+def test_template_that_leaves_out_all_answers_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    users = EACH.replace("in messages", "in messages if m.role == 'user'") + TURN + "{% endfor %}"
+    other = Tokenizer(tokenizer.backend, tokenizer.special_tokens, {"default": users}, "here")
+    documents = Documents(write(tmp_path / "a", {"text": "fine"}, chat("a ca", "t", "no", "yes")), other)
     assert documents[0].learnt.all()
-    with pytest.raises(
-        DataError, match=r"a line 2: the chat template renders the chat up to messages\[[13]\] differently"
-    ):
+    with pytest.raises(DataError, match=r"a line 2: the chat template leaves out or changes the assistant's messages"):
         documents.check()
+
+
+def test_token_that_spans_the_start_of_an_answer_is_learned(tokenizer: Tokenizer) -> None:
+    """'ca' followed by 't' is one token."""
+    assert learnt_of(tokenizer, EACH + "{{ m.content }}{% endfor %}", "a ca", "t").endswith("cat<|eos|>")
 
 
 def test_template_errors(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -11,8 +11,10 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from nnxmoe.generation.text import Tokenizer, TokenizerError
+from nnxmoe.runtime.progress import logger
+from nnxmoe.train.data.answers import chat_tokens
 from nnxmoe.train.data.jsonl import JsonLines
-from nnxmoe.train.data.records import DataError, Messages, Record, RecordList
+from nnxmoe.train.data.records import DataError, Record, RecordList
 
 _CACHE_BYTES = 256 << 20
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
@@ -32,8 +34,8 @@ class Documents:
 
     `nnxmoe.train.data.records` lists their forms. A text is encoded with ``tokenizer.encode`` and ends with the
     tokenizer's end-of-text token, if there is one; of a completion, the prompt before it is not learned. A chat
-    is rendered with the chat template; the tokens to learn are the assistant's messages with the token that ends each,
-    found by rendering the chat up to each message. Up to 256 MB of tokens are cached (5 bytes per token), so that later
+    is rendered with the chat template; the tokens to learn are the assistant's messages with the token that ends each
+    (see `chat_tokens`). Up to 256 MB of tokens are cached (5 bytes per token), so that later
     epochs of small files need no encoding. Raises DataError, a ValueError that names the line.
     """
 
@@ -41,7 +43,7 @@ class Documents:
         self.lines = JsonLines(data) if isinstance(data, str | os.PathLike) else RecordList(data)
         self.tokenizer = tokenizer
         self._kept: dict[int, Document] = {}
-        self._room = _CACHE_BYTES
+        self._room, self._noted = _CACHE_BYTES, set[str]()
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -66,10 +68,18 @@ class Documents:
         made = hashlib.sha256(json.dumps(given, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
         return {"file's bytes": self.lines.size, "file's sha256": self.lines.digest, "tokenizer's sha256": made}
 
+    def _note(self, where: str, why: str) -> None:
+        """Warn of the first chat that is not learned completely for a reason."""
+        if why not in self._noted:
+            self._noted.add(why)
+            logger.warning("%s: %s. Further chats like this are not reported", where, why)
+
     def _make(self, record: Record, where: str) -> Document:
         try:
             if record.text is None:
-                return _chat(self.tokenizer, record.messages, record.given, where)
+                messages = [{"role": role, "content": content} for role, content in record.messages]
+                ids, learnt = chat_tokens(self.tokenizer, messages, record.given, lambda why: self._note(where, why))
+                return Document(ids, learnt, True)
             prompt = self.tokenizer.encode(record.prompt) if record.prompt else []
             ids = self.tokenizer.encode(record.prompt + record.text)
         except TokenizerError as error:
@@ -81,26 +91,3 @@ class Documents:
             raise DataError(f"{where}: the tokenizer returns no tokens for this line: remove it")
         given = len(os.path.commonprefix([prompt, ids]))  # a token that spans the end of the prompt is learned
         return Document(np.asarray(ids, np.int32), np.arange(len(ids)) >= given, bool(prompt))
-
-
-def _chat(tokenizer: Tokenizer, messages: Messages, first: int, where: str) -> Document:
-    """A whole chat. The tokens of an answer are those that follow the chat before it, rendered with its prompt."""
-    given = [{"role": role, "content": content} for role, content in messages]
-
-    def ids(count: int, asked: bool) -> list[int]:
-        return tokenizer.apply_chat_template(given[:count], add_generation_prompt=asked, tokenize=True)
-
-    whole = ids(len(given), False)
-    learnt = np.zeros(len(whole), bool)
-    for turn, (role, _) in enumerate(messages):
-        if role != "assistant" or turn < first:
-            continue
-        asked, answered = ids(turn, True), ids(turn + 1, False) if turn + 1 < len(given) else whole
-        if whole[: len(asked)] != asked or whole[: len(answered)] != answered or len(answered) <= len(asked):
-            raise DataError(
-                f"{where}: the chat template renders the chat up to messages[{turn}] differently once more messages "
-                "follow, so the assistant's tokens cannot be located: use a template that only appends, or pass the "
-                'rendered chat as {"text": …}'
-            )
-        learnt[len(asked) : len(answered)] = True
-    return Document(np.asarray(whole, np.int32), learnt, True)

@@ -1,0 +1,143 @@
+"""Chats as token ids, with a mask of the assistant's answers and of the tokens that end them.
+
+Answers are where the template's ``{% generation %}`` tags say. Without tags they are found by comparing renderings: of
+the chat up to each answer, and of the chat with a mark in the answer's place, since many templates render an answer
+differently once more messages follow (Qwen3, gpt-oss, DeepSeek-R1).
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from nnxmoe.generation.messages import plain_messages
+from nnxmoe.generation.text import Tokenizer, TokenizerError
+
+Span = tuple[int, int]
+Chat = list[dict[str, Any]]
+_MARK = "Qxanswerxq"
+
+
+def chat_tokens(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], first: int, note: Callable[[str], None]
+) -> tuple[Int32[np.ndarray, " T"], Bool[np.ndarray, " T"]]:
+    """The ids of a chat and the mask of those to learn, from message ``first`` on.
+
+    A text that ends with an answer gets the tokenizer's end token if the template writes none; elsewhere the marker
+    that follows an answer is learned as its end. ``note`` is called with what could not be learned. Raises
+    TokenizerError if no answer can be located.
+    """
+    chat = plain_messages(messages)
+    whole = tokenizer.render_chat(chat, add_generation_prompt=False)
+    rendered = _RenderedChat(tokenizer, chat, whole.text)
+    turns = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
+    if whole.answers:
+        spans = rendered.tagged(whole.answers, turns, first)
+    else:
+        found = {turn: rendered.answer(turn) for turn in turns if turn >= first}
+        spans = [span for span in found.values() if span is not None]
+        for turn in [turn for turn, span in found.items() if span is None and spans]:
+            note(f"the template leaves out or changes the answer messages[{turn}], which is not learned")
+    if not spans:
+        raise TokenizerError(
+            "the chat template leaves out or changes the assistant's messages, so their tokens cannot be located: "
+            'mark them with {% generation %} in the template, or pass the rendered chat as {"text": …}'
+        )
+    return _masked(tokenizer, whole.text, spans, note)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RenderedChat:
+    """A chat with its text, and where answers are in it."""
+
+    tokenizer: Tokenizer
+    chat: Chat
+    text: str
+
+    def _render(self, chat: Chat, asked: bool = False) -> str:
+        """The text of messages, with the prompt for an answer if ``asked``."""
+        return self.tokenizer.render_chat(chat, add_generation_prompt=asked).text
+
+    def tagged(self, answers: Sequence[Span], turns: list[int], first: int) -> list[Span]:
+        """The tagged answers from message ``first`` on."""
+        if len(answers) == len(turns):
+            return [span for span, turn in zip(answers, turns, strict=True) if turn >= first]
+        start = len(os.path.commonprefix([self.text, self._render(self.chat[:first], True)])) if first else 0
+        return [span for span in answers if span[0] >= start]
+
+    def answer(self, turn: int) -> Span | None:
+        """The range of an answer: what the model writes after the prompt, up to the next message. None if unknown."""
+        text, last = self.text, turn == len(self.chat) - 1
+        asked = self._render(self.chat[:turn], True)
+        answered = text if last else self._render(self.chat[: turn + 1])
+        if text.startswith(asked) and text.startswith(answered) and len(answered) > len(asked):
+            return len(asked), len(answered)
+        if (place := self._content(self.chat, turn, text)) is None:
+            return None
+        start, end = place
+        # The model also writes what stands between the prompt and the content, such as an empty <think> block.
+        if (prompt := self._prompt_end(asked, turn)) is not None:
+            start = prompt if start is None else min(start, prompt)
+        if start is None:
+            return None
+        if last:
+            return start, len(text)
+        alone = self._content(self.chat[: turn + 1], turn, answered)
+        tail = "" if alone is None else answered[alone[1] :]
+        return start, end + (len(tail) if text.startswith(tail, end) else 0)
+
+    def _prompt_end(self, asked: str, turn: int) -> int | None:
+        """Where the prompt for an answer ends in the text, which may have only the beginning of that prompt."""
+        if self.text.startswith(asked):
+            return len(asked)
+        history = self._render(self.chat[:turn])
+        ids, offsets = self.tokenizer.encode_with_offsets(self.text, add_special_tokens=False)
+        same = len(os.path.commonprefix([ids, self.tokenizer.encode(asked, add_special_tokens=False)]))
+        end = offsets[same][0] if same < len(offsets) else len(self.text)
+        return end if self.text.startswith(history) and end > len(history) else None
+
+    def _content(self, chat: Chat, turn: int, text: str) -> tuple[int | None, int] | None:
+        """The range of a message's content in a text, by rendering the chat with a mark instead of the content, or
+        after it, which tells the end only. None if the template does not write the content as it is."""
+        content = chat[turn].get("content", "")
+        instead: Any = _MARK if isinstance(content, str) else [{"type": "text", "text": _MARK}]
+        after = [content + _MARK, content.rstrip() + _MARK] if isinstance(content, str) else []
+        for value in (instead, *after):
+            marked = self._render([*chat[:turn], chat[turn] | {"content": value}, *chat[turn + 1 :]])
+            before, found, rest = marked.partition(_MARK)
+            fits = found and _MARK not in rest and len(before) + len(rest) <= len(text)
+            if fits and text.startswith(before) and text.endswith(rest):
+                return (len(before) if value is instead else None), len(text) - len(rest)
+        return None
+
+
+def _masked(
+    tokenizer: Tokenizer, text: str, spans: Sequence[Span], note: Callable[[str], None]
+) -> tuple[Int32[np.ndarray, " T"], Bool[np.ndarray, " T"]]:
+    """Ids and mask of a text. A token that spans the start of an answer is learned."""
+    ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=False)
+    starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    blank = np.array([not text[a:b].strip() for a, b in offsets], bool)
+    special = np.isin(ids, [*tokenizer.special_ids, *([] if (eos := tokenizer.eos_token_id) is None else [eos])])
+    learnt, closed = np.zeros(len(ids), bool), True
+    for start, end in spans:
+        inside = (starts < end) & ((ends > start) | ((starts == ends) & (starts >= start)))
+        learnt |= inside
+        solid = np.flatnonzero(inside & ~blank)
+        if len(solid) and special[solid[-1]]:
+            continue
+        after = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else int(np.searchsorted(starts, end))
+        following = after + np.flatnonzero(~blank[after:])[:1]
+        if not len(following):
+            closed = False
+        elif special[following[0]]:
+            learnt[after : following[0] + 1] = True
+        else:
+            note("no special token follows an answer, so its end is not learned")
+    if not closed and eos is None:
+        note("the tokenizer has no end token to learn after the last answer")
+    more = [] if closed or eos is None else [eos]
+    return np.asarray([*ids, *more], np.int32), np.concatenate([learnt, np.ones(len(more), bool)])
