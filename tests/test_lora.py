@@ -130,7 +130,7 @@ def test_default_targets_exclude_the_router(kind: str) -> None:
     """Adapters are float32 for a bfloat16 base. Without ``rngs`` they have shapes only."""
     model = build(TINY[kind], tiny_weights(TINY[kind]), Strategy(), dtype="bfloat16")
     lora.add(model, 3, rngs=None)
-    assert {slot.name for slot in adapted(model)} == {slot.name for slot in slots(model)} - {"router"}
+    assert {slot.name for slot in adapted(model)} == {slot.name for slot in slots(model)} - {"router", "embed", "head"}
     for slot in adapted(model):
         assert slot.adapter.a.dtype == slot.adapter.b.dtype == jnp.float32 and slot.adapter.scale == 1
         assert slot.adapter.b.shape[-1] == slot.adapter.rank == 3
@@ -156,7 +156,7 @@ def test_initial_values_follow_peft() -> None:
 def test_adapters_equal_kernels_plus_scaled_a_b(kind: str) -> None:
     """The reference adds ``alpha / rank * b @ a`` to the kernels in float64, separately for gate and up."""
     model, plain = ready(kind), build_tiny(kind, Strategy(), num_hidden_layers=2)
-    for slot, bare in zip(slots(model), slots(plain), strict=True):
+    for slot, bare in zip(adapted(model), slots(plain), strict=False):  # embedding and head are last
         a, b = (np.asarray(v.get_value(), np.float64) for v in (slot.adapter.a, slot.adapter.b))
         if slot.name == "experts.gate_up":
             deltas = [np.einsum("erd,efr->efd", a, b[:, i]) for i in range(2)]
@@ -449,18 +449,24 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], 
     "dora": (lambda c, t: c.update(use_dora=True), "use_dora True is not supported"),
     "bias": (lambda c, t: c.update(bias="all"), "bias 'all' is not supported"),
     "init": (lambda c, t: c.update(init_lora_weights="pissa"), "init_lora_weights 'pissa' changes the base model"),
-    "rank 0": (lambda c, t: c.update(r=0), "the rank 0 of self_attn.* is not a positive integer"),
-    "alpha": (lambda c, t: c.update(lora_alpha="6"), "lora_alpha '6' is not a positive number"),
+    "rank 0": (lambda c, t: c.update(r=0), "the rank 0 of .*self_attn.* is not a positive integer"),
+    "alpha": (lambda c, t: c.update(lora_alpha="6"), "lora_alpha '6' of .* is not a positive number"),
     "pattern": (
         lambda c, t: c.update(rank_pattern={"(a+)+$": 2}),
-        "rank_pattern .* only names that hold for all layers",
+        r"rank_pattern .* is not supported: it repeats a group",
     ),
+    "no pattern": (lambda c, t: c.update(target_modules="(q_proj"), r"target_modules '\(q_proj' is no regular"),
     "list": (lambda c, t: c.update(alpha_pattern=[1]), r"alpha_pattern \[1\] is not an object"),
     "number": (lambda c, t: c.update(target_parameters=7), "target_parameters 7 is not a list of names"),
     "text": (lambda c, t: c.update(use_rslora="no"), "use_rslora 'no' is not true or false"),
-    "a layer's own": (
-        lambda c, t: c.update(alpha_pattern={"layers.1.self_attn.q_proj": 2}),
-        "only names that hold for all layers",
+    "layers": (lambda c, t: c.update(layers_to_transform=["1"]), r"layers_to_transform \['1'\] is not an integer"),
+    "not a target": (lambda c, t: c.update(layers_to_transform=0), f"unexpected: {Q}"),
+    "tokens": (lambda c, t: c.update(trainable_token_indices=[1]), "trainable_token_indices .*merge_and_unload"),
+    "whole modules": (lambda c, t: c.update(modules_to_save=["lm_head"]), "modules_to_save .*merge_and_unload"),
+    "mlx-lm": (lambda c, t: c.update(fine_tune_type="lora"), "mlx-lm's format"),
+    "another embedding": (
+        lambda c, t: t.update({"base_model.model.model.embed_tokens.weight": np.ones((53, 24), np.float32)}),
+        r"embed_tokens.weight in .* is not the model's",
     ),
 }
 
@@ -502,16 +508,61 @@ def test_damaged_files_are_named_in_the_error(tmp_path: Path, what: str) -> None
     assert not adapted(model)
 
 
-def test_incomplete_adapters_are_not_saved(tmp_path: Path) -> None:
-    for change, message in (
-        (lambda slot: slot.put(None), r"stacks\.0\.layers\.1\.attention\.q\.lora has no adapter"),
-        (lambda slot: setattr(slot.adapter, "alpha", 3.0), r"layers\.1\.attention\.q\.lora has one of .* alpha 3\.0"),
-    ):
-        model = ready("llama")
-        change(next(slot for slot in slots(model) if slot.name == "attention.q" and slot.first == 1))
-        with pytest.raises(ValueError, match=message):
-            lora.save(model, tmp_path / "adapter")
-        assert not (tmp_path / "adapter").exists()
+@pytest.mark.parametrize("scan", [False, True])
+def test_adapters_of_some_layers(tmp_path: Path, scan: bool) -> None:
+    """One layer without, one of lower rank and another alpha; stacks hold zeros, and files only what there is."""
+    model = ready("llama")
+    query, value = (next(s for s in slots(model) if (s.name, s.first) == (f"attention.{n}", 1)) for n in "qv")
+    query.put(None)
+    small = value.shapes(2, 6.0, np.dtype(np.float32))
+    for which in "ab":
+        old = getattr(value.adapter, which).get_value()
+        getattr(small, which).set_value(old[:2] if which == "a" else old[..., :2])
+    value.put(small)
+    lora.save(model, tmp_path / "adapter")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert not any("layers.1.self_attn.q_proj" in name for name in stored)
+    other = build_tiny("llama", Strategy(scan_layers=scan), num_hidden_layers=2)
+    lora.load(other, tmp_path / "adapter")
+    assert max_error(logits(other), logits(model)) < 1e-5
+    moved = fit(other, [{"tokens": TOKENS}], optimizer=optax.adam(1e-2), steps=1).model if scan else other
+    lora.save(moved, tmp_path / "again")
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert {n: t.shape for n, t in again.items()} == {n: t.shape for n, t in stored.items()}
+    if scan:
+        again_unrolled = nnxmoe.unscan(moved)
+        lora.save(again_unrolled, tmp_path / "unrolled")
+        assert load_file(tmp_path / "unrolled" / "adapter_model.safetensors").keys() == stored.keys()
+    before = logits(moved)
+    lora.merge(moved)
+    assert max_error(logits(moved), before) < 1e-5
+    lora.unmerge(moved)
+    assert (logits(moved) == before).all()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_of_embedding_and_head(tmp_path: Path, tied: bool) -> None:
+    """They are trained, saved and, unless the two share a table, merged."""
+    model = build_tiny("llama", Strategy(), tie_word_embeddings=tied)
+    plain = logits(model)
+    lora.add(model, 4, targets=["embed", "head"], rngs=nnx.Rngs(0))
+    assert (logits(model) == plain).all()
+    step = functools.partial(fit, data=[{"tokens": TOKENS}], optimizer=optax.adam(1e-2))
+    chunked, whole = (
+        step(model, steps=2, objective=nnxmoe.train.Objective(head=head)).model
+        for head in (nnxmoe.train.ChunkedLoss(), nnxmoe.train.Whole())
+    )
+    assert max_error(logits(chunked), logits(whole)) < 1e-5 < max_error(logits(chunked), plain)
+    lora.save(chunked, tmp_path / "adapter")
+    other = build_tiny("llama", Strategy(), tie_word_embeddings=tied)
+    lora.load(other, tmp_path / "adapter")
+    assert same(values(other), values(chunked)) and (logits(other) == logits(chunked)).all()
+    if tied:
+        with pytest.raises(ValueError, match="share one table"):
+            lora.merge(other)
+    else:
+        lora.merge(other)
+        assert max_error(logits(other), logits(chunked)) < 1e-5
 
 
 def test_error_lists_every_mismatch(tmp_path: Path) -> None:

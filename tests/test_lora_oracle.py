@@ -1,5 +1,6 @@
 """Adapter files exchanged with peft and transformers in both directions, compared by logits."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,11 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import nnxmoe
 from nnxmoe.train import lora
+from nnxmoe.train.lora.peft_config import Settings
 from tests.support.adapters import fill
 from tests.support.arrays import max_error
 from tests.support.tiny import TINY, random_tokens, tiny_weights, write_checkpoint
@@ -122,3 +124,145 @@ def test_transformers_loads_our_adapters_without_peft_model(tmp_path: Path) -> N
     theirs = reference(base)
     theirs.load_adapter(str(tmp_path / "adapter"))
     assert max_error(logits(theirs), model(TOKENS).logits) < TOLERANCE
+
+
+def some_layers(names: list[str], rng: np.random.Generator) -> dict[str, Any]:
+    """A random choice of targets in PEFT's spellings, with patterns that match some of them, or none."""
+    ends = [name.rpartition(".")[2] for name in names]
+    picked = sorted(set(rng.choice(ends, 3)))
+    words = ["^q_proj", "q_proj", r".*\.v_proj", r"layers\.1\..*proj", "self_attn.o_proj", "proj", "1.self_attn.k_proj"]
+    words += [r"model\.layers\.0\.self_attn\.q_proj$", "(q|k)_proj", str(rng.choice(names)), r".*layers\.[01]\.mlp\..*"]
+    ranks = {str(word): int(rng.integers(1, 6)) for word in rng.choice(words, 2)}
+    alphas = {str(word): float(rng.integers(1, 9)) for word in rng.choice(words, 2)}
+    layers: dict[str, Any] = [
+        {},
+        {"layers_to_transform": [1]},
+        {"layers_to_transform": 0, "layers_pattern": "layers"},
+        {"layers_to_transform": [0, 1], "layers_pattern": ["blocks", "layers"]},
+    ][rng.integers(4)]
+    targets: Any = [picked, rf".*layers\.1\..*({'|'.join(picked)})", [*picked, str(rng.choice(names))]][rng.integers(3)]
+    layers = {} if isinstance(targets, str) else layers
+    exclude: Any = [None, [picked[0]], r".*layers\.0\.self_attn.*"][rng.integers(3)]
+    return {
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": targets,
+        "exclude_modules": exclude,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "use_rslora": bool(rng.integers(2)),
+        "task_type": "CAUSAL_LM",
+        **layers,
+    }
+
+
+def randomised(base: Any, **fields: Any) -> Any:
+    """A PeftModel with random adapters."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, peft.LoraConfig(**fields)).eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_" in name:
+                value.normal_(0, 0.2)
+    return model
+
+
+def check_both_ways(folder: Path, base: Path, theirs: Any, scan: bool) -> None:
+    """PEFT's adapter here, and what is saved from it in PEFT again."""
+    theirs.save_pretrained(folder / "adapter")
+    model = nnxmoe.from_pretrained(base, strategy=nnxmoe.Strategy(scan_layers=scan))
+    before = np.asarray(model(TOKENS).logits)
+    lora.load(model, folder / "adapter")
+    wanted = logits(peft.PeftModel.from_pretrained(reference(base), folder / "adapter").eval())
+    assert max_error(model(TOKENS).logits, wanted) < TOLERANCE < max_error(before, wanted)
+    lora.save(model, folder / "ours")
+    again = peft.PeftModel.from_pretrained(reference(base), folder / "ours").eval()
+    assert max_error(logits(again), wanted) < 1e-4
+
+
+def test_patterns_and_targets_follow_peft(tmp_path: Path) -> None:
+    """The rules for all projections of a model, and some of the models."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    base, loaded = checkpoint(tmp_path, "llama"), 0
+    names = [name for name, module in reference(base).named_modules() if name.endswith("_proj")]
+    for seed in range(300):
+        fields = some_layers(names, np.random.default_rng(seed))
+        config, ours = peft.LoraConfig(**fields), Settings(fields)
+        for name in names:
+            assert ours.has_module(name) == bool(check_target_module_exists(config, name)), (fields, name)
+            rank, alpha = (
+                patterns.get(get_pattern_key(patterns, name), default)
+                for patterns, default in ((config.rank_pattern, 3), (config.alpha_pattern, 5))
+            )
+            assert ours.numbers(name) == (rank, alpha * (rank**0.5 if config.use_rslora else 1)), (fields, name)
+        if seed % 60 == 0 and any(map(ours.has_module, names)):
+            check_both_ways(tmp_path / str(seed), base, randomised(reference(base), **fields), bool(seed % 40))
+            loaded += 1
+    assert loaded >= 3
+
+
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts of a layer": ("mixtral", {"target_parameters": ["layers.1.mlp.experts.gate_up_proj"]}),
+    "experts unlike": (
+        "mixtral",
+        {
+            "target_parameters": ["layers.1.mlp.experts.gate_up_proj", "experts.down_proj", "layers.0.mlp.gate.weight"],
+            "rank_pattern": {r"layers\.0\.mlp\.experts\.down_proj": 2},
+            "alpha_pattern": {r"layers\.1\..*": 9},
+        },
+    ),
+    "head": ("llama", {"target_modules": ["lm_head", "q_proj"], "rank_pattern": {"lm_head": 5}}),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "v_proj"]}),
+    "both": ("deepseek_v3", {"target_modules": ["embed_tokens", "lm_head"]}),
+}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("case", MORE)
+def test_adapters_of_parts_of_a_model(tmp_path: Path, case: str, scan: bool) -> None:
+    """PEFT stores the tables of embedding and head beside their adapters."""
+    kind, fields = MORE[case]
+    base = checkpoint(tmp_path, kind)
+    fields = {"r": 3, "lora_alpha": 5, "task_type": "CAUSAL_LM", "target_modules": []} | fields
+    check_both_ways(tmp_path, base, randomised(reference(base), **fields), scan)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_adapters_of_transformers_4_experts(tmp_path: Path, scan: bool) -> None:
+    """One adapter per expert and projection, which PEFT converts as well."""
+    base, rng, names = checkpoint(tmp_path, "mixtral"), np.random.default_rng(0), ("w1", "w3", "w2")
+    fields = nnxmoe.from_pretrained(base).config
+    count, width, dim = fields.num_local_experts, fields.intermediate_size, fields.hidden_size
+    tensors: dict[str, np.ndarray] = {}
+
+    def put(module: str, ins: int, outs: int) -> None:
+        for which, shape in (("A", (3, ins)), ("B", (outs, 3))):
+            name = f"base_model.model.model.layers.{module}.lora_{which}.weight"
+            tensors[name] = (0.3 * rng.standard_normal(shape)).astype(np.float32)
+
+    for layer in range(fields.num_hidden_layers):
+        for expert in range(count):
+            for name in names:
+                sizes = (width, dim) if name == names[2] else (dim, width)
+                put(f"{layer}.block_sparse_moe.experts.{expert}.{name}", *sizes)
+        put(f"{layer}.block_sparse_moe.gate", dim, count)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": ["gate", *names],
+    }
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    theirs = peft.PeftModel.from_pretrained(reference(base), tmp_path / "adapter").eval()
+    model = nnxmoe.from_pretrained(base, strategy=nnxmoe.Strategy(scan_layers=scan))
+    before = np.asarray(model(TOKENS).logits)
+    lora.load(model, tmp_path / "adapter")
+    assert max_error(model(TOKENS).logits, logits(theirs)) < TOLERANCE < max_error(before, model(TOKENS).logits)
+    lora.save(model, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(reference(base), tmp_path / "ours").eval()
+    assert max_error(logits(again), logits(theirs)) < 1e-4

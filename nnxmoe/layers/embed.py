@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, AnyMesh, Rules, axes_per_dimension, divided_over, parameter, shard_map
-from nnxmoe.layers.kernel import DenseKernel
+from nnxmoe.layers.kernel import DenseKernel, Kernel
+from nnxmoe.layers.lora import LoRA, with_adapter
 
 
 class Embed(nnx.Module):
@@ -18,6 +19,7 @@ class Embed(nnx.Module):
     ``mesh``, ``rules``: how the table is sharded. Where D is sharded over axes that also shard the batch, each device
     looks up its part of all their tokens, zeros for those in other devices' part of V, and the parts are summed and
     exchanged: XLA would replicate the embeddings of the whole batch ("involuntary full rematerialization").
+    ``lora``: an adapter of the lookup, ``a [rank, V]`` and ``b [D, rank]``. ``lora_head``: one of a tied output head.
     """
 
     ins_first = False  # whether products with the head are those of Flax, as in the Linen bridge
@@ -33,13 +35,23 @@ class Embed(nnx.Module):
         rules: Rules = RULES,
     ):
         self.mesh, self.rules = mesh, rules
+        self.lora: LoRA | None = None
+        self.lora_head: LoRA | None = None
         init = nnx.initializers.normal(dim**-0.5)
         self.table = parameter((vocab, dim), ("vocab", "embed"), init, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
         """The embeddings; ``dtype`` None: as in the table."""
+        dtype = self.table.dtype if dtype is None else dtype
+        found = self._look_up(tokens, dtype)
+        if self.lora is None:
+            return found
+        low = jnp.take(self.lora.a[...], tokens, axis=1)
+        more = jnp.einsum("RBT,DR->BTD", low, self.lora.b[...], preferred_element_type=jnp.float32)
+        return found + (more * self.lora.scale).astype(dtype)
+
+    def _look_up(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         table = self.table[...]
-        dtype = table.dtype if dtype is None else dtype
         rows = divided_over(tokens.shape[0], self.mesh)
         vocab, width = ((), ()) if self.mesh is None else axes_per_dimension(("vocab", "embed"), self.mesh, self.rules)
         if not width or not set(width) <= set(rows) or set(vocab) & set(rows):
@@ -62,7 +74,8 @@ class Embed(nnx.Module):
         assert self.mesh is not None
         return shard_map(local, self.mesh, specs, specs[1])(table, tokens)
 
-    def weight(self) -> DenseKernel:
-        """The table as the kernel ``[D, V]`` of a tied output head."""
+    def weight(self) -> Kernel:
+        """The table as the kernel ``[D, V]`` of a tied output head, with the head's adapter if there is one."""
         table = self.table[...]
-        return DenseKernel(table.T, ins_first=True) if self.ins_first else DenseKernel(table)
+        kernel = DenseKernel(table.T, ins_first=True) if self.ins_first else DenseKernel(table)
+        return with_adapter(kernel, self.lora_head)

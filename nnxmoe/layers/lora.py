@@ -1,7 +1,8 @@
 """LoRA: low-rank adapters of linear maps, ``y + alpha / rank * (x @ a) @ b`` (Hu et al. 2021)."""
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from nnxmoe.layers.kernel import DenseKernel, Kernel, KernelParam, Product
+
+Layers = tuple[tuple[int, tuple[int, float]], ...]
 
 
 class LoRAParam(KernelParam):
@@ -23,12 +26,25 @@ class LoRA(nnx.Module):
     """The adapter of a kernel ``[*lead, *outs, *ins]``: ``a [*lead, rank, *ins]``, ``b [*lead, *outs, rank]``.
 
     If several maps share one adapter, such as the experts' gate and up, ``b`` is ``[*lead, maps, *outs, rank]``.
+    ``layers``: pairs of a layer and its own (rank, alpha), for stacked layers that differ; None: all are equal. Layers
+    without a pair have no adapter. What a layer lacks is zero in ``a`` and ``b``, which gets no gradient.
     """
 
-    def __init__(self, a: KernelParam, b: KernelParam, alpha: float):
+    def __init__(
+        self,
+        a: KernelParam,
+        b: KernelParam,
+        alpha: float,
+        layers: tuple[tuple[int, tuple[int, float]], ...] | None = None,
+    ):
         self.a = a
         self.b = b
         self.alpha = alpha
+        self.layers = nnx.static(layers)
+
+    def numbers(self, layer: int) -> tuple[int, float] | None:
+        """(rank, alpha) of a layer; None for a layer without an adapter."""
+        return (self.rank, self.alpha) if self.layers is None else dict(self.layers).get(layer)
 
     @property
     def rank(self) -> int:
@@ -67,6 +83,8 @@ class AdaptedKernel(Kernel):
     b: DenseKernel
     scale: float = dataclasses.field(metadata={"static": True})
 
+    trained: ClassVar[bool] = True
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the base kernel."""
@@ -85,6 +103,13 @@ class AdaptedKernel(Kernel):
 
     def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
         return self.apply(x, lambda x, kernel: kernel.float32(x, precision))
+
+    def outer(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "AdaptedKernel":
+        """The gradients of the adapter, and of a base that is trained; else zeros."""
+        zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.float32))
+        base = self.base.outer(x, d) if self.base.trained else zeros(self.base)
+        scaled = d * self.scale
+        return AdaptedKernel(base, self.a.outer(x, self.b.back(scaled)), self.b.outer(self.a(x), scaled), self.scale)
 
 
 def with_adapter(kernel: Kernel, lora: LoRA | None) -> Kernel:

@@ -30,9 +30,9 @@ def add(
     """Add adapters to a model, in place: ``a`` is random and ``b`` zero, so that its outputs do not change.
 
     ``alpha`` defaults to the rank, a scale of 1. ``targets`` are projections or groups of them, such as
-    ``["attention", "experts.down"]``, by default all but the router. The same ``rngs`` give the same values whether
-    layers are scanned or not and on any mesh; None makes shapes. Raises ValueError for unusable arguments, and if the
-    model has adapters already.
+    ``["attention", "experts.down"]``, by default all but router, embedding and head. The same ``rngs`` give the same
+    values whether layers are scanned or not and on any mesh; None makes shapes. Raises ValueError for unusable
+    arguments, and if the model has adapters already.
     """
     if not is_positive(rank):
         raise ValueError(f"rank {rank!r} is not a positive integer")
@@ -57,9 +57,9 @@ def _drawn(seed: list[int], slot: Slot, a: KernelParam) -> np.ndarray:
 
     NumPy draws them, since compiling JAX's generator for every shape takes longer than drawing.
     """
-    bound = math.prod(a.ins) ** -0.5
-    stream, layers = zlib.crc32(slot.name.encode()), range(slot.first, slot.first + (slot.depth or 1))
-    rngs = (np.random.Generator(np.random.Philox(np.random.SeedSequence([*seed, stream, i]))) for i in layers)
+    bound = math.prod(() if slot.name == "embed" else a.ins) ** -0.5  # a token of the embedding is one of its inputs
+    stream = zlib.crc32(slot.name.encode())
+    rngs = (np.random.Generator(np.random.Philox(np.random.SeedSequence([*seed, stream, i]))) for i in slot.layers)
     one = a.shape[slot.depth is not None :]
     drawn = [((2 * rng.random(one, np.float32) - 1) * np.float32(bound)).astype(a.dtype) for rng in rngs]
     return drawn[0] if slot.depth is None else np.stack(drawn)

@@ -30,6 +30,7 @@ class Merged(nnx.Module):
         self.a = _kept(adapter.a)
         self.b = _kept(adapter.b)
         self.alpha = adapter.alpha
+        self.layers = nnx.static(adapter.layers)
         self.base = nnx.List([_kept_kernel(kernel) for kernel in base])
 
 
@@ -60,6 +61,11 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
         raise ValueError("merge(quantize=…) is final: pass keep=False, or merge first and call nnxmoe.quantize")
     refuse_shapes(jax.tree.leaves(nnx.state(model)))
     found = unmerged(model, "merge")
+    if model.head is None and any(slot.owner is model.embed for slot in found):
+        raise ValueError(
+            "cannot merge: the embedding and the output head share one table, so that an adapter of one of them would "
+            "change both; use the model unmerged, and save the adapter with lora.save"
+        )
     kept = {slot.place: Merged(adapter, slot.base) for slot in found if (adapter := slot.adapter) and keep}
     paths = {(*slot.path, name) for slot in found for name in slot.kernels}
     for place in quantized_weights(model):
@@ -69,9 +75,11 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
         adapter = slot.adapter
         assert adapter is not None
         kernels = [kernel.get_value() for kernel in slot.base]
-        lead, outs = len(slot.base[0].lead), len(slot.base[0].outs)
-        add = merger(lead, lead + outs, adapter.scale, kernels[0])
-        for kernel, value in zip(slot.base, add(kernels, adapter.a.get_value(), adapter.b.get_value()), strict=True):
+        (lead, _, outs), _ = slot.dimensions
+        add = merger(len(lead), len(lead) + len(outs), adapter.scale, kernels[0])
+        a, b = adapter.a.get_value(), adapter.b.get_value()
+        a, b = (b.T, a.T) if slot.owner is model.embed else (a, b)  # the table has the inputs first
+        for kernel, value in zip(slot.base, add(kernels, a, b), strict=True):
             kernel.set_value(value)
         slot.put(None)
     model.label()
@@ -167,7 +175,7 @@ def unmerge(model: CausalLM) -> None:
                 else:
                     kernel.set_value(base.get_value())
             a, b = (LoRAParam(v.get_value(), **_labels(v)) for v in (kept.a, kept.b))
-            slot.put(LoRA(a, b, kept.alpha))
+            slot.put(LoRA(a, b, kept.alpha, kept.layers))
     model.label()
     model.merged = nnx.static(None)
     update_report(model)

@@ -3,15 +3,13 @@
 Names follow PEFT 0.21 with transformers 5, where the experts of a layer are two parameters and one adapter covers all
 experts: ``lora_A [E * rank, ins]``, ``lora_B [outs, rank * E]`` with the experts innermost, whichever way the base
 parameter lies. The outputs are in its order: those of gate, then of up, or in turn (gpt-oss). If two parameters of a
-module are adapted, PEFT nests the first in the second as its ``base_layer``.
+module are adapted, PEFT nests the first in the second as its ``base_layer``. Files of transformers 4, which have an
+adapter per expert and projection, are read too.
 """
 
 import collections
-import dataclasses
-import math
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,107 +17,46 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnxmoe.config.printable import plain
 from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.convert.core.layout import QUERY, Change
-from nnxmoe.convert.hf.forms import Form
-from nnxmoe.layers.lora import LoRA
+from nnxmoe.convert.core.layout import Change
+from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.multihost import gather, shared_folder, spans_hosts
-from nnxmoe.storage.safetensors import TensorInfo, dtype_code, read_header
+from nnxmoe.storage.safetensors import dtype_code
 from nnxmoe.storage.write import Tensors, write_json, write_shares
-from nnxmoe.train.lora.peft_config import CONFIG_FILE, Settings
+from nnxmoe.train.lora.adapter_file import WEIGHTS_FILE as WEIGHTS_FILE
+from nnxmoe.train.lora.adapter_file import AdapterFile
+from nnxmoe.train.lora.old_experts import expert_by_expert
+from nnxmoe.train.lora.peft_config import CONFIG_FILE, Numbers, Settings
+from nnxmoe.train.lora.pieces import OneLayer, Piece, Stored, corner, joined, parameter_name, pieces_of, scaled
 from nnxmoe.train.lora.slots import Slot, adapted, refuse_adapted, slots
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-_FLOATS = ("F32", "BF16", "F16")
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One stored tensor: ``a`` or ``b`` of the adapter of one layer."""
-
-    name: str
-    slot: Slot
-    which: str  # "a" or "b"
-    index: int | None  # the layer's index in a scanned stack
-    one: tuple[int, ...]  # the shape of one layer here
-    rank: int
-    experts: int | None  # None: a dense layer
-    in_turn: int  # of how many kernels the outputs alternate; 1: they follow each other
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape in the file."""
-        size, rows = math.prod(self.one), self.rank * (self.experts or 1)
-        return (rows, size // rows) if self.which == "a" else (size // rows, rows)
-
-    def store(self, one: np.ndarray) -> np.ndarray:
-        """Values in PEFT's layout."""
-        if self.which == "a":
-            return one.reshape(self.shape)
-        flat = one.reshape(self.experts or 1, self.in_turn, -1, self.rank).swapaxes(1, 2)
-        flat = flat.reshape(self.experts or 1, -1, self.rank)
-        return np.ascontiguousarray(flat.transpose(1, 2, 0)).reshape(self.shape)
-
-    def read(self, stored: np.ndarray) -> np.ndarray:
-        """Values from PEFT's layout."""
-        if self.which == "a":
-            return stored.reshape(self.one)
-        return stored.reshape(-1, self.in_turn, self.rank, self.experts or 1).transpose(3, 1, 0, 2).reshape(self.one)
-
-
-def parameter_name(model: CausalLM, slot: Slot) -> str:
-    """The parameter name in transformers 5 of a slot's kernels: ``model.layers.{layer}.self_attn.q_proj.weight``."""
-    names = model.hf_table[slot.key]
-    form = Form.of(names[0])
-    return names[-1].partition("[")[0] if form.plain else form.tensor
-
-
-def suffix(model: CausalLM, slot: Slot) -> str:
-    """The parameter name within a layer: ``self_attn.q_proj.weight``."""
-    return parameter_name(model, slot).partition("{layer}.")[2]
-
-
-def layout(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> Iterator[Part]:
-    """The stored tensors of adapters."""
-    together = collections.Counter(slot.path for slot, _ in adapters)
-    for slot, adapter in adapters:
-        inner = ".base_layer" if together[slot.path] > 1 and slot.attribute == next(iter(slot.owner.adapted)) else ""
-        module = parameter_name(model, slot).rpartition(".")[0] + inner
-        in_turn, axes = Form.of(model.hf_table[slot.key][0]).step, adapter.a.get_metadata()["axes"]
-        experts = adapter.a.shape[axes.index("expert")] if "expert" in axes else None
-        for index in [None] if slot.depth is None else range(slot.depth):
-            where = "base_model.model." + module.format(layer=slot.first + (index or 0))
-            for which, variable in (("a", adapter.a), ("b", adapter.b)):
-                one = tuple(variable.shape[index is not None :])
-                name = f"{where}.lora_{which.upper()}.weight"
-                yield Part(name, slot, which, index, one, adapter.rank, experts, in_turn)
 
 
 def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a model's adapters in the format of ``peft``, which `load` reads too.
 
     The folder must be new or empty; ``overwrite`` replaces the adapter's files in it and keeps others. It is written
-    completely or not at all. Raises ValueError if the model has no adapters, merged ones, or adapters in only some of
-    the layers.
+    completely or not at all. Raises ValueError if the model has no adapters, or merged ones.
     """
     refuse_shapes(jax.tree.leaves(nnx.state(model)))
     if model.merged is not None:
         raise ValueError("cannot save: the model's adapters are merged; call lora.unmerge(model) first")
-    adapters = [(slot, slot.adapter) for slot in adapted(model) if slot.adapter is not None]
-    if not adapters:
+    pieces = pieces_of(
+        (slot, layer, numbers, parameter_name(model, slot).replace("{layer}", str(layer)))
+        for slot in adapted(model)
+        for layer in slot.layers
+        if slot.adapter is not None and (numbers := slot.adapter.numbers(layer)) is not None
+    )
+    if not pieces:
         raise ValueError("cannot save: the model has no adapters; nnxmoe.save_pretrained writes whole models")
-    _refuse_partial(model, adapters)
-    numbers = {suffix(model, slot): (adapter.rank, adapter.alpha) for slot, adapter in adapters}
-    settings = Settings.of(numbers, has_experts=any(slot.name == "router" for slot in slots(model)))
     base = None if model.load_report is None else model.load_report.source
     with shared_folder(folder, overwrite) as stage:
         if jax.process_index() == 0:
-            write_json(stage / CONFIG_FILE, {**settings.fields, "base_model_name_or_path": base})
-        shares = [(None, _tensors(model, adapters))]
+            fields = {**_settings(model, pieces).fields, "base_model_name_or_path": base}
+            write_json(stage / CONFIG_FILE, fields)
+        shares = [(None, _tensors(model, pieces))]
         write_shares(stage, shares, 1 << 62, process=jax.process_index(), single=WEIGHTS_FILE)
 
 
@@ -137,101 +74,109 @@ def base_of(folder: str | os.PathLike[str]) -> str | None:
     return name
 
 
-def _refuse_partial(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> None:
-    """Raises ValueError unless every adapted projection has adapters of one rank and alpha in all layers, as PEFT
-    assumes."""
-    numbers = {slot.place: (adapter.rank, adapter.alpha) for slot, adapter in adapters}
-    first = {slot.name: (slot, numbers[slot.place]) for slot, _ in reversed(adapters)}
+def _settings(model: CausalLM, pieces: list[Piece]) -> Settings:
+    """The settings of adapters, by names within a layer where all layers have equal adapters, else by full names."""
+    numbers = {(piece.slot.name, piece.layer): piece.numbers for piece in pieces}
+    groups: dict[str, dict[str, Numbers | None]] = collections.defaultdict(dict)
+    names = {slot.name: parameter_name(model, slot) for slot in slots(model)}
     for slot in slots(model):
-        if slot.name in first and (found := numbers.get(slot.place)) != first[slot.name][1]:
-            what = "no adapter" if found is None else "one of rank {} and alpha {}".format(*found)
-            other, both = first[slot.name]
-            raise ValueError(
-                f"cannot save: {slot.place} has {what}, {other.place} one of rank {both[0]} and alpha {both[1]}; "
-                "PEFT needs the same adapter in every layer"
-            )
+        for layer in slot.layers:
+            groups[slot.name][names[slot.name].replace("{layer}", str(layer))] = numbers.get((slot.name, layer))
+    found: dict[str, Numbers | None] = {}
+    for name, group in groups.items():
+        alike = len(set(group.values())) == 1
+        end = names[name].rpartition("{layer}.")[2].removeprefix("model.")
+        found |= {end: next(iter(group.values()))} if alike else group
+    has_experts = any(slot.name == "router" for slot in slots(model))
+    return Settings.of({name: own for name, own in found.items() if own is not None}, has_experts=has_experts)
 
 
-def _tensors(model: CausalLM, adapters: list[tuple[Slot, LoRA]]) -> Tensors:
-    held = dict(zip((slot.place for slot, _ in adapters), adapters, strict=True))
+def _tensors(model: CausalLM, pieces: list[Piece]) -> Tensors:
     query = Change(times=model.config.folded()[1])
-    for part in layout(model, adapters):
-        value = getattr(held[part.slot.place][1], part.which).get_value()
+    for piece in pieces:
+        adapter, (rank, alpha) = piece.slot.adapter, piece.numbers
+        assert adapter is not None
+        times = 1.0 if adapter.layers is None else adapter.scale * rank / alpha
+        for which in ("a", "b"):
+            value, stored = getattr(adapter, which).get_value(), piece.stored(model, which)
 
-        def make(part: Part = part, value: Any = value) -> np.ndarray:
-            at = () if part.index is None else (part.index,)
-            one = gather(value, at) if spans_hosts(value) else np.asarray(value[at])
-            return part.store(query(one).astype(one.dtype) if _of_query(part) else one)
+            def make(piece: Piece = piece, value: Any = value, stored: Stored = stored, times: float = times) -> Any:
+                at = () if piece.slot.depth is None else (piece.layer - piece.slot.first,)
+                one = gather(value, at) if spans_hosts(value) else np.asarray(value[at])
+                one = one[corner(stored.one)]
+                one = scaled(one, times) if stored.which == "b" else one
+                return stored.store((query(one) if piece.is_query(stored.which) else one).astype(value.dtype))
 
-        yield part.name, dtype_code(value.dtype), part.shape, make
-
-
-def _of_query(part: Part) -> bool:
-    """Whether the scale of queries applies to a tensor, see `DecoderConfig.query_pre_attn_scalar`."""
-    return part.which == "b" and part.slot.key.startswith(QUERY)
+            yield piece.tensor(which), dtype_code(value.dtype), stored.shape, make
 
 
 def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> None:
     """Load the adapters that `save` or ``peft`` wrote to a folder into a model, in place, sharded over its mesh.
 
-    ``dtype`` None keeps the stored dtype. Raises ValueError for other kinds of adapters, or with a list of all tensors
-    that are missing, unexpected, or of another shape than the model and the rank require. The model is then unchanged.
+    Layers may lack adapters, and may have other ranks and alphas. ``dtype`` None keeps the stored dtype. Raises
+    ValueError for other kinds of adapters, or with a list of all tensors that are missing, unexpected, or of another
+    shape than the model and the rank require. The model is then unchanged.
     """
     refuse_adapted(model)
     kind, where = float_dtype(dtype), absolute(folder)
-    settings, infos = Settings.read(where / CONFIG_FILE), read_header(where / WEIGHTS_FILE)
-    adapters = _in_file(model, settings, infos)
-    parts = list(layout(model, adapters))
-    _check_tensors(where, parts, infos)
-    values: dict[tuple[str, str], list[np.ndarray]] = collections.defaultdict(list)
-    query = Change(times=1 / model.config.folded()[1])
-    for part in parts:
-        one = part.read(_values(infos[part.name]))
-        values[part.slot.place, part.which].append(query(one).astype(one.dtype) if _of_query(part) else one)
-    for slot, adapter in adapters:
-        for which, variable in (("a", adapter.a), ("b", adapter.b)):
-            layers = values.pop((slot.place, which))
-            host = layers[0] if slot.depth is None else np.stack(layers)
+    settings, file = Settings.read(where / CONFIG_FILE), AdapterFile(where)
+    query, found = Change(times=1 / model.config.folded()[1]), collections.defaultdict[str, dict[int, OneLayer]](dict)
+    for piece in pieces_of(_targeted(model, settings, file)):
+        values = []
+        for which in ("a", "b"):
+            stored = piece.stored(model, which)
+            one = stored.read(file.take(piece.tensor(which), stored.shape, stored.rank))
+            values.append(query(one).astype(one.dtype) if piece.is_query(which) else one)
+        found[piece.slot.place][piece.layer] = OneLayer(values[0], values[1], piece.numbers)
+    every = {slot.place: slot for slot in slots(model)}
+    for slot in every.values():
+        for layer in slot.layers if slot.name.startswith("experts.") else ():
+            if (one := expert_by_expert(model, slot, layer, settings, file)) is not None:
+                found[slot.place][layer] = one
+    _check_tables(model, file)
+    file.check()
+    made = []
+    for place, layers in found.items():
+        adapter, *hosts = joined(every[place], layers)
+        for variable, host in zip((adapter.a, adapter.b), hosts, strict=True):
             variable.set_value(put_array(host.astype(kind or host.dtype), model.strategy.sharding_of(variable)))
-    for slot, adapter in adapters:
+        made.append((every[place], adapter))
+    for slot, adapter in made:
         slot.put(adapter)
 
 
-def _in_file(model: CausalLM, settings: Settings, infos: Mapping[str, TensorInfo]) -> list[tuple[Slot, LoRA]]:
-    """Adapters without values for the slots of which the file has a tensor, in any layer."""
-    there = {name.rpartition(".lora_")[0] for name in infos}
-    every, asked = slots(model), set[str]()
-    for slot in every:
-        name, _, last = parameter_name(model, slot).rpartition(".")
-        for index in range(slot.depth or 1):
-            module = "base_model.model." + name.format(layer=slot.first + index)
-            alone = module in there and (last == "weight" or settings.has_parameter(suffix(model, slot)))
-            if alone or f"{module}.base_layer" in there:
-                asked.add(slot.name)
-    numbers = {slot.name: settings.numbers(suffix(model, slot)) for slot in every if slot.name in asked}
-    return [(slot, slot.shapes(*numbers[slot.name], np.dtype(np.float32))) for slot in every if slot.name in asked]
+def _targeted(model: CausalLM, settings: Settings, file: AdapterFile) -> Iterator[tuple[Slot, int, Numbers, str]]:
+    """The adapters that the settings name, with the names of their parameters, which older files spell differently."""
+    for slot in slots(model):
+        spellings = [parameter_name(model, slot)]
+        spellings += [name for name in model.hf_table[slot.key] if name.endswith(".weight") and "{expert}" not in name]
+        for layer in slot.layers:
+            asked = []
+            for name in (spelling.replace("{layer}", str(layer)) for spelling in spellings):
+                module = name.removesuffix(".weight")
+                if settings.has_parameter(name) or (module != name and settings.has_module(module)):
+                    key = name if settings.has_parameter(name) else module
+                    asked.append((slot, layer, settings.numbers(key), name))
+            there = [one for one in asked if f"base_model.model.{one[3].removesuffix('.weight')}.lora_A.weight" in file]
+            yield from (there or asked)[:1]
 
 
-def _check_tensors(where: Path, parts: list[Part], infos: Mapping[str, TensorInfo]) -> None:
-    wanted, faults = {part.name: part for part in parts}, []
-    for name, part in wanted.items():
-        if name not in infos:
-            faults.append(f"missing: {name}")
-        elif infos[name].shape != part.shape:
-            shapes = f"{list(infos[name].shape)}, the model and rank {part.rank} require {list(part.shape)}"
-            faults.append(f"shape: {name} has {shapes}")
-        elif infos[name].dtype not in _FLOATS:
-            faults.append(f"dtype: {name} is {infos[name].dtype}, not one of {', '.join(_FLOATS)}")
-    faults += [f"unexpected: {plain(name)}" for name in infos if name not in wanted]
-    if faults or not parts:
-        lines = "\n  ".join(faults or ["it has no tensors"])
-        raise CheckpointError(f"the adapter in {where} does not fit this model:\n  {lines}")
-
-
-def _values(info: TensorInfo) -> np.ndarray:
-    with open(info.file, "rb") as file:
-        file.seek(info.begin)
-        return np.frombuffer(file.read(info.nbytes), info.numpy_dtype).reshape(info.shape)
+def _check_tables(model: CausalLM, file: AdapterFile) -> None:
+    """Raises CheckpointError if the file has another embedding or head than the model: peft stores them beside adapters
+    of them, and if they were resized."""
+    head = model.embed.table if model.head is None else model.head.kernel
+    for module, variable in (("model.embed_tokens", model.embed.table), ("lm_head", head)):
+        for name in (f"base_model.model.{module}{end}" for end in (".base_layer.weight", ".weight")):
+            if name not in file or isinstance(variable, QuantizedWeight):
+                file.skip(name)
+                continue
+            ours = variable.get_value()
+            given = file.take(name, variable.shape).astype(ours.dtype)
+            if not file.faults and not bool(jnp.all(put_array(given, model.strategy.sharding_of(variable)) == ours)):
+                raise CheckpointError(
+                    f"{name} in {file.folder} is not the model's: the adapter was trained with another base model, or "
+                    "with a resized or trained vocabulary, and then has to be merged with peft (merge_and_unload)"
+                )
 
 
 def put_array(host: np.ndarray, place: Any) -> jax.Array:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,9 @@ _HARMLESS_INIT = (True, False, None, "gaussian", "eva", "orthogonal")  # other v
 # In models with experts, PEFT 0.21 assumes that modules of these names are the experts of transformers 4, and a router
 # is not a torch.nn.Linear: adapters of these modules have to target the parameter instead of the module.
 _TAKEN = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
-_REMEDY = "use a LoRA adapter saved by peft or nnxmoe"
+_REPEATED_GROUP = re.compile(r"\)[*+{]")  # takes exponential time to match
+_MERGE = "merge it into its base model with peft (merge_and_unload), and load the result"
+Numbers = tuple[int, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Settings:
     path: Path | None = None
 
     @classmethod
-    def of(cls, numbers: Mapping[str, tuple[int, float]], *, has_experts: bool) -> Self:
-        """The settings of adapters, given (rank, alpha) per parameter name within a layer, ``mlp.up_proj.weight``."""
+    def of(cls, numbers: Mapping[str, Numbers], *, has_experts: bool) -> Self:
+        """The settings of adapters, given (rank, alpha) per parameter name, or its end: ``mlp.up_proj.weight``."""
 
         def is_module(name: str) -> bool:
             module, _, last = name.rpartition(".")
@@ -71,56 +73,105 @@ class Settings:
     def read(cls, path: Path) -> Self:
         """The settings in a file. Raises CheckpointError for anything but plain LoRA."""
         fields = read_object(path, "every adapter folder has this file", CheckpointError)
+        if "fine_tune_type" in fields:
+            raise CheckpointError(f"{path} is of an adapter in mlx-lm's format: fuse it with mlx_lm.fuse")
         if fields.get("peft_type") != "LORA":
-            raise CheckpointError(f"{path}: peft_type {short(fields.get('peft_type'))} is not 'LORA'; {_REMEDY}")
+            raise CheckpointError(
+                f"{path}: peft_type {short(fields.get('peft_type'))} is not 'LORA', the only kind that is supported; "
+                f"{_MERGE}"
+            )
         for name, value in fields.items():
-            if name not in _KNOWN and value:
-                raise CheckpointError(f"{path}: {name} {short(value)} is not supported; {_REMEDY}")
-        if fields.get("bias", "none") != "none":
-            raise CheckpointError(f"{path}: bias {short(fields['bias'])} is not supported; {_REMEDY}")
-        parameters, stable = fields.get("target_parameters"), fields.get("use_rslora")
-        if not (isinstance(parameters, list | None) and all(isinstance(name, str) for name in parameters or ())):
-            raise CheckpointError(f"{path}: target_parameters {short(parameters)} is not a list of names; {_REMEDY}")
-        if not isinstance(stable, bool | None):
-            raise CheckpointError(f"{path}: use_rslora {short(stable)} is not true or false; {_REMEDY}")
+            if (name not in _KNOWN and value) or (name == "bias" and value not in ("none", None)):
+                raise CheckpointError(f"{path}: {name} {short(value)} is not supported; {_MERGE}")
         init = fields.get("init_lora_weights")
         if not (isinstance(init, bool | str | None) and init in _HARMLESS_INIT):
             raise CheckpointError(
                 f"{path}: init_lora_weights {short(init)} changes the base model: convert the adapter with "
                 "peft (save_pretrained with path_initial_model_for_weight_conversion)"
             )
-        return cls(fields, path)
+        settings = cls(fields, path)
+        settings._check_types()
+        return settings
+
+    def _check_types(self) -> None:
+        def names(value: Any) -> bool:
+            return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+        def patterns(value: Any) -> bool:
+            return isinstance(value, Mapping)
+
+        def indices(value: Any) -> bool:
+            return all(type(i) is int for i in (value if isinstance(value, list) else [value]))
+
+        kinds: dict[str, tuple[Callable[[Any], bool], str]] = {
+            "target_parameters": (names, "a list of names"),
+            "target_modules": (lambda value: isinstance(value, str) or names(value), "a pattern or a list of names"),
+            "exclude_modules": (lambda value: isinstance(value, str) or names(value), "a pattern or a list of names"),
+            "layers_pattern": (lambda value: isinstance(value, str) or names(value), "a pattern or a list of them"),
+            "layers_to_transform": (indices, "an integer or a list of them"),
+            "rank_pattern": (patterns, "an object"),
+            "alpha_pattern": (patterns, "an object"),
+            "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
+        }
+        for name, (allowed, what) in kinds.items():
+            if (value := self.fields.get(name)) is not None and not allowed(value):
+                raise CheckpointError(f"{self.path}: {name} {short(value)} is not {what}")
+
+    def _matches(self, field: str, pattern: str, name: str, *, whole: bool = True) -> re.Match[str] | None:
+        """The match of a pattern of a field with a name. Raises CheckpointError for a pattern that is none."""
+        if _REPEATED_GROUP.search(pattern):
+            raise CheckpointError(f"{self.path}: {field} {short(pattern)} is not supported: it repeats a group")
+        try:
+            return re.fullmatch(pattern, name) if whole else re.match(pattern, name)
+        except re.error as error:
+            raise CheckpointError(f"{self.path}: {field} {short(pattern)} is no regular expression: {error}") from None
 
     def has_parameter(self, name: str) -> bool:
-        """Whether ``target_parameters`` names a parameter of a layer, such as ``mlp.experts.gate_up_proj``."""
-        return any(_ends(name, target) for target in self.fields.get("target_parameters") or ())
+        """Whether ``target_parameters`` names a parameter, such as ``model.layers.0.mlp.experts.down_proj``."""
+        return _named(name, self.fields.get("target_parameters") or [])
 
-    def numbers(self, name: str) -> tuple[int, float]:
-        """(rank, alpha) of a parameter, by its name within a layer; the scale is alpha / rank, also with rsLoRA."""
+    def has_module(self, name: str) -> bool:
+        """Whether a module, such as ``model.layers.0.mlp.up_proj``, is a target (peft's check_target_module_exists)."""
+        targets, excluded = self.fields.get("target_modules"), self.fields.get("exclude_modules")
+        if isinstance(excluded, str) and excluded:
+            if self._matches("exclude_modules", excluded, name):
+                return False
+        elif _named(name, excluded or []):
+            return False
+        if isinstance(targets, str):
+            if targets.lower() == "all-linear":
+                return name.rpartition(".")[2] not in ("lm_head", "embed_tokens")
+            return self._matches("target_modules", targets, name) is not None
+        if name in (targets or []):
+            return True
+        return _named(name, targets or []) and self._in_layers(name)
+
+    def _in_layers(self, name: str) -> bool:
+        layers, patterns = self.fields.get("layers_to_transform"), self.fields.get("layers_pattern") or []
+        if layers is None or layers == []:
+            return True
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        every = [rf"(?:^|.*?\.){one}\.(?P<idx>\d+)\." for one in patterns] or [r".*?\.[^.]*\.(?P<idx>\d+)\."]
+        found = next((m for one in every if (m := self._matches("layers_pattern", one, name, whole=False))), None)
+        return found is not None and int(found["idx"]) in (layers if isinstance(layers, list) else [layers])
+
+    def numbers(self, name: str) -> Numbers:
+        """(rank, alpha) of a module or parameter, by its name; the scale is alpha / rank, also with rsLoRA."""
         rank = self._number("r", "rank_pattern", name)
         alpha = self._number("lora_alpha", "alpha_pattern", name)
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank < 2**31:
-            raise CheckpointError(f"{self.path}: the rank {short(rank)} of {name} is not a positive integer; {_REMEDY}")
+            raise CheckpointError(f"{self.path}: the rank {short(rank)} of {name} is not a positive integer")
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 2**31:
-            raise CheckpointError(f"{self.path}: lora_alpha {short(alpha)} is not a positive number; {_REMEDY}")
+            raise CheckpointError(f"{self.path}: lora_alpha {short(alpha)} of {name} is not a positive number")
         return rank, float(alpha) * (math.sqrt(rank) if self.fields.get("use_rslora") else 1.0)
 
     def _number(self, field: str, patterns: str, name: str) -> Any:
-        """The value of the first pattern that matches the end of a name, else that of the field."""
-        found = self.fields.get(patterns) or {}
-        if not isinstance(found, Mapping):
-            raise CheckpointError(f"{self.path}: {patterns} {short(found)} is not an object; {_REMEDY}")
-        for pattern, value in found.items():
-            plain = pattern.removeprefix("^").removeprefix(r".*\.").replace(r"\.", ".").replace(r"\_", "_")
-            if not re.fullmatch(r"[A-Za-z0-9_.]{1,200}", plain) or re.search(r"(^|\.)\d+\.", plain):
-                raise CheckpointError(
-                    f"{self.path}: {patterns} {short(pattern)} is not supported: only names that hold for all layers "
-                    "are"
-                )
-            if _ends(name, plain) or _ends(name.removesuffix(".weight"), plain):
+        """The value of the first pattern that matches a name as in peft's get_pattern_key, else that of the field."""
+        for pattern, value in (self.fields.get(patterns) or {}).items():
+            if self._matches(patterns, rf"(.*\.)?({pattern})$", name, whole=False):
                 return value
         return self.fields.get(field)
 
 
-def _ends(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}") or target.endswith(f".{name}")
+def _named(name: str, targets: list[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)

@@ -1,4 +1,4 @@
-"""The places in a model that can hold an adapter, and their names: `attention.q`, `mlp.up`, `experts.gate_up`."""
+"""The places in a model that can hold an adapter, and their names: `attention.q`, `experts.gate_up`, `head`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from nnxmoe.axes import of_layers
+from nnxmoe.axes import axes_of, of_layers
 from nnxmoe.config.printable import plain
 from nnxmoe.convert.core.layout import Path
+from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.kernel import kernel_param
 from nnxmoe.layers.lora import LoRA, LoRAParam
 from nnxmoe.layers.quantized import labels_of
@@ -50,13 +51,26 @@ class Slot:
     @property
     def depth(self) -> int | None:
         """The number of layers of a scanned stack, on the first axis; None for a single layer."""
+        lead, axes = (of[0] for of in self.dimensions)
+        return lead[0] if of_layers(axes) else None
+
+    @property
+    def dimensions(self) -> tuple[Any, Any]:
+        """Sizes and logical axes of the kernel, each as (lead, ins, outs)."""
         kernel = self.base[0]
-        return kernel.lead[0] if of_layers(kernel.logical_axes[0]) else None
+        if isinstance(self.owner, Embed):  # the table [V, D], which is looked up, or multiplied by as a tied head
+            turn = slice(None, None, 1 if self.attribute == "lora" else -1)
+            return tuple(((), *((size,) for size in of[turn])) for of in (kernel.shape, axes_of(kernel)))
+        return (kernel.lead, kernel.ins, kernel.outs), kernel.logical_axes
+
+    @property
+    def layers(self) -> range:
+        """The numbers of its layers; the embedding and the head are one."""
+        return range(self.first, self.first + (self.depth or 1))
 
     def shapes(self, rank: int, alpha: float, dtype: np.dtype) -> LoRA:
         """An adapter without values, with logical axes by which it is sharded like its kernel."""
-        kernel = self.base[0]
-        (lead, ins, outs), (lead_axes, in_axes, out_axes) = (kernel.lead, kernel.ins, kernel.outs), kernel.logical_axes
+        (lead, ins, outs), (lead_axes, in_axes, out_axes) = self.dimensions
         if len(self.kernels) > 1:
             outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
         # `nnxmoe.train.lora` and `nnxmoe.train.lora.peft` set the values.
@@ -67,7 +81,7 @@ class Slot:
 
 
 def slots(model: CausalLM) -> list[Slot]:
-    """All slots, in the order of the layers. The embedding and the head have none."""
+    """All slots, in the order of the layers, those of the embedding and the head last."""
     found = []
     for path, module in model.layer_modules():
         for attribute, kernels in getattr(module, "adapted", {}).items():
@@ -75,14 +89,18 @@ def slots(model: CausalLM) -> list[Slot]:
             name = key.removeprefix("layer.").removeprefix("moe.").removesuffix("." + kernels[0])
             name = name if kernels == ("kernel",) else f"{name}.{'_'.join(kernels)}"
             found.append(Slot(name, key, path, module, attribute, kernels, labels["layer"]))
-    return sorted(found, key=lambda slot: (slot.first, slot.place))
+    found.sort(key=lambda slot: (slot.first, slot.place))
+    tied = model.head is None
+    head = (("embed",), model.embed, "lora_head", ("table",)) if tied else (("head",), model.head, "lora", ("kernel",))
+    embed = Slot("embed", "embed.table", ("embed",), model.embed, "lora", ("table",), 0)
+    return [*found, embed, Slot("head", "embed.table" if tied else "head.kernel", *head, 0)]
 
 
 def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
-    """The slots whose names equal a target or start with ``target.``; None: all but the router."""
+    """The slots whose names equal a target or start with ``target.``; None: all but router, embedding and head."""
     every = slots(model)
     if targets is None:
-        return [slot for slot in every if slot.name != "router"]
+        return [slot for slot in every if slot.name not in ("router", "embed", "head")]
     asked, names = [targets] if isinstance(targets, str) else list(targets), sorted({slot.name for slot in every})
     known = {target: [name for name in names if f"{name}.".startswith(f"{target}.")] for target in asked}
     if odd := [target for target in asked if not known[target]] if asked else [""]:

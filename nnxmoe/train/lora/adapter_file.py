@@ -1,0 +1,59 @@
+"""Reading the tensors of an adapter's file."""
+
+from pathlib import Path
+
+import numpy as np
+
+from nnxmoe.config.printable import plain
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.safetensors import read_header
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+_FLOATS = ("F32", "BF16", "F16")
+
+
+class AdapterFile:
+    """The tensors of a folder's ``adapter_model.safetensors``, with a list of what does not fit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, path = folder, folder / WEIGHTS_FILE
+        self.faults: list[str] = []
+        if not path.is_file() and (pickled := path.with_name("adapter_model.bin")).is_file():
+            raise CheckpointError(
+                f"{pickled} is pickled, which is not read here: convert it to safetensors, with peft's "
+                "PeftModel.from_pretrained(…).save_pretrained(…)"
+            )
+        self._infos = read_header(path)
+        self._unread = set(self._infos)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._infos
+
+    def skip(self, name: str) -> None:
+        """Count a tensor as read."""
+        self._unread.discard(name)
+
+    def take(self, name: str, shape: tuple[int, ...], rank: int | None = None) -> np.ndarray:
+        """The values of a tensor; zeros, and a fault in the list, if it is not there or has another shape or dtype."""
+        info = self._infos.get(name)
+        if info is None:
+            self.faults.append(f"missing: {name}")
+            return np.zeros(shape, np.float32)
+        self._unread.discard(name)
+        if info.shape != shape:
+            why = "the model requires" if rank is None else f"the model and rank {rank} require"
+            self.faults.append(f"shape: {name} has {list(info.shape)}, {why} {list(shape)}")
+        elif info.dtype not in _FLOATS:
+            self.faults.append(f"dtype: {name} is {info.dtype}, not one of {', '.join(_FLOATS)}")
+        else:
+            with open(info.file, "rb") as file:
+                file.seek(info.begin)
+                return np.frombuffer(file.read(info.nbytes), info.numpy_dtype).reshape(shape)
+        return np.zeros(shape, np.float32)
+
+    def check(self) -> None:
+        """Raises CheckpointError if anything did not fit, or was not read."""
+        faults = self.faults + [f"unexpected: {plain(name)}" for name in self._infos if name in self._unread]
+        if faults or not self._infos:
+            lines = "\n  ".join(faults or ["it has no tensors"])
+            raise CheckpointError(f"the adapter in {self.folder} does not fit this model:\n  {lines}")
