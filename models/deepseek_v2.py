@@ -24,6 +24,7 @@ class DeepSeekV2Config(DeepSeekV3Config):
 
     model_type = "deepseek_v2"
     architecture = "DeepseekV2ForCausalLM"
+    least_group = 1  # its score is that of its best expert
     aliases = {"num_experts": "n_routed_experts"}
     fixed = {"scoring_func": ("softmax",), "mlp_bias": (None, False)}
 

@@ -5,7 +5,7 @@ Also in GLM-4.5, dots.llm1 and Solar Open, mostly with a single group.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count
@@ -28,6 +28,7 @@ class GroupedExpertsConfig(DecoderConfig):
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
     ignored = "aux_loss_alpha seq_aux ep_size output_router_logits router_aux_loss_coef"
     first_k_dense_replace = 0
+    least_group: ClassVar[int] = 2  # experts of a group, whose score is the sum of its two best
 
     moe_intermediate_size: int = count(1408, most=2**24)
     n_routed_experts: int = count(128, most=4096)
@@ -45,9 +46,10 @@ class GroupedExpertsConfig(DecoderConfig):
 
     def _check_groups(self) -> None:
         size, rest = divmod(self.n_routed_experts, self.n_group)
-        if rest or size < 2:
+        if rest or size < self.least_group:
             raise ConfigError(
-                f"n_group {self.n_group} must divide n_routed_experts {self.n_routed_experts} into groups of at least 2"
+                f"n_group {self.n_group} must divide n_routed_experts {self.n_routed_experts} into groups of at least "
+                f"{self.least_group}"
             )
         check_at_most(self, "topk_group", "n_group")
         if self.num_experts_per_tok > self.topk_group * size:

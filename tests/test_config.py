@@ -449,6 +449,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
     ("deepseek_v3", {"n_group": 7}, "n_group 7 .* n_routed_experts 256"),
     ("deepseek_v3", {"n_group": 256, "topk_group": 8}, "n_group 256 .* at least 2"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 65, "topk_group": 1}, "n_group 65 .* least 1"),
     ("deepseek_v3", {"topk_group": 9}, "topk_group 9 .* n_group 8"),
     ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 33}, "num_experts_per_tok 33 .* 32 experts"),
     ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads 8 must equal num_attention_heads 128"),

@@ -154,6 +154,16 @@ def test_defaults_of_absent_fields(kind: str) -> None:
     assert ours.kv_heads == theirs.num_key_value_heads
 
 
+def test_groups_of_one_expert(tmp_path: Path) -> None:
+    """DeepSeek-V2 scores a group by its best expert, so that groups may have a single one."""
+    given = FAMILIES["deepseek_v2"].draw(random.Random(0)) | {"topk_method": "group_limited_greedy"}
+    given |= {"n_routed_experts": 8, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 3}
+    write_theirs(tmp_path, "deepseek_v2", given, seed=3)
+    tokens, mask = tokens_of(given["vocab_size"])
+    theirs = run_theirs(load_theirs(tmp_path, "deepseek_v2"), tokens, mask)
+    assert max_error(nnxmoe.from_pretrained(tmp_path)(tokens, mask).logits, theirs.logits, mask) < MODEL_TOLERANCE
+
+
 def test_declared_fields_are_current() -> None:
     """The installed transformers reads the fields that the stored list has."""
     stored = json.loads(FILE.read_text())
