@@ -24,7 +24,7 @@ from nnxmoe.convert.hf.forms import arranged
 from nnxmoe.convert.hf.layout import judge, layout, refuse_unjustified
 from nnxmoe.convert.hf.pretrained import untied
 from nnxmoe.convert.hf.quantize import keep
-from nnxmoe.convert.hf.side_files import check_generation, parse_config
+from nnxmoe.convert.hf.side_files import generation_fields, parse_config
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
@@ -239,8 +239,7 @@ def find(
             return _checked(find_config(folder), {}, where)
         with Checkpoint.open(folder) as checkpoint:
             checked = _checked(checkpoint.config, checkpoint.tensors, where, checkpoint)
-            generation = str(checkpoint.folder / "generation_config.json")
-            check_generation(checkpoint.generation_config, checked[0], generation)
+            generation_fields(checkpoint.folder, checked[0])
             return checked
     try:
         fields, headers = hub_headers(str(name), revision=revision, local_files_only=local_files_only)

@@ -194,16 +194,19 @@ def left_aligned(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndar
 
 def eos_ids(model: CausalLM, eos_token_id: Eos) -> tuple[int, ...]:
     """The ids that end a sequence; ``...`` reads them from generation_config.json, else config.json."""
-    if eos_token_id is ...:
+    from_files = eos_token_id is ...
+    if from_files:
         eos_token_id = model.generation_config.get("eos_token_id", model.config.eos_token_id)
     if eos_token_id is None:
         return ()
-    return (int(eos_token_id),) if isinstance(eos_token_id, int | np.integer) else tuple(int(i) for i in eos_token_id)  # pyright: ignore
+    found = [int(i) for i in np.atleast_1d(np.asarray(eos_token_id))]
+    return tuple(i for i in found if not from_files or 0 <= i < model.config.vocab_size)
 
 
 def _pad_id(model: CausalLM, eos: tuple[int, ...]) -> int:
+    """The checkpoint's pad id, else the end id: files have -1, or an id that only their tokenizer knows."""
     pad = model.generation_config.get("pad_token_id", model.config.pad_token_id)
-    return int(pad) if pad is not None and pad >= 0 else (eos[0] if eos else 0)  # -1: none, in old checkpoints
+    return int(pad) if pad is not None and 0 <= pad < model.config.vocab_size else (eos[0] if eos else 0)
 
 
 def _ids(tokens: Any) -> np.ndarray:

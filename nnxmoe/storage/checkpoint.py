@@ -33,7 +33,6 @@ class Checkpoint:
         """Reads and checks the headers of the files that were found; use `Checkpoint.open`."""
         self.folder = found.folder
         self.config = found.config
-        self.generation_config = found.generation_config
         self.files: list[Path] = list(found.files)
         self.tensors: dict[str, TensorInfo] = {}
         self._bytes_read = 0

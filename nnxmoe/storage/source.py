@@ -36,7 +36,6 @@ class Source:
 
     folder: Path
     config: dict[str, Any]
-    generation_config: dict[str, Any]
     files: tuple[Path, ...]
     weight_map: dict[str, str]
 
@@ -60,13 +59,8 @@ def find_in_folder(folder: Path) -> Source:
     if not os.path.isdir(folder):
         raise CheckpointError(f"no such folder: {folder}; give the folder that holds config.json and the weights")
     config = find_config(folder)
-    generation = folder / "generation_config.json"
-    has_generation = os.path.lexists(generation)
-    generation_config = (
-        read_object(generation, "fetch it again or remove it", CheckpointError) if has_generation else {}
-    )
     files, weight_map = _weight_files(folder)
-    return Source(folder, config, generation_config, tuple(files), weight_map)
+    return Source(folder, config, tuple(files), weight_map)
 
 
 def find_config(folder: Path) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def cases() -> Iterator[Case]:
             kind, "config, a hidden size of two more", "refuse", _with({"hidden_size": 26}), (CONFIG, "[53, 24]")
         )
         yield Case(kind, "config, 40 layers more", "refuse", _with({"num_hidden_layers": 40}), (CONFIG, "layers"))
-    for fault, data, names in GENERATIONS:
-        yield Case(next(family), f"generation_config, {fault}", "refuse", _generation(data), (GENERATION, *names))
+    for fault, verdict, data, names in GENERATIONS:
+        yield Case(next(family), f"generation_config, {fault}", verdict, _generation(data), names)
 
 
 def _shown(value: Any) -> str:
@@ -196,12 +196,15 @@ WHOLE: list[tuple[str, Verdict, dict[str, Any], tuple[str, ...]]] = [
     ("two aliases at odds", "refuse", {"model_type": "mixtral", "num_local_experts": 6, "num_experts": 8}, (CONFIG, "num_experts")),
 ]  # fmt: skip
 
-GENERATIONS: list[tuple[str, Any, tuple[str, ...]]] = [
-    ("no JSON", "{", ("JSON",)),
-    ("a list", "[]", ("object",)),
-    ("an eos id beyond the vocabulary", {"eos_token_id": 53}, ("eos_token_id",)),
-    ("a number that is infinite", '{"temperature": 1e400}', ("1e400",)),
-    ("an eos id that is a text", {"eos_token_id": "</s>"}, ("eos_token_id",)),
-    ("eos ids of which one is negative", {"eos_token_id": [1, -1]}, ("eos_token_id",)),
-    ("a pad id beyond the vocabulary", {"pad_token_id": 10**9}, ("pad_token_id",)),
+GENERATIONS: list[tuple[str, Verdict, Any, tuple[str, ...]]] = [
+    ("no JSON", "report", "{", ("generation_config.json is not valid JSON",)),
+    ("a list", "report", "[]", ("generation_config.json must hold a JSON object",)),
+    ("a number that is infinite", "report", '{"temperature": 1e400}', ("1e400",)),
+    ("an eos id beyond the vocabulary", "report", {"eos_token_id": 53}, ("eos_token_id 53 is not in the vocabulary",)),
+    ("eos ids of which one is negative", "report", {"eos_token_id": [1, -1]}, ("eos_token_id -1",)),
+    ("a pad id beyond the vocabulary", "report", {"pad_token_id": 10**9}, ("pad_token_id 1000000000",)),
+    ("an eos id that is a text", "refuse", {"eos_token_id": "</s>"}, (GENERATION, "eos_token_id")),
+    ("no eos id in a list", "refuse", {"eos_token_id": []}, (GENERATION, "eos_token_id")),
+    ("an eos id that is a fraction", "refuse", {"eos_token_id": 1.5}, (GENERATION, "eos_token_id")),
+    ("ids as transformers takes them", "accept", {"eos_token_id": [2.0, 1], "bos_token_id": [1]}, ()),
 ]

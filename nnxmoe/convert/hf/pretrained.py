@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from nnxmoe.axes import Rules
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short, some
 from nnxmoe.convert.core.check import refuse
 from nnxmoe.convert.core.dtypes import float_dtype
@@ -28,7 +27,7 @@ from nnxmoe.convert.hf.compressed_writer import compressed
 from nnxmoe.convert.hf.forms import arranged, restored
 from nnxmoe.convert.hf.layout import EMBED, HEAD, copies, judge, layout, refuse_unjustified
 from nnxmoe.convert.hf.quantize import keep, quantize_on_reading
-from nnxmoe.convert.hf.side_files import check_generation, parse_config, write_side_files
+from nnxmoe.convert.hf.side_files import generation_fields, parse_config, write_side_files
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
@@ -89,7 +88,8 @@ def from_pretrained(
         mesh, rules = strategy.mesh if mesh is None else mesh, strategy.rules if rules is None else rules
         strategy = dataclasses.replace(strategy, mesh=mesh, rules=rules)
         model = kind(config, strategy, rngs=None, mtp=mtp)
-        notes += tuple(_other_copies(model, checkpoint))
+        model.generation_config, more = generation_fields(checkpoint.folder, config)
+        notes += (*more, *_other_copies(model, checkpoint))
         error = None
         if keep_quantized:
             found = keep(model, found)
@@ -99,7 +99,6 @@ def from_pretrained(
         restore(model, layout(model, found), found, dtype, report)
         if error is not None:
             model.load_report = dataclasses.replace(model.load_report, quantization_error=error.relative)
-        model.generation_config = FrozenDict(checkpoint.generation_config)
         return model
 
 
@@ -115,7 +114,6 @@ def restore(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
 def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, tuple[str, ...]]:
     """The config, with ``tie_word_embeddings`` False if the checkpoint stores a different head, and notes."""
     config, notes = parse_config(checkpoint.config, str(checkpoint.folder / "config.json"))
-    check_generation(checkpoint.generation_config, config, str(checkpoint.folder / "generation_config.json"))
     if untied(config, checkpoint.tensors, checkpoint.same):
         note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are used, untied"
         return dataclasses.replace(config, tie_word_embeddings=False), (*notes, note)

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError, check_token_ids
+from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.printable import short
 from nnxmoe.convert.core.dtypes import matrices_dtype
 from nnxmoe.convert.core.layout import parameters
 from nnxmoe.model.causal_lm import CausalLM
@@ -74,13 +75,33 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def read_generation_config(folder: Path, config: DecoderConfig) -> Mapping[str, Any]:
-    """The validated generation_config.json of a folder; empty if the file is missing."""
+    """The generation_config.json of a folder, empty if missing or unreadable; warns of what has no effect."""
+    fields, notes = generation_fields(folder, config)
+    for note in notes:
+        logger.warning("%s: %s", folder, note)
+    return fields
+
+
+def generation_fields(folder: Path, config: DecoderConfig) -> tuple[FrozenDict, tuple[str, ...]]:
+    """The generation_config.json of a folder, and what to report of it: transformers too ignores an unreadable file,
+    and ids outside the vocabulary. Raises CheckpointError for end ids that are no numbers."""
     path = folder / GENERATION
     if not os.path.lexists(path):
-        return FrozenDict({})
-    fields = read_object(path, "fetch it again or remove it", CheckpointError)
-    check_generation(fields, config, str(path))
-    return FrozenDict(fields)
+        return FrozenDict({}), ()
+    try:
+        fields = read_object(path, "it is ignored", CheckpointError)
+    except CheckpointError as error:
+        return FrozenDict({}), (str(error),)
+    notes = []
+    for name in ("eos_token_id", "pad_token_id"):
+        value = fields.get(name)
+        ids = value if isinstance(value, list) and value and name == "eos_token_id" else [value]
+        for one in ids if value is not None else ():
+            if isinstance(one, bool) or not isinstance(one, int | float) or one != int(one):
+                raise CheckpointError(f"{path}: {name} is {short(value)}: it must be a token id, or null")
+            if not 0 <= one < config.vocab_size and (name, one) != ("pad_token_id", -1):
+                notes.append(f"{GENERATION}: {name} {short(one)} is not in the vocabulary and is ignored")
+    return FrozenDict(fields), tuple(notes)
 
 
 def parse_config(fields: Mapping[str, Any], where: str) -> tuple[DecoderConfig, tuple[str, ...]]:
@@ -88,13 +109,5 @@ def parse_config(fields: Mapping[str, Any], where: str) -> tuple[DecoderConfig, 
     try:
         kind = config_class(fields)
         return kind.from_hf(fields), kind.notes(fields)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def check_generation(fields: Mapping[str, Any], config: DecoderConfig, where: str) -> None:
-    """Validate the token ids of a parsed generation_config.json; errors name the file ``where``."""
-    try:
-        check_token_ids(fields, config.vocab_size)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
