@@ -120,9 +120,9 @@ def eight() -> "Iterator[Callable[..., Any]]":
     usual = os.environ.get("XLA_FLAGS")
     os.environ["XLA_FLAGS"] = f"{usual or ''} --xla_force_host_platform_device_count=8"
     pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-    pool.submit(int).result(timeout=120)  # the process has read its environment
+    pool.submit(int).result(timeout=1200)  # the process has read its environment
     os.environ.pop("XLA_FLAGS") if usual is None else os.environ.update(XLA_FLAGS=usual)
-    yield lambda function, *arguments: pool.submit(then_drop, function, *arguments).result(timeout=300)
+    yield lambda function, *arguments: pool.submit(then_drop, function, *arguments).result(timeout=1200)
     pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -95,7 +95,7 @@ def compile_for() -> Iterator[Callable[..., Any]]:
             os.environ.update(environment(platform, 1))
             os.environ.pop("JAX_DEFAULT_MATMUL_PRECISION")  # Mosaic refuses float32 products of bfloat16
             pools[platform] = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-            pools[platform].submit(int).result(timeout=120)  # the process has read its environment
+            pools[platform].submit(int).result(timeout=1200)  # the process has read its environment
             os.environ.clear()
             os.environ.update(usual)
         given = (compiled, platform) if run is None else (run,)

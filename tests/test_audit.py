@@ -64,7 +64,7 @@ def watch(folder: Path, what: str) -> tuple[list[str], str]:
         [sys.executable, str(WATCHED), str(ROOT), str(folder), what],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=1200,
         cwd=folder.parent,
         env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"},  # the cache writes files
     )

@@ -166,7 +166,7 @@ def test_ctrl_c_exits_immediately_with_130(where: str) -> None:
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=1200)
     assert (process.returncode, said) == (130, "nnxmoe: interrupted\n")
 
 
@@ -199,7 +199,7 @@ def test_closed_pipe_exits_silently() -> None:
     process = subprocess.Popen(line, cwd=CASES.parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.close()
-    assert (process.wait(60), process.stderr and process.stderr.read()) == (141, "")
+    assert (process.wait(1200), process.stderr and process.stderr.read()) == (141, "")
 
 
 def test_generate_is_deterministic_per_seed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,7 +341,7 @@ def test_inspect_shows_sharded_sizes_on_a_mesh(capsys: pytest.CaptureFixture[str
 @pytest.mark.commands
 def test_inspect_of_671_billion_parameters_uses_little_memory() -> None:
     command = [sys.executable, "-c", INSPECT]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=CASES.parents[2])
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=CASES.parents[2])
     assert run.returncode == 0 and "671,026,419,200" in run.stdout, run.stderr
     peak = float(run.stderr.split()[-1])
     assert peak < 1e9, f"{peak / 1e6:.0f} MB"

@@ -166,7 +166,7 @@ def test_convert_on_a_mesh_from_the_command_line(tmp_path: Path) -> None:
         line = ["convert", MIXTRAL, str(tmp_path / "out"), "--to", "orbax", "--mesh", mesh]
         env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
         command = [sys.executable, "-m", "nnxmoe", *line]
-        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
 
     refused = run("expert=3")
     assert refused.returncode == 1 and "nnxmoe: error: " in refused.stderr and "Traceback" not in refused.stderr

@@ -95,9 +95,9 @@ def test_killed_and_rerun_command_is_bitwise_equal(tmp_path: Path, more: list[st
     """20 steps equal at least 10 steps, a SIGKILL, and the same command again."""
     data = write_task(tmp_path / "task.jsonl", 300)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    output, errors = command(straight, data, *more).communicate(timeout=300)
+    output, errors = command(straight, data, *more).communicate(timeout=1200)
     assert "steps 1 to 20" in output, errors
-    run, deadline = command(killed, data, *more), time.monotonic() + 300
+    run, deadline = command(killed, data, *more), time.monotonic() + 1200
     metrics = killed / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 10:
         assert run.poll() is None and time.monotonic() < deadline, run.communicate()
@@ -105,7 +105,7 @@ def test_killed_and_rerun_command_is_bitwise_equal(tmp_path: Path, more: list[st
     os.kill(run.pid, signal.SIGKILL)
     run.communicate()
     assert not (killed / "model.safetensors").exists()
-    output, errors = command(killed, data, *more).communicate(timeout=300)
+    output, errors = command(killed, data, *more).communicate(timeout=1200)
     assert "resuming from step" in errors and "to 20: cross-entropy" in output, errors
     (arrays, extra), (others, other) = last_checkpoint(straight), last_checkpoint(killed)
     assert extra == other and arrays.keys() == others.keys() and any("moments" in name for name in arrays)

@@ -317,7 +317,7 @@ def test_failed_or_interrupted_save_leaves_no_files(
     out = tmp_path / "out"
     out.mkdir()
     command = [sys.executable, str(interrupted), save.__module__, str(out / "a")]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100)
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=1200)
     assert run.returncode == 7 and not list(out.iterdir())
 
 

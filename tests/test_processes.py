@@ -23,7 +23,7 @@ from tests.support.arrays import flat, identical, tensors
 from tests.support.launch import Launch, wait
 
 ROOT = Path(__file__).resolve().parent.parent
-SLACK = 15.0  # seconds added to limits for a busy machine
+SLACK = 1200.0  # seconds added to limits: only a hang takes so long
 GAVE_UP_FOR = "Another process is missing, dead or stuck"
 ENDS = ("JAX distributed service detected fatal errors", "of 2 exits on this", GAVE_UP_FOR)
 
@@ -65,7 +65,7 @@ def test_several_processes_match_a_single_one(tmp_path: Path, count: int, plans:
 def test_failed_save_raises_in_every_process(tmp_path: Path) -> None:
     """One reports the cause, the other that its peer failed; both continue, and no files remain."""
     with Launch(tmp_path, 2, "cannot save", devices=2) as job:
-        job.finish(120)
+        job.finish(SLACK)
     assert len(list(tmp_path.glob("* failed *"))) == 6
     assert not [path.name for path in tmp_path.iterdir() if "never" in path.name]
 
@@ -119,7 +119,7 @@ def test_stuck_process_ends_the_other_at_its_deadline(tmp_path: Path, task: str,
 @pytest.mark.commands
 def test_missing_process_times_out(tmp_path: Path) -> None:
     with Launch(tmp_path, 2, "missing", started=1) as job:
-        assert job.end(0, 60) == GAVE_UP
+        assert job.end(0, SLACK) == GAVE_UP
         said = job.said(0)
         assert "process 0 of 2" in said and "gave up connecting to the other processes after 3 s" in said
 
@@ -142,14 +142,14 @@ import logging, sys, time
 from nnxmoe.runtime import processes
 from nnxmoe.runtime.processes import deadline, initialize
 logging.basicConfig(level="INFO")
-initialize(timeout=60)
+initialize(timeout=600)
 import jax
 if jax.process_count() > 1:
     try:
-        initialize(timeout=60)
+        initialize(timeout=600)
     except ValueError as error:
         assert "already connected to the others" in str(error)
-    assert processes._job.timeout == 60
+    assert processes._job.timeout == 600
 with deadline("nothing"), deadline("a moment", 5):
     counts = jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count()
     sys.stdout.write(f"{' '.join(map(str, counts))} {sys.argv[1:]}\\n")  # at once: both write to one pipe
@@ -170,7 +170,7 @@ def script(tmp_path: Path) -> str:
 
 def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     env, command = os.environ | {"PYTHONPATH": str(ROOT)} | variables, [sys.executable, *arguments]
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=SLACK)
 
 
 @pytest.mark.commands
@@ -248,7 +248,7 @@ def test_jax_detects_slurm(script: str) -> None:
             running.append(stack.enter_context(subprocess.Popen([sys.executable, script], env=env, **streams)))
             stack.callback(running[-1].kill)
         for i, process in enumerate(running):
-            said, _ = process.communicate(timeout=100)
+            said, _ = process.communicate(timeout=SLACK)
             assert process.returncode == 0 and f"{i} 2 " in said, said
 
 

@@ -40,5 +40,5 @@ def test_example_runs(code: str, tmp_path: Path) -> None:
     (tmp_path / "models").symlink_to(ROOT / "models")
     (tmp_path / "backwards.jsonl").write_text('{"text": "what a command of the README writes"}\n' * 20)
     env, command = os.environ | {"PYTHONPATH": str(ROOT)}, [sys.executable, "-c", code]
-    run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stderr[-2000:]

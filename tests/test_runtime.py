@@ -33,7 +33,7 @@ def run(code: str, **env: str) -> str:
         env=kept | {"PYTHONPATH": str(ROOT)} | env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -306,12 +306,12 @@ def test_interrupted_fit_saves_and_continues(tmp_path: Path) -> None:
         first = int(process.stdout.readline())
         assert first == last + 1
         if steps is None:
-            output, errors = process.communicate(timeout=120)
+            output, errors = process.communicate(timeout=1200)
             assert process.returncode == 0 and output.endswith(f"done {last + 1}\n"), errors
             return
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=1200)
         assert process.returncode == 130 and "Traceback" not in errors, errors
         last = int(output.split()[-1])
         assert f"interrupted at step {last} of 1000000; saved in {tmp_path / 'run'}" in errors

@@ -22,7 +22,7 @@ from nnxmoe.serve import engine_thread
 from nnxmoe.serve.app import PAGE
 from nnxmoe.serve.pieces import TokenTexts
 from tests.benchmarks.server import Load
-from tests.support.serving import Client, Json, Running, serving
+from tests.support.serving import TIMEOUT, Client, Json, Running, serving
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 STORY: Json = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
@@ -50,7 +50,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if "server" in request.fixturenames:
         running: Running = request.getfixturevalue("server")
         running.gate.let(None)
-        running.until(running.idle, 10)
+        running.until(running.idle)
 
 
 def one(running: Client, path: str, body: Json) -> Json:
@@ -85,7 +85,7 @@ def test_special_tokens_as_stop_strings(server: Running, demo: Any) -> None:
 def test_connections_without_a_request_are_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nnxmoe.serve.run, "HEAD_SECONDS", 0.3)
     for sent in (b"", HEAD):
-        with socket.create_connection(("127.0.0.1", server.port), 5) as silent:
+        with socket.create_connection(("127.0.0.1", server.port), TIMEOUT) as silent:
             silent.sendall(sent)
             assert silent.recv(100) == b""
 
@@ -192,7 +192,9 @@ def test_chats_are_rendered_by_the_template(server: Running, demo: Any) -> None:
 
 COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"model": "gpt-4"}, 404, "model", "'tiny'"),
-    ({"tools": []}, 400, "tools", "unknown field"),
+    ({"tools": [{}]}, 400, "tools", "not supported"),
+    ({"foo": 1}, 400, "foo", "unknown field"),
+    ({"stream_options": {"foo": 1}, "stream": True}, 400, "foo", "unknown field"),
     ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "repetition_penalty"),
     ({"suffix": "x"}, 400, "suffix", "not supported"),
     ({"best_of": 3}, 400, "best_of", "not supported"),
@@ -225,17 +227,87 @@ COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
 CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"messages": []}, 400, "messages", "empty"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, 400, "messages", "unknown role robot"),
-    ({"messages": [{"role": "user", "content": "hi", "images": []}]}, 400, "images", "unknown field"),
+    ({"messages": [{"content": "hi"}]}, 400, "role", "missing required field"),
+    ({"messages": ["hi"]}, 400, "messages", "Expected `object`"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "image_url"),
     ({"tools": [{"type": "function"}]}, 400, "tools", "tools is not supported"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "tool_calls", "tool_calls is not supported"),
-    ({"tool_choice": "auto"}, 400, "tool_choice", "Invalid enum value"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format", "json_object"),
+    ({"messages": [{"role": "user", "content": "hi", "audio": {"id": "a"}}]}, 400, "audio", "does not read it"),
+    ({"tool_choice": "required"}, 400, "tool_choice", "not supported"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", "plain text"),
+    ({"service_tier": "flex"}, 400, "service_tier", "not supported"),
+    ({"modalities": ["text", "audio"]}, 400, "modalities", "not supported"),
+    ({"store": True}, 400, "store", "not supported"),
+    ({"reasoning_effort": "high"}, 400, "reasoning_effort", "does not read it"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs", "chat_template"),
     ({"top_logprobs": 3}, 400, "top_logprobs", "logprobs: true"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
-    ({"max_tokens": 1, "max_completion_tokens": 1}, 400, "max_tokens", "not both"),
+    ({"max_tokens": 2, "max_completion_tokens": 1}, 400, "max_tokens", "not both"),
     ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "messages"),
 ]
+
+
+def test_fields_that_ask_for_nothing_are_accepted(server: Running) -> None:
+    """Null for any field, values without effect, labels, fields of messages for the template, and slashes."""
+    chat, told = CHAT | {"max_tokens": 2}, CHAT["messages"][0]
+    neutral: Json = {"functions": None, "function_call": None, "tools": [], "tool_choice": "none", "metadata": {}}
+    neutral |= {
+        "parallel_tool_calls": True,
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "store": False,
+        "user": "u",
+    }
+    neutral |= {"verbosity": "medium", "reasoning_effort": "none", "top_logprobs": 0, "max_completion_tokens": 2}
+    neutral |= {
+        "response_format": {"type": "text"},
+        "frequency_penalty": 0.0,
+        "prompt_cache_key": "k",
+        "no_field": None,
+    }
+    wanted = one(server, CHATS, chat)["message"]
+    for change in (neutral, {"stream_options": {"include_usage": None}}, {"stream_options": {"include_usage": False}}):
+        assert one(server, CHATS, chat | change)["message"] == wanted
+    for more in ({"name": "bob"}, {"audio": None, "images": []}, {"id": 7}):
+        assert one(server, CHATS, chat | {"messages": [told | more]})["message"] == wanted
+    assert server.stream(CHATS, chat | {"stream_options": {"include_usage": None}})[-1]["choices"]
+    assert one(
+        server, COMPLETIONS + "/", STORY | {"suffix": "", "best_of": 1, "logit_bias": None, "metadata": {"a": "b"}}
+    )
+    assert server.call("/v1/models/")[1]["object"] == "list"
+    developer, system = ([{"role": role, "content": "Be brief."}, told] for role in ("developer", "system"))
+    first, second = (one(server, CHATS, chat | {"messages": messages}) for messages in (developer, system))
+    assert first == second
+
+
+def test_requests_are_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """A line each, but for successful polls; control characters of a path are escaped."""
+    caplog.set_level("INFO", logger="nnxmoe")
+    one(server, COMPLETIONS, STORY)
+    server.stream(CHATS, CHAT | {"max_tokens": 3, "min_tokens": 3})
+    for path in ("/health", "/v1/%1b[2J", "/v1/models/other"):
+        server.call(path)
+    server.until(lambda: len(caplog.messages) > 3)
+    first, second, *refused = caplog.messages
+    number = r"[0-9.]+"
+    assert re.fullmatch(rf"POST /v1/completions 200, {number} s, \d+ \+ 6 tokens, {number} per second", first)
+    assert re.fullmatch(rf"POST /v1/chat/completions 200, {number} s, \d+ \+ 3 tokens, {number} per second", second)
+    assert [re.sub(r", .*", "", line) for line in refused] == ["GET /v1/\\x1b[2J 404", "GET /v1/models/other 404"]
+
+
+def test_offsets_after_characters_of_several_tokens(server: Running, demo: Any) -> None:
+    """`text_offset` counts characters of the text, also behind an emoji, echoed or made."""
+    _, tokenizer = demo
+    emoji = tokenizer.encode("🦊", add_special_tokens=False)
+    assert len(emoji) > 1
+    prompt = "A 🦊 and 🦊 x"
+    found = one(server, COMPLETIONS, STORY | {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 2})
+    logprobs = found["logprobs"]
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    for text, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert "\ufffd" in text or found["text"].startswith(text, offset)
+    assert {found["text"][offset] for text, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+            if "\ufffd" in text} == {"🦊"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -280,10 +352,10 @@ def test_http_faults(server: Running) -> None:
     assert server.call("/v1/models/tiny")[1]["id"] == "tiny" and server.call("/v1/models/other")[0] == 404
     assert server.call("/health") == (200, {"status": "ok"})
     for request in (b"nonsense\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n"):
-        with socket.create_connection(("127.0.0.1", server.port), 10) as raw:
+        with socket.create_connection(("127.0.0.1", server.port), TIMEOUT) as raw:
             raw.sendall(request)
             assert raw.recv(100).startswith(b"HTTP/1.1 400")
-    with socket.create_connection(("127.0.0.1", server.port), 10) as raw:
+    with socket.create_connection(("127.0.0.1", server.port), TIMEOUT) as raw:
         raw.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         for _ in range(5):  # 25,000 bytes, and no end
             raw.sendall(b"1388\r\n" + b" " * 5000 + b"\r\n")
@@ -301,7 +373,7 @@ def test_key_and_hosts(demo: Any) -> None:
         assert running.call(COMPLETIONS, STORY, **right)[0] == 200
         for host, status in (("[::1]:80", 200), ("127.0.0.1", 200), ("evil.example:80", 403), ("", 403)):
             assert running.call("/v1/models", host=host, **right)[0] == status
-        with socket.create_connection(("127.0.0.1", running.port), 10) as raw:
+        with socket.create_connection(("127.0.0.1", running.port), TIMEOUT) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer secret\r\n")
             raw.sendall(b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{")  # and the rest never comes
             assert raw.recv(100).startswith(b"HTTP/1.1 408")
@@ -309,7 +381,7 @@ def test_key_and_hosts(demo: Any) -> None:
 
 def open_stream(running: Client, body: Json) -> socket.socket:
     """A connection to which a request was sent."""
-    raw, text = socket.create_connection(("127.0.0.1", running.port), 10), json.dumps(body).encode()
+    raw, text = socket.create_connection(("127.0.0.1", running.port), TIMEOUT), json.dumps(body).encode()
     raw.sendall(HEAD + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
     return raw
 
@@ -386,15 +458,17 @@ def test_a_failed_engine_is_reported(demo: Any, monkeypatch: pytest.MonkeyPatch)
     with serving(*demo) as running:
 
         def fail() -> Any:
-            raise RuntimeError("out of memory")
+            raise RuntimeError("/home/me/models/x.safetensors: out of memory")
 
         monkeypatch.setattr(running.engine, "step", fail)
         for _ in range(2):
             status, found = running.call(COMPLETIONS, STORY)
-            assert status == 503 and "out of memory" in found["error"]["message"]
+            assert status == 503 and found["error"]["type"] == "server_error"
+            assert found["error"]["message"].endswith(": x.safetensors: out of memory")
         status, found = running.call(COMPLETIONS, STORY | {"stream": True})
         assert status == 503
-        assert running.call("/health")[0] == 503
+        status, found = running.call("/health")
+        assert status == 503 and "/home" not in found["error"]["message"]
 
 
 def test_a_failed_score_is_reported(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +498,7 @@ def test_stopping_lets_requests_finish(demo: Any) -> None:
 
 
 def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), TIMEOUT):
         return True
     return False
 
@@ -476,7 +550,7 @@ def test_the_command_stops_gracefully() -> None:
             while part := raw.recv(1 << 16):
                 text += part
         assert b"data: [DONE]" in text
-        assert process.wait(60) == 0
+        assert process.wait(TIMEOUT) == 0
     finally:
         process.kill()
 

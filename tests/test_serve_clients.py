@@ -1,8 +1,13 @@
 """The server with other people's clients: the official openai package, and a headless browser on the page."""
 
 import importlib.util
+import inspect
+import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,9 @@ from typing import Any
 import pytest
 
 import nnxmoe
-from tests.support.serving import Running, serving
+from nnxmoe.serve.schema import LABELS, ChatRequest, CompletionRequest, decode
+from nnxmoe.serve.settings import Refused
+from tests.support.serving import TIMEOUT, Json, Running, serving
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 
@@ -36,7 +43,9 @@ def server() -> Iterator[Running]:
 def client(server: Running) -> Any:
     import openai
 
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="secret", max_retries=0, timeout=60)
+    return openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="secret", max_retries=0, timeout=TIMEOUT
+    )
 
 
 @needs("openai")
@@ -55,6 +64,58 @@ def test_openai_chats(client: Any) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
     assert chunks[-1].usage == whole.usage and chunks[-2].choices[0].finish_reason == "stop"
     assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+@needs("openai")
+def test_every_field_of_the_client_may_be_null() -> None:
+    """No field is unknown: left empty it changes nothing, with a value it is used or refused by name."""
+    from openai.resources import chat, completions
+
+    own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    odd: Json = {"model": "tiny", "prompt": "x", "messages": QUESTION, "stream": True, "n": 2, "stop": "x", "seed": 1}
+    for create, kind in (
+        (chat.completions.Completions.create, ChatRequest),
+        (completions.Completions.create, CompletionRequest),
+    ):
+        names = set(inspect.signature(create).parameters) - own
+        assert len(names) > 15
+        body: Json = {name: odd[name] for name in ("model", "prompt", "messages") if name in names}
+        assert decode(json.dumps(dict.fromkeys(names) | body).encode(), kind) == decode(json.dumps(body).encode(), kind)
+        for name in names - set(kind.__struct_fields__) - LABELS:
+            with pytest.raises(Refused, match="is not supported: leave it out") as refused:
+                decode(json.dumps(body | {name: {"a": 1}}).encode(), kind)
+            assert refused.value.param == name and refused.value.status == 400
+
+
+@needs("openai")
+def test_a_model_on_a_mesh_answers_as_on_one_device() -> None:
+    """``nnxmoe serve --mesh`` on eight devices: texts and log-probabilities of the engine on one."""
+    import openai
+
+    model, prompts = nnxmoe.from_pretrained(DEMO, dtype="float32"), ["Once upon a time", "The fox"]
+    expected = list(nnxmoe.complete(model, prompts, max_new_tokens=12, logprobs=0))
+    line = [sys.executable, "-m", "nnxmoe", "serve", "demo", "--port", "0", "--slots", "8", "--capacity", "64"]
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "NNXMOE_COMPILE_CACHE": "off"}
+    options = ["--mesh", "fsdp=2,expert=4", "--dtype", "float32"]
+    process = subprocess.Popen([*line, *options], cwd=DEMO.parents[1], env=env, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        said = list[str]()
+        for text in process.stderr:
+            said.append(text)
+            if found := re.search(r"(http://\S+:\d+); Ctrl-C", text):
+                break
+        else:
+            raise AssertionError("".join(said))
+        assert "nnxmoe: running on 8 x cpu\n" in said
+        client = openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0, timeout=TIMEOUT)
+        ask = dict(model="demo", prompt=prompts, max_tokens=12, temperature=0, logprobs=0)
+        answers = client.completions.create(**ask).choices
+        assert [answer.text for answer in answers] == [one.text for one in expected]
+        for answer, one in zip(answers, expected, strict=True):
+            assert answer.logprobs.token_logprobs == pytest.approx(one.logprobs, abs=1e-4)
+    finally:
+        process.kill()
 
 
 @needs("openai")
@@ -107,9 +168,9 @@ def page() -> Iterator[Any]:
     with sync_playwright() as playwright:
         if path is None and not os.path.exists(playwright.chromium.executable_path):
             pytest.skip(f"no Chromium: run playwright install chromium, or set {BROWSER}=PATH")
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=120_000)
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=1000 * TIMEOUT)
         found = browser.new_page()
-        found.set_default_timeout(60_000)
+        found.set_default_timeout(1000 * TIMEOUT)
         yield found
         browser.close()
 
@@ -119,7 +180,7 @@ def test_the_page_in_a_browser(page: Any, server: Running) -> None:
     """Without a key, with one; an answer, the next one after it, stopping, markup as text; nothing loaded elsewhere."""
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=60_000)
+    expect.set_options(timeout=1000 * TIMEOUT)
     requests, errors = list[str](), list[str]()
     page.on("request", lambda request: requests.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))

@@ -23,6 +23,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=count, default=600, metavar="S", help="longest time of a request (default 600)")
     add("--max-body", type=count, default=4 << 20, metavar="BYTES", help="largest body of a request (default 4 MiB)")
     add("--drain", type=count, default=30, metavar="S", help="seconds to finish requests at the end (default 30)")
+    what = "print a line per request: path, status, seconds, tokens (default: on)"
+    add("--access-log", action=argparse.BooleanOptionalAction, default=True, help=what)
     drafts.add_option(parser)
     parser.epilog = f"{parser.epilog}\n\n{KEY}=… in the environment: clients must send this key as a bearer token."
 
@@ -46,6 +48,7 @@ def serve(options: argparse.Namespace) -> None:
         seconds=options.seconds,
         body=options.max_body,
         drain=options.drain,
+        access_log=options.access_log,
     )
     if not local and settings.key is None:
         logger.warning("everyone who reaches %s may use this server: set %s to ask for a key", options.host, KEY)

@@ -16,18 +16,22 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nnxmoe.config.printable import plain
 from nnxmoe.generation.engine import Engine
+from nnxmoe.runtime.progress import say
 from nnxmoe.serve.engine_thread import EngineThread
 from nnxmoe.serve.formats import ChatFormat, CompletionFormat
 from nnxmoe.serve.pieces import TokenTexts
 from nnxmoe.serve.plan import Planner
-from nnxmoe.serve.reply import Reply, Service, json_response
+from nnxmoe.serve.reply import COUNTS, Reply, Service, json_response
 from nnxmoe.serve.schema import ChatRequest, CompletionRequest, Options, decode
-from nnxmoe.serve.settings import Refused, Settings
+from nnxmoe.serve.settings import Refused, Settings, public
 
 PAGE = Path(__file__).with_name("page.html")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+POLICY += "img-src data:"
 OPEN_TO_ALL = ("/", "/health")
+POLLED = ("/health", "/metrics")  # of which only failures are logged
 DISCARD_SECONDS = 1.0
 
 
@@ -69,7 +73,7 @@ class Endpoints:
     async def health(self, _: Request) -> Response:
         """200 while the engine runs."""
         if (failure := self.service.thread.failure) is not None:
-            raise Refused(503, f"the engine failed: {failure!r:.300}")
+            raise Refused(503, f"the engine failed: {type(failure).__name__}: {public(failure)}")
         return json_response({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
@@ -160,15 +164,19 @@ class Guard:
         self._app, self._endpoints, self._paths = app, endpoints, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forwards a request, or refuses it."""
+        """Forwards a request, or refuses it. A slash at the end of a path is dropped."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        since, status = time.monotonic(), 499  # the client went away, if there is no other
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/", COUNTS: [0, 0]}
 
         headers = dict(scope["headers"])
         body = _Body(receive, headers)
 
         async def counted(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 path = scope["path"] if scope["path"] in self._paths else "other"
                 self._endpoints.service.metrics.requests[path, message["status"]] += 1
                 if message["status"] >= 400:
@@ -179,7 +187,11 @@ class Guard:
 
         refused = self._refused(scope["path"], headers)
         app = self._app if refused is None else _error(refused)
-        await app(scope, body.receive, counted)
+        try:
+            await app(scope, body.receive, counted)
+        finally:
+            if self._endpoints.settings.access_log and not (scope["path"] in POLLED and status < 400):
+                _log(scope, status, time.monotonic() - since)
 
     def _refused(self, path: str, headers: dict[bytes, bytes]) -> Refused | None:
         settings = self._endpoints.settings
@@ -195,6 +207,13 @@ class Guard:
         return Refused(
             401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", None, "invalid_api_key"
         )
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    """One line: method, path, status, tokens of the prompts and new ones, seconds, and new tokens per second."""
+    given, made = scope[COUNTS]
+    tokens = f", {given} + {made} tokens, {made / seconds:.1f} per second" if given else ""
+    say("%s %s %d, %.3f s%s", scope["method"], plain(scope["path"]), status, seconds, tokens)
 
 
 def _error(refused: Refused) -> Response:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from nnxmoe.generation.request import Finish
+from nnxmoe.generation.text import TextStream
 from nnxmoe.serve.engine_thread import Piece
 from nnxmoe.serve.pieces import TokenTexts
 
@@ -13,13 +14,16 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass
 class Sample:
-    """The part of one sample that was made so far."""
+    """The part of one sample that was made so far. ``echoed`` ids of the prompt come first; the new text begins at
+    ``start``."""
 
     text: str = ""
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float | None] = dataclasses.field(default_factory=list)
     top: list[list[tuple[int, float]] | None] = dataclasses.field(default_factory=list)
     finish: Finish | None = None
+    echoed: int = 0
+    start: int = 0
 
     def add(self, piece: Piece) -> None:
         """Appends what a step has made."""
@@ -53,11 +57,11 @@ class Format(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CompletionFormat:
-    """Choices of ``/v1/completions``. ``offsets``: characters that were sent of each sample's tokens."""
+    """Choices of ``/v1/completions``. ``places``: of each sample, the stream of its new text and its length so far."""
 
     texts: TokenTexts
     logprobs: int | None
-    offsets: dict[int, int] = dataclasses.field(default_factory=dict)
+    places: dict[int, tuple[TextStream, int]] = dataclasses.field(default_factory=dict)
     name = chunk = "text_completion"
     prefix = "cmpl-"
 
@@ -75,11 +79,7 @@ class CompletionFormat:
     def _logprobs(self, index: int, sample: Sample) -> Json:
         """The most likely tokens at each place include the token itself. Of tokens with the same text, which are parts
         of characters, the most likely one counts."""
-        tokens, offsets = [self.texts.text(token) for token in sample.ids], []
-        for token in tokens:
-            offsets.append(self.offsets.get(index, 0))
-            self.offsets[index] = offsets[-1] + len(token)
-        tops = []
+        tokens, tops = [self.texts.text(token) for token in sample.ids], []
         for token, logprob, top in zip(tokens, sample.logprobs, sample.top, strict=True):
             pairs = [] if top is None else [(self.texts.text(one), value) for one, value in top[: self.logprobs]]
             found: dict[str, float] = {}
@@ -88,7 +88,19 @@ class CompletionFormat:
             if logprob is not None:
                 found.setdefault(token, logprob)
             tops.append(found or None)
-        return {"tokens": tokens, "token_logprobs": sample.logprobs, "top_logprobs": tops, "text_offset": offsets}
+        return {"tokens": tokens, "token_logprobs": sample.logprobs, "top_logprobs": tops} | {
+            "text_offset": self._offsets(index, sample)
+        }
+
+    def _offsets(self, index: int, sample: Sample) -> list[int]:
+        """Where the text of each id begins; ids that are parts of one character share its place."""
+        offsets = self.texts.offsets(sample.ids[: sample.echoed], sample.text[: sample.start])
+        stream, at = self.places.get(index) or (self.texts.stream(), sample.start)
+        for token in sample.ids[sample.echoed :]:
+            offsets.append(at)
+            at += len(stream.put(token))
+        self.places[index] = stream, at
+        return offsets
 
 
 @dataclasses.dataclass(frozen=True)

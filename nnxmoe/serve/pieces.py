@@ -1,8 +1,11 @@
-"""The text and the bytes of single tokens, for log-probabilities."""
+"""The text, the bytes and the places of single tokens, for log-probabilities."""
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
+
+from nnxmoe.generation.text import TextStream
 
 
 def _byte_level() -> dict[str, int]:
@@ -38,3 +41,18 @@ class TokenTexts:
         if found := re.fullmatch("<0x([0-9A-F]{2})>", raw):
             return [int(found.group(1), 16)]
         return [BYTE_LEVEL[letter] for letter in raw] if raw and all(letter in BYTE_LEVEL for letter in raw) else None
+
+    def stream(self) -> TextStream:
+        """A stream of text that follows other text."""
+        return TextStream(self._tokenizer, context=self._before)
+
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        """Where each of the ids of a text begins in it. Special tokens that the text does not show take no room."""
+        stream, found, at = TextStream(self._tokenizer, skip_special_tokens=False), list[int](), 0
+        for token in ids:
+            found.append(at)
+            piece = stream.put(token)
+            shown = piece if text.startswith(piece, at) else piece.lstrip()  # the first token of SentencePiece
+            hidden = token in self._tokenizer.special_ids and not text.startswith(shown, at)
+            at += 0 if hidden else len(shown)
+        return found

@@ -9,11 +9,14 @@ from nnxmoe.generation.complete import split_stops
 from nnxmoe.generation.request import Limits, Prefix, Wanted, refuse_ids
 from nnxmoe.generation.sampling import Sampling
 from nnxmoe.generation.text import TokenizerError
-from nnxmoe.serve.schema import ChatRequest, CompletionRequest, Options
+from nnxmoe.serve.schema import ChatRequest, CompletionRequest, Message, Options
 from nnxmoe.serve.settings import Refused, Settings
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; of chats: what the slot has room for
 COMPLETION_LOGPROBS, CHAT_LOGPROBS = 5, 20  # the most that the API allows
+OURS = {"messages", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message"}
+OURS |= {"chat_template"}  # a client's template would run in this process
+CONTENT = ("tool_calls", "function_call", "audio", "refusal")  # fields of a message that are part of what was said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,22 +67,44 @@ class Planner:
     def chat(self, request: ChatRequest) -> Plan:
         """The plan of ``/v1/chat/completions``. Raises Refused, also for what the chat template refuses."""
         self._refuse_model(request)
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise Refused(400, "top_logprobs needs logprobs: true", "top_logprobs")
         logprobs = _at_most("top_logprobs", request.top_logprobs, CHAT_LOGPROBS) or 0
-        variables = request.chat_template_kwargs or {}
-        if taken := sorted({"messages", "tools", "documents", "add_generation_prompt", "tokenize"} & set(variables)):
-            raise Refused(400, f"chat_template_kwargs cannot set {taken[0]}", "chat_template_kwargs")
+        variables = self._variables(request)
         try:
-            messages = [message.plain() for message in request.messages]
+            messages = [self._message(message) for message in request.messages]
             ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **variables)
         except (TokenizerError, TypeError) as error:
             raise Refused(400, getattr(error, "public", str(error)), "messages") from None
-        if request.max_tokens is not None and request.max_completion_tokens is not None:
+        if len({request.max_tokens, request.max_completion_tokens} - {None}) > 1:
             raise Refused(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         most = max(1, self.capacity - len(ids)) if asked is None else asked
         return self._plan(request, [tuple(ids)], most, logprobs if request.logprobs else None)
+
+    def _variables(self, request: ChatRequest) -> dict[str, Any]:
+        """Variables of the chat template."""
+        variables, effort = dict(request.chat_template_kwargs or {}), request.reasoning_effort
+        if taken := sorted(OURS & set(variables)):
+            raise Refused(400, f"chat_template_kwargs cannot set {taken[0]}", "chat_template_kwargs")
+        if effort is None or (effort == "none" and not self._reads("reasoning_effort")):
+            return variables
+        if not self._reads("reasoning_effort"):
+            why = "reasoning_effort is not supported: the model's chat template does not read it"
+            raise Refused(400, why, "reasoning_effort")
+        return {"reasoning_effort": effort, **variables}
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        """A message for the chat template: the role developer is system unless the template knows it. Raises Refused
+        for fields that the template would drop from the conversation."""
+        if lost := [name for name in CONTENT if name in message.more and not self._reads(name)]:
+            raise Refused(400, f"{lost[0]} is not supported: the model's chat template does not read it", lost[0])
+        plain = message.plain()
+        return plain | {"role": "system"} if plain["role"] == "developer" and not self._reads("developer") else plain
+
+    def _reads(self, word: str) -> bool:
+        """Whether the model's chat template has this word."""
+        return word in (self.tokenizer.chat_template or "")
 
     def _plan(self, request: Options, prompts: list[tuple[int, ...]], most: int, logprobs: int | None) -> Plan:
         n = _at_most("n", request.n, self.settings.samples) or 1

@@ -19,9 +19,10 @@ from nnxmoe.serve.engine_thread import EngineThread, Job, Piece
 from nnxmoe.serve.formats import Format, Json, Sample, usage
 from nnxmoe.serve.metrics import Metrics
 from nnxmoe.serve.plan import Plan
-from nnxmoe.serve.settings import Refused, Settings
+from nnxmoe.serve.settings import Refused, Settings, public
 
 logger = logging.getLogger("nnxmoe")
+COUNTS = "nnxmoe.counts"  # in a request's scope: the tokens of its prompts, and those made
 LAST_WORDS = 1.0  # seconds to send an error into a stream whose reader may be stuck
 
 
@@ -93,7 +94,7 @@ class Run:
                 pending.append(self._queue.get_nowait())
             for index, piece in pending:
                 if isinstance(piece, BaseException):
-                    raise Refused(503, f"the server cannot go on: {piece}") from piece
+                    raise Refused(503, f"the server cannot go on: {public(piece)}") from piece
                 self._count(len(piece.ids))
                 self.samples[index].add(piece)
                 news.setdefault(index, Sample()).add(piece)
@@ -113,6 +114,7 @@ class Reply(Response):
         self, service: Service, plan: Plan, form: Format, head: Json, stream: bool, with_usage: bool, since: float
     ):
         super().__init__()
+        self._run: Run | None = None
         self._service, self._plan, self._form, self._head = service, plan, form, head
         self._stream, self._with_usage, self._since = stream, with_usage, since
         self._started = False
@@ -129,6 +131,8 @@ class Reply(Response):
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
+            if self._run is not None:
+                scope[COUNTS][:] = sum(map(len, self._plan.prompts)), self._run.made
             self._service.metrics.seconds.add(time.monotonic() - self._since)
         if work in done:
             try:
@@ -151,7 +155,8 @@ class Reply(Response):
 
     async def _send_whole(self, send: Send) -> None:
         plan = self._plan
-        async with self._service.run(plan, self._since) as run:
+        async with self._service.run(plan, self._since) as self._run:
+            run = self._run
             scores = await self._service.scores(plan) if plan.scored else [None] * len(plan.prompts)
             async for _ in run.parts():
                 pass
@@ -164,7 +169,8 @@ class Reply(Response):
 
     async def _send_stream(self, send: Send) -> None:
         head = {**self._head, "object": self._form.chunk}
-        async with self._service.run(self._plan, self._since) as run:
+        async with self._service.run(self._plan, self._since) as self._run:
+            run = self._run
             await self._begin(send)
             for index in range(len(run.samples)):
                 await self._chunks(send, head, self._form.opening(index))
@@ -190,9 +196,9 @@ def _echo(sample: Sample, plan: Plan, prompt: int, scores: Sequence[Score | None
     """Puts the prompt before what follows it, if it is to be echoed. The first id has no log-probability."""
     if plan.texts is None:
         return
-    sample.text = plan.texts[prompt] + sample.text
+    sample.text, sample.start = plan.texts[prompt] + sample.text, len(plan.texts[prompt])
     if plan.scored:
-        found = scores[prompt]
+        found, sample.echoed = scores[prompt], len(plan.prompts[prompt])
         sample.ids = [*plan.prompts[prompt], *sample.ids]
         sample.logprobs = [None, *([] if found is None else found.logprobs.tolist()), *sample.logprobs]
         sample.top = [None, *([] if found is None else found.top), *sample.top]
@@ -228,6 +234,6 @@ async def _refusing(future: asyncio.Future[Any]) -> Any:
     try:
         return await future
     except ValueError as error:
-        raise Refused(400, str(error)) from None
+        raise Refused(400, public(error)) from None
     except RuntimeError as error:
-        raise Refused(503, f"the server cannot go on: {error}") from None
+        raise Refused(503, f"the server cannot go on: {public(error)}") from None

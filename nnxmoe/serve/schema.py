@@ -1,4 +1,5 @@
-"""Request bodies, after the OpenAI API. Unknown fields, wrong types and values out of range are refused by name."""
+"""Request bodies, after the OpenAI API. Unknown fields, wrong types and values out of range are refused by name; null
+counts as left out, as do values that ask for nothing (`NEUTRAL`) and labels without effect on an answer (`LABELS`)."""
 
 import re
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,6 +14,33 @@ Natural = Annotated[int, Meta(ge=0, lt=2**31)]
 Positive = Annotated[int, Meta(ge=1, lt=2**31)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
+# Fields of the API that are not supported -> the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+LABELS = {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
+_INSTEAD = {
+    "frequency_penalty": ", or use repetition_penalty",
+    "presence_penalty": ", or use repetition_penalty",
+    "response_format": ": answers are plain text",
+}
+
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     """``include_usage``: send a last chunk with the numbers of tokens."""
@@ -22,8 +50,8 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class Options(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both kinds of request; null counts as left out. ``min_tokens``, ``top_k``, ``min_p`` and
-    ``repetition_penalty`` are not OpenAI's; they have the names that vLLM gives them."""
+    """Fields of both kinds of request. ``min_tokens``, ``top_k``, ``min_p`` and ``repetition_penalty`` have the names
+    that vLLM gives them; OpenAI has none of them."""
 
     model: str
     max_tokens: Natural | None = None
@@ -39,10 +67,6 @@ class Options(Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[Id, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    # Accepted only where they change nothing: see `refuse_unsupported`.
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
 
 
 class CompletionRequest(Options, kw_only=True):
@@ -52,38 +76,26 @@ class CompletionRequest(Options, kw_only=True):
     echo: bool | None = None
     logprobs: Natural | None = None
     best_of: Positive | None = None
-    suffix: str | None = None
 
 
-class Part(Struct, forbid_unknown_fields=True):
+class Part(Struct):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Struct, forbid_unknown_fields=True):
-    """One turn of a chat. The null fields are those of OpenAI's answers, which clients send back."""
+class Message(Struct):
+    """One turn of a chat. ``more``: its other fields, for the chat template."""
 
     role: str
     content: str | list[Part] | None = None
-    reasoning_content: str | None = None
-    refusal: None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: list[Any] | None = None
+    more: dict[str, Any] = {}
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates read it, its parts joined."""
         content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
-        return {"role": self.role, "content": content, "reasoning_content": self.reasoning_content}
-
-
-class ResponseFormat(Struct, forbid_unknown_fields=True):
-    """Only plain text is supported."""
-
-    type: Literal["text"]
+        return {"role": self.role, "content": content, **self.more}
 
 
 class ChatRequest(Options, kw_only=True):
@@ -93,11 +105,8 @@ class ChatRequest(Options, kw_only=True):
     max_completion_tokens: Natural | None = None
     logprobs: bool | None = None
     top_logprobs: Natural | None = None
-    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Literal["none"] | None = None
-    store: Literal[False] | None = None
 
 
 Body = TypeVar("Body", bound=Options)
@@ -106,37 +115,46 @@ Body = TypeVar("Body", bound=Options)
 def decode(body: bytes, kind: type[Body]) -> Body:
     """The request in a body. Raises Refused with status 400 that names the field."""
     try:
-        request = msgspec.json.decode(body, type=kind)
+        found = msgspec.json.decode(body)
+        request = msgspec.convert(_asked(found) if isinstance(found, dict) else found, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise Refused(400, f"{error}. See which fields this server takes in its README", _field(str(error))) from None
+        raise Refused(400, str(error), _field(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from None
     except RecursionError:
         raise Refused(400, "the body is nested too deeply") from None
-    refuse_unsupported(request)
+    _refuse_combinations(request)
     return request
 
 
-def refuse_unsupported(request: Options) -> None:
-    """Raises Refused for fields of the API that would change the answer, and are not supported."""
-    for name in ("frequency_penalty", "presence_penalty"):
-        if getattr(request, name):
-            raise Refused(400, f"{name} is not supported: leave it out, or use repetition_penalty", name)
-    if isinstance(request, ChatRequest):
-        lists = {"tools": request.tools}
-        for message in request.messages:
-            lists |= {name: value for name in ("annotations", "tool_calls") if (value := getattr(message, name))}
-        for name, value in lists.items():
-            if value:
-                raise Refused(400, f"{name} is not supported: leave it out", name)
+def _asked(found: dict[str, Any]) -> dict[str, Any]:
+    """The fields that ask for something. Raises Refused for those of the API that are not supported."""
+    found = {name: value for name, value in found.items() if value is not None and name not in LABELS}
+    for name in found.keys() & NEUTRAL.keys():
+        if found.pop(name) not in NEUTRAL[name]:
+            raise Refused(400, f"{name} is not supported: leave it out{_INSTEAD.get(name, '')}", name)
+    if isinstance(options := found.get("stream_options"), dict):
+        found["stream_options"] = {name: value for name, value in options.items() if value is not None}
+    if isinstance(messages := found.get("messages"), list):
+        found["messages"] = [_split(message) if isinstance(message, dict) else message for message in messages]
+    return found
+
+
+def _split(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as `Message`; null fields and the empty lists of OpenAI's answers count as left out."""
+    asked = {name: value for name, value in message.items() if value not in (None, [])}
+    known = {name: asked.pop(name) for name in ("role", "content") if name in asked}
+    return {**known, "more": asked}
+
+
+def _refuse_combinations(request: Options) -> None:
+    """Raises Refused for fields that exclude each other."""
     if isinstance(request, CompletionRequest):
-        if request.suffix:
-            raise Refused(400, "suffix is not supported: leave it out", "suffix")
         if request.best_of not in (None, request.n or 1):
             raise Refused(400, "best_of is not supported: leave it out, or give the same number as n", "best_of")
         if request.echo and request.stream:
             raise Refused(400, "echo is not supported with stream: leave one of them out", "echo")
-    if request.stream_options is not None and not request.stream:
+    if request.stream_options is not None and request.stream_options.include_usage and not request.stream:
         raise Refused(400, "stream_options needs stream: true", "stream_options")
 
 

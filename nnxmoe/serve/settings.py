@@ -1,6 +1,7 @@
 """Settings of a server, and the error that a client gets."""
 
 import dataclasses
+import re
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,7 +11,7 @@ class Settings:
 
     Bounds: ``queue`` samples wait for a slot, ``seconds`` per request, ``body`` bytes and ``body_seconds`` of a request
     body, ``prompts`` and ``samples`` per prompt in one request, ``stops`` strings of ``stop_length`` characters,
-    ``drain`` seconds to finish running requests when the server stops.
+    ``drain`` seconds to finish running requests when the server stops. ``access_log``: one line per request.
     """
 
     name: str
@@ -25,6 +26,12 @@ class Settings:
     stops: int = 16
     stop_length: int = 256
     drain: float = 30.0
+    access_log: bool = True
+
+
+def public(error: object) -> str:
+    """An error's text for clients, without folders of this machine."""
+    return re.sub(r"(?<![\w.])(?:/[^\s/:'\"]+)+/(?=[^\s/])", "", f"{error}")[:300]
 
 
 class Refused(Exception):

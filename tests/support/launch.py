@@ -16,7 +16,7 @@ from nnxmoe.runtime import launch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def wait(done: Callable[[], bool], within: float = 60) -> bool:
+def wait(done: Callable[[], bool], within: float = 1200) -> bool:
     """Polls ``done`` for up to ``within`` seconds; returns its last value."""
     end = time.monotonic() + within
     while not done() and time.monotonic() < end:
@@ -74,7 +74,7 @@ class Launch:
 
     def ten(self) -> None:
         """Waits until every process has run ten steps."""
-        self.until(lambda: all([(self.out / f"ten {i}").exists() or self.ended(i) for i in range(self.count)]), 120)
+        self.until(lambda: all([(self.out / f"ten {i}").exists() or self.ended(i) for i in range(self.count)]), 1200)
 
     def end(self, i: int, within: float) -> int:
         """Waits for a process and returns its exit status."""

@@ -21,7 +21,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 PAIRED = {"formats": "ipynb,py:percent"}
 
 
-def executed(notebook: Any, seconds: int = 300) -> Any:
+def executed(notebook: Any, seconds: int = 1200) -> Any:
     """Runs a notebook in an empty folder with this Python; an error in a cell is raised."""
     from nbclient import NotebookClient
 

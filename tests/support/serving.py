@@ -16,7 +16,7 @@ from nnxmoe.serve.app import make_app
 from nnxmoe.serve.run import make_server, serving_engine
 from nnxmoe.serve.settings import Settings
 
-TIMEOUT = 60.0
+TIMEOUT = 1200.0  # seconds; only a hang takes so long, a busy machine does not
 Json = dict[str, Any]
 
 
