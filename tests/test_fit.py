@@ -223,7 +223,7 @@ def test_unusable_objectives_and_optimizers() -> None:
         (
             {"objective": lambda model, batch: model(batch["tokens"]).logits},
             batch,
-            r"float32 \[2, 5, 53\]: return a sc",
+            r"float32 \[2, 5, 53\] as the loss: return a sc",
         ),
         ({"objective": lambda model, batch: 1.0}, {"a": np.ones(3), "b": np.ones(2)}, "different numbers of rows"),
         ({"objective": lambda model, batch: 1.0}, [1], "a batch must be a dict of arrays, got list"),
@@ -233,6 +233,31 @@ def test_unusable_objectives_and_optimizers() -> None:
     for options, data, message in wrong:
         with pytest.raises(ValueError, match=message):
             fit(model, [data], **settings(**{"bias_rate": 0.0} | options))
+
+
+def test_an_objective_may_return_metrics() -> None:
+    """Beside the loss; with accumulation their means."""
+    batch = {"tokens": random_tokens(4, 6), "weight": np.arange(4.0)}
+
+    def weighted(model: nnxmoe.CausalLM, batch: Any) -> Any:
+        each = model(batch["tokens"]).logits[..., 0].mean(axis=1)
+        return jnp.mean(each * batch["weight"]), {"first": jnp.mean(each), "rows": 4}
+
+    options = settings(bias_rate=0.0, steps=1, optimizer=optax.sgd(0.1))
+    model, told = build_tiny("llama", PLAIN), []
+    done = fit(model, [batch], objective=weighted, accumulate=2, **options, callbacks=[told.append])
+    loss, more = weighted(model, batch)
+    assert done.history[0]["loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert done.history[0]["first"] == pytest.approx(float(more["first"]), rel=1e-4)
+    assert told[0].metrics["rows"] == 4
+    for more, message in (
+        ({"loss": 1.0}, "the objective's metric 'loss' has the name of one of nnxmoe's"),
+        ({"all": np.ones(3)}, r"returned float32 \[3\] as all: return a scalar"),
+        ({"text": "x"}, "returned a str as text: return a scalar"),
+        ([1.0], "returned list beside the loss: return a dict"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(model, [batch], objective=lambda model, batch, more=more: (jnp.float32(1.0), more), **options)
 
 
 @pytest.mark.slow
@@ -355,6 +380,9 @@ def test_exhausted_data_and_invalid_settings(tmp_path: Path) -> None:
         ({"tokens": np.ones((2, 1), int)}, "step 1: the batch has no token to predict"),
         ({"tokens": np.ones((2, 5))}, "tokens has the dtype float64: use an integer"),
         ({"tokens": np.ones((2, 5), int), "segment_ids": np.ones((2, 5))}, "segment_ids has the dtype float64"),
+        ({"tokens": [[1, 2], [3]]}, "tokens in a batch is no array: its rows have different lengths: pad them"),
+        ({"tokens": [[None]]}, r"tokens in a batch is \[\[None\]\]: pass an array of numbers"),
+        ({"input_ids": np.ones((2, 5), int)}, "unknown field 'input_ids' .* input_ids are tokens"),
         pytest.param("tokens", "a batch must be a dict of arrays, got str", marks=pytest.mark.wrong_types),
     ],
 )
@@ -424,6 +452,82 @@ def test_no_report_is_lost_where_the_data_are_refused(events: list[str]) -> None
     with pytest.raises(ValueError, match="99"):
         fit(build_tiny("mixtral", PLAIN), batches, **settings(), callbacks=[Told(events)])
     assert events[-1] == "told 3"
+
+
+class BytesState(Draws):
+    """Its state is bytes, as that of grain's DataLoader, or a value that JSON cannot hold."""
+
+    def __init__(self, state: Any = None) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_state(self) -> Any:
+        return bytes([self.at]) if self.state is None else self.state
+
+    def set_state(self, state: Any) -> None:
+        assert isinstance(state, bytes)
+        (self.at,) = state
+
+
+def test_resuming_with_a_state_in_bytes(tmp_path: Path) -> None:
+    run = settings(steps=2, checkpoint=tmp_path / "c", save_every=1)
+    fit(build_tiny("llama", PLAIN), BytesState(), **run)
+    data = BytesState()
+    fit(build_tiny("llama", PLAIN), data, **run | {"steps": 3})
+    assert data.at == 3
+    for state in ({1, 2}, (1, 2), {"at": np.int64(3)}):
+        with pytest.raises(CheckpointError, match=r"the state of the data's iterator .*(stored as|preserved by) JSON"):
+            fit(build_tiny("llama", PLAIN), BytesState(state), **settings(steps=1, checkpoint=tmp_path / "d"))
+
+
+def on_another_base(folder: str, mesh: bool) -> None:
+    """A run of adapters resumes on equal frozen arrays, also on a mesh, and on no others."""
+
+    def model(change: bool) -> Any:
+        made = build_tiny("mixtral", PLAIN)
+        table = made.embed.table.get_value()
+        made.embed.table.set_value(table[::-1] if change else table)  # the same values in another order
+        lora.add(made, 2, rngs=nnx.Rngs(3))
+        return made
+
+    run = settings(checkpoint=folder, save_every=1, bias_rate=0.0)
+    fit(model(False), Draws(8), **run | {"steps": 1})
+    run["mesh"] = nnxmoe.make_mesh(fsdp=4, expert=2) if mesh else None
+    assert fit(model(False), Draws(8), **run | {"steps": 2}).history[0]["step"] == 2
+    with pytest.raises(CheckpointError, match="holds a run on another base model: the parameters that are not trained"):
+        fit(model(True), Draws(8), **run | {"steps": 3})
+
+
+def test_resuming_on_another_base_model(tmp_path: Path) -> None:
+    on_another_base(str(tmp_path / "c"), False)
+
+
+@pytest.mark.slow
+def test_resuming_on_another_base_model_and_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
+    eight(on_another_base, str(tmp_path / "c"), True)
+
+
+def test_batches_of_lists_and_objects_with_an_array() -> None:
+    """As the model takes them: lists, and what NumPy can read (torch tensors)."""
+
+    class Tensor:
+        def __init__(self, values: Any) -> None:
+            self.values = values
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+            return np.asarray(self.values, dtype)
+
+    ids = random_tokens(2, 5)
+    given = [{"tokens": ids, "loss_mask": ids > 3}]
+    others = [{"tokens": Tensor(ids), "loss_mask": (ids > 3).tolist()}]
+    model, run = build_tiny("llama", PLAIN), settings(steps=1)
+    same_bits(fit(model, given, **run, evaluate=given), fit(model, others, **run, evaluate=others))
+
+
+def test_callback_that_stops_leaves_a_final_evaluation() -> None:
+    batch, stop = {"tokens": random_tokens(2, 5)}, [lambda progress: progress.step == 2]
+    done = fit(build_tiny("llama", PLAIN), [batch], **settings(evaluate=[batch]), callbacks=stop)
+    assert [sorted(metrics.keys() & {"evaluation"}) for metrics in done.history] == [[], ["evaluation"]]
 
 
 def test_callback_may_return_numpy_true_to_stop() -> None:

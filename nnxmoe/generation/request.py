@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
+from nnxmoe.config.printable import short
 from nnxmoe.generation.rows import Asked
 from nnxmoe.generation.sampling import Sampling, Steps, prepare
 
@@ -140,9 +141,10 @@ class Event(NamedTuple):
 
 def whole_number(name: str, value: object, smallest: int) -> int:
     """``value``; raises ValueError unless it is an integer of at least ``smallest``."""
-    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not number or not float(value).is_integer() or value < smallest:  # pyright: ignore
-        raise ValueError(f"{name} must be an integer >= {smallest}, got {value!r}")
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    whole = whole or (isinstance(value, float | np.floating) and float(value).is_integer())
+    if not whole or value < smallest:  # pyright: ignore
+        raise ValueError(f"{name} must be an integer >= {smallest}, got {short(value)}")
     return int(value)  # pyright: ignore
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm  # not tqdm.auto: nbconvert and Colab store the first state of a notebook's widget
 
 logger = logging.getLogger("nnxmoe")
 
@@ -39,8 +39,12 @@ def say(message: str, *args: Any) -> None:
     logger.info(message, *args)
 
 
+def progress_bar(**options: Any) -> tqdm:
+    """A progress bar on one line; in the log of a program without terminal it is redrawn every ten seconds."""
+    live = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return tqdm(dynamic_ncols=True, mininterval=0.1 if live else 10.0, **options)
+
+
 def bytes_bar(total: int, description: str) -> tqdm:
     """A progress bar in bytes, with the speed, for what takes more than a second."""
-    return tqdm(
-        total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1000, dynamic_ncols=True, delay=1
-    )
+    return progress_bar(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1000, delay=1)

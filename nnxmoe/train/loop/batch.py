@@ -3,26 +3,46 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from nnxmoe.config.printable import short
 
 FIELDS = ("tokens", "targets", "loss_mask", "segment_ids", "positions", "attention_mask")
 MASKS = ("loss_mask", "attention_mask")
 Batch = Mapping[str, Any]
 
 
-def check_dict(batch: Any) -> None:
-    """Raises ValueError for a batch that is no dict."""
+def as_arrays(batch: Any) -> dict[str, Any]:
+    """A batch whose lists and torch tensors are NumPy arrays. Raises ValueError for anything but a dict of arrays."""
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch must be a dict of arrays, got {type(batch).__name__}: pass an iterable of dicts")
+    return {name: _as_array(name, value) for name, value in batch.items()}
+
+
+def _as_array(name: str, value: Any) -> Any:
+    if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return value
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        lists = isinstance(value, list | tuple)
+        why = "its rows have different lengths: pad them" if lists else f"{short(str(error))}"
+        raise ValueError(f"{name} in a batch is no array: {why}") from None
+    if array.dtype == object:
+        raise ValueError(f"{name} in a batch is {short(value)}: pass an array of numbers")
+    return array
 
 
 def check_batch(batch: Batch) -> None:
     """Raises ValueError for unknown fields, for shapes that differ and for ids that are not integers."""
-    check_dict(batch)
     if unknown := [name for name in batch if name not in FIELDS]:
-        raise ValueError(f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}")
+        raise ValueError(
+            f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}. Transformers' input_ids are "
+            "tokens; its labels are not needed: targets are the next tokens where loss_mask is 1"
+        )
     if "tokens" not in batch:
         raise ValueError(f"a batch needs tokens [B, T], got {', '.join(batch) or 'no fields'}")
     shape = list(jnp.shape(batch["tokens"]))
@@ -31,9 +51,8 @@ def check_batch(batch: Batch) -> None:
     for name, array in batch.items():
         if (other := list(jnp.shape(array))) != shape:
             raise ValueError(f"{name} has the shape {other}, not that of tokens, {shape}: every array must be [B, T]")
-        dtype = np.asarray(array).dtype if isinstance(array, list | tuple) else array.dtype
-        if name not in MASKS and not jnp.issubdtype(dtype, jnp.integer):
-            raise ValueError(f"{name} has the dtype {dtype}: use an integer dtype, such as int32")
+        if name not in MASKS and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} has the dtype {array.dtype}: use an integer dtype, such as int32")
 
 
 def rows_of(batch: Batch) -> int:

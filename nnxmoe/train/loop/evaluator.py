@@ -28,7 +28,7 @@ class Evaluator:
     def __call__(self, state: TrainState) -> float:
         found, weights = [], []
         for batch in self.data:
-            losses = self.losses(state, put_batch(batch, self.step))
+            losses = self.losses(state, batch := put_batch(batch, self.step))
             found.append(float(losses.total if losses.cross_entropy is None else losses.cross_entropy))
             weights.append(float(rows_of(batch) if losses.tokens is None else losses.tokens))
         if not sum(weights):

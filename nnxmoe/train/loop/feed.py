@@ -1,5 +1,6 @@
 """Batches on their way into a step: the position in the data, and placement on the devices."""
 
+import base64
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,8 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnxmoe.axes import batch_axes, shards
 from nnxmoe.runtime.progress import logger
-from nnxmoe.train.loop.batch import Batch, check_ids, rows_of
+from nnxmoe.train.loop.batch import Batch, as_arrays, check_ids, rows_of
 from nnxmoe.train.loop.step import Step
+
+_BYTES = "base64"  # of a state in bytes, such as that of grain's DataLoader
 
 
 class Source:
@@ -35,17 +38,19 @@ class Source:
     def position(self) -> dict[str, Any]:
         """The current position, for `restore`."""
         own = self.batches.get_state() if _resumes(self.batches) else None
+        own = {_BYTES: base64.b64encode(own).decode()} if isinstance(own, bytes) else own
         return {"taken": self.taken, "state": own}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         """Continue at the position of an earlier run."""
-        if position["state"] is not None:
+        if (state := position["state"]) is not None:
             if not _resumes(self.batches):
                 raise ValueError(
                     "the checkpoint holds the state of an iterator with set_state, and the data given now has no such "
                     "method: pass the same data as before"
                 )
-            self.batches.set_state(position["state"])
+            encoded = isinstance(state, Mapping) and state.keys() == {_BYTES}
+            self.batches.set_state(base64.b64decode(state[_BYTES]) if encoded else state)
             self.taken = position["taken"]
             return
         if position["taken"]:
@@ -63,6 +68,7 @@ def put_batch(batch: Batch, step: Step) -> dict[str, Any]:
 
     Raises ValueError if the batch is malformed, has ids outside the vocabulary or does not divide over the mesh.
     """
+    batch = as_arrays(batch)
     step.objective.check(batch)
     check_ids(batch, step.vocab)
     mesh = step.mesh

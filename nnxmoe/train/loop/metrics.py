@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from nnxmoe.storage.files import absolute
-from nnxmoe.train.loop.run import Metrics, Progress
+from nnxmoe.train.loop.measured import Metrics
+from nnxmoe.train.loop.run import Progress
 
 
 class _Log(abc.ABC):

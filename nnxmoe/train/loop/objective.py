@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import jax
@@ -14,7 +14,7 @@ from nnxmoe.axes import divided_over, shards
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe import balance as balancing
 from nnxmoe.moe.router import Routing
-from nnxmoe.train.loop.batch import Batch, check_batch, check_dict, real_tokens, targets_ahead, targets_of
+from nnxmoe.train.loop.batch import Batch, check_batch, real_tokens, targets_ahead, targets_of
 from nnxmoe.train.loop.loss import ChunkedLoss, Head, Sums
 
 
@@ -31,6 +31,7 @@ class Losses:
     load: Any  # int [L, E]: assignments per MoE layer and expert, those of prediction layers last
     dropped: Any  # int [L]: assignments that exceeded an expert's capacity
     mtp: Any = None  # mean over the depths of multi-token prediction, without its weight
+    measured: Any = dataclasses.field(default_factory=dict)  # name -> scalar, of a function's own metrics
 
 
 class TrainingObjective(Protocol):
@@ -61,7 +62,6 @@ class _OfFunction:
     function: Callable[..., Any]
 
     def check(self, batch: Batch) -> None:
-        check_dict(batch)
         if not batch:
             raise ValueError("a batch must be a dict of arrays, got an empty one: pass at least one array")
         rows = {name: np.shape(array)[:1] for name, array in batch.items()}
@@ -74,18 +74,38 @@ class _OfFunction:
     def __call__(
         self, model: CausalLM, batch: Batch, key: Any = None, count: Any = None, share: float = 1.0
     ) -> tuple[Float[Array, ""], Losses]:
-        total = jnp.asarray(self.function(model, batch))
-        if total.shape or not jnp.issubdtype(total.dtype, jnp.floating):
-            raise ValueError(
-                f"the objective returned {total.dtype} {list(total.shape)}: return a scalar, such as the mean over rows"
-            )
-        total = total.astype(jnp.float32) * share
+        found = self.function(model, batch)
+        loss, more = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        if not isinstance(more, Mapping):
+            raise ValueError(f"the objective returned {type(more).__name__} beside the loss: return a dict of scalars")
+        total, *rest = (_scalar(name, value) * share for name, value in {_LOSS: loss, **more}.items())
         none = jnp.zeros((0,), jnp.int32)
-        return total, Losses(total, None, None, None, None, none.reshape(0, 0), none)
+        measured = dict(zip(more, rest, strict=True))
+        return total, Losses(total, None, None, None, None, none.reshape(0, 0), none, measured=measured)
+
+
+_LOSS = "the loss"
+
+
+def _scalar(name: str, value: Any) -> Float[Array, ""]:
+    try:
+        array = jnp.asarray(value)
+    except TypeError as error:
+        raise ValueError(
+            f"the objective returned a {type(value).__name__} as {name}: return a scalar, or a scalar and a dict of "
+            "scalars to log"
+        ) from error
+    if array.shape or not (jnp.issubdtype(array.dtype, jnp.floating) or name != _LOSS):
+        raise ValueError(
+            f"the objective returned {array.dtype} {list(array.shape)} as {name}: return a scalar, such as the mean "
+            "over rows"
+        )
+    return array.astype(jnp.float32)
 
 
 def of_function(objective: Any) -> TrainingObjective:
-    """The objective itself, or one made of a function ``(model, batch) -> scalar``.
+    """The objective itself, or one made of a function ``(model, batch) -> loss`` or ``-> (loss, {name: scalar})``,
+    whose scalars are logged as metrics.
 
     Its batches are any dicts of arrays with the same number of rows; with accumulation the mean over the parts of a
     batch is minimised. A loss in ten lines, such as DPO's, needs no more.

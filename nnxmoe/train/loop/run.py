@@ -9,22 +9,23 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.interrupts import Interrupted, Stop
 from nnxmoe.runtime.processes import deadline
 from nnxmoe.runtime.programs import SharedProgram
-from nnxmoe.runtime.progress import logger
+from nnxmoe.runtime.progress import logger, progress_bar
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.evaluator import Evaluator
 from nnxmoe.train.loop.feed import Source, put_batch
+from nnxmoe.train.loop.fingerprint import fingerprint
+from nnxmoe.train.loop.measured import Metrics, metrics_of, shown_metrics
 from nnxmoe.train.loop.speed import peak_flops
 from nnxmoe.train.loop.step import Report, Step, TrainState
 from nnxmoe.train.runs.checkpoints import Checkpoints
-
-Metrics = dict[str, float]
+from nnxmoe.train.runs.named_arrays import plain
 
 
 class NotFinite(ValueError):
@@ -88,6 +89,9 @@ class Run:
                 f"{checkpoints.folder} is at step {self.first}, beyond the total of steps={steps}: pass a larger "
                 "number, or another folder"
             )
+        if checkpoints is not None:
+            plain({"data": source.position()}, "the state of the data's iterator (get_state)")
+            self.base = fingerprint(step.base())
         self.state = self._restored() if self.first else step.init(seed)
         self.peak = peak_flops(step.mesh)
         self.finite = SharedProgram(
@@ -110,7 +114,7 @@ class Run:
                 interrupted = now and stop.asked
                 last = self._after(made, metrics, load, evaluator, callbacks, late, interrupted)
                 history.append(metrics)
-                bar.set_postfix(_shown(metrics), refresh=False)
+                bar.set_postfix(shown_metrics(metrics), refresh=False)
                 bar.update()
                 return last, interrupted
 
@@ -125,7 +129,9 @@ class Run:
                     if self.step.compiles(batch):
                         self.since += self._compile(batch, bar)
                     if bar is None:  # only now, so that its estimate counts no compilation
-                        bar = shown.enter_context(_bar(self.first, self.steps))
+                        silent = {"disable": True} if jax.process_index() else {}  # False overrides TQDM_DISABLE
+                        given = {"total": self.steps, "initial": self.first, "desc": "training", "unit": "step"}
+                        bar = shown.enter_context(progress_bar(**given, **silent))
                     with deadline("a training step"):
                         self.state, report = self.step.run(self.state, batch)
                 finally:
@@ -183,7 +189,9 @@ class Run:
         stop.defer()
         self._refuse_nonfinite("gradients", report.finite, report, made.number)
         now = time.perf_counter()
-        metrics = self._metrics(report, made, now - self.since)
+        metrics = metrics_of(report, made.number, made.batch, now - self.since)
+        if self.peak is not None and "tokens" in made.batch:
+            metrics["mfu"] = self.flops * metrics["tokens_per_second"] / self.peak
         self.since = now
         load = np.asarray(report.losses.load, np.float64)
         return metrics, load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
@@ -205,6 +213,8 @@ class Run:
         progress = Progress(number, self.steps, metrics, load, _unseen if late else lambda: self.step.model(self.state))
         answers = [callback(progress) for callback in callbacks]
         stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
+        if stop and evaluator is not None and "evaluation" not in metrics:
+            metrics["evaluation"] = evaluator(self.state)
         if stop and late:
             raise ValueError(f"a callback stops the training at step {number}: remove its attribute late")
         save = last or stop or interrupted
@@ -212,7 +222,8 @@ class Run:
             finite = jax.device_get(self.finite(self.state.params))
             self._refuse_nonfinite("new values", finite, made.report, number)
         if self.checkpoints is not None:
-            self.checkpoints.save(number, self.step.saved(self.state), {"data": made.position}, force=save)
+            extra = {"data": made.position, "base": self.base}
+            self.checkpoints.save(number, self.step.saved(self.state), extra, force=save)
         return last or stop
 
     def _restored(self) -> TrainState:
@@ -226,6 +237,11 @@ class Run:
                 f"{error}\nThe arrays of a model in pipeline stages depend on their number: set it to that of the run, "
                 f"Pipeline({self.step.pipeline.microbatches}, stages=…)"
             ) from error
+        if extra.get("base", self.base) != self.base:
+            raise CheckpointError(
+                f"{self.checkpoints.folder} holds a run on another base model: the parameters that are not trained "
+                "have other values. Load the model, revision and dtype that the run began with, or use a new folder"
+            )
         self.source.restore(extra["data"])
         logger.info("resuming from step %d of %s", self.first, self.checkpoints.folder)
         return self.step.restored(arrays)
@@ -246,48 +262,6 @@ class Run:
                 f"{float(report.losses.total):.4g}: lower the learning rate, clip gradients or check the batch{where}"
             )
 
-    def _metrics(self, report: Report, made: _Made, seconds: float) -> Metrics:
-        losses, batch = report.losses, made.batch
-        metrics = {"step": made.number, "loss": float(losses.total)}
-        if losses.cross_entropy is not None:
-            metrics |= {"cross_entropy": float(losses.cross_entropy), "tokens": float(losses.tokens)}
-        if losses.mtp is not None:
-            metrics["mtp"] = float(losses.mtp)
-        metrics |= {"gradient_norm": float(report.gradient_norm), "seconds": seconds}
-        if report.learning_rate is not None:
-            metrics["learning_rate"] = float(report.learning_rate)
-        if "tokens" in batch:
-            metrics["tokens_per_second"] = batch["tokens"].size / seconds
-            if self.peak is not None:
-                metrics["mfu"] = self.flops * batch["tokens"].size / seconds / self.peak
-        if (used := report.used) is not None:
-            metrics |= {
-                "balance": float(losses.balance),
-                "router_z": float(losses.router_z),
-                "busiest_expert": float(np.max(used.busiest)),
-                "idle_experts": int(np.sum(used.idle)),
-                "dropped": float(np.max(used.dropped)),
-            }
-        return metrics
-
 
 def _unseen() -> CausalLM:
     raise ValueError("the next step has begun when a late callback is called: remove its attribute late to see a model")
-
-
-def _bar(first: int, steps: int) -> tqdm:
-    silent: Any = {"disable": True} if jax.process_index() > 0 else {}  # disable=False would override TQDM_DISABLE
-    return tqdm(total=steps, initial=first, desc="training", unit="step", dynamic_ncols=True, **silent)
-
-
-def _shown(metrics: Metrics) -> dict[str, str]:
-    """The metrics that fit beside the progress bar."""
-    names = {
-        "loss": "{:.4f}",
-        "tokens_per_second": "{:.0f}",
-        "seconds": "{:.3f}",
-        "mfu": "{:.1%}",
-        "busiest_expert": "{:.1f}x",  # its share, in even shares
-    }
-    short = {"tokens_per_second": "tok/s", "seconds": "s/step", "busiest_expert": "busiest expert"}
-    return {short.get(name, name): form.format(metrics[name]) for name, form in names.items() if name in metrics}

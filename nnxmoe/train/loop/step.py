@@ -20,7 +20,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.balance import Utilisation, updated_bias, utilisation
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.programs import SharedProgram, shapes_of
-from nnxmoe.train.loop.batch import Batch, rows_of
+from nnxmoe.train.loop.batch import Batch, as_arrays, rows_of
 from nnxmoe.train.loop.objective import Losses, Objective, TrainingObjective, of_function
 
 
@@ -136,6 +136,7 @@ class Step:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
         """Makes one step. Raises ValueError if the batch is malformed."""
+        batch = as_arrays(batch)
         self.objective.check(batch)
         return self.run(state, batch)
 
@@ -166,6 +167,10 @@ class Step:
     def losses(self, state: TrainState, batch: Batch) -> Losses:
         """The losses of a batch, without a step."""
         return self.objective(self.merge(state.params, state.frozen), batch, None, None, 1.0)[1]
+
+    def base(self) -> dict[str, Array]:
+        """The frozen arrays that no step changes and no checkpoint holds."""
+        return {n: value for n, value in _values(self._frozen).items() if n not in self._moving}
 
     def saved(self, state: TrainState) -> dict[str, Any]:
         """The arrays that a checkpoint needs: all but frozen variables that never change, such as adapted kernels."""

@@ -77,20 +77,21 @@ def failing(doing: str, remedy: str) -> Iterator[None]:
         raise CheckpointError(f"{doing}: {summary(error)}; {remedy}") from error
 
 
-def plain(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``extra`` by way of JSON. Raises CheckpointError for values that JSON does not preserve."""
+def plain(extra: Mapping[str, Any], what: str = "extra") -> dict[str, Any]:
+    """A copy of ``extra`` by way of JSON; ``what``: its name in messages. Raises CheckpointError for values that JSON
+    does not preserve."""
     given = dict(extra)
     try:
         text = json.dumps(given, allow_nan=False)
         same = json.loads(text) == given
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"extra={short(given)} cannot be stored as JSON: {error}") from None
+        raise CheckpointError(f"{what}={short(given)} cannot be stored as JSON: {error}") from None
     if not same:
         raise CheckpointError(
-            f"extra={short(given)} is not preserved by JSON: use str keys, and lists instead of tuples"
+            f"{what}={short(given)} is not preserved by JSON: use str keys, and lists instead of tuples"
         )
     if len(text) > _MAX_EXTRA:
-        raise CheckpointError(f"extra has {len(text)} bytes as JSON, more than {_MAX_EXTRA}: save arrays as arrays")
+        raise CheckpointError(f"{what} has {len(text)} bytes as JSON, more than {_MAX_EXTRA}: save arrays as arrays")
     return json.loads(text)
 
 
