@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe import linen, testing
-from nnxmoe.convert import maxtext
+from nnxmoe.convert import maxtext, native
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.linen import LinenCausalLM
@@ -785,6 +786,40 @@ def test_trees_with_other_names(stacked: bool) -> None:
         assert max_error(found(TOKENS).logits, model(TOKENS).logits) < 1e-6
     scanned = linen.from_linen(tree, model.config, nnxmoe.Strategy(stacking=nnxmoe.Scanned()), mapping=mapping)
     assert max_error(scanned(TOKENS).logits, model(TOKENS).logits) < 1e-5
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_proposed_mapping(stacked: bool) -> None:
+    """Unique shapes are paired by shape, others by name; fused arrays are left over on both sides."""
+    model = build_tiny("llama", nnxmoe.Strategy(), attention_bias=False, mlp_bias=False)
+    tree, right = renamed(model, stacked), mapping_of(model, "h" if stacked else "h_{layer}")
+    proposed = linen.propose_mapping(model.config, {"params": tree})
+    assert proposed == {name: source for name, source in right.items() if isinstance(source, str)}
+    found = linen.from_linen(tree, model.config, mapping=right | proposed)
+    assert max_error(found(TOKENS).logits, model(TOKENS).logits) < 1e-6
+    with pytest.raises(ValueError, match=r"no name of the Linen tree begins with decoder/.*propose_mapping"):
+        linen.from_linen(tree, model.config)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_proposed_mapping_by_words(kind: str) -> None:
+    """Arrays of equal shapes are told apart by their names; layers with other numbers are left over."""
+    model = build_tiny(kind, nnxmoe.Strategy())
+    words = {"layers/": "transformer/block_", "attention": "attn", "moe_norm": "ln_2", "gate": "w1", "up": "w3"}
+    arrays = native.arrays(model, False)
+    names = {name: name for name in arrays}
+    for word, other in words.items():
+        names = {name: theirs.replace(word, other) for name, theirs in names.items()}
+    proposed = linen.propose_mapping(model, nested({t: np.zeros(arrays[n].shape) for n, t in names.items()}))
+    pairs = [
+        (re.sub(r"layers/\d", "layers/{layer}", a), re.sub(r"block_\d", "block_{layer}", b)) for a, b in names.items()
+    ]
+    assert proposed == dict(pairs) and "?" not in str(proposed)
+    proposed = linen.propose_mapping(model, maxtext.to_tree(model, scan_layers=False))
+    assert ("?" in str(proposed)) == (kind == "deepseek_v3") and proposed[
+        "head/kernel"
+    ] == "decoder/logits_dense/kernel"
+    assert not any("moe_layers" in source for source in proposed.values())  # theirs count from the first MoE layer
 
 
 def test_faults_of_mappings_are_listed() -> None:

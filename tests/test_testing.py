@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict
 from jax import Array
 
 import nnxmoe
-from nnxmoe import testing
+from nnxmoe import linen, testing
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
@@ -82,7 +82,10 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        gate, up = Dense((20,), name="wi_0")(x), Dense((20,), name="wi_1")(x)
+        if self.fault == "fused":
+            gate, up = jnp.split(Dense((40,), name="wi")(x), 2, axis=-1)
+        else:
+            gate, up = Dense((20,), name="wi_0")(x), Dense((20,), name="wi_1")(x)
         if self.fault == "swapped":
             gate, up = up, gate
         if self.fault == "gradient":
@@ -248,6 +251,60 @@ def test_rows_of_several_arrays() -> None:
     assert testing.assert_module_parity(Whole(), Halves(), parts, (jnp.ones((2, 3)),)).parameters == 1
     turned: Any = {"kernel": [("left/kernel", lambda k: k[:, 2:]), ("right/kernel", lambda k: k[:, :2])]}
     assert "outputs" in difference(testing.assert_module_parity, Whole(), Halves(), turned, (jnp.ones((2, 3)),))
+
+
+def test_one_mapping_for_from_linen_and_the_kit() -> None:
+    """A mapping of `from_linen`, with functions that scale and split, serves the kit, scanned or not."""
+    module, where = LinenLlama(nn.FrozenDict({i: "fused" for i in range(LAYERS)})), "decoder/layers_{layer}"
+    model = llama()
+    params = module.init(jax.random.key(1), TOKENS)
+    proposed = linen.propose_mapping(model, params)
+    assert str(proposed).endswith("? <- decoder/layers_{layer}/mlp/wi/kernel [12, 40]")
+    assert "layers/{layer}/mlp/gate/kernel [12, 20] <- ?" in str(proposed)
+    mapping: Any = dict(proposed) | {
+        "layers/{layer}/attention/q/kernel": (f"{where}/self_attention/query/kernel", lambda q: q * HEAD**0.5),
+        "layers/{layer}/mlp/gate/kernel": (f"{where}/mlp/wi/kernel", lambda both: both[:, :20]),
+        "layers/{layer}/mlp/up/kernel": (f"{where}/mlp/wi/kernel", lambda both: both[:, 20:]),
+    }
+    for stacking in (nnxmoe.Unrolled(), nnxmoe.Scanned()):
+        found = linen.from_linen(params, model.config, nnxmoe.Strategy(stacking=stacking), mapping=mapping)
+        report = testing.assert_module_parity(found, module, mapping, TOKENS, nnx_call=lambda m, t: m(t).logits)
+        assert report.submodules > LAYERS
+    call: Any = {"nnx_call": lambda m, t: m(t).logits}
+    turned = mapping | {"layers/{layer}/mlp/up/kernel": (f"{where}/mlp/wi/kernel", lambda both: both[:, :20])}
+    text = difference(testing.assert_module_parity, model, module, turned, TOKENS, **call)
+    assert "layers/0/mlp/gate/kernel: its function of decoder/layers_0/mlp/wi/kernel cannot be undone" in text
+    short = mapping | {"layers/1/mlp/up/kernel": (f"{where}/mlp/wi/kernel", lambda both: both[:, :3])}
+    text = difference(testing.assert_module_parity, model, module, short, TOKENS, **call)
+    assert "layers/1/mlp/up/kernel is [12, 20], decoder/layers_1/mlp/wi/kernel give [12, 3]" in text
+    del short["layers/1/mlp/up/kernel"], short["norm/scale"]
+    text = difference(testing.assert_module_parity, model, module, short, TOKENS, **call)
+    assert "norm/scale [12] has no row" in text and "decoder/decoder_norm/scale float32[12] has no NNX" in text
+
+
+def test_layers_of_any_module_in_a_mapping() -> None:
+    class Ours(nnx.Module):
+        def __init__(self) -> None:
+            self.blocks = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(3)])
+
+        def __call__(self, x: Array) -> Array:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    class Theirs(nn.Module):
+        @nn.compact
+        def __call__(self, x: Array) -> Array:
+            for i in range(3):
+                x = nn.Dense(4, name=f"block_{i}")(x)
+            return x
+
+    proposed = linen.propose_mapping(Ours(), Theirs().init(jax.random.key(0), jnp.ones((2, 4))))
+    assert proposed["blocks/2/bias"] == "block_2/bias"
+    mapping = {f"blocks/{{layer}}/{name}": f"block_{{layer}}/{name}" for name in ("kernel", "bias")}
+    assert testing.assert_module_parity(Ours(), Theirs(), mapping, (jnp.ones((2, 4)),)).parameters == 6
+    text = difference(testing.assert_module_parity, Ours(), Theirs(), {"block/{layer}/bias": "b_{layer}"}, jnp.ones(4))
+    assert "block/{layer}/bias -> b_{layer}: NNX has no such parameter" in text
 
 
 # Equal modules
@@ -615,6 +672,11 @@ def test_different_output_structures_and_dtypes() -> None:
 def test_unsupported_comparisons() -> None:
     with pytest.raises(ValueError, match="MLP has no MaxText names, which mapping=None"):
         testing.assert_module_parity(mlp(), Mlp(), None, X)
+    with pytest.raises(ValueError, match="no parameter of the Linen module begins with decoder/") as caught:
+        compare(llama(1), FusedMLP())
+    assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(ValueError, match=r"GQA cannot be called .*'context'.*Context\.of_rows"):
+        testing.assert_module_parity(attention()[0], Attention(), DIVIDED, (jnp.ones((2, 7, WIDTH)),))
     with pytest.raises(ValueError, match="the Linen module has variables in batch_stats, but only"):
         testing.assert_module_parity(mlp(), nn.BatchNorm(use_running_average=False), {}, X)
     shapes = RMSNorm(WIDTH, 1e-5, dtype=jnp.dtype("float32"), rngs=None)

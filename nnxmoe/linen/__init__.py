@@ -18,8 +18,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext
-from nnxmoe.linen.mapping import Mapped, from_mapping
+from nnxmoe.linen.mapping import Mapped, flat, from_mapping
 from nnxmoe.linen.plan import (
     Blueprint,
     Names,
@@ -32,6 +33,7 @@ from nnxmoe.linen.plan import (
     model_plan,
     part_plan,
 )
+from nnxmoe.linen.propose import propose_mapping as propose_mapping
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.decoder import Output
 from nnxmoe.model.strategy import Strategy
@@ -100,7 +102,7 @@ def from_linen(
     says where each parameter comes from: its name here, such as ``layers/{layer}/attention/q/kernel``, -> its name in
     the tree, or a pair of one or several names and a function from those arrays to ours. Dimensions are split and
     merged as needed. A name in the tree without ``{layer}`` is that of an array with the layers on axis 0, as
-    ``nn.scan`` stacks them.
+    ``nn.scan`` stacks them. `propose_mapping` proposes a mapping; `nnxmoe.testing.assert_module_parity` takes it too.
 
         linen.from_linen(params, config, mapping={
             "embed/table": "wte/embedding",
@@ -112,6 +114,12 @@ def from_linen(
     """
     if mapping is not None:
         return from_mapping(params, config, mapping, strategy, mesh)
+    names = flat(params)
+    if names and not any(name.startswith("decoder/") for name in names):
+        raise ValueError(
+            f"no name of the Linen tree begins with decoder/ ({some(sorted(names), 2)}), as MaxText's do: give a "
+            "mapping; nnxmoe.linen.propose_mapping(config, params) lists the names of both sides"
+        )
     return maxtext.from_tree(params, config, strategy, mesh)
 
 

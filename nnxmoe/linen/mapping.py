@@ -1,7 +1,8 @@
 """NNX models from Linen parameters with names of their own, by a mapping from our names to theirs."""
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from nnxmoe.model.strategy import Strategy
 
 Source = str | tuple[str | tuple[str, ...], Callable[..., Any]]
 Mapped = Mapping[str, Source]
-_LAYER = "{layer}"
+LAYER = "{layer}"
 
 
 def from_mapping(
@@ -30,69 +31,93 @@ def from_mapping(
 ) -> CausalLM:
     """The model whose parameters ``mapping`` takes from a Linen tree; see `nnxmoe.linen.from_linen`."""
     check_config(config)
-    model = abstract(config, strategy, mesh)
-    tree = meta.unbox(params)
-    tree = tree["params"] if tree.keys() == {"params"} else tree
-    theirs: dict[str, Any] = {"/".join(names): array for names, array in flatten_dict(tree).items()}
-    wanted, faults, used, found = native.layout(model, False), [], set[str](), dict[str, LazyArray]()
-    for name, leaf in wanted.items():
-        row, layer = _row(mapping, name)
-        if row is None:
-            faults.append(f"{name} {list(leaf.shape)} has no row in the mapping")
-            continue
-        sources, make = row
-        named = [source.replace(_LAYER, str(layer)) for source in sources]
-        if missing := [source for source in named if source not in theirs]:
-            faults.append(f"{name}: the tree has no {', '.join(missing)}")
-            continue
-        used.update(named)
-        stacked = [layer is not None and _LAYER not in source for source in sources]
-        arrays = [jnp.asarray(theirs[s])[layer] if cut else theirs[s] for s, cut in zip(named, stacked, strict=True)]
+    model, theirs = abstract(config, strategy, mesh), flat(params)
+    wanted, found = native.layout(model, False), dict[str, LazyArray]()
+    rows, faults = read_mapping(mapping, {name: leaf.shape for name, leaf in wanted.items()}, theirs)
+    for name, row in rows.items():
         try:
-            made = make(*arrays)
-        except (TypeError, ValueError, IndexError) as error:
-            faults.append(f"{name}: its function fails for {', '.join(map(_kind, arrays))}: {error}")
-            continue
-        if not _splits(np.shape(made), leaf.shape):
-            faults.append(f"{name} is {list(leaf.shape)}, {' and '.join(named)} give {list(np.shape(made))}")
-            continue
-        found[name] = LazyArray.of(jnp.reshape(made, leaf.shape))
-    faults += [
-        f"{name} {list(np.shape(array))} of the tree is in no row" for name, array in theirs.items() if name not in used
-    ]
-    known = {*wanted, *(_general(name)[0] for name in wanted)}
-    faults += [f"{name} of the mapping is no parameter of this model" for name in mapping if name not in known]
+            found[name] = LazyArray.of(row(*(theirs[source] for source in row.sources)))
+        except ValueError as error:
+            faults.append(str(error))
+    used = {source for row in rows.values() for source in row.sources}
+    faults += [f"{name} {list(np.shape(a))} of the tree is in no row" for name, a in theirs.items() if name not in used]
     if faults:
         lines = "\n  ".join([*faults[:20], *([f"… {len(faults) - 20} more"] if len(faults) > 20 else [])])
-        raise ValueError(f"the mapping does not take this Linen tree to {type(model).__name__}:\n  {lines}")
+        raise ValueError(
+            f"the mapping does not take this Linen tree to {type(model).__name__} (nnxmoe.linen.propose_mapping lists "
+            f"the names of both sides):\n  {lines}"
+        )
     report = LoadReport(f"a Linen tree ({some(sorted(theirs), 2)})")
     restore(model, wanted, found, None, report, "the Linen tree does not fit the config")
     return model
 
 
-def _row(mapping: Mapped, name: str) -> tuple[tuple[tuple[str, ...], Callable[..., Any]] | None, int | None]:
-    """The row of a parameter, by its name or with ``{layer}`` for its layer's number, and that number."""
-    general, layer = _general(name)
-    source = mapping.get(name, mapping.get(general))
-    if source is None:
-        return None, layer
-    names, make = (source, lambda array: array) if isinstance(source, str) else source
-    return ((names,) if isinstance(names, str) else tuple(names), make), layer
+def flat(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> array of a Linen tree, boxed or not, with or without its collection ``params``."""
+    tree = meta.unbox(params)
+    return flatten_dict(tree["params"] if tree.keys() == {"params"} else tree, sep="/")
 
 
-def _general(name: str) -> tuple[str, int | None]:
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """A parameter of ours as a function of arrays of theirs. ``at``: layer to take from a source that stacks them on
+    axis 0, else None; ``changed``: the mapping gives a function."""
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    at: tuple[int | None, ...]
+    make: Callable[..., Any]
+    changed: bool
+
+    def __call__(self, *arrays: Any) -> Any:
+        """Raises ValueError if the function fails or its result has another shape."""
+        given = [a if at is None else jnp.asarray(a)[at] for a, at in zip(arrays, self.at, strict=True)]
+        try:
+            made = self.make(*given)
+        except (TypeError, ValueError, IndexError) as error:
+            kinds = ", ".join(f"{jax.dtypes.result_type(a)}{list(np.shape(a))}" for a in given)
+            raise ValueError(f"{self.name}: its function fails for {kinds}: {error}") from error
+        if not splits(np.shape(made), self.shape):
+            gives = f"{' and '.join(self.sources)} give {list(np.shape(made))}"
+            raise ValueError(f"{self.name} is {list(self.shape)}, {gives}")
+        return jnp.reshape(made, self.shape)
+
+
+def read_mapping(
+    mapping: Mapped, wanted: Mapping[str, tuple[int, ...]], theirs: Container[str]
+) -> tuple[dict[str, Taken], list[str]]:
+    """The row of each wanted parameter (name -> shape), and the faults of all names."""
+    rows, faults = dict[str, Taken](), list[str]()
+    for name, shape in wanted.items():
+        general, layer = general_name(name)
+        source = mapping.get(name, mapping.get(general))
+        if source is None:
+            faults.append(f"{name} {list(shape)} has no row in the mapping")
+            continue
+        names, make = (source, lambda array: array) if isinstance(source, str) else source
+        names = (names,) if isinstance(names, str) else tuple(names)
+        sources = tuple(each.replace(LAYER, str(layer)) for each in names)
+        if missing := [each for each in sources if each not in theirs]:
+            faults.append(f"{name}: the tree has no {', '.join(missing)}")
+            continue
+        at = tuple(None if LAYER in each else layer for each in names)
+        rows[name] = Taken(name, shape, sources, at, make, not isinstance(source, str))
+    known = {*wanted, *(general_name(name)[0] for name in wanted)}
+    return rows, faults + [
+        f"{name} of the mapping is no parameter of this model" for name in mapping if name not in known
+    ]
+
+
+def general_name(name: str) -> tuple[str, int | None]:
     """A parameter's name with ``{layer}`` for its layer's number, and that number; None outside of layers."""
     parts = name.split("/")
     if parts[0] != "layers":
         return name, None
-    return "/".join([parts[0], _LAYER, *parts[2:]]), int(parts[1])
+    return "/".join([parts[0], LAYER, *parts[2:]]), int(parts[1])
 
 
-def _splits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+def splits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Whether one shape only splits or merges neighbouring dimensions of the other, so that no number moves."""
     one, other = (set(itertools.accumulate(s, lambda a, b: a * b)) for s in (shape, wanted))
     return np.prod(shape) == np.prod(wanted) and (one <= other or other <= one)
-
-
-def _kind(array: Any) -> str:
-    return f"{jax.dtypes.result_type(array)}{list(np.shape(array))}"

@@ -6,6 +6,7 @@ Parts: `rows` (parameters), `record` (calls of submodules), `sides` (both module
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
+from nnxmoe.linen.mapping import Mapped
 from nnxmoe.testing import sides
 from nnxmoe.testing.compare import compare_gradients, compare_outputs, pairs_of
 from nnxmoe.testing.rows import Names, compare_trees
@@ -42,7 +44,7 @@ class ParityReport:
 def assert_module_parity(
     nnx_module: nnx.Module,
     linen_module: nn.Module,
-    mapping: Names | None,
+    mapping: Names | Mapped | None,
     inputs: Any,
     *,
     tolerance: float = 1e-5,
@@ -51,17 +53,53 @@ def assert_module_parity(
 ) -> ParityReport:
     """Compare parameter trees, outputs and gradients; the Linen module is given the NNX module's parameters.
 
-    ``mapping``: NNX parameter -> Linen parameter, ``{"q/kernel": "query/kernel"}``, or a pair of that name and a
-    function from the NNX array to the Linen array. A tuple of NNX parameters stands for arrays that Linen has as one,
-    such as a fused qkv, ``{("q/kernel", "k/kernel", "v/kernel"): ("qkv/kernel", lambda q, k, v: …)}``, and a list of
-    Linen parameters for one that Linen has in parts. None: MaxText's names, for nnxmoe's models. ``inputs``: the
-    positional arguments. ``nnx_call``, ``linen_call``: ``(module, *inputs) -> output to compare``; default: a plain
-    call. Gradients are those of the output's product with fixed random numbers, by all parameters and floating-point
-    inputs. Raises AssertionError with all differences and the first layer that differs.
+    Gradients are those of the output's product with fixed random numbers, by all parameters and floating-point inputs.
+
+    Args:
+        mapping: NNX parameter -> Linen parameter, ``{"q/kernel": "query/kernel"}``, or a pair of that name and a
+            function from the NNX array to the Linen array. A tuple of NNX parameters stands for arrays that Linen has
+            as one, ``{("q/kernel", "k/kernel", "v/kernel"): ("qkv/kernel", lambda q, k, v: …)}``, and a list of Linen
+            parameters for one that Linen has in parts. ``{layer}`` stands for each number. For a whole model, also a
+            mapping of `nnxmoe.linen.from_linen` (``layers/{layer}/…``), whose functions are undone, or None for
+            MaxText's names. `nnxmoe.linen.propose_mapping` proposes one.
+        inputs: the positional arguments.
+        nnx_call, linen_call: ``(module, *inputs) -> output to compare``; default: a plain call.
+
+    Raises:
+        AssertionError: with all differences of the trees, or the first layer that differs.
+        ValueError: if the modules cannot be compared, or called with these inputs.
     """
     arguments = sides.Arguments(inputs if isinstance(inputs, tuple | list) else (inputs,))
+    try:
+        return _compare(nnx_module, linen_module, mapping, arguments, tolerance, nnx_call or _plain_call, linen_call)
+    except AssertionError as error:
+        raise error.with_traceback(None) from None  # the report matters, not where in this package it was written
+
+
+def _plain_call(module: Any, *inputs: Any) -> Any:
+    """Call the module. Raises ValueError if the inputs are not its arguments."""
+    try:
+        inspect.signature(module).bind(*inputs)
+    except TypeError as error:
+        hint = (
+            "; for example nnx_call=lambda module, x: module(x, context)[0], context=nnxmoe.Context.of_rows(rope, B, T)"
+        )
+        hint = hint if "'context'" in str(error) else ""
+        raise ValueError(f"{type(module).__name__} cannot be called with the inputs: {error}{hint}") from None
+    return module(*inputs)
+
+
+def _compare(
+    nnx_module: nnx.Module,
+    linen_module: nn.Module,
+    mapping: Names | Mapped | None,
+    arguments: sides.Arguments,
+    tolerance: float,
+    nnx_call: Callable[..., Any],
+    linen_call: Callable[..., Any] | None,
+) -> ParityReport:
     with jax.default_matmul_precision("highest"):
-        ours = sides.Ours(nnx_module, nnx_call or (lambda module, *inputs: module(*inputs)))
+        ours = sides.Ours(nnx_module, nnx_call)
         theirs = sides.Theirs(linen_module, linen_call, arguments)
         title = f"NNX {type(nnx_module).__name__} and Linen {type(linen_module).__name__} differ"
         theirs.rows = compare_trees(title, nnx_module, ours.params, theirs.shapes, mapping)

@@ -1,16 +1,21 @@
 """Maps the parameters of an NNX module to those of a Linen module, and checks that the two trees match."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from nnxmoe.convert import maxtext
+from nnxmoe.config.printable import some
+from nnxmoe.convert import maxtext, native
 from nnxmoe.convert.core.layout import Leaf
+from nnxmoe.linen.mapping import LAYER, Mapped, Taken, read_mapping
 from nnxmoe.model.causal_lm import CausalLM
 
 Target = str | tuple[str, Callable[..., Array]]
@@ -37,10 +42,15 @@ class Row:
 
 
 def compare_trees(
-    title: str, module: nnx.Module, params: Arrays, shapes: Arrays, mapping: Names | None
+    title: str, module: nnx.Module, params: Arrays, shapes: Arrays, mapping: Names | Mapped | None
 ) -> dict[str, Row]:
     """Returns Linen's name -> row; raises AssertionError with all faults of the mapping and of both trees."""
-    rows, faults = _maxtext_rows(module, shapes) if mapping is None else _rows(mapping, params)
+    if mapping is None:
+        rows, faults = _maxtext_rows(module, shapes)
+    elif isinstance(module, CausalLM) and any(isinstance(key, str) and key.startswith("layers/") for key in mapping):
+        rows, faults = _taken_rows(module, cast(Mapped, mapping), params, shapes)
+    else:
+        rows, faults = _rows(cast(Names, mapping), params)
     faults += [f"Linen's {name} {kind(a)} has no NNX parameter" for name, a in shapes.items() if name not in rows]
     for name, row in rows.items():
         source = f"{row.source} -> {name}"
@@ -56,18 +66,18 @@ def compare_trees(
             turned = "; it looks transposed" if made.shape == shapes[name].shape[::-1] != shapes[name].shape else ""
             faults.append(f"{source}: the row gives {kind(made)}, Linen has {kind(shapes[name])}{turned}")
     if faults:
-        raise AssertionError("\n  ".join([f"{title} in their parameters:", *faults]))
+        shown = faults if len(faults) <= 40 else [*faults[:40], f"… {len(faults) - 40} more"]
+        raise AssertionError("\n  ".join([f"{title} in their parameters:", *shown]))
     return rows
 
 
 def _rows(mapping: Names, params: Arrays) -> tuple[dict[str, Row], list[str]]:
-    given = [((key,) if isinstance(key, str) else key, targets) for key, targets in mapping.items()]
+    given = list(_filled(mapping, params))
     mapped = {name for names, _ in given for name in names}
     faults = [f"NNX's {name} {kind(a)} has no row in the mapping" for name, a in params.items() if name not in mapped]
     rows: dict[str, Row] = {}
     for names, targets in given:
-        for target in targets if isinstance(targets, list) else [targets]:
-            there, make = (target, None) if isinstance(target, str) else target
+        for there, make in targets:
             source = " + ".join(names)
             if unknown := [name for name in names if name not in params]:
                 faults.append(f"{source} -> {there}: NNX has no such parameter{f', {unknown[0]}' * (len(names) > 1)}")
@@ -81,9 +91,78 @@ def _rows(mapping: Names, params: Arrays) -> tuple[dict[str, Row], list[str]]:
     return rows, faults
 
 
+def _filled(mapping: Names, params: Arrays) -> Iterator[tuple[tuple[str, ...], list[tuple[str, Any]]]]:
+    """The rows with ``{layer}`` replaced by each number that the NNX module has in its place."""
+    for key, target in mapping.items():
+        names = (key,) if isinstance(key, str) else key
+        pairs = [(t, None) if isinstance(t, str) else t for t in (target if isinstance(target, list) else [target])]
+        pattern = re.escape(names[0]).replace(re.escape(LAYER), r"(\d+)")
+        found = [match[1] for name in params if LAYER in names[0] and (match := re.fullmatch(pattern, name))]
+        for number in found or [LAYER]:
+            filled = [(there.replace(LAYER, number), make) for there, make in pairs]
+            yield tuple(name.replace(LAYER, number) for name in names), filled
+
+
+def _taken_rows(model: CausalLM, mapping: Mapped, params: Arrays, shapes: Arrays) -> tuple[dict[str, Row], list[str]]:
+    """Rows of a mapping of `nnxmoe.linen.from_linen`, which makes our arrays of theirs, the other way round."""
+    leaves = native.layout(model, False)
+    taken, faults = read_mapping(mapping, {name: leaf.shape for name, leaf in leaves.items()}, shapes)
+    users: dict[str, list[Taken]] = {}
+    for one in list(taken.values()):
+        try:
+            jax.eval_shape(one, *(shapes[source] for source in one.sources))
+        except ValueError as error:
+            faults.append(str(error))
+            continue
+        for source in one.sources:
+            users.setdefault(source, []).append(one)
+    rows: dict[str, Row] = {}
+    for there, group in users.items():
+        parts = [leaves[one.name].parts[0] for one in group]
+        named = tuple(("/".join(map(str, part.parameter.path)), part.at[0] if part.at else None) for part in parts)
+        rows[there] = Row(named, functools.partial(_undone, there, group, shapes), any(one.changed for one in group))
+    if not faults:
+        faults += [fault for there, group in users.items() if (fault := _not_undone(there, group, rows, params))]
+    return rows, faults
+
+
+def _undone(there: str, group: list[Taken], shapes: Arrays, *ours: Array) -> Array:
+    """Linen's array from ours: the functions of a mapping select, reorder, scale or shift, so that A A' is diagonal and
+    A' (A A')^-1 (ours - A(0)) undoes them."""
+    zeros = {source: jnp.zeros_like(shapes[source]) for one in group for source in one.sources}
+
+    def take(theirs: Arrays) -> list[Array]:
+        return [one(*(theirs[source] for source in one.sources)) for one in group]
+
+    base, back = jax.vjp(take, zeros)
+    scales = jax.tree.map(
+        lambda a, b: jnp.where(a == b, 1, a - b), take(*back(jax.tree.map(jnp.ones_like, base))), base
+    )
+    gaps = [(a.reshape(b.shape).astype(b.dtype) - b) / s for a, b, s in zip(ours, base, scales, strict=True)]
+    return back(gaps)[0][there]
+
+
+def _not_undone(there: str, group: list[Taken], rows: dict[str, Row], params: Arrays) -> str | None:
+    """A fault if a function of the mapping does not give back our array from the one that was made for Linen."""
+    for one, (name, at) in zip(group, rows[there].parts, strict=True):
+        ours = np.asarray(params[name] if at is None else params[name][at], np.float64).reshape(one.shape)
+        again = np.asarray(one(*(rows[source](params) for source in one.sources)), np.float64)
+        if one.changed and not np.allclose(again, ours, rtol=1e-5, atol=1e-6 * max(1.0, float(np.abs(ours).max()))):
+            return (
+                f"{one.name}: its function of {' and '.join(one.sources)} cannot be undone; it may select, reorder, "
+                "reshape, scale and shift"
+            )
+    return None
+
+
 def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], list[str]]:
     if not isinstance(model, CausalLM):
         raise ValueError(f"{type(model).__name__} has no MaxText names, which mapping=None stands for: give a mapping")
+    if not any(name.startswith("decoder/") for name in shapes):
+        raise ValueError(
+            "mapping=None stands for MaxText's names (decoder/…), and no parameter of the Linen module begins with "
+            f"decoder/ ({some(sorted(shapes), 2)}): give a mapping; nnxmoe.linen.propose_mapping lists both sides"
+        )
     scanned = any(name.startswith(f"decoder/{group}/") for name in shapes for group in model.maxtext_layers)
 
     def row(leaf: Leaf) -> Row:

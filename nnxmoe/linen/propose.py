@@ -1,0 +1,115 @@
+"""A first mapping between our parameters and a Linen tree, by shapes and words of the names."""
+
+import difflib
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.convert import native
+from nnxmoe.convert.core.restore import abstract
+from nnxmoe.layers.kernel import flax_order
+from nnxmoe.linen.mapping import LAYER, flat, general_name, splits
+from nnxmoe.model.causal_lm import CausalLM
+
+Shapes = dict[str, tuple[int, ...]]
+Layers = dict[str, frozenset[Any]]  # general name -> layer numbers; None outside of layers
+_NUMBERED = re.compile(r"(^|/)((?:[^/]*(?:layer|block)s?_?|h_?)?)(\d+)(?=/)", re.IGNORECASE)
+# Words that mean the same in the names of decoders.
+_WORDS = {
+    word: meaning
+    for meaning, words in {
+        "q": "query wq", "k": "key wk", "v": "value wv", "o": "out output", "gate": "wi_0 w1", "up": "wi_1 w3",
+        "down": "wo w2", "embed": "embedding embedder wte tok token", "norm": "ln layernorm rmsnorm ln_f final",
+        "head": "lm_head logits unembed", "attention": "attn self pre ln_1 input", "mlp": "ffn ff post ln_2 feed",
+        "moe": "experts expert moeblock", "kernel": "weight w",
+    }.items()
+    for word in words.split()
+}  # fmt: skip
+
+
+class Proposal(dict[str, str]):
+    """A mapping from our names to theirs; ``print`` shows the names and shapes of both sides, also those left over."""
+
+    def __init__(self, ours: Shapes, theirs: Shapes, layers: Layers):
+        super().__init__(_pairs(ours, theirs, layers))
+        self.ours, self.theirs = ours, theirs
+
+    def __str__(self) -> str:
+        lines = [f"{a} {list(s)} <- {self[a]} {list(self.theirs[self[a]])}" for a, s in self.ours.items() if a in self]
+        lines += [f"{name} {list(shape)} <- ?" for name, shape in self.ours.items() if name not in self]
+        taken = set(self.values())
+        return "\n".join(lines + [f"? <- {name} {list(s)}" for name, s in self.theirs.items() if name not in taken])
+
+
+def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any]) -> Proposal:
+    """Propose a mapping for `from_linen` and `nnxmoe.testing.assert_module_parity`, to be checked and completed.
+
+    Args:
+        ours: the config of a model, or an NNX module.
+        params: the Linen tree, of arrays or shapes (``jax.eval_shape(module.init, …)``).
+
+    Returns:
+        A dict with a row per parameter of ours for which one array of theirs has the same numbers of values, chosen by
+        the words of the names where several do. Arrays that theirs fuses or transposes get no row. Print it.
+    """
+    if isinstance(ours, DecoderConfig | CausalLM):
+        layout = native.layout(abstract(ours, None, None) if isinstance(ours, DecoderConfig) else ours, False)
+        here = {name: tuple(leaf.shape) for name, leaf in layout.items()}
+        numbered = {name: general_name(name) for name in here}
+    else:
+        state = nnx.to_flat_state(nnx.state(ours, nnx.Not(nnx.RngState)))
+        here = {"/".join(map(str, path)): tuple(flax_order(v, v.shape)) for path, v in state}
+        numbered = {name: (name, None) for name in here}
+    there = {name: tuple(np.shape(array)) for name, array in flat(params).items()}
+    layers, theirs = _layers(numbered), _layers({name: _general(name) for name in there})
+    known = set(layers.values())
+    named = {name: general if theirs[(general := _general(name)[0])] in known else name for name in there}
+    shapes = {numbered[name][0]: shape for name, shape in here.items()}
+    return Proposal(shapes, {named[name]: shape for name, shape in there.items()}, layers | theirs)
+
+
+def _general(name: str) -> tuple[str, int | None]:
+    match = _NUMBERED.search(name)
+    return (_NUMBERED.sub(rf"\1\2{LAYER}", name, count=1), int(match[3])) if match else (name, None)
+
+
+def _layers(names: Mapping[str, tuple[str, int | None]]) -> Layers:
+    """The numbers that ``{layer}`` stands for in each general name."""
+    found: dict[str, set[int | None]] = {}
+    for general, layer in names.values():
+        found.setdefault(general, set()).add(layer)
+    return {general: frozenset(layers) for general, layers in found.items()}
+
+
+def _pairs(ours: Shapes, theirs: Shapes, layers: Layers) -> dict[str, str]:
+    """Pairs of equal sizes and layers, those with the most similar names first. An array of theirs without ``{layer}``
+    may have all layers on axis 0."""
+    scored = []
+    for (a, shape), (b, other) in itertools.product(ours.items(), theirs.items()):
+        stacked = LAYER in a and LAYER not in b
+        if stacked:
+            fits = other[:1] == (1 + max(layers[a]),) and splits(other[1:], shape)
+        else:
+            fits = splits(other, shape) and (LAYER not in b or layers[a] == layers[b])
+        if fits:
+            scored.append((_similarity(a, b), a, b))
+    found: dict[str, str] = {}
+    for _, a, b in sorted(scored, key=lambda each: -each[0]):
+        if a not in found and b not in found.values():
+            found[a] = b
+    return {name: found[name] for name in ours if name in found}
+
+
+def _similarity(a: str, b: str) -> float:
+    one, other = (_words(name) for name in (a, b))
+    return len(one & other) / len(one | other) + 0.1 * difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def _words(name: str) -> set[str]:
+    words = re.findall(r"w[i]?_?\d|ln_[\df]|[a-z]+", name.replace(LAYER, "").lower())
+    return {_WORDS.get(word, word) for word in words}
