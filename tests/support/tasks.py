@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def quiet_harness(folder: Path) -> None:
     os.environ |= {"HF_DATASETS_CACHE": str(folder), "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def evaluate(model: Any, folder: Path, **options: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+def evaluate(
+    model: Any, folder: Path, names: Sequence[str] = TASKS, **options: Any
+) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Metrics by task, and what the model answered to each request of each task."""
     from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
@@ -55,6 +58,6 @@ def evaluate(model: Any, folder: Path, **options: Any) -> tuple[dict[str, Any], 
     evaluator.add_env_info = lambda results: None  # runs `pip list`, where torch is installed
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     options = {"torch_random_seed": None, "bootstrap_iters": 0, **options}
-    found: Any = evaluator.simple_evaluate(model, tasks=list(TASKS), task_manager=manager, **options)
-    ordered = {name: sorted(found["samples"][name], key=lambda sample: sample["doc_id"]) for name in TASKS}
-    return found["results"], {name: [sample["filtered_resps"] for sample in ordered[name]] for name in TASKS}
+    found: Any = evaluator.simple_evaluate(model, tasks=list(names), task_manager=manager, **options)
+    ordered = {name: sorted(found["samples"][name], key=lambda sample: sample["doc_id"]) for name in names}
+    return found["results"], {name: [sample["filtered_resps"] for sample in ordered[name]] for name in names}
