@@ -28,6 +28,7 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # lowering is 20 % faster without stack traces
 # Compilation cache shared by pytest workers and child processes, and kept for the next run.
 PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / f"xla-{version('jaxlib')}-py{sys.version_info.minor}"
+SETS = 3  # of parameters per test, in a run of the whole folder; CI runs the others by turns
 PROGRAMS_LIMIT = 2 * 2**30  # bytes; code changes add programs, and JAX never evicts any
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(PROGRAMS))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sets", type=int, help="run each test with at most this number of its sets of parameters")
+    help_of_sets = f"sets of parameters per test, 0: all (default: {SETS} where no file or test is named, else all)"
+    parser.addoption("--sets", type=int, help=help_of_sets)
+    parser.addoption("--part", metavar="K/N", help="run every N-th test, from the K-th; the N parts are all tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,8 +65,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("wrong_types"):
                 item.add_marker(pytest.mark.skip(reason="wrong types on purpose"))
 
-    if (most := config.getoption("sets")) is not None:
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if most := config.getoption("sets") if config.getoption("sets") is not None else SETS * everything:
         keep_sets(config, items, most)
+    if part := config.getoption("part"):
+        this, parts = map(int, part.split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != this % parts])
+        items[:] = [item for i, item in enumerate(items) if i % parts == this % parts]
 
 
 def keep_sets(config: pytest.Config, items: list[pytest.Item], most: int) -> None:
