@@ -14,7 +14,7 @@ from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grouping import SMALL
 from nnxmoe.generation.request import Finish, Prefix, Request, Wanted, whole_ids, whole_number
 from nnxmoe.generation.rows import Process
-from nnxmoe.generation.sampling import Sampling
+from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.model.causal_lm import CausalLM, bucket
 
@@ -123,6 +123,7 @@ def complete(
     prompt_ids = [encoded(prompt, tokenizer) for prompt in given]
     if not given:
         return iter(())
+    warn_of_unused(model, sampling)
     stop_ids = (*eos_ids(model, eos_token_id), *special)
     options = {"sampling": sampling, "stop_ids": stop_ids, "logit_bias": logit_bias or {}}
     wanted = Wanted(most, whole_number("min_new_tokens", min_new_tokens, 0), logprobs=logprobs, **options)

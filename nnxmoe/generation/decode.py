@@ -18,7 +18,7 @@ from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grouping import LARGE, SMALL, Group, chunk_sizes
 from nnxmoe.generation.passes import Room, cache_bytes
 from nnxmoe.generation.request import Request, Wanted, refuse_ids, whole_number
-from nnxmoe.generation.sampling import Sampling
+from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.generation.text import TextStream
 from nnxmoe.model.causal_lm import CausalLM, bucket
 from nnxmoe.runtime.memory import memory_bytes
@@ -47,6 +47,7 @@ def generate(
     of another shape.
     """
     tokens, eos = _ids(tokens), eos_ids(model, eos_token_id)
+    warn_of_unused(model, sampling)
     wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, eos, seed)
     # Dynamic NTK scaling follows the longest row of the batch, which in transformers grows after its end: rows go on.
     ends = set(eos) if isinstance(model.rope, DynamicRope) else set[int]()
@@ -83,6 +84,7 @@ def stream(
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     eos = eos_ids(model, eos_token_id)
+    warn_of_unused(model, sampling)
     wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, eos, seed)
     return Stream(_ids_of_one(model, _ids([ids]), wanted, draft), eos, TextStream(tokenizer, context=ids))
 

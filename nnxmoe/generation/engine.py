@@ -174,7 +174,7 @@ class Engine:
         if not prompt:
             raise ValueError("the prompt is empty: it needs at least one id")
         refuse_ids(prompt, self._vocab)
-        asked = wanted.asked(self.limits, self._vocab)
+        asked = wanted.asked(self.limits, self._vocab, len(prompt))
         if len(prompt) + wanted.max_new_tokens > self.capacity:
             raise ValueError(
                 f"a prompt of {len(prompt)} ids and {wanted.max_new_tokens} new ones do not fit in the {self.capacity} "

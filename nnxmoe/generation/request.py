@@ -61,8 +61,9 @@ class Wanted:
         steps = prepare(self.sampling, vocab)[0]
         return Limits(max(1, len(self.stop_ids)), len(self.logit_bias), self.logprobs, steps)
 
-    def asked(self, limits: Limits, vocab: int) -> Asked:
-        """This as the NumPy arrays of one row, without a row dimension. Raises ValueError beyond the limits."""
+    def asked(self, limits: Limits, vocab: int, prompt: int = 0) -> Asked:
+        """This as the NumPy arrays of one row, without a row dimension, after a prompt of so many ids. Raises
+        ValueError beyond the limits."""
         for name, given, most in (
             ("stop_ids", len(self.stop_ids), limits.stops),
             ("logit_bias", len(self.logit_bias), limits.biases),
@@ -70,8 +71,8 @@ class Wanted:
         ):
             if given > most:
                 raise ValueError(f"{name}: {given} is more than the {max(most, 0)} of this engine's {limits}")
-        steps, knobs = prepare(self.sampling, vocab)
-        if steps | limits.sampling != limits.sampling:
+        steps, knobs = prepare(self.sampling, vocab, limits.sampling.rules)
+        if limits.sampling | steps != limits.sampling:
             raise ValueError(f"{self.sampling} needs {steps}, and this engine has {limits}")
         refuse_ids(self.logit_bias, vocab)
         stops = np.full(limits.stops, -1, np.int32)
@@ -82,7 +83,8 @@ class Wanted:
         low, high = self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF
         random = jax.random.key(low)  # of a wider seed JAX would use these bits only
         key = np.asarray(jax.random.key_data(jax.random.fold_in(random, high) if high else random))
-        sample, most, least = np.int32(self.sample), np.int32(self.max_new_tokens), np.int32(self.min_new_tokens)
+        fewest = max(self.min_new_tokens, 0 if self.sampling is None else self.sampling.least(prompt))
+        sample, most, least = np.int32(self.sample), np.int32(self.max_new_tokens), np.int32(fewest)
         logprobs = np.int32(-1 if self.logprobs is None else self.logprobs)
         return Asked(knobs, key, sample, most, least, stops, biased, biases, logprobs)
 

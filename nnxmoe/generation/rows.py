@@ -255,6 +255,9 @@ def _alone(
     early = known.made < asked.least
     stops = jnp.where((asked.stops >= 0) & early[:, None], asked.stops, one.shape[1])
     one = one.at[row, stops].set(-jnp.inf, mode="drop")
+    for number, rules in enumerate(steps.rules):
+        theirs = rules(one, ids, known.count, known.made, asked.limit)
+        one = jnp.where((asked.knobs.rules == number)[:, None], theirs, one)
     one = one if process is None else process(one, known)
     if steps.penalty:
         real = jnp.arange(ids.shape[1])[None] < known.count[:, None]

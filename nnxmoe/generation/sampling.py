@@ -2,12 +2,43 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
+
+from nnxmoe.config.printable import short
+from nnxmoe.generation.rules import Rules
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.runtime.progress import logger
+
+# Fields of generation_config.json that change what transformers generates, with the values that change nothing. Those
+# of the second table count only where it samples.
+_FIELDS: dict[str, tuple[Any, ...]] = {
+    "do_sample": (False,),
+    "repetition_penalty": (1,),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_new_tokens", "min_length"), (0,)),
+    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"), ([], ())),
+    "forced_eos_token_id": (),
+}
+_SAMPLED: dict[str, tuple[Any, ...]] = {"temperature": (1,), "top_k": (), "top_p": (1,), "min_p": (0,)}
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "guidance_scale", "encoder_repetition_penalty"), (1,)),
+    **dict.fromkeys(("stop_strings", "exponential_decay_length_penalty", "watermarking_config"), ([], ())),
+    "encoder_no_repeat_ngram_size": (0,),
+    "token_healing": (False,),
+}
+_UNSUPPORTED_SAMPLED: dict[str, tuple[Any, ...]] = {
+    "typical_p": (1,),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0,)),
+    "top_h": (),
+}
+_TOP_K = 50  # transformers' default where it samples
+_warned: weakref.WeakSet[CausalLM] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +47,7 @@ class Sampling:
 
     ``top_k``: keep the k most likely tokens (0 or None: all). ``top_p``: keep the fewest that sum to p. ``min_p``: keep
     those at least p times as likely as the best. ``repetition_penalty``: > 1 makes tokens already seen less likely.
+    ``min_new_tokens``, or ``min_length`` with the prompt's: no end id before. ``rules``: which ids may follow.
     """
 
     temperature: float = 1.0
@@ -23,10 +55,14 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    min_length: int = 0
+    rules: Rules | None = None
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            left_out = name == "top_k" and value is None
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            left_out = name == "rules" or (name == "top_k" and value is None)
             if not left_out and (isinstance(value, str) or not np.isscalar(value)):
                 raise ValueError(f"Sampling({name}={value!r}): {name} must be a number")
         checks = {
@@ -35,12 +71,88 @@ class Sampling:
             "top_p": (self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
             "repetition_penalty": (self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "positive"),
+            "min_new_tokens": (self.min_new_tokens, self.min_new_tokens >= 0, "an integer >= 0"),
+            "min_length": (self.min_length, self.min_length >= 0, "an integer >= 0"),
         }
         for name, (value, good, wanted) in checks.items():
             if not good:
                 raise ValueError(f"Sampling({name}={value}): {name} must be {wanted}")
         if self.top_k is not None and not float(self.top_k).is_integer():
             raise ValueError(f"Sampling(top_k={self.top_k}): top_k must be an integer >= 0 (0 or None: off)")
+
+    @classmethod
+    def from_checkpoint(cls, model: CausalLM) -> Self:
+        """What the model's generation_config.json asks for, as transformers generates with it; greedy if nothing.
+
+        A warning names fields that are not supported. Raises ValueError for values of another type.
+        """
+        fields, ignored = effective_fields(model.generation_config)
+        if ignored:
+            logger.warning("generation_config.json: %s: not supported and ignored", _listed(ignored))
+        try:
+            options = {name: float(fields[name]) for name in ("temperature", "top_p", "min_p") if name in fields}
+            if fields.get("do_sample"):
+                options = {"temperature": 1.0, "top_k": max(int(fields.get("top_k", _TOP_K)), 0), **options}
+            least = {name: int(fields[name]) for name in ("min_new_tokens", "min_length") if name in fields}
+            if "min_new_tokens" in least:  # transformers prefers it
+                least.pop("min_length", None)
+            penalty = float(fields.get("repetition_penalty", 1))
+            given: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": penalty, **options, **least}
+            return cls(rules=_rules(fields, model), **given)
+        except (TypeError, ValueError, IndexError, KeyError) as error:
+            raise ValueError(f"generation_config.json: {_listed(fields)}: {error}") from None
+
+    def least(self, prompt: int) -> int:
+        """The fewest new tokens after a prompt of so many."""
+        return max(self.min_new_tokens, self.min_length - prompt)
+
+
+def effective_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of generation_config.json that change what transformers generates: supported ones, and others."""
+    drawn = bool(config.get("do_sample"))
+    tables = [_FIELDS | (_SAMPLED if drawn else {}), _UNSUPPORTED | (_UNSUPPORTED_SAMPLED if drawn else {})]
+    found = []
+    for table in tables:
+        given = {name: config[name] for name in table if config.get(name) is not None}
+        found.append({name: value for name, value in given.items() if value not in table[name]})
+    return found[0], found[1]
+
+
+def warn_of_unused(model: CausalLM, sampling: Sampling | None) -> None:
+    """Warn once per model of fields of its generation_config.json that change what transformers generates, where no
+    sampling is given."""
+    if sampling is None and model not in _warned:
+        fields, ignored = effective_fields(model.generation_config)
+        if fields or ignored:
+            _warned.add(model)
+            text = "generation_config.json asks for %s, which is not applied here: for what is supported of it, pass "
+            logger.warning(text + "sampling=Sampling.from_checkpoint(model)", _listed(fields | ignored))
+
+
+def _listed(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={short(value, 60)}" for name, value in fields.items())
+
+
+def _rules(fields: Mapping[str, Any], model: CausalLM) -> Rules | None:
+    """The rules in the fields of a generation_config.json."""
+    ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
+    bad = [tuple(map(int, ids)) for ids in fields.get("bad_words_ids", ())]
+    bad = [ids for ids in bad if ids not in [(i,) for i in _ids(ends)]]  # as transformers does
+    biases = fields.get("sequence_bias", ())
+    pairs = [(tuple(map(int, ids)), float(bias)) for ids, bias in biases] + [(ids, -math.inf) for ids in bad]
+    if not all(ids and min(ids) >= 0 for ids, _ in pairs):
+        raise ValueError("sequences must be lists of token ids")
+    rules = Rules(
+        int(fields.get("no_repeat_ngram_size", 0)),
+        tuple(pairs),
+        *(_ids(fields.get(name)) for name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")),
+    )
+    return None if rules == Rules() else rules
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    found = () if value is None else tuple(int(i) for i in np.atleast_1d(np.asarray(value)))
+    return tuple(i for i in found if i >= 0)
 
 
 class Steps(NamedTuple):
@@ -49,30 +161,40 @@ class Steps(NamedTuple):
     random: bool = True
     penalty: bool = True
     cut: bool = True
+    rules: tuple[Rules, ...] = ()
 
     def __or__(self, other: "Steps") -> "Steps":  # type: ignore[override]
-        return Steps(*(one or another for one, another in zip(self, other, strict=True)))
+        flags = (one or another for one, another in zip(self[:3], other[:3], strict=True))
+        return Steps(*flags, rules=self.rules + tuple(rules for rules in other.rules if rules not in self.rules))
 
 
 class Knobs(NamedTuple):
-    """Values of the options, one per row: the part that may change without recompilation. ``temperature`` 0: greedy."""
+    """Values of the options, one per row: the part that may change without recompilation. ``temperature`` 0: greedy.
+    ``rules``: index of the row's rules in those of the `Steps`, -1: none."""
 
     temperature: Any
     top_k: Any
     top_p: Any
     min_p: Any
     penalty: Any
+    rules: Any
 
 
-def prepare(sampling: Sampling | None, vocab: int) -> tuple[Steps, Knobs]:
-    """Split a Sampling (None: greedy) into its static part and the values of one row, without a row dimension."""
+def prepare(sampling: Sampling | None, vocab: int, known: tuple[Rules, ...] = ()) -> tuple[Steps, Knobs]:
+    """Split a Sampling (None: greedy) into its static part and the values of one row, without a row dimension.
+
+    ``known``: the rules of the program that the row is for.
+    """
     s = sampling or Sampling(temperature=0.0)
     top_k = min(s.top_k or vocab, vocab)
     random = s.temperature > 0
     cut = random and (top_k < vocab or s.top_p < 1 or s.min_p > 0)
     numbers = (max(s.temperature, 1e-20) if random else 0.0, s.top_p, s.min_p, s.repetition_penalty)
     temperature, top_p, min_p, penalty = map(np.float32, numbers)
-    return Steps(random, s.repetition_penalty != 1, cut), Knobs(temperature, np.int32(top_k), top_p, min_p, penalty)
+    rules = () if s.rules is None else (s.rules,)
+    index = np.int32(known.index(s.rules) if s.rules in known else -1)
+    steps = Steps(random, s.repetition_penalty != 1, cut, rules)
+    return steps, Knobs(temperature, np.int32(top_k), top_p, min_p, penalty, index)
 
 
 def pick(

@@ -1,0 +1,66 @@
+"""Rules of which id may follow: what generation_config.json may ask for besides sampling, as in transformers."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The rules of a request, fixed when its step is compiled.
+
+    ``ngram``: no n ids occur twice (0: any may). ``biases``: what is added to the logit of the last id of a sequence
+    where the others precede it. ``suppressed``, ``suppressed_first``: ids that never follow, or not as the first new
+    one. ``forced_end``: ids of which one is the last of as many new ids as are allowed.
+    """
+
+    ngram: int = 0
+    biases: tuple[tuple[tuple[int, ...], float], ...] = ()
+    suppressed: tuple[int, ...] = ()
+    suppressed_first: tuple[int, ...] = ()
+    forced_end: tuple[int, ...] = ()
+
+    def __call__(
+        self,
+        logits: Float[Array, "B V"],
+        ids: Int[Array, "B C"],
+        count: Int[Array, "B"],
+        made: Int[Array, "B"],
+        limit: Int[Array, "B"],
+    ) -> Float[Array, "B V"]:
+        """The logits after ``count`` ids, of which ``made`` of at most ``limit`` are new."""
+        logits = self._biased(logits, ids, count)
+        if self.ngram:
+            logits = jnp.where(self._repeated(logits, ids, count), -jnp.inf, logits)
+        if self.forced_end:
+            forced = jnp.full_like(logits, -jnp.inf).at[:, np.asarray(self.forced_end)].set(0, mode="drop")
+            logits = jnp.where((made == limit - 1)[:, None], forced, logits)
+        for suppressed, where in ((self.suppressed, made >= 0), (self.suppressed_first, made == 0)):
+            if suppressed:
+                without = logits.at[:, np.asarray(suppressed)].set(-jnp.inf, mode="drop")
+                logits = jnp.where(where[:, None], without, logits)
+        return logits
+
+    def _repeated(self, logits: Array, ids: Array, count: Array) -> Array:
+        """The ids that would complete a sequence of ``ngram`` ids that is there already [B, V]."""
+        before = self.ngram - 1
+        place = jnp.arange(ids.shape[1])[None]
+        same = place + before < count[:, None]
+        for k in range(before):
+            last = jnp.take_along_axis(ids, jnp.maximum(count - before + k, 0)[:, None], axis=1)
+            same &= jnp.roll(ids, -k, axis=1) == last
+        row = jnp.arange(len(ids))[:, None]
+        return jnp.zeros(logits.shape, bool).at[row, jnp.roll(ids, -before, axis=1)].max(same, mode="drop")
+
+    def _biased(self, logits: Array, ids: Array, count: Array) -> Array:
+        for length in sorted({len(sequence) for sequence, _ in self.biases}):
+            group = [(sequence, bias) for sequence, bias in self.biases if len(sequence) == length]
+            before = np.asarray([sequence[:-1] for sequence, _ in group], np.int32)  # [S, length - 1]
+            place = count[:, None] - (length - 1) + np.arange(length - 1)[None]
+            recent = jnp.take_along_axis(ids, jnp.maximum(place, 0), axis=1)
+            same = (recent[:, None, :] == before[None]).all(axis=-1) & (count >= length - 1)[:, None]
+            added = jnp.where(same, np.asarray([bias for _, bias in group], np.float32), 0)
+            logits = logits.at[:, np.asarray([sequence[-1] for sequence, _ in group])].add(added, mode="drop")
+        return logits
