@@ -185,6 +185,28 @@ def test_mixed_precision(tmp_path: Path) -> None:
     identical(arrays(nnxmoe.from_pretrained(tmp_path / "again", keep_quantized=True)), arrays(model))
 
 
+@pytest.mark.parametrize("index", [True, False])
+def test_settings_per_module_of_gptq(tmp_path: Path, index: bool) -> None:
+    """Modules of other bits and group sizes, and some that stay floats, as GPTQModel's ``dynamic`` makes them."""
+    fields, stored = FIELDS["llama"], tiny_weights(FIELDS["llama"])
+    plain = stored
+    for name, part in (("gptq-4-16-v1", "gate_proj"), ("gptq-8-32-v1-act", "up_proj"), ("gptq-8-48-v1", "down_proj")):
+        form = FORMATS.get(name) or quantised.gptq(8, 48, version=1, act_order=False)
+        if not index and "act" in name:
+            form = quantised.gptq(8, 32, version=1, act_order=False)
+        stored = form.checkpoint(stored, lambda name, part=part: part in name)[0]
+        plain = form.checkpoint(plain, lambda name, part=part: part in name)[1]
+    dynamic = {"-:.*self_attn": {}, r"+:.*up_proj": {"bits": 8, "group_size": 32}, r".*down_proj": {"group_size": 48}}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": dynamic}
+    stored = {name: value for name, value in stored.items() if index or not name.endswith("g_idx")}
+    codes = write_checkpoint(tmp_path / "codes", {**fields, "quantization_config": config}, stored)
+    wanted = arrays(nnxmoe.from_pretrained(write_checkpoint(tmp_path / "floats", fields, plain)))
+    identical(arrays(nnxmoe.from_pretrained(codes, dtype="float32")), wanted)
+    kept = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)
+    assert set(kept.load_report.weights) == {"int4", "int8", "float32"}
+    identical(arrays(nnxmoe.dequantize(kept)), wanted)
+
+
 @pytest.mark.parametrize("storage", [np.uint8, np.int8, np.float16, np.float32])
 def test_nf4_blocks_cross_odd_rows(tmp_path: Path, storage: Any) -> None:
     """Bytes that hold codes of two rows, in every dtype of bnb_4bit_quant_storage."""
@@ -426,7 +448,13 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("awq three bits", AWQ, field("bits", 3), "bits 3 is not supported"),
     ("awq group size", AWQ, field("group_size", 24), "must be|group"),
     ("gptq scale zero", GPTQ, with_value("scales", 0), "must be finite and not zero"),
-    ("gptq settings per module", GPTQ, field("dynamic", {"+:.*": {"bits": 8}}), "dynamic, with settings per module"),
+    ("gptq settings per module", GPTQ, field("dynamic", ["-:.*"]), "dynamic must be an object"),
+    (
+        "gptq bits per module",
+        GPTQ,
+        both(field("dynamic", {"+:.*": {"bits": 3}}), adding("qzeros", np.zeros((4, 6), np.int32))),
+        r"its scales|it must be \[4, 8\]",
+    ),
     ("gptq words cut", GPTQ, cut("qweight", 0), "must be|g_idx"),
     ("gptq group out of range", GPTQ, with_value("g_idx", 9), "group 9 does not exist: there are 4"),
     ("gptq negative group", GPTQ, with_value("g_idx", -1), "group -1 does not exist"),

@@ -302,7 +302,10 @@ def test_folder_faults(tmp_path: Path) -> None:
         (folder / "config.json").write_text(text)
         refused(lambda folder=folder: Checkpoint.open(folder), str(folder / "config.json"), part)
     (folder / "config.json").unlink()
-    refused(lambda: Checkpoint.open(folder), str(folder / "config.json"), "No such file")
+    refused(lambda: Checkpoint.open(folder), f"{folder} has no config.json")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    refused(lambda: Checkpoint.open(folder), "an adapter of 'org/base'", "nnxmoe.train.lora.load(model, folder)")
+    refused(lambda: Checkpoint.open(f"{folder}x"), f"did you mean {folder}?")
     (folder / "config.json").mkdir()
     refused(lambda: Checkpoint.open(folder), str(folder / "config.json"), "a folder")
 
@@ -357,7 +360,7 @@ def test_special_files_in_place_of_weights(tmp_path: Path) -> None:
 PATHS = [
     "../x.safetensors",
     "/etc/x.safetensors",
-    "sub/x.safetensors",
+    "sub/../../x.safetensors",
     "..",
     ".",
     "",
@@ -372,7 +375,7 @@ def test_index_names_only_files_in_its_folder(tmp_path: Path, value: Any) -> Non
     (tmp_path / "m/sub").mkdir(parents=True)
     (tmp_path / "m/sub/x.safetensors").write_bytes(pack({"a": A}))
     folder = make_folder(tmp_path / "m", {}, weight_map={"a": value})
-    refused(lambda: Checkpoint.open(folder), str(folder), "index.json", "'a'", "same folder")
+    refused(lambda: Checkpoint.open(folder), str(folder), "index.json", "'a'", "this folder or below")
 
 
 def test_index_faults(tmp_path: Path) -> None:
@@ -386,14 +389,13 @@ def test_index_faults(tmp_path: Path) -> None:
         path = folder(good, faulty)
         refused(lambda path=path: Checkpoint.open(path), "index.json", "weight_map")
     refused(lambda: Checkpoint.open(folder({one: good[one]}, {"a": one, "b": two})), two, "missing")
-    refused(lambda: Checkpoint.open(folder(good, {"a": one, "b": two, "c": two})), "'c'", two, "no listed file")
     refused(lambda: Checkpoint.open(folder(good, {"a": two, "b": one})), "'a'", one, two)
     refused(lambda: Checkpoint.open(folder(good, {"a": "pytorch_model.bin"})), "pytorch_model.bin", "convert")
     refused(lambda: Checkpoint.open(folder(good | {two: good[two][:-1]}, {"a": one, "b": two})), two, "'b'")
     clash = good | {two: pack({"a": A + 1, "b": B})}
-    refused(lambda: Checkpoint.open(folder(clash, {"a": one, "b": two})), "'a'", one, two, "different contents")
+    refused(lambda: Checkpoint.open(folder(clash, {"c": one, "b": two})), "'a'", one, two, "different contents")
     clash = good | {two: pack({"a": A.T.copy(), "b": B})}
-    refused(lambda: Checkpoint.open(folder(clash, {"a": one, "b": two})), "[2, 3]", "[3, 2]")
+    refused(lambda: Checkpoint.open(folder(clash, {"c": one, "b": two})), "[2, 3]", "[3, 2]")
     path = folder(good, {"a": one, "b": two})
     (path / "model.safetensors.index.json").write_text(f'{{"weight_map":{{"a":"{one}","a":"{two}"}}}}')
     refused(lambda: Checkpoint.open(path), "index.json", "'a' occurs twice")
@@ -402,7 +404,8 @@ def test_index_faults(tmp_path: Path) -> None:
 def test_shards_with_equal_copies_and_unlisted_tensors(tmp_path: Path) -> None:
     files = {"x.safetensors": pack({"a": A}), "y.safetensors": pack({"a": A, "b": B, "extra": B})}
     folder = make_folder(tmp_path, files, weight_map={"a": "y.safetensors", "b": "y.safetensors", "c": "x.safetensors"})
-    refused(lambda: Checkpoint.open(folder), "'c'")
+    with Checkpoint.open(folder) as checkpoint:
+        assert checkpoint.notes == ["model.safetensors.index.json lists c, which no file holds"]
     make_folder(tmp_path, {"x.safetensors": pack({"a": A, "c": B})}, weight_map=json.loads(
         (folder / "model.safetensors.index.json").read_text())["weight_map"])  # fmt: skip
     with Checkpoint.open(folder) as checkpoint:
@@ -410,6 +413,31 @@ def test_shards_with_equal_copies_and_unlisted_tensors(tmp_path: Path) -> None:
         assert checkpoint.tensors["a"].file.name == "y.safetensors"
         assert checkpoint.bytes_read == 0
         assert same(checkpoint.read("a"), A)
+
+
+def test_index_decides_between_contents_and_names_files_in_subfolders(tmp_path: Path) -> None:
+    """An overlay shard, in a folder of its own, replaces a tensor; listed rotary frequencies may be missing."""
+    for place in ("over/lay/x.safetensors", "./over/lay/x.safetensors", "x.safetensors"):
+        folder = tmp_path / place.replace("/", "-")
+        (folder / place).parent.mkdir(parents=True)
+        (folder / place).write_bytes(pack({"a": A + 1}))
+        listed = {"a": place, "b": "base.safetensors", "model.layers.0.self_attn.rotary_emb.inv_freq": place}
+        make_folder(folder, {"base.safetensors": pack({"a": A, "b": B})}, weight_map=listed)
+        with Checkpoint.open(folder) as checkpoint:
+            assert same(checkpoint.read("a"), A + 1) and same(checkpoint.read("b"), B)
+            (note,) = checkpoint.notes
+            assert note.startswith("a of x.safetensors replaces") and "index.json says" in note
+
+
+def test_names_of_a_model_without_head(tmp_path: Path) -> None:
+    tensors = {"embed_tokens.weight": A, "layers.0.mlp.up_proj.weight": B, "lm_head.weight": A}
+    with Checkpoint.open(make_folder(tmp_path, {"model.safetensors": pack(tensors)})) as checkpoint:
+        assert set(checkpoint.tensors) == {
+            "model.embed_tokens.weight",
+            "model.layers.0.mlp.up_proj.weight",
+            "lm_head.weight",
+        }
+        assert same(checkpoint.read("model.layers.0.mlp.up_proj.weight"), B)
 
 
 # The hub
@@ -546,6 +574,9 @@ def test_download_asks_for_safe_files_only(monkeypatch: pytest.MonkeyPatch, tmp_
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
         seen.update(options, repo_id=repo_id)
+        if options["allow_patterns"] == ["sub/x[[]1].safetensors"]:
+            (folder / "sub").mkdir()
+            (folder / "sub" / "x[1].safetensors").write_bytes(pack({"a": A}))
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
@@ -558,7 +589,10 @@ def test_download_asks_for_safe_files_only(monkeypatch: pytest.MonkeyPatch, tmp_
     kept = huggingface_hub.utils.filter_repo_objects(
         names, allow_patterns=seen["allow_patterns"], ignore_patterns=seen["ignore_patterns"]
     )
-    assert set(kept) == {*names[:4], *tokenizer}
+    assert set(kept) == {*names[:5], *tokenizer}
+    (folder / "model.safetensors").unlink()
+    make_folder(folder, {}, weight_map={"a": "sub/x[1].safetensors"})
+    assert same(Checkpoint.open("org/tiny").read("a"), A)
 
 
 # Writing

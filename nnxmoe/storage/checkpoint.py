@@ -13,11 +13,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from nnxmoe.config.printable import short
+from nnxmoe.config.printable import short, some
 from nnxmoe.storage import source
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.safetensors import DTYPES, MAX_HEADER, TensorInfo, header_length, read_header
-from nnxmoe.storage.source import INDEX_FILE, Source
+from nnxmoe.storage.source import INDEX_FILE, Source, prefixed
 
 _PIECE = 64 << 20  # bytes per system call and per piece of iter_rows
 _PAGE = 4096  # rows of at most a page are read whole: the kernel fetches the page anyway
@@ -34,6 +34,7 @@ class Checkpoint:
         self.folder = found.folder
         self.config = found.config
         self.files: list[Path] = list(found.files)
+        self.notes: list[str] = list(found.notes)
         self.tensors: dict[str, TensorInfo] = {}
         self._bytes_read = 0
         self._descriptors: dict[Path, int] = {}
@@ -60,7 +61,7 @@ class Checkpoint:
 
     def _collect(self, weight_map: dict[str, str]) -> None:
         """Merges the files' headers and checks them against the index."""
-        lengths = 0
+        lengths, lost, replaced = 0, list[str](), dict[str, list[str]]()
         for file in self.files:
             lengths += header_length(file)
             if lengths > MAX_HEADER:
@@ -72,21 +73,36 @@ class Checkpoint:
             self._sizes[file] = file.stat().st_size
             for name, info in header.items():
                 known = self.tensors.setdefault(name, info)
-                if known is not info and not self._equal(known, info):
-                    raise CheckpointError(
-                        f"tensor {short(name)} is in {known.file} ({known.dtype} {list(known.shape)}) and in {file} "
-                        f"({info.dtype} {list(info.shape)}) with different contents; download the model again"
-                    )
-                if weight_map.get(name) == file.name:
-                    self.tensors[name] = info
+                if known is info:
+                    continue
+                chosen = next(
+                    (one for one in (info, known) if one.file == self.folder / weight_map.get(name, "")), None
+                )
+                if not self._equal(known, info):
+                    if chosen is None:
+                        raise CheckpointError(
+                            f"tensor {short(name)} is in {known.file} ({known.dtype} {list(known.shape)}) and in "
+                            f"{file} ({info.dtype} {list(info.shape)}) with different contents, and {INDEX_FILE} does "
+                            "not say which one counts"
+                        )
+                    replaced.setdefault(chosen.file.name, []).append(name)
+                self.tensors[name] = chosen or known
         for name, promised in weight_map.items():
             info = self.tensors.get(name)
-            if info is None or info.file.name != promised:
-                place = "no listed file has it" if info is None else f"it is in {info.file}"
+            if info is None:
+                lost.append(name)
+            elif info.file != self.folder / promised:
                 raise CheckpointError(
                     f"{self.folder / INDEX_FILE} lists tensor {short(name)} in {self.folder / promised}, "
-                    f"but {place}; download the model again"
+                    f"but it is in {info.file}; correct the index"
                 )
+        self.notes += [
+            f"{some(names)} of {file} replaces a tensor of that name in another file, as {INDEX_FILE} says"
+            for file, names in replaced.items()
+        ]
+        if lost := [name for name in lost if not name.endswith("rotary_emb.inv_freq")]:
+            self.notes.append(f"{INDEX_FILE} lists {some(lost)}, which no file holds")
+        self.tensors = prefixed(self.tensors)
 
     def _equal(self, one: TensorInfo, other: TensorInfo) -> bool:
         if (one.dtype, one.shape) != (other.dtype, other.shape):
@@ -272,7 +288,7 @@ def hub_headers(
             for name, (dtype, _) in tensors.items():
                 if dtype not in DTYPES:
                     raise CheckpointError(f"{repo_id}: tensor {short(name)}: dtype {short(dtype)} is not supported")
-            return config, tensors
+            return config, prefixed(tensors)
         except CheckpointError as error:
             failure = error
     try:

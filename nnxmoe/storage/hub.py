@@ -3,6 +3,7 @@
 Callers pass the class of error to raise, a ValueError.
 """
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -58,10 +59,20 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]
         raise error(f"{path} is not a folder; give the folder that holds the checkpoint")
     looks_like_path = text[0] in "./~" or path.is_absolute() or text.count(os.sep) >= 2
     if looks_like_path or not isinstance(path_or_hub_id, str):
-        raise error(f"no such folder: {text}")
+        raise error(f"no such folder: {text}{_close_to(path)}")
     if not _HUB_ID.fullmatch(text) or ".." in text or "--" in text:
         raise error(f"{text!r} is neither an existing folder nor a hub id such as 'org/name'")
     return None
+
+
+def _close_to(path: Path) -> str:
+    """The end of a message on a missing folder: one of almost that name, if there is one."""
+    try:
+        names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
+    except (OSError, ValueError):
+        return ""
+    found = difflib.get_close_matches(path.name, names, 1)
+    return f"; did you mean {path.parent / found[0]}?" if found else ""
 
 
 def check_hub_id(repo_id: str, error: type[ValueError]) -> None:
@@ -105,4 +116,5 @@ def hub_call(repo_id: str, revision: str | None, call: Callable[[], T], error: t
             raise
         remedy = (remedy or "the hub cannot be reached: check the network").format(id=repo_id, revision=revision)
         reason = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
-        raise error(f"{repo_id}: {remedy} ({type(failure).__name__}: {reason[:300]})") from failure
+        close = _close_to(Path(repo_id)) if "no such local folder" in remedy else ""
+        raise error(f"{repo_id}: {remedy} ({type(failure).__name__}: {reason[:300]}){close}") from failure

@@ -3,18 +3,20 @@
 Weight files are not opened here. Every path that a checkpoint names is validated before it is used.
 """
 
+import glob
 import logging
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nnxmoe.config.printable import short, some
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import read_object
 from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
@@ -25,7 +27,9 @@ _MAX_INDEX_BYTES = 32_000_000  # the index of DeepSeek-V3 has 9 MB
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
 _GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings, in checkpoints older than quantization_config
-_DOWNLOAD = ["config.json", _GPTQ_FILE, "generation_config.json", "*.safetensors", INDEX_FILE]
+_ADAPTER = "adapter_config.json"
+_TO_ADAPT = "call nnxmoe.train.lora.load(model, folder) with this folder, or give it to a command as --adapter"
+_DOWNLOAD = ["config.json", _GPTQ_FILE, _ADAPTER, "generation_config.json", "*.safetensors", INDEX_FILE]
 _DOWNLOAD += [*TOKENIZER_FILES, *CODE_FILES]
 _SKIP = ["consolidated*", "original/*", "*/*.safetensors"]  # the original layout, and other models' weights
 
@@ -38,6 +42,7 @@ class Source:
     config: dict[str, Any]
     files: tuple[Path, ...]
     weight_map: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def find(path_or_hub_id: str | os.PathLike[str], revision: str | None, local_files_only: bool) -> Source:
@@ -48,6 +53,8 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None, local_fil
     repo_id = os.fspath(path_or_hub_id)
     folder = download(repo_id, revision, local_files_only)
     try:
+        if lost := [name for name in _in_subfolders(folder) if not os.path.lexists(folder / name)]:
+            snapshot(repo_id, revision, local_files_only, list(map(glob.escape, lost)), [], CheckpointError)
         return find_in_folder(folder)
     except CheckpointError as error:
         hint = f"this is the cached copy of {repo_id!r}: if it is incomplete, load it again while online"
@@ -60,18 +67,28 @@ def find_in_folder(folder: Path) -> Source:
         raise CheckpointError(f"no such folder: {folder}; give the folder that holds config.json and the weights")
     config = find_config(folder)
     files, weight_map = _weight_files(folder)
-    return Source(folder, config, tuple(files), weight_map)
+    notes = (f"{_ADAPTER} is beside the model: {_TO_ADAPT}; loading the model does not apply it",)
+    return Source(folder, config, tuple(files), weight_map, notes if os.path.lexists(folder / _ADAPTER) else ())
 
 
 def find_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder, with the settings of an old GPTQ checkpoint as ``quantization_config``."""
-    found = read_object(
-        folder / "config.json", "a checkpoint needs a readable config.json: fetch it again", CheckpointError
-    )
+    path = folder / "config.json"
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{folder} has no config.json: {_adapter_in(folder) or 'it holds no checkpoint'}")
+    found = read_object(path, "a checkpoint needs a readable config.json", CheckpointError)
     if "quantization_config" not in found and os.path.lexists(folder / _GPTQ_FILE):
         settings = read_object(folder / _GPTQ_FILE, "fetch it again", CheckpointError)
         found["quantization_config"] = {"quant_method": "gptq", **settings}
     return found
+
+
+def _adapter_in(folder: Path) -> str | None:
+    """What to do with a folder that holds an adapter and no model; None if it holds none."""
+    if not os.path.lexists(folder / _ADAPTER):
+        return None
+    base = read_object(folder / _ADAPTER, "fetch it again", CheckpointError).get("base_model_name_or_path")
+    return f"it holds an adapter of {short(base)}: load that model, and {_TO_ADAPT}"
 
 
 def has_weights(folder: Path) -> bool:
@@ -94,10 +111,13 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         return [single], {}
     if os.path.lexists(index):
         weight_map = _read_weight_map(index)
-        return [folder / name for name in sorted(set(weight_map.values()))], weight_map
+        listed = sorted(set(weight_map.values()))
+        if missing := [name for name in listed if not os.path.lexists(folder / name)]:
+            raise CheckpointError(f"{folder}: {some(missing)} is listed in {INDEX_FILE} but missing: fetch it")
+        return [folder / name for name in listed], weight_map
     names = _names(folder)
     found = [name for name in names if name.endswith(".safetensors")]
-    usable = [name for name in found if not name.startswith("consolidated")]
+    usable = [name for name in found if not name.startswith(("consolidated", "adapter_model"))]
     parts = [name for name in usable if (match := _SHARD_NAME.search(name)) and int(match[2]) != 1]
     if parts or len(usable) > 1:
         raise CheckpointError(
@@ -106,12 +126,14 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     if usable:
         logger.warning("%s has no %s: reading %s, its only weight file", folder, SINGLE_FILE, usable[0])
         return [folder / usable[0]], {}
-    raise CheckpointError(_no_weights(folder, found, names))
+    raise CheckpointError(_no_weights(folder, sorted({*found} - {*usable}), names))
 
 
 def _no_weights(folder: Path, consolidated: list[str], names: list[str]) -> str:
     message = f"no weights in {folder}: neither {SINGLE_FILE} nor {INDEX_FILE}"
     other = [name for name in names if Path(name).suffix in _OTHER_FORMATS]
+    if adapter := _adapter_in(folder):
+        return f"{message}; {adapter}"
     if NATIVE_FILE in names:
         return f"{message}; nnxmoe.save wrote this folder: use nnxmoe.load, or convert it with `nnxmoe convert`"
     if "_METADATA" in names or os.path.isdir(folder / "0" / "items"):
@@ -133,28 +155,38 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     if len(weight_map) > MAX_TENSORS:
         raise CheckpointError(f"{index}: 'weight_map' has {len(weight_map)} tensors, more than {MAX_TENSORS}")
     for name, value in weight_map.items():
-        if not isinstance(value, str) or not _is_plain_name(value):
+        parts = Path(value).parts if isinstance(value, str) else ()
+        if not parts or not all(map(_is_plain_name, parts)):
             raise CheckpointError(
-                f"{index}: weight_map[{short(name)}] is {short(value)}, not the name of a file in the same folder; "
-                "do not trust this checkpoint, or correct the index"
+                f"{index}: weight_map[{short(name)}] is {short(value)}, not the name of a file in this folder or "
+                "below it: correct the index, or do not trust this checkpoint"
             )
         if not value.endswith(".safetensors"):
             raise CheckpointError(
                 f"{index}: weight_map[{short(name)}] is {short(value)}: only .safetensors files are read; "
                 "convert the checkpoint to safetensors"
             )
-    folder = index.parent
-    missing = [value for value in sorted(set(weight_map.values())) if not os.path.lexists(folder / value)]
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {some(missing)} is listed in {INDEX_FILE} but missing; download the model again"
-        )
     return weight_map
 
 
 def _is_plain_name(value: str) -> bool:
     plain = value not in ("", ".", "..") and len(value) <= 255 and value.isprintable() and Path(value).name == value
     return plain and "\\" not in value and ":" not in value
+
+
+def _in_subfolders(folder: Path) -> list[str]:
+    """The weight files that the index of a snapshot names in subfolders, which `download` leaves out."""
+    if os.path.lexists(folder / SINGLE_FILE) or not os.path.lexists(folder / INDEX_FILE):
+        return []
+    found = _read_weight_map(folder / INDEX_FILE).values()
+    return sorted({name for name in found if "/" in name})
+
+
+def prefixed(tensors: dict[str, T]) -> dict[str, T]:
+    """Tensors by their names in a model with a head, if a model without one was saved, such as a ``LlamaModel``."""
+    if any(name.startswith("model.") for name in tensors) or "embed_tokens.weight" not in tensors:
+        return tensors
+    return {name if name.startswith("lm_head.") else f"model.{name}": info for name, info in tensors.items()}
 
 
 def download(repo_id: str, revision: str | None, local_files_only: bool) -> Path:

@@ -187,8 +187,7 @@ PATHS: list[tuple[str, Any]] = [
     ("above and back", "../model/x.safetensors"),
     ("absolute", "/etc/x.safetensors"),
     ("absolute and no safetensors", "/etc/passwd"),
-    ("in a sub-folder", "sub/x.safetensors"),
-    ("written with ./", "./x.safetensors"),
+    ("below and above", "sub/../../x.safetensors"),
     ("written with a backslash", "..\\outside.safetensors"),
     ("on a drive", "C:x.safetensors"),
     ("cut by a NUL", "x.safetensors\0.txt"),
@@ -250,8 +249,8 @@ def _cut(draft: Draft) -> None:
     file.write_bytes(file.read_bytes()[:-5])
 
 
-def _copy(change: float) -> Callable[[Draft], None]:
-    """A tensor in both shards."""
+def _copy(change: float, listed: bool = True) -> Callable[[Draft], None]:
+    """A tensor in both shards; the index names the first one, or none."""
 
     def make(draft: Draft) -> None:
         draft.write_shards()
@@ -259,6 +258,9 @@ def _copy(change: float) -> Callable[[Draft], None]:
         part = {name: draft.weights[name] for name, file in names.items() if file == TWO}
         lost = next(name for name, file in names.items() if file == ONE)
         (draft.folder / TWO).write_bytes(pack(part | {lost: draft.weights[lost] + np.float32(change)}))
+        if not listed:
+            del names[lost]
+            (draft.folder / INDEX).write_text(json.dumps({"weight_map": names}))
 
     return make
 
@@ -349,10 +351,11 @@ FOLDERS: list[tuple[str, Verdict, Callable[[Draft], None], tuple[str, ...]]] = [
     ("index, no metadata", "accept", _index(metadata=None), ()),
     ("index, metadata nonsense", "accept", _index(metadata=[{"total_size": -1}]), ()),
     ("index, a tensor that is in the other file", "refuse", _moved(NORM), (INDEX, NORM, ONE, TWO)),
-    ("index, a tensor that no file has", "refuse", _promised, (INDEX, "model.layers.0.extra.weight", ONE)),
+    ("index, a tensor that no file has", "report", _promised, (INDEX, "model.layers.0.extra.weight")),
     ("shards, one missing", "refuse", _gone, (TWO, INDEX)),
     ("shards, the last one cut", "refuse", _cut, (TWO,)),
-    ("shards, a tensor in both, different", "refuse", _copy(0.5), ("different", ONE, TWO)),
+    ("shards, a tensor in both, different", "report", _copy(0.5), (INDEX, ONE)),
+    ("shards, a tensor in both, different, and not in the index", "refuse", _copy(0.5, listed=False), ("different", ONE, TWO)),
     ("shards, a tensor in both, equal", "accept", _copy(0.0), ()),
     ("shards, without index", "refuse", _no_index, (ONE, INDEX)),
     ("shards, linked as in the hub's cache", "accept", _linked, ()),

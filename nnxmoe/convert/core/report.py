@@ -76,7 +76,7 @@ class LoadReport:
             f"in {self.seconds:.2f} s ({bytes_text(self.bytes_per_second)}/s)"
         ]
         lines += [f"  skipped     {rule}: {_names(names)}" for rule, names in self.skipped.items()]
-        lines += [f"  cast        {cast}: {_names(names)}" for cast, names in self.casts.items()]
+        lines += [f"  cast        {cast}: {len(names)} tensors" for cast, names in self.casts.items()]
         sizes = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.weights.items())
         lines += [f"  in memory   {sizes}"] if sizes else []
         if self.quantization_error is not None:
@@ -100,6 +100,6 @@ class LoadError(CheckpointError):
         self.report = report
 
 
-def _names(names: tuple[str, ...], limit: int = 8) -> str:
+def _names(names: tuple[str, ...], limit: int = 4) -> str:
     shown = ", ".join(map(plain, names[:limit]))
     return shown if len(names) <= limit else f"{shown}, … ({len(names)} in all)"

@@ -35,10 +35,9 @@ def awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """GPTQ: inputs first, packed along them; zero points along the outputs, in version 1 less one."""
-    bits = files.scheme.one_of("bits", (4, 8), 4)
     tall, outs = files.matrix(info)
+    bits, group = _settings(files, tall, outs)
     ins, limit = tall * 32 // bits, (1 << bits) - 1
-    group = files.scheme.group_size() or ins
     groups = -(-ins // group)
     if info.dtype != "I32":
         raise Malformed(f"{files.where(info)} is {info.dtype}: it must be I32")
@@ -55,6 +54,24 @@ def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
     order = _order(files, ins, group)
     return _inputs_first(files, info, (outs, ins), codes, scale, zero, unpack, unpack_zero, order)
+
+
+def _settings(files: ModuleTensors, tall: int, outs: int) -> tuple[int, int]:
+    """Bits and group size: those of quantization_config, or what the module's tensors say if its ``dynamic`` gives
+    some modules settings of their own (GPTQModel)."""
+    bits, scheme = files.scheme.one_of("bits", (4, 8), 4), files.scheme
+    if not scheme.fields.get("dynamic"):
+        return bits, scheme.group_size() or tall * 32 // bits
+    zeros, scales = files.tensor("qzeros", ("I32",)), files.tensor("scales", ("F16", "BF16", "F32"))
+    bits = next((b for b in (bits, 4, 8) if zeros.shape[-1:] == (-(-outs * b // 32),)), bits)
+    ins = tall * 32 // bits
+    group, groups = scheme.group_size() or ins, scales.shape[0] if scales.shape else 0
+    index = files.values(files.tensor("g_idx", ("I32", "I64"), [(ins,)])) if files.has("g_idx") else None
+    if index is not None and index.min() >= 0:
+        group = int((index == index[0]).sum())
+    elif -(-ins // group) != groups and groups and ins % groups == 0:
+        group = ins // groups
+    return bits, group
 
 
 def _order(files: ModuleTensors, ins: int, group: int) -> np.ndarray | None:

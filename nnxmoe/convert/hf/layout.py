@@ -102,7 +102,7 @@ def judge(
     faults = check(leaves, arrays)
     left = set(faults.unexpected)
     skipped: dict[str, tuple[str, ...]] = {}
-    for rule, test in _skip_rules(config, left, leaves).items():
+    for rule, test in _skip_rules(config, left, leaves, arrays).items():
         names = tuple(sorted(name for name in left if test(name)))
         left -= set(names)
         if names:
@@ -122,7 +122,9 @@ def file_names(names: Iterable[str], arrays: LazyArrays) -> set[str]:
     return {tensor for name in names for tensor in (arrays[name].tensors or (name,))}
 
 
-def _skip_rules(config: DecoderConfig, left: Set[str], leaves: Iterable[str]) -> dict[str, Callable[[str], bool]]:
+def _skip_rules(
+    config: DecoderConfig, left: Set[str], leaves: Iterable[str], arrays: LazyArrays
+) -> dict[str, Callable[[str], bool]]:
     """Rules for tensors that are skipped on purpose: description -> predicate of a tensor's name."""
     first = config.num_hidden_layers
     numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
@@ -133,6 +135,7 @@ def _skip_rules(config: DecoderConfig, left: Set[str], leaves: Iterable[str]) ->
     return {
         "multi-token prediction layers (not part of the model)": lambda name: _number(name, _LAYER) in marked - built,
         "copies of the embedding and the head (those of the model are used)": lambda name: name in repeated,
+        "empty tensors": lambda name: 0 in arrays[name].shape,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
         "scales of activations and caches (neither is quantised)": lambda name: name.endswith(OF_ACTIVATIONS),
         "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,

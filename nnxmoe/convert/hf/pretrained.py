@@ -89,7 +89,7 @@ def from_pretrained(
         strategy = dataclasses.replace(strategy, mesh=mesh, rules=rules)
         model = kind(config, strategy, rngs=None, mtp=mtp)
         model.generation_config, more = generation_fields(checkpoint.folder, config)
-        notes += (*more, *_other_copies(model, checkpoint))
+        notes += (*more, *_other_copies(model, checkpoint), *checkpoint.notes)
         error = None
         if keep_quantized:
             found = keep(model, found)
@@ -106,7 +106,7 @@ def restore(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
     """Set the values and ``load_report`` of an abstract model. Raises LoadError if tensors are missing or wrong."""
     faults, report = judge(model.config, leaves, arrays, report)
     misfit = f"{report.source}: the tensors do not fit config.json ({model.config.model_type})"
-    remedy = "\nCheck that config.json belongs to these files and that the download is complete."
+    remedy = "\nCheck that config.json belongs to these files and that all of them are here."
     refuse(faults, leaves, report, misfit, remedy)
     fill(model, leaves, arrays, dtype, report)
 

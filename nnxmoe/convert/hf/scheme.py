@@ -50,7 +50,10 @@ class Scheme:
     def check_use(self, count: int) -> None:
         """Raises CheckpointError if the settings are for quantised weights and there are none."""
         blocks = self.method == "fp8" and self.block() is not None
-        if self.method and not count and not blocks and self.fields.get("format") != "dense":
+        none = self.fields.get("format") == "dense" or self.fields.get(
+            "dynamic"
+        )  # the latter may leave out all modules
+        if self.method and not count and not blocks and not none:
             lacks = " without weight_block_size" if self.method == "fp8" else ""
             raise CheckpointError(
                 f"{self.where} says quant_method {self.method!r}{lacks}, but no tensor holds quantised weights: check "
@@ -196,8 +199,8 @@ def _check_awq(scheme: Scheme) -> None:
 def _check_gptq(scheme: Scheme) -> None:
     scheme.one_of("bits", (4, 8), 4)
     scheme.one_of("checkpoint_format", ("gptq", "gptq_v2", None), "gptq")
-    if scheme.fields.get("dynamic"):
-        raise CheckpointError(f"{scheme.where}: dynamic, with settings per module, is not supported")
+    if not isinstance(dynamic := scheme.fields.get("dynamic"), Mapping | None):
+        raise CheckpointError(f"{scheme.where}: dynamic must be an object, got {short(dynamic)}")
     scheme.group_size()
 
 
