@@ -156,7 +156,8 @@ def finetune(options: argparse.Namespace) -> None:
             print(f"{span}: cross-entropy {first['cross_entropy']:.4f} -> {last['cross_entropy']:.4f}")
             if "evaluation" in last:
                 print(f"on {options.evaluation}: {last['evaluation']:.4f}")
-        print(f"{options.out}: {'an adapter for peft' if options.adapter_only else 'the tuned model'}")
+        kind = "an adapter for peft" if options.adapter_only else "the tuned model"
+        print(f"{options.out}: {kind}; its losses are in metrics.jsonl. Try it: nnxmoe chat {shlex.quote(options.out)}")
 
 
 def demo(options: argparse.Namespace) -> None:

@@ -198,7 +198,8 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
         help='lines such as {"text": …}, {"messages": [{"role": …}, …]}, {"prompt": …, "completion": …}, or the '
         "objects of Alpaca and ShareGPT; other fields are ignored",
     )
-    add("--out", required=True, metavar="DIR", help="the output folder: new, empty, or that of a run to resume")
+    what = "the output folder: new, empty, or that of a run to resume; metrics.jsonl in it has every step's metrics"
+    add("--out", required=True, metavar="DIR", help=what)
     what = "train LoRA adapters of this rank (default: train all parameters)"
     add("--lora", type=shared.count, metavar="RANK", help=what)
     shared.add_quantize(parser)

@@ -8,6 +8,7 @@ arrays of NumPy and of JAX, with any leading dimensions.
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -72,9 +73,9 @@ class Codes:
     def check(self, ins: int) -> None:
         """Raises ValueError unless kernels with ``ins`` inputs can be stored."""
         if self.halves and (self.tile[1] % 2 or ins % self.tile[1]):
-            raise ValueError(
-                f"{self.kind} in groups of {self.tile[1]}: give an even group that divides the kernel's {ins} inputs"
-            )
+            fits = math.gcd(ins, self.tile[1])
+            remedy = "" if fits % 2 else f": use groups of {fits} ({self.kind}:{fits})"
+            raise ValueError(f"{self.kind}: groups of {self.tile[1]} do not divide a kernel's {ins} inputs{remedy}")
 
     def stored(self, outs: int, ins: int) -> tuple[int, int]:
         """Shape of the codes in memory."""

@@ -27,6 +27,7 @@ from nnxmoe.runtime.progress import say
 GAVE_UP = 124  # the exit status after a timeout, as of timeout(1)
 _LATER = 30  # seconds between our limits and JAX's, which end a process without our message
 _FLUSH = 5  # seconds for writing buffered output, whose reader may hang too
+_LAUNCHERS = ("SLURM_", "OMPI_", "JOB_COMPLETION_", "TPU_WORKER", "MEGASCALE_")  # of variables by which JAX detects a cluster
 _FROM_ENVIRONMENT = {"coordinator_address": str, "num_processes": int, "process_id": int}
 
 
@@ -64,7 +65,9 @@ def initialize(timeout: float = 300.0, **options: Any) -> None:
             jax.devices()  # the processes exchange their lists of devices
     except Exception as error:
         _job = _Job()
-        if given.keys() & _FROM_ENVIRONMENT.keys() or "coordinator_address should be defined" not in str(error):
+        launched = given.keys() & _FROM_ENVIRONMENT.keys() or any(name.startswith(_LAUNCHERS) for name in os.environ)
+        late = "must be called before any JAX" in str(error) and not launched  # JAX is in use, as in a notebook
+        if not late and (given.keys() & _FROM_ENVIRONMENT.keys() or "coordinator_address should" not in str(error)):
             raise
         say("no cluster and no JAX_COORDINATOR_ADDRESS found: running as a single process")
         return

@@ -5,6 +5,7 @@ model in transformers' format, or the adapter in ``peft``'s.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.config.printable import short
+from nnxmoe.config.validate import is_positive
 from nnxmoe.convert.hf.pretrained import from_pretrained, save_pretrained
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM
@@ -38,7 +40,7 @@ from nnxmoe.train.loop.run import Fitted, Progress
 from nnxmoe.train.lora.peft import WEIGHTS_FILE
 from nnxmoe.train.lora.peft_config import CONFIG_FILE
 
-_RECORD = "finetune.json"
+_RECORD, _METRICS = "finetune.json", "metrics.jsonl"
 _FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file
 _STEPS = 200
 _CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # gradient norm; steps at most; final / peak learning rate
@@ -77,25 +79,37 @@ class Finetune:
     keep_quantized: bool = False
 
     def __post_init__(self) -> None:
-        if self.adapter_only and self.lora is None:
-            raise ValueError("adapter_only needs an adapter, but lora is not set: pass its rank (--lora 16)")
+        for name in ("batch_size", "seq_len", "accumulate", "lora", "steps", "epochs"):
+            if (value := getattr(self, name)) is not None and not is_positive(value):
+                raise ValueError(f"{name}={value!r}: it must be an integer of at least 1")
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1:
             raise ValueError(f"learning_rate={self.learning_rate}: it must be between 0 and 1")
-        if self.lora_alpha is not None and self.lora is None:
-            raise ValueError("lora_alpha scales adapters, but lora is not set: pass its rank (--lora 16)")
-        if (self.quantize or self.keep_quantized) and self.lora is None:
-            raise ValueError("quantised weights cannot be trained, but lora is not set: pass its rank (--lora 16)")
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+            raise ValueError(f"lora_alpha={self.lora_alpha}: it must be a positive number")
+        needs = ("adapter_only", "lora_alpha", "quantize", "keep_quantized")
+        if self.lora is None and (named := [name for name in needs if getattr(self, name)]):
+            raise ValueError(f"{named[0]}={getattr(self, named[0])} is for adapters: give their rank, such as lora=16")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs}: pass one of them")
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "steps", _STEPS)
+        self._check_warmup(self.steps)
+
+    def _check_warmup(self, steps: int | None) -> None:
+        whole = self.warmup is None or (isinstance(self.warmup, int) and self.warmup >= 0)
+        if not whole or (self.warmup and steps and self.warmup >= steps):
+            most = "" if steps is None else f" and less than the {steps} steps"
+            raise ValueError(f"warmup={self.warmup}: it must be an integer of at least 0{most}")
 
     def optimizer(self, steps: int) -> optax.GradientTransformation:
         """Adam without weight decay, with gradients clipped to a norm of 1. Its state holds the learning rate."""
+        self._check_warmup(steps)
         peak = self.learning_rate or (2e-5 if self.lora is None else 2e-4)
         warmup = min(steps // 10, _WARMUP) if self.warmup is None else self.warmup
         schedule = optax.warmup_cosine_decay_schedule(
-            0.0 if warmup else peak, peak, warmup, max(steps, warmup + 1), _FLOOR * peak
+            0.0 if warmup else peak, peak, warmup, max(steps, 1), _FLOOR * peak
         )
         adam = optax.inject_hyperparams(optax.adam, static_args=("b1", "b2", "eps", "eps_root", "nesterov"))
         return optax.chain(optax.clip_by_global_norm(_CLIP), adam(schedule))
@@ -132,6 +146,7 @@ def finetune(
     assert documents is not None
     method = parse(task.quantize) if task.quantize else None
     kept = task.keep_quantized
+    say("metrics of every step are written to %s", folder / _METRICS)
     model = from_pretrained(task.model, task.dtype, mesh, _strategy(), quantize=method, keep_quantized=kept, **hub)
     say("%s", model.load_report.summary())
     length = min(task.seq_len, model.config.max_position_embeddings)
@@ -151,7 +166,7 @@ def finetune(
         accumulate=task.accumulate,
         evaluate=None if held is None else _Held(held, task.batch_size, length),
         evaluate_every=save_every,
-        callbacks=[_Begin(folder, task), JsonLog(folder / "metrics.jsonl")],
+        callbacks=[_Begin(folder, task), JsonLog(folder / _METRICS)],
         seed=task.seed,
     )
     _write(done.model, folder, task)

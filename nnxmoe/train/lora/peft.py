@@ -51,11 +51,11 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     )
     if not pieces:
         raise ValueError("cannot save: the model has no adapters; nnxmoe.save_pretrained writes whole models")
-    base = None if model.load_report is None else model.load_report.source
+    report = model.load_report
+    base = {"base_model_name_or_path": report and report.source, "revision": report and report.revision}
     with shared_folder(folder, overwrite) as stage:
         if jax.process_index() == 0:
-            fields = {**_settings(model, pieces).fields, "base_model_name_or_path": base}
-            write_json(stage / CONFIG_FILE, fields)
+            write_json(stage / CONFIG_FILE, {**_settings(model, pieces).fields, **base})
         shares = [(None, _tensors(model, pieces))]
         write_shares(stage, shares, 1 << 62, process=jax.process_index(), single=WEIGHTS_FILE)
 
