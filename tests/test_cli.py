@@ -112,6 +112,15 @@ def test_messages_name_the_options_that_were_typed() -> None:
         assert as_typed(message, flags) == typed
 
 
+def test_a_folder_with_a_typo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mixtral-tuned").mkdir()
+    for line in (["generate", str(tmp_path / "mixtral-tunde"), "x"], ["inspect", str(tmp_path / "mixtral-tunde")]):
+        assert cli.main(line) == 1
+        assert capsys.readouterr().err.endswith(f"; did you mean {tmp_path / 'mixtral-tuned'}?\n")
+    assert cli.main(["generate", str(tmp_path / "mixtral-tuned"), "x"]) == 1
+    assert "mixtral-tuned holds no model: config.json is missing" in capsys.readouterr().err
+
+
 def test_debug_shows_the_traceback() -> None:
     with pytest.raises(ValueError, match="no such folder"):
         cli.main(["inspect", "./nowhere", "--debug"])
@@ -326,7 +335,8 @@ def test_inspect_shows_sharded_sizes_on_a_mesh(capsys: pytest.CaptureFixture[str
     """Bytes per device: experts sharded 8-way and their width 4-way, norms replicated."""
     assert cli.main(["inspect", "mixtral-8x7b", "--mesh", "fsdp=4,expert=8"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    by_name = {line[0]: line for line in lines if line}
+    assert lines[1][1:] == "93.94 GB on all devices together".split()
+    by_name = {line[0]: line for line in lines if line and line[:2] != ["per", "token"]}
     experts = 32 * 8 * 4096 * 14336 * 2 / 32
     assert by_name["layer.moe.experts.gate"][1:] == (
         f"32 x [8, 14336, 4096] {experts / 1e6:.2f} MB expert, -, fsdp".split()

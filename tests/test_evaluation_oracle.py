@@ -120,15 +120,20 @@ def test_unknown_options_are_refused(tasks: Path) -> None:
     assert ask(**drawn) == ask(**drawn)
 
 
-def test_the_command_prints_a_table(tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # which is no git repository
     out = tmp_path / "results.json"
     line = ["eval", str(FOLDERS["demo"]), "--tasks", ",".join(TASKS), "--include-path", str(tasks)]
     assert cli.main([*line, "--limit", "2", "--out", str(out)]) == 0
-    table = capsys.readouterr().out
+    table, errors = capfd.readouterr()
+    assert table.startswith(f"{FOLDERS['demo']}, bfloat16, the first 2 questions of each task\n")
+    assert "fatal" not in errors
     assert all(f"|{name}" in table for name in TASKS) and "exact_match" in table
     assert json.loads(out.read_text())["results"]["local_choice"]["acc,none"] in (0.0, 0.5, 1.0)
     assert cli.main(["eval", str(FOLDERS["demo"]), "--tasks", "no_such_task"]) == 1
-    assert "there is no task 'no_such_task'" in capsys.readouterr().err
+    assert "there is no task 'no_such_task'" in capfd.readouterr().err
 
 
 WITHOUT_TORCH = """

@@ -239,6 +239,9 @@ def test_search_prefers_meshes_that_fit_and_are_fast() -> None:
     keys = [(not one.fits, one.seconds) for one in found]
     assert len(found) == 10 and keys == sorted(keys) and found[0].fits
     assert all(one.devices == 64 for one in found)
+    never = search("deepseek-v3", 64, batch=64, seq=4096, on="h200")
+    assert not never[0].fits and [one.memory for one in never] == sorted(one.memory for one in never)
+    assert "speed" not in str(never[0])
     with pytest.raises(ValueError, match="no mesh of 7 devices holds the model and the batch"):
         search("mixtral-8x22b", 7, batch=64, seq=4096)
 
@@ -496,6 +499,9 @@ def test_the_command_prints_plans_and_comparisons(capsys: pytest.CaptureFixture[
     assert cli.main(["plan", "demo", "--search", "2", "--batch", "4", "--seq", "64", "--decode"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert len(table) > 2 and table[0].split() == ["mesh", "memory", "fits", "step", "waits", "for"]
+    assert cli.main(["plan", "mixtral-8x7b", "--search", "1", "--batch", "16", "--seq", "4096"]) == 0
+    *_, row, last = capsys.readouterr().out.splitlines()
+    assert row.endswith("no") and last.startswith("no mesh of 1 fits; one of 16 does: ") and last.endswith(" GB each")
     assert cli.main(["plan", "demo", "--search", "2", "--batch", "4", "--compile"]) == 1
     with pytest.raises(SystemExit, match="2"):
         cli.main([*line, "--rule", "embed=4"])

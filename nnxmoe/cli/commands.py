@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import os
 import shlex
 import sys
@@ -23,20 +24,25 @@ from nnxmoe.storage.hub import DEMO
 MODEL_FILES = ("config.json", "adapter_config.json")
 
 
-def path_of(model: str) -> str:
-    """A folder, hub id or preset as given; the folder of ``demo``."""
-    return str(DEMO) if model == "demo" else model
-
-
 def _weights(model: str) -> str:
     """The folder or hub id of a model with weights. Raises ValueError for a preset, and a folder without a model."""
     from nnxmoe.models import refuse_preset
 
     refuse_preset(model)
-    path = path_of(model)
-    if os.path.isdir(path) and not any(os.path.exists(os.path.join(path, name)) for name in MODEL_FILES):
-        raise ValueError(f"{path} holds no model: config.json is missing")
-    return path
+    empty = os.path.isdir(model) and not any(os.path.exists(os.path.join(model, name)) for name in MODEL_FILES)
+    if empty and model != "demo":
+        raise ValueError(f"{model} holds no model: config.json is missing")
+    return model
+
+
+def similar(path: str) -> str:
+    """The end of a message about a folder that does not exist: the one that was perhaps meant."""
+    parent, name = os.path.split(os.path.normpath(path))
+    if os.path.exists(path) or not os.path.isdir(parent or "."):
+        return ""
+    folders = [one.name for one in os.scandir(parent or ".") if one.is_dir()]
+    found = difflib.get_close_matches(name, folders, 1)
+    return f"; did you mean {os.path.join(parent, found[0])}?" if found else ""
 
 
 def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
@@ -45,7 +51,7 @@ def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
 
     path, adapter = _weights(options.model), options.adapter
     if adapter is None and (base := lora.base_of(path)) is not None:
-        path, adapter = path_of(base), path
+        path, adapter = base, path
         say("%s is an adapter of %s", adapter, base)
     hub = {"revision": options.revision, "local_files_only": options.local_files_only}
     tokenizer = nnxmoe.Tokenizer.from_pretrained(path, **hub)

@@ -27,7 +27,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluates a model, and prints a table."""
     try:
-        from lm_eval.evaluator import simple_evaluate
+        from lm_eval import evaluator
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
 
@@ -38,7 +38,8 @@ def evaluate(options: argparse.Namespace) -> None:
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ValueError(f"--tasks: there is no task {unknown[0]!r}; lm-eval ls tasks lists them")
     model, tokenizer = commands.load(options)
-    results = simple_evaluate(
+    evaluator.get_git_commit_hash = lambda: None  # runs git, which prints an error outside of repositories
+    results = evaluator.simple_evaluate(
         HarnessLM(model, tokenizer, slots=options.slots, seed=options.seed),
         tasks=list(names),
         num_fewshot=options.num_fewshot,
@@ -50,6 +51,8 @@ def evaluate(options: argparse.Namespace) -> None:
     )
     if results is None:  # only the first process of several has them
         return
+    few = "" if options.limit is None else f", the first {options.limit} questions of each task"
+    print(f"{options.model}, {model.dtype}{few}")
     print(make_table(results))
     if "groups" in results:
         print(make_table(results, "groups"))

@@ -26,9 +26,11 @@ def inspect(options: argparse.Namespace) -> None:
     if options.mesh and options.keep_quantized:
         raise ValueError("--mesh shows how floats or weights of --quantize are sharded: leave --keep-quantized out")
     method, hub = commands.method(options), (options.revision, options.local_files_only)
-    s = summarise(commands.path_of(options.model), options.dtype, *hub, method, options.keep_quantized)
+    s = summarise(options.model, options.dtype, *hub, method, options.keep_quantized)
     spread = _spread(s.config, s.weight_dtype, options.mesh, method) if options.mesh else []
-    _print_sizes(s, options.batch, options.context or min(s.config.max_position_embeddings, 4096))
+    batch, context = options.batch, options.context or min(s.config.max_position_embeddings, 4096)
+    _print_memory(s, batch, context, spread[-1:])
+    _print_sizes(s, batch, context)
     if s.stored:
         _print_files(s)
     bounded = {slots: size for slots, size in s.cache.items() if slots is not None}
@@ -43,8 +45,9 @@ def inspect(options: argparse.Namespace) -> None:
         print("strategy    default on this machine:")
         for line in Strategy.auto().explain().splitlines():
             print(f"  {line}")
-    for line in spread:
+    for line in spread[:-1]:
         print(line)
+    _print_drafts(s, batch, context)
     if s.missing or s.misshapen:
         raise ValueError(
             f"{s.source} cannot be loaded: {len(s.missing)} tensors are missing and {len(s.misshapen)} do not fit "
@@ -52,9 +55,8 @@ def inspect(options: argparse.Namespace) -> None:
         )
 
 
-def _print_sizes(s: Any, batch: int, context: int) -> None:
-    """The memory of weights and cache, what a token reads, and the number of parameters by kind."""
-    from nnxmoe.generation.draft_cost import auto_cost
+def _print_memory(s: Any, batch: int, context: int, spread: list[str]) -> None:
+    """The memory of weights and cache, and whether this machine has it; on a mesh (``spread``) that of a device."""
     from nnxmoe.runtime.memory import memory_bytes
 
     need, (have, where) = s.needed(batch, context), memory_bytes()
@@ -62,25 +64,30 @@ def _print_sizes(s: Any, batch: int, context: int) -> None:
         f"{s.source}: {s.config.model_type} of {count_text(s.parameters)} parameters, "
         f"{count_text(s.active)} active per token"
     )
-    print(
-        f"memory      {'fits' if need <= have else 'does not fit'}: {bytes_text(need)} of {bytes_text(have)} ({where})"
-    )
+    fits = f"{'fits' if need <= have else 'does not fit'}: {bytes_text(need)} of {bytes_text(have)} ({where})"
+    print(f"memory      {bytes_text(need)} on all devices together" if spread else f"memory      {fits}")
     print(
         f"            {bytes_text(s.weight_bytes)} of weights in {' and '.join(s.weights)}, "
         f"{bytes_text(need - s.weight_bytes)} of cache for batch {batch}, {context} tokens"
     )
+    for line in spread:
+        print(line)
+
+
+def _print_sizes(s: Any, batch: int, context: int) -> None:
+    """What a token reads, the GPUs that hold the model, and the number of parameters by kind."""
+    from nnxmoe.runtime.hardware import TABLE
+
+    need = s.needed(batch, context)
     print(
         f"per token   {bytes_text(s.active_bytes)} of weights are read at batch 1, "
         f"and {count_text(2 * s.active)} operations are made"
     )
-    cost = auto_cost(s.model, batch, context)
-    print(
-        f"per step    {bytes_text(cost.plain_bytes)} are read at batch {batch}; with {cost.name} "
-        f"{bytes_text(cost.bytes)}, in {cost.ratio:.2f} x the time"
-    )
-    print(f"            drafts {cost.pays}; {cost.expected:.0%} is what --draft auto expects")
     buffers = batch * context * s.buffer_token
-    room = ", ".join(f"{size} GB {'yes' if need + buffers <= size * 1e9 else 'no'}" for size in (24, 48, 80, 141))
+    sizes = {f"{gib} GiB": gib * 2**30 for gib in (16, 24, 48)} | {
+        name: TABLE[name.lower()].memory for name in ("H100", "H200")
+    }
+    room = ", ".join(f"{name} {'yes' if need + buffers <= size else 'no'}" for name, size in sizes.items())
     print(f"one GPU     {room}; with about {bytes_text(buffers)} of buffers for a prompt of that length")
     if len(s.weights) > 1:
         print("weights     " + ", ".join(f"{kind} {bytes_text(size)}" for kind, size in s.weights.items()))
@@ -90,6 +97,18 @@ def _print_sizes(s: Any, batch: int, context: int) -> None:
     for part, size in s.parts.items():
         print(f"  {part:16}{size:>14,}  {size / s.parameters:6.1%}")
     print(f"active      {s.active:>20,}  per token")
+
+
+def _print_drafts(s: Any, batch: int, context: int) -> None:
+    """What a step reads without drafts and with them, and when they pay."""
+    from nnxmoe.generation.draft_cost import auto_cost
+
+    cost = auto_cost(s.model, batch, context)
+    print(
+        f"drafts      a step reads {bytes_text(cost.plain_bytes)} at batch {batch}; with {cost.name} "
+        f"{bytes_text(cost.bytes)}, in {cost.ratio:.2f} x the time"
+    )
+    print(f"            they {cost.pays}; --draft auto expects {cost.expected:.0%}")
 
 
 def _print_files(s: Any) -> None:

@@ -54,8 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if options.debug:
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"nnxmoe: error: {as_typed(message, options.flags)}", file=sys.stderr)
+        message = as_typed(" ".join(str(error).split()) or type(error).__name__, options.flags)
+        model = getattr(options, "model", None) or getattr(options, "source", "demo")
+        print(f"nnxmoe: error: {message}{commands.similar(model) if model in message else ''}", file=sys.stderr)
         return 1
 
 

@@ -1,11 +1,13 @@
 """The command ``nnxmoe plan``: its options, and what it prints."""
 
 import argparse
+import contextlib
 import os
 import re
 from typing import Any
 
 from nnxmoe.cli.options import count, mesh
+from nnxmoe.config.printable import bytes_text
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -75,11 +77,27 @@ def run(options: argparse.Namespace) -> None:
         found = planning.search(options.model, options.search, **asked)
         print(planning.compared(found))
         best = found[0]
+        if not best.fits:
+            print(_enough(options, asked))
     else:
         best = planning.plan(options.model, options.mesh, **asked)
         print(best)
     if options.plot:
         best.plot().figure.savefig(os.fspath(options.plot), bbox_inches="tight")
+
+
+def _enough(options: argparse.Namespace, asked: dict[str, Any]) -> str:
+    """The fewest devices that fit, of several times as many as were asked for."""
+    from nnxmoe.planning import plan as planning
+
+    for times in (2, 4, 8, 16):
+        count = times * options.search
+        with contextlib.suppress(ValueError):  # no such mesh of the hardware, or the batch does not divide
+            best = planning.search(options.model, count, most=1, **asked)[0]
+            if best.fits:
+                mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.items() if size > 1)
+                return f"no mesh of {options.search} fits; one of {count} does: {mesh}, {bytes_text(best.memory)} each"
+    return f"no mesh of {options.search} fits, nor of {times} times as many: nnxmoe plan with --mesh lists what helps"
 
 
 def _rule(text: str) -> tuple[str, Any]:

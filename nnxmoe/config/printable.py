@@ -35,7 +35,7 @@ def bytes_text(size: float) -> str:
 
 def count_text(number: float) -> str:
     """A large number in three digits, such as 46.7B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.0f}"

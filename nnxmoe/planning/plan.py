@@ -252,7 +252,8 @@ def search(
     microbatches: int | None = None,
     **options: Any,
 ) -> list[Plan]:
-    """The best plans of all meshes of this many devices, those that fit first, then by time; options as of `plan`.
+    """The best plans of all meshes of this many devices, by time those that fit, or by memory if none does; options as
+    of `plan`.
 
     ``microbatches``: also meshes with as many or fewer pipeline stages. Meshes that cannot shard the model or the batch
     are left out. ValueError if none can.
@@ -268,7 +269,8 @@ def search(
             reason = reason or str(error)
     if not found:
         raise ValueError(f"no mesh of {devices} devices holds the model and the batch: {reason}")
-    return sorted(found, key=lambda one: (not one.fits, one.seconds, one.memory))[:most]
+    fitting = [one for one in found if one.fits]
+    return sorted(fitting or found, key=lambda one: (one.seconds if fitting else 0, one.memory))[:most]
 
 
 def compared(plans: Sequence[Plan]) -> str:

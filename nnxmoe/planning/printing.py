@@ -44,8 +44,9 @@ def table(plan: Any) -> str:
     for name, seconds in plan.times.items():
         note = f"at {kind.efficiency:.0%} of {kind.flops / 1e12:.0f} TFLOP/s" if name == "compute" else "estimated"
         line(f"time, {name}", f"{seconds:.3g} s{': the step waits for this' if name == plan.limiter else ''}", note)
-    rate = work.tokens / plan.seconds
-    line("speed", f"{rate:,.0f} tokens per second, {rate / plan.devices:,.0f} per device", "estimated")
+    if plan.fits:
+        rate = work.tokens / plan.seconds
+        line("speed", f"{rate:,.0f} tokens per second, {rate / plan.devices:,.0f} per device", "estimated")
     for text in plan.advice:
         line("change", text)
     return "\n".join(lines)
@@ -86,10 +87,10 @@ def _network(plan: Any, line: Any) -> None:
 
 
 def compared(plans: Sequence[Any]) -> str:
-    """One line per plan: mesh, memory, whether it fits, time per step and limiter."""
+    """One line per plan: mesh, memory, whether it fits, and if so time per step and limiter."""
     lines = [f"{'mesh':36} {'memory':>10}  fits  {'step':>9}  waits for"]
     for plan in plans:
         axes = ",".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
-        fits = "yes" if plan.fits else "no"
-        lines.append(f"{axes:36} {bytes_text(plan.memory):>10}  {fits:4}  {plan.seconds:8.3g}s  {plan.limiter}")
+        timed = f"yes   {plan.seconds:8.3g}s  {plan.limiter}" if plan.fits else "no"
+        lines.append(f"{axes:36} {bytes_text(plan.memory):>10}  {timed}")
     return "\n".join(lines)
