@@ -14,10 +14,12 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import ConfigError
+from nnxmoe.cli.inspect import find
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from nnxmoe.config.undeclared import FP8_EXPERTS, PREDICTION
+from nnxmoe.convert.hf.side_files import read_config
 from nnxmoe.models import (
     MODELS,
     PRESETS,
@@ -710,14 +712,16 @@ def test_files_of_other_models_are_refused_in_words() -> None:
         assert read(kind, architectures=[family.architecture])
 
 
-def test_real_files_are_accepted_and_refused_as_they_should() -> None:
-    """config.json files of the hub. Those that are refused belong to drafts, Grok-1 and MLX."""
+def test_real_files_are_accepted_and_refused_as_they_should(tmp_path: Path) -> None:
+    """config.json files of the hub, alone in a folder too. Those that are refused are of drafts, Grok-1 and MLX."""
     files = [json.loads(line) for line in (DATA / "real_configs.jsonl").read_text().splitlines()]
     assert len(files) > 100
     for file in files:
         if file["accept"]:
             config = config_from_hf(file["fields"])
             assert config_from_hf(config.to_hf()) == config, file["name"]
+            (tmp_path / "config.json").write_text(json.dumps(file["fields"]))
+            assert find(tmp_path, None, False) == (config, {}) and read_config(tmp_path) == config
         else:
             with pytest.raises(ConfigError, match=r"draft model|Grok1|MLX"):
                 config_from_hf(file["fields"])

@@ -24,6 +24,7 @@ from nnxmoe.convert.hf.forms import arranged
 from nnxmoe.convert.hf.layout import judge, layout, refuse_unjustified
 from nnxmoe.convert.hf.pretrained import untied
 from nnxmoe.convert.hf.quantize import keep
+from nnxmoe.convert.hf.scheme import Scheme
 from nnxmoe.convert.hf.side_files import generation_fields, parse_config
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.layers.quantized import QuantizedArray
@@ -236,7 +237,13 @@ def find(
     where, folder = f"{name}/config.json", local_folder(name, CheckpointError)
     if folder is not None:
         if not has_weights(folder):
-            return _checked(find_config(folder), {}, where)
+            fields = find_config(folder)
+            config = _config(fields, where)
+            try:
+                Scheme.of(fields, where)
+            except CheckpointError as error:
+                logger.warning("%s. The sizes are those of the model without quantization", error)
+            return config, {}
         with Checkpoint.open(folder) as checkpoint:
             checked = _checked(checkpoint.config, checkpoint.tensors, where, checkpoint)
             generation_fields(checkpoint.folder, checked[0])
@@ -256,12 +263,18 @@ def _checked(
     checkpoint: Checkpoint | None = None,
 ) -> tuple[DecoderConfig, LazyArrays]:
     """The config as a load would have it, and the tensors; CheckpointError if their quantization is not supported."""
-    config, notes = parse_config(fields, where)
-    for note in notes:
-        logger.warning("%s: %s", where.removesuffix("/config.json"), note)
+    config = _config(fields, where)
     tied = config.tie_word_embeddings and not untied(config, tensors)
     arrays = arranged(model_class(config).hf_table, stored(tensors, fields, where, checkpoint))
     return dataclasses.replace(config, tie_word_embeddings=tied), arrays
+
+
+def _config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
+    """The config of a parsed config.json; warns of fields that are dropped."""
+    config, notes = parse_config(fields, where)
+    for note in notes:
+        logger.warning("%s: %s", where.removesuffix("/config.json"), note)
+    return config
 
 
 def _part(key: str) -> str:

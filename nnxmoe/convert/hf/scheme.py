@@ -40,6 +40,9 @@ class Scheme:
         if not isinstance(fields, Mapping):
             raise CheckpointError(f"{where} must be an object, got {short(fields)}")
         method = fields.get("quant_method")
+        if method is None:
+            tool = f" (quant_algo {short(fields['quant_algo'])} is ModelOpt's)" if "quant_algo" in fields else ""
+            raise CheckpointError(f"{where} lacks quant_method, the name of the method{tool}")
         if not isinstance(method, str) or method not in METHODS:
             known = "; ".join(f"{name!r} ({what})" for name, what in METHODS.items())
             raise CheckpointError(f"{where}: method {short(method)} is not supported; supported: {known}")
