@@ -1,5 +1,7 @@
 """generation_config.json: what it asks for is applied with Sampling.from_checkpoint, and named where it is not."""
 
+import argparse
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 import nnxmoe
+from nnxmoe.cli.commands import sampling_of
 from nnxmoe.generation.rules import Rules
 
 MODEL = Path(__file__).parent / "data" / "hf" / "llama_basic" / "model"
@@ -121,3 +124,31 @@ def test_ids_outside_the_vocabulary_are_ignored(model: nnxmoe.CausalLM) -> None:
     model.generation_config = {"eos_token_id": [float(second), 10**9, -1], "pad_token_id": 3000, "bos_token_id": [1]}
     made = nnxmoe.generate(model, PROMPTS, max_new_tokens=5)
     assert made[0, 4:6].tolist() == [first, second] and set(made[0, 6:].tolist()) <= {second}
+
+
+def test_chat_and_serve_take_the_checkpoints_sampling(model: nnxmoe.CausalLM) -> None:
+    """Options of a command and fields of a request override it, one by one."""
+    pytest.importorskip("msgspec")
+    from nnxmoe.serve.plan import Planner, default_sampling
+    from nnxmoe.serve.run import serving_engine
+    from nnxmoe.serve.schema import CompletionRequest
+    from nnxmoe.serve.settings import Settings
+
+    model.generation_config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "suppress_tokens": [3]}
+    sampling = nnxmoe.Sampling.from_checkpoint(model)
+    flags = {"temperature": None, "top_k": None, "top_p": 0.5, "min_p": None, "repetition_penalty": None}
+    assert sampling_of(argparse.Namespace(**flags), sampling) == dataclasses.replace(sampling, top_p=0.5)
+    assert sampling_of(argparse.Namespace(**flags | {"top_p": None})) == nnxmoe.Sampling(temperature=0.0)
+    engine, ends = serving_engine(model, slots=1, capacity=64)
+    tokenizer = nnxmoe.Tokenizer.from_pretrained(MODEL)
+    planner = Planner(Settings("tiny"), tokenizer, 64, 320, ends, engine.limits, default_sampling(model))
+    for fields, expected in (
+        ({}, sampling),
+        ({"temperature": 0.0}, dataclasses.replace(sampling, temperature=0.0)),
+        ({"top_k": -1, "top_p": 1.0}, dataclasses.replace(sampling, top_k=None, top_p=1.0)),
+    ):
+        plan = planner.completion(CompletionRequest(model="tiny", prompt=[1, 2], **fields))
+        assert plan.wanted.sampling == expected
+        engine.submit(plan.prompts[0], plan.wanted)
+    model.generation_config = {"repetition_penalty": 1.2}
+    assert default_sampling(model) == nnxmoe.Sampling(1.0, repetition_penalty=1.2)

@@ -16,8 +16,9 @@ def chat(options: argparse.Namespace) -> None:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # Windows has no readline
             import readline  # noqa: F401  arrow keys and history for input()
-    sampling = commands.sampling_of(options)
+    commands.sampling_of(options)  # a wrong value fails before the model is loaded
     model, tokenizer = commands.load(options)
+    sampling = commands.sampling_of(options, nnxmoe.Sampling.from_checkpoint(model))
     opening = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(opening)
     # Fails now rather than after the first line.

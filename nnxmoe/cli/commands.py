@@ -17,11 +17,14 @@ from nnxmoe.cli.prompts import Speed
 from nnxmoe.config.printable import bytes_text, count_text
 from nnxmoe.generation.complete import split_stops
 from nnxmoe.generation.decode import eos_ids
+from nnxmoe.generation.sampling import effective_fields, listed
 from nnxmoe.runtime import interrupts
 from nnxmoe.runtime.progress import say
 from nnxmoe.storage.hub import DEMO
 
 MODEL_FILES = ("config.json", "adapter_config.json")
+
+_GREEDY = nnxmoe.Sampling(temperature=0.0)
 
 
 def _weights(model: str) -> str:
@@ -74,15 +77,17 @@ def method(options: argparse.Namespace) -> Any:
     return parse(options.quantize) if options.quantize else None
 
 
-def sampling_of(options: argparse.Namespace) -> nnxmoe.Sampling:
+def sampling_of(options: argparse.Namespace, default: nnxmoe.Sampling = _GREEDY) -> nnxmoe.Sampling:
     """How tokens are chosen; options without effect at temperature 0 are reported."""
-    if options.temperature == 0:
-        if (options.top_k, options.top_p, options.min_p) != (0, 1.0, 0.0):
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    found = dataclasses.replace(default, **given)
+    if found.temperature == 0:
+        if given.keys() & {"top_k", "top_p", "min_p"}:
             say("temperature is 0 (always the most likely token): --top-k, --top-p and --min-p have no effect")
         if getattr(options, "samples", 1) > 1:
             say("temperature is 0 (always the most likely token): all --samples of a prompt are equal")
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return nnxmoe.Sampling(**{name: getattr(options, name) for name in names})
+    return found
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -93,6 +98,8 @@ def generate(options: argparse.Namespace) -> None:
     else:
         many = [prompts.Line(sys.stdin.read() if options.prompt == "-" else options.prompt, 1, {})]
     model, tokenizer = load(options)
+    if sampling == _GREEDY and (asked := effective_fields(model.generation_config)[0]):
+        say("generation_config.json asks for %s: chat and serve apply it, generate takes options only", listed(asked))
     if options.prompts is not None or options.samples > 1 or options.logprobs is not None:
         for line in prompts.lines(model, tokenizer, many, sampling, options):
             print(line, flush=True)

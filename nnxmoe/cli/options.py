@@ -75,15 +75,15 @@ def add_quantize(parser: argparse.ArgumentParser, *, keep: bool = True) -> None:
         parser.add_argument("--keep-quantized", action="store_true", help=what)
 
 
-def add_sampling(parser: argparse.ArgumentParser, tokens: int) -> None:
-    """How tokens are chosen, and at most how many: ``tokens`` by default."""
+def add_sampling(parser: argparse.ArgumentParser, tokens: int, default: str) -> None:
+    """How tokens are chosen, ``default`` in words, and at most how many: ``tokens`` by default."""
     add, what = parser.add_argument, f"maximum number of new tokens (default {tokens})"
     add("--max-new-tokens", type=count, default=tokens, metavar="N", help=what)
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token")
-    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (0: all)")
+    add("--temperature", type=float, metavar="T", help=f"0: always the most likely token (default: {default})")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (0: all)")
     what = "sample from the most likely tokens whose probabilities sum to P"
-    add("--top-p", type=float, default=1.0, metavar="P", help=what)
+    add("--top-p", type=float, metavar="P", help=what)
     what = "sample from tokens at least P times as likely as the best"
-    add("--min-p", type=float, default=0.0, metavar="P", help=what)
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: discourages repetition")
+    add("--min-p", type=float, metavar="P", help=what)
+    add("--repetition-penalty", type=float, metavar="R", help="above 1: discourages repetition")
     add("--seed", type=int, default=0, metavar="S", help="the same seed gives the same text")

@@ -117,14 +117,14 @@ def _parser() -> argparse.ArgumentParser:
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")
     prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="the same")
-    shared.add_sampling(generate, 64)
+    shared.add_sampling(generate, 64, "0")
     drafts.add_option(generate)
     _prompts_options(generate, prompt)
 
     chat = command("chat", talk.chat, "Chat with a model. /clear starts over, /exit ends.", "nnxmoe chat demo")
     shared.add_loading(chat)
     chat.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
-    shared.add_sampling(chat, 256)
+    shared.add_sampling(chat, 256, "the checkpoint's")
 
     text = "Print a model's sizes and whether it fits in memory, without reading its weights."
     inspect = command("inspect", inspecting.inspect, text, "nnxmoe inspect deepseek-v3 --context 8192")

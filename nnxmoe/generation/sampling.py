@@ -87,8 +87,9 @@ class Sampling:
         A warning names fields that are not supported. Raises ValueError for values of another type.
         """
         fields, ignored = effective_fields(model.generation_config)
-        if ignored:
-            logger.warning("generation_config.json: %s: not supported and ignored", _listed(ignored))
+        if ignored and model not in _warned:
+            _warned.add(model)
+            logger.warning("generation_config.json: %s: not supported and ignored", listed(ignored))
         try:
             options = {name: float(fields[name]) for name in ("temperature", "top_p", "min_p") if name in fields}
             if fields.get("do_sample"):
@@ -100,7 +101,7 @@ class Sampling:
             given: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": penalty, **options, **least}
             return cls(rules=_rules(fields, model), **given)
         except (TypeError, ValueError, IndexError, KeyError) as error:
-            raise ValueError(f"generation_config.json: {_listed(fields)}: {error}") from None
+            raise ValueError(f"generation_config.json: {listed(fields)}: {error}") from None
 
     def least(self, prompt: int) -> int:
         """The fewest new tokens after a prompt of so many."""
@@ -126,10 +127,11 @@ def warn_of_unused(model: CausalLM, sampling: Sampling | None) -> None:
         if fields or ignored:
             _warned.add(model)
             text = "generation_config.json asks for %s, which is not applied here: for what is supported of it, pass "
-            logger.warning(text + "sampling=Sampling.from_checkpoint(model)", _listed(fields | ignored))
+            logger.warning(text + "sampling=Sampling.from_checkpoint(model)", listed(fields | ignored))
 
 
-def _listed(fields: Mapping[str, Any]) -> str:
+def listed(fields: Mapping[str, Any]) -> str:
+    """The fields for a message."""
     return ", ".join(f"{name}={short(value, 60)}" for name, value in fields.items())
 
 

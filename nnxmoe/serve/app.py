@@ -22,7 +22,7 @@ from nnxmoe.runtime.progress import say
 from nnxmoe.serve.engine_thread import EngineThread
 from nnxmoe.serve.formats import ChatFormat, CompletionFormat
 from nnxmoe.serve.pieces import TokenTexts
-from nnxmoe.serve.plan import Planner
+from nnxmoe.serve.plan import Planner, default_sampling
 from nnxmoe.serve.reply import COUNTS, Reply, Service, json_response
 from nnxmoe.serve.schema import ChatRequest, CompletionRequest, Options, decode
 from nnxmoe.serve.settings import Refused, Settings, public
@@ -41,7 +41,8 @@ class Endpoints:
     def __init__(self, engine: Engine, tokenizer: Any, stop_ids: tuple[int, ...], settings: Settings):
         vocab = int(engine.model.embed.table.shape[0])
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.planner = Planner(settings, tokenizer, engine.capacity, vocab, stop_ids, engine.limits)
+        sampling = default_sampling(engine.model)
+        self.planner = Planner(settings, tokenizer, engine.capacity, vocab, stop_ids, engine.limits, sampling)
         self.texts, self.since = TokenTexts(tokenizer), int(time.time())
         self._service: Service | None = None
 

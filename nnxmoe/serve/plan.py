@@ -9,6 +9,7 @@ from nnxmoe.generation.complete import split_stops
 from nnxmoe.generation.request import Limits, Prefix, Wanted, refuse_ids
 from nnxmoe.generation.sampling import Sampling
 from nnxmoe.generation.text import TokenizerError
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.serve.schema import ChatRequest, CompletionRequest, Message, Options
 from nnxmoe.serve.settings import Refused, Settings
 
@@ -45,7 +46,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Planner:
-    """Plans requests for one model. ``capacity``: tokens of a slot; ``stop_ids``: the model's end tokens."""
+    """Plans requests for one model. ``capacity``: tokens of a slot; ``stop_ids``: the model's end tokens.
+    ``sampling``: of requests that leave it out."""
 
     settings: Settings
     tokenizer: Any
@@ -53,6 +55,7 @@ class Planner:
     vocab: int
     stop_ids: tuple[int, ...]
     limits: Limits
+    sampling: Sampling = Sampling()
 
     def completion(self, request: CompletionRequest) -> Plan:
         """The plan of ``/v1/completions``. Raises Refused."""
@@ -123,7 +126,8 @@ class Planner:
         self._refuse_ids("logit_bias", biases)
         texts, ids = split_stops(self._stops(request.stop), self.tokenizer)
         stop_ids, seed = (*self.stop_ids, *ids), request.seed or 0
-        wanted = Wanted(most, least, _sampling(request), stop_ids, seed, logit_bias=biases, logprobs=logprobs)
+        sampling = _sampling(request, self.sampling)
+        wanted = Wanted(most, least, sampling, stop_ids, seed, logit_bias=biases, logprobs=logprobs)
         return Plan(prompts, wanted, n, texts, request.seed is not None)
 
     def _stops(self, stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -166,11 +170,17 @@ class Planner:
             raise Refused(404, why, "model", "model_not_found")
 
 
-def _sampling(request: Options) -> Sampling:
-    """Sampling of a request, with OpenAI's defaults."""
-    given = {name: getattr(request, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
-    top_k = None if request.top_k in (None, -1) else request.top_k
-    return Sampling(top_k=top_k, **{name: value for name, value in given.items() if value is not None})
+def default_sampling(model: CausalLM) -> Sampling:
+    """Sampling of requests that leave it out: the checkpoint's, with OpenAI's temperature 1 if that is greedy."""
+    found = Sampling.from_checkpoint(model)
+    return found if found.temperature else dataclasses.replace(found, temperature=1.0)
+
+
+def _sampling(request: Options, default: Sampling) -> Sampling:
+    """Sampling of a request."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: value for name in names if (value := getattr(request, name)) is not None}
+    return dataclasses.replace(default, **given | ({"top_k": None} if given.get("top_k") == -1 else {}))
 
 
 def _at_most(name: str, value: int | None, most: int) -> int | None:

@@ -15,11 +15,12 @@ from nnxmoe.generation.decode import eos_ids
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Limits
+from nnxmoe.generation.sampling import Steps
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import say
 from nnxmoe.serve.app import make_app
-from nnxmoe.serve.plan import CHAT_LOGPROBS
+from nnxmoe.serve.plan import CHAT_LOGPROBS, default_sampling
 from nnxmoe.serve.settings import Settings
 
 BIASES = 64  # of one request
@@ -33,7 +34,9 @@ def serving_engine(
 ) -> tuple[Engine, tuple[int, ...]]:
     """An engine with room for every option of the API, and the model's end tokens."""
     stop_ids, most = eos_ids(model, ...), model.config.max_position_embeddings
-    limits = Limits(len(stop_ids) + Settings.stops, BIASES, CHAT_LOGPROBS)
+    rules = default_sampling(model).rules
+    steps = Steps(rules=() if rules is None else (rules,))
+    limits = Limits(len(stop_ids) + Settings.stops, BIASES, CHAT_LOGPROBS, steps)
     return Engine(model, slots=slots, capacity=min(capacity, most), limits=limits, draft=draft), stop_ids
 
 
