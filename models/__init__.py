@@ -3,7 +3,6 @@
 if __name__ != "nnxmoe.models":
     raise ImportError(f"import nnxmoe.models, not {__name__}: otherwise every class here would exist twice")
 
-import difflib
 import logging
 import os
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.printable import short
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.reads import refuse_unread
 from nnxmoe.models.deepseek_v2 import DeepSeekV2, DeepSeekV2Config
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.dots1 import Dots1, Dots1Config
@@ -50,7 +50,9 @@ RELATIVES = {
 
 
 def register(family: type[CausalLM]) -> None:
-    """Register a model family under the ``model_type`` of each of its configs, and its presets by name."""
+    """Register a model family under the ``model_type`` of each of its configs, and its presets by name. Raises
+    ConfigError if a config declares a field that the family does not read."""
+    refuse_unread(family)
     MODELS.update({config.model_type: (config, family) for config in family.configs})
     PRESETS.update(family.presets)
     HUB_IDS.update(family.hub_ids)
@@ -126,15 +128,20 @@ def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
         raise ConfigError(f"config.json must hold an object, got {type(fields).__name__}")
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in MODELS:
-        raise ConfigError(f"model_type {short(kind)} is not supported; supported: {', '.join(MODELS)}{_relative(kind)}")
+        raise ConfigError(f"model_type {short(kind)} is not supported{_relative(kind)}; supported: {', '.join(MODELS)}")
     return MODELS[kind][0]
 
 
 def _relative(kind: Any) -> str:
-    """Names the supported model_type closest to an unsupported one, if there is one."""
-    found = [name for name, relatives in RELATIVES.items() if kind in relatives.split()]
-    found = found or difflib.get_close_matches(str(kind), MODELS, 1, 0.7)
-    return f". The closest relative is {found[0]}" if found else ""
+    """How an unsupported model_type differs from the supported one that is closest, if there is one."""
+    for name, relatives in RELATIVES.items():
+        if kind in relatives.split():
+            module = MODELS[name][1].__module__.rpartition(".")[2]
+            return (
+                f", since its layers are not those of {name}, its closest relative: with another model_type it would "
+                f"compute something else. A family can be added, see models/README.md and models/{module}.py"
+            )
+    return ""
 
 
 def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
