@@ -46,7 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "wrong_types: passes wrong types; skipped where annotations are checked")
-    if not hasattr(config, "workerinput") and PROGRAMS.is_dir():  # main process only, before workers start
+    if hasattr(config, "workerinput"):
+        return
+    # The main process only, before workers start, which get its options.
+    if config.option.sets is None:
+        config.option.sets = SETS if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
+    if PROGRAMS.is_dir():
         if sum(file.stat().st_size for file in PROGRAMS.iterdir()) > PROGRAMS_LIMIT:
             shutil.rmtree(PROGRAMS)
 
@@ -65,8 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("wrong_types"):
                 item.add_marker(pytest.mark.skip(reason="wrong types on purpose"))
 
-    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if most := config.getoption("sets") if config.getoption("sets") is not None else SETS * everything:
+    if most := config.getoption("sets"):
         keep_sets(config, items, most)
     if part := config.getoption("part"):
         this, parts = map(int, part.split("/"))
