@@ -438,6 +438,17 @@ def test_special_tokens_that_the_normalizer_changes_are_skipped() -> None:
         assert "".join(pieces) + rest == tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def test_special_tokens_of_llama_match_before_the_normalizer(tmp_path: Path) -> None:
+    """So that a second "</s>" in a text is not encoded as letters."""
+    backend = tokenizers.Tokenizer.from_str(sentencepiece_like(llama2_decoder()).backend.to_str())
+    backend.normalizer = tokenizers.normalizers.Prepend("▁")
+    backend.add_tokens([tokenizers.AddedToken("</s>", normalized=True, special=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for kind, ends in (("LlamaTokenizer", 2), ("PreTrainedTokenizerFast", 1)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+        assert Tokenizer.from_pretrained(tmp_path).encode("</s>be</s>a").count(1) == ends
+
+
 # Streaming
 
 
@@ -519,7 +530,7 @@ def test_stream_of_a_model_continues_the_prompt(monkeypatch: pytest.MonkeyPatch)
     new = [fox, hello, fox]
     monkeypatch.setattr(decode, "_ids_of_one", lambda *_: iter(new))
     model: Any = None  # the only use of it is patched away
-    pieces = list(decode.stream(model, tokenizer, [hello], eos_token_id=None))
+    pieces = list(decode.stream(model, tokenizer, [hello], sampling=nnxmoe.Sampling(0.0), eos_token_id=None))
     assert "Hello" + "".join(pieces) == tokenizer.decode([hello, fox, hello, fox]) == "Hello fox Hello fox"
 
 

@@ -61,12 +61,23 @@ def add_declared(
     for token in more:
         token.special = token.special or token.content in names
     backend.add_tokens(more)
+    if str(config.get("tokenizer_class")).startswith("Llama"):
+        _match_raw_text(backend)
     for number, token in ids.items():
         if token.content and (got := backend.token_to_id(token.content)) != number:
             raise TokenizerError(
                 f"{where}: token {short(token.content)} is declared with the id {number}, but the vocabulary gives it "
                 f"{got}: the files do not belong together. Download them again"
             )
+
+
+def _match_raw_text(backend: tokenizers.Tokenizer) -> None:
+    """Let special tokens match before the normalizer runs. Llama 1 and 2 have files with "normalized": true, whose
+    normalizer makes `tokenizers` look for "▁</s>" only; transformers rebuilds these tokenizers."""
+    for token in backend.get_added_tokens_decoder().values():
+        if token.special and token.normalized:
+            sides = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+            backend.add_tokens([tokenizers.AddedToken(token.content, normalized=False, special=True, **sides)])
 
 
 def _extra(folder: Path, config: Mapping[str, Any]) -> list[Any]:
