@@ -1,5 +1,6 @@
 """Training data: JSON lines, tokenization, packing, loss masks, and resumable batches."""
 
+import gzip
 import json
 import pickle
 import re
@@ -49,6 +50,10 @@ def write(path: Path, *objects: Any) -> Path:
     return path
 
 
+def said(*turns: str) -> tuple[dict[str, Any], ...]:
+    return tuple(chat(*turns)["messages"])
+
+
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Texts of very different lengths and chats."""
@@ -96,7 +101,7 @@ def test_blank_lines_and_line_endings(tmp_path: Path) -> None:
         file.write(b'{"role": "assistant", "content": "yes"}]}\n  \n{"text": "a\\u2028b"}')
     lines = JsonLines(path)
     assert [line.text for line in lines] == ["one", None, "a\u2028b"]
-    assert lines[1].messages == (("user", "é"), ("assistant", "yes")) and lines[-1].text == "a\u2028b"
+    assert lines[1].messages == said("é", "yes") and lines[-1].text == "a\u2028b"
     assert [lines.number(i) for i in range(3)] == [1, 3, 5] and lines.where(1) == f"{path} line 3"
     with pytest.raises(IndexError):
         lines[3]
@@ -133,12 +138,14 @@ BAD: list[tuple[bytes, str]] = [
     (b'{"instruction": "a", "input": ["b"], "output": "c"}', r"input is \['b'\]: it must be a string"),
     (
         b'{"conversations": [{"from": "robot", "value": "a"}]}',
-        r"conversations\[0\] has the role 'robot': use system, hum",
+        r"conversations\[0\] has the role 'robot': use system, dev",
     ),
     (
-        b'{"conversations": [{"role": "user", "content": "a"}]}',
-        r"conversations\[0\] is .* with only 'from' and 'value'",
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}',
+        "no message from the assistant, hence nothing to learn",
     ),
+    (b'{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "weight 0.5: use 1, or 0 for answers"),
+    (b'{"messages": [{"role": "assistant", "tool_calls": [], "content": 7}]}', "content is 7: it must be a string"),
     (b'{"text": ""}', "text is '': it must be a non-empty string"),
     (b'{"text": " \\n"}', "text is ' .n': it must be a non-empty string"),
     (b'{"text": 3}', "text is 3: it must be a non-empty string"),
@@ -149,15 +156,17 @@ BAD: list[tuple[bytes, str]] = [
     (b'{"messages": [1]}', r"messages\[0\] is 1: it must be an object"),
     (b'{"messages": [{"role": "user"}]}', r"messages\[0\] is {'role': 'user'}: it must be an object"),
     (
-        b'{"messages": [{"role": "user", "content": "a", "name": "b"}]}',
-        r"messages\[0\] is .* with only 'role'",
-    ),
-    (
         b'{"messages": [{"role": "user", "content": ""}]}',
         r"messages\[0\]: content is '': it must be",
     ),
-    (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', r"messages\[0\]: content is \["),
-    (b'{"messages": [{"role": "human", "content": "a"}]}', r"messages\[0\] has the role 'human': use system, user"),
+    (
+        b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+        r"messages\[0\]: content has {'type': 'text'}: only",
+    ),
+    (
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}',
+        r'content has {.*image_url.*}: only {"type": "text", "text": …} is supported',
+    ),
     (b'{"messages": [{"role": ["a"], "content": "a"}]}', r"messages\[0\] has the role \['a'\]"),
     (b'{"messages": [{"role": "user", "content": "a"}]}', "no message from the assistant, hence nothing to learn"),
     (b'{"messages": [{"role": "assistant", "content": "a"}]}', "starts with the assistant"),
@@ -173,22 +182,36 @@ def test_bad_lines(tmp_path: Path, line: bytes, message: str) -> None:
 
 
 HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
 FORMS: list[tuple[dict[str, Any], Record]] = [
     ({"text": "one", "messages": None}, Record("one")),
-    ({"messages": [HI | {"name": None}, HELLO]}, Record(None, (("user", "Hi"), ("assistant", "Hello")))),
+    ({"messages": [HI | {"name": None}, HELLO]}, Record(None, (HI, HELLO), answers=(1,))),
     ({"prompt": "2 + 2 =", "completion": " 4"}, Record(" 4", prompt="2 + 2 =")),
     (
         {"prompt": [HI, HELLO, HI], "completion": [HELLO]},
-        Record(None, (("user", "Hi"), ("assistant", "Hello")) * 2, given=3),
+        Record(None, (HI, HELLO) * 2, answers=(3,)),
     ),
-    ({"instruction": "Add.", "output": "3"}, Record(None, (("user", "Add."), ("assistant", "3")))),
+    ({"instruction": "Add.", "output": "3"}, Record(None, said("Add.", "3"), answers=(1,))),
+    ({"instruction": "Add.", "input": "1, 2", "output": "3"}, Record(None, said("Add.\n\n1, 2", "3"), answers=(1,))),
     (
-        {"instruction": "Add.", "input": "1, 2", "output": "3"},
-        Record(None, (("user", "Add.\n\n1, 2"), ("assistant", "3"))),
+        {"conversations": [{"from": "human", "value": "Hi", "weight": None}, {"from": "gpt", "value": "Hello"}]},
+        Record(None, (HI, HELLO), answers=(1,)),
     ),
     (
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-        Record(None, (("user", "Hi"), ("assistant", "Hello"))),
+        {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}, HELLO | {"weight": 1}]},
+        Record(None, ({"role": "system", "content": "Be brief."}, HI, HELLO), answers=(2,)),
+    ),
+    (
+        {"messages": [HI | {"name": "Ann"}, HELLO | {"weight": 0}, HI, HELLO]},
+        Record(None, (HI | {"name": "Ann"}, HELLO, HI, HELLO), answers=(3,)),
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"text": "i"}]}, HELLO]},
+        Record(None, (HI, HELLO), answers=(1,)),
+    ),
+    (
+        {"messages": [HI, CALL | {"content": None}, {"role": "tool", "content": "", "tool_call_id": "7"}, HELLO]},
+        Record(None, (HI, CALL, {"role": "tool", "content": "", "tool_call_id": "7"}, HELLO), answers=(1, 3)),
     ),
 ]
 
@@ -204,6 +227,37 @@ def test_forms_of_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert [given[i] for i in range(len(given))] == [record for _, record in FORMS]
 
 
+def test_arrays_and_compressed_files(tmp_path: Path) -> None:
+    """The files of Alpaca and ShareGPT are JSON arrays; temporary files are removed."""
+    values, path = [value for value, _ in FORMS], tmp_path / "a.json"
+    for text in (json.dumps(values), "\ufeff\n" + json.dumps(values, indent=2)):
+        for pack in (bytes, gzip.compress):
+            path.write_bytes(pack(text.encode()))
+            found = JsonLines(path)
+            assert [found[i] for i in range(len(found))] == [record for _, record in FORMS]
+            assert found.where(2) == f"{path} item 3"
+    path.write_bytes(gzip.compress("\n\n".join(map(json.dumps, values)).encode()))
+    found = JsonLines(path)
+    assert found[1].messages == (HI, HELLO) and found.where(1) == f"{path} line 3"
+    copy = found._lines_of
+    assert copy.exists()
+    del found
+    assert not copy.exists()
+    path.write_bytes(gzip.compress(GOOD * 99)[:-20])
+    with pytest.raises(DataError, match=r"a\.json: .*the file is damaged"):
+        JsonLines(path)
+    for name, content, message in (
+        ("a.json", b'[{"text": "a"}, {"txt": "b"}]', r"a\.json item 2 has the fields \['txt'\]"),
+        ("a.json", b"[]", "is empty"),
+        ("a.json", b'[{"text": "a"}', r"a\.json is not valid JSON"),
+        ("a.txt", b"Once upon a time\n", r"a\.txt is plain text: write JSON lines such as"),
+        ("a.parquet", b"PAR1\x00", "is a Parquet file: convert it"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            JsonLines(tmp_path / name)
+
+
 def test_learned_part_of_prompts_with_completions(tokenizer: Tokenizer) -> None:
     """A completion, and the answers that belong to it, are learned; their prompts are not."""
     documents = Documents([FORMS[2][0], FORMS[3][0]], tokenizer)
@@ -215,7 +269,7 @@ def test_learned_part_of_prompts_with_completions(tokenizer: Tokenizer) -> None:
 
 
 def test_lists_give_the_batches_of_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    values = [value for value, _ in FORMS] * 3
+    values = [value for value, _ in FORMS[:-1]] * 3  # the template has no tools
     path = write(tmp_path / "a.jsonl", *values)
     options: dict[str, Any] = {"batch_size": 2, "seq_len": 24, "epochs": 1}
     equal(batches(path, tokenizer, **options), batches(values, tokenizer, **options))
@@ -466,7 +520,7 @@ def test_packing_leaves_no_two_rows_that_fit_into_one(sizes: list[int]) -> None:
 
 
 def test_long_chats_are_truncated(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
-    """A chat whose question alone is too long is dropped. Both cases are logged once."""
+    """A chat whose question alone is too long is dropped. One line says how many there are, once that is known."""
     objects = chat("Hi", "a cat " * 50), chat("Hi " * 50, "yes"), {"text": "a cat " * 50}
     data = batches(write(tmp_path / "a", *objects), tokenizer, batch_size=2, seq_len=40, shuffle=False, epochs=2)
     seen = [segment for batch in data for segment in segments(batch)]
@@ -474,10 +528,13 @@ def test_long_chats_are_truncated(tmp_path: Path, tokenizer: Tokenizer, caplog: 
     first = (tuple(whole[0].tokens[:40].tolist()), tuple(whole[0].learnt[:40].astype(int).tolist()))
     assert seen.count(first) == 2
     assert sum(len(tokens) for tokens, _ in seen) == 2 * (40 + len(whole[2].tokens))
-    assert caplog.text.count("line 1: a chat of") == caplog.text.count("line 2: a chat of") == 1
-    assert "line 2: a chat of 107 tokens, in rows of 40, is left out" in caplog.text.replace(
-        str(len(whole[1].tokens)), "107"
-    )
+    cut, out = "1 of 3 are truncated", "1 of 3 are left out, since no answer begins within the row"
+    told = [entry.message.rpartition("seq_len=40: ")[2] for entry in caplog.records]
+    assert told == [f"{cut} so far", f"{cut}, {out}"]
+    caplog.clear()
+    data.documents.check()
+    next(Batches(data.documents, 2, 40))
+    assert [entry.message.rpartition("seq_len=40: ")[2] for entry in caplog.records] == [f"{cut}, {out}"]
     only = batches(write(tmp_path / "b", objects[1]), tokenizer, batch_size=2, seq_len=40)
     with pytest.raises(DataError, match=r"b: no chat has an answer within its first 40 tokens"):
         next(only)

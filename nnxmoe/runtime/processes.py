@@ -27,13 +27,7 @@ from nnxmoe.runtime.progress import say
 GAVE_UP = 124  # the exit status after a timeout, as of timeout(1)
 _LATER = 30  # seconds between our limits and JAX's, which end a process without our message
 _FLUSH = 5  # seconds for writing buffered output, whose reader may hang too
-_LAUNCHERS = (
-    "SLURM_",
-    "OMPI_",
-    "JOB_COMPLETION_",
-    "TPU_WORKER",
-    "MEGASCALE_",
-)  # of variables by which JAX detects a cluster
+_LAUNCHERS = ("SLURM_", "OMPI_", "JOB_COMPLETION_", "TPU_WORKER", "MEGASCALE_")  # of clusters
 _FROM_ENVIRONMENT = {"coordinator_address": str, "num_processes": int, "process_id": int}
 
 

@@ -22,9 +22,9 @@ _MARK = "Qxanswerxq"
 
 
 def chat_tokens(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], first: int, note: Callable[[str], None]
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], learned: Sequence[int], note: Callable[[str], None]
 ) -> tuple[Int32[np.ndarray, " T"], Bool[np.ndarray, " T"]]:
-    """The ids of a chat and the mask of those to learn, from message ``first`` on.
+    """The ids of a chat and the mask of those to learn, of the messages with the indices ``learned``.
 
     A text that ends with an answer gets the tokenizer's end token if the template writes none; elsewhere the marker
     that follows an answer is learned as its end. ``note`` is called with what could not be learned. Raises
@@ -35,9 +35,9 @@ def chat_tokens(
     rendered = _RenderedChat(tokenizer, chat, whole.text)
     turns = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
     if whole.answers:
-        spans = rendered.tagged(whole.answers, turns, first)
+        spans = rendered.tagged(whole.answers, turns, learned)
     else:
-        found = {turn: rendered.answer(turn) for turn in turns if turn >= first}
+        found = {turn: rendered.answer(turn) for turn in learned}
         spans = [span for span in found.values() if span is not None]
         for turn in [turn for turn, span in found.items() if span is None and spans]:
             note(f"the template leaves out or changes the answer messages[{turn}], which is not learned")
@@ -61,10 +61,11 @@ class _RenderedChat:
         """The text of messages, with the prompt for an answer if ``asked``."""
         return self.tokenizer.render_chat(chat, add_generation_prompt=asked).text
 
-    def tagged(self, answers: Sequence[Span], turns: list[int], first: int) -> list[Span]:
-        """The tagged answers from message ``first`` on."""
+    def tagged(self, answers: Sequence[Span], turns: list[int], learned: Sequence[int]) -> list[Span]:
+        """The tagged answers that are learned; of tags that are not one per answer, those from the first of them on."""
         if len(answers) == len(turns):
-            return [span for span, turn in zip(answers, turns, strict=True) if turn >= first]
+            return [span for span, turn in zip(answers, turns, strict=True) if turn in learned]
+        first = 0 if learned[0] == turns[0] else learned[0]
         start = len(os.path.commonprefix([self.text, self._render(self.chat[:first], True)])) if first else 0
         return [span for span in answers if span[0] >= start]
 

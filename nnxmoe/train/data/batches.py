@@ -20,7 +20,6 @@ from nnxmoe.train.data.packing import Row, fill, pieces, place
 from nnxmoe.train.data.records import DataError
 
 _VERSION = 1
-_MAX_WARNINGS = 10  # about single lines
 Batch = dict[str, np.ndarray]
 
 
@@ -83,7 +82,7 @@ class Batches(Iterator[Batch]):
         self._stop = 0  # end of the window
         self._order: tuple[int, np.ndarray] | None = None
         self._identity: dict[str, Any] | None = None
-        self._warned: set[int] = set()
+        self._told = ""  # of chats that were cut
 
     def __iter__(self) -> Self:
         return self
@@ -148,6 +147,7 @@ class Batches(Iterator[Batch]):
         while self.epochs is None or self._epoch < self.epochs:
             if self._start >= len(self.documents):
                 self._epoch, self._start = self._epoch + 1, 0
+                self._tell_cut(ended=True)
                 continue
             if self._window is None:
                 self._window, self._stop = self._packed(self._start)
@@ -172,7 +172,8 @@ class Batches(Iterator[Batch]):
             parts = list(pieces(document, self.seq_len))
             tokens, stop = tokens + sum(len(part.tokens) for part in parts), stop + 1
             found += parts
-            self._warn_if_cut(index, document)
+            if document.chat and len(document.tokens) > self.seq_len:
+                self._tell_cut(ended=False)
         if not self.pack:
             return [[part] for part in found], stop
         rows = place([len(part.tokens) for part in found], self.seq_len)
@@ -188,15 +189,12 @@ class Batches(Iterator[Batch]):
             order = self._order = self._epoch, numbers.permutation(len(self.documents))
         return int(order[1][at])
 
-    def _warn_if_cut(self, index: int, document: Document) -> None:
-        if document.chat and len(document.tokens) > self.seq_len and index not in self._warned:
-            self._warned.add(index)
-            if len(self._warned) <= _MAX_WARNINGS:
-                what = "truncated" if document.learnt[: self.seq_len].any() else "left out: no answer fits"
-                where, count = self.documents.lines.where(index), len(document.tokens)
-                logger.warning("%s: a chat of %d tokens, in rows of %d, is %s", where, count, self.seq_len, what)
-            if len(self._warned) == _MAX_WARNINGS:
-                logger.warning("further truncated chats are not reported")
+    def _tell_cut(self, *, ended: bool) -> None:
+        """Warn of truncated chats: of the first one, or once all are counted."""
+        text, final = self.documents.longer_chats(self.seq_len)
+        if (self._told or not ended) and text != self._told and (final or not self._told):
+            logger.warning("%s%s", text, "" if final else " so far")
+            self._told = text
 
 
 def _window(seq_len: int) -> int:

@@ -1,6 +1,7 @@
 """Texts and chats as token ids, with a mask of the tokens to learn."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -44,6 +45,8 @@ class Documents:
         self.tokenizer = tokenizer
         self._kept: dict[int, Document] = {}
         self._room, self._noted = _CACHE_BYTES, set[str]()
+        self._chats = np.zeros((len(self), 2), np.int32)  # tokens of each chat, and those up to its first answer
+        self._encoded = np.zeros(len(self), bool)
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -52,6 +55,9 @@ class Documents:
         number = range(len(self))[index]
         if (document := self._kept.get(number)) is None:
             document = self._make(self.lines[number], self.lines.where(number))
+            self._encoded[number] = True
+            if document.chat:
+                self._chats[number] = len(document.tokens), np.argmax(document.learnt) + 1
             self._room -= 5 * len(document.tokens)
             if self._room >= 0:
                 self._kept[number] = document
@@ -61,6 +67,15 @@ class Documents:
         """Encode every document once, so that errors of tokenizer and chat template are raised before training."""
         for index in range(len(self)):
             self[index]
+
+    def longer_chats(self, length: int) -> tuple[str, bool]:
+        """How many chats are truncated or left out in rows of ``length`` tokens, as a sentence without its end, and
+        whether all documents have been encoded, so that this is final."""
+        tokens, answer = self._chats.T
+        cut, out = np.sum((tokens > length) & (answer <= length)), np.sum(answer > length)
+        parts = [f"{cut} of {len(self)} are truncated"] if cut else []
+        parts += [f"{out} of {len(self)} are left out, since no answer begins within the row"] if out else []
+        return f"{self.lines}: chats longer than seq_len={length}: {', '.join(parts)}", bool(self._encoded.all())
 
     def identity(self) -> dict[str, Any]:
         """Checksums of the file and the tokenizer: a small JSON value that identifies the tokens."""
@@ -77,9 +92,8 @@ class Documents:
     def _make(self, record: Record, where: str) -> Document:
         try:
             if record.text is None:
-                messages = [{"role": role, "content": content} for role, content in record.messages]
-                ids, learnt = chat_tokens(self.tokenizer, messages, record.given, lambda why: self._note(where, why))
-                return Document(ids, learnt, True)
+                note = functools.partial(self._note, where)
+                return Document(*chat_tokens(self.tokenizer, record.messages, record.answers, note), True)
             prompt = self.tokenizer.encode(record.prompt) if record.prompt else []
             ids = self.tokenizer.encode(record.prompt + record.text)
         except TokenizerError as error:

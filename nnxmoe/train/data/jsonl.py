@@ -1,15 +1,21 @@
-"""Training data as JSON lines, one object per line; see `nnxmoe.train.data.records` for its forms.
+"""Training data as JSON lines, one object per line, or as one JSON array; `nnxmoe.train.data.records` has the forms.
 
 The file is read once to validate every line and to index its offset. Lines are then read on access, so a file may be
-larger than memory: the index takes 8 bytes per line.
+larger than memory: the index takes 8 bytes per line. Compressed files and arrays are rewritten as lines in a temporary
+file; arrays have to fit in memory for that.
 """
 
+import gzip
 import hashlib
+import json
 import os
+import tempfile
+import weakref
+import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -17,20 +23,26 @@ from nnxmoe.storage.files import absolute, parse_json, refuse_lfs_pointer, regul
 from nnxmoe.train.data.records import DataError, Ignored, Record, record_of
 
 MAX_LINE_BYTES = 16 << 20
+_OTHERS = {b"PAR1": "a Parquet file", b"\x28\xb5\x2f\xfd": "compressed with zstd", b"PK\x03\x04": "a ZIP archive"}
 
 
 class JsonLines:
     """The non-blank lines of a file, all validated. Raises DataError for the first invalid one."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = absolute(path)
+        self.path = self._lines_of = absolute(path)
+        regular_file(self.path, "give a file of JSON lines", DataError)
+        self._unit = "line"
+        if (rewritten := _as_lines(self.path)) is not None:
+            self._lines_of, self._unit = rewritten
+            weakref.finalize(self, _remove, self._lines_of, os.getpid())
         self._status = self._stat()
         self.size = self._status[0]
         digest, starts, numbers, ignored = hashlib.sha256(), array("q"), array("q"), Ignored()
-        for number, start, line in _lines(self.path):
+        for number, start, line in _lines(self._lines_of, f"{self.path} {self._unit}"):
             digest.update(line)
             if line.strip():
-                ignored.names |= _parse(line, f"{self.path} line {number}")[1]
+                ignored.names |= _parse(line, f"{self.path} {self._unit} {number}")[1]
                 starts.append(start)
                 numbers.append(number)
         if not starts:
@@ -53,22 +65,62 @@ class JsonLines:
 
     def where(self, index: int) -> str:
         """File and line number, for messages."""
-        return f"{self.path} line {self.number(index)}"
+        return f"{self.path} {self._unit} {self.number(index)}"
 
     def __getitem__(self, index: SupportsIndex) -> Record:
         number = range(len(self))[index]
         if self._stat() != self._status:
             raise DataError(f"{self.path} was modified after it was opened: start again, and do not edit it meanwhile")
-        with self.path.open("rb") as file:
+        with self._lines_of.open("rb") as file:
             file.seek(int(self._starts[number]))
             return _parse(file.readline(MAX_LINE_BYTES + 1), self.where(number))[0]
 
     def _stat(self) -> tuple[int, int, int]:
-        status = regular_file(self.path, "give a file of JSON lines", DataError)
+        status = regular_file(self._lines_of, "give a file of JSON lines", DataError)
         return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+def _as_lines(path: Path) -> tuple[Path, str] | None:
+    """A temporary file with the lines of a compressed file or of a JSON array, and the name of a line; None for a file
+    of lines. Raises DataError for other formats."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    opened: Any = gzip.open if start.startswith(b"\x1f\x8b") else open
+    if (name := _OTHERS.get(start)) is not None:
+        raise DataError(f"{path} is {name}: convert it to JSON lines, such as with datasets' Dataset.to_json")
+    try:
+        with opened(path, "rb") as file:
+            head = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()
+            file.seek(0)
+            if head[:1] == b"[" and head[1:].lstrip()[:1] in (b"{", b"]"):
+                return _written(json.dumps(one).encode() + b"\n" for one in _array(path, file.read())), "item"
+            if head and head[:1] not in b"{[" and path.suffix in (".txt", ".md"):
+                raise DataError(f'{path} is plain text: write JSON lines such as {{"text": "…"}}, one per document')
+            return (_written(iter(lambda: file.read(1 << 20), b"")), "line") if opened is gzip.open else None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: {error}; the file is damaged: download it again") from error
+
+
+def _array(path: Path, data: bytes) -> list[Any]:
+    found = parse_json(data.removeprefix(b"\xef\xbb\xbf"), path, "correct the file", DataError, values=1 << 62)
+    assert isinstance(found, list)
+    return found
+
+
+def _remove(path: Path, process: int) -> None:
+    """Remove a temporary file, unless in a forked worker."""
+    if os.getpid() == process:
+        path.unlink(missing_ok=True)
+
+
+def _written(parts: Iterable[bytes]) -> Path:
+    descriptor, name = tempfile.mkstemp(prefix="nnxmoe-", suffix=".jsonl")
+    with os.fdopen(descriptor, "wb") as file:
+        file.writelines(parts)
+    return Path(name)
+
+
+def _lines(path: Path, where: str) -> Iterator[tuple[int, int, bytes]]:
     """Number, offset and bytes of each line. Raises DataError for a line that is too long, without reading it all."""
     try:
         with path.open("rb") as file:
@@ -79,7 +131,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
                     raise DataError(
-                        f"{path} line {number} has more than {MAX_LINE_BYTES} bytes: split it into several lines"
+                        f"{where} {number} has more than {MAX_LINE_BYTES} bytes: split it into several lines"
                     )
                 yield number, start, line
                 start += len(line)

@@ -9,13 +9,14 @@ from typing import Any
 from nnxmoe.config.printable import short
 from nnxmoe.runtime.progress import say
 
-ROLES = ("system", "user", "assistant")
-_SHAREGPT = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+# Role, also as ShareGPT spells it -> role in templates.
+ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
+ROLES |= {"human": "user", "gpt": "assistant", "observation": "tool"}
 _REMEDY = "correct or remove it"
 # The fields that make each form, in the order in which they are looked for; what else a record has is ignored.
 FORMS = {
     "messages": ("messages",),
-    "conversations": ("conversations",),
+    "conversations": ("conversations", "system"),
     "prompt": ("prompt", "completion"),
     "instruction": ("instruction", "input", "output"),
     "text": ("text",),
@@ -26,20 +27,20 @@ class DataError(ValueError):
     """Raised for unusable training data; the message names the file, the line and the remedy."""
 
 
-Messages = tuple[tuple[str, str], ...]
+Messages = tuple[dict[str, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A text, or the messages of a chat as ``(role, content)``.
+    """A text, or the messages of a chat, dicts with role, content and what else templates read.
 
-    ``prompt``: a text before the text, which is not to be learned. ``given``: how many messages of the chat are not.
+    ``prompt``: a text before the text, which is not to be learned. ``answers``: indices of the messages to learn.
     """
 
     text: str | None
     messages: Messages = ()
     prompt: str = ""
-    given: int = 0
+    answers: tuple[int, ...] = ()
 
 
 def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
@@ -47,7 +48,8 @@ def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
 
     Raises DataError unless it has one of the forms ``{"text"}``, ``{"messages": [{"role", "content"}]}``, ``{"prompt",
     "completion"}`` (strings or messages), ``{"instruction", "input", "output"}`` (Alpaca's; "input" may be missing), or
-    ``{"conversations": [{"from", "value"}]}`` (ShareGPT's).
+    ``{"conversations": [{"from", "value"}], "system"}`` (ShareGPT's; "system" may be missing). Templates get other
+    fields of messages too, such as tool_calls; answers of weight 0 are not learned, as in OpenAI's files.
     """
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: {short(value)} is not a JSON object; {_REMEDY}")
@@ -62,12 +64,10 @@ def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
     ignored = frozenset(str(name) for name in value if name not in FORMS[form])
     if form == "text":
         return Record(_text(value["text"], f"{where}: text")), ignored
-    if form == "messages":
-        return Record(None, _chat(value["messages"], f"{where}: messages")), ignored
-    if form == "conversations":
-        return Record(
-            None, _chat(value["conversations"], f"{where}: conversations", "from", "value", _SHAREGPT)
-        ), ignored
+    if form in ("messages", "conversations"):
+        system = value.get("system") if form == "conversations" else None
+        before = [{"role": "system", "content": system}] if system else []
+        return _chat([*before, *_list(value[form], f"{where}: {form}")], f"{where}: {form}"), ignored
     if form == "instruction":
         asked = _text(value["instruction"], f"{where}: instruction")
         more = value.get("input")
@@ -75,18 +75,17 @@ def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
             raise DataError(f"{where}: input is {short(more)}: it must be a string")
         content = f"{asked}\n\n{more}" if more and more.strip() else asked
         answer = _text(value.get("output"), f"{where}: output")
-        return Record(None, (("user", content), ("assistant", answer))), ignored
+        return _chat([{"role": "user", "content": content}, {"role": "assistant", "content": answer}], where), ignored
     prompt, completion = value["prompt"], value.get("completion")
     if isinstance(prompt, str):
         return Record(_text(completion, f"{where}: completion"), prompt=_text(prompt, f"{where}: prompt")), ignored
-    given = _messages(prompt, f"{where}: prompt")
-    whole = given + _messages(completion, f"{where}: completion")
-    return Record(None, _learnable(whole, where), given=len(given)), ignored
+    given = _list(prompt, f"{where}: prompt")
+    return _chat([*given, *_list(completion, f"{where}: completion")], where, len(given)), ignored
 
 
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{what} is {short(value)}: it must be a non-empty string")
+def _text(value: object, what: str, *, empty: bool = False) -> str:
+    if not isinstance(value, str) or not (value.strip() or empty):
+        raise DataError(f"{what} is {short(value)}: it must be a {'' if empty else 'non-empty '}string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -94,34 +93,43 @@ def _text(value: object, what: str) -> str:
     return value
 
 
-def _messages(
-    value: object, what: str, by: str = "role", said: str = "content", roles: Mapping[str, str] | None = None
-) -> Messages:
-    roles = {role: role for role in ROLES} if roles is None else roles
+def _list(value: object, what: str) -> list[Any]:
     if not isinstance(value, list | tuple):
-        raise DataError(f"{what} is {short(value)}: it must be a list of objects with '{by}' and '{said}'")
-    found: list[tuple[str, str]] = []
-    for number, message in enumerate(value):
-        one = f"{what}[{number}]"
-        fields = {name for name, of in message.items() if of is not None} if isinstance(message, Mapping) else set()
-        if fields != {by, said}:
-            raise DataError(f"{one} is {short(message)}: it must be an object with only '{by}' and '{said}'")
-        if not isinstance(message[by], str) or message[by] not in roles:
-            raise DataError(f"{one} has the role {short(message[by])}: use {', '.join(roles)}")
-        found.append((roles[message[by]], _text(message[said], f"{one}: {said}")))
-    return tuple(found)
+        raise DataError(f"{what} is {short(value)}: it must be a list of objects with 'role' and 'content'")
+    return list(value)
 
 
-def _chat(value: object, what: str, *names: Any) -> Messages:
-    return _learnable(_messages(value, what, *names), what)
+def _message(value: Any, what: str) -> dict[str, Any]:
+    """A message with its role and content under the names that templates read."""
+    fields = {name: of for name, of in value.items() if of is not None} if isinstance(value, Mapping) else {}
+    by, said = ("role", "content") if "role" in fields else ("from", "value")
+    if by not in fields or (said not in fields and "tool_calls" not in fields):
+        raise DataError(
+            f"{what} is {short(value)}: it must be an object with 'role' and 'content', or 'from' and 'value'"
+        )
+    role, content = fields.pop(by), fields.pop(said, "")
+    if not isinstance(role, str) or role not in ROLES:
+        raise DataError(f"{what} has the role {short(role)}: use {', '.join(ROLES)}")
+    if isinstance(content, list | tuple):
+        odd = [part for part in content if not isinstance(part, Mapping) or not isinstance(part.get("text"), str)]
+        if odd:
+            raise DataError(f'{what}: content has {short(odd[0])}: only {{"type": "text", "text": …}} is supported')
+        content = "".join(part["text"] for part in content)
+    role, may_be_empty = ROLES[role], ROLES[role] not in ("user", "assistant") or "tool_calls" in fields
+    return {"role": role, "content": _text(content, f"{what}: {said}", empty=may_be_empty), **fields}
 
 
-def _learnable(messages: Messages, what: str) -> Messages:
-    if not any(role == "assistant" for role, _ in messages):
+def _chat(values: list[Any], what: str, given: int = 0) -> Record:
+    messages = tuple(_message(value, f"{what}[{number}]") for number, value in enumerate(values))
+    weights = [message.pop("weight", 1) for message in messages]
+    if odd := [weight for weight in weights if weight not in (0, 1)]:
+        raise DataError(f"{what} has a message of weight {short(odd[0])}: use 1, or 0 for answers that are not learned")
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= given and weights[i]]
+    if not answers:
         raise DataError(f"{what} has no message from the assistant, hence nothing to learn: add one, or {_REMEDY}")
-    if messages[0][0] == "assistant":
+    if messages[0]["role"] == "assistant":
         raise DataError(f"{what} starts with the assistant: add the message that it answers")
-    return messages
+    return Record(None, messages, answers=tuple(answers))
 
 
 class Ignored:
@@ -149,7 +157,7 @@ class RecordList:
         for number, value in enumerate(records):
             record, more = record_of(value, f"record {number}")
             ignored.names |= more
-            digest.update(json.dumps(dataclasses.astuple(record)).encode())
+            digest.update(json.dumps(dataclasses.astuple(record), default=str).encode())
             self._records.append(record)
         if not self._records:
             raise DataError("there are no records: pass at least one")
