@@ -190,6 +190,32 @@ fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=steps, checkpoint=fold
 """
 
 
+CAPTURED = """
+import jax.numpy as jnp, numpy as np, optax
+from nnxmoe.train import fit
+from tests.support.tiny import build_tiny
+
+def loss(factor):
+    weights = jnp.array(np.full((2, 6, 53), factor, np.float32))
+    objective = lambda model, batch: jnp.mean(model(batch["tokens"]).logits * weights)
+    batch = {"tokens": np.arange(12).reshape(2, 6)}
+    return fit(build_tiny("llama"), [batch], objective=objective, steps=1, optimizer=optax.sgd(0.1)).history[0]["loss"]
+
+print(loss(100.0) / loss(1.0))
+"""
+
+
+@pytest.mark.commands
+def test_objectives_may_capture_arrays() -> None:
+    """A cell that is run again with other arrays trains by these, also where JAX makes arguments of captured arrays, so
+    that the text of both programs is the same."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", CAPTURED], env=env, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) == pytest.approx(100, rel=1e-4)
+
+
 # Errors
 
 

@@ -22,7 +22,7 @@ from nnxmoe.convert import maxtext
 from nnxmoe.layers.dots import matmul
 from nnxmoe.layers.kernel import DenseKernel
 from nnxmoe.layers.linear import Linear
-from nnxmoe.model.causal_lm import decoder_of
+from nnxmoe.model.decoder import decoder_of
 from nnxmoe.models import Mixtral, config_from_hf
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import equal_groups

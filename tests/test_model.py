@@ -15,10 +15,11 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.convert import maxtext, native
 from nnxmoe.generation import decode, passes
-from nnxmoe.model import by_run, causal_lm
-from nnxmoe.model.causal_lm import decoder_of
+from nnxmoe.layers.cache import Cache
+from nnxmoe.model import by_run, causal_lm, structure
+from nnxmoe.model.decoder import decoder_of
 from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
-from nnxmoe.train import fit
+from nnxmoe.train import fit, lora
 from tests.support.arrays import max_error
 from tests.support.running import compiled_in, variables
 from tests.support.tiny import TINY, build_tiny, random_tokens
@@ -123,8 +124,9 @@ def test_transformers_names_and_other_arrays() -> None:
     for given in (tokens.tolist(), Tensor(tokens)):
         np.testing.assert_array_equal(model(given).logits, wanted)
         np.testing.assert_array_equal(model(input_ids=given, attention_mask=Tensor(np.ones((2, 5)))).logits, wanted)
-    with pytest.raises(ValueError, match=r"tokens must be integers \[B, T\]"):
-        model()
+    for wrong in ({}, {"tokens": tokens, "input_ids": tokens}):
+        with pytest.raises(ValueError, match="give tokens, or input_ids"):
+            model(**wrong)
     assert str(model).startswith("Llama(2 layers, ") and str(model).count("\n") == 0
 
 
@@ -284,6 +286,63 @@ def test_load_report_and_generation_config_do_not_recompile() -> None:
     second.load_report, second.generation_config = nnxmoe.LoadReport("elsewhere"), {"eos_token_id": 3}
     graphs = [nnx.split(decoder_of(model))[0] for model in (first, second)]
     assert graphs[0] == graphs[1] and hash(graphs[0]) == hash(graphs[1])
+
+
+def test_a_model_is_split_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's share of a call does not grow with the number of layers: only the first call splits the model."""
+    splits, split, known = [], nnx.split, Cache.lengths.fget
+    monkeypatch.setattr(structure.nnx, "split", lambda *a, **k: splits.append(type(a[0]).__name__) or split(*a, **k))
+    model = build_tiny("mixtral", nnxmoe.Strategy())
+    cache = model(random_tokens(1, 5), cache=model.empty_cache(1, 16)).cache
+    read: list[bool] = []  # the length of the cache is known without the device
+    monkeypatch.setattr(Cache, "lengths", property(lambda self: read.append("_lengths" in vars(self)) or known(self)))
+    for _ in range(3):
+        cache = model(random_tokens(1, 1), cache=cache).cache
+    assert read and all(read)
+    nnxmoe.generate(model, random_tokens(1, 5), max_new_tokens=2)
+    nnxmoe.score(model, random_tokens(1, 5).tolist())
+    assert splits.count("Decoder") == 1, splits
+
+
+def test_changed_models_are_split_again() -> None:
+    """After any change the output is that of a new model with the same parts."""
+    model, tokens = build_tiny("mixtral", nnxmoe.Strategy()), random_tokens(2, 6)
+
+    class Doubled(nnx.Module):
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.table = inner, nnx.data([jnp.float32(2.0)])
+
+        def __call__(self, x: Any) -> Any:
+            return self.inner(x) * self.table[0]
+
+    def lora_with_values(model: Any) -> None:
+        lora.add(model, 2, rngs=nnx.Rngs(0))
+        nnx.update(model, jax.tree.map(lambda a: a + 0.3, nnx.state(model, lora.LoRAParam)))
+
+    layers = model.stacks[0].layers
+    changes: list[Callable[[], Any]] = [
+        lambda: layers[0].attention_norm.scale.set_value(layers[0].attention_norm.scale[...] * 2),
+        lambda: nnx.update(model, jax.tree.map(lambda a: a * 1.25, nnx.state(model, nnx.Param))),
+        lambda: setattr(model.norm, "eps", 0.5),
+        lambda: setattr(model, "rope", dataclasses.replace(model.rope, theta=7.0)),
+        lambda: setattr(layers[1].feed_forward, "dispatch", nnxmoe.Capacity(0.3)),
+        lambda: layers.__setitem__(0, nnx.clone(layers[1])),
+        lambda: setattr(model, "norm", type(model.norm)(24, 1e-5, dtype=jnp.float32, rngs=nnx.Rngs(0))),
+        lambda: lora_with_values(model),
+        lambda: lora.merge(model, keep=False),
+        lambda: setattr(layers[1], "attention_norm", Doubled(layers[1].attention_norm)),
+        lambda: layers[1].attention_norm.table.__setitem__(0, jnp.float32(5.0)),
+        lambda: setattr(layers[1], "attention_norm", layers[1].attention_norm.inner),
+        lambda: layers.pop(),
+        lambda: model.head.kernel.set_value(model.head.kernel[...].astype(jnp.bfloat16)),
+    ]
+    before = model(tokens).logits
+    for number, change in enumerate(changes):
+        change()
+        ours, fresh = model(tokens).logits, nnx.merge(*nnx.split(model))(tokens).logits
+        np.testing.assert_array_equal(ours, fresh, err_msg=f"change {number}")
+        assert number == 8 or max_error(ours, before) > 1e-4, number  # merging an adapter keeps the output
+        before = ours
 
 
 def test_load_reports_compare_without_timings() -> None:

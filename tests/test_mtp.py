@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 import nnxmoe
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.layout import copies, layout
-from nnxmoe.model.causal_lm import decoder_of
+from nnxmoe.model.decoder import decoder_of
 from nnxmoe.models import PRESETS, DeepSeekV3, Llama, config_from_hf, model_class
 from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, Frozen

@@ -1,4 +1,4 @@
-"""The compile cache, programs shared within a process, memory limits, large pages, and Ctrl-C."""
+"""The compile cache, messages about compiling, memory limits, large pages, and Ctrl-C."""
 
 import logging
 import os
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 import nnxmoe
 from nnxmoe import cli
-from nnxmoe.runtime import compile_cache, interrupts, large_pages, memory, progress
-from nnxmoe.runtime.programs import SharedProgram
+from nnxmoe.runtime import compile_cache, interrupts, large_pages, memory, programs, progress
 from tests.support.tiny import build_tiny, random_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,32 +99,33 @@ def test_compile_cache_without_a_writable_folder(
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-# Programs shared within a process
+# Compiling
 
 
-def test_equal_programs_are_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Functions of the same StableHLO share a program; other numbers, shapes, dtypes and donation do not."""
+def test_only_compiling_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A message comes before XLA compiles, once per block, and not for programs of this process or of the cache."""
+    x = jnp.arange(5.0)
 
-    def make(factor: float, **options: Any) -> SharedProgram:
-        return SharedProgram(lambda x: {"twice": x * factor}, "a program of the test", **options)
+    def said(function: Any, *given: Any) -> list[str]:
+        caplog.clear()
+        with programs.announced("compiling a test"):
+            function(*given)
+        return [record.message for record in caplog.records]
 
-    with caplog.at_level("INFO", logger="nnxmoe"):
-        one, other = make(1.0625), make(1.0625)
-        x = jnp.arange(5.0)
-        assert not one.knows(x)
-        np.testing.assert_array_equal(one(x)["twice"], x * 1.0625)
-        assert one.knows(x) and not other.knows(x)
-        assert other.prepare(x) is one.prepare(x)
-        assert len(caplog.records) == 1 and caplog.records[0].message == "compiling a program of the test"
-        programs = {id(one.prepare(x))}
-        for changed, argument in (
-            (make(1.125), x),
-            (one, x[:3]),
-            (one, x.astype(jnp.bfloat16)),
-            (make(1.0625, donate_argnums=0), x),
-        ):
-            programs.add(id(changed.prepare(argument)))
-        assert len(programs) == 5
+    compiler = logging.getLogger("jax._src.compiler")
+    before = jax.config.jax_compilation_cache_dir, compiler.level, list(compiler.filters)
+    with caplog.at_level("INFO"):
+        try:
+            jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+            compilation_cache.reset_cache()
+            functions = [jax.jit(lambda x: jnp.sin(x) * 1.0625) for _ in range(2)]
+            assert said(lambda: [functions[0](x), functions[0](x[:3])]) == ["compiling a test"]
+            assert said(functions[0], x) == said(functions[1], x) == []
+            assert said(functions[1], x[:4]) == ["compiling a test"]
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before[0])
+            compilation_cache.reset_cache()
+    assert (compiler.level, compiler.filters) == before[1:]
 
 
 # Memory

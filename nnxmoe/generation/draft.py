@@ -13,8 +13,8 @@ from nnxmoe.config.validate import check_positive
 from nnxmoe.generation.passes import unrolled
 from nnxmoe.generation.rows import Choose, History
 from nnxmoe.layers.cache import Cache
-from nnxmoe.model.causal_lm import CausalLM, decoder_of, split_arrays
-from nnxmoe.model.decoder import nothing
+from nnxmoe.model.causal_lm import CausalLM, split_arrays
+from nnxmoe.model.decoder import decoder_of, nothing
 from nnxmoe.model.stack import Body
 
 

@@ -16,8 +16,8 @@ from nnxmoe.generation.rows import Draft
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.lora import Kept
 from nnxmoe.layers.quantized import QuantizedWeight
-from nnxmoe.model.causal_lm import CausalLM, decoder_of
-from nnxmoe.model.decoder import Decoder
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.decoder import Decoder, decoder_of
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.dispatch import Dense
 from nnxmoe.runtime.progress import say

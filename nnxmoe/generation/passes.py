@@ -3,6 +3,7 @@
 Programs belong to the structure of a model and hold no weights, so models of one structure share them.
 """
 
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -18,15 +19,17 @@ from nnxmoe.axes import batch_axes, constrain, everywhere
 from nnxmoe.config.printable import bytes_text
 from nnxmoe.generation import rows
 from nnxmoe.layers.cache import Cache
-from nnxmoe.model.by_run import RunByRun, pays
-from nnxmoe.model.causal_lm import CausalLM, decoder_of, split_arrays, unscan
+from nnxmoe.model.by_run import RunByRun, pays, run_plan
+from nnxmoe.model.causal_lm import CausalLM, refuse_shapes, unscan
 from nnxmoe.model.decoder import Decoder, Ids, TokenMask, nothing
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.stack import ScannedStack
+from nnxmoe.model.structure import split_once
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import Blocked
 from nnxmoe.runtime.memory import local_bytes, memory_bytes
-from nnxmoe.runtime.progress import logger, say
+from nnxmoe.runtime.programs import announced
+from nnxmoe.runtime.progress import logger
 
 
 class Room(NamedTuple):
@@ -79,7 +82,7 @@ class Programs:
     """The compiled programs of one model structure."""
 
     def __init__(self, graph: Any, tree: Any):
-        self._structure, self._known = (graph, tree), set[Any]()
+        self._structure, self._known, self._said = (graph, tree), set[Any](), set[str]()
 
         def whole(leaves: list[Array], ids: Array, *given: Any) -> Passed:
             decoder = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
@@ -92,7 +95,7 @@ class Programs:
     def of(self, decoder: Decoder, leaves: list[Array]) -> Callable[..., Passed]:
         """`_pass` with the decoder's arrays, as one program or several; the cache is donated."""
         if pays(decoder):
-            run = functools.partial(_pass, RunByRun(decoder, *self._structure, leaves, donate=True))
+            run = functools.partial(_pass, RunByRun(decoder, run_plan(*self._structure, True), leaves))
         else:
             run = functools.partial(self._whole, leaves)
         return functools.partial(self._announced, run)
@@ -100,12 +103,16 @@ class Programs:
     def _announced(
         self, run: Callable[..., Passed], ids: Any, valid: Any, cache: Any, dropped: Any, room: Room, part: Part
     ) -> Passed:
-        """A pass; the log says so if it is the first of its kind."""
+        """A pass; the log says so if it is compiled, once per size."""
         kind = ids.shape, valid is None, cache is None, room, part
-        if kind not in self._known:
-            self._known.add(kind)
-            say("compiling a pass of %d x %d ids, up to %d tokens (once per such size)", *ids.shape, room.tokens)
-        return run(ids, valid, cache, dropped, room, part)
+        if kind in self._known:
+            return run(ids, valid, cache, dropped, room, part)
+        self._known.add(kind)
+        size = "compiling a pass of {} x {} ids, up to {} tokens (once per such size)".format(*ids.shape, room.tokens)
+        with contextlib.nullcontext(()) if size in self._said else announced(size) as said:
+            passed = run(ids, valid, cache, dropped, room, part)
+        self._said.update(said)
+        return passed
 
 
 programs_of = functools.lru_cache(maxsize=16)(Programs)
@@ -113,9 +120,9 @@ programs_of = functools.lru_cache(maxsize=16)(Programs)
 
 def passes(model: CausalLM) -> Callable[..., Passed]:
     """`_pass` of a model. Raises ValueError for a model without values."""
-    decoder = decoder_of(model)
-    graph, tree, leaves = split_arrays(decoder)
-    return programs_of(graph, tree).of(decoder, leaves)
+    structure, leaves = split_once(model)
+    refuse_shapes(leaves)
+    return structure.program(programs_of).of(model, leaves)
 
 
 begin = jax.jit(rows.begin, static_argnums=(8, 9, 11), donate_argnums=(0,))

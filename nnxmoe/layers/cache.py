@@ -211,14 +211,27 @@ class Cache:
     @classmethod
     def empty(cls, layers: tuple[Any, ...], batch: int, capacity: int) -> Self:
         """A cache without tokens, around the layers' empty caches."""
-        return cls(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, capacity), jnp.int32), capacity)
+        cache = cls(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, capacity), jnp.int32), capacity)
+        return cache.remember(np.zeros(batch, np.int32))
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        """``length`` in this process; None where it is traced, or held by other processes. Waits for the device, unless
+        it was remembered."""
+        if isinstance(self.length, Tracer) or not self.length.is_fully_addressable:
+            return None
+        known = vars(self).get("_lengths")
+        return np.asarray(self.length) if known is None else known
 
     @property
     def known_length(self) -> int | None:
-        """The largest ``length``; None where it is traced, or held by other processes."""
-        if isinstance(self.length, Tracer) or not self.length.is_fully_addressable:
-            return None
-        return int(np.asarray(self.length).max())
+        """The largest of `lengths`."""
+        return None if (lengths := self.lengths) is None else int(lengths.max())
+
+    def remember(self, lengths: np.ndarray) -> Self:
+        """This cache, with ``length`` known in advance, which transformations and changes of it forget."""
+        object.__setattr__(self, "_lengths", lengths)
+        return self
 
     def advance(
         self, count: int, valid: Bool[Array, "B T"] | None, segment: Int[Array, "B T"] | None

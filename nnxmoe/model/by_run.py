@@ -30,15 +30,11 @@ def pays(decoder: Decoder) -> bool:
 
 
 class RunByRun:
-    """A decoder with unrolled layers whose methods are called with arrays and run compiled programs.
+    """A decoder with unrolled layers whose methods are called with arrays and run compiled programs: ``plan``, of
+    `run_plan`, with the arrays ``leaves``."""
 
-    ``graph, tree, leaves``: the decoder, split by ``nnx.split`` and ``jax.tree.flatten``. ``donate``: the layers'
-    caches are passed on and must not be used again.
-    """
-
-    def __init__(self, decoder: Decoder, graph: Any, tree: Any, leaves: list[Array], *, donate: bool):
+    def __init__(self, decoder: Decoder, plan: "_Plan", leaves: list[Array]):
         self.mesh, self.empty_cache = decoder.mesh, decoder.empty_cache
-        plan = _plan(graph, tree, donate)
         self.stacks = [_Runs(runs, leaves) for runs in plan.stacks]
         outer = [leaves[i] for i in plan.places]
         self._start, self._finish, self.logits = (functools.partial(function, outer) for function in plan.ends)
@@ -96,7 +92,9 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=32)
-def _plan(graph: Any, tree: Any, donate: bool) -> _Plan:
+def run_plan(graph: Any, tree: Any, donate: bool) -> _Plan:
+    """The runs of decoders with one structure. ``donate``: the layers' caches are passed on and must not be used
+    again."""
     decoder = nnx.merge(graph, jax.tree.unflatten(tree, range(tree.num_leaves)))
 
     def run_of(stack: UnrolledStack, first: int) -> _Run:

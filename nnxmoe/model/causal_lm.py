@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -20,12 +21,15 @@ from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.model.by_run import RunByRun, pays
+from nnxmoe.model.by_run import RunByRun, pays, run_plan
 from nnxmoe.model.decoder import Decoder, Ids, Output, TokenMask
+from nnxmoe.model.inputs import are_arrays, as_array, bucket, check_tokens, cut, lengths_after, padded
 from nnxmoe.model.mtp import MTP, count_mtp, make_mtp
 from nnxmoe.model.runs import Runs
-from nnxmoe.model.stack import ByLayer, ScannedStack, Unrolled
+from nnxmoe.model.stack import ScannedStack, Unrolled
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.structure import split_once
+from nnxmoe.runtime.progress import logger
 
 
 class CausalLM(Decoder):
@@ -37,6 +41,8 @@ class CausalLM(Decoder):
 
     ``mtp``: with the layers for multi-token prediction (`MTP`), which are `mtp`, else empty; the logits do not depend
     on them.
+
+    It is split once, and what was compiled for its structure is kept as long as that does not change (`split_once`).
 
     A family is a subclass that declares its configs and its tables of tensor names, and whose `runs` makes its layers.
     """
@@ -181,97 +187,50 @@ class CausalLM(Decoder):
         Raises ValueError for ids outside the vocabulary, wrong shapes, a full cache, or a model without values. Inside
         a transformation the length of the cache is unknown, and the logits of rows that do not fit are NaN.
         """
-        ids = _array(input_ids if tokens is None else tokens)
-        attention_mask, positions, segment_ids = map(_array, (attention_mask, positions, segment_ids))
-        self._check(ids, attention_mask, positions, segment_ids, cache)
+        if (tokens is None) == (input_ids is None):
+            raise ValueError("give tokens, or input_ids, which is transformers' name of them, and not both")
+        ids = as_array(input_ids if tokens is None else tokens)
+        attention_mask, positions, segment_ids = map(as_array, (attention_mask, positions, segment_ids))
+        check_tokens(ids, self.embed.table.shape[0], attention_mask, positions, segment_ids)
+        lengths = lengths_after(ids, attention_mask, cache)
+        if lengths is not None and positions is None and not isinstance(ids, Tracer):
+            self.warn_beyond_positions(int(lengths.max()))
         arrays = (attention_mask, positions, segment_ids, cache)
         fresh = cache is not None and cache.known_length == 0 and np.shape(ids)[1] > 1  # one token: as any step
-        graph, state = nnx.split(decoder_of(self))
-        leaves, tree = jax.tree.flatten(state)
-        given = jax.tree.leaves((leaves, ids, arrays, key))
-        if all(isinstance(a, jax.Array | np.ndarray) and not isinstance(a, Tracer) for a in given):
+        structure, leaves = split_once(self)
+        if are_arrays((leaves, ids, arrays, key)):
             length = np.shape(ids)[1]
             exact = cache is not None or self.mesh is not None or not self.separates_tokens(key)
             size = length if exact else bucket(length, 64)
             if size > length:
-                ids, *masks = _padded(size, ids, attention_mask, positions, segment_ids)
+                ids, *masks = padded(size, ids, attention_mask, positions, segment_ids)
                 arrays = (*masks, cache)
             if pays(self):
-                forward = RunByRun(self, graph, tree, leaves, donate=False)
+                forward = RunByRun(self, structure.program(run_plan, False), leaves)
                 out = forward(ids, *arrays, return_routing, return_hidden, key, fresh=fresh)
             else:
-                out = _compiled(graph, tree)(leaves, ids, arrays, key, (return_routing, return_hidden), fresh)
-            return out if size == length else _cut(out, length, attention_mask is None)
+                out = structure.program(_compiled)(leaves, ids, arrays, key, (return_routing, return_hidden), fresh)
+            if lengths is not None and out.cache is not None:
+                out.cache.remember(lengths)
+            return out if size == length else cut(out, length, attention_mask is None)
         refuse_shapes(leaves)
         return super().__call__(ids, *arrays, return_routing, return_hidden, key, fresh=fresh)
 
-    def _check(self, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any, cache: Cache | None) -> None:
-        shape = np.shape(tokens)
-        if len(shape) != 2 or 0 in shape or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
-            raise ValueError(f"tokens must be integers [B, T], got {jnp.result_type(tokens)} {list(shape)}")
-        given = {"attention_mask": attention_mask, "positions": positions, "segment_ids": segment_ids}
-        for name, array in given.items():
-            if array is not None and np.shape(array) != shape:
-                raise ValueError(f"{name} must have the tokens' shape {list(shape)}, got {list(np.shape(array))}")
-        if not isinstance(tokens, Tracer) and np.size(tokens):
-            vocab = self.embed.table.shape[0]
-            # In NumPy, because reducing a JAX array inside a trace would be traced. Each process checks its own rows.
-            apart = isinstance(tokens, jax.Array) and not tokens.is_fully_addressable
-            parts = [np.asarray(p) for p in ([s.data for s in tokens.addressable_shards] if apart else [tokens])]
-            low, high = min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
-            if low < 0 or high >= vocab:
-                raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {low if low < 0 else high}")
-        if cache is not None and cache.known_length is not None and not isinstance(attention_mask, Tracer):
-            _check_room(cache, shape, attention_mask)
+    def warn_beyond_positions(self, tokens: int) -> None:
+        """Logs a warning, once per model, about rows of more tokens than ``max_position_embeddings``."""
+        limit = self.config.max_position_embeddings
+        if tokens > limit and self not in _warned:
+            _warned.add(self)
+            logger.warning(
+                "a row of up to %d tokens is longer than the %d positions that this model was made for "
+                "(max_position_embeddings): its output may be poor from there on",
+                tokens,
+                limit,
+            )
 
 
-def bucket(length: int, smallest: int) -> int:
-    """``length`` rounded up to ``smallest`` times 1, 1.5, 2, 3, 4, 6, …: by half at most, or to ``smallest``."""
-    size = smallest
-    while size < length:
-        if size * 3 // 2 >= length:
-            return size * 3 // 2
-        size *= 2
-    return size
-
-
-def _padded(
-    size: int, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any
-) -> tuple[np.ndarray, np.ndarray, Any, Any]:
-    """Tokens, mask, positions and segments with padding at the end."""
-    mask = np.ones(np.shape(tokens), bool) if attention_mask is None else np.asarray(attention_mask) != 0
-
-    def wide(array: Any) -> Any:
-        return None if array is None else np.pad(np.asarray(array), ((0, 0), (0, size - array.shape[1])))
-
-    return wide(tokens), wide(mask), wide(positions), wide(segment_ids)
-
-
-def _cut(out: Output, length: int, all_real: bool) -> Output:
-    """The output for the first ``length`` tokens; without a mask if all of them are real."""
-    logits, routing, hidden = _first_tokens((out.logits, out.routing, out.hidden), length)
-    if routing is not None and all_real:
-        routing = ByLayer({i: dataclasses.replace(of_layer, valid=None) for i, of_layer in routing.items()})
-    return dataclasses.replace(out, logits=logits, routing=routing, hidden=hidden)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _first_tokens(arrays: Any, length: int) -> Any:
-    return jax.tree.map(lambda a: a[:, :length], arrays)
-
-
-def decoder_of(model: CausalLM) -> Decoder:
-    """The model as a plain `Decoder`: the part that compiled programs depend on, without config and load report."""
-    return Decoder(
-        model.embed,
-        model.stacks,
-        model.norm,
-        model.head,
-        rope=model.rope,
-        dtype=model.dtype,
-        mesh=model.strategy.mesh,
-        cache_format=model.strategy.cache,
-    )
+# Models whose rows were once longer than their positions.
+_warned = weakref.WeakSet[CausalLM]()
 
 
 def unscan(model: CausalLM) -> CausalLM:
@@ -297,20 +256,6 @@ def unscan(model: CausalLM) -> CausalLM:
     return unrolled
 
 
-def _check_room(cache: Cache, shape: tuple[int, ...], attention_mask: Any) -> None:
-    """Raises ValueError if the real tokens of a row do not fit. Each process checks its own rows."""
-    if isinstance(attention_mask, jax.Array) and not attention_mask.is_fully_addressable:
-        return
-    real = np.ones(shape, bool) if attention_mask is None else np.asarray(attention_mask) != 0
-    stored, new = np.asarray(cache.length), real.sum(axis=1)
-    row = int(np.argmax(stored + new))
-    if stored[row] + new[row] > cache.capacity:
-        raise ValueError(
-            f"the cache holds {cache.capacity} tokens; {stored[row]} are in and {new[row]} more do not fit: make it "
-            "larger with empty_cache(batch, capacity)"
-        )
-
-
 def refuse_shapes(leaves: Sequence[Any]) -> None:
     """Raises ValueError if a model's variables have no values."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
@@ -324,10 +269,6 @@ def split_arrays(module: nnx.Module) -> tuple[Any, Any, list[Array]]:
     leaves, tree = jax.tree.flatten(state)
     refuse_shapes(leaves)
     return graph, tree, leaves
-
-
-def _array(given: Any) -> Any:
-    return given if given is None or isinstance(given, jax.Array | np.ndarray) else np.asarray(given)
 
 
 def _check_arguments(name: str, strategy: Any, rngs: Any) -> None:

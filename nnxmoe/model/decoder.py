@@ -24,6 +24,7 @@ from nnxmoe.model.stack import Body, ByLayer, Stack, in_turn
 from nnxmoe.moe.router import Routing
 
 Ids = Int[Array, "B T"] | Int[np.ndarray, "B T"]
+PARTS = ("embed", "stacks", "norm", "head", "rope", "dtype", "mesh", "cache_format")  # the arguments of `Decoder`
 TokenMask = Ids | Bool[Array, "B T"] | Bool[np.ndarray, "B T"]
 
 
@@ -208,6 +209,11 @@ class Decoder(nnx.Module):
             positions = jnp.maximum(index, 0) if positions is None else positions
         rotation = rotation_at(self.rope, jnp.asarray(positions), valid)
         return Context(rotation, index, valid, segment, past, key, fresh=fresh and cache is not None), moved
+
+
+def decoder_of(model: Decoder) -> Decoder:
+    """The model as a plain `Decoder`: the part that compiled programs depend on, without config and load report."""
+    return Decoder(**{name: getattr(model, name) for name in PARTS})
 
 
 def shared_part(cache: Cache | None, fresh: bool) -> Cache | None:

@@ -1,8 +1,9 @@
-"""Compiled programs that outlive the objects that made them: equal programs are compiled once per process."""
+"""Compiled programs of training, and messages about compiling."""
 
-import collections
-import hashlib
-from collections.abc import Callable
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,21 +12,16 @@ from jax.sharding import Sharding
 
 from nnxmoe.runtime.progress import say
 
-_LIMIT = 64
 # XLA:CPU starts independent collectives of a program of several devices in any order, in which devices wait for each
 # other for ever, above all in programs from the compilation cache (jax 0.10.2, 0.12.0). A schedule has one order.
 # ``xla_cpu_enable_concurrency_optimized_scheduler=False`` is without effect as an option of a single program.
 _IN_ORDER: Any = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-_programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
 
-class SharedProgram:
-    """``jax.jit(function, **options)``, without static arguments, whose programs are shared by all of this process.
-
-    The function is traced for each combination of shapes, dtypes and shardings. It is compiled only if no program with
-    the same StableHLO, devices and structures of inputs and outputs has been, by whichever `SharedProgram`. ``name``:
-    what a message calls it before it compiles; None: no message. ``jitted``: the function of ``jax.jit`` itself.
-    """
+class JitProgram:
+    """``jax.jit(function, **options)``, without static arguments, compiled for each combination of shapes, dtypes and
+    shardings. ``name``: what a message calls it when XLA compiles it; None: no message. ``jitted``: the function of
+    ``jax.jit`` itself."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None, **options: Any):
         self.jitted, self._name, self._options = jax.jit(function, **options), name, options
@@ -34,30 +30,47 @@ class SharedProgram:
     def __call__(self, *arguments: Any) -> Any:
         return self.prepare(*arguments)(*arguments)
 
-    def knows(self, *arguments: Any) -> bool:
-        """Whether a call with such arguments neither traces nor compiles."""
-        return shapes_of(arguments) in self._known
-
     def prepare(self, *arguments: Any) -> Any:
         """The compiled program for such arguments."""
         shapes = shapes_of(arguments)
         if shapes not in self._known:
-            self._known[shapes] = self._shared(arguments)
+            places = [getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves((arguments, self._options))]
+            in_order = any(isinstance(place, Sharding) and _on_cpus(place) for place in places)
+            lowered = self.jitted.lower(*arguments)
+            with contextlib.nullcontext() if self._name is None else announced(f"compiling {self._name}"):
+                self._known[shapes] = lowered.compile(_IN_ORDER if in_order else None)
         return self._known[shapes]
 
-    def _shared(self, arguments: tuple[Any, ...]) -> Any:
-        lowered = self.jitted.lower(*arguments)
-        text = hashlib.sha256(lowered.as_text().encode()).digest()
-        places = [getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves((arguments, self._options))]
-        key = text, lowered.in_tree, lowered.out_tree, tuple(p for p in places if isinstance(p, Sharding))
-        if key not in _programs:
-            if self._name is not None:
-                say("compiling %s", self._name)
-            _programs[key] = lowered.compile(_IN_ORDER if any(map(_on_cpus, key[-1])) else None)
-        _programs.move_to_end(key)
-        if len(_programs) > _LIMIT:
-            _programs.popitem(last=False)
-        return _programs[key]
+
+@contextlib.contextmanager
+def announced(message: str) -> Iterator[list[str]]:
+    """Log ``message`` when XLA begins to compile in this block, and yield a list that then holds it; programs read from
+    the compilation cache are no news.
+
+    JAX reports a miss before it compiles only to its logger, at level DEBUG, which is enabled for this block alone.
+    Without a compilation cache the message comes at once.
+    """
+    if not jax.config.jax_enable_compilation_cache or jax.config.jax_compilation_cache_dir is None:
+        say("%s", message)
+        yield [message]
+        return
+    said, thread, logger = [], threading.get_ident(), logging.getLogger("jax._src.compiler")
+
+    def on_record(record: logging.LogRecord) -> bool:
+        if record.thread == thread and "CACHE MISS" in str(record.msg) and not said:
+            said.append(message)
+            say("%s", message)
+        return record.levelno >= level
+
+    level = logger.getEffectiveLevel()
+    before = logger.level
+    logger.addFilter(on_record)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield said
+    finally:
+        logger.setLevel(before)
+        logger.removeFilter(on_record)
 
 
 def _on_cpus(place: Sharding) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from nnxmoe.config.validate import is_positive
-from nnxmoe.runtime.programs import SharedProgram
+from nnxmoe.runtime.programs import JitProgram
 from nnxmoe.train.loop.batch import Batch, rows_of
 from nnxmoe.train.loop.feed import put_batch
 from nnxmoe.train.loop.step import Step, TrainState
@@ -20,7 +20,7 @@ class Evaluator:
         if every is not None and not is_positive(every):
             raise ValueError(f"evaluate_every={every!r}: pass an int of at least 1, or None")
         self.step, self.data, self.every = step, data, every
-        self.losses = SharedProgram(step.losses, "the evaluation")
+        self.losses = JitProgram(step.losses, "the evaluation")
 
     def due(self, step: int, last: bool) -> bool:
         return last or (self.every is not None and step % self.every == 0)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.interrupts import Interrupted, Stop
 from nnxmoe.runtime.processes import deadline
-from nnxmoe.runtime.programs import SharedProgram
+from nnxmoe.runtime.programs import JitProgram
 from nnxmoe.runtime.progress import logger, progress_bar
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train.loop.batch import Batch
@@ -94,7 +94,7 @@ class Run:
             self.base = fingerprint(step.base())
         self.state = self._restored() if self.first else step.init(seed)
         self.peak = peak_flops(step.mesh)
-        self.finite = SharedProgram(
+        self.finite = JitProgram(
             lambda params: [jnp.all(jnp.isfinite(value)) for value in params.values()], out_shardings=step.places.step
         )
 

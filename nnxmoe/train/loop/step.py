@@ -19,7 +19,7 @@ from nnxmoe.config.validate import is_positive
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe.balance import Utilisation, updated_bias, utilisation
 from nnxmoe.moe.router import RouterBias
-from nnxmoe.runtime.programs import SharedProgram, shapes_of
+from nnxmoe.runtime.programs import JitProgram, shapes_of
 from nnxmoe.train.loop.batch import Batch, as_arrays, rows_of
 from nnxmoe.train.loop.objective import Losses, Objective, TrainingObjective, of_function
 
@@ -97,7 +97,7 @@ class Step:
             raise ValueError("bias_rate needs the experts' loads, which only train.Objective reports: set it to 0")
         self._moving = [n for n, (_, v) in self._frozen.items() if isinstance(v, RouterBias | nnx.RngState)]
         self._programs: dict[Any, Any] = {}  # by the batch: looking at a whole state in every step would take a while
-        self._run = SharedProgram(self._step, "the training step", donate_argnums=0, out_shardings=(self.places, None))
+        self._run = JitProgram(self._step, "the training step", donate_argnums=0, out_shardings=(self.places, None))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ class Step:
 
     def init(self, seed: int = 0) -> TrainState:
         """The initial state. It shares no array with the model."""
-        make = SharedProgram(self._init, out_shardings=self.places)
+        make = JitProgram(self._init, out_shardings=self.places)
         return make(_values(self._params), _values(self._frozen), jax.random.key(seed))
 
     def shapes(self) -> TrainState:
@@ -185,7 +185,7 @@ class Step:
         copied twice, so resuming takes no more memory than starting."""
         leaves = list(arrays["moments"].values())
         moments = jax.tree.unflatten(jax.tree.structure(self.places.moments), leaves)
-        copied = SharedProgram(lambda kept: jax.tree.map(jnp.copy, kept), out_shardings=self.places.frozen)
+        copied = JitProgram(lambda kept: jax.tree.map(jnp.copy, kept), out_shardings=self.places.frozen)
         frozen = copied(_values(self._frozen)) | dict(arrays["moving"])
         return TrainState(arrays["step"], dict(arrays["params"]), frozen, moments, arrays["key"])
 

@@ -1,0 +1,99 @@
+"""The arguments of a model's call: arrays of any library, checks on them, and padding to a few sizes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from nnxmoe.layers.cache import Cache
+from nnxmoe.model.decoder import Output
+from nnxmoe.model.stack import ByLayer
+
+
+def are_arrays(tree: Any) -> bool:
+    """Whether all leaves of a pytree are arrays with values."""
+    kinds = {type(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()
+    return all(isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) for leaf in kinds)
+
+
+def as_array(given: Any) -> Any:
+    """An argument as an array of JAX or NumPy; None unchanged."""
+    return given if given is None or isinstance(given, jax.Array | np.ndarray) else np.asarray(given)
+
+
+def check_tokens(tokens: Any, vocab: int, attention_mask: Any, positions: Any, segment_ids: Any) -> None:
+    """Raises ValueError for ids outside the vocabulary, if they are known, and for other dtypes and shapes."""
+    shape = np.shape(tokens)
+    if len(shape) != 2 or 0 in shape or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
+        raise ValueError(f"tokens must be integers [B, T], got {jnp.result_type(tokens)} {list(shape)}")
+    given = {"attention_mask": attention_mask, "positions": positions, "segment_ids": segment_ids}
+    for name, array in given.items():
+        if array is not None and np.shape(array) != shape:
+            raise ValueError(f"{name} must have the tokens' shape {list(shape)}, got {list(np.shape(array))}")
+    if isinstance(tokens, Tracer):
+        return
+    # In NumPy, because reducing a JAX array inside a trace would be traced. Each process checks its own rows.
+    apart = isinstance(tokens, jax.Array) and not tokens.is_fully_addressable
+    parts = [np.asarray(p) for p in ([s.data for s in tokens.addressable_shards] if apart else [tokens])]
+    low, high = min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
+    if low < 0 or high >= vocab:
+        raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {low if low < 0 else high}")
+
+
+def lengths_after(tokens: Any, attention_mask: Any, cache: Cache | None) -> np.ndarray | None:
+    """How many real tokens each row has after this pass, with those in the cache; None if that is traced, or held by
+    other processes. Raises ValueError if they do not fit in the cache."""
+    shape = np.shape(tokens)
+    stored = np.zeros(shape[0], np.int32) if cache is None else cache.lengths
+    if stored is None or isinstance(attention_mask, Tracer):
+        return None
+    if isinstance(attention_mask, jax.Array) and not attention_mask.is_fully_addressable:
+        return None
+    real = np.ones(shape, bool) if attention_mask is None else np.asarray(attention_mask) != 0
+    after = stored + real.sum(axis=1, dtype=np.int32)
+    row = int(np.argmax(after))
+    if cache is not None and after[row] > cache.capacity:
+        raise ValueError(
+            f"the cache holds {cache.capacity} tokens; {stored[row]} are in and {after[row] - stored[row]} more do not "
+            "fit: make it larger with empty_cache(batch, capacity)"
+        )
+    return after
+
+
+def bucket(length: int, smallest: int) -> int:
+    """``length`` rounded up to ``smallest`` times 1, 1.5, 2, 3, 4, 6, …: by half at most, or to ``smallest``."""
+    size = smallest
+    while size < length:
+        if size * 3 // 2 >= length:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def padded(
+    size: int, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any
+) -> tuple[np.ndarray, np.ndarray, Any, Any]:
+    """Tokens, mask, positions and segments with padding at the end."""
+    mask = np.ones(np.shape(tokens), bool) if attention_mask is None else np.asarray(attention_mask) != 0
+
+    def wide(array: Any) -> Any:
+        return None if array is None else np.pad(np.asarray(array), ((0, 0), (0, size - array.shape[1])))
+
+    return wide(tokens), wide(mask), wide(positions), wide(segment_ids)
+
+
+def cut(out: Output, length: int, all_real: bool) -> Output:
+    """The output for the first ``length`` tokens; without a mask if all of them are real."""
+    logits, routing, hidden = _first_tokens((out.logits, out.routing, out.hidden), length)
+    if routing is not None and all_real:
+        routing = ByLayer({i: dataclasses.replace(of_layer, valid=None) for i, of_layer in routing.items()})
+    return dataclasses.replace(out, logits=logits, routing=routing, hidden=hidden)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _first_tokens(arrays: Any, length: int) -> Any:
+    return jax.tree.map(lambda a: a[:, :length], arrays)
