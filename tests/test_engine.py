@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import re
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +36,21 @@ def tiny(kind: str = "mistral", dtype: str = "float32", **changes: Any) -> nnxmo
     return build_tiny(kind, nnxmoe.Strategy(), dtype=dtype, num_hidden_layers=2, **changes)
 
 
+class Words:
+    """A tokenizer of words with the space before them, with ids around every text."""
+
+    all_special_ids = ()
+
+    def __init__(self, *end: int) -> None:
+        self.end = end
+
+    def encode(self, text: str) -> list[int]:
+        return [1, *(3 + sum(map(ord, word)) % 50 for word in re.findall(r" ?\w+|.", text)), *self.end]
+
+    def decode(self, ids: Sequence[int], *_: Any, **__: Any) -> str:
+        return " ".join(map(str, ids))
+
+
 def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCAB, n).tolist() for n in rng.integers(1, longest, count)]
@@ -41,7 +58,7 @@ def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
 
 def alone(model: nnxmoe.CausalLM, prompt: Sequence[int], wanted: Wanted) -> tuple[list[int], np.ndarray]:
     """New ids by `generate`, and the log-probability of each by one pass over all of them."""
-    options = {"sampling": wanted.sampling, "seed": wanted.seed, "eos_token_id": list(wanted.stop_ids)}
+    options = {"sampling": wanted.sampling, "seed": wanted.seed, "eos_token_id": wanted.stop_ids}
     ids = nnxmoe.generate(model, [list(prompt)], None, wanted.max_new_tokens, **options)[0]  # type: ignore[arg-type]
     logprobs = jax.nn.log_softmax(model(ids[None]).logits[0])
     return ids[len(prompt) :].tolist(), np.asarray(logprobs)[np.arange(len(prompt), len(ids)) - 1, ids[len(prompt) :]]
@@ -100,6 +117,51 @@ def test_cancelled_prompts_are_not_read() -> None:
     assert steps <= 3
 
 
+def test_end_states_are_equal_in_all_doors() -> None:
+    """By default the checkpoint's end tokens end a row, as the last id of it; None: nothing does."""
+    model, prompt = build_tiny("mistral", nnxmoe.Strategy()), [3, 4, 5]
+    free = nnxmoe.generate(model, [prompt], max_new_tokens=8, eos_token_id=None)[0, 3:].tolist()
+    end = free[3]
+    cut = free[: free.index(end) + 1]
+    model.generation_config = {"eos_token_id": [50 if end != 50 else 49, end]}
+    for asked, wanted, finish in ((..., cut, "stop"), (None, free, "length"), (end, cut, "stop")):
+        engine = Engine(model, slots=1, capacity=CAPACITY, limits=Limits(stops=1))
+        (request,) = run(engine, [(prompt, Wanted(8, stop_ids=asked))])
+        assert (request.ids, request.finish) == (wanted, finish)
+        (done,) = complete(model, [prompt], max_new_tokens=8, eos_token_id=asked)
+        assert (list(done.ids), done.finish) == (wanted, finish)
+        assert nnxmoe.generate(model, [prompt], max_new_tokens=8, eos_token_id=asked)[0, 3:].tolist() == wanted
+        pieces = nnxmoe.stream(model, Words(), prompt, max_new_tokens=8, eos_token_id=asked)
+        assert pieces.finish is None and isinstance(list(pieces), list)
+        assert (pieces.tokens, pieces.finish) == (len(wanted), finish)
+        assert Engine(model, slots=1, capacity=CAPACITY).submit(prompt, Wanted(0)).finish == "length"
+
+
+def test_rows_beyond_the_positions_are_reported_once_per_model(caplog: pytest.LogCaptureFixture) -> None:
+    """By whichever door they come; texts, prompts and caches within the positions are not."""
+
+    def rows(length: int) -> dict[str, Callable[[nnxmoe.CausalLM], Any]]:
+        ids, short = [3] * length, [3] * (length - 4)
+        return {
+            "model": lambda model: model([ids]),
+            "cache": lambda model: model([[3]], cache=model([ids[1:]], cache=model.empty_cache(1, 80)).cache),
+            "generate": lambda model: nnxmoe.generate(model, [short], max_new_tokens=4),
+            "complete": lambda model: list(complete(model, [short], max_new_tokens=4)),
+            "stream": lambda model: list(nnxmoe.stream(model, Words(), short, max_new_tokens=4)),
+            "engine": lambda model: Engine(model, capacity=80, slots=1).submit(short, Wanted(4)),
+            "score": lambda model: nnxmoe.score(model, [ids]),
+        }
+
+    for name, within in rows(64).items():
+        model = build_tiny("mistral", nnxmoe.Strategy())
+        within(model)
+        assert "positions" not in caplog.text, name
+        for _ in range(2):
+            rows(65)[name](model)
+        assert caplog.text.count("a row of up to 65 tokens is longer than the 64 positions") == 1, name
+        caplog.clear()
+
+
 def test_prefixes_belong_to_an_engine() -> None:
     """The same object in engines of two models; what cannot be a prefix is refused."""
     prefix, ids = Prefix((5, 6, 7)), [5, 6, 7, 8]
@@ -144,6 +206,7 @@ def test_dynamic_rotary_embeddings_do_not_count_padding() -> None:
     expected = jax.nn.log_softmax(logits[0])[jnp.arange(10), jnp.array(ids[0][1:])]
     np.testing.assert_allclose(score.logprobs[-10:], expected, atol=1e-5)
     Engine(model, slots=2, capacity=8)
+    assert [len(done.ids) for done in complete(model, [[1, 2], [3]], max_new_tokens=6, eos_token_id=None)] == [6, 6]
     with pytest.raises(ValueError, match=r"capacity=9.*at most that, or generate"):
         Engine(model, slots=2, capacity=9)
 
@@ -575,6 +638,29 @@ def test_scores_are_those_of_teacher_forcing() -> None:
         nnxmoe.score(model, [[1, 53]])
     with pytest.raises(ValueError, match="need a tokenizer"):
         nnxmoe.score(model, ["text"])
+
+
+@pytest.mark.parametrize("end", [(), (2,)])
+def test_tokens_that_span_the_end_of_a_context_are_scored(end: tuple[int, ...]) -> None:
+    words, model = Words(*end), tiny()
+    whole = words.encode("one two three")
+    for context, count in (("one two", 1), ("one two ", 1), ("one tw", 2), ("one ", 2)):
+        (found,) = nnxmoe.score(model, [(context, "one two three"[len(context) :])], words)
+        assert found.ids == tuple(whole[-count - len(end) :]), context
+    bare = types.SimpleNamespace(encode=lambda text: words.encode(text)[1:])
+    with pytest.raises(ValueError, match="spans the context 'on', and has no log-probability"):
+        nnxmoe.score(model, [("on", "e two")], bare)
+
+
+def test_scores_do_not_depend_on_longer_texts() -> None:
+    """Dynamic rotary embeddings change with the longest row of a batch beyond the length of the training."""
+    rope: dict[str, Any] = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 32}
+    model = build_tiny("llama", nnxmoe.Strategy(), **rope)
+    texts = [
+        ids[: 20 + 30 * (i % 2)] for i, ids in enumerate(np.random.default_rng(3).integers(3, VOCAB, (4, 60)).tolist())
+    ]
+    for found, text in zip(nnxmoe.score(model, texts), texts, strict=True):
+        np.testing.assert_allclose(found.logprobs, nnxmoe.score(model, [text])[0].logprobs, atol=1e-6)
 
 
 # A mesh

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +15,9 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import Sampling
 from nnxmoe.generation import decode, engine, grouping, passes
-from nnxmoe.generation.decode import eos_ids, left_aligned
+from nnxmoe.generation.decode import left_aligned
 from nnxmoe.generation.grouping import chunk_sizes
+from nnxmoe.generation.request import eos_ids
 from nnxmoe.generation.sampling import pick, prepare
 from nnxmoe.generation.text import TextStream
 from nnxmoe.model.causal_lm import bucket
@@ -321,13 +321,6 @@ def test_invalid_prompts() -> None:
         run(mask=np.ones((2, 6)))
     with pytest.raises(ValueError, match=r"row 1 of the prompts has no tokens"):
         run(mask=[[1] * 7, [0] * 7])
-
-
-def test_exceeding_max_positions_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("nnxmoe"), "propagate", True)
-    with caplog.at_level("WARNING", logger="nnxmoe"):
-        list(zip(range(1), decode.generate_tokens(tiny(), PROMPT, None, 58, None, 0), strict=False))
-    assert "exceed the 64 positions" in caplog.text
 
 
 def test_left_aligned_keeps_order() -> None:

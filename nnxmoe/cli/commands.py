@@ -16,7 +16,7 @@ from nnxmoe.cli import devices, drafts, prompts
 from nnxmoe.cli.prompts import Speed
 from nnxmoe.config.printable import bytes_text, count_text
 from nnxmoe.generation.complete import split_stops
-from nnxmoe.generation.decode import eos_ids
+from nnxmoe.generation.request import eos_ids
 from nnxmoe.generation.sampling import effective_fields, listed
 from nnxmoe.runtime import interrupts
 from nnxmoe.runtime.progress import say
@@ -114,9 +114,9 @@ def generate(options: argparse.Namespace) -> None:
         print(piece, end="", flush=True)
     print()
     if made.tokens > 1:
-        end = "ended by --stop" if shown.stopped else "ended by the model" if pieces.ended else None
+        end = "ended by --stop" if shown.stopped else "ended by the model" if pieces.finish == "stop" else None
         say("%d tokens, %s%s", pieces.tokens, end or "stopped by --max-new-tokens", made)
-    elif pieces.ended and tokenizer.chat_template is not None:
+    elif pieces.finish == "stop" and tokenizer.chat_template is not None:
         say("the model ended at once; it has a chat template, so try: nnxmoe chat %s", options.model)
 
 

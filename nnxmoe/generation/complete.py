@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from nnxmoe.generation.decode import Eos, eos_ids
+from nnxmoe.config.rope import DynamicRope
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grouping import SMALL
-from nnxmoe.generation.request import Finish, Prefix, Request, Wanted, whole_ids, whole_number
+from nnxmoe.generation.request import Eos, Finish, Prefix, Request, Wanted, eos_ids, whole_ids, whole_number
 from nnxmoe.generation.rows import Process
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.generation.text import TextStream, Tokenizer
@@ -130,13 +130,19 @@ def complete(
     engine = Engine(
         model,
         slots=min(whole_number("slots", slots, 1), n * len(given)),
-        capacity=bucket(max(map(len, prompt_ids)) + most, SMALL),
+        capacity=_capacity(model, max(map(len, prompt_ids)) + most),
         limits=wanted.limits(int(model.embed.table.shape[0])),
         process=process,
         draft=draft,
     )
     ids = (dataclasses.replace(wanted, seed=one) for one in seeds)
     return _in_order(engine, list(_jobs(prompt_ids, list(ids), n)), tokenizer, stops)
+
+
+def _capacity(model: CausalLM, tokens: int) -> int:
+    """``tokens`` rounded up, but not beyond the length from which rotary embeddings change with the longest row."""
+    most = model.rope.max_positions if isinstance(model.rope, DynamicRope) else tokens * 2
+    return min(bucket(tokens, SMALL), max(tokens, most))
 
 
 def _several(prompts: Iterable[Prompt]) -> list[Prompt]:

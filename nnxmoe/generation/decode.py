@@ -6,7 +6,6 @@ Batches and caches are rounded up to a few sizes, so that new lengths seldom nee
 import contextlib
 import dataclasses
 from collections.abc import Generator, Iterator, Sequence, Set
-from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grouping import LARGE, SMALL, Group, chunk_sizes
 from nnxmoe.generation.passes import Room, cache_bytes
-from nnxmoe.generation.request import Request, Wanted, refuse_ids, whole_number
+from nnxmoe.generation.request import Eos, Finish, Request, Wanted, eos_ids, refuse_ids, whole_number
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.generation.text import TextStream
 from nnxmoe.model.causal_lm import CausalLM, bucket
@@ -25,8 +24,6 @@ from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import logger
 
 SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens, for up to 8 rows; rows, if there are several
-
-Eos = int | np.integer | Sequence[int] | None | EllipsisType
 
 
 def generate(
@@ -51,7 +48,7 @@ def generate(
     wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, eos, seed)
     # Dynamic NTK scaling follows the longest row of the batch, which in transformers grows after its end: rows go on.
     ends = set(eos) if isinstance(model.rope, DynamicRope) else set[int]()
-    asked = dataclasses.replace(wanted, stop_ids=()) if ends else wanted
+    asked = dataclasses.replace(wanted, stop_ids=None) if ends else wanted
     with _requests(model, tokens, attention_mask, asked, draft) as (engine, requests):
         while not all(request.done or not ends.isdisjoint(request.ids) for request in requests):
             engine.step()
@@ -97,21 +94,23 @@ def _ids_of_one(model: CausalLM, tokens: np.ndarray, wanted: Wanted, draft: Draf
 
 
 class Stream(Iterator[str]):
-    """Pieces of text as they are generated. ``tokens``: how many new tokens there are so far; ``ended``: whether the
-    last one was an end token, which has no text."""
+    """Pieces of text as they are generated. ``tokens``: how many new tokens there are so far; ``finish``: why there are
+    no more, as of a `Request`: "stop" for an end token, which has no text, "length", "cancelled"; None before."""
 
     def __init__(self, tokens: Iterator[int], eos: tuple[int, ...], text: TextStream) -> None:
-        self.tokens, self.ended = 0, False
+        self.tokens: int = 0
+        self.finish: Finish | None = None
         self._pieces = self._decoded(tokens, eos, text)
 
     def _decoded(self, tokens: Iterator[int], eos: tuple[int, ...], text: TextStream) -> Generator[str, None, None]:
         for new in tokens:
             self.tokens += 1
-            self.ended = new in eos
-            if self.ended:
+            if new in eos:
+                self.finish = "stop"
                 break
             if piece := text.put(new):
                 yield piece
+        self.finish = self.finish or "length"
         if piece := text.end():
             yield piece
 
@@ -121,6 +120,7 @@ class Stream(Iterator[str]):
     def close(self) -> None:
         """Stop generating."""
         self._pieces.close()
+        self.finish = self.finish or "cancelled"
 
 
 def generate_tokens(
@@ -132,7 +132,7 @@ def generate_tokens(
     seed: int,
 ) -> Iterator[Int[np.ndarray, "B"]]:
     """Yields the next id of every row ``max_new_tokens`` times; does not stop at end tokens."""
-    wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, seed=seed)
+    wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, None, seed)
     with _requests(model, tokens, attention_mask, wanted) as (engine, requests):
         made = 0
         while made < max_new_tokens:
@@ -150,9 +150,7 @@ def _requests(
     vocab = int(model.embed.table.shape[0])
     refuse_ids(tokens.reshape(-1), vocab)
     ids, valid = left_aligned(tokens, attention_mask)
-    (rows, length), limit = ids.shape, model.config.max_position_embeddings
-    if length + wanted.max_new_tokens > limit:
-        logger.warning("prompt and new tokens exceed the %d positions (max_position_embeddings) of this model", limit)
+    rows, length = ids.shape
     few = rows <= SMALLEST_BATCH  # of many rows, padding would take longer than to compile another program
     capacity = bucket(length + wanted.max_new_tokens, SMALLEST_CACHE if few else SMALL)
     chunked = model.separates_tokens() and (few or length > LARGE)
@@ -192,17 +190,6 @@ def left_aligned(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndar
     keep = int(valid.sum(axis=1).max())
     ids, valid = ids[:, -keep:], valid[:, -keep:]
     return np.where(valid, ids, 0).astype(np.int32), valid
-
-
-def eos_ids(model: CausalLM, eos_token_id: Eos) -> tuple[int, ...]:
-    """The ids that end a sequence; ``...`` reads them from generation_config.json, else config.json."""
-    from_files = eos_token_id is ...
-    if from_files:
-        eos_token_id = model.generation_config.get("eos_token_id", model.config.eos_token_id)
-    if eos_token_id is None:
-        return ()
-    found = [int(i) for i in np.atleast_1d(np.asarray(eos_token_id))]
-    return tuple(i for i in found if not from_files or 0 <= i < model.config.vocab_size)
 
 
 def _pad_id(model: CausalLM, eos: tuple[int, ...]) -> int:

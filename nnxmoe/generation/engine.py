@@ -37,6 +37,7 @@ from nnxmoe.generation.request import (
     Prefix,
     Request,
     Wanted,
+    eos_ids,
     refuse_ids,
     whole_ids,
     whole_number,
@@ -90,6 +91,7 @@ class Engine:
         grouping: Grouping | None = None,
     ):
         model, limits = passes.unrolled(model), limits or Limits()
+        limits = dataclasses.replace(limits, stops=max(limits.stops, len(eos_ids(model, ...))))
         self.model, self.limits = model, limits
         self.capacity, self._ahead = whole_number("capacity", capacity, 1), whole_number("ahead", ahead, 0)
         if draft is not None and not model.separates_tokens():
@@ -127,7 +129,7 @@ class Engine:
         self._pass, self._axes = passes.passes(model), passes.batch_axes_of(model, self._room)
         self._step = self._pass if draft is None else passes.passes(passes.steady(model, self.slots * (1 + spare)))
         memory = None if draft is None else draft.empty(self.slots, self._room.tokens)
-        self._nothing = Wanted().asked(limits, self._vocab)  # for rows without a request
+        self._nothing = Wanted(stop_ids=None).asked(limits, self._vocab)  # for rows without a request
         self._rows: Any = passes.empty_rows(self._nothing, self.slots, self._room.tokens, 1 + spare, memory, self._mesh)
         self._cache: Any = None
         self._dropped: Any = np.int32(0)
@@ -168,7 +170,7 @@ class Engine:
     def submit(self, ids: Sequence[int], wanted: Wanted | None = None, prefix: Prefix | None = None) -> Request:
         """Appends a request to the queue. ``prefix``: ids that it begins with, read once for all requests with the same
         object. Raises ValueError for what this engine has no room for."""
-        prompt, wanted = whole_ids(ids), wanted or Wanted()
+        prompt, wanted = whole_ids(ids), (wanted or Wanted()).ended_by(self.model)
         if self._rows is None:
             raise ValueError("the engine is closed")
         if not prompt:
@@ -182,6 +184,7 @@ class Engine:
             )
         if prefix is not None and prompt[: len(prefix.ids)] != prefix.ids:
             raise ValueError(f"the prompt does not begin with the {len(prefix.ids)} ids of its prefix")
+        self.model.warn_beyond_positions(len(prompt) + wanted.max_new_tokens)
         request = Request(prompt, wanted, asked, prefix)
         if wanted.max_new_tokens == 0:
             request.finish = "length"
@@ -215,9 +218,10 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles all programs for requests without a prefix, so that none has to wait for one later."""
-        most = Wanted(max_new_tokens=2)
+        most = Wanted(max_new_tokens=2, stop_ids=None)
+        room = min(self.capacity, self.model.config.max_position_embeddings)
         for length in (1, SMALL + 1, MOST_SMALL * SMALL + 1, LARGE + 1):
-            if length + most.max_new_tokens <= self.capacity:
+            if length + most.max_new_tokens <= room:
                 for count in (1, self.slots):
                     occupied = [self.submit([0], most)] if count > 1 else []
                     while any(request.steps == 0 for request in occupied):

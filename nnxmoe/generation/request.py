@@ -3,7 +3,8 @@
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from types import EllipsisType
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from nnxmoe.generation.rows import Asked
 from nnxmoe.generation.sampling import Sampling, Steps, prepare
 
 Finish = Literal["stop", "length", "cancelled"]
+Eos = int | np.integer | Sequence[int] | None | EllipsisType  # ...: the end tokens of the checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Limits:
 @dataclasses.dataclass(frozen=True)
 class Wanted:
     """Options of a request: up to ``max_new_tokens`` ids, none of ``stop_ids`` before ``min_new_tokens``; an id of
-    ``stop_ids`` ends a request, as its last one.
+    ``stop_ids`` ends a request, as its last one. Default: the end tokens of the checkpoint; None: none.
 
     ``sampling`` None: greedy. Ids are drawn by ``seed`` and ``sample``, the number among the samples of one prompt;
     nothing else matters, such as other requests. ``logit_bias``: id -> what is added to its logit. ``logprobs`` n:
@@ -39,7 +41,7 @@ class Wanted:
     max_new_tokens: int = 64
     min_new_tokens: int = 0
     sampling: Sampling | None = None
-    stop_ids: Sequence[int] = ()
+    stop_ids: Eos = ...
     seed: int = 0
     sample: int = 0
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
@@ -56,16 +58,24 @@ class Wanted:
         if self.logprobs is not None:
             whole_number("logprobs", self.logprobs, 0)
 
+    def ended_by(self, model: Any) -> Self:
+        """These options with ids of the model as ``stop_ids``, if they are to be the checkpoint's."""
+        return dataclasses.replace(self, stop_ids=eos_ids(model, ...)) if self.stop_ids is ... else self
+
+    @property
+    def _stops(self) -> tuple[int, ...]:
+        return () if self.stop_ids is ... or self.stop_ids is None else tuple(np.atleast_1d(self.stop_ids).tolist())
+
     def limits(self, vocab: int) -> Limits:
-        """The limits that a batch needs for this request."""
+        """The limits that a batch needs for this request; the checkpoint's end tokens are not counted."""
         steps = prepare(self.sampling, vocab)[0]
-        return Limits(max(1, len(self.stop_ids)), len(self.logit_bias), self.logprobs, steps)
+        return Limits(max(1, len(self._stops)), len(self.logit_bias), self.logprobs, steps)
 
     def asked(self, limits: Limits, vocab: int, prompt: int = 0) -> Asked:
         """This as the NumPy arrays of one row, without a row dimension, after a prompt of so many ids. Raises
         ValueError beyond the limits."""
         for name, given, most in (
-            ("stop_ids", len(self.stop_ids), limits.stops),
+            ("stop_ids", len(self._stops), limits.stops),
             ("logit_bias", len(self.logit_bias), limits.biases),
             ("logprobs", -1 if self.logprobs is None else self.logprobs, -1 if limits.top is None else limits.top),
         ):
@@ -76,7 +86,7 @@ class Wanted:
             raise ValueError(f"{self.sampling} needs {steps}, and this engine has {limits}")
         refuse_ids(self.logit_bias, vocab)
         stops = np.full(limits.stops, -1, np.int32)
-        stops[: len(self.stop_ids)] = self.stop_ids
+        stops[: len(self._stops)] = self._stops
         biased, biases = np.full(limits.biases, vocab, np.int32), np.zeros(limits.biases, np.float32)
         count = len(self.logit_bias)
         biased[:count], biases[:count] = list(self.logit_bias), list(self.logit_bias.values())
@@ -139,6 +149,17 @@ class Event(NamedTuple):
     ids: list[int]
     finish: Finish | None
     start: int
+
+
+def eos_ids(model: Any, eos_token_id: Eos) -> tuple[int, ...]:
+    """The ids that end a sequence; ``...`` reads them from generation_config.json, else config.json."""
+    from_files = eos_token_id is ...
+    if from_files:
+        eos_token_id = model.generation_config.get("eos_token_id", model.config.eos_token_id)
+    if eos_token_id is None:
+        return ()
+    found = [int(i) for i in np.atleast_1d(np.asarray(eos_token_id))]
+    return tuple(i for i in found if not from_files or 0 <= i < model.config.vocab_size)
 
 
 def whole_number(name: str, value: object, smallest: int) -> int:

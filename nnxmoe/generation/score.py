@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os.path
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,11 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import batch_axes, constrain, everywhere, shards
+from nnxmoe.config.rope import DynamicRope
 from nnxmoe.generation.complete import tokenizer_of
 from nnxmoe.generation.request import refuse_ids, whole_number
 from nnxmoe.layers.chunks import in_chunks, joined
-from nnxmoe.model.causal_lm import CausalLM, bucket, decoder_of, split_arrays
+from nnxmoe.model.causal_lm import CausalLM, bucket, refuse_shapes
 from nnxmoe.model.decoder import nothing
+from nnxmoe.model.structure import split_once
 
 TOKENS = 4096  # of one pass: rows times their length, unless a single row is longer
 ROWS = (1, 8, TOKENS)  # of one pass at most: few sizes, since each is a program
@@ -61,8 +64,9 @@ def score(
     """The log-probabilities of texts, or of continuations in pairs ``(context, continuation)``, in their order.
 
     Texts are strings or token ids. A pair of strings is encoded as one text, and the continuation is what follows the
-    ids of the context alone. ``tokenizer``: by default that of the checkpoint. ``top``: how many of the most likely ids
-    to return per place. Never more than a few logits are in memory. Raises ValueError for texts without ids to score.
+    ids that it shares with the context alone: a token that spans both is scored. ``tokenizer``: by default that of the
+    checkpoint. ``top``: how many of the most likely ids to return per place. Never more than a few logits are in
+    memory. Raises ValueError for texts without ids to score.
     """
     items = [_split(item, lambda: tokenizer or tokenizer_of(model)) for item in texts]
     vocab = int(model.embed.table.shape[0])
@@ -72,10 +76,14 @@ def score(
             raise ValueError(f"text {number} has nothing to score: {len(ids)} ids, of which {first} are its context")
     scores: list[Score | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i][0]))
-    run = _scorer(model, whole_number("top", top, 0))
+    run, rope = _scorer(model, whole_number("top", top, 0)), model.rope
+    model.warn_beyond_positions(max((len(ids) for ids, _ in items), default=0))
     while order:
-        length = bucket(len(items[order[-1]][0]), 64)
+        longest = len(items[order[-1]][0])
+        length = bucket(longest, 64)
         rows = max(1, min(TOKENS // length, next(rows for rows in ROWS if rows >= min(len(order), ROWS[-1]))))
+        if isinstance(rope, DynamicRope) and longest > rope.max_positions:
+            rows = 1  # it would change the rotary embedding of shorter texts beside it
         batch, order = order[-rows:], order[:-rows]
         for i, found in zip(batch, run([items[i][0] for i in batch], rows, length), strict=True):
             ids, first = items[i]
@@ -90,9 +98,15 @@ def _split(item: Any, tokenizer: Any) -> tuple[tuple[int, ...], int]:
         if (encode := tokenizer()) is None:
             raise ValueError("texts need a tokenizer: pass tokenizer=, or token ids")
         before = context if isinstance(context, str) else ""
-        ids, first = encode.encode(before + text), len(encode.encode(before)) if before else 1
         if context and not before:
             raise ValueError("a context of ids with a continuation of text: give both as text, or both as ids")
+        ids = encode.encode(before + text)
+        first = len(os.path.commonprefix([encode.encode(before), ids])) if before else 1
+        if not first and ids:
+            raise ValueError(
+                f"the first token of {before + text!r:.60} spans the context {before!r:.60}, and has no "
+                "log-probability: give a longer context"
+            )
         return tuple(ids), first
     ids = (*map(int, context), *map(int, text))
     return ids, max(1, len(context))
@@ -101,8 +115,9 @@ def _split(item: Any, tokenizer: Any) -> tuple[tuple[int, ...], int]:
 def _scorer(model: CausalLM, top: int) -> Any:
     """``(rows of ids, B, T) -> (log-probability of each next id, whether it is the most likely, the most likely ids,
     their log-probabilities)`` per row."""
-    graph, tree, leaves = split_arrays(decoder_of(model))
-    program, parts = _program(graph, tree, top), shards(model.strategy.mesh, batch_axes(model.strategy.mesh))
+    structure, leaves = split_once(model)
+    refuse_shapes(leaves)
+    program, parts = structure.program(_program, top), shards(model.strategy.mesh, batch_axes(model.strategy.mesh))
 
     def run(rows: list[tuple[int, ...]], batch: int, length: int) -> Any:
         batch += -batch % parts

@@ -11,10 +11,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nnxmoe.generation.decode import eos_ids
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
-from nnxmoe.generation.request import Limits
+from nnxmoe.generation.request import Limits, eos_ids
 from nnxmoe.generation.sampling import Steps
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import nnxmoe
-from nnxmoe.generation.decode import eos_ids
 from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.request import eos_ids
 from nnxmoe.serve.app import make_app
 from nnxmoe.serve.run import make_server, serving_engine
 from nnxmoe.serve.settings import Settings
