@@ -27,7 +27,7 @@ def test_number_of_examples() -> None:
 
 
 def test_readme_is_short_and_links_exist() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 170
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
     for path in FILES:
         for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
             assert (path.parent / link).exists(), (path, link)
