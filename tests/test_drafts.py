@@ -181,5 +181,5 @@ def test_auto_loads_prediction_layers_where_the_files_have_them(
 
 def test_inspect_prints_the_bytes_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", "deepseek-v3", "--batch", "16"]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("per step"))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("drafts"))
     assert "at batch 16; with 1 draft by multi-token prediction" in line and line.endswith("x the time")

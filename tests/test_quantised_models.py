@@ -459,8 +459,8 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: py
 @pytest.mark.parametrize(
     ("method", "weights", "fits"),
     [
-        ("int4", (24e9, 27e9), "24 GB no, 48 GB yes, 80 GB yes, 141 GB yes"),
-        ("int8", (46e9, 49e9), "24 GB no, 48 GB no, 80 GB yes, 141 GB yes"),
+        ("int4", (24e9, 27e9), "24 GiB no, 48 GiB yes, H100 yes, H200 yes"),
+        ("int8", (46e9, 49e9), "24 GiB no, 48 GiB yes, H100 yes, H200 yes"),
     ],
 )
 def test_inspect_of_mixtral(capsys: pytest.CaptureFixture[str], method: str, weights: Any, fits: str) -> None:

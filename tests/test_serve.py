@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import json
 import re
 import signal
@@ -73,6 +74,24 @@ def test_prompts_without_a_seed_differ(server: Running) -> None:
     body = {"model": "tiny", "prompt": ["Once upon a time"] * 3, "temperature": 2, "max_tokens": 12}
     status, found = server.call(COMPLETIONS, body)
     assert status == 200 and len({choice["text"] for choice in found["choices"]}) > 1
+
+
+def test_the_sampling_of_the_checkpoint_is_the_default(demo: Any) -> None:
+    """Fields of generation_config.json hold where a request leaves them out, and rules hold always."""
+    model, tokenizer = demo
+    words = tokenizer.encode(" there was", add_special_tokens=False)
+    fields = {"do_sample": True, "temperature": 1e-3, "top_k": 1, "suppress_tokens": words}
+    changed = copy.copy(model)
+    changed.generation_config = {**model.generation_config, **fields}
+    (expected,) = nnxmoe.complete(
+        model, ["Once upon a time"], tokenizer, max_new_tokens=6, logit_bias=dict.fromkeys(words, -100.0)
+    )
+    with serving(changed, tokenizer) as running:
+        body = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 6}
+        for more in ({}, {"temperature": 0}, {"temperature": None}):
+            assert one(running, COMPLETIONS, body | more)["text"] == expected.text
+        texts = {one(running, COMPLETIONS, body | {"temperature": 5, "top_k": -1})["text"] for _ in range(3)}
+        assert len(texts) > 1
 
 
 def test_special_tokens_as_stop_strings(server: Running, demo: Any) -> None:

@@ -58,7 +58,8 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling:
         say("the conversation has %d tokens, and the model has %d positions: /clear starts over", len(ids), positions)
         return ""
     most, said, made, stopped = min(room, options.max_new_tokens), "", Speed(), False
-    pieces = nnxmoe.stream(model, tokenizer, ids, max_new_tokens=most, sampling=sampling, seed=options.seed)
+    seed = options.seed + len(messages)  # another one in each turn
+    pieces = nnxmoe.stream(model, tokenizer, ids, max_new_tokens=most, sampling=sampling, seed=seed)
     try:
         for piece in pieces:
             piece = piece if said else piece.lstrip()  # SentencePiece answers begin with a space
