@@ -1,6 +1,7 @@
 """Which fields of its config a family reads: a declared field that nothing reads would be dropped in silence."""
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType
@@ -32,7 +33,7 @@ def _codes(*classes: type) -> Iterator[CodeType]:
     for kind in {base for each in classes for base in each.__mro__ if issubclass(base, (DecoderConfig, CausalLM))}:
         module = sys.modules[kind.__module__]
         for value in (*vars(kind).values(), *vars(module).values()):
-            made = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
+            made = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", None) or value)
             if isinstance(made, FunctionType) and not made.__code__.co_filename.startswith("<"):  # by dataclasses
                 yield made.__code__
 
