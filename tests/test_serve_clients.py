@@ -196,6 +196,12 @@ def test_the_page_in_a_browser(page: Any, server: Running) -> None:
     page.click("#send")
     expect(status).to_contain_text("tokens")
     assert answers.inner_text() == ANSWER and page.inner_text("#model") == "tiny"
+    page.click("#again")
+    expect(status).to_contain_text("tokens")
+    assert answers.inner_text() == ANSWER and page.locator(".tools button").count() == 1
+    markup = "() => markdown('# A\\n**b** `c`\\n- d\\n```\\n<i>\\n```').map(one => one.outerHTML).join('')"
+    wanted = "<h3>A</h3><p><strong>b</strong> <code>c</code></p><ul><li>d</li></ul><pre><code>&lt;i&gt;</code></pre>"
+    assert page.evaluate(markup) == wanted
     page.fill("#text", "<img src=x onerror=alert(1)><b>bold</b>")
     server.gate.let(3)
     page.click("#send")
