@@ -460,6 +460,24 @@ def test_reasoning_is_learned_where_the_template_writes_it(letters: Tokenizer) -
     assert learnt_of(letters, R1, "q", thought) == "x<|eos|>"
 
 
+CALLS = (
+    EACH + "{{ '<|' + m.role + '|>\\n' }}{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{% if m.content %}{{ '\\n' }}{% endif %}<call>{{ call | tojson }}{% endfor %}<|end|>{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+
+def test_answers_without_content_are_learned(letters: Tokenizer) -> None:
+    """Qwen3 writes a call of a tool differently from a last answer, and with a line end after content only."""
+    messages = [*chat("q", "x")["messages"], {"role": "tool", "content": "t"}, {"role": ASSISTANT, "content": "y"}]
+    messages[1] = {"role": ASSISTANT, "content": None, "tool_calls": [{"n": 1}]}
+    other = Tokenizer(letters.backend, letters.special_tokens, {"default": CALLS}, "here")
+    document = Documents([{"messages": messages}], other)[0]
+    learned = other.decode(document.tokens[document.learnt])
+    assert learned == '<call>{"n": 1}<|end|><think>\n\n</think>\n\ny<|end|>\n'
+
+
 def test_template_that_leaves_out_all_answers_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     users = EACH.replace("in messages", "in messages if m.role == 'user'") + TURN + "{% endfor %}"
     other = Tokenizer(tokenizer.backend, tokenizer.special_tokens, {"default": users}, "here")

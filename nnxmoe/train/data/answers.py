@@ -77,7 +77,8 @@ class _RenderedChat:
         if text.startswith(asked) and text.startswith(answered) and len(answered) > len(asked):
             return len(asked), len(answered)
         if (place := self._content(self.chat, turn, text)) is None:
-            return None
+            empty = not self.chat[turn].get("content") and text.startswith(asked)
+            return self._to_the_end_token(len(asked)) if empty else None
         start, end = place
         # The model also writes what stands between the prompt and the content, such as an empty <think> block.
         if (prompt := self._prompt_end(asked, turn)) is not None:
@@ -89,6 +90,12 @@ class _RenderedChat:
         alone = self._content(self.chat[: turn + 1], turn, answered)
         tail = "" if alone is None else answered[alone[1] :]
         return start, end + (len(tail) if text.startswith(tail, end) else 0)
+
+    def _to_the_end_token(self, start: int) -> Span | None:
+        """The range up to the first special token, for answers without content, such as calls of tools."""
+        ids, offsets = self.tokenizer.encode_with_offsets(self.text, add_special_tokens=False)
+        ends = (b for i, (a, b) in zip(ids, offsets, strict=True) if a >= start and i in self.tokenizer.special_ids)
+        return next(((start, end) for end in ends), None)
 
     def _prompt_end(self, asked: str, turn: int) -> int | None:
         """Where the prompt for an answer ends in the text, which may have only the beginning of that prompt."""
