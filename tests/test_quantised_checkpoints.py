@@ -185,6 +185,58 @@ def test_mixed_precision(tmp_path: Path) -> None:
     identical(arrays(nnxmoe.from_pretrained(tmp_path / "again", keep_quantized=True)), arrays(model))
 
 
+def fuse_experts(tensors: dict[str, np.ndarray], weights: bool) -> dict[str, np.ndarray]:
+    """FP8 as transformers saves it: the scales of all experts in one tensor, in older versions the weights as well,
+    or one scale for the gate and the up kernel of an expert."""
+    roles = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", 0)}
+    roles |= {"gate_proj": roles["w1"], "up_proj": roles["w3"], "down_proj": roles["w2"]}
+    found, parts = dict(tensors), dict[str, dict[tuple[int, int], np.ndarray]]()
+    for name in tensors:
+        match = re.fullmatch(r"(.*)\.experts\.([0-9]+)\.(\w+)\.weight(_scale_inv)?", name)
+        if match is not None and (weights or match[4]):
+            block = match[1].replace("block_sparse_moe", "mlp" if weights else "block_sparse_moe")
+            fused, row = roles[match[3]]
+            parts.setdefault(f"{block}.experts.{fused}{match[4] or ''}", {})[int(match[2]), row] = found.pop(name)
+    for name, cells in parts.items():
+        rows = [[cells[e, row] for row in range(2 if "gate_up" in name else 1)] for e in range(max(cells)[0] + 1)]
+        if name.endswith("_scale_inv") and cells[0, 0].ndim == 0:
+            rows = [[value.reshape(1, 1) for value in each[:1]] for each in rows]
+        found[name] = np.stack([np.concatenate(each) for each in rows])
+    return found
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("mixtral", "deepseek-16x32-float32"), ("deepseek_v3", "deepseek-16x32-float32"), ("mixtral", "fp8-tensor")],
+)
+def test_fused_scales_of_fp8_experts(tmp_path: Path, kind: str, form: str, weights: bool) -> None:
+    """As transformers saves them, with blocks and with one scale for gate and up."""
+    fields, source = FIELDS[kind], tiny_weights(FIELDS[kind])
+    if form == "fp8-tensor":  # equal largest values, so that gate and up have the same scale
+        for name in source:
+            if ".experts." in name:
+                source[name].flat[0] = 3.0
+    made = FORMATS[form]
+    stored, plain = made.checkpoint(source, is_linear)
+    stored = fuse_experts(stored, weights)
+    assert any(name.endswith("experts.gate_up_proj_scale_inv") for name in stored)
+    codes = write_checkpoint(tmp_path / "codes", {**fields, "quantization_config": dict(made.config)}, stored)
+    wanted = arrays(nnxmoe.from_pretrained(write_checkpoint(tmp_path / "floats", fields, plain)))
+    read = nnxmoe.from_pretrained(codes, dtype="float32")
+    identical(arrays(read), wanted)
+    assert not read.load_report.unexpected
+    kept = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)
+    assert set(kept.load_report.weights) == {"fp8", "float32"}
+    identical(arrays(nnxmoe.dequantize(kept)), wanted)
+    name = next(name for name in stored if name.endswith("gate_up_proj_scale_inv"))
+    cut = write_checkpoint(
+        tmp_path / "cut", {**fields, "quantization_config": dict(made.config)}, stored | {name: stored[name][1:]}
+    )
+    with pytest.raises(ValueError, match=r"scales must be|scale_inv is missing|weight_scale is missing"):
+        nnxmoe.from_pretrained(cut)
+
+
 @pytest.mark.parametrize("index", [True, False])
 def test_settings_per_module_of_gptq(tmp_path: Path, index: bool) -> None:
     """Modules of other bits and group sizes, and some that stay floats, as GPTQModel's ``dynamic`` makes them."""
@@ -331,6 +383,10 @@ def field(name: str, value: Any) -> Edit:
         config[name] = value
 
     return edit
+
+
+def both(*edits: Edit) -> Edit:
+    return lambda tensors, config: [edit(tensors, config) for edit in edits] and None
 
 
 def weights(name: str, value: Any) -> Edit:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from nnxmoe.convert.core.lazy_array import Box, Empty, Encoded, LazyArray, decoded, sizes
+from nnxmoe.convert.core.lazy_array import Box, Empty, Encoded, LazyArray, decoded
 from nnxmoe.convert.hf import words
 from nnxmoe.convert.hf.raw import CHUNK_BYTES, raw
 from nnxmoe.convert.hf.scheme import Malformed, Scheme
@@ -64,21 +64,21 @@ class ModuleTensors:
             raise Malformed(f"{self.where(info)}: quantised weights have two dimensions, got {list(info.shape)}")
         return info.shape[0], info.shape[1]
 
-    def scale(self, info: TensorInfo, grid: tuple[int, int], turned: bool = False, signed: bool = False) -> LazyArray:
-        """Scales as ``[rows, columns]`` of tiles, checked when read. ``turned``: the file has columns first.
+    def scale(self, info: TensorInfo, grid: tuple[int, ...], turned: bool = False, signed: bool = False) -> LazyArray:
+        """Scales as ``[*experts, rows, columns]`` of tiles, checked when read. ``turned``: the file has columns first.
         ``signed``: scales may be negative, as AutoRound makes them to use the code -8 for the largest weight of either
         sign."""
         dtype = jnp.dtype(_SCALES[info.dtype])
         stored = raw(self.checkpoint, info)
 
         def read(box: Box, empty: Empty) -> np.ndarray:
-            whole = np.asarray(stored) if turned or len(info.shape) != 2 else stored.read_box(box, np.empty)
+            at_once = turned or info.shape != grid
+            whole = np.asarray(stored) if at_once else stored.read_box(box, np.empty)
             if info.dtype == "U8":
                 whole = whole.view(ml_dtypes.float8_e8m0fnu)
             found = whole.astype(dtype) if whole.dtype != dtype else whole
-            if turned:
-                found = np.ascontiguousarray(found.T)[box]
-            found = found.reshape(sizes(box))
+            if at_once:
+                found = np.ascontiguousarray(found.T if turned else found).reshape(grid)[box]
             values = found.astype(np.float32)
             valid = np.isfinite(values) & ((values != 0) if signed else (values > 0))
             if not valid.all():
@@ -90,10 +90,10 @@ class ModuleTensors:
 
         return LazyArray(grid, dtype, read, CHUNK_BYTES, file=info.file.name, tensors=(info.name,))
 
-    def made(self, codes: Codes, shape: tuple[int, int], parts: Mapping[str, LazyArray]) -> LazyArray:
+    def made(self, codes: Codes, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
         """The weight, whose codes account for the tensors that no part names."""
         try:
-            codes.check(shape[1])
+            codes.check(shape[-1])
         except ValueError as error:
             raise Malformed(f"{self.module}: {error}") from None
         named = {name for part in parts.values() for name in part.tensors}

@@ -1,7 +1,6 @@
 """The quantised weights of a checkpoint: which tensors make up a weight, and how their bits become codes.
 
-Weights are recognised by their tensors; ``quantization_config`` says what the tensors cannot. One file per tool; this
-one has the FP8 of DeepSeek-V3 (README_WEIGHTS.md) and AutoFP8.
+Weights are recognised by their tensors; ``quantization_config`` says what the tensors cannot. One file per tool.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
-from nnxmoe.convert.hf import compressed_reader, gptq, nf4
+from nnxmoe.convert.hf import compressed_reader, fp8, gptq, nf4
 from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS, ModuleTensors
 from nnxmoe.convert.hf.scheme import Malformed, Scheme
-from nnxmoe.layers.codes import WHOLE, Codes
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.safetensors import TensorInfo
 
@@ -21,20 +19,23 @@ from nnxmoe.storage.safetensors import TensorInfo
 _CODES = ("weight_packed", "qweight", "weight")
 
 
-def quantised(tensors: Mapping[str, TensorInfo], scheme: Scheme, checkpoint: Checkpoint | None) -> dict[str, LazyArray]:
+def quantised(tensors: dict[str, TensorInfo], scheme: Scheme, checkpoint: Checkpoint | None) -> dict[str, LazyArray]:
     """Name (``….weight``) -> lazy array of every quantised weight; a faulty one has a ``fault`` and no shape."""
     found: dict[str, LazyArray] = {}
+    every = tensors | fp8.scales_of_experts(tensors) if scheme.method == "fp8" else tensors
     for name, info in tensors.items():
         module, _, ending = name.rpartition(".")
-        if ending not in _CODES or (ending == "weight" and not _is_codes(module, info, tensors)):
+        of_experts = info.dtype == "F8_E4M3" and scheme.method == "fp8" and fp8.FUSED.fullmatch(name)
+        weight = name if of_experts else f"{module}.weight"
+        if not of_experts and (ending not in _CODES or (ending == "weight" and not _is_codes(module, info, tensors))):
             continue
-        if f"{module}.weight" in found:
+        if weight in found:
             continue
-        files = ModuleTensors(module, tensors, scheme, checkpoint)
+        files = ModuleTensors(module, every, scheme, checkpoint)
         try:
-            found[f"{module}.weight"] = _weight(files)
+            found[weight] = fp8.fused(files, info, ending) if of_experts else _weight(files)
         except Malformed as error:
-            found[f"{module}.weight"] = LazyArray(
+            found[weight] = LazyArray(
                 (), np.dtype(np.float32), _unreadable, fault=str(error), tensors=tuple(files.used)
             )
     used = {name for array in found.values() for name in array.tensors}
@@ -75,30 +76,9 @@ def _weight(files: ModuleTensors) -> LazyArray:
     return read(files, info)
 
 
-def _fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """``quant_method: fp8``: blocks with ``weight_scale_inv`` (DeepSeek; Qwen's are bfloat16), or one scale per tensor
-    (AutoFP8's ``weight_scale``; transformers' ``weight_scale_inv``)."""
-    shape, block = files.matrix(info), files.scheme.block()
-    if files.has("weight_scale_inv") and files.has("weight_scale"):
-        raise Malformed(f"{files.module} has both weight_scale_inv and weight_scale: remove one of them")
-    if block is None and (files.has("weight_scale") or files.has("weight_scale_inv")):
-        ending = "weight_scale" if files.has("weight_scale") else "weight_scale_inv"
-        scale = files.tensor(ending, ("F32", "BF16", "F16"), [(), (1,), (1, 1)])
-        codes = Codes("fp8", (WHOLE, WHOLE))
-        return files.made(codes, shape, {"codes": files.octets(codes, info), "scale": files.scale(scale, (1, 1))})
-    if block is None:
-        raise Malformed(f"{files.where(info)}: config.json has no weight_block_size, and weight_scale is missing")
-    ue8m0 = files.scheme.fields.get("scale_fmt") == "ue8m0"
-    dtypes = ("F32", "BF16", "F16", "F8_E8M0", *(("U8",) if ue8m0 else ()))
-    codes = Codes("fp8", block)
-    scale = files.tensor("weight_scale_inv", dtypes, [codes.grid(*shape)])
-    parts = {"codes": files.octets(codes, info), "scale": files.scale(scale, codes.grid(*shape))}
-    return files.made(codes, shape, parts)
-
-
 _FP8_OR_INT = {"F8_E4M3": "FP8", "I8": "int8"}
 _READERS: dict[tuple[str, str], Callable[[ModuleTensors, TensorInfo], LazyArray]] = {
-    ("FP8", "fp8"): _fp8,
+    ("FP8", "fp8"): fp8.fp8,
     ("FP8", "compressed-tensors"): compressed_reader.plain_codes,
     ("int8", "compressed-tensors"): compressed_reader.plain_codes,
     ("weight_packed", "compressed-tensors"): compressed_reader.packed,

@@ -37,7 +37,7 @@ def keep(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
                     "load the model without keep_quantized, or with Strategy(stacking=Unrolled()) if only layers differ"
                 )
         for name, each in kept.items():
-            del found[name]
+            found.pop(name, None)  # two kernels may share a fused tensor
             found |= {f"{name}.{part}": _checked(array, part, each.codes) for part, array in each.parts.items()}
         exchange(
             place,

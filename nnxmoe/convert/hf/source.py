@@ -13,7 +13,7 @@ from nnxmoe.storage.safetensors import TensorInfo
 
 
 def stored(
-    tensors: Mapping[str, TensorInfo], fields: Mapping[str, Any], where: str, checkpoint: Checkpoint | None
+    tensors: dict[str, TensorInfo], fields: Mapping[str, Any], where: str, checkpoint: Checkpoint | None
 ) -> dict[str, LazyArray]:
     """Name -> lazy array; the tensors of a quantised weight are one array ``….weight``, or ``…_blocks``.
 

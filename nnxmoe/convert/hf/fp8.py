@@ -1,0 +1,90 @@
+"""FP8 of DeepSeek-V3 (README_WEIGHTS.md), of AutoFP8, and of transformers, which stores the scales of experts fused."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.hf.module_tensors import ModuleTensors
+from nnxmoe.convert.hf.raw import raw
+from nnxmoe.convert.hf.scheme import Malformed
+from nnxmoe.layers.codes import WHOLE, Codes
+from nnxmoe.storage.safetensors import TensorInfo
+
+FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<kernel>gate_up_proj|down_proj)")
+_SCALE = "_scale_inv"
+_KERNELS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj": (("down_proj", "w2"),)}
+
+
+def fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+    """``quant_method: fp8``: blocks with ``weight_scale_inv`` (DeepSeek; Qwen's are bfloat16), or one scale per tensor
+    (AutoFP8's ``weight_scale``; transformers' ``weight_scale_inv``)."""
+    shape, block = files.matrix(info), files.scheme.block()
+    if files.has("weight_scale_inv") and files.has("weight_scale"):
+        raise Malformed(f"{files.module} has both weight_scale_inv and weight_scale: remove one of them")
+    if block is None and (files.has("weight_scale") or files.has("weight_scale_inv")):
+        ending = "weight_scale" if files.has("weight_scale") else "weight_scale_inv"
+        scale = files.tensor(ending, ("F32", "BF16", "F16"), [(), (1,), (1, 1)])
+        codes = Codes("fp8", (WHOLE, WHOLE))
+        return files.made(codes, shape, {"codes": files.octets(codes, info), "scale": files.scale(scale, (1, 1))})
+    if block is None:
+        raise Malformed(f"{files.where(info)}: config.json has no weight_block_size, and weight_scale is missing")
+    codes = Codes("fp8", block)
+    scale = files.tensor("weight_scale_inv", _dtypes(files), [codes.grid(*shape)])
+    parts = {"codes": files.octets(codes, info), "scale": files.scale(scale, codes.grid(*shape))}
+    return files.made(codes, shape, parts)
+
+
+def fused(files: ModuleTensors, info: TensorInfo, kernel: str) -> LazyArray:
+    """The kernels ``[E, O, I]`` of all experts in one tensor, each in blocks or with one scale. Raises Malformed."""
+    files.used[info.name] = None
+    if len(info.shape) != 3 or 0 in info.shape:
+        raise Malformed(f"{files.where(info)} has shape {list(info.shape)}: it must be [experts, outputs, inputs]")
+    experts, outs, ins = info.shape
+    block = files.scheme.block()
+    # With one scale per expert, gate and up get a tile each, so that the tensor can be split into their kernels.
+    codes = Codes("fp8", block or (-(-outs // len(_KERNELS[kernel])), WHOLE))
+    grid = (experts, *codes.grid(outs, ins))
+    whole = grid if block else (experts, 1, 1)
+    one = files.scale(files.tensor(kernel + _SCALE, _dtypes(files), [whole]), whole)
+
+    def spread(box: Box, empty: Empty) -> np.ndarray:
+        found = one.read_box((box[0], slice(0, 1), slice(0, 1)), empty)
+        return np.repeat(found, box[1].stop - box[1].start, axis=1)
+
+    scale = one if block else replace(one, shape=grid, read_box=spread)
+    parts = {"codes": raw(files.checkpoint, replace(info, dtype="U8")), "scale": scale}
+    return files.made(codes, info.shape, parts)
+
+
+def scales_of_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """``….experts.N.gate_proj.weight_scale_inv`` -> its part of ``….experts.gate_up_proj_scale_inv``, for experts whose
+    own weights are stored one by one."""
+    found: dict[str, TensorInfo] = {}
+    for name, scale in tensors.items():
+        match = FUSED.fullmatch(name.removesuffix(_SCALE))
+        if match is None or match[0] == name or len(scale.shape) != 3 or 0 in scale.shape or match[0] in tensors:
+            continue
+        kernels = _KERNELS[match["kernel"]]
+        for e in range(scale.shape[0]):
+            for i, names in enumerate(kernels):
+                part = _rows(scale.at(e), i, len(kernels))
+                modules = (f"{match['experts']}.{e}.{module}" for module in names)
+                found |= {f"{m}.weight{_SCALE}": part for m in modules if f"{m}.weight" in tensors}
+    return {name: info for name, info in found.items() if name not in tensors}
+
+
+def _rows(info: TensorInfo, i: int, n: int) -> TensorInfo:
+    """The i-th of n equal ranges of rows of a matrix; all of it if there is one row only."""
+    if info.shape[0] == 1:
+        return info
+    rows = info.shape[0] // n
+    size = info.nbytes // info.shape[0] * rows
+    return replace(info, shape=(rows, info.shape[1]), begin=info.begin + i * size, end=info.begin + (i + 1) * size)
+
+
+def _dtypes(files: ModuleTensors) -> tuple[str, ...]:
+    """Dtypes of scales; bytes are exponents if the settings say so."""
+    return ("F32", "BF16", "F16", "F8_E8M0", *(("U8",) if files.scheme.fields.get("scale_fmt") == "ue8m0" else ()))
