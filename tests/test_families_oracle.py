@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import nnxmoe
+from nnxmoe import models
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -30,6 +31,7 @@ from tests.support.reference import (  # noqa: E402
 )
 from tests.support.running import MODEL_TOLERANCE, feed  # noqa: E402
 from tests.support.tiny import Fields, write_checkpoint  # noqa: E402
+from tests.support.toy_family import Granite  # noqa: E402
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -162,6 +164,28 @@ def test_groups_of_one_expert(tmp_path: Path) -> None:
     tokens, mask = tokens_of(given["vocab_size"])
     theirs = run_theirs(load_theirs(tmp_path, "deepseek_v2"), tokens, mask)
     assert max_error(nnxmoe.from_pretrained(tmp_path)(tokens, mask).logits, theirs.logits, mask) < MODEL_TOLERANCE
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_family_with_another_embedding_residual_and_head(
+    scan: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Granite, which is written from parts in `tests.support.toy_family`: logits, steps with a cache, and saving."""
+    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
+    models.register(Granite)
+    given: Fields = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3}
+    given |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": not scan}
+    given |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+    weights = write_theirs(tmp_path / "theirs", "granite", given | {"logits_scaling": 0.25}, seed=1)
+    model = nnxmoe.from_pretrained(tmp_path / "theirs", strategy=nnxmoe.Strategy(scan_layers=scan))
+    tokens, mask = tokens_of(48)
+    theirs = run_theirs(load_theirs(tmp_path / "theirs", "granite"), tokens, mask)
+    assert max_error(model(tokens, mask).logits, theirs.logits, mask) < MODEL_TOLERANCE
+    stepwise, _ = feed(model, tokens, [1] * tokens.shape[1], mask=mask, capacity=tokens.shape[1])
+    assert max_error(stepwise, theirs.logits, mask) < MODEL_TOLERANCE
+    nnxmoe.save_pretrained(model, tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert saved.keys() == weights.keys() and all(np.array_equal(saved[name], weights[name]) for name in weights)
 
 
 def test_declared_fields_are_current() -> None:

@@ -62,6 +62,19 @@ class CausalLM(Decoder):
         finds them where layers differ."""
         raise TypeError("a model class must define runs(config, strategy, dtype)")
 
+    def embedding(self, config: Any, strategy: Strategy, **kw: Any) -> Embed:
+        """The embedding, which is also the head if the two are tied. ``kw``, here and below: dtype and rngs."""
+        return Embed(config.vocab_size, config.hidden_size, mesh=strategy.mesh, rules=strategy.rules, **kw)
+
+    def final_norm(self, config: Any, **kw: Any) -> RMSNorm:
+        """The norm after the layers."""
+        return RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+
+    def output_head(self, config: Any, **kw: Any) -> Linear | None:
+        """The output head; None if it is the embedding."""
+        tied = config.tie_word_embeddings
+        return None if tied else Linear((config.hidden_size,), (config.vocab_size,), ("embed", "vocab"), **kw)
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -76,6 +89,7 @@ class CausalLM(Decoder):
             wanted = " or a ".join(kind.__name__ for kind in self.configs)
             raise ConfigError(f"{name} takes a {wanted}, got {type(config).__name__}")
         _check_arguments(name, strategy, rngs)
+        dim, eps = config.hidden_size, config.rms_norm_eps
         layers, depths = self.runs(config, strategy, dtype), count_mtp(config, self.hf_table) if mtp else 0
         self.config = config
         self.strategy = strategy
@@ -84,25 +98,19 @@ class CausalLM(Decoder):
 
         def parts(key: Array | None) -> dict[str, Any]:
             kw: dict[str, Any] = {"dtype": dtype, "rngs": None if key is None else nnx.Rngs(key)}
-            vocab, dim, eps = config.vocab_size, config.hidden_size, config.rms_norm_eps
             return {
-                "embed": Embed(vocab, dim, mesh=strategy.mesh, rules=strategy.rules, **kw),
+                "embed": self.embedding(config, strategy, **kw),
                 "stacks": nnx.List(strategy.stacks(layers, kw["rngs"])),
-                "norm": RMSNorm(dim, eps, **kw),
-                "head": None if config.tie_word_embeddings else Linear((dim,), (vocab,), ("embed", "vocab"), **kw),
+                "norm": self.final_norm(config, **kw),
+                "head": self.output_head(config, **kw),
                 "mtp": nnx.List(make_mtp(depths, dim, eps, layers, strategy.remat, **kw)),
             }
 
         key = None if rngs is None else rngs.params()
         made = parts(None if strategy.mesh is not None else key)
         self.mtp: nnx.List[MTP] = made.pop("mtp")
-        super().__init__(
-            **made,
-            rope=config.rope,
-            dtype=jnp.dtype(strategy.compute_dtype or dtype),
-            mesh=strategy.mesh,
-            cache_format=strategy.cache,
-        )
+        placed = {"mesh": strategy.mesh, "cache_format": strategy.cache}
+        super().__init__(**made, rope=config.rope, dtype=jnp.dtype(strategy.compute_dtype or dtype), **placed)
         self.label()
         if strategy.mesh is not None and key is not None:
             self._initialise_on_mesh(parts, key)
@@ -114,8 +122,7 @@ class CausalLM(Decoder):
         sizes = f"{self.config.num_hidden_layers} layers{ahead}, {count:,} parameters in {', '.join(kinds)}"
         return f"{type(self).__name__}({sizes}, {self.strategy.stacking})"
 
-    def __str__(self) -> str:
-        return repr(self)
+    __str__ = __repr__
 
     def label(self) -> None:
         """Stamps every parameter, as `Decoder.label` does; prediction layers are numbered after the others."""
