@@ -266,16 +266,23 @@ def test_null_fields() -> None:
     deepseek = read("deepseek_v3", num_key_value_heads=None, q_lora_rank=None, n_shared_experts=None, head_dim=None)
     assert (deepseek.kv_heads, deepseek.q_lora_rank, deepseek.n_shared_experts) == (128, None, None)
     assert read("llama", rope_scaling=None, rope_parameters=None).rope == Rope(128, 1e4)
-    assert read("llama", eos_token_id=None, pad_token_id=None, bos_token_id=None).eos_ids == ()
+    assert read("llama", eos_token_id=None, pad_token_id=None, bos_token_id=None).eos_token_id is None
     for name in ("rms_norm_eps", "vocab_size", "hidden_act", "num_hidden_layers", "tie_word_embeddings"):
         with pytest.raises(ConfigError, match=rf"{name}.* None"):
             read("llama", **{name: None})
 
 
-def test_end_of_sequence_ids() -> None:
-    assert read("llama", eos_token_id=7).eos_ids == (7,)
-    assert read("llama", eos_token_id=[7, 9]).eos_ids == (7, 9)
-    assert read("llama").eos_ids == (2,)
+def test_token_ids() -> None:
+    """Ids of no token are reported, as transformers warns; a pad id beyond the vocabulary is refused, as it does."""
+    assert read("llama", eos_token_id=[7, 9]).eos_token_id == (7, 9)
+    for fields in ({"eos_token_id": [2, 32000]}, {"eos_token_id": -1}, {"bos_token_id": 32000}):
+        assert read("llama", **fields) and "not in the vocabulary" in LlamaConfig.notes(fields)[0]
+    for pad in (-1, -32000, 0):
+        assert read("llama", pad_token_id=pad) and not LlamaConfig.notes({"pad_token_id": pad})
+    wrong = ({"eos_token_id": "2"}, {"eos_token_id": []}, {"bos_token_id": [1]}, {"bos_token_id": 1.0})
+    for fields in (*wrong, {"pad_token_id": 32000}, {"pad_token_id": -32001}, {"eos_token_id": True}):
+        with pytest.raises(ConfigError, match=next(iter(fields))):
+            read("llama", **fields)
 
 
 def test_dtype_and_torch_dtype() -> None:

@@ -53,7 +53,7 @@ def test_demo_size_and_files(model: nnxmoe.CausalLM) -> None:
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     assert model.dtype == np.dtype("bfloat16")
     generation = json.loads((FOLDER / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == list(model.config.eos_ids)
+    assert generation["eos_token_id"] == list(model.config.eos_token_id)
 
 
 @pytest.mark.parametrize("text", ["What is 47 + 38?", "é 中 🙂\t\n", "", "def f(x):\n    return x", "\x00 <|user|>"])

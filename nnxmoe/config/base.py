@@ -152,10 +152,12 @@ class DecoderConfig:
 
     @classmethod
     def notes(cls, fields: Mapping[str, Any]) -> tuple[str, ...]:
-        """What to report of a config.json: the fields that `from_hf` drops."""
+        """What to report of a config.json: the fields that `from_hf` drops, and ids outside the vocabulary."""
         unread = described(cls.undeclared(fields))
         text = f"config.json has fields that {cls.model_type} models do not read, here as in transformers: "
-        return (text + some(unread, 20),) if unread else ()
+        odd = check_token_ids(fields, fields.get("vocab_size", cls.vocab_size))
+        beyond = (f"config.json: {some(odd)}: not in the vocabulary, and ignored",) if odd else ()
+        return ((text + some(unread, 20),) if unread else ()) + beyond
 
     @classmethod
     def undeclared(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,12 +258,6 @@ class DecoderConfig:
     def experts_per_token(self) -> int:
         """X; 0 for dense models."""
         return 0
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """End-of-sequence ids as a tuple, none included."""
-        eos = self.eos_token_id
-        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
     @property
     def rope_dim(self) -> int:

@@ -130,16 +130,19 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def check_token_ids(fields: Mapping[str, Any], vocab: int) -> None:
-    """Raises ConfigError unless every special token's id is in the vocabulary.
-
-    null means that there is none, and so does a pad id of -1 in older files. Several eos ids may be given.
-    """
+def check_token_ids(fields: Mapping[str, Any], vocab: int) -> list[str]:
+    """Names and values of the ids outside the vocabulary, which no token has; null means that there is none, and so
+    does a negative pad id. Raises ConfigError for what is not an id, and for a pad id beyond the vocabulary, which
+    transformers refuses too. Several eos ids may be given."""
+    odd = []
     for name in TOKEN_IDS:
         value = fields.get(name)
-        if value is None or (name == "pad_token_id" and type(value) is int and value == -1):
-            continue
         several = isinstance(value, list | tuple) and name == "eos_token_id" and len(value) > 0
-        for one in value if several else (value,):  # pyright: ignore[reportGeneralTypeIssues]
-            if type(one) is not int or not 0 <= one < vocab:
-                raise ConfigError(f"{name} {short(value)} must lie in the vocabulary, 0 to {vocab - 1}, or be null")
+        for one in () if value is None else value if several else (value,):  # pyright: ignore[reportGeneralTypeIssues]
+            if type(one) is not int or abs(one) > 2**31:
+                raise ConfigError(f"{name} {short(value)} must be a token id or null")
+            if name == "pad_token_id" and not -vocab <= one < vocab:
+                raise ConfigError(f"{name} {one} must lie in the vocabulary, 0 to {vocab - 1}, or be null")
+            if name != "pad_token_id" and not 0 <= one < vocab:
+                odd.append(f"{name} {one}")
+    return odd
