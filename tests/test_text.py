@@ -228,6 +228,11 @@ def test_vocab_and_merges(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(merges_folder(tmp_path, tokenizer_class="GPT2Tokenizer"))
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello" and len(tokenizer.encode("hello")) == 2
     assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.eos_token_id == 261
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(MODEL / name, tmp_path / "model" / name)
+    model = nnxmoe.from_pretrained(merges_folder(tmp_path / "model", tokenizer_class="GPT2Tokenizer").resolve())
+    assert next(nnxmoe.complete(model, ["hello"], max_new_tokens=1)).prompt_ids == tuple(tokenizer.encode("hello"))
     change_json(tmp_path / "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
     with pytest.raises(TokenizerError, match=r"tokenizer_class is 'LlamaTokenizer'.*only GPT2Tokenizer and Qwen2"):
         Tokenizer.from_pretrained(tmp_path)

@@ -166,9 +166,10 @@ def plain_values(value: Any) -> Any:
     """A copy made of JSON types, whose methods are safe in the sandbox; other objects become ``<their type>``."""
     if value is None or isinstance(value, bool):
         return value
-    for kind in (str, int, float):  # subclasses, such as enums, become the plain type
-        if isinstance(value, kind):
-            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, str):  # subclasses, such as enums, become the plain type
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Mapping):
         return {plain_values(name): plain_values(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

@@ -4,11 +4,13 @@ import collections
 import dataclasses
 import os.path
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nnxmoe.config.rope import DynamicRope
+from nnxmoe.generation.byte_level import has_merges
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grouping import SMALL
@@ -16,6 +18,7 @@ from nnxmoe.generation.request import Eos, Finish, Prefix, Request, Wanted, eos_
 from nnxmoe.generation.rows import Process
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.generation.text import TextStream, Tokenizer
+from nnxmoe.generation.tokenizer_files import TOKENIZER
 from nnxmoe.model.causal_lm import CausalLM, bucket
 
 Message = Mapping[str, Any]
@@ -249,7 +252,7 @@ def encoded(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
 
 def tokenizer_of(model: CausalLM) -> Tokenizer | None:
     """The tokenizer in the folder that the model was loaded from; None if there is none."""
-    folder = None if model.load_report is None else model.load_report.files
-    return (
-        Tokenizer.from_pretrained(folder) if folder and os.path.exists(os.path.join(folder, "tokenizer.json")) else None
-    )
+    folder = Path(model.load_report.files) if model.load_report and model.load_report.files else None
+    if folder is None or not (os.path.exists(folder / TOKENIZER) or has_merges(folder)):
+        return None
+    return Tokenizer.from_pretrained(folder)
