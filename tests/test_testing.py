@@ -35,10 +35,11 @@ LAYERS, WIDTH, HEADS, KV_HEADS, HEAD = 3, 12, 4, 2, 6
 
 class Norm(nn.Module):
     eps: float = 1e-5
+    shift: float = 0.0
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:]) + self.shift
         return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + self.eps) * scale
 
 
@@ -139,7 +140,7 @@ class Decoder(nn.Module):
         else:
             for i in range(self.layers):
                 x, _ = layer(self.faults.get(i, ""), self.experts, name=f"layers_{i}")(x, None)
-        x = Norm(name="decoder_norm")(x)
+        x = Norm(shift=self.faults.get("shift", 0.0), name="decoder_norm")(x)
         return Dense((29,), name="logits_dense")(x * 1.5 if "head" in self.faults else x)
 
 
@@ -255,7 +256,10 @@ def test_rows_of_several_arrays() -> None:
 
 def test_one_mapping_for_from_linen_and_the_kit() -> None:
     """A mapping of `from_linen`, with functions that scale and split, serves the kit, scanned or not."""
-    module, where = LinenLlama(nn.FrozenDict({i: "fused" for i in range(LAYERS)})), "decoder/layers_{layer}"
+    module, where = (
+        LinenLlama(nn.FrozenDict({0: "fused", 1: "fused", 2: "fused", "shift": 0.5})),
+        "decoder/layers_{layer}",
+    )
     model = llama()
     params = module.init(jax.random.key(1), TOKENS)
     proposed = linen.propose_mapping(model, params)
@@ -263,8 +267,9 @@ def test_one_mapping_for_from_linen_and_the_kit() -> None:
     assert "layers/{layer}/mlp/gate/kernel [12, 20] <- ?" in str(proposed)
     mapping: Any = dict(proposed) | {
         "layers/{layer}/attention/q/kernel": (f"{where}/self_attention/query/kernel", lambda q: q * HEAD**0.5),
-        "layers/{layer}/mlp/gate/kernel": (f"{where}/mlp/wi/kernel", lambda both: both[:, :20]),
+        "layers/{layer}/mlp/gate/kernel": (f"{where}/mlp/wi/kernel", lambda both: np.split(both, 2, 1)[0]),
         "layers/{layer}/mlp/up/kernel": (f"{where}/mlp/wi/kernel", lambda both: both[:, 20:]),
+        "norm/scale": ("decoder/decoder_norm/scale", lambda scale: scale + 0.5),
     }
     for stacking in (nnxmoe.Unrolled(), nnxmoe.Scanned()):
         found = linen.from_linen(params, model.config, nnxmoe.Strategy(stacking=stacking), mapping=mapping)

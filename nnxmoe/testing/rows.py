@@ -1,7 +1,7 @@
 """Maps the parameters of an NNX module to those of a Linen module, and checks that the two trees match."""
 
 import dataclasses
-import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -15,6 +15,7 @@ from jaxtyping import Array
 from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext, native
 from nnxmoe.convert.core.layout import Leaf
+from nnxmoe.convert.core.layout import Part as LayoutPart
 from nnxmoe.linen.mapping import LAYER, Mapped, Taken, read_mapping
 from nnxmoe.model.causal_lm import CausalLM
 
@@ -39,6 +40,16 @@ class Row:
 
     def __call__(self, params: Arrays) -> Any:
         return self.make(*(params[name] if i is None else params[name][i] for name, i in self.parts))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Origin:
+    """Numbers of a parameter of ours at ``ours`` are ``scale`` times those of an array of theirs, plus ``shift``."""
+
+    ours: np.ndarray
+    theirs: np.ndarray
+    scale: np.ndarray
+    shift: np.ndarray
 
 
 def compare_trees(
@@ -107,52 +118,63 @@ def _taken_rows(model: CausalLM, mapping: Mapped, params: Arrays, shapes: Arrays
     """Rows of a mapping of `nnxmoe.linen.from_linen`, which makes our arrays of theirs, the other way round."""
     leaves = native.layout(model, False)
     taken, faults = read_mapping(mapping, {name: leaf.shape for name, leaf in leaves.items()}, shapes)
-    users: dict[str, list[Taken]] = {}
-    for one in list(taken.values()):
+    users: dict[str, list[tuple[Part, _Origin]]] = {}
+    for one in taken.values():
         try:
-            jax.eval_shape(one, *(shapes[source] for source in one.sources))
+            origins = _origins(one, shapes)
         except ValueError as error:
             faults.append(str(error))
             continue
-        for source in one.sources:
-            users.setdefault(source, []).append(one)
-    rows: dict[str, Row] = {}
-    for there, group in users.items():
-        parts = [leaves[one.name].parts[0] for one in group]
-        named = tuple(("/".join(map(str, part.parameter.path)), part.at[0] if part.at else None) for part in parts)
-        rows[there] = Row(named, functools.partial(_undone, there, group, shapes), any(one.changed for one in group))
-    if not faults:
-        faults += [fault for there, group in users.items() if (fault := _not_undone(there, group, rows, params))]
+        for source, origin in origins.items():
+            users.setdefault(source, []).append((_part(leaves[one.name].parts[0]), origin))
+    changed = {source for one in taken.values() if one.changed for source in one.sources}
+    rows = {
+        name: Row(tuple(part for part, _ in used), _undo([origin for _, origin in used], shapes[name]), name in changed)
+        for name, used in users.items()
+    }
+    for one in [] if faults else taken.values():
+        (name, at), values = _part(leaves[one.name].parts[0]), [rows[source](params) for source in one.sources]
+        ours = np.asarray(params[name] if at is None else params[name][at], np.float64)
+        gap = np.abs(np.asarray(one(*values), np.float64) - ours.reshape(one.shape)).max(initial=0.0)
+        if not gap <= 1e-5 * np.abs(ours).max(initial=1e-30):
+            texts = f"{one.name}: its function of {' and '.join(one.sources)}"
+            faults.append(f"{texts} cannot be undone; it may select, reorder, reshape, scale and shift")
     return rows, faults
 
 
-def _undone(there: str, group: list[Taken], shapes: Arrays, *ours: Array) -> Array:
-    """Linen's array from ours: the functions of a mapping select, reorder, scale or shift, so that A A' is diagonal and
-    A' (A A')^-1 (ours - A(0)) undoes them."""
-    zeros = {source: jnp.zeros_like(shapes[source]) for one in group for source in one.sources}
+def _origins(one: Taken, shapes: Arrays) -> dict[str, _Origin]:
+    """Where each number of a parameter comes from, found by passing positions through the function of the mapping."""
+    sizes = [math.prod(shapes[source].shape) for source in one.sources]
+    numbers = np.arange(sum(sizes))
 
-    def take(theirs: Arrays) -> list[Array]:
-        return [one(*(theirs[source] for source in one.sources)) for one in group]
+    def through(values: np.ndarray) -> np.ndarray:
+        arrays = np.split(values.astype(np.float32), np.cumsum(sizes)[:-1])
+        given = (array.reshape(shapes[source].shape) for array, source in zip(arrays, one.sources, strict=True))
+        return np.asarray(one(*given), np.float64).reshape(-1)
 
-    base, back = jax.vjp(take, zeros)
-    scales = jax.tree.map(
-        lambda a, b: jnp.where(a == b, 1, a - b), take(*back(jax.tree.map(jnp.ones_like, base))), base
-    )
-    gaps = [(a.reshape(b.shape).astype(b.dtype) - b) / s for a, b, s in zip(ours, base, scales, strict=True)]
-    return back(gaps)[0][there]
+    shift = through(0 * numbers)
+    scale = through(0 * numbers + 1) - shift
+    known = np.flatnonzero(scale)
+    low, high = ((through(v)[known] - shift[known]) / scale[known] for v in (numbers % 4096, numbers // 4096))
+    found, origins = np.rint(low) + 4096 * np.rint(high), {}
+    for source, size, end in zip(one.sources, sizes, np.cumsum(sizes), strict=True):
+        here = (found >= end - size) & (found < end)
+        at = known[here]
+        origins[source] = _Origin(at, (found[here] - (end - size)).astype(int), scale[at], shift[at])
+    return origins
 
 
-def _not_undone(there: str, group: list[Taken], rows: dict[str, Row], params: Arrays) -> str | None:
-    """A fault if a function of the mapping does not give back our array from the one that was made for Linen."""
-    for one, (name, at) in zip(group, rows[there].parts, strict=True):
-        ours = np.asarray(params[name] if at is None else params[name][at], np.float64).reshape(one.shape)
-        again = np.asarray(one(*(rows[source](params) for source in one.sources)), np.float64)
-        if one.changed and not np.allclose(again, ours, rtol=1e-5, atol=1e-6 * max(1.0, float(np.abs(ours).max()))):
-            return (
-                f"{one.name}: its function of {' and '.join(one.sources)} cannot be undone; it may select, reorder, "
-                "reshape, scale and shift"
-            )
-    return None
+def _undo(origins: list[_Origin], like: Any) -> Callable[..., Array]:
+    """The function from our arrays to Linen's, whose numbers that ours do not have are 0."""
+
+    def make(*ours: Array) -> Array:
+        values = jnp.zeros(like.size, like.dtype)
+        for array, origin in zip(ours, origins, strict=True):
+            moved = (array.reshape(-1)[origin.ours] - origin.shift) / origin.scale
+            values = values.at[origin.theirs].set(moved.astype(like.dtype))
+        return values.reshape(like.shape)
+
+    return make
 
 
 def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], list[str]]:
@@ -170,12 +192,14 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
             made = [leaf.change(a.reshape(leaf.inner)).astype(a.dtype) for a in arrays]
             return made[0] if leaf.axis is None else jnp.stack(made, axis=leaf.axis)
 
-        named = [("/".join(map(str, part.parameter.path)), part.at) for part in leaf.parts]
-        parts = tuple((name, at[0] if at else None) for name, at in named)
-        return Row(parts, make, not leaf.change.none)
+        return Row(tuple(map(_part, leaf.parts)), make, not leaf.change.none)
 
     leaves = maxtext.layout(model, scanned, *maxtext.changes(model))
     return {name: row(leaf) for name, leaf in leaves.items()}, []
+
+
+def _part(part: LayoutPart) -> Part:
+    return "/".join(map(str, part.parameter.path)), part.at[0] if part.at else None
 
 
 def kind(array: Any) -> str:
