@@ -65,9 +65,7 @@ def entropy(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -
     names = _names(loads, share, names)
     logs = np.log(share, out=np.zeros_like(share), where=share > 0)
     values = -(share * logs).sum(axis=1) / np.log(max(share.shape[1], 2))
-    ax = bars(dict(zip(names, values.tolist(), strict=True)), "entropy / log(experts)", ax, form="{:.3f}")
-    ax.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    return ax
+    return bars(dict(zip(names, values.tolist(), strict=True)), "entropy / log(experts); 1 is even", ax, form="{:.3f}")
 
 
 def over_steps(loads: Any, steps: Sequence[int] | None = None, ax: Axes = None) -> Axes:
@@ -118,23 +116,24 @@ def history(
     metrics: str | Sequence[str] = "loss",
     ax: Axes = None,
 ) -> Axes:
-    """Curves of metrics by step. ``runs``: a `Fitted.history`, or ``{label: history}`` to compare several.
+    """Curves of metrics by step, the first widest. ``runs``: a `Fitted.history`, or ``{label: history}`` to compare.
 
     Steps without a metric are skipped (for example between evaluations). ValueError if no step has it.
     """
     runs = runs if isinstance(runs, Mapping) else {"": runs}
     metrics = [metrics] if isinstance(metrics, str) else list(metrics)
     ax = _axes(ax, (6, 3))
-    colors = itertools.cycle(color for color in PALETTE if color != "#F0E442")  # yellow lines fade on white
-    for (label, steps), metric in itertools.product(runs.items(), metrics):
+    colors = itertools.cycle(PALETTE[i] for i in (0, 4, 2, 6, 1, 5))  # yellow lines fade on white
+    words = [metric.replace("_", " ") for metric in metrics]
+    for i, ((label, steps), metric) in enumerate(itertools.product(runs.items(), metrics)):
         found = [(step["step"], step[metric]) for step in steps if metric in step]
         if not found:
             known = ", ".join(sorted({name for step in steps for name in step} - {"step"}))
             raise ValueError(f"no step has the metric {metric!r}; there are: {known or 'none'}")
-        named = " ".join(part for part in (label, metric if len(metrics) > 1 else "") if part)
-        few = "o" if len(found) < 10 else ""
-        ax.plot(*zip(*found, strict=True), label=named, color=next(colors), marker=few, linewidth=1.6)
-    ax.set(xlabel="step", ylabel=metrics[0] if len(metrics) == 1 else "")
+        named = " ".join(part for part in (label, metric.replace("_", " ") if len(metrics) > 1 else "") if part)
+        style: dict[str, Any] = {"marker": "o" if len(found) < 10 else "", "linestyle": ("-", "--", "-.", ":")[i % 4]}
+        ax.plot(*zip(*found, strict=True), label=named, color=next(colors), linewidth=max(1.6, 3.6 - i), **style)
+    ax.set(xlabel="step", ylabel=", ".join(words))
     ax.grid(alpha=0.3)
     if len(runs) * len(metrics) > 1:
         ax.legend(frameon=False)
@@ -158,6 +157,7 @@ def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}"
     ax.set(yticks=range(len(stacked)), yticklabels=list(stacked), xlabel=unit)
     ax.set_ylim(len(stacked) - 0.5, -0.5)
     ax.margins(x=0.12)
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
     ax.spines[["top", "right"]].set_visible(False)
     if len(parts) > 1:
         ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)

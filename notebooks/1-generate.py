@@ -23,8 +23,20 @@
 # Hugging Face hub. With `"mistralai/Mixtral-8x7B-v0.1"` or a folder of yours in its place the same lines work.
 
 # %%
-from pathlib import Path
+# Colab, Kaggle or another new environment: upload the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe.
+import glob
+import importlib.util
+import shutil
+import subprocess
+import sys
 
+if importlib.util.find_spec("nnxmoe") is None:
+    wheels = glob.glob("nnxmoe-*.whl") + glob.glob("/kaggle/input/**/nnxmoe-*.whl", recursive=True)
+    assert wheels, "nnxmoe is not installed, and no nnxmoe-*.whl lies beside this notebook"
+    wanted = [wheels[0] + ("[cuda]" if shutil.which("nvidia-smi") else ""), "matplotlib"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+
+# %%
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -36,7 +48,6 @@ from nnxmoe import models, plot
 
 plt.rcParams["figure.dpi"] = 110
 nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
-DEMO = Path(models.__file__).parent / "demo"
 
 # %% [markdown]
 # ## Load
@@ -46,8 +57,8 @@ DEMO = Path(models.__file__).parent / "demo"
 # without a tensor is an error; nothing keeps a random value.
 
 # %%
-model = nnxmoe.from_pretrained(DEMO)
-tokenizer = nnxmoe.Tokenizer.from_pretrained(DEMO)
+model = nnxmoe.from_pretrained("demo")
+tokenizer = nnxmoe.Tokenizer.from_pretrained("demo")
 
 report, config = model.load_report, model.config
 print(f"{type(model).__name__}: {config.num_hidden_layers} layers of {config.num_local_experts} experts,", end=" ")
@@ -158,7 +169,7 @@ ax.set_prop_cycle(color=plot.PALETTE)
 lengths = [64, 128, 256, 512, 1024]
 for name, one in {"keys and values": full, "a ring of 128": window, "latents": latent}.items():
     ax.plot(lengths, [kilobytes(one, count) for count in lengths], "o-", label=name)
-ax.set(xlabel="tokens the cache can hold", ylabel="kB a row")
+ax.set(xlabel="tokens the cache can hold", ylabel="kB per row")
 ax.legend(frameon=False)
 plt.show()
 
@@ -183,7 +194,8 @@ for start in (0, 6, 12):
 # ## Sampling
 #
 # `nnxmoe.Sampling` is a small frozen object; `None` means greedy. To see what a knob does, let the model finish one
-# beginning 400 times with one token each (a batch of 400 equal rows, each with randomness of its own) and count.
+# beginning 400 times with one token each (a batch of 400 equal rows, each with randomness of its own) and count the
+# eight tokens that the model believes in most, the likeliest on top.
 
 # %%
 start = np.array([tokenizer.encode("Once upon a time there was a little")])
@@ -198,10 +210,10 @@ drawn = {
     name: nnxmoe.generate(model, np.repeat(start, 400, axis=0), max_new_tokens=1, sampling=sampling)[:, -1]
     for name, sampling in samplings.items()
 }
-common = np.argsort(-np.bincount(drawn["temperature 1"], minlength=config.vocab_size))[:8]
+likeliest = np.argsort(-model(start).logits[0, -1])[:8]
 fig, axes = plt.subplots(1, len(drawn), figsize=(11, 2.6), sharey=True, sharex=True, layout="constrained")
 for ax, (name, tokens) in zip(axes, drawn.items(), strict=True):
-    counts = {tokenizer.decode([token]).strip(): int((tokens == token).sum()) for token in common}
+    counts = {tokenizer.decode([token]).strip(): int((tokens == token).sum()) for token in likeliest}
     plot.bars({**counts, "(others)": len(tokens) - sum(counts.values())}, ax=ax)
     ax.set_title(name, fontsize=10)
 plt.show()
@@ -209,7 +221,8 @@ plt.show()
 # %% [markdown]
 # From left to right: what the model believes; flattened by a temperature of 2, which lets odd words in; and three ways
 # to keep the odd words out again: only the three likeliest; the likeliest that together reach one half; those at least
-# half as likely as the best. (`repetition_penalty` is the fifth knob: it makes tokens seen before less likely.)
+# half as likely as the best, which are many here, since about ten animals are equally likely. (`repetition_penalty` is
+# the fifth knob: it makes tokens seen before less likely.)
 #
 # The same seed gives the same text, always:
 

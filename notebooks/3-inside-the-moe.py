@@ -19,8 +19,21 @@
 # - the two cures, the balance loss (Switch, Mixtral) and DeepSeek's correction bias, at work in small trainings.
 
 # %%
+# Colab, Kaggle or another new environment: upload the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe.
+import glob
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+if importlib.util.find_spec("nnxmoe") is None:
+    wheels = glob.glob("nnxmoe-*.whl") + glob.glob("/kaggle/input/**/nnxmoe-*.whl", recursive=True)
+    assert wheels, "nnxmoe is not installed, and no nnxmoe-*.whl lies beside this notebook"
+    wanted = [wheels[0] + ("[cuda]" if shutil.which("nvidia-smi") else ""), "matplotlib"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+
+# %%
 from collections import Counter
-from pathlib import Path
 
 import jax
 import matplotlib.pyplot as plt
@@ -42,8 +55,7 @@ plt.rcParams["figure.dpi"] = 110
 # text that the model knows, padded to one batch (padding counts in no statistics):
 
 # %%
-DEMO = Path(models.__file__).parent / "demo"
-model, tokenizer = nnxmoe.from_pretrained(DEMO), nnxmoe.Tokenizer.from_pretrained(DEMO)
+model, tokenizer = nnxmoe.from_pretrained("demo"), nnxmoe.Tokenizer.from_pretrained("demo")
 
 texts = {
     "sums": "47 + 38 = 85. 52 + 6 = 58. 90 + 9 = 99. 13 + 24 = 37.",

@@ -23,8 +23,21 @@
 # the other one less likely, than they are to the model as it was.
 
 # %%
+# Colab, Kaggle or another new environment: upload the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe.
+import glob
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+if importlib.util.find_spec("nnxmoe") is None:
+    wheels = glob.glob("nnxmoe-*.whl") + glob.glob("/kaggle/input/**/nnxmoe-*.whl", recursive=True)
+    assert wheels, "nnxmoe is not installed, and no nnxmoe-*.whl lies beside this notebook"
+    wanted = [wheels[0] + ("[cuda]" if shutil.which("nvidia-smi") else ""), "matplotlib"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+
+# %%
 import random
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +47,14 @@ import optax
 from flax import nnx
 
 import nnxmoe
-from nnxmoe import models, plot, train
+from nnxmoe import plot, train
 
 plt.rcParams["figure.dpi"] = 110
 nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
-DEMO = Path(models.__file__).parent / "demo"
 
 # %%
 strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), compute_dtype="float32")  # one stacked layer: compiles fast
-model, tokenizer = nnxmoe.from_pretrained(DEMO, strategy=strategy), nnxmoe.Tokenizer.from_pretrained(DEMO)
+model, tokenizer = nnxmoe.from_pretrained("demo", strategy=strategy), nnxmoe.Tokenizer.from_pretrained("demo")
 train.lora.add(model, rank=8, rngs=nnx.Rngs(0))
 COUNTRIES = """Argentina Austria Belgium Bulgaria Canada Chile China Cuba Denmark Egypt England Finland France Germany
     Ghana Greece Hungary India Ireland Italy Japan Kenya Morocco Nepal Nigeria Norway Peru Poland Portugal Romania"""

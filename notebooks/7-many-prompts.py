@@ -19,8 +19,21 @@
 # - how to measure a model: an exam of your own, and log-probabilities of given answers.
 
 # %%
+# Colab, Kaggle or another new environment: upload the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe.
+import glob
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+if importlib.util.find_spec("nnxmoe") is None:
+    wheels = glob.glob("nnxmoe-*.whl") + glob.glob("/kaggle/input/**/nnxmoe-*.whl", recursive=True)
+    assert wheels, "nnxmoe is not installed, and no nnxmoe-*.whl lies beside this notebook"
+    wanted = [wheels[0] + ("[cuda]" if shutil.which("nvidia-smi") else ""), "matplotlib"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+
+# %%
 import random
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -31,9 +44,8 @@ from nnxmoe import Engine, Prefix, PromptLookup, Sampling, Wanted, models, plot
 plt.rcParams["figure.dpi"] = 110
 nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
 
-DEMO = Path(nnxmoe.__file__).parent / "models" / "demo"
-model = nnxmoe.from_pretrained(DEMO)
-tokenizer = nnxmoe.Tokenizer.from_pretrained(DEMO)
+model = nnxmoe.from_pretrained("demo")
+tokenizer = nnxmoe.Tokenizer.from_pretrained("demo")
 
 # %% [markdown]
 # ## Many prompts in one call
@@ -54,8 +66,8 @@ for done in nnxmoe.complete(model, ["Tom has 11 nuts and", chat], max_new_tokens
 first, second = nnxmoe.complete(model, ["Anna has"], n=2, max_new_tokens=16, sampling=Sampling(), seed=3, logprobs=4)
 place = next(i for i, (one, other) in enumerate(zip(first.ids, second.ids, strict=False)) if one != other)
 print(repr(first.text), repr(second.text), sep="\n")
-ax = plot.bars({tokenizer.decode([i]) or "?": round(float(np.exp(p)), 3) for i, p in first.top[place]})
-ax.set_title(f"place {place}: probability of the likeliest ids")
+ax = plot.bars({repr(tokenizer.decode([i])): round(float(np.exp(p)), 3) for i, p in first.top[place]}, "probability")
+ax.set_title(f"place {place}: the likeliest tokens")
 plt.show()
 # %% [markdown]
 # ## An engine

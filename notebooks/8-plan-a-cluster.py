@@ -23,6 +23,20 @@
 # you rent the devices, `nnxmoe plan … --compile` compiles the step for them and replaces the estimate of the memory.
 
 # %%
+# Colab, Kaggle or another new environment: upload the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe.
+import glob
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+if importlib.util.find_spec("nnxmoe") is None:
+    wheels = glob.glob("nnxmoe-*.whl") + glob.glob("/kaggle/input/**/nnxmoe-*.whl", recursive=True)
+    assert wheels, "nnxmoe is not installed, and no nnxmoe-*.whl lies beside this notebook"
+    wanted = [wheels[0] + ("[cuda]" if shutil.which("nvidia-smi") else ""), "matplotlib"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+
+# %%
 from collections import defaultdict
 
 import matplotlib.pyplot as plt
@@ -103,7 +117,8 @@ for label, plan in plans.items():
 KEPT = ("parameters", "moments", "gradients", "activations")
 held = {label: {kind: getattr(plan.bytes, kind) / 1e9 for kind in KEPT} for label, plan in plans.items()}
 ax = plot.bars(held, "GB on one device", form="{:.0f}")
-ax.axvline(plan.hardware.memory / 1e9, color="black", linestyle=":")  # what an H100 has
+ax.axvline(plan.hardware.memory / 1e9, color="black", linestyle=":")
+ax.set_title("dotted: the memory of one H100")
 plt.show()
 
 # %% [markdown]
@@ -184,6 +199,7 @@ steps = {
 held = {label: {kind: getattr(plan.bytes, kind) / 1e9 for kind in KEPT} for label, plan in steps.items()}
 ax = plot.bars(held, "GB on one device", form="{:.0f}")
 ax.axvline(best.hardware.memory / 1e9, color="black", linestyle=":")
+ax.set_title("dotted: the memory of one H100")
 plt.show()
 final = steps["both changes"]
 assert final.fits

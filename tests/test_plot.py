@@ -120,7 +120,8 @@ def test_metric_history() -> None:
     assert curves == {"loss": ([1, 2, 3, 4], [1, 1 / 2, 1 / 3, 1 / 4]), "evaluation": ([2, 4], [1, 1 / 2])}
     two = plot.history({"a": steps, "b": steps[:2]}, "loss")
     assert [line.get_label() for line in two.lines] == ["a", "b"] and two.get_ylabel() == "loss"
-    assert len({line.get_color() for line in two.lines}) == 2
+    assert len({(line.get_color(), line.get_linestyle(), line.get_linewidth()) for line in two.lines}) == 2
+    assert plot.history([{"step": 1, "busiest_expert": 2.0}], "busiest_expert").get_ylabel() == "busiest expert"
     with pytest.raises(ValueError, match="no step has the metric 'mfu'; there are: evaluation, loss"):
         plot.history(steps, "mfu")
 
@@ -129,6 +130,7 @@ def test_bars() -> None:
     ax = plot.bars({"a": 3, "b": -1.5}, "kB")
     assert [bar.get_width() for bar in ax.patches] == [3, -1.5] and texts(ax) == ["3", "-1.5"]
     assert ticks(ax) == ["a", "b"] and ax.get_xlabel() == "kB" and ax.yaxis_inverted()
+    assert ax.xaxis.get_major_formatter()(50000.0, 0) == "50,000" and ax.xaxis.get_major_formatter()(0.25, 0) == "0.25"
 
 
 def test_stacked_bars() -> None:

@@ -106,10 +106,10 @@ class Plan:
         """Bars of the bytes on one device; requires matplotlib (``nnxmoe[notebooks]``)."""
         from nnxmoe import plot
 
-        sizes = {name: size / 1e9 for name, size in dataclasses.asdict(self.bytes).items() if size}
+        sizes = {name: size / 1e9 for name, size in dataclasses.asdict(self.bytes).items() if size > 1e-4 * self.memory}
         ax = plot.bars(sizes, f"GB of {self.hardware.memory / 1e9:.0f} on one {self.hardware.name}", ax, form="{:.3g}")
         seconds = ", ".join(f"{name} {value:.2g} s" for name, value in self.times.items())
-        ax.set_title(f"{self.model} on {self.devices}: {seconds}")
+        ax.set_title(f"{self.model} on {self.devices} devices\n{seconds} per step", fontsize=10)
         return ax
 
 
