@@ -92,12 +92,11 @@ def sound_config(fields: dict[str, Any]) -> bool:
     if not real(c["rms_norm_eps"], 1) or not real(c["rope_theta"], 1e15) or c["rope_theta"] <= 1:
         return False
     ends = c["eos_token_id"] if type(c["eos_token_id"]) is list else [c["eos_token_id"]]
-    ids = [*ends, c["bos_token_id"], c["pad_token_id"]]
-    if not ends or any(i is not None and not (type(i) is int and 0 <= i < c["vocab_size"]) for i in ids if i != -1):
+    whole_ids = all(type(i) is int and abs(i) <= 2**31 for i in ends if i is not None or len(ends) > 1)
+    if not ends or not whole_ids or not (c["bos_token_id"] is None or type(c["bos_token_id"]) is int):
         return False
-    if -1 in [type(i) is int and i for i in [*ends, c["bos_token_id"]]] or (
-        type(c["eos_token_id"]) is list and None in ends
-    ):
+    pad = c["pad_token_id"]
+    if pad is not None and not (type(pad) is int and -c["vocab_size"] <= pad < c["vocab_size"]):
         return False
     if any(
         type(c[flag]) is not bool
