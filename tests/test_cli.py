@@ -48,6 +48,8 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
         ["generate", "demo", "--prompt", "x", "--max-new-tokens", "0"],
         ["generate", "demo", "--prompt", "x", "--max-new-tokens", "many"],
         ["generate", "demo", "--prompt", "x", "--dtype", "int4"],
+        ["generate", "demo", "x", "--stop", ""],
+        ["generate", "demo", "x", "--logprobs", "-1"],
         ["inspect", "demo", "--context", "-1"],
         ["inspect", "demo", "--mesh", "rows=2"],
         ["inspect", "demo", "--mesh", "fsdp=2,fsdp=4"],
@@ -71,6 +73,8 @@ def test_invalid_command_lines_exit_2(line: list[str], capsys: pytest.CaptureFix
         (["generate", MIXTRAL, "--prompt", "x", "--seed", str(2**70)], "seed"),
         (["generate", MIXTRAL, "--prompt", "x", "--max-new-tokens", str(10**11)], "GB"),
         (["inspect", "./nowhere"], "nowhere"),
+        (["generate", "demo", "x", "--logprobs", "769"], "--logprobs 769 is more than the 768 ids"),
+        (["generate", "demo", "--prompts", "/dev/null"], "/dev/null holds no prompts"),
         (["inspect", "mixtral-8x7b", "--mesh", "expert=3"], "layer.moe.experts.down: 'expert' of size 8 does not"),
         (["inspect", str(CASES / "mixtral_basic")], "config.json"),
     ],
@@ -94,6 +98,9 @@ def test_options_of_other_programs_are_answered(capsys: pytest.CaptureFixture[st
         with pytest.raises(SystemExit, match="2"):
             cli.main(["generate", "demo", "x", *option])
         assert "JAX_PLATFORMS" in (said := capsys.readouterr().err) and "--mesh" in said
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", "demo", "x", "--max-tokens", "8"])
+    assert "did you mean --max-new-tokens?" in capsys.readouterr().err
 
 
 def test_messages_name_the_options_that_were_typed() -> None:
@@ -106,6 +113,7 @@ def test_messages_name_the_options_that_were_typed() -> None:
         "adapter_only needs an adapter": "--adapter-only needs an adapter",
         "adapter_only=True needs": "--adapter-only needs",
         "seed=3 and a seed": "--seed 3 and a seed",
+        "go online (adapter_only=False)": "go online (without --adapter-only)",
         "config.json: learning_rate=3": "config.json: learning_rate=3",
         "a folder/learning_rates, 'seed=3'": "a folder/learning_rates, 'seed=3'",
     }.items():

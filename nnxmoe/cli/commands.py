@@ -97,6 +97,8 @@ def generate(options: argparse.Namespace) -> None:
         many = prompts.read(options.prompts)
     else:
         many = [prompts.Line(sys.stdin.read() if options.prompt == "-" else options.prompt, 1, {})]
+    if not many or not many[0].prompt:
+        raise ValueError(f"{options.prompts} holds no prompts" if options.prompts else "the prompt is empty")
     model, tokenizer = load(options)
     if sampling == _GREEDY and (asked := effective_fields(model.generation_config)[0]):
         say("generation_config.json asks for %s: chat and serve apply it, generate takes options only", listed(asked))
@@ -155,11 +157,13 @@ def finetune(options: argparse.Namespace) -> None:
     names = [field.name for field in dataclasses.fields(tuning.Finetune) if field.name != "model"]
     task = tuning.Finetune(_weights(options.model), **{name: getattr(options, name) for name in names})
     interrupts.farewell(f"interrupted; to continue: {shlex.join(['nnxmoe', *sys.argv[1:]])}")
+    mesh = devices.mesh_of(options.mesh, connect=True)
+    say("running on %s", devices.text(mesh))
     done = tuning.finetune(
         task,
         options.out,
         save_every=options.save_every,
-        mesh=devices.mesh_of(options.mesh, connect=True),
+        mesh=mesh,
         local_files_only=options.local_files_only,
     )
     if jax.process_index() == 0:
@@ -178,5 +182,6 @@ def demo(options: argparse.Namespace) -> None:
     from nnxmoe.cli import demo as shown
 
     tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)
-    say("the embedded model: a Mixtral of %s parameters, trained on generated text", count_text(_size(model)))
+    what = "the embedded model: a Mixtral of %s parameters, trained on generated text, on %s"
+    say(what, count_text(_size(model)), devices.text(None))
     shown.run(model, tokenizer, options.max_new_tokens)

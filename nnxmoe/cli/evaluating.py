@@ -19,7 +19,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
     add("--limit", type=count, metavar="N", help="only the first N questions of each task, for a try")
     add("--apply-chat-template", action="store_true", help="ask each question as a chat")
-    add("--slots", type=count, default=8, metavar="N", help="answers that are generated at once (default 8)")
+    add("--slots", type=count, default=8, metavar="N", help="samples that are generated at once (default 8)")
     add("--seed", type=int, default=0, metavar="S", help="for tasks that sample their answers")
     add("--out", type=Path, metavar="FILE", help="also write all results as JSON")
 

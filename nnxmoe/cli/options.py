@@ -14,6 +14,18 @@ def count(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    """An integer of at least 0."""
+    return 0 if text == "0" else count(text)
+
+
+def text(given: str) -> str:
+    """A text that is not empty."""
+    if not given:
+        raise argparse.ArgumentTypeError("the text is empty")
+    return given
+
+
 def mesh(text: str) -> Any:
     """An abstract mesh of sizes such as ``fsdp=4,expert=8``."""
     from nnxmoe.axes import abstract_mesh
@@ -38,10 +50,10 @@ def _quantization(text: str) -> str:
     return text
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, what: str = "a folder, a hub id, or 'demo'") -> None:
     """MODEL, and how its files are found."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a folder, a hub id, or 'demo'; inspect also takes preset names")
+    add("model", metavar="MODEL", help=what)
     add("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     add("--revision", help="branch, tag or commit on the hub")
     add("--local-files-only", action="store_true", help="use cached files only, without contacting the hub")

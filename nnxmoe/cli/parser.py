@@ -5,6 +5,7 @@ command line, 130 Ctrl-C, 141 closed pipe.
 """
 
 import argparse
+import difflib
 import io
 import re
 import sys
@@ -67,7 +68,8 @@ def as_typed(message: str, flags: Sequence[argparse.Action]) -> str:
         return message
     for action in flags:
         flag, name = action.option_strings[0], action.dest
-        message = re.sub(rf"(?<![\w.\"'-]){name}=(True|False)(?!\w)", rf"{flag}", message)
+        message = re.sub(rf"(?<![\w.\"'-]){name}=True(?!\w)", flag, message)
+        message = re.sub(rf"(?<![\w.\"'-]){name}=False(?!\w)", f"without {flag}", message)
         message = re.sub(rf"(?<![\w.\"'-]){name}=(?=[^\s=])", rf"{flag} ", message)
         if "_" in name:
             message = re.sub(rf"(?<![\w.\"'-]){name}(?!\w)", flag, message)
@@ -75,10 +77,16 @@ def as_typed(message: str, flags: Sequence[argparse.Action]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line."""
+    """Reports a wrong command line in one line. ``every_flag``: the options of all commands."""
+
+    every_flag: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
-        more = " ".join(_NO_DEVICES.split()) if _DEVICES.search(message) and "unrecognized" in message else ""
+        more = ""
+        if unknown := re.search(r"unrecognized arguments: .*?(--[\w-]+)", message):
+            near = difflib.get_close_matches(unknown[1], self.every_flag, 1, 0.75)
+            more = f"; did you mean {near[0]}?" if near else ""
+            more = " ".join(_NO_DEVICES.split()) if _DEVICES.match(unknown[1]) else more
         self.exit(2, f"{self.prog}: error: {message}{more} (see {self.prog} --help)\n")
 
 
@@ -106,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     text = "Run the embedded tiny Mixtral, and show which experts it uses."
-    what = "at most N new tokens per prompt (default 80)"
+    what = "maximum number of new tokens per prompt (default 80)"
     demo = command("demo", commands.demo, text, "nnxmoe demo")
     demo.add_argument("--max-new-tokens", type=shared.count, default=80, metavar="N", help=what)
 
@@ -116,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_loading(generate)
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")
-    prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="the same")
+    prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="PROMPT, as an option")
     shared.add_sampling(generate, 64, "0")
     drafts.add_option(generate)
     _prompts_options(generate, prompt)
@@ -128,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "Print a model's sizes and whether it fits in memory, without reading its weights."
     inspect = command("inspect", inspecting.inspect, text, "nnxmoe inspect deepseek-v3 --context 8192")
-    shared.add_model(inspect)
+    shared.add_model(inspect, "a folder, a hub id, 'demo', or a preset such as deepseek-v3")
     shared.add_quantize(inspect)
     inspecting.options(inspect)
 
@@ -156,6 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     evaluating.options(evaluate)
     for sub in subparsers.choices.values():
         sub.set_defaults(flags=[action for action in sub._actions if action.option_strings])
+    every = {flag for sub in subparsers.choices.values() for flag in sub._option_string_actions}
+    parser.every_flag = sorted(every)
     return parser
 
 
@@ -167,12 +177,19 @@ def _prompts_options(parser: argparse.ArgumentParser, prompt: Any) -> None:
         '"messages", whose other fields are kept; writes JSON lines. In FILE.txt every line is text',
     )
     add = parser.add_argument
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        type=shared.text,
+        metavar="TEXT",
+        help="end before this text; may be repeated",
+    )
     group = parser.add_argument_group("output as JSON lines, always with --prompts")
     add = group.add_argument
     add("--samples", type=shared.count, default=1, metavar="N", help="samples of each prompt (default 1)")
-    add("--logprobs", type=int, metavar="N", help="log-probabilities, also of the N most likely tokens")
-    add("--slots", type=shared.count, default=8, metavar="N", help="prompts at a time (default 8)")
+    add("--logprobs", type=shared.natural, metavar="N", help="log-probabilities, also of the N most likely tokens")
+    add("--slots", type=shared.count, default=8, metavar="N", help="samples that are generated at once (default 8)")
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:

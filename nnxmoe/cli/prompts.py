@@ -43,7 +43,7 @@ def read(path: str) -> list[Line]:
 def _record(line: str, number: int, path: str) -> Line:
     where = f"{path}: line {number}"
     try:
-        fields = json.loads(line)
+        fields = {name: value for name, value in json.loads(line).items() if value is not None}
     except json.JSONDecodeError as error:
         why = f"{where} begins with {{ and is not JSON ({error})"
         raise ValueError(f"{why}; if it is text, name the file .txt") from None
@@ -78,10 +78,10 @@ def lines(
     )
     total, made = len(given) * options.samples, 0
     torn = {"disable": True} if sys.stdout.isatty() else {}  # a bar among lines on the same terminal
-    for one in tqdm(completions, "generating", total, unit=" answers", dynamic_ncols=True, delay=1, **torn):
+    for one in tqdm(completions, "generating", total, unit="answer", dynamic_ncols=True, delay=1, **torn):
         made += len(one.ids)
         yield json.dumps(_fields(one, given[one.prompt], tokenizer, options), ensure_ascii=False)
-    say("%d prompts, %d new tokens", len(given), made)
+    say("%d prompt%s, %d new tokens", len(given), "s" * (len(given) != 1), made)
 
 
 def _fields(one: nnxmoe.Completion, line: Line, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:

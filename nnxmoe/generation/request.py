@@ -85,6 +85,8 @@ class Wanted:
         if limits.sampling | steps != limits.sampling:
             raise ValueError(f"{self.sampling} needs {steps}, and this engine has {limits}")
         refuse_ids(self.logit_bias, vocab)
+        if (self.logprobs or 0) > vocab:
+            raise ValueError(f"logprobs={self.logprobs} is more than the {vocab} ids of the vocabulary")
         stops = np.full(limits.stops, -1, np.int32)
         stops[: len(self._stops)] = self._stops
         biased, biases = np.full(limits.biases, vocab, np.int32), np.zeros(limits.biases, np.float32)
