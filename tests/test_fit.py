@@ -2,10 +2,12 @@
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -548,6 +550,15 @@ def test_batches_of_lists_and_objects_with_an_array() -> None:
     others = [{"tokens": Tensor(ids), "loss_mask": (ids > 3).tolist()}]
     model, run = build_tiny("llama", PLAIN), settings(steps=1)
     same_bits(fit(model, given, **run, evaluate=given), fit(model, others, **run, evaluate=others))
+
+
+def test_the_callback_for_wandb_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = " ".join((ROOT / "nnxmoe" / "train" / "README.md").read_text(encoding="utf-8").split())
+    (code,) = re.findall(r"`(lambda progress: wandb[^`]+)`", text)
+    logged: list[tuple[int, float]] = []
+    wandb = types.SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics["loss"])))
+    done = fit(build_tiny("llama", PLAIN), Draws(2, 5), **settings(steps=2), callbacks=[eval(code, {"wandb": wandb})])
+    assert logged == [(metrics["step"], metrics["loss"]) for metrics in done.history]
 
 
 def test_callback_that_stops_leaves_a_final_evaluation() -> None:

@@ -563,6 +563,12 @@ def test_adapters_of_embedding_and_head(tmp_path: Path, tied: bool) -> None:
     else:
         lora.merge(other)
         assert max_error(logits(other), logits(chunked)) < 1e-5
+    for target in ("embed", "head"):
+        one, other = (build_tiny("llama", Strategy(), tie_word_embeddings=tied) for _ in range(2))
+        lora.add(one, 2, targets=target, rngs=nnx.Rngs(0))
+        lora.save(fill(one), tmp_path / target)
+        lora.load(other, tmp_path / target)
+        assert max_error(logits(other), plain) > 1e-3 and (logits(other) == logits(one)).all()
 
 
 def test_error_lists_every_mismatch(tmp_path: Path) -> None:

@@ -148,8 +148,9 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
 def _targeted(model: CausalLM, settings: Settings, file: AdapterFile) -> Iterator[tuple[Slot, int, Numbers, str]]:
     """The adapters that the settings name, with the names of their parameters, which older files spell differently."""
     for slot in slots(model):
+        older = () if slot.name == "head" else model.hf_table[slot.key]  # a tied head has the key of the embedding
         spellings = [parameter_name(model, slot)]
-        spellings += [name for name in model.hf_table[slot.key] if name.endswith(".weight") and "{expert}" not in name]
+        spellings += [name for name in older if name.endswith(".weight") and "{expert}" not in name]
         for layer in slot.layers:
             asked = []
             for name in (spelling.replace("{layer}", str(layer)) for spelling in spellings):
