@@ -680,8 +680,9 @@ def test_unsupported_comparisons() -> None:
     with pytest.raises(ValueError, match="no parameter of the Linen module begins with decoder/") as caught:
         compare(llama(1), FusedMLP())
     assert len(str(caught.value).splitlines()) == 1
-    with pytest.raises(ValueError, match=r"GQA cannot be called .*'context'.*Context\.of_rows"):
-        testing.assert_module_parity(attention()[0], Attention(), DIVIDED, (jnp.ones((2, 7, WIDTH)),))
+    for call in ({}, {"nnx_call": lambda module, x: module(x)[0]}):
+        with pytest.raises(ValueError, match=r"GQA.* argument: 'context', .*Context\.of_rows"):
+            testing.assert_module_parity(attention()[0], Attention(), DIVIDED, (X,), **call)
     with pytest.raises(ValueError, match="the Linen module has variables in batch_stats, but only"):
         testing.assert_module_parity(mlp(), nn.BatchNorm(use_running_average=False), {}, X)
     shapes = RMSNorm(WIDTH, 1e-5, dtype=jnp.dtype("float32"), rngs=None)

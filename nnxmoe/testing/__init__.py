@@ -6,7 +6,6 @@ Parts: `rows` (parameters), `record` (calls of submodules), `sides` (both module
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -70,23 +69,16 @@ def assert_module_parity(
         ValueError: if the modules cannot be compared, or called with these inputs.
     """
     arguments = sides.Arguments(inputs if isinstance(inputs, tuple | list) else (inputs,))
+    call = nnx_call or (lambda module, *inputs: module(*inputs))
     try:
-        return _compare(nnx_module, linen_module, mapping, arguments, tolerance, nnx_call or _plain_call, linen_call)
+        return _compare(nnx_module, linen_module, mapping, arguments, tolerance, call, linen_call)
     except AssertionError as error:
         raise error.with_traceback(None) from None  # the report matters, not where in this package it was written
-
-
-def _plain_call(module: Any, *inputs: Any) -> Any:
-    """Call the module. Raises ValueError if the inputs are not its arguments."""
-    try:
-        inspect.signature(module).bind(*inputs)
     except TypeError as error:
-        hint = (
-            "; for example nnx_call=lambda module, x: module(x, context)[0], context=nnxmoe.Context.of_rows(rope, B, T)"
-        )
-        hint = hint if "'context'" in str(error) else ""
-        raise ValueError(f"{type(module).__name__} cannot be called with the inputs: {error}{hint}") from None
-    return module(*inputs)
+        if "argument: 'context'" not in str(error):
+            raise
+        example = "nnx_call=lambda module, x: module(x, nnxmoe.Context.of_rows(config.rope, batch, length))[0]"
+        raise ValueError(f"{error}, which says where the tokens stand: pass {example}") from None
 
 
 def _compare(

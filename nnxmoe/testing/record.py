@@ -100,7 +100,6 @@ class _Tap:
 def _taped(kind: type[nnx.Module]) -> type[nnx.Module]:
     """A subclass whose calls are recorded."""
 
-    @functools.wraps(kind.__call__)  # with its signature
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = kind.__call__(self, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return self._tap.tape.take(self._tap.path, (args, kwargs), out)
