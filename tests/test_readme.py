@@ -33,6 +33,14 @@ def test_readme_is_short_and_links_exist() -> None:
             assert (path.parent / link).exists(), (path, link)
 
 
+def test_git_ignores_what_commands_write() -> None:
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()}
+    for path in (ROOT / name for name in ("README.md", "nnxmoe/convert/README.md", "nnxmoe/runtime/README.md")):
+        for block in re.findall(r"^```(?:bash|sh)\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S):
+            for name in re.findall(r"(?:[^<|]> |--out |smollm )(\w[^ \n]*)", block):
+                assert name.partition("/")[0] in ignored, (path, name)
+
+
 @pytest.mark.commands
 @pytest.mark.parametrize("code", FOUND.values(), ids=FOUND)
 def test_example_runs(code: str, tmp_path: Path) -> None:
