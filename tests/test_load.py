@@ -42,6 +42,7 @@ from tests.benchmarks.processes import call
 from tests.support.arrays import max_error
 from tests.support.cases import load_case
 from tests.support.fp8 import FP8, quantise
+from tests.support.tiny import TINY, tiny_weights, write_checkpoint
 
 CASES = Path(__file__).parent / "data" / "hf"
 
@@ -294,6 +295,31 @@ def test_report_keeps_the_hub_id_and_revision(tmp_path: Path) -> None:
     with mock.patch("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path)):
         report = nnxmoe.from_pretrained("org/demo", revision="v1", local_files_only=True).load_report
     assert (report.source, report.revision, report.files) == ("org/demo", "v1", str(snapshot))
+
+
+def test_empty_shared_experts_are_read_and_written(tmp_path: Path) -> None:
+    """transformers stores three tensors without values per layer for ``n_shared_experts`` 0."""
+    fields = TINY["deepseek_v3"] | {"n_shared_experts": 0}
+    weights = {name: value for name, value in tiny_weights(fields).items() if "shared_experts" not in name}
+    shapes = {"gate_proj": (0, 24), "up_proj": (0, 24), "down_proj": (24, 0)}
+    empty = {
+        f"model.layers.{layer}.mlp.shared_experts.{name}.weight": np.empty(shape, np.float32)
+        for layer in (1, 2)
+        for name, shape in shapes.items()
+    }
+    model = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "a", fields, weights | empty))
+    assert not model.load_report.unexpected and set(model.load_report.skipped["empty tensors"]) == set(empty)
+    nnxmoe.save_pretrained(model, tmp_path / "b")
+    saved = load_file(tmp_path / "b" / "model.safetensors")
+    assert saved.keys() == weights.keys() | empty.keys()
+    assert {name: saved[name].shape for name in empty} == {name: value.shape for name, value in empty.items()}
+
+
+def test_adapter_beside_a_model_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write(tmp_path / "m", "llama_basic", tensors_of("llama_basic"))
+    (folder / "adapter_config.json").write_text("{}")
+    (note,) = nnxmoe.from_pretrained(folder).load_report.notes
+    assert "nnxmoe.train.lora.load(model, folder)" in note and caplog.text.count(note) == 1
 
 
 def test_saved_models_load_again_bit_for_bit(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Set
 
+import numpy as np
+
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.convert.core.check import Faults, check
 from nnxmoe.convert.core.layout import Change, Leaf, Parameter, Part, TableError, add_part, parameters
-from nnxmoe.convert.core.lazy_array import LazyArrays
+from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS
 from nnxmoe.layers.quantized import ARRAYS
@@ -53,6 +55,21 @@ def copies(model: CausalLM, names: Container[str]) -> dict[str, str]:
             copy = name.format(model.config.num_hidden_layers + k)
             endings = [ending for ending in ("", *(f".{array}" for array in ARRAYS)) if main + ending in names]
             found |= {copy + ending: main + ending for ending in endings} or {copy: EMBED}
+    return found
+
+
+def empty(model: CausalLM) -> dict[str, LazyArray]:
+    """The tensors without values that transformers stores for shared experts where ``n_shared_experts`` is 0."""
+    if getattr(model.config, "n_shared_experts", None) != 0:
+        return {}
+    routers = [p for p in parameters(model) if p.key == "layer.moe.router.kernel"]
+    found = {}
+    for part in ("gate", "up", "down"):
+        (name,) = model.hf_table[f"layer.moe.shared.{part}.kernel"]
+        shape = (model.config.hidden_size, 0) if part == "down" else (0, model.config.hidden_size)
+        for router in routers:
+            array = LazyArray.of(np.empty(shape, router.variable.dtype))
+            found |= {name.format(layer=layer): array for layer, _ in router.layers()}
     return found
 
 

@@ -25,7 +25,7 @@ from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.hf.compressed_writer import compressed
 from nnxmoe.convert.hf.forms import arranged, restored
-from nnxmoe.convert.hf.layout import EMBED, HEAD, copies, judge, layout, refuse_unjustified
+from nnxmoe.convert.hf.layout import EMBED, HEAD, copies, empty, judge, layout, refuse_unjustified
 from nnxmoe.convert.hf.quantize import keep, quantize_on_reading
 from nnxmoe.convert.hf.side_files import generation_fields, parse_config, write_side_files
 from nnxmoe.convert.hf.source import stored
@@ -171,7 +171,7 @@ def save_pretrained(
         }
         found = {name: array if name in fixed else array.cast(kind) for name, array in found.items()}
     found, quantization = compressed(model, leaves, found)
-    found = restored(found)
+    found = restored(found) | empty(model)
     total = sum(array.nbytes for array in found.values())
     with shared_folder(folder, overwrite) as stage, bytes_bar(total, "writing") as bar:
         if jax.process_index() == 0:
@@ -184,7 +184,7 @@ def save_pretrained(
 def arrays(model: CausalLM) -> dict[str, LazyArray]:
     """Hugging Face name -> lazy tensor, computed from the model's parameters when read."""
     leaves = _written(model)
-    return restored(compressed(model, leaves, arrays_of(leaves))[0])
+    return restored(compressed(model, leaves, arrays_of(leaves))[0]) | empty(model)
 
 
 def _written(model: CausalLM) -> dict[str, Leaf]:
