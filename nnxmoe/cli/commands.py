@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import os
 import shlex
 import sys
@@ -36,16 +35,6 @@ def _weights(model: str) -> str:
     if empty and model != "demo":
         raise ValueError(f"{model} holds no model: config.json is missing")
     return model
-
-
-def similar(path: str) -> str:
-    """The end of a message about a folder that does not exist: the one that was perhaps meant."""
-    parent, name = os.path.split(os.path.normpath(path))
-    if os.path.exists(path) or not os.path.isdir(parent or "."):
-        return ""
-    folders = [one.name for one in os.scandir(parent or ".") if one.is_dir()]
-    found = difflib.get_close_matches(name, folders, 1)
-    return f"; did you mean {os.path.join(parent, found[0])}?" if found else ""
 
 
 def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
@@ -129,10 +118,12 @@ def _size(model: Any) -> int:
 def convert(options: argparse.Namespace) -> None:
     """Convert a checkpoint."""
     from nnxmoe.convert import conversion
+    from nnxmoe.models import refuse_preset
     from nnxmoe.train import lora
 
+    refuse_preset(options.source)
     done = conversion.convert(
-        _weights(options.source),
+        options.source,
         options.target,
         options.to,
         scan=options.scan,

@@ -56,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         message = as_typed(" ".join(str(error).split()) or type(error).__name__, options.flags)
-        model = getattr(options, "model", None) or getattr(options, "source", "demo")
-        print(f"nnxmoe: error: {message}{commands.similar(model) if model in message else ''}", file=sys.stderr)
+        print(f"nnxmoe: error: {message}", file=sys.stderr)
         return 1
 
 

@@ -1,5 +1,6 @@
 """The small files of a Hugging Face folder: config.json, generation_config.json and the tokenizer's."""
 
+import glob
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,7 +59,8 @@ def write_side_files(
 
 def _companions(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     """The files of a folder that match, broken links included."""
-    return sorted({path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()})
+    found = {folder / name for pattern in patterns for name in glob.glob(pattern, root_dir=folder)}
+    return sorted(path for path in found if not path.is_dir())
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
