@@ -144,6 +144,10 @@ BAD: list[tuple[bytes, str]] = [
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}',
         "no message from the assistant, hence nothing to learn",
     ),
+    (
+        b'{"tools": "[1]", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+        "schemas",
+    ),
     (b'{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "weight 0.5: use 1, or 0 for answers"),
     (b'{"messages": [{"role": "assistant", "tool_calls": [], "content": 7}]}', "content is 7: it must be a string"),
     (b'{"text": ""}', "text is '': it must be a non-empty string"),
@@ -183,6 +187,7 @@ def test_bad_lines(tmp_path: Path, line: bytes, message: str) -> None:
 
 HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 FORMS: list[tuple[dict[str, Any], Record]] = [
     ({"text": "one", "messages": None}, Record("one")),
     ({"messages": [HI | {"name": None}, HELLO]}, Record(None, (HI, HELLO), answers=(1,))),
@@ -213,7 +218,25 @@ FORMS: list[tuple[dict[str, Any], Record]] = [
         {"messages": [HI, CALL | {"content": None}, {"role": "tool", "content": "", "tool_call_id": "7"}, HELLO]},
         Record(None, (HI, CALL, {"role": "tool", "content": "", "tool_call_id": "7"}, HELLO), answers=(1, 3)),
     ),
+    ({"messages": [HI, HELLO], "tools": TOOLS}, Record(None, (HI, HELLO), answers=(1,), tools=tuple(TOOLS))),
+    (
+        {"messages": [HI, HELLO], "tools": json.dumps(TOOLS)},
+        Record(None, (HI, HELLO), answers=(1,), tools=tuple(TOOLS)),
+    ),
 ]
+
+
+def test_templates_get_tools_and_fields_of_messages(tokenizer: Tokenizer) -> None:
+    template = "{% for t in tools %}{{ t.function.name }} {% endfor %}{% for m in messages %}<|{{ m.role }}|>"
+    template += "{{ m.name }}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}<|end|>"
+    template += "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    own = Tokenizer(tokenizer.backend, tokenizer.special_tokens, {"default": template}, "here")
+    given = {"messages": [HI | {"name": "Ann"}, CALL, HI, HELLO | {"weight": 0}], "tools": TOOLS}
+    document = Documents([given], own)[0]
+    text = tokenizer.decode(document.tokens.tolist(), skip_special_tokens=False)
+    assert text == "add <|user|>AnnHi<|end|><|assistant|>add<|end|><|user|>Hi<|end|><|assistant|>Hello<|end|>"
+    learnt = tokenizer.decode(document.tokens[document.learnt].tolist(), skip_special_tokens=False)
+    assert learnt == "add<|end|>"
 
 
 def test_forms_of_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -269,7 +292,7 @@ def test_learned_part_of_prompts_with_completions(tokenizer: Tokenizer) -> None:
 
 
 def test_lists_give_the_batches_of_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    values = [value for value, _ in FORMS[:-1]] * 3  # the template has no tools
+    values = [value for value, _ in FORMS[:-3]] * 3  # the template has no tools
     path = write(tmp_path / "a.jsonl", *values)
     options: dict[str, Any] = {"batch_size": 2, "seq_len": 24, "epochs": 1}
     equal(batches(path, tokenizer, **options), batches(values, tokenizer, **options))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm.auto import tqdm
+from tqdm import tqdm  # see runtime.progress
 
 import nnxmoe
 from nnxmoe.cli import drafts

@@ -22,17 +22,23 @@ _MARK = "Qxanswerxq"
 
 
 def chat_tokens(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], learned: Sequence[int], note: Callable[[str], None]
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    learned: Sequence[int],
+    note: Callable[[str], None],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Int32[np.ndarray, " T"], Bool[np.ndarray, " T"]]:
     """The ids of a chat and the mask of those to learn, of the messages with the indices ``learned``.
+    ``tools``: JSON schemas for the template.
 
     A text that ends with an answer gets the tokenizer's end token if the template writes none; elsewhere the marker
     that follows an answer is learned as its end. ``note`` is called with what could not be learned. Raises
     TokenizerError if no answer can be located.
     """
     chat = plain_messages(messages)
-    whole = tokenizer.render_chat(chat, add_generation_prompt=False)
-    rendered = _RenderedChat(tokenizer, chat, whole.text)
+    given = {"tools": list(tools)} if tools else {}
+    whole = tokenizer.render_chat(chat, add_generation_prompt=False, **given)
+    rendered = _RenderedChat(tokenizer, chat, whole.text, given)
     turns = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
     if whole.answers:
         spans = rendered.tagged(whole.answers, turns, learned)
@@ -56,10 +62,11 @@ class _RenderedChat:
     tokenizer: Tokenizer
     chat: Chat
     text: str
+    given: dict[str, Any]  # further variables of the template
 
     def _render(self, chat: Chat, asked: bool = False) -> str:
         """The text of messages, with the prompt for an answer if ``asked``."""
-        return self.tokenizer.render_chat(chat, add_generation_prompt=asked).text
+        return self.tokenizer.render_chat(chat, add_generation_prompt=asked, **self.given).text
 
     def tagged(self, answers: Sequence[Span], turns: list[int], learned: Sequence[int]) -> list[Span]:
         """The tagged answers that are learned; of tags that are not one per answer, those from the first of them on."""

@@ -93,7 +93,7 @@ class Documents:
         try:
             if record.text is None:
                 note = functools.partial(self._note, where)
-                return Document(*chat_tokens(self.tokenizer, record.messages, record.answers, note), True)
+                return Document(*chat_tokens(self.tokenizer, record.messages, record.answers, note, record.tools), True)
             prompt = self.tokenizer.encode(record.prompt) if record.prompt else []
             ids = self.tokenizer.encode(record.prompt + record.text)
         except TokenizerError as error:

@@ -8,15 +8,17 @@ from typing import Any
 
 from nnxmoe.config.printable import short
 from nnxmoe.runtime.progress import say
+from nnxmoe.storage.files import parse_json
 
 # Role, also as ShareGPT spells it -> role in templates.
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
 ROLES |= {"human": "user", "gpt": "assistant", "observation": "tool"}
+_TEXTS = ("text", "input_text", "output_text")  # types of parts
 _REMEDY = "correct or remove it"
 # The fields that make each form, in the order in which they are looked for; what else a record has is ignored.
 FORMS = {
-    "messages": ("messages",),
-    "conversations": ("conversations", "system"),
+    "messages": ("messages", "tools"),
+    "conversations": ("conversations", "system", "tools"),
     "prompt": ("prompt", "completion"),
     "instruction": ("instruction", "input", "output"),
     "text": ("text",),
@@ -35,12 +37,14 @@ class Record:
     """A text, or the messages of a chat, dicts with role, content and what else templates read.
 
     ``prompt``: a text before the text, which is not to be learned. ``answers``: indices of the messages to learn.
+    ``tools``: their JSON schemas.
     """
 
     text: str | None
     messages: Messages = ()
     prompt: str = ""
     answers: tuple[int, ...] = ()
+    tools: Messages = ()
 
 
 def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
@@ -48,8 +52,9 @@ def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
 
     Raises DataError unless it has one of the forms ``{"text"}``, ``{"messages": [{"role", "content"}]}``, ``{"prompt",
     "completion"}`` (strings or messages), ``{"instruction", "input", "output"}`` (Alpaca's; "input" may be missing), or
-    ``{"conversations": [{"from", "value"}], "system"}`` (ShareGPT's; "system" may be missing). Templates get other
-    fields of messages too, such as tool_calls; answers of weight 0 are not learned, as in OpenAI's files.
+    ``{"conversations": [{"from", "value"}], "system"}`` (ShareGPT's; "system" may be missing). Templates get "tools"
+    beside a chat and other fields of messages too, such as tool_calls; answers of weight 0 are not learned, as in
+    OpenAI's files.
     """
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: {short(value)} is not a JSON object; {_REMEDY}")
@@ -67,7 +72,8 @@ def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
     if form in ("messages", "conversations"):
         system = value.get("system") if form == "conversations" else None
         before = [{"role": "system", "content": system}] if system else []
-        return _chat([*before, *_list(value[form], f"{where}: {form}")], f"{where}: {form}"), ignored
+        record = _chat([*before, *_list(value[form], f"{where}: {form}")], f"{where}: {form}")
+        return dataclasses.replace(record, tools=_tools(value.get("tools"), f"{where}: tools")), ignored
     if form == "instruction":
         asked = _text(value["instruction"], f"{where}: instruction")
         more = value.get("input")
@@ -99,6 +105,15 @@ def _list(value: object, what: str) -> list[Any]:
     return list(value)
 
 
+def _tools(value: object, what: str) -> Messages:
+    """The schemas, which data sets with one type per column hold as a text."""
+    found = parse_json(value.encode(), what, _REMEDY, DataError) if isinstance(value, str) and value else value
+    found = found or []
+    if not isinstance(found, list | tuple) or not all(isinstance(one, Mapping) for one in found):
+        raise DataError(f"{what} is {short(value)}: it must be a list of JSON schemas")
+    return tuple(found)
+
+
 def _message(value: Any, what: str) -> dict[str, Any]:
     """A message with its role and content under the names that templates read."""
     fields = {name: of for name, of in value.items() if of is not None} if isinstance(value, Mapping) else {}
@@ -111,7 +126,10 @@ def _message(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"{what} has the role {short(role)}: use {', '.join(ROLES)}")
     if isinstance(content, list | tuple):
-        odd = [part for part in content if not isinstance(part, Mapping) or not isinstance(part.get("text"), str)]
+        texts = [isinstance(part, Mapping) and part.get("type", "text") in _TEXTS for part in content]
+        odd = [
+            p for p, is_text in zip(content, texts, strict=True) if not is_text or not isinstance(p.get("text"), str)
+        ]
         if odd:
             raise DataError(f'{what}: content has {short(odd[0])}: only {{"type": "text", "text": …}} is supported')
         content = "".join(part["text"] for part in content)
