@@ -805,7 +805,14 @@ def test_proposed_mapping(stacked: bool) -> None:
 def test_proposed_mapping_by_words(kind: str) -> None:
     """Arrays of equal shapes are told apart by their names; layers with other numbers are left over."""
     model = build_tiny(kind, nnxmoe.Strategy())
-    words = {"layers/": "transformer/block_", "attention": "attn", "moe_norm": "ln_2", "gate": "w1", "up": "w3"}
+    words = {
+        "layers/": "transformer/block_",
+        "attention": "attn",
+        "mlp_norm": "ln_2",
+        "moe_norm": "ln_2",
+        "gate": "w1",
+        "up": "w3",
+    }
     arrays = native.arrays(model, False)
     names = {name: name for name in arrays}
     for word, other in words.items():

@@ -25,7 +25,8 @@ _WORDS = {
     for meaning, words in {
         "q": "query wq", "k": "key wk", "v": "value wv", "o": "out output", "gate": "wi_0 w1", "up": "wi_1 w3",
         "down": "wo w2", "embed": "embedding embedder wte tok token", "norm": "ln layernorm rmsnorm ln_f final",
-        "head": "lm_head logits unembed", "attention": "attn self pre ln_1 input", "mlp": "ffn ff post ln_2 feed",
+        "head": "lm_head logits unembed", "attention": "attn self pre ln_1 rmsnorm_0 layernorm_0 input",
+        "mlp": "ffn ff post ln_2 rmsnorm_1 layernorm_1 feed",
         "moe": "experts expert moeblock", "kernel": "weight w",
     }.items()
     for word in words.split()
@@ -35,8 +36,8 @@ _WORDS = {
 class Proposal(dict[str, str]):
     """A mapping from our names to theirs; ``print`` shows the names and shapes of both sides, also those left over."""
 
-    def __init__(self, ours: Shapes, theirs: Shapes, layers: Layers):
-        super().__init__(_pairs(ours, theirs, layers))
+    def __init__(self, ours: Shapes, theirs: Shapes, layers: Layers, their_layers: Layers):
+        super().__init__(_pairs(ours, theirs, layers, their_layers))
         self.ours, self.theirs = ours, theirs
 
     def __str__(self) -> str:
@@ -67,10 +68,10 @@ def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any])
         numbered = {name: (name, None) for name in here}
     there = {name: tuple(np.shape(array)) for name, array in flat(params).items()}
     layers, theirs = _layers(numbered), _layers({name: _general(name) for name in there})
-    known = set(layers.values())
+    known = {*layers.values(), frozenset().union(*layers.values()) - {None}}
     named = {name: general if theirs[(general := _general(name)[0])] in known else name for name in there}
     shapes = {numbered[name][0]: shape for name, shape in here.items()}
-    return Proposal(shapes, {named[name]: shape for name, shape in there.items()}, layers | theirs)
+    return Proposal(shapes, {named[name]: shape for name, shape in there.items()}, layers, theirs)
 
 
 def _general(name: str) -> tuple[str, int | None]:
@@ -86,22 +87,24 @@ def _layers(names: Mapping[str, tuple[str, int | None]]) -> Layers:
     return {general: frozenset(layers) for general, layers in found.items()}
 
 
-def _pairs(ours: Shapes, theirs: Shapes, layers: Layers) -> dict[str, str]:
+def _pairs(ours: Shapes, theirs: Shapes, layers: Layers, their_layers: Layers) -> dict[str, str]:
     """Pairs of equal sizes and layers, those with the most similar names first. An array of theirs without ``{layer}``
-    may have all layers on axis 0."""
+    may have all layers on axis 0, and one of all layers may be several of ours, each of some layers."""
+    every = frozenset().union(*layers.values()) - {None}
     scored = []
     for (a, shape), (b, other) in itertools.product(ours.items(), theirs.items()):
-        stacked = LAYER in a and LAYER not in b
-        if stacked:
-            fits = other[:1] == (1 + max(layers[a]),) and splits(other[1:], shape)
+        if LAYER in a and LAYER not in b:
+            fits = other[:1] == (len(every),) and splits(other[1:], shape)
         else:
-            fits = splits(other, shape) and (LAYER not in b or layers[a] == layers[b])
+            fits = splits(other, shape) and (LAYER not in b or their_layers[b] in (layers[a], every))
         if fits:
             scored.append((_similarity(a, b), a, b))
-    found: dict[str, str] = {}
+    found, taken = dict[str, str](), set[tuple[str, Any]]()
     for _, a, b in sorted(scored, key=lambda each: -each[0]):
-        if a not in found and b not in found.values():
+        used = {(b, layer) for layer in layers[a]}
+        if a not in found and not used & taken:
             found[a] = b
+            taken |= used
     return {name: found[name] for name in ours if name in found}
 
 
@@ -111,5 +114,5 @@ def _similarity(a: str, b: str) -> float:
 
 
 def _words(name: str) -> set[str]:
-    words = re.findall(r"w[i]?_?\d|ln_[\df]|[a-z]+", name.replace(LAYER, "").lower())
+    words = re.findall(r"w[i]?_?\d|ln_[\df]|(?:rms|layer)norm_[01]|[a-z]+", name.replace(LAYER, "").lower())
     return {_WORDS.get(word, word) for word in words}
