@@ -305,6 +305,9 @@ def test_saved_checkpoints_have_maxtext_structure(tmp_path: Path, parameters_onl
     assert {path.name for path in ours.iterdir()} == files and (tmp_path / "new" / "config.json").is_file()
     for config in (model.config, None):  # None: read from the config.json saved with it
         identical(flat(maxtext.to_tree(maxtext.load(tmp_path / "new", config))), params_of(case.name))
+    path = tmp_path / "new" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mask_value": 3}))
+    assert "mask_value 3" in maxtext.load(tmp_path / "new").load_report.notes[0]
     with pytest.raises(CheckpointError, match="new"):
         maxtext.save(model, tmp_path / "new")
 

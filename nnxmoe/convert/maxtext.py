@@ -40,13 +40,14 @@ from nnxmoe.convert.core.layout import (
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, check_config, restore, unless_cast
-from nnxmoe.convert.hf.side_files import read_config, read_generation_config, write_side_files
+from nnxmoe.convert.hf.side_files import parse_config, read_generation_config, write_side_files
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import shared_folder
+from nnxmoe.storage.source import find_config
 
 Tree = Mapping[str, Any]
 _TRAINING = frozenset({"opt_state", "step"})  # stored next to params in a training state
@@ -234,8 +235,11 @@ def load(
         raise CheckpointError(
             f"{where} has no config.json; MaxText does not write one. Pass the config (nnxmoe convert: --config)"
         )
-    config = read_config(where) if config is None else config
-    model = _model(read(where), LoadReport(str(where), files=str(where)), config, strategy, mesh, dtype)
+    notes: tuple[str, ...] = ()
+    if config is None:
+        config, notes = parse_config(find_config(where), str(where / "config.json"))
+    report = LoadReport(str(where), files=str(where), notes=notes)
+    model = _model(read(where), report, config, strategy, mesh, dtype)
     model.generation_config = read_generation_config(where, config)
     return model
 
