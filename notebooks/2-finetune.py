@@ -19,7 +19,21 @@
 # - how to merge the adapters, or keep them as a file that `peft` reads, and load the result in `transformers`.
 #
 # The model is the tiny Mixtral that comes with nnxmoe. It has never been asked to write digits backwards; after some
-# seconds of training it can. With a hub id in the place of `DEMO` the same lines tune a large model.
+# seconds of training it can. With a hub id in the place of `"demo"` the same lines tune a large model.
+
+# %%
+# Colab, Kaggle or another new environment: upload the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe.
+import glob
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+if importlib.util.find_spec("nnxmoe") is None:
+    wheels = glob.glob("nnxmoe-*.whl") + glob.glob("/kaggle/input/**/nnxmoe-*.whl", recursive=True)
+    assert wheels, "nnxmoe is not installed, and no nnxmoe-*.whl lies beside this notebook"
+    wanted = [wheels[0] + ("[cuda]" if shutil.which("nvidia-smi") else ""), "matplotlib"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
 
 # %%
 import importlib.util
@@ -34,11 +48,10 @@ import optax
 from flax import nnx
 
 import nnxmoe
-from nnxmoe import models, plot, train
+from nnxmoe import plot, train
 
 plt.rcParams["figure.dpi"] = 110
 nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
-DEMO = Path(models.__file__).parent / "demo"
 WORK = Path(tempfile.mkdtemp())  # what this notebook writes
 DATA = WORK / "backwards.jsonl"
 
@@ -49,8 +62,8 @@ DATA = WORK / "backwards.jsonl"
 
 # %%
 strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), compute_dtype="float32")  # one stacked layer: compiles fast
-model = nnxmoe.from_pretrained(DEMO, strategy=strategy)
-tokenizer = nnxmoe.Tokenizer.from_pretrained(DEMO)
+model = nnxmoe.from_pretrained("demo", strategy=strategy)
+tokenizer = nnxmoe.Tokenizer.from_pretrained("demo")
 
 
 def chat(digits):
@@ -155,7 +168,7 @@ print(f"{before:.0%} -> {after:.0%} right, such as {said}")
 probe = batch["tokens"][:, :64], batch["segment_ids"][:, :64]
 loads = {
     name: one(probe[0], attention_mask=probe[1] > 0, segment_ids=probe[1], return_routing=True).routing
-    for name, one in (("before", nnxmoe.from_pretrained(DEMO)), ("after", tuned))
+    for name, one in (("before", nnxmoe.from_pretrained("demo")), ("after", tuned))
 }
 _, axes = plt.subplots(1, 2, figsize=(10, 2.4))
 for ax, (name, routing) in zip(axes, loads.items(), strict=True):
@@ -179,7 +192,7 @@ merged = nnxmoe.from_pretrained(WORK / "merged")
 print(f"merged, saved and loaded: {exam(merged)[0]:.0%} right")
 
 # %%
-reloaded = nnxmoe.from_pretrained(DEMO)
+reloaded = nnxmoe.from_pretrained("demo")
 train.lora.load(reloaded, WORK / "adapter")
 print(f"the demo with the adapter's file: {exam(reloaded)[0]:.0%} right")
 
@@ -211,7 +224,7 @@ else:
 # for every 16 of them. Only the adapters are trained; merging them gives floats.
 
 # %%
-base = nnxmoe.from_pretrained(DEMO, strategy=strategy, quantize=nnxmoe.Int4(group=16))
+base = nnxmoe.from_pretrained("demo", strategy=strategy, quantize=nnxmoe.Int4(group=16))
 print({kind: f"{size / 1e3:.0f} kB" for kind, size in base.load_report.weights.items()})
 train.lora.add(base, rank=8, rngs=nnx.Rngs(0))
 again = train.batches(DATA, tokenizer, batch_size=8, seq_len=128, seed=0)
