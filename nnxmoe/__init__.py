@@ -1,4 +1,4 @@
-"""nnxmoe: Mixtral, DeepSeek-V3 and Llama as flax.nnx modules.
+"""nnxmoe: Mixtral, DeepSeek-V3, Llama and their relatives as flax.nnx modules.
 
     model = nnxmoe.from_pretrained("mistralai/Mixtral-8x7B-v0.1")
     logits = model(tokens).logits
@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("convert", "kernels", "linen", "models", "plot", "testing", "train")
+_SUBMODULES = (
+    *("api", "axes", "cli", "config", "convert", "evaluation", "generation", "kernels", "layers", "linen", "model"),
+    *("models", "moe", "planning", "plot", "quantization", "runtime", "serve", "storage", "testing", "train"),
+)
 
 if _TYPE_CHECKING:
     from nnxmoe import convert as convert
@@ -23,20 +26,44 @@ if _TYPE_CHECKING:
     from nnxmoe import train as train
     from nnxmoe.api import *  # noqa: F403
 else:
+    import sys as _sys
+    import types as _types
 
-    def __getattr__(name):
-        import importlib
+    class _Package(_types.ModuleType):
+        """The package, whose public names and description are made when they are first used."""
 
-        if name in _SUBMODULES:
-            return importlib.import_module(f"nnxmoe.{name}")
-        if not name.startswith("_"):
-            api = importlib.import_module("nnxmoe.api")
-            if hasattr(api, name):
-                return getattr(api, name)
-        raise AttributeError(f"module 'nnxmoe' has no attribute {name!r}")
+        def __getattr__(self, name):
+            import importlib
 
-    def __dir__():
-        """Public names."""
+            if name in _SUBMODULES:
+                return importlib.import_module(f"nnxmoe.{name}")
+            if not name.startswith("_"):
+                api = importlib.import_module("nnxmoe.api")
+                if hasattr(api, name):
+                    return getattr(api, name)
+            raise AttributeError(f"module 'nnxmoe' has no attribute {name!r}")
+
+        def __dir__(self):
+            return sorted({*_SUBMODULES, *_public(), "__version__"})
+
+        @property
+        def __doc__(self):
+            import inspect
+
+            from nnxmoe.models import MODELS
+
+            def line(name):
+                words = (inspect.getdoc(getattr(self, name)) or "").split("\n\n")[0].replace("\n", " ")
+                return f"    {name:16} {words if len(words) < 100 else words[:96].rsplit(' ', 1)[0] + ' …'}"
+
+            families = ", ".join(MODELS)
+            return "\n\n".join([_DESCRIPTION, f"Families: {families}", "Names:", "\n".join(map(line, _public()))])
+
+    def _public():
         import nnxmoe.api
 
-        return sorted({*_SUBMODULES, *(name for name in vars(nnxmoe.api) if not name.startswith("_")), "__version__"})
+        return sorted(name for name in vars(nnxmoe.api) if not name.startswith("_") and name != "nnxmoe")
+
+    _DESCRIPTION = __doc__.split("\n\nThe public names")[0]
+    del __doc__
+    _sys.modules[__name__].__class__ = _Package

@@ -372,7 +372,7 @@ def attentions(model: Any) -> Iterator[Any]:
 
 
 def routed(model: Any) -> Iterator[MoE]:
-    return (layer.moe for stack in model.stacks for layer in stack.layers if isinstance(layer.moe, MoE))
+    return (layer.moe for stack in model.stacks for layer in stack.layers if hasattr(layer, "moe"))
 
 
 def norm_after_rotation(model: Any) -> None:

@@ -323,6 +323,24 @@ def test_invalid_prompts() -> None:
         run(mask=[[1] * 7, [0] * 7])
 
 
+@pytest.mark.parametrize("kind", ["mistral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_64_bit_indices(kind: str) -> None:
+    """JAX_ENABLE_X64 changes no id: caches, also in int8, are written and read with indices of 32 bits."""
+    wanted: list[Any] = []
+    for wide in (False, True):
+        jax.config.update("jax_enable_x64", wide)
+        try:
+            model = build_tiny(kind, nnxmoe.Strategy(cache=nnxmoe.Int8Cache()))
+            one = nnxmoe.generate(model, [[3, 4, 5]], max_new_tokens=3, sampling=nnxmoe.Sampling(top_k=1))
+            (many,) = nnxmoe.complete(
+                model, [[3, 4, 5] * 3], draft=nnxmoe.PromptLookup(2), max_new_tokens=4, logprobs=1
+            )
+        finally:
+            jax.config.update("jax_enable_x64", False)
+        wanted.append((one.tolist(), many.ids))
+    assert wanted[0] == wanted[1]
+
+
 def test_left_aligned_keeps_order() -> None:
     tokens, mask = np.arange(1, 13).reshape(2, 6), np.array([[1, 0, 1, 1, 0, 0], [0, 1, 1, 0, 1, 1]])
     ids, valid = left_aligned(tokens, mask)

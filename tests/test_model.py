@@ -130,6 +130,26 @@ def test_transformers_names_and_other_arrays() -> None:
     assert str(model).startswith("Llama(2 layers, ") and str(model).count("\n") == 0
 
 
+@pytest.mark.wrong_types
+def test_arguments_of_transformers_are_answered() -> None:
+    """By every door, with what to give here; other unknown names are Python's own error."""
+    model = build_tiny("llama")
+    doors: list[tuple[Callable[..., Any], tuple[Any, ...], str, str]] = [
+        (nnxmoe.from_pretrained, ("demo",), "device_map", "mesh="),
+        (nnxmoe.from_pretrained, ("demo",), "torch_dtype", "dtype="),
+        (Llama.from_pretrained, ("demo",), "load_in_8bit", "Int8"),
+        (nnxmoe.generate, (model, [[1]]), "max_length", "max_new_tokens="),
+        (nnxmoe.stream, (model, None, [1]), "do_sample", "Sampling"),
+        (nnxmoe.complete, (model, [[1]]), "temperature", "Sampling"),
+        (model, ([[1]],), "position_ids", "positions="),
+    ]
+    for call, given, name, remedy in doors:
+        with pytest.raises(TypeError, match=f"has no argument '{name}': .*{remedy}"):
+            call(*given, **{name: 1})
+        with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+            call(*given, nonsense=1)
+
+
 # Initial values
 
 

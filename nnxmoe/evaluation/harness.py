@@ -140,7 +140,7 @@ class HarnessLM(TemplateLM):
             seed=self._seed,
             slots=self._slots,
         )
-        return [completion.text or "" for completion in found]
+        return [completion.text for completion in found]
 
     def _keep(self, kind: str, requests: Sequence[Instance], found: Sequence[Any]) -> None:
         """Hands results to the harness' cache, if it is in use."""

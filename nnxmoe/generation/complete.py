@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.config.rope import DynamicRope
 from nnxmoe.generation.byte_level import has_merges
 from nnxmoe.generation.draft_cost import Drafting
@@ -30,7 +31,7 @@ class Completion:
     """A continuation of prompt number ``prompt``, its sample number ``sample``.
 
     ``prompt_ids`` and ``ids``: of the prompt and of what follows, the id that ended it included. ``text``: of ``ids``,
-    without special tokens and cut before a stop string; None without a tokenizer. ``finish``: "stop" for a stop id or
+    without special tokens and cut before a stop string; empty without a tokenizer. ``finish``: "stop" for a stop id or
     stop string, "length" for ``max_new_tokens``. ``logprobs`` and ``top``: see `Request`. ``accepted[n]``: in how many
     steps n ids of a draft were accepted.
     """
@@ -39,7 +40,7 @@ class Completion:
     sample: int
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
-    text: str | None
+    text: str
     finish: Finish
     logprobs: tuple[float, ...]
     top: tuple[list[tuple[int, float]], ...]
@@ -82,6 +83,7 @@ class Continuation:
         return text
 
 
+@answers_transformers
 def complete(
     model: CausalLM,
     prompts: Iterable[Prompt],
@@ -226,7 +228,7 @@ def _completion(job: _Job) -> Completion:
         job.wanted.sample,
         request.prompt,
         tuple(request.ids[: job.kept]),
-        None if text is None else text.text,
+        "" if text is None else text.text,
         "stop" if stopped else request.finish,
         tuple(request.logprobs[: job.kept]),
         tuple(request.top[: job.kept]),

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Integer
 
+from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.config.rope import DynamicRope
+from nnxmoe.generation.complete import Prompt, encoded
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grouping import LARGE, SMALL, Group, chunk_sizes
@@ -26,6 +28,7 @@ from nnxmoe.runtime.progress import logger
 SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens, for up to 8 rows; rows, if there are several
 
 
+@answers_transformers
 def generate(
     model: CausalLM,
     tokens: Integer[Any, "B T"] | Sequence[Sequence[int]],
@@ -64,22 +67,23 @@ def _through_end(ids: list[int], ends: Set[int]) -> list[int]:
     return ids[: next((i + 1 for i, one in enumerate(ids) if one in ends), len(ids))]
 
 
+@answers_transformers
 def stream(
     model: CausalLM,
     tokenizer: Any,
-    prompt: str | Sequence[int],
+    prompt: Prompt,
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
     eos_token_id: Eos = ...,
     seed: int = 0,
     draft: Drafting = None,
 ) -> "Stream":
-    """Yields the continuation of one prompt (text or token ids) in pieces of text, without the end token.
+    """Yields the continuation of one prompt (text, chat or token ids) in pieces of text, without the end token.
 
     The prompt's text followed by the pieces is the decoded text of all ids, so the first piece may start with a space.
     ``tokenizer``: a `Tokenizer`, or one of transformers. ``draft``: see `Engine`.
     """
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    ids = list(encoded(prompt, tokenizer))
     eos = eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
     wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, eos, seed)

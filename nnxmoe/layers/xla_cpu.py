@@ -32,14 +32,14 @@ def write_rows(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -
     loop (jax 0.10.2, 0.12.0). It unrolls a loop of one trip, so there are at least two, of which the second repeats the
     first. What rows keep is read before the loop: XLA casts all of a bfloat16 buffer for a select inside it.
     """
-    size, rows = buffer.shape[axis], buffer.shape[0]
+    size, rows, slots = buffer.shape[axis], buffer.shape[0], slots.astype(jnp.int32)
     at, real = jnp.minimum(slots[:, 0], size - 1), slots < size
     kept = jax.vmap(lambda row, slot: jax.lax.dynamic_slice_in_dim(row, slot, 1, axis - 1))(buffer, at)
     new = jnp.where(real.reshape(rows, *(1,) * (buffer.ndim - 1)), new, kept)
     new = jax.lax.optimization_barrier(new)
 
     def write(i: Int[Array, ""], buffer: Array) -> Array:
-        row = i % rows
+        row = i.astype(jnp.int32) % rows
         start = [jnp.int32(0)] * buffer.ndim
         start[0], start[axis] = row, at[row]
         return jax.lax.dynamic_update_slice(buffer, jax.lax.dynamic_slice_in_dim(new, row, 1, 0), start)

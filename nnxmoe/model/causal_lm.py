@@ -14,6 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Key
 
+from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
@@ -164,10 +165,11 @@ class CausalLM(Decoder):
             raise ValueError(f"generation_config must be a mapping, got {fields!r}")
         self._generation_config = FrozenDict(fields)
 
+    @answers_transformers
     def __call__(
         self,
-        tokens: Ids | None = None,
-        attention_mask: TokenMask | None = None,
+        tokens: Ids | Sequence[Sequence[int]] | None = None,
+        attention_mask: TokenMask | Sequence[Sequence[int]] | None = None,
         positions: Ids | None = None,
         segment_ids: Ids | None = None,
         cache: Cache | None = None,
@@ -175,7 +177,7 @@ class CausalLM(Decoder):
         return_hidden: bool = False,
         key: Key[Array, ""] | None = None,
         *,
-        input_ids: Ids | None = None,
+        input_ids: Ids | Sequence[Sequence[int]] | None = None,
     ) -> Output:
         """Logits ``[B, T, V]`` in float32 for token ids ``[B, T]``: arrays of JAX or NumPy, lists, or torch tensors.
 

@@ -32,7 +32,9 @@ class Layer(nnx.Module):
 
     @property
     def moe(self) -> Any:
-        """The feed-forward, under the name it has in layers with experts."""
+        """The feed-forward of a layer with experts; dense layers have no such attribute."""
+        if self.feed_forward.name != "moe":
+            raise AttributeError(f"a dense layer has no moe; its feed_forward is a {type(self.feed_forward).__name__}")
         return self.feed_forward
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nnxmoe.axes import Rules
+from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short, some
 from nnxmoe.convert.core.check import refuse
@@ -43,6 +44,7 @@ from nnxmoe.storage.safetensors import TensorInfo, dtype_code
 from nnxmoe.storage.write import Tensors, write_shares
 
 
+@answers_transformers
 def from_pretrained(
     path_or_hub_id: str | os.PathLike[str],
     dtype: Any = None,
