@@ -46,8 +46,8 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import models, plot
 
-plt.rcParams["figure.dpi"] = 110
 nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
+plt.rcParams["figure.dpi"] = 110
 
 # %% [markdown]
 # ## Load

@@ -49,8 +49,8 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import plot, train
 
-plt.rcParams["figure.dpi"] = 110
 nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
+plt.rcParams["figure.dpi"] = 110
 
 # %%
 strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), compute_dtype="float32")  # one stacked layer: compiles fast
