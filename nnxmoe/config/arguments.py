@@ -5,7 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")  # two lines: type checkers refuse a tuple
+R = TypeVar("R")
 
 _SAMPLING = "give sampling=nnxmoe.Sampling(temperature=…, top_k=…, top_p=…); without it decoding is greedy"
 _HINTS = {

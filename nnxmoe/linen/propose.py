@@ -114,5 +114,5 @@ def _similarity(a: str, b: str) -> float:
 
 
 def _words(name: str) -> set[str]:
-    words = re.findall(r"w[i]?_?\d|ln_[\df]|(?:rms|layer)norm_[01]|[a-z]+", name.replace(LAYER, "").lower())
+    words: list[str] = re.findall(r"w[i]?_?\d|ln_[\df]|(?:rms|layer)norm_[01]|[a-z]+", name.replace(LAYER, "").lower())
     return {_WORDS.get(word, word) for word in words}
