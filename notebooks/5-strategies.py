@@ -22,6 +22,20 @@
 # those of the compiled programs.
 
 # %%
+# Colab, Kaggle or another new environment: upload the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe.
+import glob
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+if importlib.util.find_spec("nnxmoe") is None:
+    wheels = glob.glob("nnxmoe-*.whl") + glob.glob("/kaggle/input/**/nnxmoe-*.whl", recursive=True)
+    assert wheels, "nnxmoe is not installed, and no nnxmoe-*.whl lies beside this notebook"
+    wanted = [wheels[0] + ("[cuda]" if shutil.which("nvidia-smi") else ""), "matplotlib"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+
+# %%
 import re
 import tempfile
 
