@@ -41,6 +41,8 @@ def _line() -> str | None:
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
+        if sys.stdin.isatty():
+            print()
         return None
     except KeyboardInterrupt:
         if not sys.stdin.isatty():

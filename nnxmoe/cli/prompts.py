@@ -77,7 +77,7 @@ def lines(
         slots=options.slots,
     )
     total, made = len(given) * options.samples, 0
-    torn = {"disable": True} if sys.stdout.isatty() else {}  # a bar among lines on the same terminal
+    torn: Any = {"disable": True} if sys.stdout.isatty() else {}  # a bar among lines on the same terminal
     for one in tqdm(completions, "generating", total, unit="answer", dynamic_ncols=True, delay=1, **torn):
         made += len(one.ids)
         yield json.dumps(_fields(one, given[one.prompt], tokenizer, options), ensure_ascii=False)
