@@ -17,6 +17,7 @@ _HINTS = {
     "quantization_config": "give quantize=nnxmoe.Int8(), or keep_quantized=True for codes that the files have",
     "attn_implementation": "give strategy=nnxmoe.Strategy(attend=…)",
     "trust_remote_code": "code of checkpoints is never run: leave it out",
+    "ignore_unknown": "fields of config.json that change nothing are dropped without it: leave it out",
     "low_cpu_mem_usage": "weights are always read into their place: leave it out",
     "token": "run `hf auth login`, or set HF_TOKEN",
     "cache_dir": "set HF_HOME",
