@@ -302,8 +302,10 @@ def test_tensors_beside_a_quantised_weight_are_refused(tmp_path: Path, name: str
     assert nnxmoe.from_pretrained(write_checkpoint(tmp_path / "a", fields, found | harmless)).load_report.unexpected
     for i, ending in enumerate(("v_input.weight", "smooth", "weight_global_scale")):
         odd = found | {f"{Q}.{ending}": np.ones((64, 64), np.float32)}
-        with pytest.raises(ValueError, match=rf"{Q}\.{ending} belongs to the quantised {Q}, and its use is not"):
-            nnxmoe.from_pretrained(write_checkpoint(tmp_path / str(i), fields, odd))
+        folder = write_checkpoint(tmp_path / str(i), fields, odd)
+        for keep in (False, True):
+            with pytest.raises(ValueError, match=rf"{Q}\.{ending} belongs to the quantised {Q}, and its use is not"):
+                nnxmoe.from_pretrained(folder, keep_quantized=keep)
 
 
 def test_layers_that_stay_floats(tmp_path: Path) -> None:

@@ -310,15 +310,6 @@ def test_folder_faults(tmp_path: Path) -> None:
     refused(lambda: Checkpoint.open(folder), str(folder / "config.json"), "a folder")
 
 
-def test_generation_config(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, {"model.safetensors": pack({"a": A})})
-    assert Checkpoint.open(folder).generation_config == {}
-    (folder / "generation_config.json").write_bytes(b'\xef\xbb\xbf{"eos_token_id": [1, 2]}')
-    assert Checkpoint.open(str(folder)).generation_config == {"eos_token_id": [1, 2]}
-    (folder / "generation_config.json").write_text("no")
-    refused(lambda: Checkpoint.open(folder), "generation_config.json", "JSON")
-
-
 def test_selection_of_weight_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     single = {"model.safetensors": pack({"a": A}), "model-00001-of-00002.safetensors": b"junk"}
     stale = make_folder(tmp_path / "1", single, weight_map={"b": "gone.safetensors"})
@@ -430,14 +421,12 @@ def test_index_decides_between_contents_and_names_files_in_subfolders(tmp_path: 
 
 
 def test_names_of_a_model_without_head(tmp_path: Path) -> None:
-    tensors = {"embed_tokens.weight": A, "layers.0.mlp.up_proj.weight": B, "lm_head.weight": A}
+    up = "layers.0.mlp.up_proj.weight"
+    tensors = {"embed_tokens.weight": A, up: B, "lm_head.weight": A, "model.model.norm.weight": A, "model.norm.x": B}
     with Checkpoint.open(make_folder(tmp_path, {"model.safetensors": pack(tensors)})) as checkpoint:
-        assert set(checkpoint.tensors) == {
-            "model.embed_tokens.weight",
-            "model.layers.0.mlp.up_proj.weight",
-            "lm_head.weight",
-        }
-        assert same(checkpoint.read("model.layers.0.mlp.up_proj.weight"), B)
+        names = ("model.embed_tokens.weight", f"model.{up}", "lm_head.weight", "model.norm.weight", "model.norm.x")
+        assert set(checkpoint.tensors) == set(names)
+        assert same(checkpoint.read(f"model.{up}"), B)
 
 
 # The hub
@@ -623,7 +612,7 @@ def test_round_trip_through_the_library(tmp_path: Path) -> None:
 
 
 def test_round_trip_in_shards(tmp_path: Path) -> None:
-    arrays = {f"layers.{i}.w": random_array(code, (6, 10), i) for i, code in enumerate(sorted(DTYPES))}
+    arrays = {f"model.layers.{i}.w": random_array(code, (6, 10), i) for i, code in enumerate(sorted(DTYPES))}
     names = write(tmp_path, arrays, limit=500)
     count = len(names)
     assert count > 3 and names[0] == f"model-00001-of-{count:05}.safetensors"

@@ -7,6 +7,7 @@ is read then raises an error instead of SIGBUS.
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -102,7 +103,7 @@ class Checkpoint:
         ]
         if lost := [name for name in lost if not name.endswith("rotary_emb.inv_freq")]:
             self.notes.append(f"{INDEX_FILE} lists {some(lost)}, which no file holds")
-        self.tensors = prefixed(self.tensors)
+        self.tensors = {name: replace(info, name=name) for name, info in prefixed(self.tensors).items()}
 
     def _equal(self, one: TensorInfo, other: TensorInfo) -> bool:
         if (one.dtype, one.shape) != (other.dtype, other.shape):

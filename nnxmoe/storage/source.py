@@ -27,6 +27,7 @@ _MAX_INDEX_BYTES = 32_000_000  # the index of DeepSeek-V3 has 9 MB
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
 _GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings, in checkpoints older than quantization_config
+_BASE = ("embed_tokens.", "layers.", "norm.")
 _ADAPTER = "adapter_config.json"
 _TO_ADAPT = "call nnxmoe.train.lora.load(model, folder) with this folder, or give it to a command as --adapter"
 _DOWNLOAD = ["config.json", _GPTQ_FILE, _ADAPTER, "generation_config.json", "*.safetensors", INDEX_FILE]
@@ -183,10 +184,14 @@ def _in_subfolders(folder: Path) -> list[str]:
 
 
 def prefixed(tensors: dict[str, T]) -> dict[str, T]:
-    """Tensors by their names in a model with a head, if a model without one was saved, such as a ``LlamaModel``."""
-    if any(name.startswith("model.") for name in tensors) or "embed_tokens.weight" not in tensors:
-        return tensors
-    return {name if name.startswith("lm_head.") else f"model.{name}": info for name, info in tensors.items()}
+    """Tensors by their names in a model with a head; those of a ``LlamaModel`` lack ``model.``, and wrapped ones have
+    it twice. transformers does the same, name by name."""
+    found = {}
+    for name, info in tensors.items():
+        full = name.removeprefix("model.") if name.startswith("model.model.") else name
+        full = f"model.{name}" if name.startswith(_BASE) else full
+        found[name if full in tensors else full] = info
+    return found
 
 
 def download(repo_id: str, revision: str | None, local_files_only: bool) -> Path:

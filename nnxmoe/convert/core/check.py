@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import jax.numpy as jnp
 import numpy as np
 
-from nnxmoe.config.printable import plain
+from nnxmoe.config.printable import plain, some
 from nnxmoe.convert.core.layout import Leaf
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadError, LoadReport
@@ -57,5 +57,6 @@ def refuse(faults: Faults, leaves: Mapping[str, Leaf], report: LoadReport, misfi
     lines = [f"{name} is missing, {list(leaves[name].shape)}" for name in faults.missing] + list(faults.wrong)
     if lines:
         more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        more += [f"and nothing reads {some(report.unexpected)}"] if faults.missing and report.unexpected else []
         shown = "\n  ".join(lines[:_SHOWN] + more)
         raise LoadError(f"{misfit}:\n  {shown}{remedy}", report)

@@ -27,7 +27,7 @@ def keep(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
     found = dict(arrays)
     for place, names in _names(model, arrays):
         kept = {name: one for name in names if name in arrays and (one := arrays[name].encoded) is not None}
-        if not kept:
+        if not kept or any(arrays[name].fault for name in kept):  # faults are reported when the model is filled
             continue
         (first, encoded), parts = next(iter(kept.items())), next(iter(kept.values())).parts
         for name in names:
