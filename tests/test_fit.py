@@ -552,6 +552,19 @@ def test_batches_of_lists_and_objects_with_an_array() -> None:
     same_bits(fit(model, given, **run, evaluate=given), fit(model, others, **run, evaluate=others))
 
 
+def test_training_in_64_bits() -> None:
+    """With JAX_ENABLE_X64, parameters, moments and losses are those of 32 bits."""
+    batch, results = {"tokens": random_tokens(4, 6).astype(np.int64)}, []
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            model = build_tiny("llama", PLAIN)
+            lora.add(model, 2, targets="attention.q", rngs=nnx.Rngs(0))
+            done = fit(model, [batch], **settings(steps=2, accumulate=2, bias_rate=0.0, evaluate=[batch]))
+            results.append([done.history[-1][name] for name in ("loss", "gradient_norm", "evaluation")])
+            assert {value.dtype.itemsize for value in jax.tree.leaves(done.state.params)} == {4}
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+
+
 def test_the_callback_for_wandb_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join((ROOT / "nnxmoe" / "train" / "README.md").read_text(encoding="utf-8").split())
     (code,) = re.findall(r"`(lambda progress: wandb[^`]+)`", text)

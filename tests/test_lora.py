@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, Strategy
 from nnxmoe.convert import maxtext
+from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.layers.dots import matmul
 from nnxmoe.layers.kernel import DenseKernel
 from nnxmoe.layers.linear import Linear
@@ -426,6 +427,16 @@ def test_adapter_config_names_targets_for_peft(tmp_path: Path) -> None:
     attention = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
     assert config["target_modules"] == [f"self_attn.{name}" for name in attention]
     assert {"mlp.experts.gate_up_proj", "mlp.gate_proj.weight", "mlp.gate.weight"} < set(config["target_parameters"])
+
+
+def test_adapters_name_the_base_that_was_asked_for(tmp_path: Path) -> None:
+    """The hub id and revision, not a folder of the cache."""
+    model = ready("llama")
+    model.load_report = LoadReport("org/model", files=str(tmp_path), revision="v1")
+    lora.save(model, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "v1")
+    assert lora.base_of(tmp_path / "adapter") == "org/model"
 
 
 def edited(folder: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> Path:

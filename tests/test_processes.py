@@ -174,6 +174,15 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.commands
+def test_a_process_that_has_used_jax_runs_alone() -> None:
+    """As in a notebook; one that a launcher has started fails, since its job has others."""
+    used = "import jax; jax.devices(); from nnxmoe.runtime import processes; processes.initialize()"
+    done = python("-c", used)
+    assert done.returncode == 0, done.stderr
+    assert "must be called before any JAX" in python("-c", used, OMPI_COMM_WORLD_SIZE="2").stderr
+
+
+@pytest.mark.commands
 def test_single_process(script: str) -> None:
     done = python(script, "nap")
     assert done.returncode == GAVE_UP and done.stdout.startswith("0 1 ")
