@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import nnxmoe
 from nnxmoe.cli.commands import sampling_of
@@ -152,3 +153,16 @@ def test_chat_and_serve_take_the_checkpoints_sampling(model: nnxmoe.CausalLM) ->
         engine.submit(plan.prompts[0], plan.wanted)
     model.generation_config = {"repetition_penalty": 1.2}
     assert default_sampling(model) == nnxmoe.Sampling(1.0, repetition_penalty=1.2)
+
+
+def test_fewest_tokens_with_dynamic_rotary_embeddings() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    fields = {"model_type": "llama", "vocab_size": 64, "max_position_embeddings": 16, "rope_parameters": rope} | small
+    model = nnxmoe.models.Llama(nnxmoe.models.config_from_hf(fields), rngs=nnx.Rngs(0))
+    end = int(nnxmoe.generate(model, [[1, 2, 3]], max_new_tokens=1, eos_token_id=None)[0, 3])
+    sampling = nnxmoe.Sampling(0.0, min_new_tokens=4)
+    made = nnxmoe.generate(model, [[1, 2, 3]], max_new_tokens=5, sampling=sampling, eos_token_id=end)[0, 3:]
+    assert end not in made[:4].tolist() and len(made) == 5
+    with pytest.raises(ValueError, match="generate one row at a time"):
+        nnxmoe.generate(model, [[1, 2], [3, 4]], max_new_tokens=5, sampling=sampling, eos_token_id=end)

@@ -50,7 +50,12 @@ def generate(
     warn_of_unused(model, sampling)
     wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, eos, seed)
     # Dynamic NTK scaling follows the longest row of the batch, which in transformers grows after its end: rows go on.
-    ends = set(eos) if isinstance(model.rope, DynamicRope) else set[int]()
+    ends = set(eos) if isinstance(model.rope, DynamicRope) and len(tokens) > 1 else set[int]()
+    if ends and sampling is not None and sampling.least(0):
+        raise ValueError(
+            f"{sampling}: with dynamic rotary embeddings rows go on after their ends, so min_new_tokens and min_length are "
+            "not supported for several rows: generate one row at a time"
+        )
     asked = dataclasses.replace(wanted, stop_ids=None) if ends else wanted
     with _requests(model, tokens, attention_mask, asked, draft) as (engine, requests):
         while not all(request.done or not ends.isdisjoint(request.ids) for request in requests):
