@@ -53,8 +53,8 @@ def generate(
     ends = set(eos) if isinstance(model.rope, DynamicRope) and len(tokens) > 1 else set[int]()
     if ends and sampling is not None and sampling.least(0):
         raise ValueError(
-            f"{sampling}: with dynamic rotary embeddings rows go on after their ends, so min_new_tokens and min_length are "
-            "not supported for several rows: generate one row at a time"
+            f"{sampling}: with dynamic rotary embeddings rows go on after their ends, so min_new_tokens and min_length "
+            "are not supported for several rows: generate one row at a time"
         )
     asked = dataclasses.replace(wanted, stop_ids=None) if ends else wanted
     with _requests(model, tokens, attention_mask, asked, draft) as (engine, requests):
