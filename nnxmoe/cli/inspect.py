@@ -11,9 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from nnxmoe.axes import RULES, AnyMesh, Rules, partition_spec
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.core.check import Faults
 from nnxmoe.convert.core.dtypes import natural_dtype
@@ -31,9 +29,7 @@ from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.mtp import has_mtp
 from nnxmoe.model.stack import UnrolledStack
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import HUB_IDS, HUB_NOTES, PRESETS, model_class, preset
-from nnxmoe.moe.router import RouterBias
 from nnxmoe.quantization.kernels import places, quantized_weights
 from nnxmoe.quantization.methods import Method, Mixed, refuse_both
 from nnxmoe.quantization.quantize import quantize_shapes
@@ -196,38 +192,6 @@ def _published(name: str | os.PathLike[str]) -> str:
     return ": ".join(filter(None, (HUB_IDS.get(key), HUB_NOTES.get(key))))
 
 
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Parameters of one name on a mesh: their number, the shape of each, and the bytes of all on one device."""
-
-    name: str
-    count: int
-    shape: tuple[int, ...]
-    spec: PartitionSpec
-    device_bytes: int
-
-
-def spread(
-    config: DecoderConfig, dtype: str, mesh: AnyMesh, rules: Rules = RULES, quantize: Method | Mixed | None = None
-) -> list[Spread]:
-    """The sharding of a model on a mesh. Raises ValueError for a parameter that the rules cannot split."""
-    model = model_class(config)(config, Strategy(rules=rules), rngs=None)
-    quantize_shapes(model, quantize, dtype, mesh)
-    found: dict[tuple[str, tuple[int, ...]], Spread] = {}
-    for parameter in parameters(model, codes=True):
-        key, shape = parameter.key, parameter.shape
-        try:
-            spec = partition_spec(parameter.axes, shape, mesh, rules)
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from None
-        fixed = isinstance(parameter.variable, RouterBias | QuantizedArray)
-        item = jnp.dtype(parameter.variable.dtype if fixed else dtype).itemsize
-        size = math.prod(NamedSharding(mesh, spec).shard_shape(shape)) * item
-        one = found.setdefault((key, shape), Spread(key, 0, shape, spec, 0))
-        found[key, shape] = dataclasses.replace(one, count=one.count + 1, device_bytes=one.device_bytes + size)
-    return list(found.values())
-
-
 def find(
     name: str | os.PathLike[str], revision: str | None, local_files_only: bool
 ) -> tuple[DecoderConfig, LazyArrays]:
@@ -265,7 +229,7 @@ def _checked(
     """The config as a load would have it, and the tensors; CheckpointError if their quantization is not supported."""
     config = _config(fields, where)
     tied = config.tie_word_embeddings and not untied(config, tensors)
-    arrays = arranged(model_class(config).hf_table, stored(tensors, fields, where, checkpoint))
+    arrays = arranged(model_class(config).hf_table, stored(dict(tensors), fields, where, checkpoint))
     return dataclasses.replace(config, tie_word_embeddings=tied), arrays
 
 

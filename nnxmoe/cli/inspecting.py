@@ -126,7 +126,7 @@ def _print_files(s: Any) -> None:
 
 def _spread(config: Any, dtype: str, mesh: Any, method: Any) -> list[str]:
     """One line a parameter: how many there are, of what shape, bytes of them on one device, and what splits them."""
-    from nnxmoe.cli.inspect import spread
+    from nnxmoe.cli.spread import spread
 
     parts = spread(config, dtype, mesh, quantize=method)
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
