@@ -306,12 +306,14 @@ def test_requests_are_logged(server: Running, caplog: pytest.LogCaptureFixture) 
     server.stream(CHATS, CHAT | {"max_tokens": 3, "min_tokens": 3})
     for path in ("/health", "/v1/%1b[2J", "/v1/models/other"):
         server.call(path)
-    server.until(lambda: len(caplog.messages) > 3)
-    first, second, *refused = caplog.messages
+    logged: Callable[[], list[str]] = lambda: [m for m in caplog.messages if m.startswith(("GET", "POST"))]  # noqa: E731
+    server.until(lambda: len(logged()) > 3)
+    first, second, *refused = logged()
     number = r"[0-9.]+"
     assert re.fullmatch(rf"POST /v1/completions 200, {number} s, \d+ \+ 6 tokens, {number} per second", first)
     assert re.fullmatch(rf"POST /v1/chat/completions 200, {number} s, \d+ \+ 3 tokens, {number} per second", second)
     assert [re.sub(r", .*", "", line) for line in refused] == ["GET /v1/\\x1b[2J 404", "GET /v1/models/other 404"]
+    assert ": there is no model 'other' here" in refused[1]
 
 
 def test_offsets_after_characters_of_several_tokens(server: Running, demo: Any) -> None:

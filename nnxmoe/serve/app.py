@@ -169,7 +169,7 @@ class Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         since, status = time.monotonic(), 499  # the client went away, if there is no other
-        scope = {**scope, "path": scope["path"].rstrip("/") or "/", COUNTS: [0, 0]}
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/", COUNTS: [0, 0, ""]}
 
         headers = dict(scope["headers"])
         body = _Body(receive, headers)
@@ -187,6 +187,7 @@ class Guard:
             await send(message)
 
         refused = self._refused(scope["path"], headers)
+        scope[COUNTS][2] = "" if refused is None else refused.why
         app = self._app if refused is None else _error(refused)
         try:
             await app(scope, body.receive, counted)
@@ -211,10 +212,11 @@ class Guard:
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
-    """One line: method, path, status, tokens of the prompts and new ones, seconds, and new tokens per second."""
-    given, made = scope[COUNTS]
+    """One line: method, path, status, seconds, tokens of the prompts and new ones, and why a request was refused."""
+    given, made, why = scope[COUNTS]
     tokens = f", {given} + {made} tokens, {made / seconds:.1f} per second" if given else ""
-    say("%s %s %d, %.3f s%s", scope["method"], plain(scope["path"]), status, seconds, tokens)
+    why = f": {plain(why)}" if why else ""
+    say("%s %s %d, %.3f s%s%s", scope["method"], plain(scope["path"]), status, seconds, tokens, why)
 
 
 def _error(refused: Refused) -> Response:
@@ -223,8 +225,9 @@ def _error(refused: Refused) -> Response:
     return json_response(refused.body(), refused.status, headers)
 
 
-async def _on_refused(_: Request, error: Exception) -> Response:
+async def _on_refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
+    request.scope[COUNTS][2] = error.why
     return _error(error)
 
 

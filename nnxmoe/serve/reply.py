@@ -22,7 +22,7 @@ from nnxmoe.serve.plan import Plan
 from nnxmoe.serve.settings import Refused, Settings, public
 
 logger = logging.getLogger("nnxmoe")
-COUNTS = "nnxmoe.counts"  # in a request's scope: the tokens of its prompts, and those made
+COUNTS = "nnxmoe.counts"  # in a request's scope: the tokens of its prompts, those made, and why it was refused
 LAST_WORDS = 1.0  # seconds to send an error into a stream whose reader may be stuck
 
 
@@ -132,7 +132,7 @@ class Reply(Response):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
             if self._run is not None:
-                scope[COUNTS][:] = sum(map(len, self._plan.prompts)), self._run.made
+                scope[COUNTS][:2] = sum(map(len, self._plan.prompts)), self._run.made
             self._service.metrics.seconds.add(time.monotonic() - self._since)
         if work in done:
             try:
