@@ -272,6 +272,7 @@ def test_null_fields() -> None:
             read("llama", **{name: None})
 
 
+@pytest.mark.wrong_types
 def test_token_ids() -> None:
     """Ids of no token are reported, as transformers warns; a pad id beyond the vocabulary is refused, as it does."""
     assert read("llama", eos_token_id=[7, 9]).eos_token_id == (7, 9)
