@@ -64,6 +64,6 @@ else:
 
         return sorted(name for name in vars(nnxmoe.api) if not name.startswith("_") and name != "nnxmoe")
 
-    _DESCRIPTION = __doc__.split("\n\nThe public names")[0]
+    _DESCRIPTION = str(__doc__).split("\n\nThe public names")[0]
     del __doc__
     _sys.modules[__name__].__class__ = _Package

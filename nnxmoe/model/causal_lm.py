@@ -204,7 +204,7 @@ class CausalLM(Decoder):
         lengths = lengths_after(ids, attention_mask, cache)
         if lengths is not None and positions is None and not isinstance(ids, Tracer):
             self.warn_beyond_positions(int(lengths.max()))
-        arrays = (attention_mask, positions, segment_ids, cache)
+        arrays: tuple[Any, ...] = (attention_mask, positions, segment_ids, cache)
         fresh = cache is not None and cache.known_length == 0 and np.shape(ids)[1] > 1  # one token: as any step
         structure, leaves = split_once(self)
         if are_arrays((leaves, ids, arrays, key)):
@@ -223,7 +223,8 @@ class CausalLM(Decoder):
                 out.cache.remember(lengths)
             return out if size == length else cut(out, length, attention_mask is None)
         refuse_shapes(leaves)
-        return super().__call__(ids, *arrays, return_routing, return_hidden, key, fresh=fresh)
+        traced: Any = super().__call__
+        return traced(ids, *arrays, return_routing, return_hidden, key, fresh=fresh)
 
     def warn_beyond_positions(self, tokens: int) -> None:
         """Logs a warning, once per model, about rows of more tokens than ``max_position_embeddings``."""

@@ -50,7 +50,8 @@ def announced(message: str) -> Iterator[list[str]]:
     JAX reports a miss before it compiles only to its logger, at level DEBUG, which is enabled for this block alone.
     Without a compilation cache the message comes at once.
     """
-    if not jax.config.jax_enable_compilation_cache or jax.config.jax_compilation_cache_dir is None:
+    settings: Any = jax.config
+    if not settings.jax_enable_compilation_cache or settings.jax_compilation_cache_dir is None:
         say("%s", message)
         yield [message]
         return
