@@ -27,7 +27,7 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
     Programs depend on the shapes, the versions of jax and XLA, and the machine. The command line calls this.
 
         nnxmoe.compile_cache()
-        model = nnxmoe.from_pretrained("models/demo")
+        model = nnxmoe.from_pretrained("demo")
     """
     if (given := getattr(jax.config, "jax_compilation_cache_dir", None)) is not None:
         return Path(given)
