@@ -274,6 +274,7 @@ def test_arrays_and_compressed_files(tmp_path: Path) -> None:
         ("a.json", b"[]", "is empty"),
         ("a.json", b'[{"text": "a"}', r"a\.json is not valid JSON"),
         ("a.txt", b"Once upon a time\n", r"a\.txt is plain text: write JSON lines such as"),
+        ("a.csv", b"text\nOnce\n", r"a\.csv is a table: write JSON lines such as"),
         ("a.parquet", b"PAR1\x00", "is a Parquet file: convert it"),
     ):
         (tmp_path / name).write_bytes(content)

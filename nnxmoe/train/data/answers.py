@@ -36,7 +36,7 @@ def chat_tokens(
     TokenizerError if no answer can be located.
     """
     chat = plain_messages(messages)
-    given = {"tools": list(tools)} if tools else {}
+    given: dict[str, Any] = {"tools": list(tools)} if tools else {}
     whole = tokenizer.render_chat(chat, add_generation_prompt=False, **given)
     rendered = _RenderedChat(tokenizer, chat, whole.text, given)
     turns = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]

@@ -94,8 +94,9 @@ def _as_lines(path: Path) -> tuple[Path, str] | None:
             file.seek(0)
             if head[:1] == b"[" and head[1:].lstrip()[:1] in (b"{", b"]"):
                 return _written(json.dumps(one).encode() + b"\n" for one in _array(path, file.read())), "item"
-            if head and head[:1] not in b"{[" and path.suffix in (".txt", ".md"):
-                raise DataError(f'{path} is plain text: write JSON lines such as {{"text": "…"}}, one per document')
+            if head and head[:1] not in b"{[" and path.suffix in (".txt", ".md", ".csv", ".tsv"):
+                kind = "a table" if path.suffix in (".csv", ".tsv") else "plain text"
+                raise DataError(f'{path} is {kind}: write JSON lines such as {{"text": "…"}}, one per document')
             return (_written(iter(lambda: file.read(1 << 20), b"")), "line") if opened is gzip.open else None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: {error}; the file is damaged: download it again") from error
