@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -320,6 +322,19 @@ def test_adapter_beside_a_model_is_reported(tmp_path: Path, caplog: pytest.LogCa
     (folder / "adapter_config.json").write_text("{}")
     (note,) = nnxmoe.from_pretrained(folder).load_report.notes
     assert "nnxmoe.train.lora.load(model, folder)" in note and caplog.text.count(note) == 1
+
+
+@pytest.mark.commands
+def test_commands_and_scripts_warn_once(tmp_path: Path) -> None:
+    demo = Path(nnxmoe.__file__).parent / "models" / "demo"
+    folder = shutil.copytree(demo, tmp_path / "m")
+    save_file(
+        load_file(demo / "model.safetensors") | {"model.odd": np.ones(3, np.float32)}, folder / "model.safetensors"
+    )
+    script = "import sys, nnxmoe; nnxmoe.from_pretrained(sys.argv[1])"
+    for line in (["-m", "nnxmoe", "generate", folder, "hi", "--max-new-tokens", "1"], ["-c", script, folder]):
+        run = subprocess.run([sys.executable, *map(str, line)], capture_output=True, text=True, check=True)
+        assert run.stderr.count("model.odd") == 1 and "model.odd" not in run.stdout
 
 
 def test_saved_models_load_again_bit_for_bit(tmp_path: Path) -> None:
