@@ -568,6 +568,11 @@ def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
     assert [line.number for line in found] == [1, 2, 4]
     (tmp_path / "prompts.txt").write_text("{a text\n")
     assert prompts.read(str(tmp_path / "prompts.txt")) == [prompts.Line("{a text", 1, {})]
+    file.write_text('[{"prompt": "a"},\n {"prompt": "b", "id": 7}]')
+    assert prompts.read(str(file)) == [prompts.Line("a", 1, {}), prompts.Line("b", 2, {"id": 7})]
+    file.write_text('[{"prompt": "a"}, 7]')
+    with pytest.raises(ValueError, match=r"prompts: an item of the array must be an object, got 7"):
+        prompts.read(str(file))
 
 
 def test_prompts_keep_their_own_fields(

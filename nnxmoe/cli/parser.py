@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if options.debug:
             raise
-        message = as_typed(" ".join(str(error).split()) or type(error).__name__, options.flags)
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        message = as_typed(" ".join(why.split()) or type(error).__name__, options.flags)
         print(f"nnxmoe: error: {message}", file=sys.stderr)
         return 1
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,9 +28,12 @@ class Line(NamedTuple):
 
 def read(path: str) -> list[Line]:
     """The prompts of a file, or of stdin for "-": one per line, as text, or as a JSON object with "prompt" (text or
-    ids) or "messages" (a chat). In a file named .txt every line is text. Raises ValueError that names the line."""
+    ids) or "messages" (a chat), or a JSON array of such objects. In a file named .txt every line is text. Raises
+    ValueError that names the line."""
     text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     plain, found = path.endswith(".txt"), list[Line]()
+    if not plain and re.match(r"\s*\[\s*\{", text):
+        text = _lines_of_array(text, path)
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split within a JSON string
         if line.strip():
             line = line.rstrip("\r")
@@ -38,6 +42,17 @@ def read(path: str) -> list[Line]:
     if lost := sorted({name for one in found for name in one.fields.keys() & set(OUTPUT)}):
         logger.warning("%s: the output has its own fields %s, which replace those of the prompts", path, lost)
     return found
+
+
+def _lines_of_array(text: str, path: str) -> str:
+    """The objects of a JSON array, one per line."""
+    try:
+        found = json.loads(text)
+        if wrong := [one for one in found if not isinstance(one, dict)]:
+            raise ValueError(f"{path}: an item of the array must be an object, got {wrong[0]!r:.60}")
+        return "\n".join(map(json.dumps, found))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} begins with [{{ and is not JSON ({error}); if it is text, name it .txt") from None
 
 
 def _record(line: str, number: int, path: str) -> Line:
