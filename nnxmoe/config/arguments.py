@@ -38,15 +38,19 @@ _HINTS = {
 }
 
 
+class UnknownArgument(TypeError, ValueError):
+    """Raised for an argument of transformers: a TypeError as Python's own, a ValueError as all errors here."""
+
+
 def answers_transformers(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose TypeError for an argument of transformers names what to give instead."""
+    """A function whose error for an argument of transformers names what to give instead."""
     known = set(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in known and name in _HINTS:
-                raise TypeError(f"{function.__name__}() has no argument {name!r}: {_HINTS[name]}")
+                raise UnknownArgument(f"{function.__name__}() has no argument {name!r}: {_HINTS[name]}")
         return function(*args, **kwargs)
 
     return call
