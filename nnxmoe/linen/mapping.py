@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -120,4 +121,4 @@ def general_name(name: str) -> tuple[str, int | None]:
 def splits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Whether one shape only splits or merges neighbouring dimensions of the other, so that no number moves."""
     one, other = (set(itertools.accumulate(s, lambda a, b: a * b)) for s in (shape, wanted))
-    return np.prod(shape) == np.prod(wanted) and (one <= other or other <= one)
+    return math.prod(shape) == math.prod(wanted) and (one <= other or other <= one)
