@@ -231,12 +231,9 @@ class CausalLM(Decoder):
         limit = self.config.max_position_embeddings
         if tokens > limit and self not in _warned:
             _warned.add(self)
-            logger.warning(
-                "a row of up to %d tokens is longer than the %d positions that this model was made for "
-                "(max_position_embeddings): its output may be poor from there on",
-                tokens,
-                limit,
-            )
+            text = "a row of up to %d tokens is longer than the %d positions that this model was made for "
+            text += "(max_position_embeddings): its output may be poor from there on"
+            logger.warning(text, tokens, limit)
 
 
 # Models whose rows were once longer than their positions.
