@@ -440,7 +440,7 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("fp8 block null", DEEPSEEK, field("weight_block_size", None), r"has shape \[4, 2\]"),
     ("fp8 block zero", DEEPSEEK, field("weight_block_size", [0, 32]), "two positive integers"),
     ("fp8 fmt", DEEPSEEK, field("fmt", "e5m2"), "fmt 'e5m2' is not supported"),
-    ("fp8 without method", DEEPSEEK, field("quant_method", None), "method None is not supported"),
+    ("fp8 without method", DEEPSEEK, field("quant_method", None), "lacks quant_method"),
     ("a method that is a list", DEEPSEEK, field("quant_method", ["fp8"]), "method .* is not supported"),
     ("unknown method", DEEPSEEK, field("quant_method", "hqq"), "method 'hqq' is not supported"),
     ("another method", DEEPSEEK, field("quant_method", "awq"), "is FP8, but config.json says quant_method 'awq'"),

@@ -109,7 +109,7 @@ def restore(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
     faults, report = judge(model.config, leaves, arrays, report)
     misfit = f"{report.source}: the tensors do not fit config.json ({model.config.model_type})"
     remedy = "\nCheck that config.json belongs to these files and that all of them are here."
-    refuse(faults, leaves, report, misfit, remedy)
+    refuse(faults, leaves, report, misfit, remedy if faults.missing else "")
     fill(model, leaves, arrays, dtype, report)
 
 
