@@ -212,7 +212,8 @@ def test_chats_are_rendered_by_the_template(server: Running, demo: Any) -> None:
 COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"model": "gpt-4"}, 404, "model", "'tiny'"),
     ({"tools": [{}]}, 400, "tools", "not supported"),
-    ({"foo": 1}, 400, "foo", "unknown field"),
+    ({"foo": 1}, 400, "foo", "foo is not a field of this API: leave it out"),
+    ({"temprature": 1}, 400, "temprature", "did you mean temperature?"),
     ({"stream_options": {"foo": 1}, "stream": True}, 400, "foo", "unknown field"),
     ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "repetition_penalty"),
     ({"suffix": "x"}, 400, "suffix", "not supported"),
@@ -225,7 +226,7 @@ COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"n": True}, 400, "n", "int"),
     ({"n": 17}, 400, "n", "16"),
     ({"max_tokens": -1}, 400, "max_tokens", ">= 0"),
-    ({"max_tokens": 1000}, 400, "max_tokens", "256 of a slot"),
+    ({"max_tokens": 1000}, 400, "max_tokens", "exceed 256 tokens per row"),
     ({"min_tokens": 7}, 400, "min_tokens", "more than"),
     ({"logprobs": 6}, 400, "logprobs", "5"),
     ({"prompt": ""}, 400, "prompt", "empty"),

@@ -1,6 +1,7 @@
 """A model's sizes and memory, from its config and the headers of its files alone."""
 
 import dataclasses
+import difflib
 import math
 import os
 from collections import Counter
@@ -215,7 +216,11 @@ def find(
     try:
         fields, headers = hub_headers(str(name), revision=revision, local_files_only=local_files_only)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} (presets, which need no files: {', '.join(PRESETS)})") from None
+        near = difflib.get_close_matches(str(name).lower(), PRESETS, 3)
+        presets = (
+            f"did you mean {' or '.join(near)}?" if near else f"presets, which need no files: {', '.join(PRESETS)}"
+        )
+        raise CheckpointError(f"{error} ({presets})") from None
     tensors = {n: TensorInfo(n, Path(), dtype, shape, 0, 0) for n, (dtype, shape) in headers.items()}
     return _checked(fields, tensors, where)
 

@@ -81,14 +81,14 @@ def _print_sizes(s: Any, batch: int, context: int) -> None:
     need = s.needed(batch, context)
     print(
         f"per token   {bytes_text(s.active_bytes)} of weights are read at batch 1, "
-        f"and {count_text(2 * s.active)} operations are made"
+        f"and {count_text(2 * s.active)} floating-point operations are computed"
     )
     buffers = batch * context * s.buffer_token
     sizes = {f"{gib} GiB": gib * 2**30 for gib in (16, 24, 48)} | {
         name: TABLE[name.lower()].memory for name in ("H100", "H200")
     }
     room = ", ".join(f"{name} {'yes' if need + buffers <= size else 'no'}" for name, size in sizes.items())
-    print(f"one GPU     {room}; with about {bytes_text(buffers)} of buffers for a prompt of that length")
+    print(f"one GPU     {room}; with about {bytes_text(buffers)} of buffers for a prompt of {context} tokens")
     if len(s.weights) > 1:
         print("weights     " + ", ".join(f"{kind} {bytes_text(size)}" for kind, size in s.weights.items()))
     if s.published:

@@ -119,10 +119,9 @@ class Planner:
             if not ids:
                 raise Refused(400, "the prompt is empty: it needs at least one token", "prompt")
             if len(ids) + most > self.capacity:
-                why = f"{len(ids)} tokens of prompt and {most} of max_tokens exceed the {self.capacity} of a slot"
-                raise Refused(
-                    400, f"{why}: shorten the prompt, or ask for fewer", "max_tokens", "context_length_exceeded"
-                )
+                why = f"the prompt ({len(ids)} tokens) and max_tokens ({most}) exceed {self.capacity} tokens per row"
+                why += ": shorten the prompt, lower max_tokens, or start the server with a larger --capacity"
+                raise Refused(400, why, "max_tokens", "context_length_exceeded")
         self._refuse_ids("logit_bias", biases)
         texts, ids = split_stops(self._stops(request.stop), self.tokenizer)
         stop_ids, seed = (*self.stop_ids, *ids), request.seed or 0

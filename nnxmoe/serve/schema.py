@@ -1,6 +1,7 @@
 """Request bodies, after the OpenAI API. Unknown fields, wrong types and values out of range are refused by name; null
 counts as left out, as do values that ask for nothing (`NEUTRAL`) and labels without effect on an answer (`LABELS`)."""
 
+import difflib
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -118,7 +119,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
         found = msgspec.json.decode(body)
         request = msgspec.convert(_asked(found) if isinstance(found, dict) else found, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise Refused(400, str(error), _field(str(error))) from None
+        raise _refused(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from None
     except RecursionError:
@@ -156,6 +157,15 @@ def _refuse_combinations(request: Options) -> None:
             raise Refused(400, "echo is not supported with stream: leave one of them out", "echo")
     if request.stream_options is not None and request.stream_options.include_usage and not request.stream:
         raise Refused(400, "stream_options needs stream: true", "stream_options")
+
+
+def _refused(message: str, kind: type[Options]) -> Refused:
+    """The error of a request, after that of msgspec. An unknown field is answered with the nearest known one."""
+    if found := re.search(r"unknown field `(\w+)`(?! - at)", message):
+        near = difflib.get_close_matches(found[1], [*kind.__struct_fields__, *NEUTRAL, *LABELS], 1)
+        message = f"{found[1]} is not a field of this API: " + (f"did you mean {near[0]}?" if near else "leave it out")
+        return Refused(400, message, found[1])
+    return Refused(400, message, _field(message))
 
 
 def _field(message: str) -> str | None:

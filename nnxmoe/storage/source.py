@@ -89,7 +89,8 @@ def _adapter_in(folder: Path) -> str | None:
     if not os.path.lexists(folder / _ADAPTER):
         return None
     base = read_object(folder / _ADAPTER, "fetch it again", CheckpointError).get("base_model_name_or_path")
-    return f"it holds an adapter of {short(base)}: load that model, and {_TO_ADAPT}"
+    model = short(base) if base else "a model that it does not name"
+    return f"it holds an adapter of {model}: load that model, and {_TO_ADAPT}"
 
 
 def has_weights(folder: Path) -> bool:

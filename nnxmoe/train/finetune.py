@@ -136,7 +136,7 @@ def finetune(
     """
     folder = absolute(out)
     if from_first(lambda: _look(folder, task)) == "done":
-        say("%s: this task is already finished; more steps extend it", folder)
+        say("%s: this run is already finished; more steps extend it", folder)
         return None
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
     tokenizer = Tokenizer.from_pretrained(task.model, **hub)
@@ -220,6 +220,9 @@ def _look(folder: Path, task: Finetune) -> str:
     longer = all(type(old) is type(new) and (old is None or new >= old) for old, new in lengths)
     same = _LENGTHS if longer else ()
     if odd := [name for name in asked.keys() | found.keys() if name not in same and asked.get(name) != found.get(name)]:
+        if set(odd) <= {*_LENGTHS}:
+            name, old = next((name, found.get(name)) for name in odd if found.get(name) is not None)
+            raise CheckpointError(f"{folder} holds a run of {old} {name}: give as many {name} or more, or a new folder")
         what = "; ".join(f"{name} was {short(found.get(name))}, is {short(asked.get(name))}" for name in sorted(odd))
         raise CheckpointError(f"{folder} holds another run ({what}): use the same command line, or a new folder")
     extended = any(old != new for old, new in lengths)
