@@ -223,6 +223,18 @@ def test_programs_are_few_and_no_slot_is_lost() -> None:
     _storm(1500)
 
 
+def test_two_slots_are_warm_for_two_prompts() -> None:
+    engine = Engine(tiny(), slots=2, capacity=CAPACITY)
+    engine.warm_up()
+
+    def both() -> None:
+        for prompt in prompts(2, seed=4):
+            engine.submit(prompt, Wanted(4))
+        engine.run()
+
+    assert compiled_in(both) == 0
+
+
 @pytest.mark.slow
 def test_programs_are_few_and_no_slot_is_lost_for_long() -> None:
     _storm(10_000)

@@ -223,7 +223,8 @@ class Engine:
         for length in (1, SMALL + 1, MOST_SMALL * SMALL + 1, LARGE + 1):
             if length + most.max_new_tokens <= room:
                 for count in (1, self.slots):
-                    occupied = [self.submit([0], most)] if count > 1 else []
+                    # One row is running while others are read, if that leaves more than one slot.
+                    occupied = [self.submit([0], most)] if count > 2 else []
                     while any(request.steps == 0 for request in occupied):
                         self.step()
                     for _ in range(count):
