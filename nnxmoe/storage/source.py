@@ -168,7 +168,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
                 f"{index}: weight_map[{short(name)}] is {short(value)}: only .safetensors files are read; "
                 "convert the checkpoint to safetensors"
             )
-    return weight_map
+    return {name: Path(value).as_posix() for name, value in weight_map.items()}
 
 
 def _is_plain_name(value: str) -> bool:

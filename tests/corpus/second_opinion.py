@@ -51,14 +51,20 @@ def sound_container(data: bytes) -> bool:
 
 
 def sound_index(folder: str, index: Any, holds: dict[str, set[str]]) -> bool:
-    """An index that names, for every tensor, a safetensors file right in the folder that holds it."""
+    """An index that names safetensors files in the folder or below it. A tensor that a listed file holds must be in the
+    one that is named for it."""
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         return False
+    places = {}
     for tensor, file in weight_map.items():
-        if type(file) is not str or file not in os.listdir(folder) or tensor not in holds.get(file, ()):
+        if type(file) is not str or not file.endswith(".safetensors") or file[0] == "/" or ".." in file.split("/"):
             return False
-    return True
+        if "\0" in file or not os.path.isfile(os.path.join(folder, file)):
+            return False
+        places[tensor] = os.path.normpath(file)
+    held = set().union(*(holds[file] for file in places.values()))
+    return all(tensor in holds[file] for tensor, file in places.items() if tensor in held)
 
 
 def sound_config(fields: dict[str, Any]) -> bool:
