@@ -77,7 +77,13 @@ def watch(folder: Path, what: str) -> tuple[list[str], str]:
     "family", [pytest.param(name, marks=[] if name == "mixtral" else pytest.mark.commands) for name in FAMILIES]
 )
 def test_hostile_folder_loads_without_running_its_code(tmp_path: Path, family: str) -> None:
+    """With auto_map the unknown fields are refused, since the code that it names may read them."""
     folder = hostile(tmp_path / "model", family)
+    forbidden, answer = watch(folder, "use")
+    assert forbidden == [] and "auto_map names code of the repository's own" in answer
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["auto_map"]
+    (folder / "config.json").write_text(json.dumps(fields))
     assert watch(folder, "use") == ([], "loaded, saved, template refused")
     assert not (folder / "MARK").exists()
 
