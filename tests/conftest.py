@@ -47,13 +47,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "wrong_types: passes wrong types; skipped where annotations are checked")
     if hasattr(config, "workerinput"):
+        config.option.sets = config.workerinput["sets"]
         return
-    # The main process only, before workers start, which get its options.
     if config.option.sets is None:
         config.option.sets = SETS if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
     if PROGRAMS.is_dir():
         if sum(file.stat().st_size for file in PROGRAMS.iterdir()) > PROGRAMS_LIMIT:
             shutil.rmtree(PROGRAMS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker, whose command line names the folder of the tests, how many sets the main process takes."""
+    node.workerinput["sets"] = node.config.option.sets
 
 
 def pytest_collection_finish() -> None:

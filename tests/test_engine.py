@@ -582,7 +582,7 @@ def test_complete_yields_samples_in_order() -> None:
     options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": None, "sampling": WILD, "n": 2, "logprobs": 0}
     all_ = list(complete(model, given, slots=3, seed=[4, 5, 6, 7, 8], **options))
     assert [(c.prompt, c.sample) for c in all_] == [(p, s) for p in range(5) for s in range(2)]
-    assert all(c.text is None and c.finish == "length" and len(c.ids) == len(c.logprobs) == 6 for c in all_)
+    assert all(c.text == "" and c.finish == "length" and len(c.ids) == len(c.logprobs) == 6 for c in all_)
     for c in all_[2:4]:
         same = list(complete(model, [given[1]], slots=1, seed=5, **options))[c.sample]
         assert (same.ids, same.prompt_ids) == (c.ids, c.prompt_ids)

@@ -56,12 +56,12 @@ def layers(model: Any) -> Iterator[Any]:
 
 
 def moes(model: Any) -> Iterator[Any]:
-    return (layer.moe for layer in layers(model) if isinstance(layer.moe, MoE))
+    return (layer.feed_forward for layer in layers(model) if isinstance(layer.feed_forward, MoE))
 
 
 def swap_gate_and_up(model: Any, patch: pytest.MonkeyPatch) -> None:
     for layer in layers(model):
-        part = layer.moe.experts if isinstance(layer.moe, MoE) else layer.feed_forward
+        part = layer.feed_forward.experts if isinstance(layer.feed_forward, MoE) else layer.feed_forward
         part.gate, part.up = part.up, part.gate
 
 
