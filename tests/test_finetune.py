@@ -158,7 +158,7 @@ def test_a_finished_run_is_extended(tmp_path: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     for length in (["--epochs", "1"], ["--steps", "50"]):
         assert cli.main([*line, *length]) == 1
-        assert "epochs was 2, is " in capsys.readouterr().err
+        assert "holds a run of 2 epochs: give as many" in capsys.readouterr().err
 
 
 def test_invalid_commands_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
