@@ -311,40 +311,6 @@ def test_preference_loss_with_the_base_model_as_reference() -> None:
     np.testing.assert_array_equal(lora.without(done.model)(batch["liked"]).logits, before)
 
 
-@pytest.mark.program
-@pytest.mark.slow
-def test_second_fit_of_an_equal_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither the step nor anything small, for new objects that are equal; another optimizer does compile."""
-    compiled: list[str] = []
-
-    def listen(name: str, _: float, **more: Any) -> None:
-        if "backend_compile" in name:
-            compiled.append(str(more.get("fun_name")))
-
-    def go(rate: float) -> Any:
-        batch = {"tokens": random_tokens(2, 7)}
-        optimizer = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(rate, 0.0, 9))
-        model = build_tiny("mixtral", PLAIN)
-        compiled.clear()
-        return fit(model, [batch], optimizer=optimizer, steps=3, evaluate=[batch])
-
-    with caplog.at_level("INFO", logger="nnxmoe"):
-        first = go(1e-2)
-        told = [record.message for record in caplog.records if record.message.startswith("compiling")]
-        assert told in (["compiling the training step", "compiling the evaluation"], [])
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
-            second = go(1e-2)
-            assert compiled == []
-            go(2e-2)
-            assert any("_step" in name for name in compiled)
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
-    same_bits(first, second)
-    assert first.history[0]["learning_rate"] == pytest.approx(1e-2)
-    assert first.history[1]["learning_rate"] < first.history[0]["learning_rate"]
-
-
 def test_non_finite_gradients_raise_with_the_parameter_name(tmp_path: Path) -> None:
     model = build_tiny("llama", PLAIN)
 

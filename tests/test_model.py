@@ -378,8 +378,12 @@ def test_load_reports_compare_without_timings() -> None:
 def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deeper model compiles nothing but what sums up its layers' drops; its results are those of one program."""
     monkeypatch.setattr(by_run, "MOST_LAYERS", 1)
-    by_run._plan.cache_clear()
-    shallow, deep = (build_tiny("deepseek_v3", nnxmoe.Strategy(), num_hidden_layers=count) for count in (3, 5))
+    by_run.run_plan.cache_clear()
+
+    def build(layers: int) -> nnxmoe.CausalLM:
+        return build_tiny("deepseek_v3", nnxmoe.Strategy(), num_hidden_layers=layers)
+
+    shallow, deep = build(3), build(5)
     tokens = random_tokens(1, 64)
 
     def results(model: nnxmoe.CausalLM) -> tuple[Any, np.ndarray]:
@@ -393,9 +397,9 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     for module in (causal_lm, passes):
         monkeypatch.setattr(module, "pays", lambda _: False)
     monkeypatch.setattr(by_run, "pays", lambda _: True)
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(results(deep)), strict=True):
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(results(build(5))), strict=True):
         assert max_error(one, other) < 1e-5
-    by_run._plan.cache_clear()
+    by_run.run_plan.cache_clear()
 
 
 @pytest.mark.slow
@@ -403,15 +407,16 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_runs_of_layers_have_their_own_jitter_and_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several layers per call: each has its own random key, its cache, and the last one alone skips tokens."""
     monkeypatch.setattr(by_run, "MOST_LAYERS", 2)
-    by_run._plan.cache_clear()
-    model = build_tiny("mixtral", nnxmoe.Strategy(), num_hidden_layers=5, router_jitter_noise=0.5, sliding_window=9)
+    by_run.run_plan.cache_clear()
+    fields = {"num_hidden_layers": 5, "router_jitter_noise": 0.5, "sliding_window": 9}
     tokens, key, found = random_tokens(2, 64), jax.random.key(5), []
     for whole in (True, False):
         for module in (causal_lm, passes):
             monkeypatch.setattr(module, "pays", lambda _, whole=whole: not whole)
+        model = build_tiny("mixtral", nnxmoe.Strategy(), **fields)  # a model keeps its compiled functions
         logits = model(tokens, key=key).logits
         found.append((logits, nnxmoe.generate(model, tokens, max_new_tokens=4, eos_token_id=None)))
     for one, other in zip(*found, strict=True):
         assert max_error(one, other) < 1e-5
     assert max_error(found[0][0], model(tokens).logits) > 1e-3, "there is jitter"
-    by_run._plan.cache_clear()
+    by_run.run_plan.cache_clear()
