@@ -449,7 +449,7 @@ def test_drafts_of_models_change_nothing() -> None:
     model, limits = with_mtp(), Limits(stops=1, top=0)
     jobs = []
     for i, prompt in enumerate(prompts(5, seed=5, longest=16)):
-        jobs.append((prompt, Wanted(17, 0, [None, WILD][i % 2], seed=i, logprobs=0)))
+        jobs.append((prompt, Wanted(17, 0, [None, WILD][i % 2], stop_ids=None, seed=i, logprobs=0)))
 
     def results(draft: Any) -> list[Request]:
         return run(Engine(model, slots=3, capacity=120, limits=limits, draft=draft), jobs)
