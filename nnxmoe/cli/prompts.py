@@ -13,6 +13,7 @@ from tqdm import tqdm  # see runtime.progress
 
 import nnxmoe
 from nnxmoe.cli import drafts
+from nnxmoe.generation.complete import StoppedText
 from nnxmoe.runtime.progress import logger, say
 
 OUTPUT = ("prompt", "line", "text", "finish_reason", "ids", "sample", "logprobs", "top_logprobs")
@@ -112,27 +113,25 @@ def _fields(one: nnxmoe.Completion, line: Line, tokenizer: Any, options: argpars
 
 
 class Until(Iterator[str]):
-    """Pieces of text up to the first of the strings ``stops``; the possible beginning of one is held back. ``stopped``:
-    whether there was one."""
+    """Pieces of text up to the first of the strings ``stops``. ``stopped``: whether there was one."""
 
     def __init__(self, pieces: Iterable[str], stops: Sequence[str]):
-        self.stopped, self._pieces = False, self._cut(pieces, stops)
+        self._text = StoppedText(stops)
+        self._pieces = self._cut(pieces)
+
+    @property
+    def stopped(self) -> bool:
+        return self._text.stopped
 
     def __next__(self) -> str:
         return next(self._pieces)
 
-    def _cut(self, pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-        held = ""
+    def _cut(self, pieces: Iterable[str]) -> Iterator[str]:
         for piece in pieces:
-            held += piece
-            if found := [at for stop in stops if (at := held.find(stop)) >= 0]:
-                self.stopped = True
-                yield held[: min(found)]
+            yield self._text.add(piece)
+            if self.stopped:
                 return
-            keep = max((n for stop in stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
-            yield held[: len(held) - keep]
-            held = held[len(held) - keep :]
-        yield held
+        yield self._text.rest()
 
 
 class Speed:

@@ -47,30 +47,19 @@ class Completion:
     accepted: Mapping[int, int]
 
 
-class Continuation:
-    """The text of new ids as they come, cut before the first stop string. ``stopped``: whether there was one.
+class StoppedText:
+    """A text that comes in pieces, cut before the first stop string. ``stopped``: whether there was one.
 
     What may be the beginning of a stop string is held back until more is known.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], context: Sequence[int]):
-        self._stream, self._stop = TextStream(tokenizer, context=context), tuple(stop)
-        self._held, self.text, self.stopped = "", "", False
+    def __init__(self, stop: Sequence[str]):
+        self._stop, self._held, self.text, self.stopped = tuple(stop), "", "", False
 
-    def put(self, token: int) -> str:
-        """The text that is certain after this id; empty once it was stopped."""
-        return "" if self.stopped else self._release(self._stream.put(token))
-
-    def end(self) -> str:
-        """The text held back at the end of the ids."""
+    def add(self, piece: str) -> str:
+        """The text that is certain after this piece; empty once it was stopped."""
         if self.stopped:
             return ""
-        piece = self._release(self._stream.end())
-        rest = "" if self.stopped else self._held
-        self._held, self.text = "", self.text + rest
-        return piece + rest
-
-    def _release(self, piece: str) -> str:
         text = self._held + piece
         found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
@@ -81,6 +70,28 @@ class Continuation:
         text, self._held = text[:keep], text[keep:]
         self.text += text
         return text
+
+    def rest(self) -> str:
+        """The text held back at the end; empty if it was stopped."""
+        rest, self._held = "" if self.stopped else self._held, ""
+        self.text += rest
+        return rest
+
+
+class Continuation(StoppedText):
+    """The text of new ids as they come, cut before the first stop string."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], context: Sequence[int]):
+        super().__init__(stop)
+        self._stream = TextStream(tokenizer, context=context)
+
+    def put(self, token: int) -> str:
+        """The text that is certain after this id; empty once it was stopped."""
+        return "" if self.stopped else self.add(self._stream.put(token))
+
+    def end(self) -> str:
+        """The text held back at the end of the ids."""
+        return "" if self.stopped else self.add(self._stream.end()) + self.rest()
 
 
 @answers_transformers

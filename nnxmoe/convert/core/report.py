@@ -57,12 +57,9 @@ class LoadReport:
         found = list(self.notes)
         if self.unexpected:
             count, names = len(self.unexpected), some(list(self.unexpected), 5)
-            were = (
-                "1 tensor belongs to no parameter of the model and was"
-                if count == 1
-                else (f"{count} tensors belong to no parameter of the model and were")
-            )
-            found.insert(0, f"{were} not read: {names}")
+            what = "1 tensor belongs" if count == 1 else f"{count} tensors belong"
+            was = "was" if count == 1 else "were"
+            found.insert(0, f"{what} to no parameter of the model and {was} not read: {names}")
         if self.nonfinite:
             count, names = sum(self.nonfinite.values()), sorted(self.nonfinite)
             found.append(f"{count} values of {len(names)} tensors are NaN or infinite: {some(names, 5)}")

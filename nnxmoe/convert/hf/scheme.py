@@ -53,10 +53,9 @@ class Scheme:
     def check_use(self, count: int) -> None:
         """Raises CheckpointError if the settings are for quantised weights and there are none."""
         blocks = self.method == "fp8" and self.block() is not None
-        none = self.fields.get("format") == "dense" or self.fields.get(
-            "dynamic"
-        )  # the latter may leave out all modules
-        if self.method and not count and not blocks and not none:
+        dense = self.fields.get("format") == "dense"
+        excluded = bool(self.fields.get("dynamic"))  # which may leave out all modules
+        if self.method and not (count or blocks or dense or excluded):
             lacks = " without weight_block_size" if self.method == "fp8" else ""
             raise CheckpointError(
                 f"{self.where} says quant_method {self.method!r}{lacks}, but no tensor holds quantised weights: check "
