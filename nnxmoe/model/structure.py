@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array
 
 from nnxmoe.model.decoder import PARTS, Decoder, decoder_of
 
@@ -38,8 +37,9 @@ class Structure:
         self._metadata = [one.get_metadata() for one in variables]
         self._values = jax.tree.structure([one.get_raw_value() for one in variables])
 
-    def arrays(self) -> list[Array] | None:
-        """The values of the parameters, flat; None if the structure of the model is no longer this one."""
+    def arrays(self) -> list[Any] | None:
+        """The values of the parameters, flat, or their shapes if it has no values; None if the structure of the model
+        is no longer this one."""
         if not self._watched or not self._unchanged():
             return None
         variables = [getattr(module(), name) for module, name in self._places]
@@ -91,8 +91,9 @@ class _Attributes:
 _kept = weakref.WeakKeyDictionary[Decoder, Structure]()
 
 
-def split_once(model: Decoder) -> tuple[Structure, list[Array]]:
-    """The structure of a model, kept as long as both live, and the arrays of its parameters at this moment."""
+def split_once(model: Decoder) -> tuple[Structure, list[Any]]:
+    """The structure of a model, kept as long as both live, and the arrays of its parameters at this moment, or
+    ``jax.ShapeDtypeStruct``s if it has no values (see `refuse_shapes`)."""
     structure = _kept.get(model)
     leaves = None if structure is None else structure.arrays()
     if structure is None or leaves is None:
