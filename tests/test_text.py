@@ -15,6 +15,7 @@ import tokenizers
 import nnxmoe
 from nnxmoe.generation import decode
 from nnxmoe.generation.chat_template import render_chat_template
+from nnxmoe.generation.complete import encoded
 from nnxmoe.generation.text import TextStream, Tokenizer, TokenizerError
 
 CASES = sorted((Path(__file__).parent / "data" / "hf").glob("*/case.json"))
@@ -785,7 +786,6 @@ def test_lone_surrogates_are_kept() -> None:
 
 
 @pytest.mark.parametrize("messages", ["hi", {"role": "user"}, ["hi"], None, [], 5])
-@pytest.mark.wrong_types
 def test_invalid_messages(messages: Any) -> None:
     with pytest.raises(TokenizerError, match="messages"):
         made_with("").apply_chat_template(messages)
@@ -822,6 +822,12 @@ def test_messages_of_any_type_reach_the_template_as_plain_values() -> None:
     rendered = made_with(EVERY_FIELD).apply_chat_template(**FIELDS)
     assert rendered.startswith('{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]')
     assert '"content": 3, "data": "<ndarray>"' in rendered and rendered.endswith("{'flag': False, 'other': '<object>'}")
+    tokenizer = Tokenizer.from_pretrained(MODEL)
+    assert encoded([Said("user", "hi")], tokenizer) == encoded(HI, tokenizer)  # of `stream` and `complete`
+
+
+@pytest.mark.wrong_types
+def test_tools_are_schemas() -> None:
     with pytest.raises(TokenizerError, match="tools is"):
         made_with(EVERY_FIELD).apply_chat_template(HI, tools=[len])
 

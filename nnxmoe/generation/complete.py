@@ -15,6 +15,7 @@ from nnxmoe.generation.byte_level import has_merges
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grouping import SMALL
+from nnxmoe.generation.messages import is_message
 from nnxmoe.generation.request import Eos, Finish, Prefix, Request, Wanted, eos_ids, whole_ids, whole_number
 from nnxmoe.generation.rows import Process
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
@@ -22,8 +23,7 @@ from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.generation.tokenizer_files import TOKENIZER
 from nnxmoe.model.causal_lm import CausalLM, bucket
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[Any]  # a text; token ids, or messages: dicts, dataclasses or pydantic models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def complete(
 ) -> Iterator[Completion]:
     """Continues prompts of any lengths, ``slots`` at a time, and yields ``n`` samples of each in the prompts' order.
 
-    ``prompts``: texts, chats (lists of messages, rendered by the chat template), or token ids. ``tokenizer``: a
+    ``prompts``: texts, chats (lists of messages, see `Tokenizer.apply_chat_template`), or token ids. ``tokenizer``: a
     `Tokenizer`; by default that of the checkpoint the model was loaded from, if it has one. ``sampling`` None: greedy.
     ``stop``: strings before which the text ends. ``eos_token_id``: ids that end it; default the checkpoint's, None:
     none. ``seed``: of all prompts, or one each: a sample depends on its prompt, its seed and its number alone.
@@ -165,7 +165,7 @@ def _several(prompts: Iterable[Prompt]) -> list[Prompt]:
     """The prompts as a list. Raises ValueError for a single one: its letters, ids or messages are no prompts."""
     single = isinstance(prompts, str | Mapping)
     given = [] if single else list(prompts)
-    if single or any(isinstance(one, Mapping | int | np.integer) for one in given):
+    if single or any(isinstance(one, int | np.integer) or is_message(one) for one in given):
         raise ValueError(f"complete takes a list of prompts, got {prompts!r:.60}: put a single one into a list")
     return given
 
@@ -250,7 +250,7 @@ def _completion(job: _Job) -> Completion:
 def encoded(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
     """The ids of a text, of a chat as its template renders it, or of ids."""
     text = isinstance(prompt, str)
-    chat = not text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    chat = not text and len(prompt) > 0 and is_message(prompt[0])
     if (text or chat) and tokenizer is None:
         raise ValueError("prompts of text need a tokenizer: pass tokenizer=, or token ids")
     if text:

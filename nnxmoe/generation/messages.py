@@ -1,5 +1,6 @@
 """Chat messages in the form that templates expect, and prompts that end inside the last message."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,12 @@ from nnxmoe.generation.tokenizer_files import TokenizerError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field in different templates
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to detect whether the template strips its messages
+
+
+def is_message(value: Any) -> bool:
+    """Whether a value is a message: a mapping, a dataclass or a pydantic model."""
+    made = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return isinstance(value, Mapping) or made or callable(getattr(value, "model_dump", None))
 
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:

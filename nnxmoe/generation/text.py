@@ -169,7 +169,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Any,
         add_generation_prompt: bool = False,
         tokenize: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -180,6 +180,7 @@ class Tokenizer:
     ) -> Any:
         """Render a conversation as the prompt the model was trained on: a str, or its ids with ``tokenize=True``.
 
+        ``messages``: a list of dicts, dataclasses or pydantic models, or an object that holds one as ``messages``.
         ``tools`` are JSON schemas; ``chat_template`` is a template, or names one of several.
         ``continue_final_message`` leaves the last message open, for the model to continue its "content" (or the named
         field). Other keyword arguments are variables of the template, such as ``enable_thinking``; a warning names
