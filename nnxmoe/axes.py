@@ -55,6 +55,8 @@ RULES: Rules = FrozenDict(
     }
 )
 
+_NOUNS = {"expert": "experts", "kv_heads": "KV heads", "stages": "layers", "vocab": "vocabulary ids"}
+
 
 def parameter(
     shape: Sequence[int],
@@ -197,14 +199,37 @@ def partition_spec(
     found = axes_per_dimension(axes, mesh, rules)
     for name, size, over in zip(axes, shape, found, strict=True):
         if size % shards(mesh, over):
-            what = f"mesh axis {over[0]!r}" if len(over) == 1 else f"mesh axes {over}"
-            raise ValueError(
-                f"{name!r} of size {size} does not divide over the {what} of size {shards(mesh, over)}: "
-                f"use another mesh size, or rules that replicate it, {{**nnxmoe.RULES, {name!r}: None}}"
-            )
-    return PartitionSpec(
-        *(over if len(over) > 1 else over[0] if over else None for over in found) if any(found) else ()
-    )
+            what = f"the {size} {_NOUNS[name]}" if name in _NOUNS else f"{name!r} of size {size}"
+            raise ValueError(f"mesh axis {' x '.join(over)} of size {shards(mesh, over)} does not divide {what}")
+    named = [over if len(over) > 1 else over[0] if over else None for over in found]
+    return PartitionSpec(*(named if any(found) else ()))
+
+
+def check_mesh(model: nnx.Module, mesh: AnyMesh, rules: Rules) -> None:
+    """Raise ValueError unless every parameter divides over the mesh, naming the largest sizes of its axes that do."""
+    shapes = dict[tuple[Any, ...], str]()
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        key = variable.get_metadata().get("key") or ".".join(map(str, path))
+        shapes.setdefault((axes_of(variable), tuple(variable.shape)), key)
+    for (axes, shape), key in shapes.items():
+        try:
+            partition_spec(axes, shape, mesh, rules)
+        except ValueError as error:
+            fits = _largest_that_fit(list(shapes), mesh, rules)
+            sizes = ",".join(f"{axis}={size}" for axis, size in fits.items() if size > 1)
+            raise ValueError(f"{key}: {error}{f'; try {sizes}' if sizes else ''}") from None
+
+
+def _largest_that_fit(shapes: Sequence[tuple[Any, ...]], mesh: AnyMesh, rules: Rules) -> dict[str, int]:
+    """The largest sizes, at most the mesh's, over which all parameters divide, chosen one axis after the other."""
+    sizes = dict.fromkeys(mesh.shape, 1)
+    for axis, most in mesh.shape.items():
+        common, tried = 0, AbstractMesh(tuple((sizes | {axis: 2}).values()), tuple(sizes))
+        for axes, shape in shapes if most > 1 else ():
+            for size, over in zip(shape, axes_per_dimension(axes, tried, rules), strict=True):
+                common = math.gcd(common, 2 * size // shards(tried, over)) if axis in over else common
+        sizes[axis] = next(size for size in range(most, 0, -1) if common % size == 0)
+    return sizes
 
 
 def axes_per_dimension(axes: Sequence[str | None], mesh: AnyMesh, rules: Rules = RULES) -> tuple[tuple[str, ...], ...]:

@@ -4,6 +4,7 @@ import _thread
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,13 +27,14 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import nnxmoe
-from nnxmoe.axes import abstract_mesh, axes_of, partition_spec, sharding_of
+from nnxmoe.axes import abstract_mesh, axes_of, check_mesh, partition_spec, sharding_of
 from nnxmoe.convert.core import fill
 from nnxmoe.convert.core.fill import Filler
 from nnxmoe.convert.core.layout import parameters
 from nnxmoe.convert.hf import raw
 from nnxmoe.convert.hf.layout import layout
 from nnxmoe.convert.hf.source import stored
+from nnxmoe.models import PRESETS, model_class
 from nnxmoe.storage import host
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.host import few_threads
@@ -428,10 +430,26 @@ def test_rules_of_several_mesh_axes() -> None:
     assert partition_spec(("expert", "mlp", "embed"), (8, 6, 64), mesh, rules) == spec("expert", "tensor", "fsdp")
     assert partition_spec(("embed", "expert"), (64, 8), mesh, rules) == spec("fsdp", "expert")
     assert partition_spec(("embed",), (64,), abstract_mesh({"expert": 2}), rules) == spec("expert")
-    with pytest.raises(ValueError, match=r"'embed' of size 12 does not divide over .*\('fsdp', 'expert'\) of size 8"):
+    with pytest.raises(ValueError, match="fsdp x expert of size 8 does not divide 'embed' of size 12"):
         partition_spec(("embed",), (12,), mesh, rules)
     with pytest.raises(ValueError, match="twice"):
         partition_spec(("embed", "q_rank"), (64, 64), mesh, {**rules, "embed": "fsdp"})
+
+
+def test_sizes_of_a_mesh_that_are_proposed_fit_the_model() -> None:
+    for name in ("mixtral-8x7b", "deepseek-v3", "gpt-oss-20b", "qwen3-30b-a3b"):
+        model = model_class(PRESETS[name])(PRESETS[name], nnxmoe.Strategy(scan_layers=True), rngs=None)
+        for sizes in ({"tensor": 96}, {"fsdp": 7, "expert": 48, "tensor": 12}, {"expert": 5, "fsdp": 3}, {"fsdp": 11}):
+            rules = {**nnxmoe.RULES, "embed": ("fsdp", "expert")}
+            with pytest.raises(ValueError, match="does not divide") as refused:
+                check_mesh(model, abstract_mesh(sizes), rules)
+            proposed = re.search(r"; try ([a-z0-9=,]+)$", str(refused.value))
+            if proposed is None:
+                assert sizes == {"fsdp": 11}
+                continue
+            fits = {axis: int(size) for axis, size in (pair.split("=") for pair in proposed[1].split(","))}
+            assert all(1 < size <= sizes[axis] for axis, size in fits.items())
+            check_mesh(model, abstract_mesh(fits), rules)
 
 
 @pytest.mark.wrong_types  # no real mesh

@@ -283,7 +283,10 @@ def test_the_table_of_hardware_can_be_changed() -> None:
         (lambda: hardware("h100:2x2"), "'h100:2x2' is not known"),
         (lambda: nnxmoe.plan("nonsense", {}, batch=1, seq=8), "neither a folder nor a preset"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, batch=9, seq=8), "9 rows does not divide over the 8 devices"),
-        (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": 3}, batch=9, seq=8), "does not divide over .*'fsdp'"),
+        (
+            lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": 3}, batch=9, seq=8),
+            "fsdp of size 3 .* 4096; try fsdp=2$",
+        ),
         (lambda: nnxmoe.plan("mixtral-8x7b", {"stage": 3}, batch=9, seq=8), "'stage' is not a mesh axis"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=9, seq=8, accumulate=2), "cannot be cut into accumulate=2"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=9, seq=8, across="rack"), "across='rack' is not a mesh axis"),

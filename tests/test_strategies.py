@@ -444,7 +444,7 @@ def refusal(kind: str) -> str:
         ("missing data", "has no axis 'rows'"),
         ("capacity", "Capacity: a batch of 6 does not divide over 8 devices"),
         ("other axis", "the rules split experts over 'expert', not over 'tensor'"),
-        ("parameter", "layer.attention.k.kernel: 'kv_heads' of size 2 does not divide over the mesh axis 'tensor'"),
+        ("parameter", "k.kernel: mesh axis tensor of size 8 does not divide the 2 KV heads; try tensor=2"),
         ("explicit", "must be of type Auto: make it with nnxmoe.make_mesh"),
     ],
 )

@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nnxmoe.axes import RULES, AnyMesh, Rules, partition_spec
+from nnxmoe.axes import RULES, AnyMesh, Rules, check_mesh, partition_spec
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.core.layout import parameters
 from nnxmoe.layers.quantized import QuantizedArray
@@ -33,14 +33,12 @@ def spread(
 ) -> list[Spread]:
     """The sharding of a model on a mesh. Raises ValueError for a parameter that the rules cannot split."""
     model = model_class(config)(config, Strategy(rules=rules), rngs=None)
+    check_mesh(model, mesh, rules)
     quantize_shapes(model, quantize, dtype, mesh)
     found: dict[tuple[str, tuple[int, ...]], Spread] = {}
     for parameter in parameters(model, codes=True):
         key, shape = parameter.key, parameter.shape
-        try:
-            spec = partition_spec(parameter.axes, shape, mesh, rules)
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from None
+        spec = partition_spec(parameter.axes, shape, mesh, rules)
         fixed = isinstance(parameter.variable, RouterBias | QuantizedArray)
         item = jnp.dtype(parameter.variable.dtype if fixed else dtype).itemsize
         size = math.prod(NamedSharding(mesh, spec).shard_shape(shape)) * item

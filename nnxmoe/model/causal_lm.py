@@ -14,6 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Key
 
+from nnxmoe.axes import check_mesh
 from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
@@ -113,6 +114,8 @@ class CausalLM(Decoder):
         placed = {"mesh": strategy.mesh, "cache_format": strategy.cache}
         super().__init__(**made, rope=config.rope, dtype=jnp.dtype(strategy.compute_dtype or dtype), **placed)
         self.label()
+        if strategy.mesh is not None:
+            check_mesh(self, strategy.mesh, strategy.rules)
         if strategy.mesh is not None and key is not None:
             self._initialise_on_mesh(parts, key)
 

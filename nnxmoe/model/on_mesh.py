@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from nnxmoe.axes import check_mesh
 from nnxmoe.layers.embed import Embed
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.decoder import Decoder
@@ -16,6 +17,7 @@ from nnxmoe.moe.block import MoE
 
 def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     """A copy of the model with its arrays sharded over a mesh."""
+    check_mesh(model, mesh, model.strategy.rules)
     graph, state = nnx.split(model)
     model = nnx.merge(graph, state)
     model.strategy = dataclasses.replace(model.strategy, mesh=mesh)

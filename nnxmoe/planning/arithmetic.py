@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nnxmoe.axes import BATCH_AXES, AnyMesh, Rules, axes_of, axes_per_dimension, of_layers, shards
+from nnxmoe.axes import BATCH_AXES, AnyMesh, Rules, axes_of, axes_per_dimension, check_mesh, of_layers, shards
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.model.causal_lm import CausalLM
@@ -74,16 +74,12 @@ class Part:
 
 def parts(config: DecoderConfig, mesh: AnyMesh, rules: Rules, pipeline: Pipeline | None = None) -> list[Part]:
     """Every variable of a model. Raises ValueError for one that the rules cannot shard."""
-    found = []
-    for key, variable in _variables(config, None if pipeline is None else stages_of(mesh)):
+    model, found = _scanned(config, None if pipeline is None else stages_of(mesh)), []
+    check_mesh(model, mesh, rules)
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        key = variable.get_metadata().get("key") or ".".join(map(str, path))
         axes, shape = axes_of(variable), variable.shape
         over = axes_per_dimension(axes, mesh, rules)
-        for name, size, split in zip(axes, shape, over, strict=True):
-            if size % shards(mesh, split):
-                raise ValueError(
-                    f"{key}: {name!r} of size {size} does not divide over {split} of size {shards(mesh, split)}: use "
-                    "another mesh size, or rules that replicate it"
-                )
         experts = shape[axes.index("expert")] if "expert" in axes else 0
         layers = shape[0] if of_layers(axes) else 0
         trained, kernel = isinstance(variable, nnx.Param), isinstance(variable, KernelParam)
@@ -244,12 +240,10 @@ def _cache_size(attention: Any, capacity: int, dtype: Any) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def _variables(config: DecoderConfig, stages: int | None) -> list[tuple[str, nnx.Variable]]:
-    """Key and shape of every variable, layers stacked as `Scanned` or a `Pipeline` of so many stages does."""
+def _scanned(config: DecoderConfig, stages: int | None) -> CausalLM:
+    """The model without arrays, its layers stacked as `Scanned` or a `Pipeline` of so many stages does."""
     strategy = Strategy(stacking=Scanned(), pipeline=None if stages is None else Pipeline(stages, stages))
-    model = model_class(config)(config, strategy, rngs=None, dtype=jnp.bfloat16)
-    flat = nnx.to_flat_state(nnx.state(model))
-    return [(v.get_metadata().get("key") or ".".join(map(str, path)), v) for path, v in flat]
+    return model_class(config)(config, strategy, rngs=None, dtype=jnp.bfloat16)
 
 
 @functools.lru_cache(maxsize=8)

@@ -129,7 +129,7 @@ def _check_split(
         if count > 1 and not codes.splits(dim, sizes[dim], count):
             raise ValueError(
                 f"{count} devices of the mesh axis {named} would split its {sizes[dim]} {what} within a tile of "
-                f"{codes.tile[dim]} that share a scale: use another mesh, or rules that replicate {axes[dim - 2]!r}"
+                f"{codes.tile[dim]} that share a scale: make that axis smaller"
             )
         if count > 1 and order and dim == 1:
             raise ValueError(f"its inputs have an order (act order) and cannot be split over {named}")

@@ -105,16 +105,9 @@ def grouped(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
                 kind = dtype or natural_dtype(arrays[name] for name in names[each])
                 if isinstance(variable, RouterBias | QuantizedArray):
                     kind = np.dtype(variable.dtype)
-                wanted.append((every[each], kind, _sharding(model, every[each])))
+                wanted.append((every[each], kind, model.strategy.sharding_of(every[each].variable)))
             groups.append(Group(wanted, list(of_group)))
     return groups
-
-
-def _sharding(model: CausalLM, parameter: Parameter) -> Sharding | None:
-    try:
-        return model.strategy.sharding_of(parameter.variable)
-    except ValueError as error:
-        raise ValueError(f"{parameter.key}: {error}") from None
 
 
 class Filler:
