@@ -209,11 +209,21 @@ def test_invalid_rngs() -> None:
 
 
 def test_models_without_values_raise_when_called() -> None:
-    model, tokens = made("llama"), random_tokens(1, 3)
-    for call in (lambda: model(tokens), lambda: nnxmoe.generate(model, tokens)):
-        with pytest.raises(ValueError, match="the model has shapes only: load weights first"):
-            call()
-    assert jax.eval_shape(lambda: nnx.state(model)) is not None
+    tokens, run = random_tokens(1, 3), {"optimizer": optax.sgd(0.1), "steps": 1}
+    calls: list[Callable[[Any], Any]] = [
+        lambda model: model(tokens),
+        lambda model: nnxmoe.generate(model, tokens),
+        lambda model: nnxmoe.complete(model, tokens.tolist()),
+        lambda model: nnxmoe.score(model, tokens.tolist()),
+        nnxmoe.ModelDraft.of,
+        lambda model: nnxmoe.quantize(model, nnxmoe.Int8()),
+        lambda model: fit(model, [{"tokens": tokens}], **run),
+        lambda model: fit(model, [{"tokens": tokens}], mesh=nnxmoe.make_mesh(), **run),
+    ]
+    for call in calls:
+        for scan in (False, True):
+            with pytest.raises(ValueError, match="the model has shapes only: load weights first"):
+                call(made("llama", scan_layers=scan))
 
 
 @pytest.mark.wrong_types

@@ -139,7 +139,7 @@ _copies = weakref.WeakKeyDictionary()
 def unrolled(model: CausalLM) -> CausalLM:
     """The model with arrays of their own for all layers, if memory permits: a scan copies its slices in every step.
 
-    The copy is kept as long as the model and its arrays.
+    The copy is kept as long as the model and its arrays. Raises ValueError for a model without values.
     """
     for stack in model.stacks:
         if isinstance(stack, PipelinedStack):
@@ -149,6 +149,7 @@ def unrolled(model: CausalLM) -> CausalLM:
         return model
     graph, state = nnx.split(model)
     leaves, (before, arrays, copy) = jax.tree.leaves(state), _copies.pop(model, (None, [], model))
+    refuse_shapes(leaves)
     if before == graph and all(kept() is leaf for kept, leaf in zip(arrays, leaves, strict=True)):
         _copies[model] = before, arrays, copy
         return copy

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from nnxmoe.axes import check_mesh
 from nnxmoe.layers.embed import Embed
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
 from nnxmoe.model.decoder import Decoder
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.strategy import OnMesh
@@ -16,9 +16,10 @@ from nnxmoe.moe.block import MoE
 
 
 def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
-    """A copy of the model with its arrays sharded over a mesh."""
+    """A copy of the model with its arrays sharded over a mesh. Raises ValueError for a model without values."""
     check_mesh(model, mesh, model.strategy.rules)
     graph, state = nnx.split(model)
+    refuse_shapes(jax.tree.leaves(state))
     model = nnx.merge(graph, state)
     model.strategy = dataclasses.replace(model.strategy, mesh=mesh)
     for _, node in nnx.iter_graph(model):

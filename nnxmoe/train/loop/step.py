@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import axes_of, of_layers
 from nnxmoe.config.validate import is_positive
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
 from nnxmoe.moe.balance import Utilisation, updated_bias, utilisation
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.programs import JitProgram, shapes_of
@@ -105,7 +105,8 @@ class Step:
         return tuple(self._params)
 
     def init(self, seed: int = 0) -> TrainState:
-        """The initial state. It shares no array with the model."""
+        """The initial state. It shares no array with the model, and raises ValueError if that has shapes only."""
+        refuse_shapes([variable.get_value() for _, variable in {**self._params, **self._frozen}.values()])
         make = JitProgram(self._init, out_shardings=self.places)
         return make(_values(self._params), _values(self._frozen), jax.random.key(seed))
 
