@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from tests.benchmarks import engine, gpu, limits, moe, plan, processes, results
+from tests.benchmarks import agreement, engine, gpu, limits, moe, plan, processes, results
 from tests.benchmarks.models import MIDSIZE, TINY, trained
 from tests.benchmarks.processes import Job
 from tests.benchmarks.results import OTHER, Record
@@ -300,6 +300,21 @@ def test_accelerator_benchmark_of_random_weights() -> None:
         for what in record.values:
             faster, slower = record.limits[what], record.values[what]
             assert 0 < (slower < faster if what.endswith("/s") else faster < slower)
+
+
+def test_agreement_with_the_oracle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A product without its last group is found, and one that is refused is named."""
+
+    class Short(nnxmoe.Masked):
+        def __call__(self, rows: Any, kernel: Any, sizes: Any) -> Any:
+            return super().__call__(rows, kernel, sizes.at[-1].set(0))
+
+    monkeypatch.setattr(agreement, "attention", lambda: iter(()))
+    monkeypatch.setattr(agreement, "models", lambda: iter(()))
+    assert agreement.report({"Masked()": nnxmoe.Masked()}) == 0
+    assert agreement.report({"Short()": Short(), "Missing()": Missing()}) == 4 + 6
+    text = capsys.readouterr().out
+    assert "DIFFERS Short()" in text and "NotImplementedError: no such kernel here" in text
 
 
 def test_accelerator_benchmark_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

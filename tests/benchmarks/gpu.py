@@ -1,9 +1,10 @@
 """On an accelerator: decoding and prefill of real shapes, MoE layers, attention, training, models beside transformers.
 
-    python -m tests.benchmarks.gpu [--minutes 9] [--only decoding layers attention training models] [--repeats N]
+    python -m tests.benchmarks.gpu [--minutes 9] [--only numbers decoding layers attention training models]
 
-``decoding``: the shapes of Llama-3.1-8B and Mixtral-8x7B with random weights in bfloat16, int8 and int4, at batch 1, 8
-and 64, and prefill of 512 tokens; the limits are the bandwidth of a copy and the speed of a large product. ``layers``:
+``numbers``: agreement with the oracle (`tests.benchmarks.agreement`). ``decoding``: the shapes of Llama-3.1-8B and
+Mixtral-8x7B with random weights in bfloat16, int8 and int4, at batch 1, 8 and 64, and prefill of 512 tokens; the limits
+are the bandwidth of a copy and the speed of a large product. ``layers``:
 one layer of Mixtral-8x7B and one of DeepSeek-V3, forward, and forward and backward, with each grouped product that runs
 here; the limit is plain products of the same useful FLOPs. ``attention``: 4096 tokens of 32 heads that share 8 keys,
 causal. ``training``: a step of a model of width 2048. ``models``: two random models, whole, as in
@@ -11,6 +12,7 @@ causal. ``training``: a step of a model of width 2048. ``models``: two random mo
 """
 
 import argparse
+import functools
 import importlib
 import math
 import os
@@ -21,6 +23,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +42,7 @@ from nnxmoe.models import PRESETS, model_class
 from nnxmoe.moe.grouped_matmul import GroupedMatmul
 from nnxmoe.quantization.methods import Method, parse
 from nnxmoe.quantization.quantize import quantize_shapes
+from tests.benchmarks import agreement
 from tests.benchmarks.clock import interleaved, seconds
 from tests.benchmarks.limits import forward_flops
 from tests.benchmarks.models import MIDSIZE, Fields
@@ -48,7 +52,7 @@ from tests.benchmarks.plan import Plan, measure
 from tests.benchmarks.processes import Job, have_transformers
 from tests.benchmarks.results import Record, table
 
-KINDS = ["decoding", "layers", "attention", "training", "models"]
+KINDS = ["numbers", "decoding", "layers", "attention", "training", "models"]
 LAYERS = {
     "Mixtral-8x7B layer": Shape(4096, 14336, 8, 2, "bfloat16"),
     "DeepSeek-V3 layer": Shape(7168, 2048, 256, 8, "bfloat16"),
@@ -103,15 +107,17 @@ def random_model(config: DecoderConfig, method: Method | None) -> nnxmoe.CausalL
     model = model_class(config)(config, rngs=None, dtype="bfloat16")
     quantize_shapes(model, method, "bfloat16")
 
-    def values(number: int, variable: nnx.Variable) -> jax.Array:
-        key, shape = jax.random.key(number), variable.shape
-        if isinstance(variable, QuantizedArray):
-            integers = jnp.issubdtype(variable.dtype, jnp.integer)
-            made = jax.random.bits(key, shape, jnp.uint8) if integers else jnp.full(shape, 2.0**-10)
-            return made.view(variable.dtype) if integers else made.astype(variable.dtype)
-        return (0.02 * jax.random.normal(key, shape)).astype(variable.dtype)
+    @functools.partial(jax.jit, static_argnums=(1, 2, 3))
+    def values(number: int, shape: tuple[int, ...], dtype: Any, codes: bool) -> jax.Array:
+        key, integers = jax.random.key(number), jnp.issubdtype(dtype, jnp.integer)
+        if codes and integers:
+            return jax.random.bits(key, shape, jnp.uint8).view(dtype)
+        return jnp.full(shape, 2.0**-10, dtype) if codes else (0.02 * jax.random.normal(key, shape)).astype(dtype)
 
-    flat = [(p, v.replace(jax.jit(lambda i=i, v=v: values(i, v))())) for i, (p, v) in enumerate(_flat(model))]
+    flat = [
+        (path, v.replace(values(i, v.shape, v.dtype, isinstance(v, QuantizedArray))))
+        for i, (path, v) in enumerate(_flat(model))
+    ]
     nnx.update(model, nnx.from_flat_state(flat))
     return model
 
@@ -212,6 +218,8 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64], help="of decoding")
+    parser.add_argument("--methods", nargs="+", help="of decoding: none, int8, int4 (default: those that fit)")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing after this time (default 9)")
     parser.add_argument("--repeats", type=int, default=3, help="processes per side (default 3)")
@@ -224,25 +232,34 @@ def main() -> int:
     assert rate is not None
     print(f"{jax.devices()[0].device_kind}: {rate:.0f} GB/s, {flops / 1e12:.0f} TFLOP/s; jax {jax.__version__}")
 
-    def begin(kind: str) -> bool:
-        late = time.monotonic() - started > 60 * options.minutes
-        if late and kind in options.only:
-            print(f"{kind}: not measured, --minutes {options.minutes:g} are over")
-        return kind in options.only and not late
+    def late(kind: str) -> bool:
+        if time.monotonic() - started < 60 * options.minutes:
+            return False
+        print(f"{kind}: not all measured, --minutes {options.minutes:g} are over")
+        return True
 
-    for name, preset, methods in DECODED if begin("decoding") else ():
-        print(table(list(decoding_speeds(name, PRESETS[preset], methods, (1, 8, 64), rate, flops))), flush=True)
-    if begin("layers"):
-        print(table([record for n, s in LAYERS.items() for record in layer_speeds(n, s, options.tokens, 10)]))
-    if begin("attention"):
-        print(table(list(attention_speeds(4096, 32, 8, 128, flops, 10))))
-    for name, fields in TRAINED.items() if begin("training") else ():
-        print(table([training_speed(name, fields, 2, 2048, flops)]))
-    if begin("models"):
+    def until_late(kind: str, found: Iterator[Record]) -> None:
+        """Prints the table of what was found in time."""
+        records: list[Record] = []
+        while kind in options.only and not late(kind) and (record := next(found, None)):
+            records.append(record)
+        print(table(records) if records else "", flush=True)
+
+    if "numbers" in options.only:
+        failed += agreement.report(matmuls())
+    for name, preset, methods in DECODED:
+        methods = methods if options.methods is None else [m if m != "none" else None for m in options.methods]
+        until_late("decoding", decoding_speeds(name, PRESETS[preset], methods, options.batches, rate, flops))
+    for name, shape in LAYERS.items():
+        until_late("layers", layer_speeds(name, shape, options.tokens, 10))
+    until_late("attention", attention_speeds(4096, 32, 8, 128, flops, 10))
+    for name, fields in TRAINED.items():
+        until_late("training", (training_speed(*given, 2, 2048, flops) for given in [(name, fields)]))
+    if "models" in options.only and not late("models"):
         sides = ["ours", *["transformers"] * _torch_here()]
         with tempfile.TemporaryDirectory() as folder:
             plan = Plan(Path(folder), dict.fromkeys(sides, sys.executable), options.repeats, quick=False)
-            failed = measure(whole_models(plan, MODELS), options.out)
+            failed += measure(whole_models(plan, MODELS), options.out)
     return failed
 
 

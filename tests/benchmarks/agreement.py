@@ -1,0 +1,156 @@
+"""Numbers of an accelerator beside the oracle in float32: attention, grouped products, codes, exchanges, whole models.
+
+Each line is the largest difference relative to the largest value, and its limit; part of ``python -m
+tests.benchmarks.gpu``. Small shapes, the same on every backend, with empty groups, windows and padding.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import nnxmoe
+from nnxmoe.axes import shard_map
+from nnxmoe.convert import maxtext
+from nnxmoe.layers.attend import Mask, Scores
+from nnxmoe.layers.cache import Slots
+from nnxmoe.models import config_from_hf, model_class
+from nnxmoe.moe.ragged import Side, ragged_all_to_all
+from tests.support.grouped import product_and_gradients
+from tests.support.tiny import ORACLE, TINY, random_tokens
+
+Line = tuple[str, float, float]  # what, difference, limit
+EXACT, ROUNDED = 2e-4, 3e-2  # float32 with products in float32; bfloat16
+
+
+def difference(found: Any, wanted: Any) -> float:
+    """Largest absolute difference of any leaf, relative to the leaf's largest value; infinite where not finite."""
+    worst = 0.0
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        if not np.isfinite(a).all():
+            return float("inf")
+        worst = max(worst, float(np.abs(a - b).max(initial=0) / max(np.abs(b).max(initial=0), 1e-6)))
+    return worst
+
+
+def compare(name: str, found: Callable[[], Any], wanted: Any, limit: float) -> Line:
+    """One line; what the device refuses is an infinite difference with its reason in the name."""
+    try:
+        return name, difference(found(), wanted), limit
+    except Exception as error:  # any failure of a kernel is a finding
+        return f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}", float("inf"), limit
+
+
+def attention(width: int = 128, length: int = 256) -> Iterator[Line]:
+    """The default attention in bfloat16, with its gradients."""
+    rng, attend = np.random.default_rng(0), nnxmoe.Strategy.auto().attend
+    shapes = (2, 8, length, width), (2, 2, length, width), (2, 2, length, width)
+    given = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    index = jnp.arange(length)
+    valid, segment = index >= jnp.array([[0], [9]]), jnp.stack([index // 50, index // 70])
+    masks = {
+        "causal": Mask(index, None, Slots(index, None, None), None, causal=True),
+        "window": Mask(index, None, Slots(index, None, None), 40, causal=True),
+        "padded": Mask(index, None, Slots(index, valid, None), None, causal=True),
+        "packed": Mask(index, segment, Slots(index, None, segment), 40, causal=True),
+    }
+    for name, mask in masks.items():
+        scores = Scores(mask, width**-0.5)
+        real = valid[:, None, :, None] if name == "padded" else True
+
+        def run(attend: Any, given: Any, scores: Scores = scores, real: Any = real) -> Any:
+            def loss(*given: Any) -> Any:
+                out = jnp.where(real, attend(*given, scores), 0).astype(jnp.float32)
+                return jnp.sum(jnp.sin(out)), out
+
+            return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*given)
+
+        (_, out), grads = run(nnxmoe.Reference(), [x.astype(jnp.float32) for x in given])
+        yield compare(f"{type(attend).__name__}, {name}, output", lambda: run(attend, given)[0][1], out, ROUNDED)
+        yield compare(f"{type(attend).__name__}, {name}, gradients", lambda: run(attend, given)[1], grads, ROUNDED)
+
+
+def products(matmuls: dict[str, Any], ins: int = 256, outs: int = 128) -> Iterator[Line]:
+    """Each grouped product with its gradients, in float32 and bfloat16, with uneven and empty groups."""
+    rng = np.random.default_rng(1)
+    rows, kernel = rng.standard_normal((200, ins)), rng.standard_normal((6, ins, outs)) / ins**0.5
+    for sizes in ([10, 70, 0, 100, 1, 19], [0, 0, 0, 200, 0, 0], [3, 0, 40, 0, 0, 5]):
+        for dtype, limit in ((jnp.float32, EXACT), (jnp.bfloat16, ROUNDED)):
+            given = jnp.asarray(rows, dtype), jnp.asarray(kernel, dtype), jnp.asarray(sizes, jnp.int32)
+            wanted = product_and_gradients(nnxmoe.Masked(), *(x.astype(jnp.float32) for x in given[:2]), given[2])
+            for name, matmul in matmuls.items():
+                label = f"{name}, groups {sizes}, {dtype.__name__}"
+                yield compare(label, lambda: product_and_gradients(matmul, *given), wanted, limit)  # noqa: B023
+
+
+def exchange() -> Iterator[Line]:
+    """The ragged exchange and its gradient on a mesh of one device: some rows are not sent."""
+    mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jnp.asarray(np.random.default_rng(2).standard_normal((12, 8)), jnp.float32)
+    send, receive = (Side(*(jnp.array([n], jnp.int32) for n in side)) for side in ((0, 7, 0), (0, 7, 0)))
+
+    def loss(rows: Any, move: Any) -> Any:
+        out = move(rows)
+        return jnp.sum(jnp.sin(out) * jnp.arange(1.0, 1 + out.shape[0])[:, None]), out
+
+    def moved(rows: Any) -> Any:
+        def body(rows: Any) -> Any:
+            return ragged_all_to_all(rows, 15, send, receive, axis="expert", most=7)
+
+        return shard_map(body, mesh, (PartitionSpec(),), PartitionSpec())(rows)
+
+    def plainly(rows: Any) -> Any:
+        return jnp.zeros((15, 8)).at[:7].set(rows[:7])
+
+    runs = [jax.jit(jax.value_and_grad(lambda r, m=move: loss(r, m), has_aux=True)) for move in (moved, plainly)]
+    yield compare("ragged_all_to_all and its gradient", lambda: runs[0](rows), runs[1](rows), 1e-6)
+
+
+def models() -> Iterator[Line]:
+    """Tiny models of four families with the default strategy: logits of a pass, of cached steps, of the engine's ids,
+    of int8 and int4 codes, and the gradient of a loss; the oracle's strategy on the CPU is the reference."""
+    tokens = np.asarray(random_tokens(2, 24))
+    for name in ("llama", "mistral", "mixtral", "deepseek_v3"):
+        config = config_from_hf(TINY[name])
+        with jax.default_device(jax.devices("cpu")[0]):
+            reference = model_class(config)(config, ORACLE, rngs=_rngs())
+            wanted = reference(tokens).logits
+            ids = nnxmoe.generate(reference, tokens[:, :9], max_new_tokens=12, eos_token_id=None)
+        model = maxtext.from_tree(maxtext.to_tree(reference), config)
+        yield compare(f"{name}, logits", lambda: model(tokens).logits, wanted, EXACT)  # noqa: B023
+
+        def cached() -> Any:
+            out = model(tokens[:, :9], cache=model.empty_cache(2, 24))  # noqa: B023
+            found = [out.logits]
+            for i in range(9, 24):
+                out = model(tokens[:, i : i + 1], cache=out.cache)  # noqa: B023
+                found.append(out.logits)
+            return jnp.concatenate(found, axis=1)
+
+        yield compare(f"{name}, cached steps", cached, wanted, EXACT)
+        yield compare(
+            f"{name}, generated ids",
+            lambda: nnxmoe.generate(model, tokens[:, :9], max_new_tokens=12, eos_token_id=None),  # noqa: B023
+            ids,
+            0.0,
+        )
+
+
+def _rngs() -> Any:
+    from flax import nnx
+
+    return nnx.Rngs(0)
+
+
+def report(matmuls: dict[str, Any]) -> int:
+    """Prints every line; returns how many exceed their limit."""
+    failed = 0
+    for lines in (exchange(), attention(), products(matmuls), models()):
+        for what, found, limit in lines:
+            failed += not found <= limit
+            print(f"{'' if found <= limit else 'DIFFERS '}{what}: {found:.1e} (limit {limit:.0e})", flush=True)
+    return failed
