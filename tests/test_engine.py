@@ -593,6 +593,17 @@ def test_complete_yields_samples_in_order() -> None:
     assert list(complete(model, [])) == []
 
 
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_prompts_and_texts_may_be_arrays_of_ids(array: Any) -> None:
+    model, ids = tiny(), [3, 1, 4]
+    prompt, options = array(ids), {"max_new_tokens": 2, "eos_token_id": None}
+    (one,) = complete(model, [prompt], **options)
+    assert one == next(complete(model, [ids], **options)) and one.prompt_ids == tuple(ids)
+    assert Engine(model, slots=1, capacity=96).submit(prompt).prompt == tuple(ids)
+    for text in (prompt, (prompt[:1], prompt[1:])):
+        assert nnxmoe.score(model, [text])[0].total == nnxmoe.score(model, [ids])[0].total
+
+
 def test_complete_reads_and_writes_text() -> None:
     """The checkpoint's tokenizer by default; chats; stop strings cut text and ids alike, with drafts too."""
     model = load_case_model("llama_basic", nnxmoe.Strategy())

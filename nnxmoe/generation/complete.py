@@ -16,14 +16,14 @@ from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grouping import SMALL
 from nnxmoe.generation.messages import is_message
-from nnxmoe.generation.request import Eos, Finish, Prefix, Request, Wanted, eos_ids, whole_ids, whole_number
+from nnxmoe.generation.request import Eos, Finish, Ids, Prefix, Request, Wanted, eos_ids, whole_ids, whole_number
 from nnxmoe.generation.rows import Process
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.generation.tokenizer_files import TOKENIZER
 from nnxmoe.model.causal_lm import CausalLM, bucket
 
-Prompt = str | Sequence[Any]  # a text; token ids, or messages: dicts, dataclasses or pydantic models
+Prompt = str | Ids | Sequence[Any]  # a text, token ids, or messages: dicts, dataclasses or pydantic models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def complete(
     n: int = 1,
     stop: str | Sequence[str] = (),
     eos_token_id: Eos = ...,
-    seed: int | Sequence[int] = 0,
+    seed: int | Sequence[int] | np.ndarray = 0,
     logit_bias: Mapping[int, float] | None = None,
     logprobs: int | None = None,
     process: Process | None = None,
@@ -257,7 +257,7 @@ def encoded(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
         prompt = tokenizer.encode(prompt)
     elif chat:
         prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)
-    ids = whole_ids(prompt)  # pyright: ignore
+    ids = whole_ids(prompt)
     if not ids:
         raise ValueError("a prompt is empty: it needs at least one token")
     return ids

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from nnxmoe.generation.passes import Part, Passed, Room, cache_bytes
 from nnxmoe.generation.request import (
     Event,
     Finish,
+    Ids,
     Limits,
     Prefix,
     Request,
@@ -167,7 +168,7 @@ class Engine:
         """How many slots are taken."""
         return sum(request is not None for request in self._slots)
 
-    def submit(self, ids: Sequence[int], wanted: Wanted | None = None, prefix: Prefix | None = None) -> Request:
+    def submit(self, ids: Ids, wanted: Wanted | None = None, prefix: Prefix | None = None) -> Request:
         """Appends a request to the queue. ``prefix``: ids that it begins with, read once for all requests with the same
         object. Raises ValueError for what this engine has no room for."""
         prompt, wanted = whole_ids(ids), (wanted or Wanted()).ended_by(self.model)

@@ -8,13 +8,15 @@ from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import numpy as np
+from jaxtyping import Integer
 
 from nnxmoe.config.printable import short
 from nnxmoe.generation.rows import Asked
 from nnxmoe.generation.sampling import Sampling, Steps, prepare
 
 Finish = Literal["stop", "length", "cancelled"]
-Eos = int | np.integer | Sequence[int] | None | EllipsisType  # ...: the end tokens of the checkpoint
+Ids = Sequence[int] | Integer[Any, "_"]  # of one text: a list, or an array of NumPy, JAX or torch
+Eos = int | np.integer | Ids | None | EllipsisType  # ...: the end tokens of the checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,11 +175,12 @@ def whole_number(name: str, value: object, smallest: int) -> int:
     return int(value)  # pyright: ignore
 
 
-def whole_ids(ids: Sequence[int]) -> tuple[int, ...]:
+def whole_ids(ids: Ids) -> tuple[int, ...]:
     """Token ids as a tuple of integers. Raises ValueError for a text and for numbers that are not whole."""
     if isinstance(ids, str):
         raise ValueError(f"{ids!r:.60} is a text: encode it with the tokenizer")
-    return tuple(whole_number("a token id", one, 0) for one in ids)
+    given = ids if isinstance(ids, Sequence) else ids.tolist()
+    return tuple(whole_number("a token id", one, 0) for one in given)
 
 
 def refuse_ids(ids: Sequence[int] | Mapping[int, float] | np.ndarray, vocab: int) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import os.path
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from nnxmoe.axes import batch_axes, constrain, everywhere, shards
 from nnxmoe.config.rope import DynamicRope
 from nnxmoe.generation.complete import tokenizer_of
-from nnxmoe.generation.request import refuse_ids, whole_number
+from nnxmoe.generation.request import Ids, refuse_ids, whole_ids, whole_number
 from nnxmoe.layers.chunks import in_chunks, joined
 from nnxmoe.model.causal_lm import CausalLM, bucket, refuse_shapes
 from nnxmoe.model.decoder import nothing
@@ -26,7 +26,7 @@ TOKENS = 4096  # of one pass: rows times their length, unless a single row is lo
 ROWS = (1, 8, TOKENS)  # of one pass at most: few sizes, since each is a program
 LOGITS = 1 << 24  # at once, on each device
 
-Text = str | Sequence[int]
+Text = str | Ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +93,13 @@ def score(
 
 def _split(item: Any, tokenizer: Any) -> tuple[tuple[int, ...], int]:
     """The ids of a text or pair, and the number of the first that is scored."""
-    context, text = item if isinstance(item, tuple) and len(item) == 2 and not isinstance(item[0], int) else ((), item)
+    pair = isinstance(item, tuple) and len(item) == 2 and not isinstance(item[0], int | np.integer)
+    context, text = item if pair else ((), item)
     if isinstance(text, str):
         if (encode := tokenizer()) is None:
             raise ValueError("texts need a tokenizer: pass tokenizer=, or token ids")
         before = context if isinstance(context, str) else ""
-        if context and not before:
+        if len(context) and not before:
             raise ValueError("a context of ids with a continuation of text: give both as text, or both as ids")
         ids = encode.encode(before + text)
         first = len(os.path.commonprefix([encode.encode(before), ids])) if before else 1
@@ -108,8 +109,7 @@ def _split(item: Any, tokenizer: Any) -> tuple[tuple[int, ...], int]:
                 "log-probability: give a longer context"
             )
         return tuple(ids), first
-    ids = (*map(int, context), *map(int, text))
-    return ids, max(1, len(context))
+    return (*whole_ids(context if len(context) else ()), *whole_ids(text)), max(1, len(context))
 
 
 def _scorer(model: CausalLM, top: int) -> Any:
