@@ -58,7 +58,7 @@ class Options(Struct, forbid_unknown_fields=True, kw_only=True):
     max_tokens: Natural | None = None
     min_tokens: Natural | None = None
     n: Positive | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     min_p: Share | None = None
