@@ -138,4 +138,5 @@ def _spread(config: Any, dtype: str, mesh: Any, method: Any) -> list[str]:
         split = split or "whole"
         shape = f"{part.count:>4} x {list(part.shape)}"
         lines.append(f"  {part.name:32} {shape:28} {bytes_text(part.device_bytes):>10}  {split}")
-    return [*lines, f"per device  {bytes_text(sum(p.device_bytes for p in parts))} of weights, on each of {mesh.size}"]
+    total = bytes_text(sum(part.device_bytes for part in parts))
+    return [*lines, f"per device  {total} of weights, on each of {mesh.size} devices"]

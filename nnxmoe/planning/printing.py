@@ -11,9 +11,12 @@ from nnxmoe.config.printable import bytes_text
 def table(plan: Any) -> str:
     """A plan line by line: what, how much, and where the figure is from."""
     work, kind, held = plan.work, plan.hardware, plan.bytes
-    axes = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
-    what = "training" if work.train else "decoding one token per row"
-    lines = [f"{plan.model}, {what}, {work.batch} x {work.seq} tokens on {plan.devices} x {kind.name} ({axes})"]
+    axes = ",".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1)
+    what = "training step of" if work.train else "decoding step: a token for each of"
+    rows = f"{work.batch} rows {'of' if work.train else 'after'} {work.seq} tokens"
+    where = f"{plan.devices} x {kind.name}, --mesh {axes}" if axes else f"one {kind.name}"
+    lines = [f"{plan.model}, {what} {rows}, on {where}"]
+    lines += ["bytes, calls and times of one device:"] if axes else []
 
     def line(name: str, value: str, source: str = "") -> None:
         lines.append(f"{name:15} {value:50} {source}".rstrip())
@@ -30,23 +33,23 @@ def table(plan: Any) -> str:
         _compiled(plan, line)
     if plan.work.pipeline is not None:
         stages, pipeline = plan.mesh["pipe"], plan.work.pipeline
-        turns = f"{stages}, {pipeline.turns(stages)} turns of {pipeline.microbatches} microbatches"
-        line("stages", f"{turns}, each waits in {plan.bubble:.0%}", "exact")
+        turns = f"{stages}; {pipeline.microbatches} microbatches take {pipeline.turns(stages)} turns"
+        line("stages", f"{turns}, {plan.bubble:.0%} of them idle", "exact")
     if work.chunks > 1:
-        line("exchange", f"InChunks(RaggedAllToAll(), {work.chunks}): room for 1/{work.chunks} of the rows")
+        line("exchange", f"in {work.chunks} parts, one after another: InChunks(RaggedAllToAll(), {work.chunks})")
     fits = "fits" if plan.fits else "does not fit"
     line("memory", f"{bytes_text(plan.memory)} of {bytes_text(kind.memory)}: {fits}", "" if plan.exact else "estimated")
     if plan.fits and kind.platform == "gpu" and plan.memory > 0.75 * kind.memory:
         share = min(0.98, math.ceil(100 * plan.memory / kind.memory + 1) / 100)
         line("", f"JAX takes 75 % of a GPU by default: XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}", "")
     _network(plan, line)
-    line("operations", f"{plan.operations / plan.devices:.3g} per device, {plan.operations:.3g} in all", "formula")
+    line("operations", f"{plan.operations / plan.devices:.3g} per device, {plan.operations:.3g} on all", "formula")
     for name, seconds in plan.times.items():
         note = f"at {kind.efficiency:.0%} of {kind.flops / 1e12:.0f} TFLOP/s" if name == "compute" else "estimated"
         line(f"time, {name}", f"{seconds:.3g} s{': the step waits for this' if name == plan.limiter else ''}", note)
     if plan.fits:
         rate = work.tokens / plan.seconds
-        line("speed", f"{rate:,.0f} tokens per second, {rate / plan.devices:,.0f} per device", "estimated")
+        line("speed", f"{rate:,.0f} tokens per second, {rate / plan.devices:,.0f} by each device", "estimated")
     for text in plan.advice:
         line("change", text)
     return "\n".join(lines)
@@ -67,7 +70,7 @@ def _compiled(plan: Any, line: Any) -> None:
         times[key] += one.times
     for (kind, axes, counted), size in sums.most_common(8):
         more = "" if counted else " or more: a loop of unknown length"
-        line(kind, f"{bytes_text(size)} over {' x '.join(axes)}, {times[kind, axes, counted]} times{more}", where)
+        line(kind, f"{bytes_text(size)} over {' x '.join(axes)}, {times[kind, axes, counted]} calls{more}", where)
     if program.warnings:
         line("warnings", f"{program.warnings} involuntary full rematerializations", where)
 
@@ -81,7 +84,7 @@ def _network(plan: Any, line: Any) -> None:
         link = min((plan.links[axis] for axis in axes), key=lambda one: one[1])
         line(
             kind,
-            f"{bytes_text(size)} of {what} over {' x '.join(axes)}, {times[kind, axes, what]} times",
+            f"{bytes_text(size)} of {what} over {' x '.join(axes)}, {times[kind, axes, what]} calls",
             f"estimated, {link[0]}",
         )
 
