@@ -77,9 +77,9 @@ def test_second_job_fine_tune(tmp_path: Path) -> None:
     _, messages = process.communicate(timeout=1200)
     assert process.returncode == 130 and "Traceback" not in messages, messages
     assert "these fields are ignored: ['id']" in messages
-    told = re.search(r"interrupted; to continue: nnxmoe (.*)", messages)
-    assert told is not None and told[1].split() == [*line, "--steps", "100000"]
     done = metrics.read_text().count("\n")
+    told = re.search(r"interrupted after step (\d+) \(saved\); resume with: nnxmoe (.*)", messages)
+    assert told is not None and int(told[1]) == done and told[2].split() == [*line, "--steps", "100000"]
     record = json.loads((tmp_path / "tuned/finetune.json").read_text())
     (tmp_path / "tuned/finetune.json").write_text(json.dumps(record | {"steps": 1}))  # as if fewer had been asked for
     output, messages = nnxmoe(tmp_path, *line, "--steps", str(done + 2))

@@ -147,7 +147,8 @@ def finetune(options: argparse.Namespace) -> None:
 
     names = [field.name for field in dataclasses.fields(tuning.Finetune) if field.name != "model"]
     task = tuning.Finetune(_weights(options.model), **{name: getattr(options, name) for name in names})
-    interrupts.farewell(f"interrupted; to continue: {shlex.join(['nnxmoe', *sys.argv[1:]])}")
+    line = shlex.join(["nnxmoe", *sys.argv[1:]])
+    interrupts.farewell(lambda: f"interrupted {tuning.progress_of(options.out)} with: {line}")
     mesh = devices.mesh_of(options.mesh, connect=True)
     say("running on %s", devices.text(mesh))
     done = tuning.finetune(

@@ -24,9 +24,12 @@ PATIENCE = 1.0  # seconds that Python has to run its handler: it cannot while C+
 _FLUSH = 2.0  # seconds to write buffered output, whose reader may be stuck
 _POLL = 0.05  # seconds
 
-_farewell = "interrupted"
 _handled = threading.Event()  # set once Python's handler has run
 _stop: "Stop | None" = None  # within `stopping`
+
+
+def _farewell() -> str:
+    return "interrupted"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -55,8 +58,8 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def farewell(text: str) -> None:
-    """Set what a program says when Ctrl-C ends it."""
+def farewell(text: Callable[[], str]) -> None:
+    """Set the function that returns what a program says when Ctrl-C ends it."""
     global _farewell
     _farewell = text
 
@@ -64,7 +67,7 @@ def farewell(text: str) -> None:
 def say_farewell() -> None:
     """Print it to stderr; on a terminal, where there may be half a line, on a line of its own."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(f"{chr(10) if sys.stderr.isatty() else ''}nnxmoe: {_farewell}", file=sys.stderr)
+        print(f"{chr(10) if sys.stderr.isatty() else ''}nnxmoe: {_farewell()}", file=sys.stderr)
 
 
 def interrupted() -> NoReturn:
@@ -138,7 +141,7 @@ def _end_quietly(stopped: Interrupted) -> None:
 
     def hook(kind: Any, error: BaseException, traceback: Any) -> None:
         if error is stopped:
-            farewell(str(error))
+            farewell(lambda: str(error))
             interrupted()
         show(kind, error, traceback)
 
@@ -150,7 +153,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if _stop is None:
         signal.default_int_handler(number, frame)
     elif _stop.asked or not _stop.deferred:
-        raise Interrupted(_farewell)
+        raise Interrupted(_farewell())
     else:
         _stop.asked = True
         logging.getLogger("nnxmoe").info("stopping after this step; Ctrl-C again ends the process at once")

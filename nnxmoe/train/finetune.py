@@ -39,8 +39,9 @@ from nnxmoe.train.loop.metrics import JsonLog
 from nnxmoe.train.loop.run import Fitted, Progress
 from nnxmoe.train.lora.peft import WEIGHTS_FILE
 from nnxmoe.train.lora.peft_config import CONFIG_FILE
+from nnxmoe.train.runs.step_folder import finished
 
-_RECORD, _METRICS = "finetune.json", "metrics.jsonl"
+_RECORD, _METRICS, _CHECKPOINTS = "finetune.json", "metrics.jsonl", "checkpoints"
 _FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file
 _STEPS = 200
 _CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # gradient norm; steps at most; final / peak learning rate
@@ -161,7 +162,7 @@ def finetune(
         data,
         optimizer=task.optimizer(steps),
         steps=steps,
-        checkpoint=folder / "checkpoints",
+        checkpoint=folder / _CHECKPOINTS,
         save_every=save_every,
         accumulate=task.accumulate,
         evaluate=None if held is None else _Held(held, task.batch_size, length),
@@ -172,6 +173,12 @@ def finetune(
     _write(done.model, folder, task)
     from_first(lambda: _record(folder, task, steps))
     return done
+
+
+def progress_of(out: str | os.PathLike[str]) -> str:
+    """What an interrupted run has saved in its folder, and the verb for running its command again."""
+    step = next(finished(absolute(out) / _CHECKPOINTS), 0)
+    return f"after step {step} (saved); resume" if step else "before a step was saved; start again"
 
 
 @dataclasses.dataclass

@@ -23,6 +23,7 @@ from nnxmoe.storage.files import absolute, parse_json, refuse_lfs_pointer, regul
 from nnxmoe.train.data.records import DataError, Ignored, Record, record_of
 
 MAX_LINE_BYTES = 16 << 20
+_WANTED = "give a file of JSON lines, or a JSON array as of Alpaca or ShareGPT"
 _OTHERS = {b"PAR1": "a Parquet file", b"\x28\xb5\x2f\xfd": "compressed with zstd", b"PK\x03\x04": "a ZIP archive"}
 
 
@@ -31,7 +32,7 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = self._lines_of = absolute(path)
-        regular_file(self.path, "give a file of JSON lines", DataError)
+        regular_file(self.path, _WANTED, DataError)
         self._unit = "line"
         if (rewritten := _as_lines(self.path)) is not None:
             self._lines_of, self._unit = rewritten
@@ -76,7 +77,7 @@ class JsonLines:
             return _parse(file.readline(MAX_LINE_BYTES + 1), self.where(number))[0]
 
     def _stat(self) -> tuple[int, int, int]:
-        status = regular_file(self._lines_of, "give a file of JSON lines", DataError)
+        status = regular_file(self._lines_of, _WANTED, DataError)
         return status.st_size, status.st_mtime_ns, status.st_ino
 
 
@@ -137,7 +138,7 @@ def _lines(path: Path, where: str) -> Iterator[tuple[int, int, bytes]]:
                 yield number, start, line
                 start += len(line)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}; give a file of JSON lines") from error
+        raise DataError(f"{path}: {error.strerror or error}; {_WANTED}") from error
 
 
 def _parse(line: bytes, where: str) -> tuple[Record, frozenset[str]]:
