@@ -67,8 +67,14 @@ def test_invalid_command_lines_exit_2(line: list[str], capsys: pytest.CaptureFix
     ("line", "message"),
     [
         (["generate", "./nowhere", "--prompt", "x"], "no such folder"),
-        (["generate", MIXTRAL, "--prompt", "x", "--temperature", "-1"], "temperature"),
-        (["generate", MIXTRAL, "--prompt", "x", "--temperature", "1", "--top-p", "0"], "--top-p must"),
+        (
+            ["generate", MIXTRAL, "--prompt", "x", "--temperature", "-1"],
+            "error: --temperature -1: it must be a number >= 0",
+        ),
+        (
+            ["generate", MIXTRAL, "--prompt", "x", "--temperature", "1", "--top-p", "0"],
+            "--top-p 0: it must be in (0, 1]",
+        ),
         (["generate", MIXTRAL, "--prompt", ""], "prompt is empty"),
         (["generate", MIXTRAL, "--prompt", "x", "--seed", str(2**70)], "seed"),
         (["generate", MIXTRAL, "--prompt", "x", "--max-new-tokens", str(10**11)], "GB"),
@@ -103,6 +109,27 @@ def test_options_of_other_programs_are_answered(capsys: pytest.CaptureFixture[st
     assert "did you mean --max-new-tokens?" in capsys.readouterr().err
 
 
+def test_near_names_are_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, said in {
+        "generat demo x": "did you mean generate? (see nnxmoe --help)",
+        "generate demo x --maxnew 3": "did you mean --max-new-tokens? (see nnxmoe generate --help)",
+        "convert demo out --to maxtxt": "did you mean maxtext? (see nnxmoe convert --help)",
+        "inspect demo --nonsense": "unrecognized arguments: --nonsense (see nnxmoe inspect --help)",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(line.split())
+        assert capsys.readouterr().err.endswith(f"{said}\n")
+    plan = ["--mesh", "fsdp=8", "--batch", "8"]
+    for line, said in {
+        ("plan", "mixtral-8x7b", *plan, "--on", "h10"): "did you mean h100?",
+        ("plan", "mixtrl-8x7b", *plan): "did you mean mixtral-8x7b or ",
+        ("generate", "Demo", "x", "--local-files-only"): "--local-files-only skips the hub",
+        ("generate", "deno", "x", "--local-files-only"): "did you mean demo?",
+    }.items():
+        assert cli.main(line) == 1
+        assert said in capsys.readouterr().err
+
+
 def test_messages_name_the_options_that_were_typed() -> None:
     parser = argparse.ArgumentParser()
     for name in ("--learning-rate", "--lora", "--adapter-only", "--seed"):
@@ -115,6 +142,7 @@ def test_messages_name_the_options_that_were_typed() -> None:
         "seed=3 and a seed": "--seed 3 and a seed",
         "go online (adapter_only=False)": "go online (without --adapter-only)",
         "config.json: learning_rate=3": "config.json: learning_rate=3",
+        "plan(learning_rate=-1): give a number": "--learning-rate -1: give a number",
         "a folder/learning_rates, 'seed=3'": "a folder/learning_rates, 'seed=3'",
     }.items():
         assert as_typed(message, flags) == typed
@@ -584,7 +612,12 @@ def test_prompts_keep_their_own_fields(
     assert cli.main(["generate", "demo", "--prompts", str(file), "--max-new-tokens", "2"]) == 0
     printed = capsys.readouterr()
     first, second = map(json.loads, printed.out.splitlines())
-    assert (first["id"], first["prompt"], first["line"]) == (7, 0, 1) and second["line"] == 3
+    assert [first[name] for name in ("id", "index", "prompt", "line")] == [7, 0, "Once", 1]
+    assert (second["index"], second["line"], second["messages"][0]["content"]) == (
+        1,
+        3,
+        "Hi",
+    ) and "prompt" not in second
     assert second["text"] != "x" and "['text']" in caplog.text
 
 

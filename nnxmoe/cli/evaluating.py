@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from nnxmoe.cli import commands
-from nnxmoe.cli.options import count
+from nnxmoe.cli.options import add_slots, count
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -17,9 +17,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--tasks", required=True, metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
     add("--include-path", metavar="DIR", help="a folder with more tasks as YAML files")
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
-    add("--limit", type=count, metavar="N", help="only the first N questions of each task, for a try")
+    add("--limit", type=count, metavar="N", help="use only the first N questions of each task")
     add("--apply-chat-template", action="store_true", help="ask each question as a chat")
-    add("--slots", type=count, default=8, metavar="N", help="samples that are generated at once (default 8)")
+    add_slots(add)
     add("--seed", type=int, default=0, metavar="S", help="for tasks that sample their answers")
     add("--out", type=Path, metavar="FILE", help="also write all results as JSON")
 

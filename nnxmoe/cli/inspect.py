@@ -1,7 +1,6 @@
 """A model's sizes and memory, from its config and the headers of its files alone."""
 
 import dataclasses
-import difflib
 import math
 import os
 from collections import Counter
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.printable import did_you_mean
 from nnxmoe.convert.core.check import Faults
 from nnxmoe.convert.core.dtypes import natural_dtype
 from nnxmoe.convert.core.layout import Parameter, parameters
@@ -216,11 +216,8 @@ def find(
     try:
         fields, headers = hub_headers(str(name), revision=revision, local_files_only=local_files_only)
     except CheckpointError as error:
-        near = difflib.get_close_matches(str(name).lower(), PRESETS, 3)
-        presets = (
-            f"did you mean {' or '.join(near)}?" if near else f"presets, which need no files: {', '.join(PRESETS)}"
-        )
-        raise CheckpointError(f"{error} ({presets})") from None
+        near = did_you_mean(str(name), PRESETS, 3) or f" (presets, which need no files: {', '.join(PRESETS)})"
+        raise CheckpointError(f"{error}{near}") from None
     tensors = {n: TensorInfo(n, Path(), dtype, shape, 0, 0) for n, (dtype, shape) in headers.items()}
     return _checked(fields, tensors, where)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Callable
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -85,6 +86,11 @@ def add_quantize(parser: argparse.ArgumentParser, *, keep: bool = True) -> None:
     if keep:
         what = "keep the checkpoint's FP8, MXFP4, int8, int4 or NF4 codes in memory"
         parser.add_argument("--keep-quantized", action="store_true", help=what)
+
+
+def add_slots(add: Callable[..., Any]) -> None:
+    """``--slots``."""
+    add("--slots", type=count, default=8, metavar="N", help="samples computed together, as one batch (default 8)")
 
 
 def add_sampling(parser: argparse.ArgumentParser, tokens: int, default: str) -> None:

@@ -5,7 +5,6 @@ command line, 130 Ctrl-C, 141 closed pipe.
 """
 
 import argparse
-import difflib
 import io
 import re
 import sys
@@ -17,6 +16,7 @@ from nnxmoe.cli import chat as talk
 from nnxmoe.cli import commands, drafts, evaluating, inspecting, serving
 from nnxmoe.cli import options as shared
 from nnxmoe.cli import plan as plan_options
+from nnxmoe.config.printable import did_you_mean
 from nnxmoe.runtime import interrupts
 from nnxmoe.runtime.compile_cache import compile_cache
 from nnxmoe.runtime.interrupts import INTERRUPTED, PIPE_CLOSED
@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return 0
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):
             output.reconfigure(errors="replace")  # terminals with a small character set show "?" instead of failing
@@ -62,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def as_typed(message: str, flags: Sequence[argparse.Action]) -> str:
-    """The message with the options of the command line in place of Python's arguments of the same names. A message
-    about a field of a JSON file stays as it is."""
+    """The message with the options of the command line in place of Python's arguments of the same names, and of calls
+    with them. A message about a field of a JSON file stays as it is."""
     if ".json" in message:
         return message
     for action in flags:
@@ -73,20 +75,22 @@ def as_typed(message: str, flags: Sequence[argparse.Action]) -> str:
         message = re.sub(rf"(?<![\w.\"'-]){name}=(?=[^\s=])", rf"{flag} ", message)
         if "_" in name:
             message = re.sub(rf"(?<![\w.\"'-]){name}(?!\w)", flag, message)
-    return message
+    return re.sub(r"\b[A-Za-z_.]+\((--[^()]*)\)", r"\1", message)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line. ``every_flag``: the options of all commands."""
-
-    every_flag: Sequence[str] = ()
+    """Reports a wrong command line in one line, with the nearest names of the options and values that exist."""
 
     def error(self, message: str) -> NoReturn:
         more = ""
         if unknown := re.search(r"unrecognized arguments: .*?(--[\w-]+)", message):
-            near = difflib.get_close_matches(unknown[1], self.every_flag, 1, 0.75)
-            more = f"; did you mean {near[0]}?" if near else ""
+            start, flags = unknown[1].replace("-", ""), self._option_string_actions
+            run_together = [flag for flag in flags if flag.replace("-", "").startswith(start)]
+            more = did_you_mean(unknown[1], flags, cutoff=0.75)
+            more = f"; did you mean {run_together[0]}?" if run_together and len(start) > 2 else more
             more = " ".join(_NO_DEVICES.split()) if _DEVICES.match(unknown[1]) else more
+        elif wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            more = did_you_mean(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         self.exit(2, f"{self.prog}: error: {message}{more} (see {self.prog} --help)\n")
 
 
@@ -124,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_loading(generate)
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")
-    prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="PROMPT, as an option")
+    prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="the same, for texts that begin with -")
     shared.add_sampling(generate, 64, "0")
     drafts.add_option(generate)
     _prompts_options(generate, prompt)
@@ -163,9 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_loading(evaluate)
     evaluating.options(evaluate)
     for sub in subparsers.choices.values():
-        sub.set_defaults(flags=[action for action in sub._actions if action.option_strings])
-    every = {flag for sub in subparsers.choices.values() for flag in sub._option_string_actions}
-    parser.every_flag = sorted(every)
+        sub.set_defaults(flags=[action for action in sub._actions if action.option_strings], parser=sub)
     return parser
 
 
@@ -173,8 +175,9 @@ def _prompts_options(parser: argparse.ArgumentParser, prompt: Any) -> None:
     prompt.add_argument(
         "--prompts",
         metavar="FILE",
-        help='many prompts, a line each ("-": stdin): text, or, in lines that begin with {, JSON with "prompt" or '
-        '"messages", whose other fields are kept; writes JSON lines. In FILE.txt every line is text',
+        help='answer each prompt of a file ("-": stdin) with a line of JSON. A prompt is a line of text, or an object '
+        '{"prompt": …} or {"messages": …}, one per line or in a JSON array, whose other fields are copied to the '
+        "output. In FILE.txt every line is text",
     )
     add = parser.add_argument
     add(
@@ -189,14 +192,15 @@ def _prompts_options(parser: argparse.ArgumentParser, prompt: Any) -> None:
     add = group.add_argument
     add("--samples", type=shared.count, default=1, metavar="N", help="samples of each prompt (default 1)")
     add("--logprobs", type=shared.natural, metavar="N", help="log-probabilities, also of the N most likely tokens")
-    add("--slots", type=shared.count, default=8, metavar="N", help="samples that are generated at once (default 8)")
+    shared.add_slots(add)
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder, a hub id, or 'demo'; the layout is detected")
     add("target", metavar="DST", help="the output folder; new or empty")
-    add("--to", choices=["hf", "maxtext", "orbax"], required=True, help="orbax: for nnxmoe.load")
+    what = "hf: for transformers and from_pretrained, maxtext: for MaxText, orbax: for nnxmoe.load"
+    add("--to", choices=["hf", "maxtext", "orbax"], required=True, help=what)
     what = "stack the parameters of all layers into one array each (MaxText's scan_layers)"
     add("--scan", action="store_true", help=what)
     add("--dtype", choices=shared.DTYPES, help="dtype of the weights (default: as stored)")
@@ -212,9 +216,9 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "data",
-        metavar="DATA.jsonl",
-        help='lines such as {"text": …}, {"messages": [{"role": …}, …]}, {"prompt": …, "completion": …}, or the '
-        "objects of Alpaca and ShareGPT; other fields are ignored",
+        metavar="DATA.json",
+        help='objects such as {"text": …}, {"messages": [{"role": …}, …]}, {"prompt": …, "completion": …}, or those of '
+        "Alpaca and ShareGPT, one per line or in a JSON array, also as .gz; other fields are ignored",
     )
     what = "the output folder: new, empty, or that of a run to resume; metrics.jsonl in it has every step's metrics"
     add("--out", required=True, metavar="DIR", help=what)
@@ -224,13 +228,13 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
     add("--adapter-only", action="store_true", help="write the adapter in peft's format instead of the merged model")
     add("--lora-alpha", type=float, metavar="A", help="scale adapters by A / rank (default: the rank)")
     length = parser.add_mutually_exclusive_group().add_argument
-    length("--steps", type=shared.count, metavar="N", help="training steps; more extend a run (default 200)")
-    length("--epochs", type=shared.count, metavar="N", help="instead of steps: how often to read the data")
+    length("--steps", type=shared.count, metavar="N", help="training steps in all (default 200)")
+    length("--epochs", type=shared.count, metavar="N", help="passes over the data, instead of --steps")
     add("--warmup", type=int, metavar="N", help="steps to the peak learning rate (default: a tenth)")
     what = "compute each batch in N parts, for less memory"
     add("--accumulate", type=shared.count, default=1, metavar="N", help=what)
     what = "data held out; evaluated with every checkpoint"
-    add("--eval", dest="evaluation", metavar="DATA.jsonl", help=what)
+    add("--eval", dest="evaluation", metavar="DATA.json", help=what)
     add("--batch-size", type=shared.count, default=8, metavar="B", help="rows per step (default 8)")
     add("--seq-len", type=shared.count, default=512, metavar="T", help="tokens per row (default 512)")
     what = "peak learning rate (default 2e-4 with --lora, else 2e-5)"

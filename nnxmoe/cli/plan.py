@@ -23,19 +23,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--train", dest="train", action="store_true", default=True, help="a training step (default)")
     kind.add_argument("--decode", dest="train", action="store_false", help="one token for every row, with a full cache")
     parser.add_argument("--accumulate", type=count, default=1, metavar="N", help="compute each batch in N parts")
-    parser.add_argument(
-        "--buffer-factor", type=float, metavar="F", help="rows that experts receive, in multiples of the balanced load"
-    )
-    parser.add_argument(
-        "--chunks", type=count, metavar="N", help="exchange 1/N of the tokens at a time (enough to bound the room)"
-    )
-    parser.add_argument(
-        "--microbatches", type=count, metavar="M", help="of a pipeline with as many stages as --mesh pipe=… has devices"
-    )
+    what = "most rows that a device receives for its experts, as a multiple of the even load; others are dropped"
+    parser.add_argument("--buffer-factor", type=float, metavar="F", help=what)
+    what = "send tokens to experts in N parts, one after another (default: so many that buffers hold 8 x the even load)"
+    parser.add_argument("--chunks", type=count, metavar="N", help=what)
+    what = "parts of a batch in the pipeline of --mesh pipe=…; a multiple of its stages"
+    parser.add_argument("--microbatches", type=count, metavar="M", help=what)
     parser.add_argument("--no-remat", dest="remat", action="store_false", help="keep all activations for the backward")
-    parser.add_argument(
-        "--rule", action="append", default=[], type=_rule, metavar="NAME=AXES", help="such as embed=fsdp+expert"
-    )
+    what = "mesh axes that shard an axis of parameters, such as embed=fsdp+expert"
+    parser.add_argument("--rule", action="append", default=[], type=_rule, metavar="NAME=AXES", help=what)
     parser.add_argument("--across", metavar="AXIS", help="the mesh axis that crosses nodes or slices")
     parser.add_argument(
         "--compile",

@@ -16,11 +16,11 @@ from nnxmoe.cli import drafts
 from nnxmoe.generation.complete import StoppedText
 from nnxmoe.runtime.progress import logger, say
 
-OUTPUT = ("prompt", "line", "text", "finish_reason", "ids", "sample", "logprobs", "top_logprobs")
+OUTPUT = ("index", "prompt", "messages", "line", "text", "finish_reason", "ids", "sample", "logprobs", "top_logprobs")
 
 
 class Line(NamedTuple):
-    """A prompt (text, ids or a chat), its number among the lines of the file, and its fields that are only copied."""
+    """A prompt (text, ids or a chat), its number among the lines of the file, and its other fields."""
 
     prompt: Any
     number: int
@@ -102,7 +102,8 @@ def lines(
 
 def _fields(one: nnxmoe.Completion, line: Line, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
     """The fields of a line of output, those of the prompt's line first."""
-    fields = {**line.fields, "prompt": one.prompt, "line": line.number, "text": one.text}
+    kind = "messages" if isinstance(line.prompt, list) and isinstance(line.prompt[0], dict) else "prompt"
+    fields = {**line.fields, "index": one.prompt, kind: line.prompt, "line": line.number, "text": one.text}
     fields |= {"finish_reason": one.finish, "ids": one.ids}
     fields |= {"sample": one.sample} if options.samples > 1 else {}
     if options.logprobs is not None:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from nnxmoe.cli import commands, drafts
-from nnxmoe.cli.options import count
+from nnxmoe.cli.options import add_slots, count
 from nnxmoe.runtime.progress import logger, say
 
 KEY = "NNXMOE_API_KEY"
@@ -17,7 +17,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, help="port (default 8000; 0: any free one)")
     add("--name", help="the model's name for clients (default: MODEL, of a folder its last part)")
-    add("--slots", type=count, default=8, metavar="N", help="samples that are generated at once (default 8)")
+    add_slots(add)
     add("--capacity", type=count, default=2048, metavar="T", help="tokens per sample, prompt included (default 2048)")
     add("--queue", type=count, default=256, metavar="N", help="samples that may wait; beyond: 429 (default 256)")
     add("--seconds", type=count, default=600, metavar="S", help="longest time of a request (default 600)")

@@ -1,6 +1,7 @@
 """Values and names from files as they may appear in a message, escaped and cut to a sensible length; large numbers."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 def short(value: object, limit: int = 160) -> str:
@@ -22,6 +23,13 @@ def some(names: Sequence[str], limit: int = 3) -> str:
     """The first few of many names."""
     shown = ", ".join(plain(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> str:
+    """The end of a message on an unknown name: the known ones that are nearest, whatever their case; empty if none."""
+    names = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), names, most, cutoff)
+    return f"; did you mean {' or '.join(names[one] for one in near)}?" if near else ""
 
 
 def bytes_text(size: float) -> str:

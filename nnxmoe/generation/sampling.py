@@ -64,7 +64,7 @@ class Sampling:
             name, value = field.name, getattr(self, field.name)
             left_out = name == "rules" or (name == "top_k" and value is None)
             if not left_out and (isinstance(value, str) or not np.isscalar(value)):
-                raise ValueError(f"Sampling({name}={value!r}): {name} must be a number")
+                raise ValueError(f"{name}={value!r}: it must be a number")
         checks = {
             "temperature": (self.temperature, 0 <= self.temperature < math.inf, "a number >= 0 (0: greedy)"),
             "top_k": (self.top_k, self.top_k is None or self.top_k >= 0, "an integer >= 0 (0 or None: off)"),
@@ -76,9 +76,9 @@ class Sampling:
         }
         for name, (value, good, wanted) in checks.items():
             if not good:
-                raise ValueError(f"Sampling({name}={value}): {name} must be {wanted}")
+                raise ValueError(f"{name}={str(value).removesuffix('.0')}: it must be {wanted}")
         if self.top_k is not None and not float(self.top_k).is_integer():
-            raise ValueError(f"Sampling(top_k={self.top_k}): top_k must be an integer >= 0 (0 or None: off)")
+            raise ValueError(f"top_k={self.top_k}: it must be an integer >= 0 (0 or None: off)")
 
     @classmethod
     def from_checkpoint(cls, model: CausalLM) -> Self:

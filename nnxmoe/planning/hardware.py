@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from nnxmoe.config.printable import did_you_mean
 from nnxmoe.runtime.hardware import GPU, TABLE, TPU, Hardware
 
 _TOPOLOGIES = {"tpu-v4": "v4", "tpu-v5e": "v5e", "tpu-v5p": "v5p", "tpu-v6e": "v6e", "tpu-7x": "tpu7x"}
@@ -17,7 +18,9 @@ def hardware(name: str | Hardware) -> Hardware:
         return name
     kind, _, shape = name.lower().partition(":")
     if kind not in TABLE or (shape and (TABLE[kind].platform != TPU or not re.fullmatch(r"\d+(x\d+){1,2}", shape))):
-        raise ValueError(f"hardware {name!r} is not known: use one of {', '.join(TABLE)}, TPUs as in tpu-v5p:4x8x8")
+        near = did_you_mean(kind, TABLE) if kind not in TABLE else ""
+        known = f"use one of {', '.join(TABLE)}, TPUs as in tpu-v5p:4x8x8"
+        raise ValueError(f"hardware {name!r} is not known: {known}{near}")
     found = TABLE[kind]
     if not shape:
         return found

@@ -8,6 +8,7 @@ from typing import Any
 
 from nnxmoe.axes import RULES, AnyMesh, Rules, abstract_mesh
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.printable import did_you_mean
 from nnxmoe.config.validate import check_positive
 from nnxmoe.convert.hf.side_files import read_config
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
@@ -326,6 +327,7 @@ def _config(model: DecoderConfig | str | os.PathLike[str]) -> tuple[str, Decoder
         return str(model).lower(), found
     if (folder := local_folder(model, ValueError)) is None:
         if "/" not in str(model):
-            raise ValueError(f"{model} is neither a folder nor a preset: use one of {', '.join(PRESETS)}")
+            near = did_you_mean(str(model), PRESETS, 3) or f": use one of {', '.join(PRESETS)}"
+            raise ValueError(f"{model} is neither a folder nor a preset{near}")
         folder = snapshot(str(model), None, False, ["config.json"], (), ValueError)
     return str(model), read_config(folder)

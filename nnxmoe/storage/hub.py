@@ -3,12 +3,13 @@
 Callers pass the class of error to raise, a ValueError.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+from nnxmoe.config.printable import did_you_mean
 
 T = TypeVar("T")
 
@@ -30,8 +31,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("RepositoryNotFoundError", "no such local folder, and no such hub repository or it is private: check the spelling "
      "or run `hf auth login`"),
     ("IncompleteSnapshotError", "the cached copy is incomplete and the hub cannot be reached: load it again online"),
-    ("LocalEntryNotFoundError", "no such local folder, not in the local cache, and the hub was not reached: go online "
-     "(HF_HUB_OFFLINE=0, local_files_only=False) or give a local folder"),
+    ("LocalEntryNotFoundError", "no such local folder, and not in the local cache: {online}"),
     ("OfflineModeIsEnabled", "offline mode is on: unset HF_HUB_OFFLINE or give a local folder"),
     ("EntryNotFoundError", "a file is missing in the repository: is it a Hugging Face checkpoint?"),
     ("NotASafetensorsRepoError", "it has no model.safetensors and no index: convert its weights to safetensors"),
@@ -71,8 +71,8 @@ def _close_to(path: Path) -> str:
         names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
     except (OSError, ValueError):
         return ""
-    found = difflib.get_close_matches(path.name, names, 1)
-    return f"; did you mean {path.parent / found[0]}?" if found else ""
+    here = path.parent == Path()
+    return did_you_mean(str(path), ["demo"] * here + [str(path.parent / name) for name in names])
 
 
 def check_hub_id(repo_id: str, error: type[ValueError]) -> None:
@@ -104,6 +104,17 @@ def snapshot(
     return Path(hub_call(repo_id, revision, fetch, error))
 
 
+def _online(failure: Exception) -> str:
+    """How to reach the hub, after a LocalEntryNotFoundError."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "unset HF_HUB_OFFLINE to ask the hub"
+    return (
+        "the hub cannot be reached, check the network" if failure.__cause__ else "local_files_only=True skips the hub"
+    )
+
+
 def hub_call(repo_id: str, revision: str | None, call: Callable[[], T], error: type[ValueError]) -> T:
     """Runs a hub call; its exceptions become ``error``, with the remedy in the message."""
     try:
@@ -114,7 +125,8 @@ def hub_call(repo_id: str, revision: str | None, call: Callable[[], T], error: t
         remedy = next((text for kind, text in _REMEDIES if kind in kinds), None)
         if isinstance(failure, error) or (remedy is None and not network):
             raise
-        remedy = (remedy or "the hub cannot be reached: check the network").format(id=repo_id, revision=revision)
+        remedy = remedy or "the hub cannot be reached: check the network"
+        remedy = remedy.format(id=repo_id, revision=revision, online=_online(failure))
         reason = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
         close = _close_to(Path(repo_id)) if "no such local folder" in remedy else ""
         raise error(f"{repo_id}: {remedy} ({type(failure).__name__}: {reason[:300]}){close}") from failure
