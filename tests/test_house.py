@@ -248,6 +248,32 @@ def test_importing_does_not_require_posix() -> None:
     assert done.returncode == 0 and "llama-3.1-8b: llama" in done.stdout, done.stderr
 
 
+# Tests that give the package unusual values: models and adapters with shapes only, arrays as lists, objects as dicts.
+UNUSUAL = """
+engine::test_prompts_and_texts_may_be_arrays_of_ids
+fit::test_batches_of_lists_and_objects_with_an_array
+linen::test_model_arguments_and_outputs
+lora::test_default_targets_exclude_the_router
+maxtext::test_accepted_tree_formats
+model::test_a_generation_config_may_be_a_dict
+model::test_models_without_values_raise_when_called
+native::test_saving_a_model_without_values_writes_nothing
+save::test_models_without_values_are_refused
+text::test_messages_of_any_type_reach_the_template_as_plain_values
+"""
+
+
+@pytest.mark.commands
+def test_annotations_hold_for_unusual_values() -> None:
+    """In every CI run, where of all tests only a part is run with annotations checked."""
+    names = [f"tests/test_{name.replace('::', '.py::', 1)}" for name in UNUSUAL.split()]
+    checks = ["--jaxtyping-packages=nnxmoe,tests.conftest.checked", "--sets=1", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *checks, *names], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "10 passed" in done.stdout, done.stdout[-6000:]
+
+
 def test_models_folder_cannot_be_imported_directly() -> None:
     """In a checkout ``models/`` would be importable as a second package, with a duplicate of every class."""
     code = "import models"
