@@ -184,6 +184,7 @@ def test_convert_on_a_mesh_from_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (["SOURCE", "new", "--to", "maxtext", "--quantize", "int8"], "--quantize: MaxText's layout stores floats only"),
         (["SOURCE", "new", "--to", "hf", "--scan"], "--scan: Hugging Face's layout keeps every layer's tensors apart"),
         (["SOURCE", "full", "--to", "maxtext"], "full is not an empty folder, it holds mine.txt: save to a new one"),
         (["SOURCE", "full/mine.txt", "--to", "maxtext"], "mine.txt is not a folder"),

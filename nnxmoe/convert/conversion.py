@@ -154,6 +154,8 @@ def convert(
         raise ValueError(f"--to {to}: choose one of {', '.join(KINDS)}")
     if scan and to == "hf":
         raise ValueError("--scan: Hugging Face's layout keeps every layer's tensors apart; leave it out")
+    if quantize is not None and to == "maxtext":
+        raise ValueError("--quantize: MaxText's layout stores floats only: leave it out, or convert to hf or orbax")
     if verify and jax.process_count() > 1:
         raise ValueError("--verify needs a single process: run it on one machine that has the files")
     refuse_unless_empty(target)

@@ -91,12 +91,10 @@ def count_mtp(config: DecoderConfig, table: Container[str]) -> int:
     """The number of depths that a config asks for. Raises ConfigError if there are none, or if the family's ``table``
     has no names for them."""
     if "layer.mtp.project.kernel" not in table:
-        raise ConfigError(f"mtp=True: {config.model_type} models have no multi-token prediction layers: leave it out")
+        raise ConfigError(f"{config.model_type} models have no multi-token prediction layers")
     depths = getattr(config, "num_nextn_predict_layers", 0)
     if depths < 1:
-        raise ConfigError(
-            f"num_nextn_predict_layers {depths}: there are no multi-token prediction layers: leave out mtp=True"
-        )
+        raise ConfigError(f"num_nextn_predict_layers {depths}: the model has no multi-token prediction layers")
     return depths
 
 
@@ -107,7 +105,6 @@ def make_mtp(
     depths = [MTP(dim, eps, runs[-1][1](rngs), remat, dtype=dtype, rngs=rngs) for _ in range(count)]
     if any(depth.layer.feed_forward.name != "moe" for depth in depths):
         raise ConfigError(
-            "mtp=True: the last layer is dense, and multi-token prediction layers have experts: check the number of "
-            "dense layers, or leave it out"
+            "the last layer is dense, and multi-token prediction layers have experts: check the number of dense layers"
         )
     return depths
