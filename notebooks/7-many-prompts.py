@@ -19,18 +19,21 @@
 # - how to measure a model: an exam of your own, and log-probabilities of given answers.
 
 # %%
-# Colab, Kaggle or another new environment: upload the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe.
+# Needs `pip install 'nnxmoe[notebooks]'`. Where that is missing (Colab, Kaggle, a new environment), this cell installs
+# the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe: upload it beside this notebook first.
 import glob
 import importlib.util
 import shutil
 import subprocess
 import sys
 
-if importlib.util.find_spec("nnxmoe") is None:
-    wheels = glob.glob("nnxmoe-*.whl") + glob.glob("/kaggle/input/**/nnxmoe-*.whl", recursive=True)
-    assert wheels, "nnxmoe is not installed, and no nnxmoe-*.whl lies beside this notebook"
-    wanted = [wheels[0] + ("[cuda]" if shutil.which("nvidia-smi") else ""), "matplotlib"]
+if wanted := [name for name in ("nnxmoe", "matplotlib") if importlib.util.find_spec(name) is None]:
+    if "nnxmoe" in wanted:
+        wheels = glob.glob("nnxmoe-*.whl") + glob.glob("/kaggle/input/**/nnxmoe-*.whl", recursive=True)
+        assert wheels, "nnxmoe is not installed, and no nnxmoe-*.whl lies beside this notebook"
+        wanted[0] = wheels[0] + ("[cuda]" if shutil.which("nvidia-smi") else "")
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+    importlib.invalidate_caches()
 
 # %%
 import random
