@@ -533,7 +533,9 @@ def test_adapters_on_the_command_line(
     assert "names no base model: give that model, and this folder as --adapter" in capsys.readouterr().err
 
 
-def test_inspect_agrees_with_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_agrees_with_loading(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """Exit status 0 if the checkpoint loads and 1 otherwise; control characters in tensor names are escaped."""
     draft = Draft(tmp_path, "llama")
     draft.fields["tie_word_embeddings"] = True
@@ -544,6 +546,14 @@ def test_inspect_agrees_with_loading(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["inspect", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err and "0 missing, 1 belong to no parameter" in printed.out
+    for text, noted in {
+        "{": "generation_config.json",
+        '{"pad_token_id": 70000}': "pad_token_id 70000 is not in",
+    }.items():
+        (tmp_path / "generation_config.json").write_text(text)
+        assert any(noted in note for note in nnxmoe.from_pretrained(tmp_path).load_report.notes)
+        caplog.clear()
+        assert cli.main(["inspect", str(tmp_path)]) == 0 and noted in caplog.text
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
     assert cli.main(["inspect", str(tmp_path)]) == 1
     assert "generation_config.json: eos_token_id" in capsys.readouterr().err

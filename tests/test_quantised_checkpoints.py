@@ -520,6 +520,8 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("gptq g_idx cut", ACT, cut("g_idx"), r"must be \[64\]"),
     ("gptq scales cut", GPTQ, cut("scales"), "must be"),
     ("gptq bits", GPTQ, field("bits", 2), "bits 2 is not supported"),
+    ("gptq rotation", GPTQ, field("rotation", "hadamard"), "rotation 'hadamard' rotates activations at run time"),
+    ("awq rotation", AWQ, field("rotation", "random"), "rotation 'random' rotates activations at run time"),
     ("gptq version", GPTQ, field("checkpoint_format", "marlin"), "checkpoint_format 'marlin' is not supported"),
     ("gptq group size", GPTQ, field("group_size", "big"), "group_size must be a positive integer or -1"),
     ("nf4 state missing", "nf4", without("weight.quant_state.bitsandbytes__nf4"), "nf4 is missing"),

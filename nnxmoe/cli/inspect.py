@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,7 @@ def find(
             return config, {}
         with Checkpoint.open(folder) as checkpoint:
             checked = _checked(checkpoint.config, checkpoint.tensors, where, checkpoint)
-            generation_fields(checkpoint.folder, checked[0])
+            _warn([*generation_fields(checkpoint.folder, checked[0])[1], *checkpoint.notes], where)
             return checked
     try:
         fields, headers = hub_headers(str(name), revision=revision, local_files_only=local_files_only)
@@ -238,9 +238,13 @@ def _checked(
 def _config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
     """The config of a parsed config.json; warns of fields that are dropped."""
     config, notes = parse_config(fields, where)
+    _warn(notes, where)
+    return config
+
+
+def _warn(notes: Iterable[str], where: str) -> None:
     for note in notes:
         logger.warning("%s: %s", where.removesuffix("/config.json"), note)
-    return config
 
 
 def _part(key: str) -> str:

@@ -46,6 +46,9 @@ class Scheme:
         if not isinstance(method, str) or method not in METHODS:
             known = "; ".join(f"{name!r} ({what})" for name, what in METHODS.items())
             raise CheckpointError(f"{where}: method {short(method)} is not supported; supported: {known}")
+        if fields.get("rotation"):  # GPTQModel's
+            why = "rotates activations at run time, which is not supported"
+            raise CheckpointError(f"{where}: rotation {short(fields['rotation'])} {why}")
         made = cls(method, fields, where)
         _CHECKS[method](made)
         return made
