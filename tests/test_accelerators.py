@@ -25,7 +25,7 @@ from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.planning import child
 from nnxmoe.planning.arithmetic import Work
 from nnxmoe.planning.plan import default_strategy
-from nnxmoe.planning.program import Job, environment
+from nnxmoe.planning.program import CompileJob, environment
 from nnxmoe.runtime.hardware import TABLE
 from tests.support.families import FAMILIES
 from tests.support.tiny import TINY
@@ -60,7 +60,7 @@ def compiled(platform: str, config: Any, axes: dict[str, int], work: Work, step:
     sizes: dict[str, Any] = {"fsdp": 1, "expert": 1} | axes
     strategy = default_strategy(config, sizes, platform, work)
     strategy = dataclasses.replace(strategy, pipeline=work.pipeline, scan_layers=None)
-    job = Job(config, strategy, sizes, work, platform, DEVICES[platform])
+    job = CompileJob(config, strategy, sizes, work, platform, DEVICES[platform])
     found = child.devices(dataclasses.replace(job, mesh={"fsdp": 4}))
     mesh = make_mesh(**sizes, devices=found if axes else found[:1])
     program = (_forward(job, mesh) if step == "forward" else child.traced(job, mesh)).lower().compile()
@@ -70,7 +70,7 @@ def compiled(platform: str, config: Any, axes: dict[str, int], work: Work, step:
     return Compiled(total - memory.alias_size_in_bytes, frozenset(calls), "ragged-all-to-all" in text)
 
 
-def _forward(job: Job, mesh: Any) -> Any:
+def _forward(job: CompileJob, mesh: Any) -> Any:
     strategy = dataclasses.replace(job.strategy, mesh=mesh, scan_layers=None)
     model = model_class(job.config)(job.config, strategy, rngs=None, dtype=jnp.bfloat16)
     graph, state = child.placed(model)

@@ -123,7 +123,7 @@ def test_other_texts_than_auto_are_refused() -> None:
 )
 def test_draft_on_the_command_line(text: str, choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same choice for one prompt, for many and for the server."""
-    serve = pytest.importorskip("nnxmoe.serve.run")
+    serve = pytest.importorskip("nnxmoe.serve.server")
     model, seen = with_mtp(), list[Any]()
 
     class Stop(ValueError):

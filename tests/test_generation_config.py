@@ -130,10 +130,10 @@ def test_ids_outside_the_vocabulary_are_ignored(model: nnxmoe.CausalLM) -> None:
 def test_chat_and_serve_take_the_checkpoints_sampling(model: nnxmoe.CausalLM) -> None:
     """Options of a command and fields of a request override it, one by one."""
     pytest.importorskip("msgspec")
-    from nnxmoe.serve.plan import Planner, default_sampling
-    from nnxmoe.serve.run import serving_engine
+    from nnxmoe.serve.requests import Planner, default_sampling
     from nnxmoe.serve.schema import CompletionRequest
-    from nnxmoe.serve.settings import Settings
+    from nnxmoe.serve.server import serving_engine
+    from nnxmoe.serve.settings import ServerSettings
 
     model.generation_config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "suppress_tokens": [3]}
     sampling = nnxmoe.Sampling.from_checkpoint(model)
@@ -142,7 +142,7 @@ def test_chat_and_serve_take_the_checkpoints_sampling(model: nnxmoe.CausalLM) ->
     assert sampling_of(argparse.Namespace(**flags | {"top_p": None})) == nnxmoe.Sampling(temperature=0.0)
     engine, ends = serving_engine(model, slots=1, capacity=64)
     tokenizer = nnxmoe.Tokenizer.from_pretrained(MODEL)
-    planner = Planner(Settings("tiny"), tokenizer, 64, 320, ends, engine.limits, default_sampling(model))
+    planner = Planner(ServerSettings("tiny"), tokenizer, 64, 320, ends, engine.limits, default_sampling(model))
     for fields, expected in (
         ({}, sampling),
         ({"temperature": 0.0}, dataclasses.replace(sampling, temperature=0.0)),

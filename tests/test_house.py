@@ -1,9 +1,11 @@
 """Code structure: import direction, what each layer may depend on, and the cost of importing the package."""
 
 import ast
+import collections
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,44 @@ def test_no_branches_on_model_type(module: str) -> None:
 @pytest.mark.parametrize("module", SOURCES)
 def test_files_have_a_docstring(module: str) -> None:
     assert ast.get_docstring(ast.parse(SOURCES[module].read_text(encoding="utf-8")))
+
+
+# Names that still occur twice; remove those that become unique, do not add any.
+REPEATED_CLASSES = {"Source", "_Made"}
+REPEATED_FILES = {"layout", "quantize", "rope", "source"}
+# Functions that still have more parameters than MOST_PARAMETERS, or are longer than MOST_LINES.
+MOST_PARAMETERS, MOST_LINES = 10, 60
+MANY_PARAMETERS = {"__call__", "body", "complete", "fit", "plan", "from_pretrained"}
+LONG: set[str] = set()
+TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
+
+
+def repeated(names: Iterable[str]) -> set[str]:
+    return {name for name, count in collections.Counter(names).items() if count > 1}
+
+
+def test_class_and_file_names_are_unique() -> None:
+    """A stack trace or a search leads to one definition."""
+    classes = (node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert repeated(classes) == REPEATED_CLASSES
+    files = (path.stem for path in SOURCES.values() if path.stem != "__init__")
+    assert repeated(files) == REPEATED_FILES
+
+
+def test_functions_are_short_and_take_few_parameters() -> None:
+    """``__init__`` may take more parameters: a layer is built from plain values."""
+    many, long = set[str](), set[str]()
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                args = node.args
+                count = len(args.posonlyargs + args.args + args.kwonlyargs) + bool(args.vararg) + bool(args.kwarg)
+                if count > MOST_PARAMETERS and node.name != "__init__":
+                    many.add(node.name)
+                if node.end_lineno and node.end_lineno - node.lineno >= MOST_LINES:
+                    long.add(node.name)
+    assert many == MANY_PARAMETERS
+    assert long == LONG
 
 
 SMALL = {"nnxmoe", "jax", "jaxtyping", "jinja2", "markupsafe", "safetensors", "tokenizers", "tqdm"}

@@ -21,7 +21,7 @@ import nnxmoe
 from nnxmoe import cli
 from nnxmoe.serve import engine_thread
 from nnxmoe.serve.app import PAGE
-from nnxmoe.serve.pieces import TokenTexts
+from nnxmoe.serve.token_texts import TokenTexts
 from tests.benchmarks.server import Load
 from tests.support.serving import TIMEOUT, Client, Json, Running, serving
 
@@ -102,7 +102,7 @@ def test_special_tokens_as_stop_strings(server: Running, demo: Any) -> None:
 
 
 def test_connections_without_a_request_are_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nnxmoe.serve.run, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(nnxmoe.serve.server, "HEAD_SECONDS", 0.3)
     for sent in (b"", HEAD):
         with socket.create_connection(("127.0.0.1", server.port), TIMEOUT) as silent:
             silent.sendall(sent)

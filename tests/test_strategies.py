@@ -22,7 +22,7 @@ from nnxmoe.models import Mixtral, MixtralConfig
 from nnxmoe.moe import expert_parallel
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.expert_biases import ExpertBiases
-from nnxmoe.moe.expert_parallel import Plan, buffer_rows, fewest_chunks
+from nnxmoe.moe.expert_parallel import ExchangePlan, buffer_rows, fewest_chunks
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import Blocked
 from nnxmoe.moe.ragged import ragged_all_to_all
@@ -287,7 +287,7 @@ def exchanged(seed: int, room: int) -> tuple[Any, ...]:
     mesh = nnxmoe.make_mesh(expert=shards, devices=jax.devices()[:shards])
 
     def local(rows: Any, weight: Any) -> Any:
-        plan = Plan.of(jnp.asarray(counts), jax.lax.axis_index("expert"), room)
+        plan = ExchangePlan.of(jnp.asarray(counts), jax.lax.axis_index("expert"), room)
 
         def move(rows: Any) -> Any:
             return ragged_all_to_all(rows, room, plan.send, plan.receive, axis="expert", most=min(have, room))

@@ -22,7 +22,7 @@ from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.models import Llama, LlamaConfig, Mixtral, MixtralConfig
-from nnxmoe.testing.rows import compare_trees
+from nnxmoe.testing.parameters import compare_trees
 from nnxmoe.testing.sides import Ours
 from tests.support.running import randomise
 from tests.support.tiny import build_tiny

@@ -15,7 +15,7 @@ import nnxmoe
 from nnxmoe.cli import chat as talk
 from nnxmoe.cli import commands, drafts, evaluating, inspecting, serving
 from nnxmoe.cli import options as shared
-from nnxmoe.cli import plan as plan_options
+from nnxmoe.cli import plans as plan_options
 from nnxmoe.config.printable import did_you_mean
 from nnxmoe.runtime import interrupts
 from nnxmoe.runtime.compile_cache import compile_cache

@@ -32,18 +32,18 @@ def options(parser: argparse.ArgumentParser) -> None:
 def serve(options: argparse.Namespace) -> None:
     """Serves a model until it is told to stop."""
     try:
-        from nnxmoe.serve import run
-        from nnxmoe.serve.settings import Settings
+        from nnxmoe.serve import server
+        from nnxmoe.serve.settings import ServerSettings
     except ModuleNotFoundError as error:
         raise ValueError(f"nnxmoe serve needs {error.name}: pip install 'nnxmoe[serve]'") from None
     if not 0 <= options.port < 2**16:
         raise ValueError(f"--port {options.port}: a port lies in 0 … 65535")
     name = options.name or (Path(options.model).resolve().name if os.path.isdir(options.model) else options.model)
     local = options.host in {"localhost", "127.0.0.1", "::1"}
-    settings = Settings(
+    settings = ServerSettings(
         name=name,
         key=os.environ.get(KEY, "").strip() or None,
-        hosts=run.LOOPBACK if local else None,
+        hosts=server.LOOPBACK if local else None,
         queue=options.queue,
         seconds=options.seconds,
         body=options.max_body,
@@ -54,6 +54,7 @@ def serve(options: argparse.Namespace) -> None:
         logger.warning("everyone who reaches %s may use this server: set %s to ask for a key", options.host, KEY)
     model, tokenizer = commands.load(options)
     draft = drafts.draft_of(options.draft, model)
-    engine, stop_ids = run.serving_engine(model, slots=options.slots, capacity=options.capacity, draft=draft)
-    started = f"serving {name} with {engine.slots} slots of {engine.capacity} tokens on %s; Ctrl-C ends"
-    run.serve(engine, tokenizer, stop_ids, settings, options.host, options.port, lambda address: say(started, address))
+    engine, stop_ids = server.serving_engine(model, slots=options.slots, capacity=options.capacity, draft=draft)
+    said = f"serving {name} with {engine.slots} slots of {engine.capacity} tokens on %s; Ctrl-C ends"
+    where = options.host, options.port
+    server.serve(engine, tokenizer, stop_ids, settings, *where, lambda address: say(said, address))

@@ -179,7 +179,7 @@ def split_stops(stops: Sequence[str], tokenizer: Any) -> tuple[tuple[str, ...], 
 
 
 @dataclasses.dataclass
-class _Job:
+class _Sampled:
     """One sample of a prompt, its request once it is submitted, and its text so far."""
 
     prompt: int
@@ -191,18 +191,18 @@ class _Job:
     kept: int = 0  # ids up to the one that completed a stop string
 
 
-def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[Wanted], n: int) -> Iterator[_Job]:
+def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[Wanted], n: int) -> Iterator[_Sampled]:
     common: Any = os.path.commonprefix(prompts) if len(prompts) > 1 else ()  # pyright: ignore
     shared = Prefix(common) if len(common) >= SMALL else None
     for number, (ids, one) in enumerate(zip(prompts, wanted, strict=True)):
         prefix = Prefix(ids, shared) if n > 1 and (shared is None or ids != shared.ids) else shared
         for sample in range(n):
-            yield _Job(number, ids, dataclasses.replace(one, sample=sample), prefix)
+            yield _Sampled(number, ids, dataclasses.replace(one, sample=sample), prefix)
 
 
-def _in_order(engine: Engine, jobs: list[_Job], tokenizer: Any, stop: Sequence[str]) -> Iterator[Completion]:
+def _in_order(engine: Engine, jobs: list[_Sampled], tokenizer: Any, stop: Sequence[str]) -> Iterator[Completion]:
     """Runs the jobs, submitting no more of them than can soon start, and yields them as the first becomes done."""
-    waiting, started, of = collections.deque(jobs), collections.deque[_Job](), dict[Request, _Job]()
+    waiting, started, of = collections.deque(jobs), collections.deque[_Sampled](), dict[Request, _Sampled]()
     try:
         while waiting or started:
             while waiting and engine.waiting < engine.slots:
@@ -228,7 +228,7 @@ def _in_order(engine: Engine, jobs: list[_Job], tokenizer: Any, stop: Sequence[s
         engine.close()
 
 
-def _completion(job: _Job) -> Completion:
+def _completion(job: _Sampled) -> Completion:
     request, text = job.request, job.text
     assert request is not None and request.finish is not None
     if text is not None:

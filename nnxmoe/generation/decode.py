@@ -16,7 +16,7 @@ from nnxmoe.config.rope import DynamicRope
 from nnxmoe.generation.complete import Prompt, encoded
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
-from nnxmoe.generation.grouping import LARGE, SMALL, Group, chunk_sizes
+from nnxmoe.generation.grouping import LARGE, SMALL, PrefillGroup, chunk_sizes
 from nnxmoe.generation.passes import Room, cache_bytes
 from nnxmoe.generation.request import Eos, Finish, Request, Wanted, eos_ids, refuse_ids, whole_number
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
@@ -170,7 +170,7 @@ def _requests(
         capacity=capacity,
         limits=wanted.limits(vocab),
         draft=draft,
-        grouping=lambda lengths, slots: Group(len(lengths), slots, sizes),
+        grouping=lambda lengths, slots: PrefillGroup(len(lengths), slots, sizes),
     )
     each = (dataclasses.replace(wanted, sample=row) for row in range(rows))
     requests = [engine.submit(ids[row, valid[row]].tolist(), one) for row, one in enumerate(each)]

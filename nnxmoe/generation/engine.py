@@ -23,13 +23,13 @@ from nnxmoe.generation.grouping import (
     LARGE,
     MOST_SMALL,
     SMALL,
-    Group,
     Grouping,
+    PrefillGroup,
     as_one_large_chunk,
     chunk_sizes,
     one_by_one,
 )
-from nnxmoe.generation.passes import Part, Passed, Room, cache_bytes
+from nnxmoe.generation.passes import Passed, PassPart, Room, cache_bytes
 from nnxmoe.generation.request import (
     Event,
     Finish,
@@ -43,7 +43,7 @@ from nnxmoe.generation.request import (
     whole_ids,
     whole_number,
 )
-from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, Options, Process, Report
+from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, Process, RowOptions, RowReport
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.memory import refuse_beyond_memory
 from nnxmoe.runtime.processes import deadline
@@ -113,8 +113,7 @@ class Engine:
             )
         self._grouping = grouping or (as_one_large_chunk if draft is None else one_by_one)
         self._begun = weakref.WeakKeyDictionary[Prefix, Passed]()  # prefixes that were read
-        self._process = process
-        self._options = Options(limits.sampling, limits.top)
+        self._options = RowOptions(limits.sampling, limits.top, process, self._mesh)
         self._room, self._vocab = Room(self.capacity + spare, spare), int(model.embed.table.shape[0])
         if isinstance(draft, Modelled) and draft.vocab_size != self._vocab:
             raise ValueError(
@@ -138,7 +137,7 @@ class Engine:
         self._keep = np.zeros(self.slots, bool)
         self._waiting: collections.deque[Request] = collections.deque()
         self._reading: _Reading | None = None
-        self._reports: collections.deque[tuple[Report, list[Request | None]]] = collections.deque()
+        self._reports: collections.deque[tuple[RowReport, list[Request | None]]] = collections.deque()
 
     @property
     def cache_bytes(self) -> int:
@@ -266,14 +265,14 @@ class Engine:
             while prefix.start is not None and prefix.start not in self._begun:
                 prefix = prefix.start
             rest = prefix.ids[len(prefix.start.ids) if prefix.start else 0 :]
-            group = Group(1, self._parts, chunk_sizes(len(rest)))
+            group = PrefillGroup(1, self._parts, chunk_sizes(len(rest)))
             return self._start(group, [rest], [], prefix, prefix.start)
         alike = list(itertools.takewhile(lambda r: r.prefix is prefix, itertools.islice(self._waiting, len(free))))
         rests = [r.prompt[len(prefix.ids) if prefix else 0 :] for r in alike]
         if rests[0]:
             group = self._grouping([len(rest) for rest in itertools.takewhile(bool, rests)], self.slots)
         else:  # the prefix is all of the prompt
-            group = Group(1, self._parts, [])
+            group = PrefillGroup(1, self._parts, [])
         requests = [self._waiting.popleft() for _ in range(group.count)]
         for slot, request in zip(free, requests, strict=False):
             self._slots[slot] = request
@@ -281,7 +280,7 @@ class Engine:
 
     def _start(
         self,
-        group: Group,
+        group: PrefillGroup,
         prompts: list[tuple[int, ...]],
         requests: list[Request],
         target: Prefix | None,
@@ -305,7 +304,10 @@ class Engine:
         if reading.chunks:
             ids, valid = reading.chunks.popleft()
             cache = None if reading.passed is None else reading.passed.cache
-            memory, part = None if reading.passed is None else reading.passed.memory, Part(True, self.draft is not None)
+            memory, part = (
+                None if reading.passed is None else reading.passed.memory,
+                PassPart(True, self.draft is not None),
+            )
             with deadline("reading a prompt"):
                 passed = self._pass(ids, valid, cache, self._dropped, self._room, part)
             if self.draft is not None:
@@ -336,7 +338,6 @@ class Engine:
             prompts[row, : len(request.prompt)], lengths[row] = request.prompt, len(request.prompt)
             asked[row] = request.asked
         together = jax.tree.map(lambda *parts: np.stack(parts), *asked)
-        fixed = self._options, self._process, self.draft, self._mesh
         in_place = all(slot in (row, self.slots) for row, slot in enumerate(at))
         if rows == self.slots and in_place and not self._keep.any() and not reading.shared:
             self._cache = passed.cache
@@ -346,7 +347,7 @@ class Engine:
             self._cache = passes.put(self._cache, passed.cache, at, self._axes)
         kept = self._keep.copy()  # what a program is given may be read later
         given = together, prompts, lengths, passed.logits, passed.memory, kept
-        self._rows, report = passes.begin(self._rows, at, *given, *fixed)
+        self._rows, report = passes.begin(self._rows, at, *given, self._options, self.draft)
         here: list[Request | None] = [None] * rows
         for row, request in enumerate(requests):
             if not request.done:
@@ -359,10 +360,9 @@ class Engine:
         state, spare = self._rows, self._room.spare
         valid = None if self.slots == 1 and not spare else state.active
         with deadline("computing new tokens"):
-            passed = self._step(state.ids, valid, self._cache, self._dropped, self._room, Part(False))
-        fixed = self._options, self._process, self.draft, self._mesh
+            passed = self._step(state.ids, valid, self._cache, self._dropped, self._room, PassPart(False))
         after = passed.logits, passed.states, passed.cache.length, self._keep.copy()
-        self._rows, length, report = passes.advance(state, *after, *fixed)
+        self._rows, length, report = passes.advance(state, *after, self._options, self.draft)
         self._cache, self._dropped = dataclasses.replace(passed.cache, length=length), passed.dropped
         for request in self._going():
             request.steps += 1

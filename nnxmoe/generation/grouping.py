@@ -16,7 +16,7 @@ def chunk_sizes(length: int) -> list[int]:
     return [LARGE] * large + ([SMALL] * small if small <= MOST_SMALL else [LARGE])
 
 
-class Group(NamedTuple):
+class PrefillGroup(NamedTuple):
     """How the first waiting prompts are read: how many of them, in a batch of how many rows, in chunks of which
     sizes."""
 
@@ -25,17 +25,17 @@ class Group(NamedTuple):
     sizes: list[int]
 
 
-def as_one_large_chunk(lengths: Sequence[int], slots: int) -> Group:
+def as_one_large_chunk(lengths: Sequence[int], slots: int) -> PrefillGroup:
     """Prompts of equal small chunks together, as many as a large chunk has room for; longer ones alone."""
     sizes = chunk_sizes(lengths[0])
     rows = min(slots, max(1, LARGE // max(sizes)))
     count = sum(1 for _ in itertools.takewhile(lambda length: chunk_sizes(length) == sizes, lengths[:rows]))
-    return Group(count, 1 if count == 1 else rows, sizes)
+    return PrefillGroup(count, 1 if count == 1 else rows, sizes)
 
 
-def one_by_one(lengths: Sequence[int], slots: int) -> Group:
+def one_by_one(lengths: Sequence[int], slots: int) -> PrefillGroup:
     """Every prompt alone, so that not even the last bits of what follows depend on what else is waiting."""
-    return Group(1, 1, chunk_sizes(lengths[0]))
+    return PrefillGroup(1, 1, chunk_sizes(lengths[0]))
 
 
-Grouping = Callable[[Sequence[int], int], Group]  # (lengths of the waiting prompts, slots) -> Group
+Grouping = Callable[[Sequence[int], int], PrefillGroup]  # (lengths of the waiting prompts, slots) -> PrefillGroup

@@ -50,7 +50,7 @@ class Passed(NamedTuple):
     memory: Any = None
 
 
-class Part(NamedTuple):
+class PassPart(NamedTuple):
     """The part of a pass that is computed: logits of the last column only, and nothing that only other columns need,
     unless all ``states`` are wanted."""
 
@@ -65,7 +65,7 @@ def _pass(
     cache: Cache | None,
     dropped: Any,
     room: Room,
-    part: Part,
+    part: PassPart,
 ) -> Passed:
     """One pass over ids; ``cache`` None: an empty one."""
     only = part.last and not part.states
@@ -101,7 +101,7 @@ class Programs:
         return functools.partial(self._announced, run)
 
     def _announced(
-        self, run: Callable[..., Passed], ids: Any, valid: Any, cache: Any, dropped: Any, room: Room, part: Part
+        self, run: Callable[..., Passed], ids: Any, valid: Any, cache: Any, dropped: Any, room: Room, part: PassPart
     ) -> Passed:
         """A pass; the log says so if it is compiled, once per size."""
         kind = ids.shape, valid is None, cache is None, room, part
@@ -125,8 +125,8 @@ def passes(model: CausalLM) -> Callable[..., Passed]:
     return structure.program(programs_of).of(model, leaves)
 
 
-begin = jax.jit(rows.begin, static_argnums=(8, 9, 11), donate_argnums=(0,))
-advance = jax.jit(rows.advance, static_argnums=(5, 6, 8), donate_argnums=(0,))
+begin = jax.jit(rows.begin, static_argnums=(8,), donate_argnums=(0,))
+advance = jax.jit(rows.advance, static_argnums=(5,), donate_argnums=(0,))
 read = jax.jit(lambda draft, *given: draft.read(*given), donate_argnums=(1,))
 empty_rows = jax.jit(rows.empty_rows, static_argnums=(1, 2, 3, 5))
 

@@ -34,14 +34,6 @@ class Asked(NamedTuple):
     logprobs: Any
 
 
-class Options(NamedTuple):
-    """The static part of what is asked for. ``top``: of how many of the most likely ids the log-probabilities are
-    reported at most; None: no log-probabilities."""
-
-    steps: Steps
-    top: int | None
-
-
 class History(NamedTuple):
     """The ids of every row, prompt and new. ``ids[b, i]`` counts for ``i < count[b]``; ``made[b]`` of them are new."""
 
@@ -53,7 +45,20 @@ class History(NamedTuple):
 Process = Callable[[Float[Array, "B V"], History], Float[Array, "B V"]]  # logits -> logits
 
 
-class Rows(NamedTuple):
+class RowOptions(NamedTuple):
+    """The static part of what is asked for, the same in all steps.
+
+    ``top``: of how many of the most likely ids the log-probabilities are reported at most; None: no log-probabilities.
+    ``process``: applied to the logits; None: nothing.
+    """
+
+    steps: Steps
+    top: int | None
+    process: Process | None
+    mesh: AnyMesh | None
+
+
+class RowStates(NamedTuple):
     """The state of all rows between two steps. ``ids`` go into the next pass, where ``active``: the last id of the
     history, which is in no cache yet, and drafts of what may follow."""
 
@@ -64,7 +69,7 @@ class Rows(NamedTuple):
     memory: Any
 
 
-class Report(NamedTuple):
+class RowReport(NamedTuple):
     """Result of a step: ``count[b]`` ids of row b, the reason why it ended, and log-probabilities under the model's
     own distribution, of these ids and of the most likely ones."""
 
@@ -114,18 +119,18 @@ class Draft(Protocol):
         ...
 
 
-def empty_rows(like: Asked, count: int, capacity: int, width: int, memory: Any, mesh: AnyMesh | None) -> Rows:
+def empty_rows(like: Asked, count: int, capacity: int, width: int, memory: Any, mesh: AnyMesh | None) -> RowStates:
     """Rows that are not active. ``like``: what is asked for in one row."""
     asked = jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), like)
     none = jnp.zeros((count,), jnp.int32)
     history = History(jnp.zeros((count, capacity), jnp.int32), none, none)
     ids = jnp.zeros((count, width), jnp.int32)
-    rows = Rows(asked, history, ids, ids > 0, memory)
+    rows = RowStates(asked, history, ids, ids > 0, memory)
     return jax.tree.map(lambda a: everywhere(a, mesh), rows)
 
 
 def begin(
-    rows: Rows,
+    rows: RowStates,
     at: Int[Array, "R"],
     asked: Asked,
     prompts: Int[Array, "R C"],
@@ -133,11 +138,9 @@ def begin(
     logits: Float[Array, "R 1 V"],
     memory: Any,
     keep: Bool[Array, "B"],
-    options: Options,
-    process: Process | None,
+    options: RowOptions,
     draft: Any,
-    mesh: AnyMesh | None,
-) -> tuple[Rows, Report]:
+) -> tuple[RowStates, RowReport]:
     """Starts rows ``at`` (out of range: none) whose prompts were read, with their first ids. ``memory``: the draft's,
     of these prompts."""
 
@@ -145,7 +148,7 @@ def begin(
         return old.at[at].set(new.astype(old.dtype), mode="drop")
 
     zero, no_drafts = jnp.zeros_like(lengths), jnp.zeros((len(at), 0), jnp.int32)
-    report = _choose(asked, History(prompts, lengths, zero), logits, no_drafts, options, process)
+    report = _choose(asked, History(prompts, lengths, zero), logits, no_drafts, options)
     first = report.ids[:, 0]
     ids = put(rows.history.ids, prompts).at[at, lengths].set(first, mode="drop")
     history = History(ids, put(rows.history.count, lengths + 1), put(rows.history.made, zero + 1))
@@ -153,25 +156,23 @@ def begin(
     last, started = put(rows.ids[:, 0], first), jnp.zeros_like(rows.history.count).at[at].set(1, mode="drop")
     memory = jax.tree.map(put, rows.memory, memory)
     moved = rows._replace(asked=jax.tree.map(put, rows.asked, asked), history=history, memory=memory)
-    moved = _next(moved, last, active, last[:, None], None, started, options, process, draft)
-    return _everywhere((moved, report), mesh)
+    moved = _next(moved, last, active, last[:, None], None, started, options, draft)
+    return _everywhere((moved, report), options.mesh)
 
 
 def advance(
-    rows: Rows,
+    rows: RowStates,
     logits: Float[Array, "B W V"],
     states: Float[Array, "B W D"],
     length: Int[Array, "B"],
     keep: Bool[Array, "B"],
-    options: Options,
-    process: Process | None,
+    options: RowOptions,
     draft: Any,
-    mesh: AnyMesh | None,
-) -> tuple[Rows, Int[Array, "B"], Report]:
+) -> tuple[RowStates, Int[Array, "B"], RowReport]:
     """One step after a pass over ``rows.ids``, whose cache then had these lengths: the rows, the lengths without the
     drafts that were refused, and the report. Rows that are not to be kept end."""
     running = rows.active[:, 0] & keep
-    report = _choose(rows.asked, rows.history, logits, rows.ids[:, 1:], options, process)
+    report = _choose(rows.asked, rows.history, logits, rows.ids[:, 1:], options)
     count = jnp.where(running, report.count, 0)
     report = report._replace(count=count, end=jnp.where(running, report.end, FULL))
     history, width = rows.history, rows.ids.shape[1]
@@ -182,27 +183,26 @@ def advance(
     last = jnp.take_along_axis(report.ids, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     length = length - jnp.where(rows.active[:, 0], width - count, 0)
     active = running & (report.end == RUNNING)
-    moved = _next(moved, last, active, report.ids, states, count, options, process, draft)
-    return _everywhere((moved, length, report), mesh)
+    moved = _next(moved, last, active, report.ids, states, count, options, draft)
+    return _everywhere((moved, length, report), options.mesh)
 
 
 def _next(
-    rows: Rows,
+    rows: RowStates,
     last: Int[Array, "B"],
     active: Bool[Array, "B"],
     ids: Int[Array, "B W"],
     states: Float[Array, "B W D"] | None,
     count: Int[Array, "B"],
-    options: Options,
-    process: Process | None,
+    options: RowOptions,
     draft: Any,
-) -> Rows:
+) -> RowStates:
     """The rows with what goes into their next pass; those without new ids keep their drafts."""
     into, memory = last[:, None], rows.memory
     if draft is not None:
 
         def choose(logits: Array, before: Array) -> Array:
-            return _alone(rows.asked, rows.history, logits, before, options.steps, process)
+            return _alone(rows.asked, rows.history, logits, before, options)
 
         drafts, memory = draft.propose(memory, rows.history, ids, states, count, choose)
         drafts = jnp.where(count[:, None] > 0, drafts.astype(jnp.int32), rows.ids[:, 1:])
@@ -219,13 +219,12 @@ def _choose(
     history: History,
     logits: Float[Array, "B W V"],
     drafts: Int[Array, "B K"],
-    options: Options,
-    process: Process | None,
-) -> Report:
+    options: RowOptions,
+) -> RowReport:
     """The ids that follow, up to the first that differs from its draft (Daliri, Musco and Suresh 2024: each is drawn
     with a key of its own, whatever the draft was, so drafts change nothing but the speed), or that ends the row."""
     width = logits.shape[1]
-    places = [_alone(asked, history, logits[:, w], drafts[:, :w], options.steps, process) for w in range(width)]
+    places = [_alone(asked, history, logits[:, w], drafts[:, :w], options) for w in range(width)]
     ids = jnp.stack(places, axis=1)
     agree = jnp.cumprod(drafts == ids[:, :-1], axis=1)
     count = 1 + jnp.sum(agree, axis=1, dtype=jnp.int32)
@@ -236,7 +235,7 @@ def _choose(
     at = (count - 1)[:, None]
     stopped, ends = (jnp.take_along_axis(a, at, axis=1)[:, 0] for a in (stopped, ends))
     end = jnp.where(stopped, STOPPED, jnp.where(ends, FULL, RUNNING)).astype(jnp.int32)
-    return Report(ids, count, end, *_logprobs(logits, ids, asked.logprobs, options.top))
+    return RowReport(ids, count, end, *_logprobs(logits, ids, asked.logprobs, options.top))
 
 
 def _alone(
@@ -244,8 +243,7 @@ def _alone(
     history: History,
     logits: Float[Array, "B V"],
     drafts: Int[Array, "B K"],
-    steps: Steps,
-    process: Process | None,
+    options: RowOptions,
 ) -> Int[Array, "B"]:
     """The ids that follow the drafts, if all of these are right: exactly what a step without drafts would draw."""
     row, place = jnp.arange(logits.shape[0])[:, None], jnp.arange(drafts.shape[1])[None]
@@ -255,10 +253,11 @@ def _alone(
     early = known.made < asked.least
     stops = jnp.where((asked.stops >= 0) & early[:, None], asked.stops, one.shape[1])
     one = one.at[row, stops].set(-jnp.inf, mode="drop")
+    steps = options.steps
     for number, rules in enumerate(steps.rules):
         theirs = rules(one, ids, known.count, known.made, asked.limit)
         one = jnp.where((asked.knobs.rules == number)[:, None], theirs, one)
-    one = one if process is None else process(one, known)
+    one = one if options.process is None else options.process(one, known)
     if steps.penalty:
         real = jnp.arange(ids.shape[1])[None] < known.count[:, None]
         seen = jnp.zeros(one.shape, bool).at[row, ids].max(real)

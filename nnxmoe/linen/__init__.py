@@ -1,7 +1,7 @@
 """A thin bridge from NNX modules to Linen modules, with MaxText's parameter tree.
 
 ``init`` creates boxed variables with MaxText's names, shapes and logical axes. ``apply`` reads the arrays from Linen's
-scope, merges them into a cached NNX graph definition (`nnxmoe.linen.plan`) and calls it, without running constructors.
+scope, merges them into a cached NNX graph definition (`nnxmoe.linen.places`) and calls it; constructors do not run.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext
 from nnxmoe.linen.mapping import Mapped, flat, from_mapping
-from nnxmoe.linen.plan import (
+from nnxmoe.linen.places import (
     Blueprint,
+    LinenPlan,
+    LinenSlot,
     Names,
-    Plan,
     Random,
-    Slot,
     Streams,
     attributes,
     collection_of,
@@ -123,12 +123,12 @@ def from_linen(
     return maxtext.from_tree(params, config, strategy, mesh)
 
 
-def _call(module: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(module: nn.Module, plan: LinenPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if module.is_initializing() and not any(module.has_variable(where, names[0]) for where, names in plan.places):
         _draw(module, plan)
     stored = _stored(module, plan)
     values = [
-        leaf.read(box) if isinstance(leaf, Slot) else _random(module, leaf)
+        leaf.read(box) if isinstance(leaf, LinenSlot) else _random(module, leaf)
         for leaf, box in zip(plan.leaves, stored, strict=True)
     ]
     part = plan.merge(values)
@@ -142,16 +142,16 @@ def _call(module: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _is_matrix(leaf: Any) -> bool:
-    return isinstance(leaf, Slot) and leaf.matrix
+    return isinstance(leaf, LinenSlot) and leaf.matrix
 
 
-def _draw(module: nn.Module, plan: Plan) -> None:
+def _draw(module: nn.Module, plan: LinenPlan) -> None:
     """Store initial values in the scope, drawn with Linen's keys."""
     with nnx.use_eager_sharding(False):  # the boxes carry the logical axes; the user applies the sharding
         state = nnx.state(plan.make(Streams(module.make_rng)))
     values = jax.tree.leaves(state)
     for (collection, names), leaves in plan.places.items():
-        slots = [slot for i in leaves if isinstance(slot := plan.leaves[i], Slot)]
+        slots = [slot for i in leaves if isinstance(slot := plan.leaves[i], LinenSlot)]
         parts = [slot.write(values[i]) for slot, i in zip(slots, leaves, strict=True)]
         _put(module, collection, names, slots[0].boxed(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)))
 
@@ -161,7 +161,7 @@ def _put(module: nn.Module, collection: str, names: Names, value: Any) -> None:
     module.put_variable(collection, names[0], unflatten_dict({names[1:]: value}) if names[1:] else value)
 
 
-def _stored(module: nn.Module, plan: Plan) -> list[Any]:
+def _stored(module: nn.Module, plan: LinenPlan) -> list[Any]:
     """The scope's value of each leaf. Raises ValueError for all missing, misshapen and unexpected variables."""
     collections, odd = module.variables, list[str]()
     stored: list[Any] = [None] * len(plan.leaves)
@@ -173,7 +173,7 @@ def _stored(module: nn.Module, plan: Plan) -> list[Any]:
             else:
                 odd.append(f"{'/'.join((collection, *names))} is not a variable of the module")
     pairs = zip(plan.leaves, stored, strict=True)
-    faults = [fault for leaf, value in pairs if isinstance(leaf, Slot) and (fault := leaf.fault(value))]
+    faults = [fault for leaf, value in pairs if isinstance(leaf, LinenSlot) and (fault := leaf.fault(value))]
     if faults or odd:
         lines = "\n  ".join(dict.fromkeys(faults + odd))
         raise ValueError(f"the variables do not fit {module.name or type(module).__name__}:\n  {lines}")
@@ -202,7 +202,7 @@ class _NoKey:
         raise InvalidRngError(f'{self.module} needs PRNG for "{self.tag}"')
 
 
-def _write_back(module: nn.Module, plan: Plan, part: nnx.Module, values: list[Any], stored: list[Any]) -> None:
+def _write_back(module: nn.Module, plan: LinenPlan, part: nnx.Module, values: list[Any], stored: list[Any]) -> None:
     """Store changed variables in Linen's collections, and new variables in collections that are mutable."""
     before = {leaf.path: i for i, leaf in enumerate(plan.leaves)}
     for path, variable in nnx.to_flat_state(nnx.state(part, nnx.Not(nnx.RngState))):
@@ -213,6 +213,6 @@ def _write_back(module: nn.Module, plan: Plan, part: nnx.Module, values: list[An
                 _put(module, collection, attributes(path), new)
         elif new is not values[before[path]]:
             box, leaf = stored[before[path]], plan.leaves[before[path]]
-            assert isinstance(leaf, Slot) and leaf.shape == leaf.own
+            assert isinstance(leaf, LinenSlot) and leaf.shape == leaf.own
             new = box.replace_boxed(new) if isinstance(box, meta.AxisMetadata) else new
             _put(module, leaf.collection, leaf.names, new)

@@ -123,7 +123,7 @@ class RaggedAllToAll:
         # Permute: this shard's rows sorted by global expert, and the number of rows per expert.
         rows, order = permute(x.reshape(tokens, x.shape[-1]), ids.reshape(tokens, chosen), ids.size, size * mine)
         counts = jnp.bincount(ids.reshape(-1), length=size * mine).astype(jnp.int32)
-        plan = Plan.of(jax.lax.all_gather(counts, axis).reshape(size, size, mine), me, room)
+        plan = ExchangePlan.of(jax.lax.all_gather(counts, axis).reshape(size, size, mine), me, room)
         # Exchange.
         most = min(tokens * min(chosen, mine), room)  # upper bound on rows from one shard to another
         move = functools.partial(ragged_all_to_all, axis=axis, most=most)
@@ -138,7 +138,7 @@ class RaggedAllToAll:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """Send and receive counts and offsets of one shard of the axis (S shards with L experts each).
 
     ``expert``: local expert of each row of the receive buffer, L for unused rows; ``sizes``: rows per local expert.
@@ -151,7 +151,7 @@ class Plan:
     dropped: Int[Array, ""]
 
     @classmethod
-    def of(cls, counts: Int[Array, "S S L"], me: Int[Array, ""], room: int) -> "Plan":
+    def of(cls, counts: Int[Array, "S S L"], me: Int[Array, ""], room: int) -> "ExchangePlan":
         """The plan of shard ``me`` from ``counts[s, r, l]``, the rows of shard s for expert l of shard r. Buffers are
         filled in the order of the senders; rows beyond ``room`` are dropped."""
         wanted = jnp.sum(counts, axis=-1)

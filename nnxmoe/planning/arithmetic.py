@@ -51,7 +51,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ParamSize:
     """One variable: its number of elements, over which mesh axes each dimension is sharded, and what it is."""
 
     key: str
@@ -72,7 +72,7 @@ class Part:
         return tuple(axis for axes in self.over for axis in axes)
 
 
-def parts(config: DecoderConfig, mesh: AnyMesh, rules: Rules, pipeline: Pipeline | None = None) -> list[Part]:
+def parts(config: DecoderConfig, mesh: AnyMesh, rules: Rules, pipeline: Pipeline | None = None) -> list[ParamSize]:
     """Every variable of a model. Raises ValueError for one that the rules cannot shard."""
     model, found = _scanned(config, None if pipeline is None else stages_of(mesh)), []
     check_mesh(model, mesh, rules)
@@ -87,7 +87,7 @@ def parts(config: DecoderConfig, mesh: AnyMesh, rules: Rules, pipeline: Pipeline
         itemsize = jnp.dtype(variable.dtype).itemsize
         stack = variable.get_metadata().get("stack")
         sizes, staged = (math.prod(shape), over), axes[:1] == ("stages",)
-        found.append(Part(key, *sizes, trained, kernel, experts, itemsize, layers, staged, stack, width))
+        found.append(ParamSize(key, *sizes, trained, kernel, experts, itemsize, layers, staged, stack, width))
     return found
 
 
@@ -117,7 +117,7 @@ class Bytes:
         return self.arguments + self.gradients + self.activations
 
 
-def bytes_of(config: DecoderConfig, found: list[Part], work: Work, mesh: AnyMesh, remat: bool = True) -> Bytes:
+def bytes_of(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: AnyMesh, remat: bool = True) -> Bytes:
     """Bytes on one device, with the batch sharded over the batch axes."""
     rows = rows_per_device(work.batch, mesh)
     trained = sum(part.size // shards(mesh, part.axes) for part in found if part.trained)
@@ -133,7 +133,7 @@ def bytes_of(config: DecoderConfig, found: list[Part], work: Work, mesh: AnyMesh
     return Bytes(state + frozen, 2 * state, state, 0, tokens + 16, activations)
 
 
-def bytes_read(config: DecoderConfig, found: list[Part], work: Work, mesh: AnyMesh) -> float:
+def bytes_read(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: AnyMesh) -> float:
     """Bytes that a device reads to decode one token per row: the cache, and weights, of experts those that rows choose
     if each chooses at random."""
     total = float(bytes_of(config, found, dataclasses.replace(work, train=False), mesh).cache)
@@ -155,7 +155,7 @@ def rows_per_device(batch: int, mesh: AnyMesh) -> int:
     return batch // count
 
 
-def _training(config: Any, found: list[Part], rows: int, work: Work, mesh: AnyMesh, remat: bool) -> int:
+def _training(config: Any, found: list[ParamSize], rows: int, work: Work, mesh: AnyMesh, remat: bool) -> int:
     """Estimate of temporary bytes besides the gradients.
 
     Each layer's input; of one layer its gathered kernels with their gradients, and inputs and outputs of its linear
@@ -184,7 +184,7 @@ def _training(config: Any, found: list[Part], rows: int, work: Work, mesh: AnyMe
     return int(kept + (max(layers) if remat else everything) + kernels + head + logits + more)
 
 
-def _layer(config: Any, one: list[Part], tokens: int, work: Work, mesh: AnyMesh) -> float:
+def _layer(config: Any, one: list[ParamSize], tokens: int, work: Work, mesh: AnyMesh) -> float:
     """Inputs and outputs of a layer's linear maps, with their gradients."""
     widths = [sum(part.width for part in one if bool(part.experts) == moe) for moe in (False, True)]
     rows = _received(config, one, tokens, work, mesh)
@@ -198,16 +198,16 @@ def chunk_logits() -> int:
     return ChunkedLoss().logits
 
 
-def _one_layer(found: list[Part]) -> list[Part]:
+def _one_layer(found: list[ParamSize]) -> list[ParamSize]:
     """The kernels of the run with the most parameters, such as DeepSeek's layers with experts."""
-    runs: dict[int | None, list[Part]] = {}
+    runs: dict[int | None, list[ParamSize]] = {}
     for part in found:
         if part.kernel and part.layers:
             runs.setdefault(part.stack, []).append(part)
     return max(runs.values(), key=lambda run: sum(part.size for part in run), default=[])
 
 
-def _received(config: Any, found: list[Part], tokens: int, work: Work, mesh: AnyMesh) -> int:
+def _received(config: Any, found: list[ParamSize], tokens: int, work: Work, mesh: AnyMesh) -> int:
     """Rows in the buffer of one device's experts; without an expert axis one per assignment."""
     size, experts = mesh.shape["expert"], max((part.experts for part in found), default=0)
     if size == 1 or not experts:
@@ -252,7 +252,7 @@ def abstract(config: DecoderConfig) -> CausalLM:
     return model_class(config)(config, Strategy(scan_layers=False), rngs=None, dtype=jnp.bfloat16)
 
 
-def gathered(part: Part, mesh: AnyMesh) -> int:
+def gathered(part: ParamSize, mesh: AnyMesh) -> int:
     """Elements per layer of a variable on one device, once it is gathered over the batch axes."""
     own = ("expert",) if part.experts else ()
     kept = tuple(axis for axis in part.axes if axis not in BATCH_AXES or axis in own)

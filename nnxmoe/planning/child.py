@@ -17,15 +17,15 @@ from nnxmoe.axes import batch_axes, make_mesh
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import ScannedStack
 from nnxmoe.models import model_class
+from nnxmoe.planning.gpu_targets import target_config
 from nnxmoe.planning.hlo import collectives
 from nnxmoe.planning.operations import counted
-from nnxmoe.planning.program import Job, Program
-from nnxmoe.planning.targets import target_config
+from nnxmoe.planning.program import CompileJob, Program
 from nnxmoe.runtime.hardware import CPU, TPU
 from nnxmoe.train.loop.step import Step
 
 
-def devices(job: Job) -> list[Any]:
+def devices(job: CompileJob) -> list[Any]:
     """The devices to compile for. RuntimeError with the extra to install if the compiler is missing."""
     if job.platform == CPU:
         return jax.devices("cpu")
@@ -47,19 +47,19 @@ def devices(job: Job) -> list[Any]:
         raise RuntimeError(f"Error: no compiler for {job.device} (pip install 'nnxmoe[{extra}]'): {error}") from error
 
 
-def traced(job: Job, mesh: Mesh) -> Any:
+def traced(job: CompileJob, mesh: Mesh) -> Any:
     """The step, traced for arrays of shapes with their shardings."""
     run, given = _step(job, mesh)
     with jax.default_device(mesh.devices.flat[0]):  # kernels ask the default device what it can run
         return run.trace(*given)
 
 
-def arguments(job: Job, mesh: Mesh) -> tuple[Any, ...]:
+def arguments(job: CompileJob, mesh: Mesh) -> tuple[Any, ...]:
     """Arguments of the step, as shapes with shardings."""
     return _step(job, mesh)[1]
 
 
-def _step(job: Job, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+def _step(job: CompileJob, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     strategy = dataclasses.replace(job.strategy, mesh=mesh, scan_layers=None)
     model = model_class(job.config)(job.config, strategy, rngs=None, dtype=jnp.bfloat16)
     rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None))
@@ -79,7 +79,7 @@ def placed(model: CausalLM) -> tuple[Any, Any]:
     return graph, nnx.from_flat_state(flat)
 
 
-def _decoding(model: CausalLM, job: Job, rows: NamedSharding) -> tuple[Any, tuple[Any, ...]]:
+def _decoding(model: CausalLM, job: CompileJob, rows: NamedSharding) -> tuple[Any, tuple[Any, ...]]:
     """One more token for every row, with a full cache that is updated in place."""
     graph, state = placed(model)
     cache = jax.eval_shape(lambda: model.empty_cache(job.work.batch, job.work.seq))
@@ -102,7 +102,7 @@ def _at(place: NamedSharding | None) -> Any:
     return lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
 
 
-def program(job: Job) -> Program:
+def program(job: CompileJob) -> Program:
     """Compiles the job."""
     found = devices(job)
     sizes: dict[str, Any] = dict(job.mesh)

@@ -11,12 +11,12 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mla import MLA
 from nnxmoe.model.stack import UnrolledStack
-from nnxmoe.planning.arithmetic import Part, Work, abstract
+from nnxmoe.planning.arithmetic import ParamSize, Work, abstract
 
 FORWARDS = 4  # a training step with `Remat()`: forward, forward again, and two products per product backward
 
 
-def operations(config: DecoderConfig, found: list[Part], work: Work, remat: bool = True) -> float:
+def operations(config: DecoderConfig, found: list[ParamSize], work: Work, remat: bool = True) -> float:
     """Floating-point operations of one step on all devices, a product and a sum counted as two.
 
     A causal pass computes half of the scores. The head is computed once and has two products backward. Chunks of an

@@ -19,9 +19,9 @@ from nnxmoe.moe.dispatch import Sorted, check_factor
 from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll, fewest_chunks
 from nnxmoe.planning import advice, printing
 from nnxmoe.planning.arithmetic import Bytes, Work, bytes_of, bytes_read, parts, rows_per_device
-from nnxmoe.planning.hardware import hardware, links, refuse_unheld
 from nnxmoe.planning.operations import operations
-from nnxmoe.planning.program import Job, Program, compile_program, target
+from nnxmoe.planning.program import CompileJob, Program, compile_program, target
+from nnxmoe.planning.torus import hardware, links, refuse_unheld
 from nnxmoe.planning.traffic import Traffic, by_axis, traffic
 from nnxmoe.runtime.hardware import CPU, Hardware
 from nnxmoe.storage.hub import local_folder, snapshot
@@ -241,7 +241,7 @@ def _compiled(
     strategy = strategy or default_strategy(made.config, made.mesh, platform, made.work, remat)
     stacking = strategy.stacking if pipeline is None else Scanned()
     strategy = dataclasses.replace(strategy, rules=rules, pipeline=pipeline, stacking=stacking, scan_layers=None)
-    job = Job(made.config, strategy, made.mesh, made.work, platform, target(made.hardware, platform), across)
+    job = CompileJob(made.config, strategy, made.mesh, made.work, platform, target(made.hardware, platform), across)
     return dataclasses.replace(made, program=compile_program(job), compiled_for=platform)
 
 

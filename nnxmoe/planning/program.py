@@ -26,7 +26,7 @@ LIMIT_S = 1800
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class CompileJob:
     """A step to compile: the strategy has no mesh, which the process makes of ``mesh`` and the named devices."""
 
     config: DecoderConfig
@@ -65,7 +65,7 @@ def target(kind: Hardware, platform: str) -> str:
     return {TPU: kind.topology, GPU: kind.name, CPU: ""}[platform]
 
 
-def compile_program(job: Job) -> Program:
+def compile_program(job: CompileJob) -> Program:
     """Compiles the step in a child process. Raises RuntimeError with the compiler's message if it fails, as for a step
     that does not fit on a TPU."""
     env = dict(os.environ) | environment(job.platform, math.prod(job.mesh.values()))

@@ -7,7 +7,7 @@ from typing import Any
 from nnxmoe.axes import BATCH_AXES, AnyMesh, shards
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.model.pipeline import AXIS, stages_of
-from nnxmoe.planning.arithmetic import Part, Work, chunk_logits, gathered, rows_per_device
+from nnxmoe.planning.arithmetic import ParamSize, Work, chunk_logits, gathered, rows_per_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,9 @@ class Traffic:
     what: str = ""
 
 
-def traffic(config: DecoderConfig, found: list[Part], work: Work, mesh: AnyMesh, remat: bool = True) -> list[Traffic]:
+def traffic(
+    config: DecoderConfig, found: list[ParamSize], work: Work, mesh: AnyMesh, remat: bool = True
+) -> list[Traffic]:
     """Estimate of the collectives of a step: gathered kernels, reduced gradients, tokens to experts and back.
 
     Assumes kernels gathered in the dtype of activations, once per pass, and gradients reduced in float32. The head is
@@ -82,7 +84,9 @@ def _embeddings(
         add("all-reduce", vocab, "embedding", 2 * size * (1 - 1 / shards(mesh, vocab)), runs)
 
 
-def _activations(config: Any, found: list[Part], work: Work, mesh: AnyMesh, tokens: int, add: Any, passes: int) -> None:
+def _activations(
+    config: Any, found: list[ParamSize], work: Work, mesh: AnyMesh, tokens: int, add: Any, passes: int
+) -> None:
     """Tokens to the experts and back, and partial sums over the tensor axis."""
     passes, vector = passes if work.train else 1, config.hidden_size * work.values
     experts, tensor = mesh.shape["expert"], mesh.shape["tensor"]

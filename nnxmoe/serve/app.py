@@ -21,11 +21,11 @@ from nnxmoe.generation.engine import Engine
 from nnxmoe.runtime.progress import say
 from nnxmoe.serve.engine_thread import EngineThread
 from nnxmoe.serve.formats import ChatFormat, CompletionFormat
-from nnxmoe.serve.pieces import TokenTexts
-from nnxmoe.serve.plan import Planner, default_sampling
 from nnxmoe.serve.reply import COUNTS, Reply, Service, json_response
-from nnxmoe.serve.schema import ChatRequest, CompletionRequest, Options, decode
-from nnxmoe.serve.settings import Refused, Settings, public
+from nnxmoe.serve.requests import Planner, default_sampling
+from nnxmoe.serve.schema import BaseRequest, ChatRequest, CompletionRequest, decode
+from nnxmoe.serve.settings import Refused, ServerSettings, public
+from nnxmoe.serve.token_texts import TokenTexts
 
 PAGE = Path(__file__).with_name("page.html")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -38,7 +38,7 @@ DISCARD_SECONDS = 1.0
 class Endpoints:
     """The endpoints of one model. ``service`` is set while the application runs."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, stop_ids: tuple[int, ...], settings: Settings):
+    def __init__(self, engine: Engine, tokenizer: Any, stop_ids: tuple[int, ...], settings: ServerSettings):
         vocab = int(engine.model.embed.table.shape[0])
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         sampling = default_sampling(engine.model)
@@ -104,7 +104,9 @@ class Endpoints:
         """``POST /v1/chat/completions``."""
         return await self._reply(request, ChatRequest, self.planner.chat, ChatFormat)
 
-    async def _reply(self, request: Request, kind: type[Options], plan: Callable[[Any], Any], form: Any) -> Response:
+    async def _reply(
+        self, request: Request, kind: type[BaseRequest], plan: Callable[[Any], Any], form: Any
+    ) -> Response:
         since = time.monotonic()
         asked = decode(await self._body(request), kind)
         # Tokenizers and templates may take a second, which would stop all other requests.
@@ -244,7 +246,7 @@ async def _on_failure(_: Request, error: Exception) -> Response:
     return _error(Refused(500, f"internal error: {type(error).__name__}; see its log"))
 
 
-def make_app(engine: Engine, tokenizer: Any, stop_ids: tuple[int, ...], settings: Settings) -> ASGIApp:
+def make_app(engine: Engine, tokenizer: Any, stop_ids: tuple[int, ...], settings: ServerSettings) -> ASGIApp:
     """The application that serves an engine, which it closes at its end."""
     ends = Endpoints(engine, tokenizer, stop_ids, settings)
     routes = [

@@ -17,7 +17,7 @@ from nnxmoe.generation.score import TOKENS, Score, score
 logger = logging.getLogger("nnxmoe")
 
 
-class Piece(NamedTuple):
+class SamplePiece(NamedTuple):
     """The part of a sample that one step added. ``text`` may lag behind ``ids``; ``finish``: why the sample is done."""
 
     text: str
@@ -28,19 +28,19 @@ class Piece(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class SampleJob:
     """One sample to make. ``put`` gets its pieces, in the event loop's thread, or the exception that ended it."""
 
     ids: tuple[int, ...]
     wanted: Wanted
     stop: tuple[str, ...]
-    put: Callable[[Piece | BaseException], None]
+    put: Callable[[SamplePiece | BaseException], None]
     prefix: Prefix | None = None
     request: Request | None = None
 
 
 class _Running(NamedTuple):
-    job: Job
+    job: SampleJob
     text: Continuation
 
 
@@ -72,13 +72,13 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="nnxmoe engine", daemon=True)
         self._thread.start()
 
-    def submit(self, jobs: Sequence[Job]) -> asyncio.Future[None]:
+    def submit(self, jobs: Sequence[SampleJob]) -> asyncio.Future[None]:
         """Appends jobs to the engine's queue: all, or none if the result is a ValueError."""
         accepted: asyncio.Future[None] = self._loop.create_future()
         self._send(lambda: self._accept(jobs, accepted), accepted)
         return accepted
 
-    def cancel(self, jobs: Sequence[Job]) -> None:
+    def cancel(self, jobs: Sequence[SampleJob]) -> None:
         """Ends jobs and frees their slots; without effect on those that are done."""
         self._send(lambda: self._cancel(jobs))
 
@@ -132,7 +132,7 @@ class EngineThread:
             return True
         return False
 
-    def _accept(self, jobs: Sequence[Job], accepted: asyncio.Future[None]) -> None:
+    def _accept(self, jobs: Sequence[SampleJob], accepted: asyncio.Future[None]) -> None:
         try:
             texts = [Continuation(self._tokenizer, job.stop, job.ids) for job in jobs]
             for job in jobs:
@@ -145,20 +145,20 @@ class EngineThread:
         for job, text in zip(jobs, texts, strict=True):
             assert job.request is not None
             if job.request.done:  # no new ids were asked for
-                done.append((job, Piece("", [], [], [], job.request.finish)))
+                done.append((job, SamplePiece("", [], [], [], job.request.finish)))
             else:
                 self._running[job.request] = _Running(job, text)
         self._tell(lambda: _settle(accepted, None))
         self._hand_out(done)
 
-    def _cancel(self, jobs: Sequence[Job]) -> None:
+    def _cancel(self, jobs: Sequence[SampleJob]) -> None:
         for job in jobs:
             if job.request is not None:
                 self.engine.cancel(job.request)
                 self._running.pop(job.request, None)
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        pieces = list[tuple[Job, Piece | BaseException]]()
+        pieces = list[tuple[SampleJob, SamplePiece | BaseException]]()
         for event in events:
             if (running := self._running.get(event.request)) is None:
                 continue
@@ -170,7 +170,7 @@ class EngineThread:
                 pieces.append((running.job, error))
         self._hand_out(pieces)
 
-    def _piece(self, event: Event, text: Continuation) -> Piece:
+    def _piece(self, event: Event, text: Continuation) -> SamplePiece:
         """The event as text, which ends the request at a stop string; ids after the one that completes it are cut."""
         request, new, kept = event.request, "", 0
         for token in event.ids:
@@ -186,7 +186,7 @@ class EngineThread:
         if finish is not None:
             del self._running[request]
         at = slice(event.start, event.start + kept)
-        return Piece(new, event.ids[:kept], request.logprobs[at], request.top[at], finish)
+        return SamplePiece(new, event.ids[:kept], request.logprobs[at], request.top[at], finish)
 
     def _score(self) -> None:
         """One pass over texts that wait to be scored, so that the steps of others do not wait for more."""
@@ -208,7 +208,7 @@ class EngineThread:
             raise
         self._tell(lambda: [_settle(one.done, None, each) for one, each in zip(batch, found, strict=True)])
 
-    def _hand_out(self, pieces: Sequence[tuple[Job, Piece | BaseException]]) -> None:
+    def _hand_out(self, pieces: Sequence[tuple[SampleJob, SamplePiece | BaseException]]) -> None:
         if pieces:
             self._tell(lambda: [job.put(piece) for job, piece in pieces])
 

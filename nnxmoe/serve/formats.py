@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from nnxmoe.generation.request import Finish
 from nnxmoe.generation.text import TextStream
-from nnxmoe.serve.engine_thread import Piece
-from nnxmoe.serve.pieces import TokenTexts
+from nnxmoe.serve.engine_thread import SamplePiece
+from nnxmoe.serve.token_texts import TokenTexts
 
 Json = dict[str, Any]
 
@@ -25,7 +25,7 @@ class Sample:
     echoed: int = 0
     start: int = 0
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: SamplePiece) -> None:
         """Appends what a step has made."""
         self.text += piece.text
         self.ids += piece.ids

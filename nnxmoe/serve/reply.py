@@ -15,11 +15,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nnxmoe.generation.score import Score
-from nnxmoe.serve.engine_thread import EngineThread, Job, Piece
+from nnxmoe.serve.engine_thread import EngineThread, SampleJob, SamplePiece
 from nnxmoe.serve.formats import Format, Json, Sample, usage
-from nnxmoe.serve.metrics import Metrics
-from nnxmoe.serve.plan import Plan
-from nnxmoe.serve.settings import Refused, Settings, public
+from nnxmoe.serve.prometheus import Metrics
+from nnxmoe.serve.requests import Planned
+from nnxmoe.serve.settings import Refused, ServerSettings, public
 
 logger = logging.getLogger("nnxmoe")
 COUNTS = "nnxmoe.counts"  # in a request's scope: the tokens of its prompts, those made, and why it was refused
@@ -29,7 +29,7 @@ LAST_WORDS = 1.0  # seconds to send an error into a stream whose reader may be s
 class Service:
     """State that all requests share. ``admitted``: samples of requests that are being served."""
 
-    def __init__(self, thread: EngineThread, settings: Settings):
+    def __init__(self, thread: EngineThread, settings: ServerSettings):
         self.thread, self.settings, self.admitted = thread, settings, 0
         engine = thread.engine
         gauges = {
@@ -41,7 +41,7 @@ class Service:
         self.metrics = Metrics(gauges)
 
     @contextlib.asynccontextmanager
-    async def run(self, plan: Plan, since: float) -> AsyncIterator["Run"]:
+    async def run(self, plan: Planned, since: float) -> AsyncIterator["RunningRequest"]:
         """Starts the samples of a plan, and cancels those that are not done at the end. Raises Refused."""
         samples, most = plan.samples(), self.thread.engine.slots + self.settings.queue
         if len(samples) > most:
@@ -49,8 +49,10 @@ class Service:
         if self.admitted + len(samples) > most:
             raise Refused(429, f"{self.admitted} samples are running or waiting, of {most} at most: try again later")
         self.admitted += len(samples)
-        run = Run(plan, since, self.metrics)
-        run.jobs = [Job(ids, wanted, plan.stop, run.sink(i), prefix) for i, (ids, wanted, prefix) in enumerate(samples)]
+        run = RunningRequest(plan, since, self.metrics)
+        run.jobs = [
+            SampleJob(ids, wanted, plan.stop, run.sink(i), prefix) for i, (ids, wanted, prefix) in enumerate(samples)
+        ]
         try:
             await _refusing(self.thread.submit(run.jobs))
             self.metrics.counters["prompt_tokens_total"] += sum(map(len, plan.prompts))
@@ -60,7 +62,7 @@ class Service:
             if not all(sample.finish for sample in run.samples):
                 self.thread.cancel(run.jobs)
 
-    async def scores(self, plan: Plan) -> list[Score | None]:
+    async def scores(self, plan: Planned) -> list[Score | None]:
         """The scores of a plan's prompts; None for a prompt of a single id, which has nothing to score."""
         top = min(1, plan.wanted.logprobs or 0) if (plan.wanted.logprobs or 0) < 2 else 5
         futures = [self.thread.score(ids, top) if len(ids) > 1 else None for ids in plan.prompts]
@@ -72,14 +74,14 @@ class Service:
                     future.cancel()
 
 
-class Run:
+class RunningRequest:
     """The samples of one request. ``made``: their new tokens so far."""
 
-    def __init__(self, plan: Plan, since: float, metrics: Metrics):
+    def __init__(self, plan: Planned, since: float, metrics: Metrics):
         self.samples = [Sample() for _ in range(len(plan.prompts) * plan.n)]
-        self.jobs: Sequence[Job] = ()
+        self.jobs: Sequence[SampleJob] = ()
         self.made = 0
-        self._queue: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, SamplePiece | BaseException]] = asyncio.Queue()
         self._since, self._metrics = since, metrics
 
     def sink(self, index: int) -> Any:
@@ -111,10 +113,17 @@ class Reply(Response):
     """The response to a plan: whole, or as server-sent events. Made while it is sent."""
 
     def __init__(
-        self, service: Service, plan: Plan, form: Format, head: Json, stream: bool, with_usage: bool, since: float
+        self,
+        service: Service,
+        plan: Planned,
+        form: Format,
+        head: Json,
+        stream: bool,
+        with_usage: bool,
+        since: float,
     ):
         super().__init__()
-        self._run: Run | None = None
+        self._run: RunningRequest | None = None
         self._service, self._plan, self._form, self._head = service, plan, form, head
         self._stream, self._with_usage, self._since = stream, with_usage, since
         self._started = False
@@ -192,7 +201,7 @@ class Reply(Response):
             await _send(send, events)
 
 
-def _echo(sample: Sample, plan: Plan, prompt: int, scores: Sequence[Score | None]) -> None:
+def _echo(sample: Sample, plan: Planned, prompt: int, scores: Sequence[Score | None]) -> None:
     """Puts the prompt before what follows it, if it is to be echoed. The first id has no log-probability."""
     if plan.texts is None:
         return

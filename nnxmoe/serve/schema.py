@@ -50,7 +50,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class Options(Struct, forbid_unknown_fields=True, kw_only=True):
+class BaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of both kinds of request. ``min_tokens``, ``top_k``, ``min_p`` and ``repetition_penalty`` have the names
     that vLLM gives them; OpenAI has none of them."""
 
@@ -70,7 +70,7 @@ class Options(Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
-class CompletionRequest(Options, kw_only=True):
+class CompletionRequest(BaseRequest, kw_only=True):
     """``POST /v1/completions``. ``prompt``: a text, several, token ids, or several lists of them."""
 
     prompt: str | list[str | Id | list[Id]]
@@ -79,7 +79,7 @@ class CompletionRequest(Options, kw_only=True):
     best_of: Positive | None = None
 
 
-class Part(Struct):
+class TextPart(Struct):
     """A part of a message."""
 
     type: Literal["text"]
@@ -90,7 +90,7 @@ class Message(Struct):
     """One turn of a chat. ``more``: its other fields, for the chat template."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[TextPart] | None = None
     more: dict[str, Any] = {}
 
     def plain(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Message(Struct):
         return {"role": self.role, "content": content, **self.more}
 
 
-class ChatRequest(Options, kw_only=True):
+class ChatRequest(BaseRequest, kw_only=True):
     """``POST /v1/chat/completions``. ``chat_template_kwargs``: variables of the template, as in vLLM."""
 
     messages: list[Message]
@@ -110,7 +110,7 @@ class ChatRequest(Options, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-Body = TypeVar("Body", bound=Options)
+Body = TypeVar("Body", bound=BaseRequest)
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:
@@ -148,7 +148,7 @@ def _split(message: dict[str, Any]) -> dict[str, Any]:
     return {**known, "more": asked}
 
 
-def _refuse_combinations(request: Options) -> None:
+def _refuse_combinations(request: BaseRequest) -> None:
     """Raises Refused for fields that exclude each other."""
     if isinstance(request, CompletionRequest):
         if request.best_of not in (None, request.n or 1):
@@ -159,7 +159,7 @@ def _refuse_combinations(request: Options) -> None:
         raise Refused(400, "stream_options needs stream: true", "stream_options")
 
 
-def _refused(message: str, kind: type[Options]) -> Refused:
+def _refused(message: str, kind: type[BaseRequest]) -> Refused:
     """The error of a request, after that of msgspec. An unknown field is answered with the nearest known one."""
     if found := re.search(r"unknown field `(\w+)`(?! - at)", message):
         near = difflib.get_close_matches(found[1], [*kind.__struct_fields__, *NEUTRAL, *LABELS], 1)

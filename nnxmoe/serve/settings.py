@@ -5,7 +5,7 @@ import re
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """``name``: of the model. ``key``: what clients must send as a bearer token; None: no key. ``hosts``: accepted
     values of the Host header without its port; None: any.
 

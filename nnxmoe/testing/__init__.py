@@ -2,7 +2,7 @@
 
     print(testing.assert_module_parity(nnx_module, linen_module, {"kernel": "kernel"}, (x,)))
 
-Parts: `rows` (parameters), `record` (calls of submodules), `sides` (both modules as functions), `compare`.
+Parts: `parameters`, `record` (calls of submodules), `sides` (both modules as functions), `compare`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from flax import nnx
 from nnxmoe.linen.mapping import Mapped
 from nnxmoe.testing import sides
 from nnxmoe.testing.compare import compare_gradients, compare_outputs, pairs_of
-from nnxmoe.testing.rows import Names, compare_trees
+from nnxmoe.testing.parameters import Names, compare_trees
 
 
 @dataclasses.dataclass(frozen=True)

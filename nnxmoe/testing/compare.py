@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from nnxmoe.testing.parameters import Arrays, Part, Row, kind
 from nnxmoe.testing.record import Call
-from nnxmoe.testing.rows import Arrays, Part, Row, kind
 
 Pair = tuple[Call, Call]
 

@@ -13,8 +13,8 @@ import nnxmoe
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import eos_ids
 from nnxmoe.serve.app import make_app
-from nnxmoe.serve.run import make_server, serving_engine
-from nnxmoe.serve.settings import Settings
+from nnxmoe.serve.server import make_server, serving_engine
+from nnxmoe.serve.settings import ServerSettings
 
 TIMEOUT = 1200.0  # seconds; only a hang takes so long, a busy machine does not
 Json = dict[str, Any]
@@ -115,7 +115,7 @@ def serving(
     """A server of a model named "tiny" on a free port; at the end it must stop, and its engine be closed."""
     engine, stop_ids = serving_engine(model, slots=slots, capacity=capacity)
     assert stop_ids == eos_ids(model, ...)
-    chosen = Settings(**{"name": "tiny", "drain": 20.0, **settings})
+    chosen = ServerSettings(**{"name": "tiny", "drain": 20.0, **settings})
     started, listener = threading.Event(), socket.create_server(("127.0.0.1", 0), backlog=256)
     server = make_server(make_app(engine, tokenizer, stop_ids, chosen), chosen, started.set)
     thread = threading.Thread(target=server.run, args=([listener],), name="server")

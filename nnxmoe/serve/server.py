@@ -19,8 +19,8 @@ from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import say
 from nnxmoe.serve.app import make_app
-from nnxmoe.serve.plan import CHAT_LOGPROBS, default_sampling
-from nnxmoe.serve.settings import Settings
+from nnxmoe.serve.requests import CHAT_LOGPROBS, default_sampling
+from nnxmoe.serve.settings import ServerSettings
 
 BIASES = 64  # of one request
 CONNECTIONS = 1024
@@ -35,7 +35,7 @@ def serving_engine(
     stop_ids, most = eos_ids(model, ...), model.config.max_position_embeddings
     rules = default_sampling(model).rules
     steps = Steps(rules=() if rules is None else (rules,))
-    limits = Limits(len(stop_ids) + Settings.stops, BIASES, CHAT_LOGPROBS, steps)
+    limits = Limits(len(stop_ids) + ServerSettings.stops, BIASES, CHAT_LOGPROBS, steps)
     return Engine(model, slots=slots, capacity=min(capacity, most), limits=limits, draft=draft), stop_ids
 
 
@@ -43,7 +43,7 @@ def serve(
     engine: Engine,
     tokenizer: Tokenizer,
     stop_ids: tuple[int, ...],
-    settings: Settings,
+    settings: ServerSettings,
     host: str = "127.0.0.1",
     port: int = 8000,
     started: Callable[[str], None] = lambda address: None,
@@ -64,7 +64,7 @@ def serve(
     say("the server has stopped")
 
 
-def make_server(app: ASGIApp, settings: Settings, started: Callable[[], None]) -> uvicorn.Server:
+def make_server(app: ASGIApp, settings: ServerSettings, started: Callable[[], None]) -> uvicorn.Server:
     """uvicorn with an application; ``started`` is called once it answers requests."""
     config = uvicorn.Config(
         app,

@@ -10,8 +10,8 @@ from nnxmoe.generation.request import Limits, Prefix, Wanted, refuse_ids
 from nnxmoe.generation.sampling import Sampling
 from nnxmoe.generation.text import TokenizerError
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.serve.schema import ChatRequest, CompletionRequest, Message, Options
-from nnxmoe.serve.settings import Refused, Settings
+from nnxmoe.serve.schema import BaseRequest, ChatRequest, CompletionRequest, Message
+from nnxmoe.serve.settings import Refused, ServerSettings
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; of chats: what the slot has room for
 COMPLETION_LOGPROBS, CHAT_LOGPROBS = 5, 20  # the most that the API allows
@@ -21,7 +21,7 @@ CONTENT = ("tool_calls", "function_call", "audio", "refusal")  # fields of a mes
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Planned:
     """A validated request: ``n`` samples of each prompt. ``texts``: of the prompts, where they are echoed.
     ``seeded``: the client gave a seed; without one each prompt has its own. ``scored``: the log-probabilities of echoed
     prompts are wanted too."""
@@ -49,7 +49,7 @@ class Planner:
     """Plans requests for one model. ``capacity``: tokens of a slot; ``stop_ids``: the model's end tokens.
     ``sampling``: of requests that leave it out."""
 
-    settings: Settings
+    settings: ServerSettings
     tokenizer: Any
     capacity: int
     vocab: int
@@ -57,7 +57,7 @@ class Planner:
     limits: Limits
     sampling: Sampling = Sampling()
 
-    def completion(self, request: CompletionRequest) -> Plan:
+    def completion(self, request: CompletionRequest) -> Planned:
         """The plan of ``/v1/completions``. Raises Refused."""
         self._refuse_model(request)
         prompts, texts = self._prompts(request.prompt)
@@ -67,7 +67,7 @@ class Planner:
         plan = self._plan(request, prompts, most, logprobs)
         return dataclasses.replace(plan, texts=texts if echo else None, scored=echo and logprobs is not None)
 
-    def chat(self, request: ChatRequest) -> Plan:
+    def chat(self, request: ChatRequest) -> Planned:
         """The plan of ``/v1/chat/completions``. Raises Refused, also for what the chat template refuses."""
         self._refuse_model(request)
         if request.top_logprobs and not request.logprobs:
@@ -109,7 +109,7 @@ class Planner:
         """Whether the model's chat template has this word."""
         return word in (self.tokenizer.chat_template or "")
 
-    def _plan(self, request: Options, prompts: list[tuple[int, ...]], most: int, logprobs: int | None) -> Plan:
+    def _plan(self, request: BaseRequest, prompts: list[tuple[int, ...]], most: int, logprobs: int | None) -> Planned:
         n = _at_most("n", request.n, self.settings.samples) or 1
         biases, least = request.logit_bias or {}, request.min_tokens or 0
         _at_most("logit_bias", len(biases), self.limits.biases)
@@ -127,7 +127,7 @@ class Planner:
         stop_ids, seed = (*self.stop_ids, *ids), request.seed or 0
         sampling = _sampling(request, self.sampling)
         wanted = Wanted(most, least, sampling, stop_ids, seed, logit_bias=biases, logprobs=logprobs)
-        return Plan(prompts, wanted, n, texts, request.seed is not None)
+        return Planned(prompts, wanted, n, texts, request.seed is not None)
 
     def _stops(self, stop: str | Sequence[str] | None) -> tuple[str, ...]:
         stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
@@ -163,7 +163,7 @@ class Planner:
         except ValueError as error:
             raise Refused(400, f"{name}: {error}", name) from None
 
-    def _refuse_model(self, request: Options) -> None:
+    def _refuse_model(self, request: BaseRequest) -> None:
         if request.model != self.settings.name:
             why = f"there is no model {request.model!r:.80} here, only {self.settings.name!r}"
             raise Refused(404, why, "model", "model_not_found")
@@ -175,7 +175,7 @@ def default_sampling(model: CausalLM) -> Sampling:
     return found if found.temperature else dataclasses.replace(found, temperature=1.0)
 
 
-def _sampling(request: Options, default: Sampling) -> Sampling:
+def _sampling(request: BaseRequest, default: Sampling) -> Sampling:
     """Sampling of a request."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: value for name in names if (value := getattr(request, name)) is not None}

@@ -55,7 +55,7 @@ _PARTS: dict[type[nnx.Module], str] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class LinenSlot:
     """A variable in NNX and in Linen. ``path``, ``own``: path and shape in NNX. ``collection``, ``names``, ``shape``,
     ``axes`` (None: unboxed): in Linen. ``rows``: of axis 1 in Linen, on which layers are stacked; here they are on axis
     0. None: not stacked. ``matrix``: see `is_matrix`."""
@@ -112,13 +112,13 @@ class Random:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class LinenPlan:
     """A module's graph definition, and its leaves in the order of the tree."""
 
     make: Make
     graph: Any
     tree: Any
-    leaves: tuple[Slot | Random, ...]
+    leaves: tuple[LinenSlot | Random, ...]
     places: Mapping[tuple[str, Names], tuple[int, ...]]  # indices of leaves, several for the rows of a stack
 
     def merge(self, values: list[Any]) -> Any:
@@ -162,7 +162,7 @@ class Streams(nnx.Rngs):
 
 
 @functools.lru_cache(maxsize=32)
-def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bool) -> Plan:
+def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bool) -> LinenPlan:
     """The plan of a whole model in MaxText's layout, in which queries are divided by sqrt(head width)."""
     if not isinstance(config, DecoderConfig) or not isinstance(scan_layers, bool):
         raise ValueError(f"LinenCausalLM({config!r}, scan_layers={scan_layers!r}): give a model's config, and a bool")
@@ -179,13 +179,13 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
 
     model = make(None)
     graph, state = nnx.split(model)
-    slots = dict[Path, Slot]()
+    slots = dict[Path, LinenSlot]()
     for name, leaf in layout(model, scan_layers).items():
         names = tuple(name.split("/"))
         for parameter, rows in _rows(leaf):
             own, variable = parameter.shape, parameter.variable
             kind = variable.dtype, leaf.axes, rows, is_matrix(variable)
-            slots[parameter.path] = Slot(parameter.path, "params", names, leaf.shape, own, *kind)
+            slots[parameter.path] = LinenSlot(parameter.path, "params", names, leaf.shape, own, *kind)
     return _plan(make, graph, state, slots)
 
 
@@ -199,7 +199,7 @@ def _rows(leaf: Leaf) -> list[tuple[Parameter, slice | None]]:
 
 
 @functools.lru_cache(maxsize=256)
-def part_plan(blueprint: Blueprint) -> Plan:
+def part_plan(blueprint: Blueprint) -> LinenPlan:
     """The plan of a part of a model or of any other NNX module. ValueError if Linen cannot store its state."""
     made: list[nnx.Module] = []
 
@@ -236,8 +236,8 @@ def _turned(module: Any) -> Any:
     return module
 
 
-def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, Slot]) -> Plan:
-    leaves: list[Slot | Random] = []
+def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, LinenSlot]) -> LinenPlan:
+    leaves: list[LinenSlot | Random] = []
     for path, variable in nnx.to_flat_state(state):
         if isinstance(variable, nnx.RngState):
             tag, count = variable.get_metadata()["tag"], isinstance(variable, nnx.RngCount)
@@ -246,16 +246,16 @@ def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, Slot]) -> Pla
             leaves.append(slots[path])
     places: dict[tuple[str, Names], tuple[int, ...]] = {}
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Slot):
+        if isinstance(leaf, LinenSlot):
             before = places.get(where := (leaf.collection, leaf.names), ())
             if before and leaf.rows is None:
                 twice = "/".join((leaf.collection, *leaf.names))
                 raise ValueError(f"wrap: two variables would be called {twice}: rename an attribute")
             places[where] = (*before, i)
-    return Plan(make, graph, jax.tree.structure(state), tuple(leaves), places)
+    return LinenPlan(make, graph, jax.tree.structure(state), tuple(leaves), places)
 
 
-def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, kind: type) -> dict[Path, Slot]:
+def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, kind: type) -> dict[Path, LinenSlot]:
     """Names and axes from the first model table with all of these parameters, without their common path prefix."""
     keys = {path: v.get_metadata().get("key") or prefix + ".".join(map(str, path)) for path, v in variables.items()}
     tables = [model.maxtext_table for _, model in MODELS.values()]
@@ -265,21 +265,21 @@ def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, kind: type) -
     full = {path: tuple(table[key][0].split("/")) for path, key in keys.items()}
     folders = zip(*(names[:-1] for names in full.values()), strict=False)
     shared = len(list(itertools.takewhile(lambda level: len(set(level)) == 1, folders)))
-    found: dict[Path, Slot] = {}
+    found: dict[Path, LinenSlot] = {}
     for path, variable in variables.items():
         own, labels = tuple(variable.shape), table[keys[path]][1]
         shape = tuple(variable.get_metadata().get("outs", own))  # biases of heads are flat in NNX
-        found[path] = Slot(path, "params", full[path][shared:], shape, own, variable.dtype, labels)
+        found[path] = LinenSlot(path, "params", full[path][shared:], shape, own, variable.dtype, labels)
     return found
 
 
-def _by_attribute(variables: Mapping[Path, nnx.Variable]) -> dict[Path, Slot]:
-    found: dict[Path, Slot] = {}
+def _by_attribute(variables: Mapping[Path, nnx.Variable]) -> dict[Path, LinenSlot]:
+    found: dict[Path, LinenSlot] = {}
     for path, variable in variables.items():
         shape, metadata = tuple(variable.shape), variable.get_metadata()
         axes = metadata.get("axes") or metadata.get("out_sharding")
         labels = None if axes is None else tuple(axes)
-        found[path] = Slot(path, collection_of(variable), attributes(path), shape, shape, variable.dtype, labels)
+        found[path] = LinenSlot(path, collection_of(variable), attributes(path), shape, shape, variable.dtype, labels)
     return found
 
 

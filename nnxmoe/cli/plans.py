@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
 
     from nnxmoe.axes import RULES
     from nnxmoe.planning import plan as planning
-    from nnxmoe.planning.hardware import hardware
+    from nnxmoe.planning.torus import hardware
 
     jax.config.update("jax_platforms", "cpu")  # a plan uses no device, and compilers without one print errors
     names = ("flops", "memory", "bandwidth", "link", "network", "efficiency")
