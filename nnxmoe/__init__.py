@@ -3,7 +3,7 @@
     model = nnxmoe.from_pretrained("mistralai/Mixtral-8x7B-v0.1")
     logits = model(tokens).logits
 
-The public names are those of `nnxmoe.api`, and the submodules below. They are imported on first use, since JAX and Flax
+The public names are those of `nnxmoe.api`, and the submodules below. Each is imported on first use, since JAX and Flax
 take more than a second: the command line handles Ctrl-C before that.
 """
 
@@ -26,6 +26,7 @@ if _TYPE_CHECKING:
     from nnxmoe import train as train
     from nnxmoe.api import *  # noqa: F403
 else:
+    import functools as _functools
     import sys as _sys
     import types as _types
 
@@ -37,14 +38,12 @@ else:
 
             if name in _SUBMODULES:
                 return importlib.import_module(f"nnxmoe.{name}")
-            if not name.startswith("_"):
-                api = importlib.import_module("nnxmoe.api")
-                if hasattr(api, name):
-                    return getattr(api, name)
+            if not name.startswith("_") and name in _homes():
+                return getattr(__import__(_homes()[name], fromlist=[name]), name)  # a module counts too
             raise AttributeError(f"module 'nnxmoe' has no attribute {name!r}")
 
         def __dir__(self):
-            return sorted({*_SUBMODULES, *_public(), "__version__"})
+            return sorted({*_SUBMODULES, *_homes(), "__version__"})
 
         @property
         def __doc__(self):
@@ -57,12 +56,19 @@ else:
                 return f"    {name:16} {words if len(words) < 100 else words[:96].rsplit(' ', 1)[0] + ' …'}"
 
             families = ", ".join(MODELS)
-            return "\n\n".join([_DESCRIPTION, f"Families: {families}", "Names:", "\n".join(map(line, _public()))])
+            return "\n\n".join(
+                [_DESCRIPTION, f"Families: {families}", "Names:", "\n".join(map(line, sorted(_homes())))]
+            )
 
-    def _public():
-        import nnxmoe.api
+    @_functools.cache
+    def _homes():
+        """The module of each public name, read from the source of `nnxmoe.api`, which is not imported."""
+        import ast
+        import pkgutil
 
-        return sorted(name for name in vars(nnxmoe.api) if not name.startswith("_") and name != "nnxmoe")
+        tree = ast.parse(pkgutil.get_data(__name__, "api.py"))
+        found = (node for node in tree.body if isinstance(node, ast.ImportFrom))
+        return {alias.name: node.module for node in found for alias in node.names}
 
     _DESCRIPTION = str(__doc__).split("\n\nThe public names")[0]
     del __doc__

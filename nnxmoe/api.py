@@ -1,4 +1,4 @@
-"""The public names of `nnxmoe`, each with its home. `nnxmoe` imports this file when the first of them is used."""
+"""The public names of `nnxmoe`, each with its home, which `nnxmoe` reads from this file and imports on first use."""
 
 from nnxmoe.axes import RULES as RULES
 from nnxmoe.axes import make_mesh as make_mesh
