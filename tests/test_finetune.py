@@ -84,10 +84,10 @@ def command(out: Path, data: str, *more: str) -> subprocess.Popen[str]:
 
 def last_checkpoint(out: Path) -> tuple[dict[str, Any], Any]:
     """All arrays of step 20 by name, and its extra data."""
-    folder = out / "checkpoints" / "20"
+    folder = out / "checkpoints" / "step_20"
     restored = ocp.PyTreeCheckpointer().restore(folder / "arrays")
     arrays = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(restored)}
-    return arrays, json.loads((folder / "step.json").read_text())["extra"]
+    return arrays, json.loads((folder / "run" / "metadata").read_text())["extra"]
 
 
 @pytest.mark.slow

@@ -114,9 +114,9 @@ def test_resumed_run_equals_an_uninterrupted_one(adapters: bool, resumes: bool, 
     same_bits(straight, whole)
     if adapters:
         assert all("lora" in name for name in whole.state.params)
-    kept = (tmp_path / "c" / "20").stat()
+    kept = (tmp_path / "c" / "step_20").stat()
     again = fit(model(), data(), **settings(steps=20, checkpoint=tmp_path / "c"))
-    assert again.history == [] and (tmp_path / "c" / "20").stat().st_mtime_ns == kept.st_mtime_ns
+    assert again.history == [] and (tmp_path / "c" / "step_20").stat().st_mtime_ns == kept.st_mtime_ns
     same_bits(straight, again)
 
 

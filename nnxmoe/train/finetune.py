@@ -39,7 +39,7 @@ from nnxmoe.train.loop.metrics import JsonLog
 from nnxmoe.train.loop.run import Fitted, Progress
 from nnxmoe.train.lora.peft import WEIGHTS_FILE
 from nnxmoe.train.lora.peft_config import CONFIG_FILE
-from nnxmoe.train.runs.step_folder import finished
+from nnxmoe.train.runs.checkpoints import newest
 
 _RECORD, _METRICS, _CHECKPOINTS = "finetune.json", "metrics.jsonl", "checkpoints"
 _FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file
@@ -177,7 +177,7 @@ def finetune(
 
 def progress_of(out: str | os.PathLike[str]) -> str:
     """What an interrupted run has saved in its folder, and the verb for running its command again."""
-    step = next(finished(absolute(out) / _CHECKPOINTS), 0)
+    step = newest(absolute(out) / _CHECKPOINTS)
     return f"after step {step} (saved); resume" if step else "before a step was saved; start again"
 
 

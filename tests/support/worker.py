@@ -158,13 +158,12 @@ def checkpoints(out: Path) -> None:
             assert kept.save(step, arrays(step), {"at": step})
         kept.wait()
         assert kept.latest() == 4
-        for wrong, message in ((jnp.ones((8, 6)), "is on devices of this process only"), (key, "has dtype")):
-            try:
-                kept.save(5, {"a": wrong, "k": key})
-            except CheckpointError as error:
-                assert message in str(error), error
-            else:
-                raise AssertionError("it was saved")
+        try:
+            kept.save(5, {"a": jnp.ones((8, 6)), "k": key})
+        except CheckpointError as error:
+            assert "host local" in str(error), error
+        else:
+            raise AssertionError("it was saved")
     like = {"a": jax.ShapeDtypeStruct(host.shape, jnp.float32, sharding=others), "k": key}
     found, extra = kept.restore(3, like)
     assert extra == {"at": 3} and found["a"].sharding == others

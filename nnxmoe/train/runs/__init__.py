@@ -1,1 +1,1 @@
-"""Checkpoints of training runs: a folder that one run locks, with steps that are complete or absent."""
+"""Checkpoints of training runs: a folder of steps that are complete or absent, with one writer at a time."""
