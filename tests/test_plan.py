@@ -20,8 +20,9 @@ from nnxmoe.planning import child
 from nnxmoe.planning.arithmetic import Work, bytes_of, parts
 from nnxmoe.planning.hlo import Collective, collectives
 from nnxmoe.planning.operations import counted, operations
-from nnxmoe.planning.plan import default_strategy, search
+from nnxmoe.planning.plan import default_strategy
 from nnxmoe.planning.program import CompileJob, Program, compile_program
+from nnxmoe.planning.search import search
 from nnxmoe.planning.torus import hardware, links, refuse_unheld
 from nnxmoe.planning.traffic import traffic
 from nnxmoe.runtime.hardware import TABLE

@@ -2,12 +2,17 @@
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import re
 from typing import Any
 
 from nnxmoe.cli.options import count, mesh
 from nnxmoe.config.printable import bytes_text
+
+RATES = {"flops": "operations per second", "memory": "bytes"}
+RATES |= dict.fromkeys(("bandwidth", "link", "network"), "bytes per second")
+RATES |= {"efficiency": "share of the peak, 0 to 1"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,55 +46,47 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=["cpu", "device"],
         help="compile the step: for the devices of --on (nnxmoe[plan-gpu], nnxmoe[plan-tpu]), or for virtual CPUs",
     )
-    units = {"flops": "operations per second", "memory": "bytes", "efficiency": "share of the peak, 0 to 1"}
-    for name in ("flops", "memory", "bandwidth", "link", "network", "efficiency"):
-        unit = units.get(name, "bytes per second")
-        parser.add_argument(
-            f"--{name}", type=float, metavar="X", help=f"{name} of a device, in {unit}, instead of the table's"
-        )
+    for name, unit in RATES.items():
+        what = f"{name} of a device, in {unit}, instead of the table's"
+        parser.add_argument(f"--{name}", type=float, metavar="X", help=what)
     parser.add_argument("--plot", metavar="FILE.png", help="also draw the bytes and the time (nnxmoe[notebooks])")
 
 
 def run(options: argparse.Namespace) -> None:
     """Print a plan, or the table of the best meshes."""
-    import dataclasses
-
     import jax
 
     from nnxmoe.axes import RULES
-    from nnxmoe.planning import plan as planning
+    from nnxmoe.planning import printing, search
+    from nnxmoe.planning.plan import plan
     from nnxmoe.planning.torus import hardware
 
     jax.config.update("jax_platforms", "cpu")  # a plan uses no device, and compilers without one print errors
-    names = ("flops", "memory", "bandwidth", "link", "network", "efficiency")
-    changed = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    names = ("batch", "seq", "train", "accumulate", "buffer_factor", "chunks", "microbatches", "remat")
-    names += ("across", "compile_for")
+    changed = {name: value for name in RATES if (value := getattr(options, name)) is not None}
+    names = ("batch", "seq", "train", "accumulate", "buffer_factor", "chunks", "microbatches", "remat", "across")
     asked = {name: getattr(options, name) for name in names}
     asked |= {"on": dataclasses.replace(hardware(options.on), **changed), "rules": {**RULES, **dict(options.rule)}}
+    if options.search and options.compile_for:
+        raise ValueError("--search compares meshes by arithmetic: leave --compile out, then compile the best one")
     if options.search:
-        if asked.pop("compile_for"):
-            raise ValueError("--search compares meshes by arithmetic: leave --compile out, then compile the best one")
-        found = planning.search(options.model, options.search, **asked)
-        print(planning.compared(found))
-        best = found[0]
-        if not best.fits:
-            print(_enough(options, asked))
+        found = search.search(options.model, options.search, **asked)
+        best, text = found[0], printing.compared(found)
+        text += "" if best.fits else f"\n{_enough(options, asked)}"
     else:
-        best = planning.plan(options.model, options.mesh, **asked)
-        print(best)
+        text = best = plan(options.model, options.mesh, compile_for=options.compile_for, **asked)
+    print(text)
     if options.plot:
         best.plot().figure.savefig(os.fspath(options.plot), bbox_inches="tight")
 
 
 def _enough(options: argparse.Namespace, asked: dict[str, Any]) -> str:
     """The fewest devices that fit, of several times as many as were asked for."""
-    from nnxmoe.planning import plan as planning
+    from nnxmoe.planning.search import search
 
     for times in (2, 4, 8, 16):
         count = times * options.search
         with contextlib.suppress(ValueError):  # no such mesh of the hardware, or the batch does not divide
-            best = planning.search(options.model, count, most=1, **asked)[0]
+            best = search(options.model, count, most=1, **asked)[0]
             if best.fits:
                 mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.items() if size > 1)
                 return f"no mesh of {options.search} fits; one of {count} does: {mesh}, {bytes_text(best.memory)} each"

@@ -5,7 +5,7 @@ import dataclasses
 import os.path
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -94,6 +94,17 @@ class Continuation(StoppedText):
         return "" if self.stopped else self.add(self._stream.end()) + self.rest()
 
 
+class MoreOptions(TypedDict, total=False):
+    """Options of `complete` that few calls need."""
+
+    min_new_tokens: int
+    eos_token_id: Eos
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    process: Process | None
+    draft: Drafting
+
+
 @answers_transformers
 def complete(
     model: CausalLM,
@@ -101,17 +112,12 @@ def complete(
     tokenizer: Any = None,
     *,
     max_new_tokens: int = 64,
-    min_new_tokens: int = 0,
     sampling: Sampling | None = None,
     n: int = 1,
     stop: str | Sequence[str] = (),
-    eos_token_id: Eos = ...,
     seed: int | Sequence[int] | np.ndarray = 0,
-    logit_bias: Mapping[int, float] | None = None,
-    logprobs: int | None = None,
-    process: Process | None = None,
-    draft: Drafting = None,
     slots: int = 8,
+    **options: Unpack[MoreOptions],
 ) -> Iterator[Completion]:
     """Continues prompts of any lengths, ``slots`` at a time, and yields ``n`` samples of each in the prompts' order.
 
@@ -124,6 +130,8 @@ def complete(
     A beginning that all prompts share, and a prompt of several samples, is read once. Raises ValueError for what does
     not fit, before anything is computed.
     """
+    if unknown := options.keys() - MoreOptions.__annotations__.keys():
+        raise TypeError(f"complete() got an unexpected keyword argument {min(unknown)!r}")
     given = _several(prompts)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
@@ -140,16 +148,21 @@ def complete(
     if not given:
         return iter(())
     warn_of_unused(model, sampling)
-    stop_ids = (*eos_ids(model, eos_token_id), *special)
-    options = {"sampling": sampling, "stop_ids": stop_ids, "logit_bias": logit_bias or {}}
-    wanted = Wanted(most, whole_number("min_new_tokens", min_new_tokens, 0), logprobs=logprobs, **options)
+    wanted = Wanted(
+        most,
+        whole_number("min_new_tokens", options.get("min_new_tokens", 0), 0),
+        sampling=sampling,
+        stop_ids=(*eos_ids(model, options.get("eos_token_id", ...)), *special),
+        logit_bias=options.get("logit_bias") or {},
+        logprobs=options.get("logprobs"),
+    )
     engine = Engine(
         model,
         slots=min(whole_number("slots", slots, 1), n * len(given)),
         capacity=_capacity(model, max(map(len, prompt_ids)) + most),
         limits=wanted.limits(int(model.embed.table.shape[0])),
-        process=process,
-        draft=draft,
+        process=options.get("process"),
+        draft=options.get("draft"),
     )
     ids = (dataclasses.replace(wanted, seed=one) for one in seeds)
     return _in_order(engine, list(_jobs(prompt_ids, list(ids), n)), tokenizer, stops)

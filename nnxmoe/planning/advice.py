@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from nnxmoe.axes import Rules
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.runtime.hardware import TABLE, Hardware
 
@@ -18,21 +17,15 @@ class Question:
     config: DecoderConfig
     mesh: Mapping[str, int]
     kind: Hardware
-    rules: Rules
-    accumulate: int
-    options: Mapping[str, Any]
+    batch: int
+    seq: int
+    train: bool
+    choices: Any
 
     def answer(self, plan: Callable[..., Any]) -> Any:
         """The plan of it, by arithmetic."""
-        return plan(
-            self.config,
-            self.mesh,
-            on=self.kind,
-            rules=self.rules,
-            accumulate=self.accumulate,
-            advise=False,
-            **self.options,
-        )
+        work: dict[str, Any] = {"batch": self.batch, "seq": self.seq, "train": self.train}
+        return plan(self.config, self.mesh, on=self.kind, **work, **vars(self.choices))
 
 
 def changes(made: Any, asked: Question, plan: Callable[..., Any]) -> tuple[str, ...]:
@@ -52,25 +45,26 @@ def changes(made: Any, asked: Question, plan: Callable[..., Any]) -> tuple[str, 
 
 
 def _candidates(asked: Question) -> Iterator[tuple[str, Question]]:
-    change = dataclasses.replace
-    if asked.mesh["expert"] > 1 and asked.mesh["fsdp"] > 1 and asked.rules["embed"] == "fsdp":
-        rules = {**asked.rules, "embed": ("fsdp", "expert")}
-        yield "rules embed -> (fsdp, expert)", change(asked, rules=rules)
-    if asked.mesh["expert"] > 1 and asked.options["buffer_factor"] is None and asked.options["train"]:
-        for more in (4, 16):
-            chunks = more * asked.options["chunks"]
-            yield f"InChunks(RaggedAllToAll(), {chunks})", change(asked, options={**asked.options, "chunks": chunks})
-        bounded = {**asked.options, "buffer_factor": 1.25, "chunks": None}
-        yield "RaggedAllToAll(buffer_factor=1.25), which drops rows beyond it", change(asked, options=bounded)
-    if asked.options["train"]:
-        for more in (2, 4, 8):
-            count = asked.accumulate * more
-            if asked.options["batch"] % count == 0:
-                yield f"accumulate={count}", change(asked, accumulate=count)
-        if more := asked.options["microbatches"]:
-            yield f"microbatches={2 * more}", change(asked, options={**asked.options, "microbatches": 2 * more})
-        if not asked.options["remat"]:
-            yield "remat", change(asked, options={**asked.options, "remat": True})
+    change, chosen = dataclasses.replace, asked.choices
+
+    def choose(**choices: Any) -> Question:
+        return change(asked, choices=change(chosen, **choices))
+
+    if asked.mesh["expert"] > 1 and asked.mesh["fsdp"] > 1 and chosen.rules["embed"] == "fsdp":
+        yield "rules embed -> (fsdp, expert)", choose(rules={**chosen.rules, "embed": ("fsdp", "expert")})
+    if asked.train and asked.mesh["expert"] > 1 and chosen.buffer_factor is None:
+        for chunks in (4 * chosen.chunks, 16 * chosen.chunks):
+            yield f"InChunks(RaggedAllToAll(), {chunks})", choose(chunks=chunks)
+        dropping = "RaggedAllToAll(buffer_factor=1.25), which drops rows beyond it"
+        yield dropping, choose(buffer_factor=1.25, chunks=None)
+    if asked.train:
+        for count in (2 * chosen.accumulate, 4 * chosen.accumulate, 8 * chosen.accumulate):
+            if asked.batch % count == 0:
+                yield f"accumulate={count}", choose(accumulate=count)
+        if more := chosen.microbatches:
+            yield f"microbatches={2 * more}", choose(microbatches=2 * more)
+        if not chosen.remat:
+            yield "remat", choose(remat=True)
     if asked.mesh["data"] > 1:
         mesh = {**asked.mesh, "data": 1, "fsdp": asked.mesh["fsdp"] * asked.mesh["data"]}
         yield "fsdp instead of data", change(asked, mesh=mesh)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from nnxmoe.axes import RULES, AnyMesh, Rules, abstract_mesh
@@ -114,6 +114,47 @@ class Plan:
         return ax
 
 
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """How a planned step is computed.
+
+    ``accumulate``: parts of a training batch. ``across``: the mesh axis that crosses nodes or slices. ``rules``: over
+    which mesh axes parameters are sharded. ``remat``: activations are recomputed. ``buffer_factor``: of
+    `RaggedAllToAll`; None: room for all rows of the expert axis. ``chunks``: of `InChunks`, which bounds this room and
+    drops nothing; None: as many as `InChunks` chooses. ``microbatches``: of a `Pipeline` over the mesh axis ``pipe``;
+    None: this axis splits the batch only. ``compile_for``: ``"cpu"`` compiles the step for virtual devices,
+    ``"device"`` for the named hardware. ``advise``: plan changes too if the step does not fit.
+    """
+
+    accumulate: int = 1
+    across: str | None = None
+    rules: Rules = dataclasses.field(default_factory=lambda: RULES)
+    remat: bool = True
+    buffer_factor: float | None = None
+    chunks: int | None = None
+    microbatches: int | None = None
+    compile_for: str | None = None
+    advise: bool = True
+
+    def of(self, strategy: Strategy) -> "Choices":
+        """These choices with those that a strategy makes. Raises ValueError if both make one."""
+        changed = (self.microbatches, self.buffer_factor, self.chunks) != (None, None, None)
+        if changed or self.rules is not RULES or not self.remat:
+            raise ValueError(
+                "give rules, microbatches, remat, buffer_factor and chunks by the strategy, or without one"
+            )
+        exchange = strategy.dispatch.exchange if isinstance(strategy.dispatch, ExpertParallel) else None
+        exchange, chunks = (exchange.exchange, exchange.chunks) if isinstance(exchange, InChunks) else (exchange, 1)
+        return dataclasses.replace(
+            self,
+            rules=strategy.rules,
+            remat=strategy.remat is not None,
+            buffer_factor=exchange.buffer_factor if isinstance(exchange, RaggedAllToAll) else None,
+            chunks=chunks,
+            microbatches=None if strategy.pipeline is None else strategy.pipeline.microbatches,
+        )
+
+
 def plan(
     model: DecoderConfig | str | os.PathLike[str],
     mesh: Mapping[str, int] | AnyMesh,
@@ -122,59 +163,58 @@ def plan(
     seq: int,
     on: str | Hardware = "h100",
     train: bool = True,
-    accumulate: int = 1,
-    rules: Rules = RULES,
-    across: str | None = None,
-    remat: bool = True,
-    buffer_factor: float | None = None,
-    chunks: int | None = None,
-    microbatches: int | None = None,
-    compile_for: str | None = None,
     strategy: Strategy | None = None,
-    advise: bool = True,
+    **choices: Any,
 ) -> Plan:
-    """The plan of a training step (AdamW, float32 state) or of one decoded token per row, on devices ``on``.
+    """Plan a training step (AdamW, float32 state), or one decoded token per row.
 
-    ``model``: a config, a preset, a folder or a hub id, of which config.json is fetched. ``mesh``: sizes of mesh axes.
-    ``across``: the axis that crosses nodes or slices. ``buffer_factor``: of `RaggedAllToAll`; None: room for all rows
-    of the expert axis. ``chunks``: of `InChunks`, which bounds this room and drops nothing; None: as many as `InChunks`
-    chooses. ``microbatches``: of a `Pipeline` over the mesh axis ``pipe``; None: this axis splits the batch only.
-    ``compile_for``: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware. ``strategy``:
-    the one to compile, without a mesh, whose rules, pipeline, remat, ``buffer_factor`` and ``chunks`` count; leave out
-    these arguments then. Raises ValueError for what the mesh or the torus cannot hold, and RuntimeError if the step
-    does not compile.
+    Args:
+        model: a config, a preset, a folder or a hub id, of which config.json is fetched.
+        mesh: sizes of mesh axes.
+        batch, seq: rows on all devices, and tokens per row or in the cache.
+        on: the devices, such as ``h100`` or ``tpu-v5p:4x4x4``.
+        strategy: the one to compile, without a mesh; its rules, pipeline, remat and exchange count.
+        choices: fields of `Choices`; without a strategy also those that it would make.
+
+    Raises:
+        ValueError: for what the mesh or the torus cannot hold.
+        RuntimeError: if the step does not compile.
     """
-    name, config = _config(model)
-    _check_sizes(mesh, batch, seq, accumulate, train, buffer_factor, chunks)
-    if strategy is not None:
-        if (
-            rules is not RULES
-            or microbatches is not None
-            or buffer_factor is not None
-            or chunks is not None
-            or not remat
-        ):
-            raise ValueError(
-                "give rules, microbatches, remat, buffer_factor and chunks by the strategy, or without one"
-            )
-        rules, remat = strategy.rules, strategy.remat is not None
-        microbatches = None if strategy.pipeline is None else strategy.pipeline.microbatches
-        exchange = strategy.dispatch.exchange if isinstance(strategy.dispatch, ExpertParallel) else None
-        exchange, chunks = (exchange.exchange, exchange.chunks) if isinstance(exchange, InChunks) else (exchange, 1)
-        buffer_factor = exchange.buffer_factor if isinstance(exchange, RaggedAllToAll) else None
+    name, config = read_model(model)
+    chosen = Choices(**choices)
+    _check_sizes(mesh, batch, seq, train, chosen)
+    chosen = chosen if strategy is None else chosen.of(strategy)
     kind, sizes = hardware(on), abstract_mesh(mesh if isinstance(mesh, Mapping) else mesh.shape)
-    if across is not None and across not in sizes.shape:
-        raise ValueError(f"across={across!r} is not a mesh axis: use one of {', '.join(sizes.shape)}")
-    pipeline = None if microbatches is None else _pipeline(microbatches, sizes, train)
-    shape = dict(sizes.shape)
-    chunks = _chosen_chunks(config, shape["expert"], buffer_factor, train) if chunks is None else chunks
-    work = Work(batch, seq, train, accumulate, buffer_factor, chunks, pipeline=pipeline)
+    made = _by_arithmetic(name, config, kind, sizes, Work(batch, seq, train, chosen.accumulate), chosen)
+    if chosen.compile_for is not None:
+        made = _compiled(made, strategy, chosen)
+    if chosen.advise and not made.fits:
+        again = dataclasses.replace(chosen, chunks=made.work.chunks, compile_for=None, advise=False)
+        again = advice.Question(config, made.mesh, kind, batch, seq, train, again)
+        made = dataclasses.replace(made, advice=advice.changes(made, again, plan))
+    return made
+
+
+def _by_arithmetic(
+    name: str, config: DecoderConfig, kind: Hardware, sizes: AnyMesh, work: Work, chosen: Choices
+) -> Plan:
+    shape, across, remat = dict(sizes.shape), chosen.across, chosen.remat
+    if across is not None and across not in shape:
+        raise ValueError(f"across={across!r} is not a mesh axis: use one of {', '.join(shape)}")
+    pipeline = None if chosen.microbatches is None else _pipeline(chosen.microbatches, sizes, work.train)
+    chunks = chosen.chunks
+    if chunks is None:  # one token decoded per row is not sliced
+        per_device = max(1, config.experts // shape["expert"])
+        sliced = config.experts and work.train
+        few = chosen.buffer_factor, config.experts_per_token, shape["expert"], per_device
+        chunks = fewest_chunks(*few) if sliced else 1
+    work = dataclasses.replace(work, buffer_factor=chosen.buffer_factor, chunks=chunks, pipeline=pipeline)
     refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != across})
-    rows_per_device(batch // accumulate, sizes)  # raises for parts that do not divide
+    rows_per_device(work.batch // work.accumulate, sizes)  # raises for parts that do not divide
     if pipeline is not None:
-        pipeline.refuse_batch(batch // accumulate, sizes)
-    found = parts(config, sizes, rules, pipeline)
-    made = Plan(
+        pipeline.refuse_batch(work.batch // work.accumulate, sizes)
+    found = parts(config, sizes, chosen.rules, pipeline)
+    return Plan(
         name,
         config,
         kind,
@@ -186,97 +226,34 @@ def plan(
         bytes_read(config, found, work, sizes),
         links(kind, shape, across),
     )
-    if compile_for is not None:
-        made = _compiled(made, compile_for, strategy, rules, remat, across)
-    if advise and not made.fits:
-        options = {"batch": batch, "seq": seq, "train": train, "across": across, "remat": remat}
-        options |= {"buffer_factor": buffer_factor, "chunks": chunks, "microbatches": microbatches}
-        again = advice.Question(config, shape, kind, rules, accumulate, options)
-        made = dataclasses.replace(made, advice=advice.changes(made, again, plan))
-    return made
 
 
-def _chosen_chunks(config: DecoderConfig, size: int, buffer_factor: float | None, train: bool) -> int:
-    """The slices that `InChunks` chooses on an expert axis of this size; one token decoded per row is not sliced."""
-    if not config.experts or not train:
-        return 1
-    return fewest_chunks(buffer_factor, config.experts_per_token, size, max(1, config.experts // size))
-
-
-def _check_sizes(
-    mesh: Mapping[str, int] | AnyMesh,
-    batch: int,
-    seq: int,
-    accumulate: int,
-    train: bool,
-    buffer_factor: float | None,
-    chunks: int | None,
-) -> None:
-    """Raises ValueError for numbers that no plan can have."""
-    for what, number in (
-        ("batch", batch),
-        ("seq", seq),
-        ("accumulate", accumulate),
-        ("chunks", 1 if chunks is None else chunks),
-    ):
+def _check_sizes(mesh: Mapping[str, int] | AnyMesh, batch: int, seq: int, train: bool, chosen: Choices) -> None:
+    """Reject non-positive sizes, and batches that ``accumulate`` does not divide."""
+    accumulate, chunks = chosen.accumulate, 1 if chosen.chunks is None else chosen.chunks
+    for what, number in {"batch": batch, "seq": seq, "accumulate": accumulate, "chunks": chunks}.items():
         check_positive("plan", what, number)
     for axis, size in mesh.items() if isinstance(mesh, Mapping) else ():
         check_positive("mesh", axis, size)
-    if buffer_factor is not None:
-        check_factor("plan(buffer_factor", buffer_factor)
+    if chosen.buffer_factor is not None:
+        check_factor("plan(buffer_factor", chosen.buffer_factor)
     if accumulate > 1 and not train:
         raise ValueError(f"accumulate={accumulate}: decoding has no parts to accumulate: leave it out")
     if batch % accumulate:
         raise ValueError(f"a batch of {batch} rows cannot be cut into accumulate={accumulate} parts: use a multiple")
 
 
-def _compiled(
-    made: Plan, compile_for: str, strategy: Strategy | None, rules: Rules, remat: bool, across: str | None
-) -> Plan:
+def _compiled(made: Plan, strategy: Strategy | None, chosen: Choices) -> Plan:
     """The plan with its step compiled."""
-    platform = {"cpu": CPU, "device": made.hardware.platform}.get(compile_for)
+    platform = {"cpu": CPU, "device": made.hardware.platform}.get(chosen.compile_for or "")
     if platform is None:
-        raise ValueError(f"compile_for={compile_for!r}: use 'cpu' or 'device'")
-    pipeline = made.work.pipeline
-    strategy = strategy or default_strategy(made.config, made.mesh, platform, made.work, remat)
+        raise ValueError(f"compile_for={chosen.compile_for!r}: use 'cpu' or 'device'")
+    pipeline, device = made.work.pipeline, target(made.hardware, platform)
+    strategy = strategy or default_strategy(made.config, made.mesh, platform, made.work, chosen.remat)
     stacking = strategy.stacking if pipeline is None else Scanned()
-    strategy = dataclasses.replace(strategy, rules=rules, pipeline=pipeline, stacking=stacking, scan_layers=None)
-    job = CompileJob(made.config, strategy, made.mesh, made.work, platform, target(made.hardware, platform), across)
+    strategy = dataclasses.replace(strategy, rules=chosen.rules, pipeline=pipeline, stacking=stacking, scan_layers=None)
+    job = CompileJob(made.config, strategy, made.mesh, made.work, platform, device, chosen.across)
     return dataclasses.replace(made, program=compile_program(job), compiled_for=platform)
-
-
-def search(
-    model: DecoderConfig | str | os.PathLike[str],
-    devices: int,
-    *,
-    most: int = 10,
-    microbatches: int | None = None,
-    **options: Any,
-) -> list[Plan]:
-    """The best plans of all meshes of this many devices, by time those that fit, or by memory if none does; options as
-    of `plan`.
-
-    ``microbatches``: also meshes with as many or fewer pipeline stages. Meshes that cannot shard the model or the batch
-    are left out. ValueError if none can.
-    """
-    found, reason = list[Plan](), ""
-    name, config = _config(model)
-    for mesh in _meshes(devices, microbatches or 1):
-        try:
-            parts = microbatches if mesh[AXIS] > 1 else None
-            one = plan(config, mesh, advise=False, microbatches=parts, **options)
-            found.append(dataclasses.replace(one, model=name))
-        except ValueError as error:
-            reason = reason or str(error)
-    if not found:
-        raise ValueError(f"no mesh of {devices} devices holds the model and the batch: {reason}")
-    fitting = [one for one in found if one.fits]
-    return sorted(fitting or found, key=lambda one: (one.seconds if fitting else 0, one.memory))[:most]
-
-
-def compared(plans: Sequence[Plan]) -> str:
-    """A table with one line per plan."""
-    return printing.compared(plans)
 
 
 def _pipeline(microbatches: int, mesh: AnyMesh, train: bool) -> Pipeline:
@@ -287,20 +264,6 @@ def _pipeline(microbatches: int, mesh: AnyMesh, train: bool) -> Pipeline:
     if not train:
         raise ValueError(f"microbatches={microbatches}: pipeline stages do not decode: leave it out, or plan training")
     return made
-
-
-def _meshes(devices: int, stages: int) -> list[dict[str, int]]:
-    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
-    found = [
-        {AXIS: pipe, "data": data, "expert": expert, "tensor": tensor}
-        for pipe in sizes
-        for data in sizes
-        for expert in sizes
-        for tensor in sizes
-        if pipe <= stages and tensor <= 8
-    ]
-    fitting = [mesh for mesh in found if devices % math.prod(mesh.values()) == 0]
-    return [{**mesh, "fsdp": devices // math.prod(mesh.values())} for mesh in fitting]
 
 
 def default_strategy(
@@ -320,7 +283,8 @@ def default_strategy(
     )
 
 
-def _config(model: DecoderConfig | str | os.PathLike[str]) -> tuple[str, DecoderConfig]:
+def read_model(model: DecoderConfig | str | os.PathLike[str]) -> tuple[str, DecoderConfig]:
+    """The name and the config of what `plan` is given."""
     if isinstance(model, DecoderConfig):
         return next((name for name, config in PRESETS.items() if config == model), model.model_type), model
     if (found := preset(model)) is not None:
