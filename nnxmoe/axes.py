@@ -21,6 +21,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import is_integer
 from nnxmoe.runtime.progress import logger
 
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "tensor")
@@ -103,12 +105,10 @@ def make_mesh(
     unless the product of the sizes is the number of devices.
     """
     sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
-    if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes.values()):
-        raise ValueError(f"mesh sizes {sizes}: give integers")
     found = np.asarray(jax.devices() if devices is None else devices, dtype=object)
     remaining = [name for name, size in sizes.items() if size == -1]
-    if len(remaining) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
-        raise ValueError(f"mesh sizes {sizes}: every size must be at least 1; one may be -1 (all remaining devices)")
+    if len(remaining) > 1 or not all(is_integer(size, -1) and size for size in sizes.values()):
+        raise ValueError(f"mesh sizes {short(sizes)}: give integers of at least 1; one may be -1 (the devices left)")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if found.size % fixed or (found.size != fixed and not remaining):
         multiple = "a multiple of " if remaining else ""

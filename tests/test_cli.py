@@ -73,7 +73,7 @@ def test_invalid_command_lines_exit_2(line: list[str], capsys: pytest.CaptureFix
         ),
         (
             ["generate", MIXTRAL, "--prompt", "x", "--temperature", "1", "--top-p", "0"],
-            "--top-p 0: it must be in (0, 1]",
+            "--top-p 0: it must be a number in (0, 1]",
         ),
         (["generate", MIXTRAL, "--prompt", ""], "prompt is empty"),
         (["generate", MIXTRAL, "--prompt", "x", "--seed", str(2**70)], "seed"),

@@ -528,10 +528,10 @@ def test_options_that_the_engine_was_not_compiled_with_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Sampling\(temperature=1.0.*random=False"):
         engine.submit([1], Wanted(sampling=Sampling()))
     for fields, message in (
-        ({"max_new_tokens": -1}, "max_new_tokens must be an integer >= 0, got -1"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be a 64-bit integer >= 0, got -1"),
         ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4 is more than max_new_tokens=3"),
         ({"seed": 2**63}, "seed must fit in 64 bits"),
-        ({"logprobs": 1.5}, "logprobs must be an integer >= 0, got 1.5"),
+        ({"logprobs": 1.5}, "logprobs must be a 64-bit integer >= 0, got 1.5"),
     ):
         with pytest.raises(ValueError, match=message):
             Wanted(**fields)
@@ -632,7 +632,7 @@ def test_complete_reads_and_writes_text() -> None:
         ({"prompts": [[1]], "stop": [""]}, "strings that are not empty"),
         ({"prompts": [[1], [2]], "seed": [1]}, "1 seeds for 2 prompts"),
         ({"prompts": [[]]}, "a prompt is empty"),
-        ({"prompts": [[1]], "n": 0}, "n must be an integer >= 1, got 0"),
+        ({"prompts": [[1]], "n": 0}, "n must be a 64-bit integer >= 1, got 0"),
         ({"prompts": [[1]], "min_new_tokens": 65}, "min_new_tokens=65 is more"),
     ],
 )

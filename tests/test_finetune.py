@@ -1,6 +1,7 @@
 """The command `finetune`: learning a task, bitwise resumption after a kill, and errors."""
 
 import json
+import math
 import os
 import random
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ import pytest
 import nnxmoe
 from nnxmoe import cli
 from nnxmoe.cli.commands import DEMO
+from nnxmoe.generation.request import whole_number
 from nnxmoe.train import lora
+from nnxmoe.train.finetune import _INTEGERS, Finetune
 from tests.demo.exam import ask, complete
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,6 +165,29 @@ def test_a_finished_run_is_extended(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "holds a run of 2 epochs: give as many" in capsys.readouterr().err
 
 
+def test_numbers_that_no_run_can_have() -> None:
+    """Refused with a short ValueError wherever they are given; -0.0 counts as 0."""
+    odd: list[Any] = [math.nan, math.inf, -math.inf, 10**400, -(10**400), 2**70, True, "3", [1, 2], np.float32("nan")]
+    doors: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
+        (Finetune, {"model": "m", "data": "d", "lora": 4}, [*_INTEGERS, "learning_rate", "lora_alpha"]),
+        (nnxmoe.Sampling, {}, ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_length"]),
+        (nnxmoe.Wanted, {"max_new_tokens": 2**40}, ["max_new_tokens", "min_new_tokens", "logprobs", "seed"]),
+        (nnxmoe.make_mesh, {}, ["tensor"]),
+        (nnxmoe.RaggedAllToAll, {}, ["buffer_factor"]),
+    ]
+    for door, given, names in doors:
+        for name in names:
+            for value in odd:
+                with pytest.raises(ValueError, match=name if door is not nnxmoe.make_mesh else "mesh") as refused:
+                    door(**given | {name: value})
+                assert len(str(refused.value)) < 300, (name, value)
+    for value in odd:
+        with pytest.raises(ValueError, match="number must be a 64-bit integer >= 0, got"):
+            whole_number("number", value, 0)
+    assert (whole_number("number", -0.0, 0), whole_number("number", 3.0, 0)) == (0, 3)
+    assert nnxmoe.Sampling(temperature=-0.0, top_k=-0.0, min_p=-0.0).temperature == 0
+
+
 def test_invalid_commands_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One error line, exit status 1, and no file is created or changed."""
     data, bad = write_task(tmp_path / "task.jsonl", 5), tmp_path / "bad.jsonl"
@@ -177,9 +204,15 @@ def test_invalid_commands_change_nothing(tmp_path: Path, capsys: pytest.CaptureF
             "--adapter-only is for adapters: give their rank, such as --lora 16",
         ),
         (["demo", data, "--out", str(new), "--quantize", "int4"], "--quantize int4 is for adapters"),
-        (["demo", data, "--out", str(new), "--lora", "2", "--lora-alpha", "0"], "--lora-alpha 0.0: it must be a pos"),
+        (
+            ["demo", data, "--out", str(new), "--lora", "2", "--lora-alpha", "0"],
+            "--lora-alpha 0.0: it must be a number",
+        ),
         (["demo", data, "--out", str(new), "--warmup", "-5"], "--warmup -5: it must be an integer of at least 0"),
-        (["demo", data, "--out", str(new), "--warmup", "9", "--steps", "9"], "--warmup 9: .* less than the 9 steps"),
+        (
+            ["demo", data, "--out", str(new), "--warmup", "9", "--steps", "9"],
+            "--warmup 9: .* less than the 9 steps",
+        ),
         (["demo", data, "--out", str(new), "--warmup", "9", "--epochs", "1"], "--warmup 9: .* less than the . steps"),
         (["demo", data, "--out", str(new), "--accumulate", "3"], "--accumulate 3 does not divide --batch-size 8"),
         (["demo", data, "--out", str(new), "--learning-rate", "2"], "--learning-rate 2.0: it must be"),

@@ -151,7 +151,7 @@ def test_ties() -> None:
 )
 @pytest.mark.wrong_types
 def test_invalid_sampling_arguments_are_named(knob: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"Sampling\({knob}={value}\)"):
+    with pytest.raises(ValueError, match=f"^{knob}=.*: it must be "):
         Sampling(**{knob: value})
 
 
@@ -293,7 +293,7 @@ def test_max_new_tokens() -> None:
 @pytest.mark.parametrize("count", [-1, 1.5, True, float("inf")])
 @pytest.mark.wrong_types
 def test_invalid_max_new_tokens(count: Any) -> None:
-    with pytest.raises(ValueError, match=f"max_new_tokens must be an integer >= 0, got {count}"):
+    with pytest.raises(ValueError, match=f"max_new_tokens must be a 64-bit integer >= 0, got {count}"):
         run(count=count)
 
 

@@ -477,7 +477,7 @@ def test_invalid_strategy_arguments() -> None:
         (lambda: nnxmoe.Strategy(rules={"embed": None}), "give a dict of all of them"),
         (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "embed": 3}), "'embed' -> 3"),
         (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "embed": ("fsdp", 3)}), "a tuple of names"),
-        (lambda: nnxmoe.make_mesh(fsdp="2"), "give integers"),
+        (lambda: nnxmoe.make_mesh(fsdp="2"), "give integers of at least 1"),
         (lambda: nnxmoe.make_mesh(fsdp=99, expert=-1), "need a multiple of 99 devices; there are"),
         (lambda: Chunked(Sorted, 2), r"Chunked\(inner=.*give an object such as Sorted\(\)"),
         (lambda: Blockwise(nnxmoe.Reference), r"Blockwise\(inner=.*give an object such as Reference\(\)"),

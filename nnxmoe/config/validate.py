@@ -2,19 +2,31 @@
 
 from typing import Any
 
+from nnxmoe.config.printable import short
+
 
 def is_positive(value: Any) -> bool:
-    """Whether the value is an int >= 1 (bool excluded)."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    """Whether the value is an int >= 1 (bool excluded), below 2**32."""
+    return is_integer(value, 1)
+
+
+def is_integer(value: Any, least: int) -> bool:
+    """Whether the value is an int >= ``least`` (bool excluded), below 2**32."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**32
+
+
+def is_between(value: Any, least: float, most: float) -> bool:
+    """Whether the value is a number (bool excluded) between the two, which are excluded."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least < value < most
 
 
 def check_positive(where: str, name: str, value: Any) -> None:
     """Raises ValueError for ``where(name=value)`` unless the value is a positive integer."""
     if not is_positive(value):
-        raise ValueError(f"{where}({name}={value!r}): give a positive integer")
+        raise ValueError(f"{where}({name}={short(value)}): give a positive integer")
 
 
 def check_object(where: str, name: str, value: Any, example: str) -> None:
     """Raises ValueError for ``where(name=value)`` if the value is a class or is not callable."""
     if isinstance(value, type) or not callable(value):
-        raise ValueError(f"{where}({name}={value!r}): give an object such as {example}")
+        raise ValueError(f"{where}({name}={short(value)}): give an object such as {example}")

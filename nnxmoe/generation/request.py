@@ -50,15 +50,11 @@ class Wanted:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seed", whole_number("seed", self.seed, -(2**63)))
-        whole_number("max_new_tokens", self.max_new_tokens, 0)
-        whole_number("min_new_tokens", self.min_new_tokens, 0)
+        for name in ("seed", "max_new_tokens", "min_new_tokens", "logprobs"):
+            if (value := getattr(self, name)) is not None or name != "logprobs":
+                object.__setattr__(self, name, whole_number(name, value, -(2**63) if name == "seed" else 0))
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
-        if self.seed >= 2**63:
-            raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
-        if self.logprobs is not None:
-            whole_number("logprobs", self.logprobs, 0)
 
     def ended_by(self, model: Any) -> Self:
         """These options with ids of the model as ``stop_ids``, if they are to be the checkpoint's."""
@@ -170,8 +166,8 @@ def whole_number(name: str, value: object, smallest: int) -> int:
     """``value``; raises ValueError unless it is an integer of at least ``smallest``."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     whole = whole or (isinstance(value, float | np.floating) and float(value).is_integer())
-    if not whole or value < smallest:  # pyright: ignore
-        raise ValueError(f"{name} must be an integer >= {smallest}, got {short(value)}")
+    if not whole or not smallest <= value < 2**63:  # pyright: ignore
+        raise ValueError(f"{name} must be a 64-bit integer >= {smallest}, got {short(value)}")
     return int(value)  # pyright: ignore
 
 

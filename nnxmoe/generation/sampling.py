@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -41,6 +41,22 @@ _TOP_K = 50  # transformers' default where it samples
 _warned: weakref.WeakSet[CausalLM] = weakref.WeakSet()
 
 
+def _whole(value: Any) -> bool:
+    return 0 <= value < 2**63 and value == value // 1
+
+
+# field of `Sampling` -> the values that it may have, in words and as a function
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "temperature": ("a number >= 0 (0: greedy)", lambda value: 0 <= value < 2**63),
+    "top_k": ("an integer >= 0 (0 or None: off)", _whole),
+    "top_p": ("a number in (0, 1]", lambda value: 0 < value <= 1),
+    "min_p": ("a number in [0, 1]", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("a positive number", lambda value: 0 < value < 2**63),
+    "min_new_tokens": ("an integer >= 0", _whole),
+    "min_length": ("an integer >= 0", _whole),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """Sampling options; each is off at its default. ``temperature`` 0 is greedy (after the repetition penalty).
@@ -60,25 +76,11 @@ class Sampling:
     rules: Rules | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            left_out = name == "rules" or (name == "top_k" and value is None)
-            if not left_out and (isinstance(value, str) or not np.isscalar(value)):
-                raise ValueError(f"{name}={value!r}: it must be a number")
-        checks = {
-            "temperature": (self.temperature, 0 <= self.temperature < math.inf, "a number >= 0 (0: greedy)"),
-            "top_k": (self.top_k, self.top_k is None or self.top_k >= 0, "an integer >= 0 (0 or None: off)"),
-            "top_p": (self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
-            "repetition_penalty": (self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "positive"),
-            "min_new_tokens": (self.min_new_tokens, self.min_new_tokens >= 0, "an integer >= 0"),
-            "min_length": (self.min_length, self.min_length >= 0, "an integer >= 0"),
-        }
-        for name, (value, good, wanted) in checks.items():
-            if not good:
-                raise ValueError(f"{name}={str(value).removesuffix('.0')}: it must be {wanted}")
-        if self.top_k is not None and not float(self.top_k).is_integer():
-            raise ValueError(f"top_k={self.top_k}: it must be an integer >= 0 (0 or None: off)")
+        for name, (wanted, good) in _CHECKS.items():
+            value = getattr(self, name)
+            number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            if not (number and good(value)) and not (name == "top_k" and value is None):
+                raise ValueError(f"{name}={short(value).removesuffix('.0')}: it must be {wanted}")
 
     @classmethod
     def from_checkpoint(cls, model: CausalLM) -> Self:

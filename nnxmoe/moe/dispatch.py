@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh, batch_axes, constrain, divided_over, shards
-from nnxmoe.config.validate import check_object, check_positive
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import check_object, check_positive, is_between
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.layers.dots import einsum
 from nnxmoe.moe.experts import ExpertFn
@@ -206,8 +207,8 @@ def by_expert(axes: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
 
 def check_factor(what: str, factor: float) -> None:
     """Raise ValueError unless a buffer size factor is a positive finite number."""
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
-        raise ValueError(f"{what}={factor!r}): give a positive multiple of the balanced load")
+    if not is_between(factor, 0, 2**63):
+        raise ValueError(f"{what}={short(factor)}): give a positive multiple of the balanced load")
 
 
 def check_batch(who: str, batch: int, mesh: AnyMesh | None, axes: Sequence[str]) -> None:

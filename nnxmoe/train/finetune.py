@@ -5,7 +5,6 @@ model in transformers' format, or the adapter in ``peft``'s.
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import is_positive
+from nnxmoe.config.validate import is_between, is_integer
 from nnxmoe.convert.hf.pretrained import from_pretrained, save_pretrained
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM
@@ -44,6 +43,7 @@ from nnxmoe.train.runs.checkpoints import newest
 _RECORD, _METRICS, _CHECKPOINTS = "finetune.json", "metrics.jsonl", "checkpoints"
 _FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file
 _STEPS = 200
+_INTEGERS = {"batch_size": 1, "seq_len": 1, "accumulate": 1, "lora": 1, "steps": 1, "epochs": 1, "warmup": 0, "seed": 0}
 _CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # gradient norm; steps at most; final / peak learning rate
 
 
@@ -80,15 +80,15 @@ class Finetune:
     keep_quantized: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "seq_len", "accumulate", "lora", "steps", "epochs"):
-            if (value := getattr(self, name)) is not None and not is_positive(value):
-                raise ValueError(f"{name}={value!r}: it must be an integer of at least 1")
+        optional = {field.name for field in dataclasses.fields(self) if field.default is None}
+        for name, least in _INTEGERS.items():
+            if not (((value := getattr(self, name)) is None and name in optional) or is_integer(value, least)):
+                raise ValueError(f"{name}={short(value)}: it must be an integer of at least {least}, below 2**32")
+        for name, most in {"learning_rate": 1, "lora_alpha": 1e9}.items():
+            if (value := getattr(self, name)) is not None and not is_between(value, 0, most):
+                raise ValueError(f"{name}={short(value)}: it must be a number between 0 and {most:g}")
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
-        if self.learning_rate is not None and not 0 < self.learning_rate < 1:
-            raise ValueError(f"learning_rate={self.learning_rate}: it must be between 0 and 1")
-        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
-            raise ValueError(f"lora_alpha={self.lora_alpha}: it must be a positive number")
         needs = ("adapter_only", "lora_alpha", "quantize", "keep_quantized")
         if self.lora is None and (named := [name for name in needs if getattr(self, name)]):
             raise ValueError(f"{named[0]}={getattr(self, named[0])} is for adapters: give their rank, such as lora=16")
@@ -99,10 +99,8 @@ class Finetune:
         self._check_warmup(self.steps)
 
     def _check_warmup(self, steps: int | None) -> None:
-        whole = self.warmup is None or (isinstance(self.warmup, int) and self.warmup >= 0)
-        if not whole or (self.warmup and steps and self.warmup >= steps):
-            most = "" if steps is None else f" and less than the {steps} steps"
-            raise ValueError(f"warmup={self.warmup}: it must be an integer of at least 0{most}")
+        if self.warmup and steps and self.warmup >= steps:
+            raise ValueError(f"warmup={self.warmup}: it must be less than the {steps} steps")
 
     def optimizer(self, steps: int) -> optax.GradientTransformation:
         """Adam without weight decay, with gradients clipped to a norm of 1. Its state holds the learning rate."""

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from nnxmoe.config.printable import short
+from nnxmoe.config.validate import is_integer
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.runtime.progress import logger
 from nnxmoe.train.data.documents import Data, Document, Documents
@@ -69,8 +70,8 @@ class Batches(Iterator[Batch]):
         share = (jax.process_index(), jax.process_count()) if share is None else share
         least = {"batch_size": (batch_size, 1), "seq_len": (seq_len, 2), "seed": (seed, 0)}
         for name, (value, low) in (least | ({} if epochs is None else {"epochs": (epochs, 1)})).items():
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**32:
-                raise ValueError(f"{name}={value!r}: pass an int of at least {low}")
+            if not is_integer(value, low):
+                raise ValueError(f"{name}={short(value)}: pass an int of at least {low}, below 2**32")
         if not 0 <= share[0] < share[1] or batch_size % share[1]:
             raise ValueError(
                 f"batch_size={batch_size} cannot be split as share={share}: use a multiple of the number of processes"

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_positive
 from nnxmoe.runtime.programs import JitProgram
 from nnxmoe.train.loop.batch import Batch, rows_of
@@ -18,7 +19,7 @@ class Evaluator:
         if isinstance(data, Iterator):
             raise ValueError("evaluate is an iterator, which can be used only once: pass a list of batches, list(…)")
         if every is not None and not is_positive(every):
-            raise ValueError(f"evaluate_every={every!r}: pass an int of at least 1, or None")
+            raise ValueError(f"evaluate_every={short(every)}: pass an int of at least 1, or None")
         self.step, self.data, self.every = step, data, every
         self.losses = JitProgram(step.losses, "the evaluation")
 

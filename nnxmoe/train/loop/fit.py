@@ -12,7 +12,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_positive
+from nnxmoe.generation.request import whole_number
 from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
@@ -64,7 +66,8 @@ def fit(
     gradient is NaN or infinite, and ValueError for unusable arguments or data.
     """
     if not is_positive(steps):
-        raise ValueError(f"steps={steps!r}: the number of steps in total must be an int of at least 1")
+        raise ValueError(f"steps={short(steps)}: the number of steps in total must be an int of at least 1")
+    seed = whole_number("seed", seed, -(2**63))
     if model.merged is not None:
         raise ValueError(
             "the model has merged adapters: call lora.unmerge(model) to train them, or merge them for good with "

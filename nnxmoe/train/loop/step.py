@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import axes_of, of_layers
+from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_positive
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
 from nnxmoe.moe.balance import Utilisation, updated_bias, utilisation
@@ -69,7 +70,7 @@ class Step:
         bias_rate: float = 0.0,
     ):
         if not is_positive(accumulate):
-            raise ValueError(f"accumulate={accumulate!r}: the number of parts of a batch must be an int of at least 1")
+            raise ValueError(f"accumulate={short(accumulate)}: give the number of parts of a batch, at least 1")
         if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
             raise ValueError(f"optimizer={optimizer!r}: pass one of optax, such as optax.adam(1e-4)")
         self.optimizer, self.objective = optax.with_extra_args_support(optimizer), of_function(objective or Objective())

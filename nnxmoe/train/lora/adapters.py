@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnxmoe.config.validate import is_positive
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import is_between, is_positive
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.model.causal_lm import CausalLM
@@ -35,10 +36,10 @@ def add(
     arguments, and if the model has adapters already.
     """
     if not is_positive(rank):
-        raise ValueError(f"rank {rank!r} is not a positive integer")
+        raise ValueError(f"rank {short(rank)} is not a positive integer")
     alpha = rank if alpha is None else alpha
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise ValueError(f"alpha {alpha!r} is not a positive number")
+    if not is_between(alpha, 0, 2**63):
+        raise ValueError(f"alpha {short(alpha)} is not a positive number")
     kind, found = float_dtype(dtype) or np.dtype(np.float32), chosen(model, targets)
     refuse_adapted(model)
     made = [(slot, slot.shapes(rank, float(alpha), kind)) for slot in found]

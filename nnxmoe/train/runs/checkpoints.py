@@ -49,7 +49,7 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3, every: int = 1) -> None:
         for name, value in (("keep", keep), ("every", every)):
             if not is_positive(value):
-                raise ValueError(f"{name}={value!r}: pass an int of at least 1")
+                raise ValueError(f"{name}={short(value)}: pass an int of at least 1")
         self.folder, self.keep, self.every = absolute(folder), keep, every
         check_orbax_path(self.folder)
         self._manager: ocp.CheckpointManager | None = None
