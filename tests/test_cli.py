@@ -163,7 +163,7 @@ def test_debug_shows_the_traceback() -> None:
 
 
 INTERRUPTED = """
-import hashlib, sys
+import sys
 import jax, jax.numpy as jnp
 from nnxmoe import cli
 from nnxmoe.cli import inspecting
@@ -173,35 +173,21 @@ def many(x):
         x = jnp.sort(jnp.sin(x + i))
     return x
 
-class Lost:
-    def __del__(self):
-        print("ready", flush=True)
-        while True:
-            pass
-
 def compiling(options):
     lowered = jax.jit(many).lower(jnp.ones((4, 8)))
     print("ready", flush=True)
     lowered.compile()
 
-def in_c(options):
-    print("ready", flush=True)
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000_000)
-
-def in_a_destructor(options):
-    Lost()
-
-inspecting.inspect = globals()[sys.argv.pop()]
+inspecting.inspect = compiling
 cli.command()
 """
 
 
 @pytest.mark.commands
-@pytest.mark.parametrize("where", ["compiling", "in_c", "in_a_destructor"])
-def test_ctrl_c_exits_immediately_with_130(where: str) -> None:
-    """While XLA compiles (a regular exit crashes), in C code, and in a destructor, where exceptions are ignored."""
+def test_ctrl_c_exits_with_130_after_compiling() -> None:
+    """A regular exit crashes."""
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, "inspect", "demo", where],
+        [sys.executable, "-c", INTERRUPTED, "inspect", "demo"],
         cwd=CASES.parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

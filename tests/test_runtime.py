@@ -198,17 +198,16 @@ def test_models_beyond_memory_are_refused_before_reading(tmp_path: Path, monkeyp
 
 
 def test_first_interrupt_only_asks_once_there_is_something_to_save(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:
         pytest.skip("SIGINT is ignored here, as in background jobs")
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # in a program, a second interrupt ends the process
     with interrupts.stopping() as stop:
-        with pytest.raises(interrupts.Interrupted, match="interrupted"):
+        with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert not stop.asked
-        stop.defer()
+        stop.deferred = True
         with caplog.at_level("INFO", logger="nnxmoe"):
             signal.raise_signal(signal.SIGINT)
         assert stop.asked and "stopping after this step" in caplog.text
@@ -246,7 +245,6 @@ import numpy as np, optax, nnxmoe
 from nnxmoe.runtime.interrupts import Interrupted
 from tests.support.tiny import build_tiny
 
-sys.ps1 = ">>> "  # a session: what is raised does not end the process
 for at in (2, 3):
     def interrupt(progress):
         if progress.step == at:
@@ -276,19 +274,9 @@ def test_interrupt_in_the_last_steps_of_fit_is_not_lost(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == lines, done.stderr
 
 
-@pytest.mark.commands
-@pytest.mark.parametrize(("option", "kept"), [("", False), ("-i", True)])
-def test_only_a_person_keeps_the_session(option: str, kept: bool) -> None:
-    """Ctrl-C in `fit` ends a program, also one that `python -c` was given, but no session that a person types."""
-    code = "from nnxmoe.runtime.interrupts import _interactive; print(_interactive())"
-    line = [sys.executable, *option.split(), "-c", code]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.stdout == f"{kept}\n", done.stderr
-
-
 @pytest.mark.slow
 def test_interrupted_fit_saves_and_continues(tmp_path: Path) -> None:
-    """In a script: status 130 without a traceback; the next run begins after the last step of the interrupted one."""
+    """The last line of a script says where; the next run begins after the last step of this one."""
     script = tmp_path / "fit.py"
     script.write_text(FIT.format(demo=ROOT / "models" / "demo"))
     last = 0
@@ -313,9 +301,9 @@ def test_interrupted_fit_saves_and_continues(tmp_path: Path) -> None:
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=1200)
-        assert process.returncode == 130 and "Traceback" not in errors, errors
+        assert process.returncode == 1, errors  # Python knows the status of KeyboardInterrupt itself only
         last = int(output.split()[-1])
-        assert f"interrupted at step {last} of 1000000; saved in {tmp_path / 'run'}" in errors
+        assert f"interrupted at step {last} of 1000000; saved in {tmp_path / 'run'}" in errors.splitlines()[-1]
 
 
 # Progress

@@ -1,23 +1,32 @@
 """The command ``nnxmoe``: its parser, its commands, and how it ends."""
 
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from nnxmoe.runtime import interrupts, large_pages
+from nnxmoe.runtime import large_pages
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+PIPE_CLOSED = 141  # 128 + SIGPIPE: the status of other programs in `nnxmoe … | head`
 
 
 def command() -> NoReturn:
     """Run the process's command line and end the process with its exit code."""
     large_pages.restart()
-    interrupts.end_on_interrupt()  # before the imports of `main`, which take more than a second
     try:
         status = main()
     except KeyboardInterrupt:  # during the imports, or a second one while the first was handled
-        interrupts.interrupted()
-    if status in (interrupts.INTERRUPTED, interrupts.PIPE_CLOSED):
-        interrupts.leave(status)
-    sys.exit(status)
+        print("nnxmoe: interrupted", file=sys.stderr)
+        status = INTERRUPTED
+    if status not in (INTERRUPTED, PIPE_CLOSED):
+        sys.exit(status)
+    for output in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe or file
+            output.flush()
+    # Python's exit destroys XLA's objects under threads that still compute: a segmentation fault (jax 0.10.2).
+    os._exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,6 @@ from nnxmoe.config.printable import bytes_text, count_text
 from nnxmoe.generation.complete import split_stops
 from nnxmoe.generation.request import eos_ids
 from nnxmoe.generation.sampling import effective_fields, listed
-from nnxmoe.runtime import interrupts
 from nnxmoe.runtime.progress import say
 from nnxmoe.storage.hub import DEMO
 
@@ -147,17 +146,14 @@ def finetune(options: argparse.Namespace) -> None:
 
     names = [field.name for field in dataclasses.fields(tuning.Finetune) if field.name != "model"]
     task = tuning.Finetune(_weights(options.model), **{name: getattr(options, name) for name in names})
-    line = shlex.join(["nnxmoe", *sys.argv[1:]])
-    interrupts.farewell(lambda: f"interrupted {tuning.progress_of(options.out)} with: {line}")
     mesh = devices.mesh_of(options.mesh, connect=True)
     say("running on %s", devices.text(mesh))
-    done = tuning.finetune(
-        task,
-        options.out,
-        save_every=options.save_every,
-        mesh=mesh,
-        local_files_only=options.local_files_only,
-    )
+    kept = {"save_every": options.save_every, "local_files_only": options.local_files_only}
+    try:
+        done = tuning.finetune(task, options.out, mesh=mesh, **kept)
+    except KeyboardInterrupt:
+        line = shlex.join(["nnxmoe", *sys.argv[1:]])
+        raise KeyboardInterrupt(f"interrupted {tuning.progress_of(options.out)} with: {line}") from None
     if jax.process_index() == 0:
         if done is not None and done.history:
             first, last = done.history[0], done.history[-1]

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import nnxmoe
+from nnxmoe.cli import INTERRUPTED, PIPE_CLOSED, commands, drafts, evaluating, inspecting, serving
 from nnxmoe.cli import chat as talk
-from nnxmoe.cli import commands, drafts, evaluating, inspecting, serving
 from nnxmoe.cli import options as shared
 from nnxmoe.cli import plans as plan_options
 from nnxmoe.config.printable import did_you_mean
-from nnxmoe.runtime import interrupts
 from nnxmoe.runtime.compile_cache import compile_cache
-from nnxmoe.runtime.interrupts import INTERRUPTED, PIPE_CLOSED
 from nnxmoe.runtime.progress import messages_on_stderr
 
 _DESCRIPTION = """Mixture-of-experts language models in JAX: Llama, Mistral, Mixtral, DeepSeek-V2 to R1, Kimi K2,
@@ -49,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.run(options)
         sys.stdout.flush()
         return 0
-    except KeyboardInterrupt:
-        interrupts.say_farewell()
+    except KeyboardInterrupt as stop:
+        line = "\n" if sys.stderr.isatty() else ""  # there may be half a line
+        print(f"{line}nnxmoe: {str(stop) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output is gone, e.g. `| head`
         return PIPE_CLOSED

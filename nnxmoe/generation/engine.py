@@ -46,7 +46,6 @@ from nnxmoe.generation.request import (
 from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, Process, RowOptions, RowReport
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.memory import refuse_beyond_memory
-from nnxmoe.runtime.processes import deadline
 
 
 @dataclasses.dataclass(eq=False)
@@ -308,8 +307,7 @@ class Engine:
                 None if reading.passed is None else reading.passed.memory,
                 PassPart(True, self.draft is not None),
             )
-            with deadline("reading a prompt"):
-                passed = self._pass(ids, valid, cache, self._dropped, self._room, part)
+            passed = self._pass(ids, valid, cache, self._dropped, self._room, part)
             if self.draft is not None:
                 memory = self.draft.empty(len(ids), self._room.tokens) if memory is None else memory
                 memory = passes.read(self.draft, memory, ids, valid, passed.states)
@@ -359,8 +357,7 @@ class Engine:
         """Starts a step of all rows."""
         state, spare = self._rows, self._room.spare
         valid = None if self.slots == 1 and not spare else state.active
-        with deadline("computing new tokens"):
-            passed = self._step(state.ids, valid, self._cache, self._dropped, self._room, PassPart(False))
+        passed = self._step(state.ids, valid, self._cache, self._dropped, self._room, PassPart(False))
         after = passed.logits, passed.states, passed.cache.length, self._keep.copy()
         self._rows, length, report = passes.advance(state, *after, self._options, self.draft)
         self._cache, self._dropped = dataclasses.replace(passed.cache, length=length), passed.dropped
@@ -372,8 +369,7 @@ class Engine:
     def _look(self) -> list[Event]:
         """Reads the oldest report."""
         report, requests = self._reports.popleft()
-        with deadline("computing new tokens"):
-            found = jax.tree.map(np.asarray, report)
+        found = jax.tree.map(np.asarray, report)
         events = []
         for row, request in enumerate(requests):
             if request is None or request.done or not (count := int(found.count[row])):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
 from nnxmoe.runtime import large_pages
 
@@ -20,27 +19,31 @@ from nnxmoe.runtime import large_pages
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the processes until all have exited or one has failed; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nnxmoe.runtime.launch", description=__doc__)
-    parser.add_argument("--devices", type=_positive, default=1, metavar="N", help="CPU devices of each process")
-    parser.add_argument("count", type=_positive, help="how many processes")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="CPU devices of each process")
+    parser.add_argument("count", type=int, help="how many processes")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="arguments of python: script.py …, or -m module …")
     options = parser.parse_args(arguments)
-    if not options.command:
-        parser.error("give the script to run")
-    signal.signal(signal.SIGTERM, _terminated)
-    port, processes = free_port(), []
+    if not options.command or min(options.count, options.devices) < 1:
+        parser.error("give at least one process, one device and the script to run")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    port, running = free_port(), []
     try:
         for i in range(options.count):
             env = os.environ | environment(i, options.count, port, options.devices)
-            command = [sys.executable, *options.command]
-            processes.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL))
-        return _wait(processes)
+            running.append(subprocess.Popen([sys.executable, *options.command], env=env, stdin=subprocess.DEVNULL))
+        while None in (codes := [process.poll() for process in running]) and not any(codes):
+            time.sleep(0.05)
     except KeyboardInterrupt:
         return 130
     finally:
-        for process in processes:
+        for process in running:
             process.kill()  # a process inside a collective does not react to SIGTERM
-        for process in processes:
             process.wait()
+    for i, code in enumerate(codes):
+        if code:
+            print(f"nnxmoe: process {i} of {len(codes)} exited with {code}; the others are stopped", file=sys.stderr)
+            return code if code > 0 else 128 - code
+    return 0
 
 
 def environment(number: int, count: int, port: int, devices: int) -> dict[str, str]:
@@ -61,33 +64,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    while True:
-        codes = [process.poll() for process in processes]
-        for i, code in enumerate(codes):
-            if code:
-                how = f"with status {code}" if code > 0 else f"by signal {signal.Signals(-code).name}"
-                print(
-                    f"nnxmoe: process {i} of {len(codes)} exited {how}; stopping the others",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                return code if code > 0 else 128 - code
-        if None not in codes:
-            return 0
-        time.sleep(0.05)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def _terminated(*_: object) -> NoReturn:
-    sys.exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Runs a server in this process until it is told to stop."""
 
 import asyncio
+import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -130,17 +131,14 @@ class _Server(uvicorn.Server):
             self._started()
 
 
-class _quiet_signals:
-    """Within the block signals reach uvicorn, not the thread of `interrupts` that ends the process; and uvicorn, which
-    raises them again when it has stopped, does not end the process with SIGTERM's status."""
-
-    def __enter__(self) -> None:
-        self._main = threading.current_thread() is threading.main_thread()
-        if self._main:
-            self._wakeup = signal.set_wakeup_fd(-1)
-            self._before = signal.signal(signal.SIGTERM, lambda number, frame: None)
-
-    def __exit__(self, *_: object) -> None:
-        if self._main:
-            signal.signal(signal.SIGTERM, self._before)
-            signal.set_wakeup_fd(self._wakeup)
+@contextlib.contextmanager
+def _quiet_signals() -> Iterator[None]:
+    """Within the block SIGTERM does not end the process: uvicorn raises it again when it has stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -14,7 +14,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from nnxmoe.runtime.processes import deadline
 from nnxmoe.storage.atomic_dir import atomic_dir
 from nnxmoe.storage.errors import CheckpointError
 
@@ -30,8 +29,7 @@ def shared_folder(folder: str | os.PathLike[str], overwrite: bool | None = None)
             yield stage
         return
     with contextlib.ExitStack() as stack:
-        with deadline("waiting for process 0 to create a folder"):
-            stage = Path(from_first(lambda: str(stack.enter_context(atomic_dir(folder, overwrite)))))
+        stage = Path(from_first(lambda: str(stack.enter_context(atomic_dir(folder, overwrite)))))
         failure: Exception | None = None
         try:
             if not stage.is_dir():
@@ -41,9 +39,8 @@ def shared_folder(folder: str | os.PathLike[str], overwrite: bool | None = None)
             yield stage
         except Exception as error:
             failure = error
-        with deadline("waiting for the other processes to save"):
-            raise_in_all(failure)
-            from_first(lambda: str(stack.close()))
+        raise_in_all(failure)
+        from_first(lambda: str(stack.close()))
 
 
 def from_first(make: Callable[[], str]) -> str:

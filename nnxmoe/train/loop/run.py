@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.interrupts import Interrupted, Stop
-from nnxmoe.runtime.processes import deadline
 from nnxmoe.runtime.programs import JitProgram
 from nnxmoe.runtime.progress import logger, progress_bar
 from nnxmoe.storage.errors import CheckpointError
@@ -132,8 +131,7 @@ class Run:
                         silent = {"disable": True} if jax.process_index() else {}  # False overrides TQDM_DISABLE
                         given = {"total": self.steps, "initial": self.first, "desc": "training", "unit": "step"}
                         bar = shown.enter_context(progress_bar(**given, **silent))
-                    with deadline("a training step"):
-                        self.state, report = self.step.run(self.state, batch)
+                    self.state, report = self.step.run(self.state, batch)
                 finally:
                     if before is not None:  # also where the data end or are refused
                         made, before = before, None
@@ -160,8 +158,7 @@ class Run:
         started = time.perf_counter()
         if bar is not None:
             bar.clear()
-        with deadline("compiling a training step"):
-            self.step.program(self.state, batch)
+        self.step.program(self.state, batch)
         seconds = time.perf_counter() - started
         if bar is not None:
             bar.start_t += seconds
@@ -179,14 +176,13 @@ class Run:
     def _read(self, made: _Made, stop: Stop) -> tuple[Metrics, np.ndarray]:
         """The metrics of a step and its `Progress.load`, once they are computed. Raises ValueError for a batch without
         tokens, and NotFinite."""
-        with deadline("a training step"):
-            report = jax.device_get(made.report)
+        report = jax.device_get(made.report)
         if report.losses.tokens is not None and not report.losses.tokens:
             raise ValueError(
                 f"step {made.number}: the batch has no token to predict. Tokens with segment id 0, attention_mask 0 "
                 "or loss_mask 0 do not count, nor does the only token of a row; check the data"
             )
-        stop.defer()
+        stop.deferred = True
         self._refuse_nonfinite("gradients", report.finite, report, made.number)
         now = time.perf_counter()
         metrics = metrics_of(report, made.number, made.batch, now - self.since)
