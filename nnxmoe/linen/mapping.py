@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ from nnxmoe.model.strategy import Strategy
 Source = str | tuple[str | tuple[str, ...], Callable[..., Any]]
 Mapped = Mapping[str, Source]
 LAYER = "{layer}"
+# the number of a layer in a name whose parts are separated by slashes or dots
+NUMBERED = re.compile(r"(^|[/. ])((?:[^/. ]*(?:layer|block)s?_?|h_?)?)(\d+)(?=[/.])", re.IGNORECASE)
 
 
 def from_mapping(
@@ -43,6 +46,7 @@ def from_mapping(
     used = {source for row in rows.values() for source in row.sources}
     faults += [f"{name} {list(np.shape(a))} of the tree is in no row" for name, a in theirs.items() if name not in used]
     if faults:
+        faults = by_layer(faults)
         lines = "\n  ".join([*faults[:20], *([f"… {len(faults) - 20} more"] if len(faults) > 20 else [])])
         raise ValueError(
             f"the mapping does not take this Linen tree to {type(model).__name__} (nnxmoe.linen.propose_mapping lists "
@@ -108,6 +112,14 @@ def read_mapping(
     return rows, faults + [
         f"{name} of the mapping is no parameter of this model" for name in mapping if name not in known
     ]
+
+
+def by_layer(faults: list[str]) -> list[str]:
+    """The faults, with one line for those that differ in the numbers of their layers only."""
+    groups: dict[str, list[str]] = {}
+    for fault in faults:
+        groups.setdefault(NUMBERED.sub(r"\1\2*", fault), []).append(fault)
+    return [f"{text} ({len(one)} layers)" if len(one) > 1 else one[0] for text, one in groups.items()]
 
 
 def general_name(name: str) -> tuple[str, int | None]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -13,27 +14,29 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import native
 from nnxmoe.convert.core.restore import abstract
 from nnxmoe.layers.kernel import flax_order
-from nnxmoe.linen.mapping import LAYER, flat, general_name, splits
+from nnxmoe.linen.mapping import LAYER, NUMBERED, Source, flat, general_name, splits
 from nnxmoe.model.causal_lm import CausalLM
 
 Shapes = dict[str, tuple[int, ...]]
 Layers = dict[str, frozenset[Any]]  # general name -> layer numbers; None outside of layers
-_NUMBERED = re.compile(r"(^|/)((?:[^/]*(?:layer|block)s?_?|h_?)?)(\d+)(?=/)", re.IGNORECASE)
 # Words that mean the same in the names of decoders.
 _WORDS = {
     word: meaning
     for meaning, words in {
         "q": "query wq", "k": "key wk", "v": "value wv", "o": "out output", "gate": "wi_0 w1", "up": "wi_1 w3",
-        "down": "wo w2", "embed": "embedding embedder wte tok token", "norm": "ln layernorm rmsnorm ln_f final",
-        "head": "lm_head logits unembed", "attention": "attn self pre ln_1 rmsnorm_0 layernorm_0 input",
-        "mlp": "ffn ff post ln_2 rmsnorm_1 layernorm_1 feed",
+        "down": "wo w2", "embed": "embedding embeddings embedder wte tok token",
+        "norm": "ln layernorm rmsnorm ln_f final", "head": "lm_head logits unembed",
+        "attention": "attn self pre ln_1 rmsnorm_0 layernorm_0 input",
+        "mlp": "ffn ff post ln_2 rmsnorm_1 layernorm_1 feed forward",
         "moe": "experts expert moeblock", "kernel": "weight w",
     }.items()
     for word in words.split()
 }  # fmt: skip
+# Parameters of different roles are never a pair.
+_ROLES = {"q", "k", "v", "o", "gate", "up", "down", "norm", "embed", "head"}
 
 
-class Proposal(dict[str, str]):
+class Proposal(dict[str, Source]):
     """A mapping from our names to theirs; ``print`` shows the names and shapes of both sides, also those left over."""
 
     def __init__(self, ours: Shapes, theirs: Shapes, layers: Layers, their_layers: Layers):
@@ -41,9 +44,12 @@ class Proposal(dict[str, str]):
         self.ours, self.theirs = ours, theirs
 
     def __str__(self) -> str:
-        lines = [f"{a} {list(s)} <- {self[a]} {list(self.theirs[self[a]])}" for a, s in self.ours.items() if a in self]
+        lines, taken = list[str](), set[str]()
+        for name, source in self.items():
+            (there, how) = (source, "") if isinstance(source, str) else (str(source[0]), " transposed")
+            lines.append(f"{name} {list(self.ours[name])} <- {there} {list(self.theirs[there])}{how}")
+            taken.add(there)
         lines += [f"{name} {list(shape)} <- ?" for name, shape in self.ours.items() if name not in self]
-        taken = set(self.values())
         return "\n".join(lines + [f"? <- {name} {list(s)}" for name, s in self.theirs.items() if name not in taken])
 
 
@@ -56,7 +62,8 @@ def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any])
 
     Returns:
         A dict with a row per parameter of ours for which one array of theirs has the same numbers of values, chosen by
-        the words of the names where several do. Arrays that theirs fuses or transposes get no row. Print it.
+        the words of the names where several do. If theirs stores linear maps as ``[out, in]``, as torch does, the rows
+        transpose them. Arrays that theirs fuses get no row. Print it.
     """
     if isinstance(ours, DecoderConfig | CausalLM):
         layout = native.layout(abstract(ours, None, None) if isinstance(ours, DecoderConfig) else ours, False)
@@ -75,8 +82,8 @@ def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any])
 
 
 def _general(name: str) -> tuple[str, int | None]:
-    match = _NUMBERED.search(name)
-    return (_NUMBERED.sub(rf"\1\2{LAYER}", name, count=1), int(match[3])) if match else (name, None)
+    match = NUMBERED.search(name)
+    return (NUMBERED.sub(rf"\1\2{LAYER}", name, count=1), int(match[3])) if match else (name, None)
 
 
 def _layers(names: Mapping[str, tuple[str, int | None]]) -> Layers:
@@ -87,23 +94,29 @@ def _layers(names: Mapping[str, tuple[str, int | None]]) -> Layers:
     return {general: frozenset(layers) for general, layers in found.items()}
 
 
-def _pairs(ours: Shapes, theirs: Shapes, layers: Layers, their_layers: Layers) -> dict[str, str]:
-    """Pairs of equal sizes and layers, those with the most similar names first. An array of theirs without ``{layer}``
-    may have all layers on axis 0, and one of all layers may be several of ours, each of some layers."""
+def _pairs(ours: Shapes, theirs: Shapes, layers: Layers, their_layers: Layers) -> dict[str, Source]:
+    """Pairs of equal sizes, roles and layers, those with the most similar names first. An array of theirs without
+    ``{layer}`` may have all layers on axis 0, and one of all layers may be several of ours, each of some layers."""
     every = frozenset().union(*layers.values()) - {None}
-    scored = []
+    scored, as_is, turned = list[tuple[float, str, str]](), set[tuple[str, str]](), set[tuple[str, str]]()
     for (a, shape), (b, other) in itertools.product(ours.items(), theirs.items()):
         if LAYER in a and LAYER not in b:
-            fits = other[:1] == (len(every),) and splits(other[1:], shape)
+            own, fits = other[1:], other[:1] == (len(every),)
         else:
-            fits = splits(other, shape) and (LAYER not in b or their_layers[b] in (layers[a], every))
-        if fits:
-            scored.append((_similarity(a, b), a, b))
-    found, taken = dict[str, str](), set[tuple[str, Any]]()
+            own, fits = other, LAYER not in b or their_layers[b] in (layers[a], every)
+        one, two = _words(a) & _ROLES, _words(b) & _ROLES
+        if not fits or (one and two and not one & two):
+            continue
+        as_is |= {(a, b)} if splits(own, shape) else set()
+        turned |= {(a, b)} if len(own) == 2 and one & two - {"embed"} and splits(own[::-1], shape) else set()
+        scored.append((_similarity(a, b), a, b))
+    torch = bool({a for a, _ in turned} - {a for a, _ in as_is})  # then square ones are [out, in], too
+    usable = as_is - {(a, b) for a, b in as_is if torch and a in {x for x, _ in turned}} | (turned if torch else set())
+    found, taken = dict[str, Source](), set[tuple[str, Any]]()
     for _, a, b in sorted(scored, key=lambda each: -each[0]):
         used = {(b, layer) for layer in layers[a]}
-        if a not in found and not used & taken:
-            found[a] = b
+        if (a, b) in usable and a not in found and not used & taken:
+            found[a] = (b, jnp.transpose) if torch and (a, b) in turned else b
             taken |= used
     return {name: found[name] for name in ours if name in found}
 
@@ -114,5 +127,10 @@ def _similarity(a: str, b: str) -> float:
 
 
 def _words(name: str) -> set[str]:
+    """The words of a name in our terms. An output or ``wo`` is the attention's, the feed-forward's or the model's."""
     words: list[str] = re.findall(r"w[i]?_?\d|ln_[\df]|(?:rms|layer)norm_[01]|[a-z]+", name.replace(LAYER, "").lower())
-    return {_WORDS.get(word, word) for word in words}
+    found = {_WORDS.get(word, word) for word in words}
+    if {"out", "output", "o", "wo"} & set(words):
+        feed_forward = bool({"mlp", "moe"} & found) and "attention" not in found
+        found = found - {"o", "down"} | {"o" if "attention" in found else "down" if feed_forward else "head"}
+    return found

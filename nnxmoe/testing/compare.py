@@ -46,13 +46,14 @@ def compare_outputs(
 ) -> float:
     """Returns the largest difference; raises AssertionError with the first pair of submodules that differ."""
     (a, form), (b, other) = (jax.tree_util.tree_flatten_with_path(out) for out in (ours, theirs))
-    kinds = [[kind(leaf) for _, leaf in leaves] for leaves in (a, b)]
-    if form != other or kinds[0] != kinds[1]:
-        shown = [f"{', '.join(k) or 'nothing'} as {f}" for k, f in zip(kinds, (form, other), strict=True)]
-        text = (
-            f"NNX returns {shown[0]}\n  Linen returns {shown[1]}\n  use nnx_call and linen_call to select the outputs"
-        )
-        raise AssertionError(f"{title} in the structure of their outputs:\n  {text}")
+    if form != other or [kind(leaf) for _, leaf in a] != [kind(leaf) for _, leaf in b]:
+        lines = [
+            f"{title} in the structure of their outputs:",
+            f"NNX returns {_shown(ours, a)}",
+            f"Linen returns {_shown(theirs, b)}",
+            _selection(a, b),
+        ]
+        raise AssertionError("\n  ".join(lines))
     gaps = {jax.tree_util.keystr(path): _gap(x, y) for (path, x), (_, y) in zip(a, b, strict=True)}
     worst = max((gap.error for gap in gaps.values()), default=0.0)
     if not worst <= tolerance:
@@ -64,6 +65,20 @@ def compare_outputs(
         ]
         raise AssertionError("\n  ".join(lines))
     return worst
+
+
+def _shown(output: Any, leaves: list[Any]) -> str:
+    name = "" if isinstance(output, jax.Array) else f"{type(output).__name__} of "
+    return name + (", ".join(kind(leaf) for _, leaf in leaves) or "nothing")
+
+
+def _selection(ours: list[Any], theirs: list[Any]) -> str:
+    """How to compare one output, if one side has only one and the other has several."""
+    for call, many, one in (("nnx_call", ours, theirs), ("linen_call", theirs, ours)):
+        paths = [jax.tree_util.keystr(path) for path, leaf in many if len(one) == 1 and kind(leaf) == kind(one[0][1])]
+        if paths and paths[0]:
+            return f"select the one to compare with {call}=lambda m, *x: m(*x){paths[0]}"
+    return "select the ones to compare with nnx_call and linen_call"
 
 
 def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float) -> list[str]:

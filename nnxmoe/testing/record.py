@@ -31,7 +31,7 @@ class Call:
     returned: np.ndarray
 
     def __str__(self) -> str:
-        name = "/".join(map(str, self.path)) or "(the whole)"
+        name = "/".join(map(str, self.path)) or "the whole module"
         return f"{name} [layer {self.number} of {self.of}]" if self.of > 1 else name
 
 
