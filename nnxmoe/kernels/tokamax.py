@@ -1,4 +1,4 @@
-"""Grouped matrix products with tokamax's Pallas kernels (Triton and Mosaic on NVIDIA GPUs, Mosaic on TPUs)."""
+"""Grouped matrix products with tokamax's Pallas kernels (Mosaic, on NVIDIA GPUs from Hopper on and on TPUs)."""
 
 import dataclasses
 import importlib
@@ -31,9 +31,9 @@ def _library() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Tokamax:
-    """``tokamax.ragged_dot``. ``implementation``: "mosaic", "triton", "xla", or None for tokamax's default, which on
-    CPU is a masked dense product. It computes from the codes of quantised kernels. Raises ValueError if tokamax is not
-    installed."""
+    """``tokamax.ragged_dot``. ``implementation``: "mosaic", "xla", or None for tokamax's default, which on CPU is a
+    masked dense product. It computes from the codes of quantised kernels. On NVIDIA GPUs tokamax 0.0.17 refuses widths
+    that are not multiples of 64. Raises ValueError if tokamax is not installed."""
 
     implementation: str | None = None
 
@@ -62,11 +62,12 @@ class Tokamax:
         return multilinear(run, {0: d_rows})(rows, sizes, *leaves)
 
     def _product(self, rows: Float[Array, "R _"], weights: Any, sizes: Int[Array, "E"]) -> Float[Array, "R _"]:
-        rows = zeros_beyond(rows, sizes)
-        out = _library().ragged_dot(
-            rows, weights, group_sizes=sizes, preferred_element_type=jnp.float32, implementation=self.implementation
-        )
-        return zeros_beyond(out, sizes).astype(rows.dtype)
+        # In the rows' dtype: its Mosaic kernels refuse a gradient in float32, and products of 16 bits in "highest".
+        options: dict[str, Any] = {"preferred_element_type": rows.dtype, "implementation": self.implementation}
+        if rows.dtype.itemsize == 2:
+            options["precision"] = jax.lax.Precision.DEFAULT
+        out = _library().ragged_dot(zeros_beyond(rows, sizes), weights, group_sizes=sizes, **options)
+        return zeros_beyond(out, sizes)
 
 
 def _qarray(kernel: QuantizedKernel, dtype: Any) -> Any:

@@ -35,10 +35,8 @@ from nnxmoe.moe.router import Router
 _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tests.benchmarks --only moe on two cores
     ("Blocked", "cpu"): "only the blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), or "
     "0.9 (4096 tokens); lax.ragged_dot computes every expert on every row here",
-    ("Blocked", "gpu"): "only the blocks in use: lax.ragged_dot computes every expert on every row here, and tokamax, "
-    "which has kernels, is not installed (pip install 'nnxmoe[kernels]')",
     ("RaggedDot", "tpu"): "lax.ragged_dot is a grouped kernel here; tokamax is not installed",
-    ("Tokamax", "gpu"): "its Pallas kernels; lax.ragged_dot computes every expert on every row here",
+    ("Triton", "gpu"): "one kernel for all groups, also of codes, for rows of 16 bits; `otherwise` for the rest",
     ("Tokamax", "tpu"): "its Pallas kernels",
     ("Sorted", None): "computes exactly the chosen experts; nothing is dropped",
     ("Blockwise", None): "half the scores of a causal pass, a block at a time; memory is linear in the length",
@@ -57,11 +55,14 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
 
 def _default_matmul(platform: str | None = None) -> GroupedMatmul:
     from nnxmoe.kernels import tokamax
+    from nnxmoe.kernels.triton import Triton
 
     backend = platform or jax.default_backend()
-    if backend in ("gpu", "tpu") and tokamax.installed():
-        return tokamax.Tokamax()
-    return RaggedDot() if backend == "tpu" else Blocked()
+    if backend == "gpu":
+        return Triton()
+    if backend == "tpu":
+        return tokamax.Tokamax() if tokamax.installed() else RaggedDot()
+    return Blocked()
 
 
 def _default_attend(platform: str | None = None) -> Attend:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 import nnxmoe
@@ -17,12 +18,18 @@ from nnxmoe.axes import shard_map
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.codes import WHOLE, Codes
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.ragged import Side, ragged_all_to_all
+from tests.support.codes import random_codes
 from tests.support.grouped import product_and_gradients
 from tests.support.tiny import ORACLE, TINY, random_tokens
 
 Line = tuple[str, float, float]  # what, difference, limit
+CODES = [
+    *(Codes("int8", (1, WHOLE)), Codes("int8", (1, 64)), Codes("int4", (1, 32)), Codes("int4", (1, 128))),
+    *(Codes("fp8", (128, 128)), Codes("fp8", (1, WHOLE)), Codes("fp4", (1, 32)), Codes("nf4", (1, 64))),
+]
 EXACT, ROUNDED = 2e-4, 3e-2  # float32 with products in float32; bfloat16
 
 
@@ -87,6 +94,26 @@ def products(matmuls: dict[str, Any], ins: int = 256, outs: int = 128) -> Iterat
                 yield compare(label, lambda: product_and_gradients(matmul, *given), wanted, limit)  # noqa: B023
 
 
+def quantized(matmuls: dict[str, Any]) -> Iterator[Line]:
+    """Each grouped product with codes of 8 and 4 bits, and the gradient of the rows, in bfloat16."""
+    rng, sizes = np.random.default_rng(3), jnp.array([3, 0, 30, 7], jnp.int32)
+    rows, weight = (jnp.asarray(rng.standard_normal((44, width)), jnp.float32) for width in (256, 128))
+    for codes in CODES:
+        kernel = random_codes(codes, 128, 256, zero=codes.kind == "int4", experts=4)
+
+        def run(matmul: Any, rows: Any, kernel: Any = kernel) -> Any:
+            def loss(rows: Any) -> Any:
+                y = matmul(rows, kernel, sizes).astype(jnp.float32)
+                return jnp.sum(y * weight), y
+
+            return jax.jit(jax.value_and_grad(loss, has_aux=True))(rows)
+
+        (_, y), d_rows = run(nnxmoe.Masked(), rows)
+        for name, matmul in matmuls.items():
+            found = lambda matmul=matmul: run(matmul, rows.astype(jnp.bfloat16))  # noqa: E731
+            yield compare(f"{name}, {codes}", lambda: (found()[0][1], found()[1]), (y, d_rows), ROUNDED)  # noqa: B023
+
+
 def exchange() -> Iterator[Line]:
     """The ragged exchange and its gradient on a mesh of one device: some rows are not sent."""
     mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
@@ -117,7 +144,7 @@ def models() -> Iterator[Line]:
     for name in ("llama", "mistral", "mixtral", "deepseek_v3"):
         config = config_from_hf(TINY[name])
         with jax.default_device(jax.devices("cpu")[0]):
-            reference = model_class(config)(config, ORACLE, rngs=_rngs())
+            reference = model_class(config)(config, ORACLE, rngs=nnx.Rngs(0))
             wanted = reference(tokens).logits
             ids = nnxmoe.generate(reference, tokens[:, :9], max_new_tokens=12, eos_token_id=None)
         model = maxtext.from_tree(maxtext.to_tree(reference), config)
@@ -140,16 +167,10 @@ def models() -> Iterator[Line]:
         )
 
 
-def _rngs() -> Any:
-    from flax import nnx
-
-    return nnx.Rngs(0)
-
-
 def report(matmuls: dict[str, Any]) -> int:
     """Prints every line; returns how many exceed their limit."""
     failed = 0
-    for lines in (exchange(), attention(), products(matmuls), models()):
+    for lines in (exchange(), attention(), products(matmuls), quantized(matmuls), models()):
         for what, found, limit in lines:
             failed += not found <= limit
             print(f"{'' if found <= limit else 'DIFFERS '}{what}: {found:.1e} (limit {limit:.0e})", flush=True)

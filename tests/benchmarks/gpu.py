@@ -77,7 +77,7 @@ def matmuls() -> dict[str, GroupedMatmul]:
     """What is installed, by name; the default of this backend first."""
     found: list[GroupedMatmul] = [nnxmoe.Strategy.auto().matmul, nnxmoe.Blocked(), nnxmoe.RaggedDot()]
     if tokamax.installed():
-        found += [tokamax.Tokamax(), tokamax.Tokamax("triton"), tokamax.Tokamax("mosaic")]
+        found.append(tokamax.Tokamax())
     return {str(matmul): matmul for matmul in found}
 
 

@@ -28,17 +28,24 @@ OUTS, INS = 37, 48
 
 def random_kernel(form: str, *, zero: bool = False, order: bool = False, experts: int | None = None) -> QuantizedKernel:
     """A kernel ``[48, 37]`` of random codes, or one per expert."""
-    codes, rng = FORMS[form], np.random.default_rng(len(form))
+    return random_codes(FORMS[form], OUTS, INS, zero=zero, order=order, experts=experts)
+
+
+def random_codes(
+    codes: Codes, outs: int, ins: int, *, zero: bool = False, order: bool = False, experts: int | None = None
+) -> QuantizedKernel:
+    """A kernel ``[ins, outs]`` of random codes, or one per expert."""
+    rng = np.random.default_rng(len(codes.kind) + ins)
     lead = () if experts is None else (experts,)
     high = 16 if codes.halves else 255
-    raw = rng.integers(0, high, (*lead, OUTS, INS)).astype(np.uint8)
+    raw = rng.integers(0, high, (*lead, outs, ins)).astype(np.uint8)
     if codes.kind == "fp8":
         raw = np.where((raw & 127) == 127, np.uint8(3), raw)
     stored = codes.pack(raw) if codes.halves else raw.view(np.int8 if codes.kind == "int8" else np.uint8)
-    grid = (*lead, *codes.grid(OUTS, INS))
+    grid = (*lead, *codes.grid(outs, ins))
     scale = (2.0 ** rng.integers(-9, -6, grid) * rng.uniform(1, 2, grid)).astype(codes.rounded or "float32")
     zeros = rng.integers(5, 11, grid).astype(np.uint8 if codes.halves else np.int8) if zero else None
-    orders = rng.permuted(np.broadcast_to(np.arange(INS, dtype=np.int32), (*lead, INS)), axis=-1) if order else None
+    orders = rng.permuted(np.broadcast_to(np.arange(ins, dtype=np.int32), (*lead, ins)), axis=-1) if order else None
     leaves = [None if leaf is None else jnp.asarray(leaf) for leaf in (stored, scale, zeros, orders)]
     return QuantizedKernel(*leaves, codes, nnxmoe.Dequantized())
 
