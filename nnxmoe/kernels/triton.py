@@ -164,12 +164,18 @@ def _multiply(rows, kernel, sizes, back, tiles, interpret):
     )(group, first, ends[of_group], rows, *leaves)[:count]
 
 
+def _dot(x, y, of_x, of_y):
+    """The product over one axis of each, in float32."""
+    axes = (((of_x,), (of_y,)), ((), ()))
+    return jax.lax.dot_general(x, y, axes, jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+
+
 def _add_floats(rows_ref, index, kernel, group, column, tiles, i, total, back):
     """``total`` plus the product with the i-th tile of a float kernel."""
     turned = kernel.ins_first == back  # whether tiles are [outputs, inputs] in memory
     depth = pl.ds(i * tiles.depth, tiles.depth)
     place = (pl.ds(column, tiles.width), depth) if turned else (depth, pl.ds(column, tiles.width))
-    return total + pl.dot(rows_ref[index, depth], kernel.array[(group, *place)], trans_b=turned)
+    return total + _dot(rows_ref[index, depth], kernel.array[(group, *place)], 1, int(turned))
 
 
 def _add_codes(rows_ref, index, kernel, group, column, tiles, i, total):
@@ -193,7 +199,7 @@ def _add_codes(rows_ref, index, kernel, group, column, tiles, i, total):
         weights = values * of_tile(kernel.scale)
         first = block * inside * (1 + kind.halves) + half * inside + within
         x = rows_ref[index, pl.ds(first, depth)]
-        total = total + pl.dot(x, weights.astype(x.dtype), trans_b=True)
+        total = total + _dot(x, weights.astype(x.dtype), 1, 1)
     return total
 
 
@@ -224,7 +230,7 @@ def _sums(left, right, sizes, interpret):
             index = start + i * height + jnp.arange(height)
             valid, index = (index < end)[:, None], jnp.minimum(index, count - 1)
             x, d = (jnp.where(valid, ref[index, p], 0) for ref, p in zip((left_ref, right_ref), places, strict=True))
-            return total + pl.dot(x, d, trans_a=True)
+            return total + _dot(x, d, 0, 0)
 
         total = jax.lax.fori_loop(0, (end - start + height - 1) // height, step, jnp.zeros(tiles, jnp.float32))
         out_ref[group, places[0], places[1]] = total.astype(left.dtype)

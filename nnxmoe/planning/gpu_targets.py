@@ -34,5 +34,5 @@ def target_config(name: str) -> str:
     fields = "\n".join(f"  {field}: {value}" for field, value in sizes.items())
     return (
         f"gpu_device_info {{\n{fields}\n  cuda_compute_capability {{ major: {major} }}\n}}\n"
-        f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 }}\ndevice_description_str: "{name}"\n'
+        f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 }}\ndevice_description_str: "NVIDIA {name.upper()}"\n'
     )
