@@ -35,7 +35,7 @@ pytestmark = pytest.mark.accelerators
 DEVICES = {"tpu": "v5p:2x2x1", "gpu": "h100"}
 MEMORY = {"tpu": TABLE["tpu-v5p"].memory, "gpu": TABLE["h100"].memory}
 STEPS = ("forward", "decode", "train")
-KERNELS = {"tpu": "tpu_custom_call", "gpu": "triton"}  # splash attention and tokamax's products
+KERNELS = {"tpu": "tpu_custom_call", "gpu": "triton"}  # splash attention and the Triton kernel
 ONE_LAYER: dict[str, dict[str, Any]] = {  # presets cut to one layer of each kind
     "llama-3.1-8b": {"num_hidden_layers": 1},
     "mixtral-8x7b": {"num_hidden_layers": 1},
@@ -63,7 +63,9 @@ def compiled(platform: str, config: Any, axes: dict[str, int], work: Work, step:
     job = CompileJob(config, strategy, sizes, work, platform, DEVICES[platform])
     found = child.devices(dataclasses.replace(job, mesh={"fsdp": 4}))
     mesh = make_mesh(**sizes, devices=found if axes else found[:1])
-    program = (_forward(job, mesh) if step == "forward" else child.traced(job, mesh)).lower().compile()
+    made = _forward(job, mesh) if step == "forward" else child.traced(job, mesh)
+    with jax.default_device(mesh.devices.flat[0]):
+        program = made.lower().compile()
     memory, text = program.memory_analysis(), program.as_text()
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
     calls = re.findall(r'custom_call_target="([^"]+)"', text)

@@ -15,13 +15,30 @@ from nnxmoe import Blockwise, Fused, Reference, Streaming
 from nnxmoe.kernels import tokamax
 from nnxmoe.kernels.attention import Splash
 from nnxmoe.kernels.tokamax import Tokamax
+from nnxmoe.kernels.triton import Triton, TritonProduct
 from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.codes import WHOLE, Codes
+from nnxmoe.layers.kernel import DenseKernel
+from nnxmoe.layers.quantized_products import Converted
+from tests.benchmarks.agreement import difference
 from tests.support.arrays import max_error
-from tests.support.codes import INS, random_kernel
+from tests.support.codes import INS, random_codes, random_kernel
 from tests.support.grouped import GROUPS, problem, product_and_gradients
 from tests.support.running import PART_TOLERANCE
 from tests.support.tiny import build_tiny, random_tokens
+
+
+class Refused(Exception):
+    """Raised by `Refusing` and `Elsewhere`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusing:
+    """Stub for ``otherwise`` of products."""
+
+    def __call__(self, *given: Any) -> Any:
+        raise Refused
 
 
 @pytest.mark.kernels
@@ -54,8 +71,7 @@ def test_tokamax_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("backend", "there", "wanted"),
     [
         ("cpu", True, "Blocked"),
-        ("gpu", True, "Tokamax"),
-        ("gpu", False, "Blocked"),
+        ("gpu", True, "Triton"),
         ("tpu", True, "Tokamax"),
         ("tpu", False, "RaggedDot"),
     ],
@@ -71,11 +87,89 @@ def test_default_matmul_per_backend_and_its_explanation(
     assert wanted in line and "not a default" not in line and line.split(": ", 1)[1]
 
 
+# The Triton kernel, in Pallas's interpreter
+
+TRITON = Triton(Refusing(), interpret=True)
+
+
+@pytest.mark.parametrize("ins_first", [False, True])
+@pytest.mark.parametrize(
+    "sizes", [[10, 70, 0, 50, 1, 19], [0, 0, 0, 150, 0, 0], [3, 0, 40, 0, 0, 5], [1, 0, 0, 0, 0, 0]]
+)
+def test_triton_equals_the_oracle(sizes: list[int], ins_first: bool) -> None:
+    """In bfloat16, with gradients of rows and kernel."""
+    rng = np.random.default_rng(0)
+    count = 150 if sizes[0] != 1 else 1
+    rows = jnp.asarray(rng.standard_normal((count, 64)), jnp.bfloat16)
+    array = jnp.asarray(rng.standard_normal((6, 64, 48) if ins_first else (6, 48, 64)) / 8, jnp.bfloat16)
+
+    def run(backend: Any, dtype: Any) -> Any:
+        def product(rows: Any, kernel: Any, sizes: Any) -> Any:
+            return backend(rows, DenseKernel(kernel, ins_first), sizes)
+
+        return product_and_gradients(product, rows.astype(dtype), array.astype(dtype), jnp.asarray(sizes, jnp.int32))
+
+    for a, b in zip(run(TRITON, jnp.bfloat16), run(nnxmoe.Masked(), jnp.float32), strict=True):
+        assert a.dtype == jnp.bfloat16 and difference(a, b) < 1e-2
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize(
+    "codes",
+    [
+        *(Codes("int8", (1, WHOLE)), Codes("int8", (1, 64)), Codes("int8", (WHOLE, WHOLE), "bfloat16")),
+        *(Codes("int4", (1, 32)), Codes("int4", (1, 128)), Codes("fp4", (1, 32))),
+        *(Codes("fp8", (16, 64)), Codes("fp8", (1, WHOLE))),
+    ],
+    ids=str,
+)
+def test_triton_computes_from_codes(codes: Codes, zero: bool) -> None:
+    """Of many and of few rows, of one kernel and of one per expert, and the gradient of the rows."""
+    rng, sizes = np.random.default_rng(0), jnp.array([3, 0, 30, 7], jnp.int32)
+    kernel = random_codes(codes, 48, 128, zero=zero, experts=4)
+    rows, weight = (jnp.asarray(rng.standard_normal((44, width)), jnp.bfloat16) for width in (128, 48))
+
+    def product(backend: Any, rows: Any) -> Any:
+        y, pull = jax.vjp(lambda rows: backend(rows, kernel, sizes), rows)
+        return y, pull(weight.astype(y.dtype))
+
+    wanted = product(nnxmoe.Masked(), rows.astype(jnp.float32))
+    assert difference(product(Triton(interpret=True), rows), wanted) < 1e-2
+    assert difference(TRITON(rows, kernel, sizes), wanted[0]) < 1e-2
+    one, few = kernel.at(2), rows[:5]
+    found = TritonProduct(Refusing(), interpret=True)(few, one)
+    assert found.dtype == jnp.float32
+    assert difference(found, nnxmoe.Dequantized()(few.astype(jnp.float32), one)) < 1e-2
+
+
+def test_triton_leaves_the_rest_to_otherwise() -> None:
+    """Rows of 32 bits, widths without tiles, kinds and orders that are looked up; and more rows of one kernel."""
+    half, sizes = jnp.ones((6, 48), jnp.bfloat16), jnp.array([2, 4])
+    wide = jnp.ones((2, 64, 48), jnp.bfloat16)
+    for rows, kernel in (
+        (half.astype(jnp.float32), DenseKernel(wide)),
+        (half[:, :40], DenseKernel(wide[..., :40])),
+        (half, random_codes(Codes("nf4", (1, 16)), 64, 48, experts=2)),
+        (half, random_codes(Codes("int8", (1, WHOLE)), 64, 48, experts=2, order=True)),
+        (half, random_codes(Codes("int8", (1, 20)), 64, 48, experts=2)),
+    ):
+        with pytest.raises(Refused):
+            TRITON(rows, kernel, sizes)
+    one = random_codes(Codes("int8", (1, WHOLE)), 64, 48)
+    for rows in (half.astype(jnp.float32), jnp.ones((17, 48), jnp.bfloat16)):
+        with pytest.raises(Refused):
+            TritonProduct(Refusing(), interpret=True)(rows, one)
+
+
+def test_triton_product_on_a_mesh() -> None:
+    """XLA cannot split the kernel, so that a model on several devices has the other product."""
+    strategy = nnxmoe.Strategy(quantized=TritonProduct())
+    meshes = jax.sharding.AbstractMesh((1,), ("data",)), jax.sharding.AbstractMesh((2,), ("data",))
+    found: list[Any] = [strategy.quantized.on_mesh(mesh, strategy.rules) for mesh in (None, *meshes)]
+    assert found == [TritonProduct(), TritonProduct(), Converted()]
+
+
 # Attention
-
-
-class Refused(Exception):
-    """Raised by `Elsewhere`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Grouped matrix products as one Triton kernel for GPUs, written in Pallas."""
+"""Grouped matrix products as one Triton kernel for GPUs, written in Pallas, also from codes of 4 and 8 bits."""
 
 import dataclasses
 import functools
@@ -9,15 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.axes import Rules
 from nnxmoe.layers.codes import MIDDLE, Codes
 from nnxmoe.layers.kernel import DenseKernel, Kernel, as_kernel
 from nnxmoe.layers.multilinear import multilinear
-from nnxmoe.layers.quantized import QuantizedKernel
+from nnxmoe.layers.quantized import QuantizedKernel, QuantizedProduct
+from nnxmoe.layers.quantized_products import Converted
 from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, Weights
 
-WIDTHS, DEPTHS = (128, 64, 32, 16), (64, 32, 16)  # of tiles: the first that divides
+SIZES = (128, 64, 32, 16)  # of tiles: the first that divides
 COMPUTED = ("int8", "int4", "fp8", "fp4")  # kinds of codes whose values are computed, not looked up
 
 
@@ -51,6 +54,30 @@ class Triton:
             return self.otherwise(rows, kernel, sizes)
         leaves, tree = jax.tree.flatten(kernel)
         return _product(self, tree, kernel.trained, False)(rows, sizes, *leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonProduct:
+    """The product of a few rows of 16 bits with one quantised kernel, whose codes it reads once: decoding.
+
+    ``otherwise`` computes more than ``most`` rows, other kernels, and all on a mesh, over which XLA cannot split it.
+    """
+
+    otherwise: QuantizedProduct = Converted()
+    most: int = 16
+    interpret: bool = False
+
+    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> QuantizedProduct:
+        """The same for a model on this mesh."""
+        return self if mesh is None or mesh.size == 1 else self.otherwise
+
+    def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
+        one = jax.tree.map(lambda leaf: leaf[None], kernel)
+        few = 0 < x.shape[0] <= self.most and x.dtype.itemsize == 2
+        tiles = _tiles(x, one, back) if few else None
+        if tiles is None:
+            return self.otherwise(x, kernel, back)
+        return _multiply(x, one, jnp.array([x.shape[0]]), back, tiles, self.interpret, jnp.dtype(jnp.float32))
 
 
 def _product(way: Triton, tree: Any, trained: bool, back: bool) -> Callable[..., Array]:
@@ -103,13 +130,16 @@ def _tiles(rows: Array, kernel: Kernel, back: bool) -> Tiles | None:
         lengths = (ins,)
     else:
         return None
-    depth = next((size for size in DEPTHS if not any(length % size for length in lengths)), None)
-    width = next((size for size in WIDTHS if outs % size == 0), None)
-    if depth is None or width is None:
-        return None
     mean = rows.shape[0] // min(groups, rows.shape[0])
     height = 16 if mean <= 16 else 64 if mean <= 64 else 128
-    return Tiles(height, width, depth, 8 if height == 128 else 4, 3 if lengths[1:] else 4)
+    codes = len(lengths) > 1
+    # The fastest on an H200 of those in tests/benchmarks/README.md; programs that decode codes want narrow tiles.
+    widest, deepest = {16: 64, 64: 32, 128: 128}[height] if codes else 128, 128 if codes and height == 16 else 64
+    depth = next((size for size in SIZES if size <= deepest and not any(length % size for length in lengths)), None)
+    width = next((size for size in SIZES if size <= widest and outs % size == 0), None)
+    if depth is None or width is None:
+        return None
+    return Tiles(height, width, depth, 8 if height == 128 else 4, 3 if height == 128 else 4)
 
 
 def _language() -> Any:
@@ -117,11 +147,11 @@ def _language() -> Any:
     return importlib.import_module("jax.experimental.pallas.triton")
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _multiply(rows, kernel, sizes, back, tiles, interpret):
-    """Rows times each group's kernel; rows beyond the groups become zero."""
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _multiply(rows, kernel, sizes, back, tiles, interpret, dtype=None):
+    """Rows times each group's kernel, in their dtype or another; rows beyond the groups become zero."""
     count, groups, (height, width, depth, warps, stages) = rows.shape[0], sizes.shape[0], tiles
-    outs = kernel.shape[1 if back else 2]
+    outs, dtype = kernel.shape[1 if back else 2], dtype or rows.dtype
     sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)  # with a last group, of zeros
     ends, needed = jnp.cumsum(sizes), -(-sizes // height)
     tile = jnp.arange(count // height + min(groups + 1, count), dtype=jnp.int32)
@@ -138,7 +168,7 @@ def _multiply(rows, kernel, sizes, back, tiles, interpret):
 
         def put(values):
             place = out_ref.at[pl.ds(first, height), pl.ds(column, width)]
-            _language().store(place, values.astype(rows.dtype), mask=(index < end)[:, None])
+            _language().store(place, values.astype(dtype), mask=(index < end)[:, None])
 
         @pl.when(group < groups)
         def _():
@@ -156,7 +186,7 @@ def _multiply(rows, kernel, sizes, back, tiles, interpret):
     room = count + height * interpret  # the interpreter moves a slice that reaches beyond the end
     return pl.pallas_call(
         body,
-        out_shape=jax.ShapeDtypeStruct((room, outs), rows.dtype),
+        out_shape=jax.ShapeDtypeStruct((room, outs), dtype),
         grid=(outs // width, tile.shape[0]),
         compiler_params=_language().CompilerParams(warps, stages),
         interpret=interpret,
@@ -217,7 +247,7 @@ def _value(kind: Codes, codes: Any) -> Any:
 def _sums(left, right, sizes, interpret):
     """``left.T @ right`` of every group: ``[E, L, R]``."""
     count, groups, widths = left.shape[0], sizes.shape[0], (left.shape[1], right.shape[1])
-    tiles = [next((size for size in WIDTHS if width % size == 0), 0) for width in widths]
+    tiles = [next((size for size in SIZES if width % size == 0), 0) for width in widths]
     height = 32 if count // groups <= 64 else 64
     ends = jnp.cumsum(sizes).astype(jnp.int32)
 

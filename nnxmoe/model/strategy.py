@@ -46,7 +46,8 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
     "padding; `otherwise` for steps with a cache and for sinks",
     ("ByBackend", "cpu"): "for quantised kernels only: integer products of int8 codes with a few rows of 16 bits, "
     "otherwise a loop over blocks of outputs; neither makes a float copy of a kernel",
-    ("ByBackend", None): "for quantised kernels only: one product with the converted codes, for the compiler to fuse",
+    ("ByBackend", "tpu"): "for quantised kernels only: one product with the converted codes, for the compiler to fuse",
+    ("TritonProduct", "gpu"): "for quantised kernels only: up to 16 rows read codes once; `otherwise` for the rest",
     ("Unrolled", None): "arrays of its own for each layer, the fastest to decode",
     ("Scanned", None): "one layer to compile, whatever the depth",
     ("ByLength", None): "absorbed for few tokens at a time (decoding), naive for many (prefill, training)",
@@ -63,6 +64,12 @@ def _default_matmul(platform: str | None = None) -> GroupedMatmul:
     if backend == "tpu":
         return tokamax.Tokamax() if tokamax.installed() else RaggedDot()
     return Blocked()
+
+
+def _default_quantized(platform: str | None = None) -> QuantizedProduct:
+    from nnxmoe.kernels.triton import TritonProduct
+
+    return TritonProduct() if (platform or jax.default_backend()) == "gpu" else ByBackend()
 
 
 def _default_attend(platform: str | None = None) -> Attend:
@@ -83,9 +90,9 @@ _DEFAULTS = {
 
 @runtime_checkable
 class OnMesh(Protocol):
-    """An `Attend` that XLA cannot partition: it has to know the mesh, and shards its operands itself."""
+    """A choice that XLA cannot partition: it has to know the mesh, and shards its operands itself."""
 
-    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Attend: ...
+    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +113,7 @@ class Strategy:
     matmul: GroupedMatmul = dataclasses.field(default_factory=_default_matmul)
     attend: Attend = dataclasses.field(default_factory=_default_attend)
     latent: LatentAttend = ByLength()
-    quantized: QuantizedProduct = ByBackend()
+    quantized: QuantizedProduct = dataclasses.field(default_factory=_default_quantized)
     stacking: Stacking | None = None
     remat: Remat | None = None
     cache: CacheFormat | None = None
@@ -134,8 +141,9 @@ class Strategy:
                 raise ValueError(f"Strategy(compute_dtype={self.compute_dtype}): give a floating-point dtype")
         for name in _DEFAULTS:
             check_object("Strategy", name, getattr(self, name), f"{type(_DEFAULTS[name]).__name__}()")
-        if isinstance(self.attend, OnMesh):
-            object.__setattr__(self, "attend", self.attend.on_mesh(self.mesh, self.rules))
+        for name in ("attend", "quantized"):
+            if isinstance(choice := getattr(self, name), OnMesh):
+                object.__setattr__(self, name, choice.on_mesh(self.mesh, self.rules))
         if self.pipeline is not None:
             self._check_pipeline(self.pipeline)
 
@@ -210,7 +218,8 @@ class Strategy:
         """
         if platform not in (None, "cpu", "gpu", "tpu"):
             raise ValueError(f"Strategy.auto({platform!r}): give 'cpu', 'gpu' or 'tpu', or None")
-        return cls(matmul=_default_matmul(platform), attend=_default_attend(platform))
+        choices = {"matmul": _default_matmul, "attend": _default_attend, "quantized": _default_quantized}
+        return cls(**{name: default(platform) for name, default in choices.items()})
 
     def sharding_of(self, variable: nnx.Variable) -> NamedSharding | None:
         """The sharding of a parameter on the mesh; None without a mesh."""

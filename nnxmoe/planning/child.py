@@ -109,7 +109,8 @@ def program(job: CompileJob) -> Program:
     mesh = make_mesh(**sizes, devices=found, across=job.across)
     made = traced(job, mesh)
     operations, started = counted(made.jaxpr.jaxpr), time.perf_counter()
-    compiled = made.lower().compile()
+    with jax.default_device(mesh.devices.flat[0]):  # as in `traced`
+        compiled = made.lower().compile()
     memory: Any = compiled.memory_analysis()
     return Program(
         memory.argument_size_in_bytes,
