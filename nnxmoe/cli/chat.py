@@ -12,7 +12,7 @@ from nnxmoe.runtime.progress import say
 
 
 def chat(options: argparse.Namespace) -> None:
-    """Answer the lines of stdin until they end, or until ``/exit``."""
+    """Chat with a model. /clear starts over, /exit ends."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # Windows has no readline
             import readline  # noqa: F401  arrow keys and history for input()

@@ -79,7 +79,7 @@ def sampling_of(options: argparse.Namespace, default: nnxmoe.Sampling = _GREEDY)
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Continue a prompt, streaming the text, or many, as JSON lines."""
+    """Continue a prompt, streaming the text, or many prompts, as JSON lines."""
     sampling = sampling_of(options)
     if options.prompts is not None:
         many = prompts.read(options.prompts)
@@ -115,7 +115,7 @@ def _size(model: Any) -> int:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Convert a checkpoint."""
+    """Convert a checkpoint between the layouts of Hugging Face, MaxText and nnxmoe.save, into a new folder."""
     from nnxmoe.convert import conversion
     from nnxmoe.models import refuse_preset
     from nnxmoe.train import lora
@@ -141,7 +141,7 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def finetune(options: argparse.Namespace) -> None:
-    """Fine-tune a model on a file of texts or chats."""
+    """Fine-tune a model on lines of text or chats. Repeating the command resumes an interrupted run."""
     from nnxmoe.train import finetune as tuning
 
     names = [field.name for field in dataclasses.fields(tuning.Finetune) if field.name != "model"]
@@ -166,7 +166,7 @@ def finetune(options: argparse.Namespace) -> None:
 
 
 def demo(options: argparse.Namespace) -> None:
-    """Run the embedded model on a few prompts."""
+    """Run the embedded tiny Mixtral, and show which experts it uses."""
     from nnxmoe.cli import demo as shown
 
     tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)

@@ -25,7 +25,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Evaluates a model, and prints a table."""
+    """Evaluate a model with lm-evaluation-harness. Needs nnxmoe[eval]."""
     try:
         from lm_eval import evaluator
         from lm_eval.tasks import TaskManager

@@ -19,7 +19,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """A model's config, sizes, and whether it fits in memory."""
+    """Print a model's sizes and whether it fits in memory, without reading its weights."""
     from nnxmoe.cli.inspect import summarise
     from nnxmoe.model.strategy import Strategy
 

@@ -8,7 +8,7 @@ import argparse
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import nnxmoe
@@ -94,83 +94,40 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    kw: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    how: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = _Parser(
         prog="nnxmoe",
         description=_DESCRIPTION,
         epilog="example:\n  nnxmoe demo\n  nnxmoe generate demo 'Once upon a time'",
-        **kw,
+        **how,
     )
     parser.add_argument("--version", action="version", version=f"nnxmoe {nnxmoe.__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def command(name: str, run: Any, text: str, example: str) -> argparse.ArgumentParser:
-        sub = subparsers.add_parser(name, help=text, description=text, epilog=f"example:\n  {example}", **kw)
+    what = "do not keep compiled programs for later (environment variable: NNXMOE_COMPILE_CACHE=FOLDER or off)"
+    for name, (run, add_options, example) in _COMMANDS.items():
+        text = " ".join((run.__doc__ or "").split())
+        epilog = f"example:\n  nnxmoe {example}"
+        sub = subparsers.add_parser(name, help=text, description=text, epilog=epilog, **how)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        sub.add_argument(
-            "--no-compile-cache",
-            dest="compile_cache",
-            action="store_false",
-            help="do not keep compiled programs for later (environment variable: NNXMOE_COMPILE_CACHE=FOLDER or off)",
-        )
-        sub.set_defaults(run=run)
-        return sub
-
-    text = "Run the embedded tiny Mixtral, and show which experts it uses."
-    what = "maximum number of new tokens per prompt (default 80)"
-    demo = command("demo", commands.demo, text, "nnxmoe demo")
-    demo.add_argument("--max-new-tokens", type=shared.count, default=80, metavar="N", help=what)
-
-    example = "nnxmoe generate mistralai/Mixtral-8x7B-v0.1 'The three laws are' --mesh tensor=8\n"
-    example += "  nnxmoe generate demo --prompts questions.txt --draft prompt:4"
-    generate = command("generate", commands.generate, "Continue a prompt, streaming the text.", example)
-    shared.add_loading(generate)
-    prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")
-    prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="the same, for texts that begin with -")
-    shared.add_sampling(generate, 64, "0")
-    drafts.add_option(generate)
-    _prompts_options(generate, prompt)
-
-    chat = command("chat", talk.chat, "Chat with a model. /clear starts over, /exit ends.", "nnxmoe chat demo")
-    shared.add_loading(chat)
-    chat.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
-    shared.add_sampling(chat, 256, "the checkpoint's")
-
-    text = "Print a model's sizes and whether it fits in memory, without reading its weights."
-    inspect = command("inspect", inspecting.inspect, text, "nnxmoe inspect deepseek-v3 --context 8192")
-    shared.add_model(inspect, "a folder, a hub id, 'demo', or a preset such as deepseek-v3")
-    shared.add_quantize(inspect)
-    inspecting.options(inspect)
-
-    text = "Print the memory, traffic and time of a step on a mesh of devices that need not be there."
-    example = "nnxmoe plan deepseek-v3 --mesh fsdp=16,expert=16 --batch 256 --seq 4096 --on h200"
-    plan_options.add_options(command("plan", plan_options.run, text, example))
-
-    text = "Convert a checkpoint between the layouts of Hugging Face, MaxText and nnxmoe.save, into a new folder."
-    example = "nnxmoe convert demo demo-maxtext --to maxtext --scan --verify"
-    _convert_options(command("convert", commands.convert, text, example))
-
-    text = "Fine-tune a model on lines of text or chats. Repeating the command resumes an interrupted run."
-    finetune = command("finetune", commands.finetune, text, "nnxmoe finetune demo chats.jsonl --out tuned --lora 16")
-    shared.add_model(finetune)
-    _finetune_options(finetune)
-
-    text = "Serve a model over HTTP, after the OpenAI API, and a page to chat on. Needs nnxmoe[serve]."
-    serve = command("serve", serving.serve, text, "nnxmoe serve demo --port 8000 --draft prompt:4")
-    shared.add_loading(serve)
-    serving.options(serve)
-
-    text = "Evaluate a model with lm-evaluation-harness. Needs nnxmoe[eval]."
-    evaluate = command("eval", evaluating.evaluate, text, "nnxmoe eval demo --tasks arc_easy,hellaswag --limit 100")
-    shared.add_loading(evaluate)
-    evaluating.options(evaluate)
-    for sub in subparsers.choices.values():
-        sub.set_defaults(flags=[action for action in sub._actions if action.option_strings], parser=sub)
+        sub.add_argument("--no-compile-cache", dest="compile_cache", action="store_false", help=what)
+        add_options(sub)
+        flags = [action for action in sub._actions if action.option_strings]
+        sub.set_defaults(run=run, flags=flags, parser=sub)
     return parser
 
 
-def _prompts_options(parser: argparse.ArgumentParser, prompt: Any) -> None:
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    what = "maximum number of new tokens per prompt (default 80)"
+    parser.add_argument("--max-new-tokens", type=shared.count, default=80, metavar="N", help=what)
+
+
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    shared.add_loading(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")
+    prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="the same, for texts that begin with -")
+    shared.add_sampling(parser, 64, "0")
+    drafts.add_option(parser)
     prompt.add_argument(
         "--prompts",
         metavar="FILE",
@@ -194,6 +151,28 @@ def _prompts_options(parser: argparse.ArgumentParser, prompt: Any) -> None:
     shared.add_slots(add)
 
 
+def _chat_options(parser: argparse.ArgumentParser) -> None:
+    shared.add_loading(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
+    shared.add_sampling(parser, 256, "the checkpoint's")
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    shared.add_model(parser, "a folder, a hub id, 'demo', or a preset such as deepseek-v3")
+    shared.add_quantize(parser)
+    inspecting.options(parser)
+
+
+def _serve_options(parser: argparse.ArgumentParser) -> None:
+    shared.add_loading(parser)
+    serving.options(parser)
+
+
+def _eval_options(parser: argparse.ArgumentParser) -> None:
+    shared.add_loading(parser)
+    evaluating.options(parser)
+
+
 def _convert_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder, a hub id, or 'demo'; the layout is detected")
@@ -212,6 +191,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _finetune_options(parser: argparse.ArgumentParser) -> None:
+    shared.add_model(parser)
     add = parser.add_argument
     add(
         "data",
@@ -242,3 +222,26 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
     add("--save-every", type=shared.count, default=100, metavar="K", help=what)
     add("--seed", type=int, default=0, metavar="S", help="the same seed gives the same order of the data")
     shared.add_mesh(parser)
+
+
+# Command -> its function, whose docstring is the help, its options, and examples.
+_COMMANDS: dict[str, tuple[Callable[..., None], Callable[[argparse.ArgumentParser], None], str]] = {
+    "demo": (commands.demo, _demo_options, "demo"),
+    "generate": (
+        commands.generate,
+        _generate_options,
+        "generate mistralai/Mixtral-8x7B-v0.1 'The three laws are' --mesh tensor=8\n"
+        "  nnxmoe generate demo --prompts questions.txt --draft prompt:4",
+    ),
+    "chat": (talk.chat, _chat_options, "chat demo"),
+    "inspect": (inspecting.inspect, _inspect_options, "inspect deepseek-v3 --context 8192"),
+    "plan": (
+        plan_options.run,
+        plan_options.add_options,
+        "plan deepseek-v3 --mesh fsdp=16,expert=16 --batch 256 --seq 4096 --on h200",
+    ),
+    "convert": (commands.convert, _convert_options, "convert demo demo-maxtext --to maxtext --scan --verify"),
+    "finetune": (commands.finetune, _finetune_options, "finetune demo chats.jsonl --out tuned --lora 16"),
+    "serve": (serving.serve, _serve_options, "serve demo --port 8000 --draft prompt:4"),
+    "eval": (evaluating.evaluate, _eval_options, "eval demo --tasks arc_easy,hellaswag --limit 100"),
+}

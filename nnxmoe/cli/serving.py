@@ -30,7 +30,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Serves a model until it is told to stop."""
+    """Serve a model over HTTP, after the OpenAI API, and a page to chat on. Needs nnxmoe[serve]."""
     try:
         from nnxmoe.serve import server
         from nnxmoe.serve.settings import ServerSettings
