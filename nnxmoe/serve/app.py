@@ -36,9 +36,10 @@ DISCARD_SECONDS = 1.0
 
 
 class Endpoints:
-    """The endpoints of one model. ``service`` is set while the application runs."""
+    """The endpoints of one model. ``service`` is set while the application runs; ``started`` is called first."""
 
     def __init__(self, engine: Engine, tokenizer: Any, stop_ids: tuple[int, ...], settings: ServerSettings):
+        self.started: Callable[[], None] = lambda: None
         vocab = int(engine.model.embed.table.shape[0])
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         sampling = default_sampling(engine.model)
@@ -57,6 +58,7 @@ class Endpoints:
         """Runs the engine's thread while the application runs."""
         thread = EngineThread(self.engine, self.tokenizer, asyncio.get_running_loop())
         self._service = Service(thread, self.settings)
+        self.started()
         try:
             yield
         finally:
@@ -246,9 +248,16 @@ async def _on_failure(_: Request, error: Exception) -> Response:
     return _error(Refused(500, f"internal error: {type(error).__name__}; see its log"))
 
 
-def make_app(engine: Engine, tokenizer: Any, stop_ids: tuple[int, ...], settings: ServerSettings) -> ASGIApp:
-    """The application that serves an engine, which it closes at its end."""
+def make_app(
+    engine: Engine,
+    tokenizer: Any,
+    stop_ids: tuple[int, ...],
+    settings: ServerSettings,
+    started: Callable[[], None],
+) -> ASGIApp:
+    """The application that serves an engine, which it closes at its end. ``started`` is called once it runs."""
     ends = Endpoints(engine, tokenizer, stop_ids, settings)
+    ends.started = started
     routes = [
         Route("/", ends.page),
         Route("/health", ends.health),

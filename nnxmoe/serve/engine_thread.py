@@ -29,7 +29,8 @@ class SamplePiece(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class SampleJob:
-    """One sample to make. ``put`` gets its pieces, in the event loop's thread, or the exception that ended it."""
+    """One sample to make. ``put`` gets its pieces, in the event loop's thread, or the exception that ended it.
+    ``request`` and ``text``: while the engine makes it."""
 
     ids: tuple[int, ...]
     wanted: Wanted
@@ -37,11 +38,7 @@ class SampleJob:
     put: Callable[[SamplePiece | BaseException], None]
     prefix: Prefix | None = None
     request: Request | None = None
-
-
-class _Running(NamedTuple):
-    job: SampleJob
-    text: Continuation
+    text: Continuation | None = None
 
 
 class _Scoring(NamedTuple):
@@ -67,7 +64,7 @@ class EngineThread:
         self._tokenizer, self._loop = tokenizer, loop
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._lock, self._open = threading.Lock(), True  # an open inbox is read
-        self._running: dict[Request, _Running] = {}
+        self._running: dict[Request, SampleJob] = {}
         self._scoring: collections.deque[_Scoring] = collections.deque()
         self._thread = threading.Thread(target=self._run, name="nnxmoe engine", daemon=True)
         self._thread.start()
@@ -134,7 +131,8 @@ class EngineThread:
 
     def _accept(self, jobs: Sequence[SampleJob], accepted: asyncio.Future[None]) -> None:
         try:
-            texts = [Continuation(self._tokenizer, job.stop, job.ids) for job in jobs]
+            for job in jobs:
+                job.text = Continuation(self._tokenizer, job.stop, job.ids)
             for job in jobs:
                 job.request = self.engine.submit(job.ids, job.wanted, job.prefix)
                 job.prefix = None  # the engine frees a prefix with the last request that needs it
@@ -142,12 +140,12 @@ class EngineThread:
             self._cancel(jobs)
             return self._tell(lambda error=error: _settle(accepted, error))
         done = []
-        for job, text in zip(jobs, texts, strict=True):
+        for job in jobs:
             assert job.request is not None
             if job.request.done:  # no new ids were asked for
                 done.append((job, SamplePiece("", [], [], [], job.request.finish)))
             else:
-                self._running[job.request] = _Running(job, text)
+                self._running[job.request] = job
         self._tell(lambda: _settle(accepted, None))
         self._hand_out(done)
 
@@ -160,17 +158,17 @@ class EngineThread:
     def _deliver(self, events: Sequence[Event]) -> None:
         pieces = list[tuple[SampleJob, SamplePiece | BaseException]]()
         for event in events:
-            if (running := self._running.get(event.request)) is None:
+            if (job := self._running.get(event.request)) is None:
                 continue
             try:
-                pieces.append((running.job, self._piece(event, running.text)))
+                pieces.append((job, self._piece(event, job.text)))
             except Exception as error:  # of a tokenizer: it must not end other requests
                 logger.exception("a request failed")
-                self._cancel([running.job])
-                pieces.append((running.job, error))
+                self._cancel([job])
+                pieces.append((job, error))
         self._hand_out(pieces)
 
-    def _piece(self, event: Event, text: Continuation) -> SamplePiece:
+    def _piece(self, event: Event, text: Any) -> SamplePiece:
         """The event as text, which ends the request at a stop string; ids after the one that completes it are cut."""
         request, new, kept = event.request, "", 0
         for token in event.ids:
@@ -217,7 +215,7 @@ class EngineThread:
             self._open = False
         unread = [self._inbox.get() for _ in range(self._inbox.qsize())]
         results = [command.result for command in unread if command is not None and command.result is not None]
-        self._hand_out([(running.job, error) for running in self._running.values()])
+        self._hand_out([(job, error) for job in self._running.values()])
         results += [one.done for one in self._scoring]
         self._tell(lambda: [_settle(result, error) for result in results])
         self._running.clear()

@@ -1,8 +1,12 @@
-"""Responses, after the OpenAI API: of completions and of chats, whole or in chunks."""
+"""Responses, after the OpenAI API: of completions and of chats, whole or in chunks.
+
+``name`` and ``prefix`` of a format are of the whole response and of its id, ``chunk`` is the name of a chunk. `opening`
+makes the chunks before the first piece, `choice` a part of a whole response, and `delta` a part of a chunk.
+"""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from nnxmoe.generation.request import Finish
 from nnxmoe.generation.text import TextStream
@@ -34,27 +38,6 @@ class Sample:
         self.finish = piece.finish
 
 
-class Format(Protocol):
-    """How samples become choices. ``name`` and ``prefix``: of the whole response and of its id; ``chunk``: the name of
-    a chunk."""
-
-    name: str
-    chunk: str
-    prefix: str
-
-    def opening(self, index: int) -> list[Json]:
-        """Choices of chunks that are sent before the first piece."""
-        ...
-
-    def choice(self, index: int, sample: Sample) -> Json:
-        """The choice of a whole response."""
-        ...
-
-    def delta(self, index: int, part: Sample) -> Json:
-        """The choice of a chunk."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class CompletionFormat:
     """Choices of ``/v1/completions``. ``places``: of each sample, the stream of its new text and its length so far."""
@@ -66,7 +49,6 @@ class CompletionFormat:
     prefix = "cmpl-"
 
     def opening(self, index: int) -> list[Json]:
-        """Chunks before the first text: none."""
         return []
 
     def choice(self, index: int, sample: Sample) -> Json:
@@ -88,9 +70,8 @@ class CompletionFormat:
             if logprob is not None:
                 found.setdefault(token, logprob)
             tops.append(found or None)
-        return {"tokens": tokens, "token_logprobs": sample.logprobs, "top_logprobs": tops} | {
-            "text_offset": self._offsets(index, sample)
-        }
+        places = {"text_offset": self._offsets(index, sample)}
+        return {"tokens": tokens, "token_logprobs": sample.logprobs, "top_logprobs": tops, **places}
 
     def _offsets(self, index: int, sample: Sample) -> list[int]:
         """Where the text of each id begins; ids that are parts of one character share its place."""
@@ -112,17 +93,14 @@ class ChatFormat:
     name, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def opening(self, index: int) -> list[Json]:
-        """The first chunk, which names the role."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def choice(self, index: int, sample: Sample) -> Json:
-        """A choice with the whole message."""
         message = {"role": "assistant", "content": sample.text, "refusal": None}
         return self._with(index, sample, {"message": message})
 
     def delta(self, index: int, part: Sample) -> Json:
-        """The text that is new."""
         return self._with(index, part, {"delta": {"content": part.text} if part.text else {}})
 
     def _with(self, index: int, sample: Sample, body: Json) -> Json:
@@ -138,6 +116,9 @@ class ChatFormat:
 
     def _token(self, token: int, logprob: float | None) -> Json:
         return {"token": self.texts.text(token), "logprob": logprob, "bytes": self.texts.bytes(token)}
+
+
+Format = CompletionFormat | ChatFormat
 
 
 def usage(prompts: Sequence[Sequence[int]], made: int) -> Json:

@@ -174,13 +174,15 @@ class Reply(Response):
         choices = [self._form.choice(index, sample) for index, sample in enumerate(run.samples)]
         body = {**self._head, "object": self._form.name, "choices": choices, "usage": usage(plan.prompts, run.made)}
         self._started = True
-        await _json(body)({"type": "http"}, _never, send)
+        await json_response(body)({"type": "http"}, _never, send)
 
     async def _send_stream(self, send: Send) -> None:
         head = {**self._head, "object": self._form.chunk}
         async with self._service.run(self._plan, self._since) as self._run:
             run = self._run
-            await self._begin(send)
+            self._started = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             for index in range(len(run.samples)):
                 await self._chunks(send, head, self._form.opening(index))
             async for news in run.parts():
@@ -188,11 +190,6 @@ class Reply(Response):
         if self._with_usage:
             await _send(send, _event({**head, "choices": [], "usage": usage(self._plan.prompts, run.made)}))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-    async def _begin(self, send: Send) -> None:
-        self._started = True
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _chunks(self, send: Send, head: Json, choices: Sequence[Json]) -> None:
         """One event per choice."""
@@ -213,11 +210,8 @@ def _echo(sample: Sample, plan: Planned, prompt: int, scores: Sequence[Score | N
         sample.top = [None, *([] if found is None else found.top), *sample.top]
 
 
-def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
-
-
-json_response = _json
 
 
 def _event(body: Any) -> bytes:

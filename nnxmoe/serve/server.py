@@ -1,6 +1,5 @@
 """Runs a server in this process until it is told to stop."""
 
-import asyncio
 import contextlib
 import signal
 import socket
@@ -59,14 +58,14 @@ def serve(
     engine.warm_up()
     name = f"[{host}]" if ":" in host else host
     address = f"http://{name}:{listener.getsockname()[1]}"
-    server = make_server(make_app(engine, tokenizer, stop_ids, settings), settings, lambda: started(address))
+    app = make_app(engine, tokenizer, stop_ids, settings, lambda: started(address))
     with listener, _quiet_signals():
-        server.run([listener])
+        make_server(app, settings).run([listener])
     say("the server has stopped")
 
 
-def make_server(app: ASGIApp, settings: ServerSettings, started: Callable[[], None]) -> uvicorn.Server:
-    """uvicorn with an application; ``started`` is called once it answers requests."""
+def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
+    """uvicorn with an application."""
     config = uvicorn.Config(
         app,
         http=_Punctual,
@@ -81,54 +80,25 @@ def make_server(app: ASGIApp, settings: ServerSettings, started: Callable[[], No
         timeout_keep_alive=30,
         limit_concurrency=CONNECTIONS,
     )
-    return _Server(config, started)
+    return uvicorn.Server(config)
 
 
 class _Punctual(H11Protocol):
     """Closes connections on which no whole head of a request arrives in time; uvicorn waits without end."""
 
-    _waiting: asyncio.TimerHandle | None = None
-
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._watch()
+        self._check(None)
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop_watching()
-
-    def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_watching()
-        elif self._waiting is None:
-            self._waiting = self.loop.call_later(HEAD_SECONDS, self._late)
-
-    def _stop_watching(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-        self._waiting = None
-
-    def _late(self) -> None:
-        self._waiting = None
-        if self.cycle is None or self.cycle.response_complete:
+    def _check(self, idle_since: object) -> None:
+        """Closes the connection if it has been idle since the last check, after the same response or without any."""
+        if self.transport.is_closing():
+            return
+        idle = self.cycle or self if self.cycle is None or self.cycle.response_complete else None
+        if idle is not None and idle is idle_since:
             self.transport.close()
-
-
-class _Server(uvicorn.Server):
-    """Calls ``started`` when it answers requests."""
-
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None]):
-        super().__init__(config)
-        self._started = started
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._started()
+        else:
+            self.loop.call_later(HEAD_SECONDS, self._check, idle)
 
 
 @contextlib.contextmanager

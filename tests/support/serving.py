@@ -117,7 +117,7 @@ def serving(
     assert stop_ids == eos_ids(model, ...)
     chosen = ServerSettings(**{"name": "tiny", "drain": 20.0, **settings})
     started, listener = threading.Event(), socket.create_server(("127.0.0.1", 0), backlog=256)
-    server = make_server(make_app(engine, tokenizer, stop_ids, chosen), chosen, started.set)
+    server = make_server(make_app(engine, tokenizer, stop_ids, chosen, started.set), chosen)
     thread = threading.Thread(target=server.run, args=([listener],), name="server")
     thread.start()
     running = Running(engine, listener.getsockname()[1], server)
