@@ -227,7 +227,7 @@ import json, sys
 import nnxmoe
 assert "jax" not in sys.modules
 assert nnxmoe.generation and nnxmoe.storage and nnxmoe.planning  # before any public name is used
-assert nnxmoe.processes.deadline  # a public name that is a module
+assert nnxmoe.processes.initialize  # a public name that is a module
 assert nnxmoe.CausalLM
 before = [name for name in ("orbax", "torch", "transformers", "matplotlib", "tokamax") if name in sys.modules]
 listed = dir(nnxmoe)
@@ -236,7 +236,7 @@ described = pydoc.render_doc(nnxmoe, renderer=pydoc.plaintext)
 for name in ("convert", "generation", "kernels", "linen", "planning", "plot", "storage", "testing", "train"):
     assert getattr(nnxmoe, name).__name__ == "nnxmoe." + name, name
     assert name in listed, name
-assert nnxmoe.runtime.processes.deadline and nnxmoe.kernels.tokamax.Tokamax
+assert nnxmoe.runtime.processes.initialize and nnxmoe.kernels.tokamax.Tokamax
 assert nnxmoe.convert.maxtext.to_tree and nnxmoe.train.lora.add
 assert set(listed) > {name for name in vars(nnxmoe.api) if not name.startswith("_")} - {"nnxmoe"}
 assert all(f" {name} " in described for name in vars(nnxmoe.api) if not name.startswith("_") and name != "nnxmoe")

@@ -6,10 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from nnxmoe.cli.exit_codes import INTERRUPTED, PIPE_CLOSED
 from nnxmoe.runtime import large_pages
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-PIPE_CLOSED = 141  # 128 + SIGPIPE: the status of other programs in `nnxmoe … | head`
 
 
 def command() -> NoReturn:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import nnxmoe
-from nnxmoe.cli import INTERRUPTED, PIPE_CLOSED, commands, drafts, evaluating, inspecting, serving
 from nnxmoe.cli import chat as talk
+from nnxmoe.cli import commands, drafts, evaluating, inspecting, serving
 from nnxmoe.cli import options as shared
 from nnxmoe.cli import plans as plan_options
+from nnxmoe.cli.exit_codes import INTERRUPTED, PIPE_CLOSED
 from nnxmoe.config.printable import did_you_mean
 from nnxmoe.runtime.compile_cache import compile_cache
 from nnxmoe.runtime.progress import messages_on_stderr
