@@ -20,13 +20,13 @@ from jax.sharding import Mesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext
+from nnxmoe.convert.core.layout import Path
 from nnxmoe.linen.mapping import Mapped, flat, from_mapping
 from nnxmoe.linen.places import (
     Blueprint,
     LinenPlan,
     LinenSlot,
     Names,
-    Random,
     Streams,
     attributes,
     collection_of,
@@ -127,13 +127,14 @@ def _call(module: nn.Module, plan: LinenPlan, args: tuple[Any, ...], kwargs: dic
     if module.is_initializing() and not any(module.has_variable(where, names[0]) for where, names in plan.places):
         _draw(module, plan)
     stored = _stored(module, plan)
-    values = [
-        leaf.read(box) if isinstance(leaf, LinenSlot) else _random(module, leaf)
-        for leaf, box in zip(plan.leaves, stored, strict=True)
-    ]
-    part = plan.merge(values)
+    values = {
+        path: slot.read(stored[path]) if isinstance(slot, LinenSlot) else _random(module, slot)
+        for path, slot in plan.leaves.items()
+    }
+    part = plan.merge(values.values())
     if isinstance(part, CausalLM):
-        kinds = {value.dtype for leaf, value in zip(plan.leaves, values, strict=True) if _is_matrix(leaf)}
+        slots = ((path, slot) for path, slot in plan.leaves.items() if isinstance(slot, LinenSlot))
+        kinds = {values[path].dtype for path, slot in slots if slot.matrix}
         part.dtype = jnp.dtype(part.strategy.compute_dtype or jnp.result_type(*kinds))
     out = part(*args, **kwargs)
     if not module.is_initializing():  # Linen's own modules do not update statistics in ``init`` either
@@ -141,19 +142,15 @@ def _call(module: nn.Module, plan: LinenPlan, args: tuple[Any, ...], kwargs: dic
     return out
 
 
-def _is_matrix(leaf: Any) -> bool:
-    return isinstance(leaf, LinenSlot) and leaf.matrix
-
-
 def _draw(module: nn.Module, plan: LinenPlan) -> None:
     """Store initial values in the scope, drawn with Linen's keys."""
     with nnx.use_eager_sharding(False):  # the boxes carry the logical axes; the user applies the sharding
-        state = nnx.state(plan.make(Streams(module.make_rng)))
-    values = jax.tree.leaves(state)
-    for (collection, names), leaves in plan.places.items():
-        slots = [slot for i in leaves if isinstance(slot := plan.leaves[i], LinenSlot)]
-        parts = [slot.write(values[i]) for slot, i in zip(slots, leaves, strict=True)]
-        _put(module, collection, names, slots[0].boxed(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)))
+        state = dict(nnx.to_flat_state(nnx.state(plan.make(Streams(module.make_rng)))))
+    for (collection, names), paths in plan.places.items():
+        slots: list[Any] = [plan.leaves[path] for path in paths]
+        parts = [slot.write(state[path].get_value()) for slot, path in zip(slots, paths, strict=True)]
+        value, axes = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1), slots[0].axes
+        _put(module, collection, names, value if axes is None else nn.LogicallyPartitioned(value, axes))
 
 
 def _put(module: nn.Module, collection: str, names: Names, value: Any) -> None:
@@ -161,34 +158,32 @@ def _put(module: nn.Module, collection: str, names: Names, value: Any) -> None:
     module.put_variable(collection, names[0], unflatten_dict({names[1:]: value}) if names[1:] else value)
 
 
-def _stored(module: nn.Module, plan: LinenPlan) -> list[Any]:
+def _stored(module: nn.Module, plan: LinenPlan) -> dict[Path, Any]:
     """The scope's value of each leaf. Raises ValueError for all missing, misshapen and unexpected variables."""
-    collections, odd = module.variables, list[str]()
-    stored: list[Any] = [None] * len(plan.leaves)
+    collections, odd, stored = module.variables, list[str](), dict[Path, Any]()
     for collection in sorted({collection for collection, _ in plan.places} & collections.keys()):
         for names, value in flatten_dict(collections[collection]).items():
-            if (collection, names) in plan.places:
-                for i in plan.places[collection, names]:
-                    stored[i] = value
-            else:
+            if (paths := plan.places.get((collection, names))) is None:
                 odd.append(f"{'/'.join((collection, *names))} is not a variable of the module")
-    pairs = zip(plan.leaves, stored, strict=True)
-    faults = [fault for leaf, value in pairs if isinstance(leaf, LinenSlot) and (fault := leaf.fault(value))]
+            stored |= dict.fromkeys(paths or (), value)
+    slots = ((path, slot) for path, slot in plan.leaves.items() if isinstance(slot, LinenSlot))
+    faults = [fault for path, slot in slots if (fault := slot.fault(stored.get(path)))]
     if faults or odd:
         lines = "\n  ".join(dict.fromkeys(faults + odd))
         raise ValueError(f"the variables do not fit {module.name or type(module).__name__}:\n  {lines}")
     return stored
 
 
-def _random(module: nn.Module, leaf: Random) -> Any:
+def _random(module: nn.Module, state: nnx.RngState) -> Any:
     """The key or count of a random stream, which restarts with a key of Linen's at every call."""
-    if leaf.count:
-        return jnp.zeros(leaf.shape, jnp.uint32)
-    if not (module.has_rng(leaf.tag) or module.has_rng("params")):
-        return _NoKey(module.name or type(module).__name__, leaf.tag)
-    key = module.make_rng(leaf.tag)
+    shape, tag = tuple(state.shape), state.get_metadata()["tag"]
+    if isinstance(state, nnx.RngCount):
+        return jnp.zeros(shape, jnp.uint32)
+    if not (module.has_rng(tag) or module.has_rng("params")):
+        return _NoKey(module.name or type(module).__name__, tag)
+    key = module.make_rng(tag)
     key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
-    return jax.random.split(key, leaf.shape) if leaf.shape else key
+    return jax.random.split(key, shape) if shape else key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,17 +197,18 @@ class _NoKey:
         raise InvalidRngError(f'{self.module} needs PRNG for "{self.tag}"')
 
 
-def _write_back(module: nn.Module, plan: LinenPlan, part: nnx.Module, values: list[Any], stored: list[Any]) -> None:
+def _write_back(
+    module: nn.Module, plan: LinenPlan, part: nnx.Module, values: dict[Path, Any], stored: dict[Path, Any]
+) -> None:
     """Store changed variables in Linen's collections, and new variables in collections that are mutable."""
-    before = {leaf.path: i for i, leaf in enumerate(plan.leaves)}
     for path, variable in nnx.to_flat_state(nnx.state(part, nnx.Not(nnx.RngState))):
-        new = variable.get_value()
-        if path not in before:
+        new, slot = variable.get_value(), plan.leaves.get(path)
+        if slot is None:
             collection = collection_of(variable)
             if module.is_mutable_collection(collection):
                 _put(module, collection, attributes(path), new)
-        elif new is not values[before[path]]:
-            box, leaf = stored[before[path]], plan.leaves[before[path]]
-            assert isinstance(leaf, LinenSlot) and leaf.shape == leaf.own
+        elif new is not values[path]:
+            assert isinstance(slot, LinenSlot) and slot.shape == slot.own
+            box = stored[path]
             new = box.replace_boxed(new) if isinstance(box, meta.AxisMetadata) else new
-            _put(module, leaf.collection, leaf.names, new)
+            _put(module, slot.collection, slot.names, new)

@@ -7,10 +7,9 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +37,7 @@ from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router
 
 Names = tuple[str, ...]
+Place = tuple[str, Names]  # a collection of Linen, and the name in it
 Make = Callable[[nnx.Rngs | None], nnx.Module]
 
 # Modules of nnxmoe, and the prefixes of their parameters in the models' tables.
@@ -56,11 +56,10 @@ _PARTS: dict[type[nnx.Module], str] = {
 
 @dataclasses.dataclass(frozen=True)
 class LinenSlot:
-    """A variable in NNX and in Linen. ``path``, ``own``: path and shape in NNX. ``collection``, ``names``, ``shape``,
-    ``axes`` (None: unboxed): in Linen. ``rows``: of axis 1 in Linen, on which layers are stacked; here they are on axis
-    0. None: not stacked. ``matrix``: see `is_matrix`."""
+    """A variable of NNX of the shape ``own``, and its place in Linen. ``axes``: of its box, None: unboxed. ``rows``: of
+    Linen's axis 1, on which layers are stacked; in NNX they are on axis 0. None: not stacked. ``matrix``: see
+    `is_matrix`."""
 
-    path: Path
     collection: str
     names: Names
     shape: tuple[int, ...]
@@ -75,10 +74,6 @@ class LinenSlot:
         if self.rows is None:
             return value.reshape(self.shape)
         return jnp.moveaxis(value.reshape(-1, self.shape[0], *self.shape[2:]), 0, 1)
-
-    def boxed(self, value: Any) -> Any:
-        """Linen's value, boxed if it has axes."""
-        return value if self.axes is None else nn.LogicallyPartitioned(value, self.axes)
 
     def read(self, value: Any) -> Any:
         """Linen's value, boxed or not, in NNX's form."""
@@ -101,27 +96,18 @@ class LinenSlot:
         return None
 
 
-@dataclasses.dataclass(frozen=True)
-class Random:
-    """The key or the count of an RNG stream, neither of which Linen stores."""
-
-    path: Path
-    tag: str
-    shape: tuple[int, ...]
-    count: bool
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinenPlan:
-    """A module's graph definition, and its leaves in the order of the tree."""
+    """A module's graph definition, the place of each of its variables in the order of the tree, and the variables of
+    each place, several for the rows of a stack. Linen does not store the keys and counts of RNG streams."""
 
     make: Make
     graph: Any
     tree: Any
-    leaves: tuple[LinenSlot | Random, ...]
-    places: Mapping[tuple[str, Names], tuple[int, ...]]  # indices of leaves, several for the rows of a stack
+    leaves: Mapping[Path, LinenSlot | nnx.RngState]
+    places: Mapping[Place, list[Path]]
 
-    def merge(self, values: list[Any]) -> Any:
+    def merge(self, values: Iterable[Any]) -> Any:
         """The module with these leaf values."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, values))
 
@@ -185,7 +171,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
         for parameter, rows in _rows(leaf):
             own, variable = parameter.shape, parameter.variable
             kind = variable.dtype, leaf.axes, rows, is_matrix(variable)
-            slots[parameter.path] = LinenSlot(parameter.path, "params", names, leaf.shape, own, *kind)
+            slots[parameter.path] = LinenSlot("params", names, leaf.shape, own, *kind)
     return _plan(make, graph, state, slots)
 
 
@@ -237,22 +223,16 @@ def _turned(module: Any) -> Any:
 
 
 def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, LinenSlot]) -> LinenPlan:
-    leaves: list[LinenSlot | Random] = []
-    for path, variable in nnx.to_flat_state(state):
-        if isinstance(variable, nnx.RngState):
-            tag, count = variable.get_metadata()["tag"], isinstance(variable, nnx.RngCount)
-            leaves.append(Random(path, tag, tuple(variable.shape), count))
-        else:
-            leaves.append(slots[path])
-    places: dict[tuple[str, Names], tuple[int, ...]] = {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, LinenSlot):
-            before = places.get(where := (leaf.collection, leaf.names), ())
-            if before and leaf.rows is None:
-                twice = "/".join((leaf.collection, *leaf.names))
+    leaves = {path: v if isinstance(v, nnx.RngState) else slots[path] for path, v in nnx.to_flat_state(state)}
+    places: dict[Place, list[Path]] = {}
+    for path, slot in leaves.items():
+        if isinstance(slot, LinenSlot):
+            paths = places.setdefault((slot.collection, slot.names), [])
+            if paths and slot.rows is None:
+                twice = "/".join((slot.collection, *slot.names))
                 raise ValueError(f"wrap: two variables would be called {twice}: rename an attribute")
-            places[where] = (*before, i)
-    return LinenPlan(make, graph, jax.tree.structure(state), tuple(leaves), places)
+            paths.append(path)
+    return LinenPlan(make, graph, jax.tree.structure(state), leaves, places)
 
 
 def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, kind: type) -> dict[Path, LinenSlot]:
@@ -269,7 +249,7 @@ def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, kind: type) -
     for path, variable in variables.items():
         own, labels = tuple(variable.shape), table[keys[path]][1]
         shape = tuple(variable.get_metadata().get("outs", own))  # biases of heads are flat in NNX
-        found[path] = LinenSlot(path, "params", full[path][shared:], shape, own, variable.dtype, labels)
+        found[path] = LinenSlot("params", full[path][shared:], shape, own, variable.dtype, labels)
     return found
 
 
@@ -279,7 +259,7 @@ def _by_attribute(variables: Mapping[Path, nnx.Variable]) -> dict[Path, LinenSlo
         shape, metadata = tuple(variable.shape), variable.get_metadata()
         axes = metadata.get("axes") or metadata.get("out_sharding")
         labels = None if axes is None else tuple(axes)
-        found[path] = LinenSlot(path, collection_of(variable), attributes(path), shape, shape, variable.dtype, labels)
+        found[path] = LinenSlot(collection_of(variable), attributes(path), shape, shape, variable.dtype, labels)
     return found
 
 
