@@ -278,7 +278,7 @@ def test_one_mapping_for_from_linen_and_the_kit() -> None:
     call: Any = {"nnx_call": lambda m, t: m(t).logits}
     turned = mapping | {"layers/{layer}/mlp/up/kernel": (f"{where}/mlp/wi/kernel", lambda both: both[:, :20])}
     text = difference(testing.assert_module_parity, model, module, turned, TOKENS, **call)
-    assert "layers/0/mlp/gate/kernel: its function of decoder/layers_0/mlp/wi/kernel cannot be undone" in text
+    assert "layers/*/mlp/gate/kernel: its function of decoder/layers_*/mlp/wi/kernel cannot be undone" in text
     short = mapping | {"layers/1/mlp/up/kernel": (f"{where}/mlp/wi/kernel", lambda both: both[:, :3])}
     text = difference(testing.assert_module_parity, model, module, short, TOKENS, **call)
     assert "layers/1/mlp/up/kernel is [12, 20], decoder/layers_1/mlp/wi/kernel give [12, 3]" in text

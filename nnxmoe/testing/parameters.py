@@ -16,7 +16,7 @@ from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext, native
 from nnxmoe.convert.core.layout import Leaf
 from nnxmoe.convert.core.layout import Part as LayoutPart
-from nnxmoe.linen.mapping import LAYER, Mapped, Taken, read_mapping
+from nnxmoe.linen.mapping import LAYER, Mapped, Taken, by_layer, read_mapping
 from nnxmoe.model.causal_lm import CausalLM
 
 Target = str | tuple[str, Callable[..., Array]]
@@ -77,6 +77,7 @@ def compare_trees(
             turned = "; it looks transposed" if made.shape == shapes[name].shape[::-1] != shapes[name].shape else ""
             faults.append(f"{source}: the row gives {kind(made)}, Linen has {kind(shapes[name])}{turned}")
     if faults:
+        faults = by_layer(faults)
         shown = faults if len(faults) <= 40 else [*faults[:40], f"… {len(faults) - 40} more"]
         raise AssertionError("\n  ".join([f"{title} in their parameters:", *shown]))
     return rows
