@@ -69,7 +69,7 @@ from nnxmoe.quantization.methods import Float8 as Float8
 from nnxmoe.quantization.methods import Int4 as Int4
 from nnxmoe.quantization.methods import Int8 as Int8
 from nnxmoe.quantization.methods import Mixed as Mixed
-from nnxmoe.quantization.quantize import quantize as quantize
+from nnxmoe.quantization.rounding import quantize as quantize
 from nnxmoe.runtime import processes as processes
 from nnxmoe.runtime.compile_cache import compile_cache as compile_cache
 from nnxmoe.storage.errors import CheckpointError as CheckpointError

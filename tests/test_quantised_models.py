@@ -260,7 +260,7 @@ def test_methods_that_do_not_exist(text: str) -> None:
 def abstract(kind: str, method: Any, **changes: Any) -> nnxmoe.CausalLM:
     """A wide model of shapes, quantised."""
     from nnxmoe.models import config_from_hf, model_class
-    from nnxmoe.quantization.quantize import quantize_shapes
+    from nnxmoe.quantization.rounding import quantize_shapes
 
     config = config_from_hf(FIELDS[kind] | changes)  # each family has some of the fields
     model = model_class(config)(config, rngs=None, dtype="bfloat16")
@@ -510,7 +510,7 @@ def test_the_demo_passes_its_exam_in_int8() -> None:
 def test_mixtral_8x7b_in_int4_fits_40_gb() -> None:
     """Its decode step and a prefill of 4096 tokens, compiled for one device from shapes alone."""
     from nnxmoe.models import PRESETS, Mixtral
-    from nnxmoe.quantization.quantize import quantize_shapes
+    from nnxmoe.quantization.rounding import quantize_shapes
 
     strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned())
     model = Mixtral(PRESETS["mixtral-8x7b"], strategy, rngs=None, dtype="bfloat16")

@@ -33,7 +33,7 @@ from nnxmoe.model.stack import UnrolledStack
 from nnxmoe.models import HUB_IDS, HUB_NOTES, PRESETS, model_class, preset
 from nnxmoe.quantization.kernels import places, quantized_weights
 from nnxmoe.quantization.methods import Method, Mixed, refuse_both
-from nnxmoe.quantization.quantize import quantize_shapes
+from nnxmoe.quantization.rounding import quantize_shapes
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.checkpoint import Checkpoint, hub_headers
 from nnxmoe.storage.errors import CheckpointError

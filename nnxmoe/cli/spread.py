@@ -14,7 +14,7 @@ from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.quantization.methods import Method, Mixed
-from nnxmoe.quantization.quantize import quantize_shapes
+from nnxmoe.quantization.rounding import quantize_shapes
 
 
 @dataclasses.dataclass(frozen=True)

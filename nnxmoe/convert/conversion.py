@@ -27,7 +27,7 @@ from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import PRESETS, preset
 from nnxmoe.quantization.kernels import quantized_weights
 from nnxmoe.quantization.methods import Method, Mixed
-from nnxmoe.quantization.quantize import quantize as round_kernels
+from nnxmoe.quantization.rounding import quantize as round_kernels
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import bytes_bar, logger, say
 from nnxmoe.storage.atomic_dir import refuse_unless_empty

@@ -41,7 +41,7 @@ from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.models import PRESETS, model_class
 from nnxmoe.moe.grouped_matmul import GroupedMatmul
 from nnxmoe.quantization.methods import Method, parse
-from nnxmoe.quantization.quantize import quantize_shapes
+from nnxmoe.quantization.rounding import quantize_shapes
 from tests.benchmarks import agreement
 from tests.benchmarks.clock import interleaved, seconds
 from tests.benchmarks.limits import forward_flops

@@ -15,7 +15,7 @@ from nnxmoe.layers.codes import STORED, Codes
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.quantization.kernels import Place, exchange, places
 from nnxmoe.quantization.methods import Error, Method, Mixed, codes_for, encode, scales
-from nnxmoe.quantization.quantize import chosen
+from nnxmoe.quantization.rounding import chosen
 from nnxmoe.storage.errors import CheckpointError
 
 

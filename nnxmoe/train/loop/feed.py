@@ -17,7 +17,7 @@ from nnxmoe.train.loop.step import Step
 _BYTES = "base64"  # of a state in bytes, such as that of grain's DataLoader
 
 
-class Source:
+class BatchSource:
     """The data with a position that can be saved: its own state if it has one, else the number of batches taken."""
 
     def __init__(self, data: Iterable[Batch]) -> None:

@@ -23,7 +23,7 @@ from nnxmoe.runtime.interrupts import Interrupted, stopping
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.evaluator import Evaluator
-from nnxmoe.train.loop.feed import Source
+from nnxmoe.train.loop.feed import BatchSource
 from nnxmoe.train.loop.objective import TrainingObjective
 from nnxmoe.train.loop.run import Callback, Fitted, Run
 from nnxmoe.train.loop.speed import token_flops
@@ -87,7 +87,7 @@ def fit(
     kept = contextlib.nullcontext() if checkpoint is None else Checkpoints(checkpoint, keep, save_every)
     with stopping() as stop:
         with kept as checkpoints:
-            run = Run(step, Source(data), checkpoints, steps, seed, token_flops(model, step.names))
+            run = Run(step, BatchSource(data), checkpoints, steps, seed, token_flops(model, step.names))
             evaluator = None if evaluate is None else Evaluator(step, evaluate, evaluate_every)
             fitted = run.go(evaluator, callbacks, stop)
         if stop.asked:

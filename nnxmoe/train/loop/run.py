@@ -18,7 +18,7 @@ from nnxmoe.runtime.progress import logger, progress_bar
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.evaluator import Evaluator
-from nnxmoe.train.loop.feed import Source, put_batch
+from nnxmoe.train.loop.feed import BatchSource, put_batch
 from nnxmoe.train.loop.fingerprint import fingerprint
 from nnxmoe.train.loop.measured import Metrics, metrics_of, shown_metrics
 from nnxmoe.train.loop.speed import peak_flops
@@ -66,7 +66,7 @@ class Fitted:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Made:
+class _StepMade:
     """A step that was started. ``position``: of the data after its batch."""
 
     number: int
@@ -79,7 +79,7 @@ class Run:
     """The steps from the last checkpoint, or from the start, to the last one."""
 
     def __init__(
-        self, step: Step, source: Source, checkpoints: Checkpoints | None, steps: int, seed: int, flops: float
+        self, step: Step, source: BatchSource, checkpoints: Checkpoints | None, steps: int, seed: int, flops: float
     ) -> None:
         self.step, self.source, self.checkpoints, self.steps, self.flops = step, source, checkpoints, steps, flops
         self.first = 0 if checkpoints is None else checkpoints.latest() or 0
@@ -102,11 +102,11 @@ class Run:
         between the two."""
         history: list[Metrics] = []
         late = all(getattr(callback, "late", False) for callback in callbacks)
-        before: _Made | None = None  # the step whose report has not been read
+        before: _StepMade | None = None  # the step whose report has not been read
         bar: tqdm | None = None
         with contextlib.ExitStack() as shown:
 
-            def read(made: _Made, now: bool) -> tuple[bool, bool]:
+            def read(made: _StepMade, now: bool) -> tuple[bool, bool]:
                 """Returns whether training stops after this step, and whether it was interrupted in it."""
                 assert bar is not None
                 metrics, load = self._read(made, stop)
@@ -136,7 +136,7 @@ class Run:
                     if before is not None:  # also where the data end or are refused
                         made, before = before, None
                         read(made, False)
-                made = _Made(number, position, batch, report)
+                made = _StepMade(number, position, batch, report)
                 if late and number > self.first + 1 and not self._due(number, evaluator) and not stop.asked:
                     before = made
                     continue
@@ -173,7 +173,7 @@ class Run:
         fitted = Fitted(self.step.model(self.state), history, self.state)
         raise Interrupted(f"interrupted at step {number} of {self.steps}; {told}", fitted)
 
-    def _read(self, made: _Made, stop: Stop) -> tuple[Metrics, np.ndarray]:
+    def _read(self, made: _StepMade, stop: Stop) -> tuple[Metrics, np.ndarray]:
         """The metrics of a step and its `Progress.load`, once they are computed. Raises ValueError for a batch without
         tokens, and NotFinite."""
         report = jax.device_get(made.report)
@@ -194,7 +194,7 @@ class Run:
 
     def _after(
         self,
-        made: _Made,
+        made: _StepMade,
         metrics: Metrics,
         load: np.ndarray,
         evaluator: Evaluator | None,

@@ -18,7 +18,7 @@ from nnxmoe.layers.xla_cpu import as_bits, from_bits
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
 from nnxmoe.quantization.kernels import quantized_weights, restored, update_report
 from nnxmoe.quantization.methods import Error, Method, Mixed
-from nnxmoe.quantization.quantize import chosen, round_to_codes
+from nnxmoe.quantization.rounding import chosen, round_to_codes
 from nnxmoe.train.lora.peft import load
 from nnxmoe.train.lora.slots import slots, unmerged
 
