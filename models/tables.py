@@ -60,6 +60,10 @@ HF_MTP = {
         ("norm.scale", "shared_head.norm"),
     )
 }
+HF_MTP_COPIES = {  # tensors of these layers that repeat the model's, written for readers that expect them, never read
+    f"{_LAYER}embed_tokens.weight": "model.embed_tokens.weight",
+    f"{_LAYER}shared_head.head.weight": "lm_head.weight",
+}
 
 _SELF = "decoder/{layer}/self_attention/"
 _NORM = ("norm",)

@@ -1,6 +1,7 @@
 """Hugging Face's names for a model's parameters, and the tensors of a checkpoint that may be skipped."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Set
@@ -16,13 +17,14 @@ from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS
 from nnxmoe.layers.quantized import ARRAYS
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.models.tables import HF_MTP, HF_MTP_COPIES
 from nnxmoe.storage.errors import CheckpointError
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _PART = re.compile(r"^(?P<name>.*)\[(?P<part>\d+)/(?P<parts>\d+)\]$")
 _LAYER, _EXPERT = re.compile(r"model\.layers\.([0-9]{1,9})\."), re.compile(r".*\.experts\.([0-9]{1,9})\.")
-_COPIES = {"model.layers.{}.embed_tokens.weight": EMBED, "model.layers.{}.shared_head.head.weight": HEAD}
-_PREDICTION = re.compile(_LAYER.pattern + r"(enorm|hnorm|eh_proj|shared_head|embed_tokens)\.")
+_OF_MTP = {name.split(".")[3] for name in [*itertools.chain(*HF_MTP.values()), *HF_MTP_COPIES]}
+_PREDICTION = re.compile(rf"{_LAYER.pattern}({'|'.join(sorted(_OF_MTP))})\.")
 
 
 def layout(model: CausalLM, names: Container[str] | None = None, times: float = 1.0) -> dict[str, Leaf]:
@@ -51,8 +53,8 @@ def copies(model: CausalLM, names: Container[str]) -> dict[str, str]:
     they repeat, the arrays of a quantised head each. They are written for readers that expect them, and never read."""
     found = {}
     for k in range(len(model.mtp)):
-        for name, main in _COPIES.items():
-            copy = name.format(model.config.num_hidden_layers + k)
+        for name, main in HF_MTP_COPIES.items():
+            copy = name.format(layer=model.config.num_hidden_layers + k)
             endings = [ending for ending in ("", *(f".{array}" for array in ARRAYS)) if main + ending in names]
             found |= {copy + ending: main + ending for ending in endings} or {copy: EMBED}
     return found
@@ -148,7 +150,7 @@ def _skip_rules(
     # Only prediction layers have tensors that combine the hidden state with an embedding; a surplus layer has not.
     marked = {number for name in left if (number := _number(name, _PREDICTION)) in numbers}
     built = {number for name in leaves if (number := _number(name, _PREDICTION)) in numbers}
-    repeated = {name.format(number) for number in built for name in _COPIES}
+    repeated = {name.format(layer=number) for number in built for name in HF_MTP_COPIES}
     return {
         "multi-token prediction layers (not part of the model)": lambda name: _number(name, _LAYER) in marked - built,
         "copies of the embedding and the head (those of the model are used)": lambda name: name in repeated,
