@@ -126,7 +126,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     shared.add_loading(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")
-    prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="the same, for texts that begin with -")
+    prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="PROMPT as an option: --prompt=-5")
     shared.add_sampling(parser, 64, "0")
     drafts.add_option(parser)
     prompt.add_argument(

@@ -21,8 +21,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--mesh", type=mesh, metavar="AXES", help="sizes of mesh axes, such as fsdp=16,expert=16")
     where.add_argument("--search", type=count, metavar="N", help="compare the meshes of N devices: the best ten")
-    parser.add_argument("--batch", type=count, required=True, metavar="B", help="rows of one step, on all devices")
-    parser.add_argument("--seq", type=count, default=4096, metavar="T", help="tokens per row, or in the cache (4096)")
+    parser.add_argument("--batch", type=count, required=True, metavar="B", help="rows of one step, over all devices")
+    what = "tokens per row, with --decode those in the cache (4096)"
+    parser.add_argument("--seq", type=count, default=4096, metavar="T", help=what)
     parser.add_argument("--on", default="h100", metavar="DEVICE", help="h100, h200, b200, tpu-v5p:4x4x4, … (h100)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--train", dest="train", action="store_true", default=True, help="a training step (default)")
