@@ -90,6 +90,7 @@ def last_checkpoint(out: Path) -> tuple[dict[str, Any], Any]:
     """All arrays of step 20 by name, and its extra data."""
     folder = out / "checkpoints" / "step_20"
     restored = ocp.PyTreeCheckpointer().restore(folder / "arrays")
+    restored["key"] = jax.random.key_data(restored["key"])
     arrays = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(restored)}
     return arrays, json.loads((folder / "run" / "metadata").read_text())["extra"]
 

@@ -1,14 +1,11 @@
 """Writes a folder atomically: it appears complete or not at all. Every checkpoint is written this way."""
 
 import contextlib
-import ctypes
-import errno
 import glob
 import os
 import re
 import secrets
 import shutil
-import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -26,12 +23,12 @@ _CHECKPOINT_FILE = re.compile(
 
 @contextlib.contextmanager
 def atomic_dir(folder: str | os.PathLike[str], overwrite: bool | None = None) -> Iterator[Path]:
-    """Yields a hidden folder to write a checkpoint into; on exit it becomes ``folder`` in one step.
+    """Yields a hidden folder to write a checkpoint into; on exit it is renamed to ``folder``.
 
-    ``folder`` must be new or empty. With ``overwrite=True`` a checkpoint in it is replaced: the two folders are
-    swapped, and other files and subfolders are carried over, as hard links where possible. (None: like False, for
-    callers that do not offer to overwrite.) Until the last step ``folder`` is unchanged. A killed process leaves
-    the hidden folder behind, which may be deleted. Raises CheckpointError.
+    ``folder`` must be new or empty. With ``overwrite=True`` a checkpoint in it is replaced: the old folder is renamed,
+    and what is no checkpoint file moves to the new one. (None: like False, for callers that do not offer to overwrite.)
+    Until exit ``folder`` is unchanged, and an error leaves it so. A killed process leaves a hidden folder behind: one
+    that ends in ``.tmp`` may be deleted, one in ``.old`` holds what was not yet moved. Raises CheckpointError.
     """
     target = _target(folder)
     present = _present(target, overwrite)
@@ -48,26 +45,23 @@ def atomic_dir(folder: str | os.PathLike[str], overwrite: bool | None = None) ->
         stage.mkdir()
     except OSError as error:
         raise CheckpointError(f"cannot write to {target}: {error}; nothing was changed") from error
-    replaced = False
+    old, state = stage.with_suffix(".old"), "it is unchanged"
     try:
         yield stage
-        if os.path.isdir(target) and not inside:
-            _look_alike(target, stage)
-            _carry_over(target, stage)
         _sync_folder(stage)
         if inside:
             _move_in(stage, target)
         elif present:
-            _exchange(stage, target)
-            replaced = True
-            _carry_over(stage, target)  # files added to the old folder in the meantime
+            _look_alike(target, stage)
+            _replace(stage, target, old)
+            state = f"it was replaced, and its other files are in {old}"
+            _carry_over(old, target)
         else:
             os.rename(stage, target)
     except OSError as error:
-        state = "it was replaced" if replaced else "it is unchanged"
         raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
     finally:
-        _remove(stage)  # after a failure: what was written; after a swap: the replaced checkpoint
+        _remove(stage)  # what was written before a failure
     with contextlib.suppress(OSError):  # some file systems cannot sync folders
         _sync_folder(target.parent)
 
@@ -120,8 +114,6 @@ def _present(target: Path, overwrite: bool | None) -> list[str]:
         raise CheckpointError(
             f"{target}: {some(folders)} is a folder, but a checkpoint has a file of that name: move it away"
         )
-    if any(os.path.ismount(path) for path, _, _ in os.walk(target) if path != str(target)):
-        raise CheckpointError(f"{target} has other disks mounted in it: save to a new folder")
     return names
 
 
@@ -139,36 +131,32 @@ def _must_stay(target: Path) -> str | None:
 
 def _look_alike(target: Path, stage: Path) -> None:
     """Copies the old folder's mode and, if permitted, its owner to the new one."""
-    status = target.stat()
-    os.chmod(stage, stat.S_IMODE(status.st_mode))
-    if (status.st_uid, status.st_gid) != (stage.stat().st_uid, stage.stat().st_gid):
-        with contextlib.suppress(PermissionError):
-            os.chown(stage, status.st_uid, status.st_gid)
+    shutil.copymode(target, stage)
+    with contextlib.suppress(PermissionError):
+        os.chown(stage, target.stat().st_uid, target.stat().st_gid)
+
+
+def _replace(stage: Path, target: Path, old: Path) -> None:
+    os.rename(target, old)
+    try:
+        os.rename(stage, target)
+    except BaseException:
+        os.rename(old, target)
+        raise
 
 
 def _warn_of_leftovers(target: Path) -> None:
-    left = [path.name for path in target.parent.glob(f".{glob.escape(target.name[:50])}.*-*.tmp")]
+    left = [path.name for path in target.parent.glob(f".{glob.escape(target.name[:50])}.*-*.*")]
     if left:
         logger.warning("%s has folders of saves that are running or were killed: %s", target.parent, some(left))
 
 
 def _carry_over(old: Path, new: Path) -> None:
-    """Links everything that is no checkpoint file, and not yet in the new folder, from the old one."""
+    """Moves everything that is no checkpoint file, and not in the new folder, from the old one, which is deleted."""
     for name in os.listdir(old):
-        one, other = old / name, new / name
-        if _CHECKPOINT_FILE.fullmatch(name) or os.path.lexists(other):
-            continue
-        if one.is_dir() and not one.is_symlink():
-            shutil.copytree(one, other, symlinks=True, copy_function=_link)
-        else:
-            _link(one, other)
-
-
-def _link(old: str | Path, new: str | Path) -> None:
-    try:
-        os.link(old, new, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(old, new, follow_symlinks=False)
+        if not _CHECKPOINT_FILE.fullmatch(name) and not os.path.lexists(new / name):
+            os.rename(old / name, new / name)
+    _remove(old)
 
 
 def _move_in(stage: Path, target: Path) -> None:
@@ -188,21 +176,6 @@ def _move_in(stage: Path, target: Path) -> None:
         for path in moved:
             path.unlink(missing_ok=True)
         raise
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Swaps two folders in one system call, for which Python's library has no function."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    paths = os.fsencode(one), os.fsencode(other)
-    if sys.platform == "darwin":
-        failed = libc.renamex_np(*paths, 2)  # RENAME_SWAP
-    elif hasattr(libc, "renameat2"):
-        failed = libc.renameat2(-100, paths[0], -100, paths[1], 2)  # AT_FDCWD, RENAME_EXCHANGE
-    else:
-        failed = True
-    if failed:
-        code = ctypes.get_errno() or errno.ENOSYS
-        raise OSError(code, f"two folders cannot change places here ({os.strerror(code)}), save to a new folder")
 
 
 def _sync_folder(folder: Path) -> None:

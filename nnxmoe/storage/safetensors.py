@@ -1,10 +1,10 @@
-"""The headers of safetensors files: the location of each tensor, validated before any data is read.
+"""The headers of safetensors files: the location of each tensor. The safetensors library parses and validates them.
 
-Every header is checked twice: by the rules below, and by the safetensors library.
+Data is read by `nnxmoe.storage.checkpoint`, at the places found here: the library's slices are copies out of a mapped
+file (SIGBUS if it is truncated meanwhile), and it has no FP8 in NumPy (safetensors 0.8).
 """
 
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from nnxmoe.config.printable import short
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import parse_json, refuse_lfs_pointer, regular_file
-from nnxmoe.storage.source import is_size
+from nnxmoe.storage.files import refuse_lfs_pointer, regular_file
 
 DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -73,24 +72,22 @@ def dtype_code(dtype: Any) -> str:
     return code
 
 
-# Headers
-
-
 def header_length(path: Path) -> int:
-    """Length of a safetensors file's header in bytes, checked against the file's size."""
+    """Length of a safetensors file's header in bytes, checked against the limit."""
     size = regular_file(path, "download it again", CheckpointError).st_size
-    head = _read(path, 0, 128)
-    refuse_lfs_pointer(path, head, CheckpointError)
-    return _header_length(path, head, size)
-
-
-def _read(path: Path, offset: int, count: int) -> bytes:
     try:
         with open(path, "rb") as file:
-            file.seek(offset)
-            return file.read(count)
+            head = file.read(128)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; make the file readable") from error
+    refuse_lfs_pointer(path, head, CheckpointError)
+    length = int.from_bytes(head[:8], "little")
+    if not 2 <= length <= min(MAX_HEADER, size - 8):
+        raise CheckpointError(
+            f"{path}: the header's length is {length}, the file has {size} bytes and at most {MAX_HEADER} are allowed; "
+            f"not a safetensors file, or {_DAMAGED}"
+        )
+    return length
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -98,88 +95,31 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
     Format: https://huggingface.co/docs/safetensors/index#format
     """
-    length, size = header_length(path), path.stat().st_size
-    header = _read(path, 8, length)
-    entries = parse_json(header, f"{path}: the header", _DAMAGED, CheckpointError)
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{path}: the header must be a JSON object, got {short(entries)}; {_DAMAGED}")
-    _check_metadata(path, entries.pop("__metadata__", {}))
-    start = 8 + length
-    tensors = {name: _parse_entry(path, name, entry, start, size) for name, entry in entries.items()}
-    _check_coverage(path, tensors.values(), start, size)
-    _check_by_the_library(path)
-    return tensors
-
-
-def _header_length(path: Path, head: bytes, size: int) -> int:
-    if len(head) < 8:
-        raise CheckpointError(f"{path} has only {size} bytes, too few for a header; {_DAMAGED}")
-    (length,) = struct.unpack("<Q", head[:8])
-    if not 2 <= length <= min(MAX_HEADER, size - 8):
-        limit = f"the file has {size} bytes" if length > size - 8 else f"allowed are 2 to {MAX_HEADER}"
-        raise CheckpointError(
-            f"{path}: the header's length is {length}, and {limit}; not a safetensors file, or {_DAMAGED}"
-        )
-    return length
-
-
-def _check_by_the_library(path: Path) -> None:
-    """The safetensors library's validation, which is independent of ours."""
+    begin, tensors = 8 + header_length(path), dict[str, TensorInfo]()
     try:
-        with safe_open(path, framework="np"):
-            pass
+        with safe_open(path, framework="np") as file:
+            # Valid files have no gaps, so that the order and the sizes determine the offsets.
+            for name in file.offset_keys():
+                view = file.get_slice(name)
+                tensors[name] = _info(path, name, view.get_dtype(), tuple(view.get_shape()), begin)
+                begin = tensors[name].end
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {error}; {_DAMAGED}") from error
     except MemoryError as error:  # the library maps the file; a limit on the address space may forbid it
         raise CheckpointError(
             f"{path}: not enough address space to check it: {error}; raise the limit (ulimit -v)"
         ) from error
+    return tensors
 
 
-def _check_metadata(path: Path, metadata: object) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{path}: __metadata__ must map strings to strings, got {short(metadata)}; {_DAMAGED}")
-
-
-def _parse_entry(path: Path, name: str, entry: object, start: int, size: int) -> TensorInfo:
-    """Checks one tensor's dtype, shape and byte range; `start` is where the data begins in a file of `size` bytes."""
-
-    def refuse(field: str, value: object, why: str) -> CheckpointError:
-        return CheckpointError(f"{path}: tensor {short(name)}: {field} {short(value)} {why}; {_DAMAGED}")
-
-    if not isinstance(entry, dict):
-        raise refuse("entry", entry, "is not an object")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        known = ", ".join(DTYPES)
+def _info(path: Path, name: str, dtype: str, shape: tuple[int, ...], begin: int) -> TensorInfo:
+    if dtype not in DTYPES:
         raise CheckpointError(
-            f"{path}: tensor {short(name)}: dtype {short(dtype)} is not supported; convert it to {known}"
+            f"{path}: tensor {short(name)}: dtype {short(dtype)} is not supported; convert it to {', '.join(DTYPES)}"
         )
-    if not (isinstance(shape, list) and all(map(is_size, shape))):
-        raise refuse("shape", shape, "is not a list of non-negative integers")
     if len(shape) > _MAX_RANK or prod(max(dim, 1) for dim in shape) * DTYPES[dtype].itemsize >= 2**63:
-        raise refuse("shape", shape, f"has more than {_MAX_RANK} dimensions or 2**63 bytes")
-    if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(is_size, offsets))):
-        raise refuse("data_offsets", offsets, "are not two non-negative integers")
-    begin, end = offsets
-    if begin > end or start + end > size:
-        raise refuse("data_offsets", offsets, f"do not lie within the {size - start} bytes of data")
-    wanted = prod(shape) * DTYPES[dtype].itemsize
-    if end - begin != wanted:
-        raise refuse("data_offsets", offsets, f"span {end - begin} bytes, but {dtype} {shape} takes {wanted}")
-    return TensorInfo(name, path, dtype, tuple(shape), start + begin, start + end)
-
-
-def _check_coverage(path: Path, tensors: Iterable[TensorInfo], start: int, size: int) -> None:
-    """Checks that the tensors cover the data exactly: no overlap, no gap, nothing after the last."""
-    position, previous = start, "the header"
-    for info in sorted(tensors, key=lambda info: (info.begin, info.end)):
-        if info.begin != position:
-            relation = "overlaps" if info.begin < position else f"leaves {info.begin - position} unused bytes after"
-            offsets = [info.begin - start, info.end - start]
-            raise CheckpointError(
-                f"{path}: tensor {short(info.name)} with data_offsets {offsets} {relation} {previous}; {_DAMAGED}"
-            )
-        position, previous = info.end, f"tensor {short(info.name)}"
-    if position != size:
-        raise CheckpointError(f"{path}: {size - position} bytes follow {previous}, and belong to no tensor; {_DAMAGED}")
+        raise CheckpointError(
+            f"{path}: tensor {short(name)}: shape {short(list(shape))} has more than {_MAX_RANK} dimensions or 2**63 "
+            "bytes"
+        )
+    return TensorInfo(name, path, dtype, shape, begin, begin + prod(shape) * DTYPES[dtype].itemsize)
