@@ -127,6 +127,8 @@ def hub_call(repo_id: str, revision: str | None, call: Callable[[], T], error: t
             raise
         remedy = remedy or "the hub cannot be reached: check the network"
         remedy = remedy.format(id=repo_id, revision=revision, online=_online(failure))
-        reason = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
+        cause = failure.__cause__ if "LocalEntryNotFoundError" in kinds else failure
+        reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+        reason = f" ({type(cause).__name__}: {reason[:300]})" if cause and "HF_HUB_OFFLINE" not in remedy else ""
         close = _close_to(Path(repo_id)) if "no such local folder" in remedy else ""
-        raise error(f"{repo_id}: {remedy} ({type(failure).__name__}: {reason[:300]}){close}") from failure
+        raise error(f"{repo_id}: {remedy}{reason}{close}") from failure
