@@ -21,8 +21,8 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import cli
 from nnxmoe.cli import chat, prompts
-from nnxmoe.cli.inspect import summarise
 from nnxmoe.cli.parser import as_typed
+from nnxmoe.cli.summary import summarise
 from nnxmoe.models import PRESETS
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.train import lora

@@ -14,7 +14,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import ConfigError
-from nnxmoe.cli.inspect import find
+from nnxmoe.cli.summary import find
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope

@@ -19,8 +19,8 @@ from safetensors.numpy import load_file
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Scanned, Sorted, Strategy
 from nnxmoe.axes import sharding_of
-from nnxmoe.cli.inspect import summarise
 from nnxmoe.cli.parser import main
+from nnxmoe.cli.summary import summarise
 from nnxmoe.config.rope import Rope
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.layout import layout

@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict
 
 import nnxmoe
 from nnxmoe import train
-from nnxmoe.cli.inspect import summarise
+from nnxmoe.cli.summary import summarise
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.cache import KVCache, RingCache
 from nnxmoe.layers.gated import ClampedSwiGLU

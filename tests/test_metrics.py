@@ -14,7 +14,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import train
-from nnxmoe.cli.inspect import summarise
+from nnxmoe.cli.summary import summarise
 from nnxmoe.runtime.hardware import of_device
 from nnxmoe.train import lora
 from nnxmoe.train.loop.speed import peak_flops, token_flops

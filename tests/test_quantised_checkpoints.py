@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import nnxmoe
-from nnxmoe.cli.inspect import summarise
+from nnxmoe.cli.summary import summarise
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.quantization.kernels import quantized_weights
 from nnxmoe.storage.checkpoint import Checkpoint

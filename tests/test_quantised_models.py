@@ -464,8 +464,8 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: py
     ],
 )
 def test_inspect_of_mixtral(capsys: pytest.CaptureFixture[str], method: str, weights: Any, fits: str) -> None:
-    from nnxmoe.cli.inspect import summarise
     from nnxmoe.cli.parser import main
+    from nnxmoe.cli.summary import summarise
 
     found = summarise("mixtral-8x7b", "bfloat16", quantize=parse(method))
     assert weights[0] < found.weight_bytes < weights[1] and set(found.weights) == {method, "bfloat16"}

@@ -39,7 +39,7 @@ def needs_mtp(choice: Choice | None, model: str, options: argparse.Namespace) ->
     """Whether the layers for multi-token prediction must be loaded; with ``auto``, whether the checkpoint has them."""
     if choice is None or choice.source != "auto":
         return choice is not None and choice.source == "mtp"
-    from nnxmoe.cli.inspect import find
+    from nnxmoe.cli.summary import find
     from nnxmoe.model.mtp import has_mtp
     from nnxmoe.models import model_class
 

@@ -20,7 +20,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def inspect(options: argparse.Namespace) -> None:
     """Print a model's sizes and whether it fits in memory, without reading its weights."""
-    from nnxmoe.cli.inspect import summarise
+    from nnxmoe.cli.summary import summarise
     from nnxmoe.model.strategy import Strategy
 
     if options.mesh and options.keep_quantized:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -123,7 +124,7 @@ def bytes_of(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: An
     trained = sum(part.size // shards(mesh, part.axes) for part in found if part.trained)
     frozen = sum(part.size // shards(mesh, part.axes) * part.itemsize for part in found if not part.trained)
     if not work.train:
-        cache = sum(min(work.seq, slots or work.seq) * size for slots, size in cache_per_token(config).items())
+        cache = sum(min(work.seq, slots or work.seq) * size for slots, size in _cache_of(config).items())
         cache = rows * (cache + 4 + 4 * work.seq)  # and each row's length and segments
         return Bytes(trained * work.values + frozen, 0, 0, cache, rows * 4, _decoding(config, rows, work))
     state = trained * work.state
@@ -220,23 +221,21 @@ def _decoding(config: Any, rows: int, work: Work) -> int:
     return rows * (config.vocab_size + config.num_attention_heads * work.seq) * 4
 
 
-@functools.lru_cache(maxsize=8)
-def cache_per_token(config: DecoderConfig) -> dict[int | None, int]:
+def cache_per_token(model: CausalLM) -> dict[int | None, int]:
     """The most tokens that a layer's cache holds (None: no limit) -> bytes per token and row of such layers."""
-    model = abstract(config)
-    found, plenty = dict[int | None, int](), 2**30
+
+    def size(attention: Any, capacity: int) -> int:
+        buffers = jax.eval_shape(lambda: jax.tree.leaves(attention.empty_cache(1, capacity, model.dtype)))
+        return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
+
+    found, plenty = Counter[int | None](), 2**30
     for stack in model.stacks:
-        assert isinstance(stack, UnrolledStack)
+        assert isinstance(stack, UnrolledStack), "the default of models without a strategy"
         for layer in stack.layers:
-            one, all_ = (_cache_size(layer.attention, slots, model.dtype) for slots in (1, plenty))
-            slots = None if all_ // one == plenty else all_ // one
-            found[slots] = found.get(slots, 0) + one
-    return found
-
-
-def _cache_size(attention: Any, capacity: int, dtype: Any) -> int:
-    buffers = jax.eval_shape(lambda: jax.tree.leaves(attention.empty_cache(1, capacity, dtype)))
-    return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
+            token = size(layer.attention, 1)
+            slots = size(layer.attention, plenty) // token
+            found[None if slots == plenty else slots] += token
+    return dict(found)
 
 
 @functools.lru_cache(maxsize=8)
@@ -244,6 +243,11 @@ def _scanned(config: DecoderConfig, stages: int | None) -> CausalLM:
     """The model without arrays, its layers stacked as `Scanned` or a `Pipeline` of so many stages does."""
     strategy = Strategy(stacking=Scanned(), pipeline=None if stages is None else Pipeline(stages, stages))
     return model_class(config)(config, strategy, rngs=None, dtype=jnp.bfloat16)
+
+
+@functools.lru_cache(maxsize=8)
+def _cache_of(config: DecoderConfig) -> dict[int | None, int]:
+    return cache_per_token(abstract(config))
 
 
 @functools.lru_cache(maxsize=8)

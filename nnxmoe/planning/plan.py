@@ -174,7 +174,7 @@ def plan(
         batch, seq: rows on all devices, and tokens per row or in the cache.
         on: the devices, such as ``h100`` or ``tpu-v5p:4x4x4``.
         strategy: the one to compile, without a mesh; its rules, pipeline, remat and exchange count.
-        choices: fields of `Choices`; without a strategy also those that it would make.
+        choices: fields of `nnxmoe.planning.plan.Choices`; with a strategy not those that it makes.
 
     Raises:
         ValueError: for what the mesh or the torus cannot hold.

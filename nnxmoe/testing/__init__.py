@@ -69,9 +69,17 @@ def assert_module_parity(
         ValueError: if the modules cannot be compared, or called with these inputs.
     """
     arguments = sides.Arguments(inputs if isinstance(inputs, tuple | list) else (inputs,))
-    call = nnx_call or (lambda module, *inputs: module(*inputs))
+    title = f"NNX {type(nnx_module).__name__} and Linen {type(linen_module).__name__} differ"
     try:
-        return _compare(nnx_module, linen_module, mapping, arguments, tolerance, call, linen_call)
+        with jax.default_matmul_precision("highest"):
+            ours = sides.Ours(nnx_module, nnx_call or (lambda module, *inputs: module(*inputs)))
+            theirs = sides.Theirs(linen_module, linen_call, arguments)
+            rows = theirs.rows = compare_trees(title, nnx_module, ours.params, theirs.shapes, mapping)
+            (out, calls), (their_out, their_calls) = (sides.run(s, ours.params, arguments) for s in (ours, theirs))
+            pairs = pairs_of(rows, calls, their_calls)
+            worst = compare_outputs(title, out, their_out, pairs, rows, tolerance)
+            grads = [sides.gradients(side, ours.params, arguments, out) for side in (ours, theirs)]
+            gradient = compare_gradients(title, grads, rows, calls, tolerance)
     except AssertionError as error:
         raise error.with_traceback(None) from None  # the report matters, not where in this package it was written
     except TypeError as error:
@@ -79,27 +87,4 @@ def assert_module_parity(
             raise
         example = "nnx_call=lambda module, x: module(x, nnxmoe.Context.of_rows(config.rope, batch, length))[0]"
         raise ValueError(f"{error}, which says where the tokens stand: pass {example}") from None
-
-
-def _compare(
-    nnx_module: nnx.Module,
-    linen_module: nn.Module,
-    mapping: Names | Mapped | None,
-    arguments: sides.Arguments,
-    tolerance: float,
-    nnx_call: Callable[..., Any],
-    linen_call: Callable[..., Any] | None,
-) -> ParityReport:
-    with jax.default_matmul_precision("highest"):
-        ours = sides.Ours(nnx_module, nnx_call)
-        theirs = sides.Theirs(linen_module, linen_call, arguments)
-        title = f"NNX {type(nnx_module).__name__} and Linen {type(linen_module).__name__} differ"
-        theirs.rows = compare_trees(title, nnx_module, ours.params, theirs.shapes, mapping)
-        (output, calls), (their_output, their_calls) = (
-            sides.run(side, ours.params, arguments) for side in (ours, theirs)
-        )
-        pairs = pairs_of(theirs.rows, calls, their_calls)
-        worst = compare_outputs(title, output, their_output, pairs, theirs.rows, tolerance)
-        grads = [sides.gradients(side, ours.params, arguments, output) for side in (ours, theirs)]
-        gradient = compare_gradients(title, grads[0], grads[1], theirs.rows, calls, tolerance)
     return ParityReport(len(ours.params), len(pairs), worst, gradient, tolerance)

@@ -1,10 +1,9 @@
 """Compares the numbers of both sides, and finds the first place where they differ."""
 
-import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,8 +14,7 @@ from nnxmoe.testing.record import Call
 Pair = tuple[Call, Call]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Gap:
+class _Gap(NamedTuple):
     """The largest difference of two arrays, relative to their largest value or 1; infinite if either has a NaN."""
 
     error: float
@@ -174,15 +172,10 @@ def _is_in(name: str, call: Call) -> bool:
 
 
 def compare_gradients(
-    title: str,
-    ours: tuple[Arrays, Arrays],
-    theirs: tuple[Arrays, Arrays],
-    rows: Mapping[str, Row],
-    calls: list[Call],
-    tolerance: float,
+    title: str, grads: list[tuple[Arrays, Arrays]], rows: Mapping[str, Row], calls: list[Call], tolerance: float
 ) -> float:
     """Returns the largest difference; raises AssertionError with the largest and with the one nearest to the output."""
-    (by_params, by_inputs), (their_params, their_inputs) = ours, theirs
+    (by_params, by_inputs), (their_params, their_inputs) = grads
     gaps = {name: _gap(a, their_inputs[name]) for name, a in by_inputs.items()}
     for label, (name, i) in _in_order(rows, calls):
         at = ... if i is None else i

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,7 @@ class Row:
         return self.make(*(params[name] if i is None else params[name][i] for name, i in self.parts))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Origin:
+class _Origin(NamedTuple):
     """Numbers of a parameter of ours at ``ours`` are ``scale`` times those of an array of theirs, plus ``shift``."""
 
     ours: np.ndarray

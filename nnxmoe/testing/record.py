@@ -46,7 +46,7 @@ class Tape:
         for path, node in list(nnx.iter_graph(module)):
             if isinstance(node, nnx.Module) and callable(node):
                 object.__setattr__(node, "__class__", _taped(type(node)))
-                vars(node)["_tap"] = _Tap(self, path)
+                vars(node)["_take"] = functools.partial(self.take, path)  # which copies of the module share
 
     def intercept(self, next_call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext):
         """Interceptor for ``nn.intercept_methods``: records Linen's calls."""
@@ -59,22 +59,19 @@ class Tape:
         The value passes through the host, since Linen's scan refuses debugging callbacks, whose results are not used.
         """
         leaves, tree = jax.tree.flatten(returned)
-        at = _first_array(leaves)
-        if at is None:
-            self._sites.append((path, None))
-            return returned
+        at = next((i for i, leaf in enumerate(leaves) if is_floating(leaf)), None)
         values: list[Values] = []
-        self._sites.append((path, values))
-        arguments = jax.tree.leaves(given)
-        first = _first_array(arguments)
+        self._sites.append((path, None if at is None else values))
+        if at is None:
+            return returned
 
         def keep(given: Any, returned: Any) -> np.ndarray:
             values.append((None if given is None else np.array(given), np.array(returned)))
             return values[-1][1]
 
         shape = jax.ShapeDtypeStruct(leaves[at].shape, leaves[at].dtype)
-        x = None if first is None else arguments[first]
-        leaves[at] = jax.pure_callback(keep, shape, x, leaves[at], vmap_method="sequential")
+        first = next(filter(is_floating, jax.tree.leaves(given)), None)
+        leaves[at] = jax.pure_callback(keep, shape, first, leaves[at], vmap_method="sequential")
         return jax.tree.unflatten(tree, leaves)
 
     def calls(self) -> list[Call]:
@@ -88,30 +85,17 @@ class Tape:
         return found
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Tap:
-    """An attribute of a module that its copies share."""
-
-    tape: Tape
-    path: Path
-
-
 @functools.cache
 def _taped(kind: type[nnx.Module]) -> type[nnx.Module]:
     """A subclass whose calls are recorded."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = kind.__call__(self, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        return self._tap.tape.take(self._tap.path, (args, kwargs), out)
+        return self._take((args, kwargs), out)
 
     return types.new_class(
         kind.__name__, (kind,), {}, lambda body: body.update(__call__=call, __module__=kind.__module__)
     )
-
-
-def _first_array(leaves: list[Any]) -> int | None:
-    """Index of the first floating-point array."""
-    return next((i for i, leaf in enumerate(leaves) if is_floating(leaf)), None)
 
 
 def is_floating(leaf: Any) -> bool:

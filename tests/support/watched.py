@@ -49,12 +49,12 @@ def use() -> str:
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, ROOT)
     import nnxmoe
-    from nnxmoe.cli import inspect
+    from nnxmoe.cli import summary
 
     try:
         model = nnxmoe.from_pretrained(FOLDER)
         tokenizer = nnxmoe.Tokenizer.from_pretrained(FOLDER)
-        inspect.summarise(FOLDER)
+        summary.summarise(FOLDER)
         list(nnxmoe.stream(model, tokenizer, "hello you", max_new_tokens=2))
         nnxmoe.save_pretrained(model, SAVED)
     except ValueError as error:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,8 +28,8 @@ from nnxmoe.convert.hf.source import stored
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.mtp import has_mtp
-from nnxmoe.model.stack import UnrolledStack
 from nnxmoe.models import HUB_IDS, HUB_NOTES, PRESETS, model_class, preset
+from nnxmoe.planning.arithmetic import cache_per_token
 from nnxmoe.quantization.kernels import places, quantized_weights
 from nnxmoe.quantization.methods import Method, Mixed, refuse_both
 from nnxmoe.quantization.rounding import quantize_shapes
@@ -136,7 +135,7 @@ def summarise(
         active_bytes,
         buffer,
         _stored(arrays),
-        _cache(model),
+        cache_per_token(model),
         faults.missing,
         report.unexpected,
         faults.wrong,
@@ -273,20 +272,3 @@ def _stored(arrays: LazyArrays) -> dict[str, int]:
         kind = dtype_code(array.dtype) if array.encoded is None else array.kind
         size[kind] += sum(part.nbytes for part in parts)
     return dict(size.most_common())
-
-
-def _cache(model: CausalLM) -> dict[int | None, int]:
-    """See `Summary.cache`."""
-
-    def size(attention: Any, capacity: int) -> int:
-        buffers = jax.eval_shape(lambda: jax.tree.leaves(attention.empty_cache(1, capacity, model.dtype)))
-        return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
-
-    found, plenty = Counter[int | None](), 2**30
-    for stack in model.stacks:
-        assert isinstance(stack, UnrolledStack), "the default of models without a strategy"
-        for layer in stack.layers:
-            token = size(layer.attention, 1)
-            slots = size(layer.attention, plenty) // token
-            found[None if slots == plenty else slots] += token
-    return dict(found)
