@@ -21,7 +21,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.core.layout import Path
-from nnxmoe.linen.mapping import Mapped, flat, from_mapping
+from nnxmoe.linen.mapping import Mapped, by_layer, flat, from_mapping
 from nnxmoe.linen.places import (
     Blueprint,
     LinenPlan,
@@ -169,7 +169,7 @@ def _stored(module: nn.Module, plan: LinenPlan) -> dict[Path, Any]:
     slots = ((path, slot) for path, slot in plan.leaves.items() if isinstance(slot, LinenSlot))
     faults = [fault for path, slot in slots if (fault := slot.fault(stored.get(path)))]
     if faults or odd:
-        lines = "\n  ".join(dict.fromkeys(faults + odd))
+        lines = "\n  ".join(by_layer(list(dict.fromkeys(faults + odd))))
         raise ValueError(f"the variables do not fit {module.name or type(module).__name__}:\n  {lines}")
     return stored
 
