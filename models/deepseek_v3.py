@@ -32,6 +32,7 @@ from nnxmoe.models.tables import (
     MAXTEXT_LATENT,
     MAXTEXT_MLP,
     maxtext_experts,
+    maxtext_mlp,
 )
 from nnxmoe.moe.router import Router
 
@@ -65,18 +66,16 @@ HUB_IDS = {"deepseek-v3": "deepseek-ai/DeepSeek-V3", "deepseek-r1": "deepseek-ai
 
 HF_TABLE = HF_DECODER | HF_LATENT | HF_MLP | HF_GROUPED_EXPERTS | HF_MTP
 
-_BLOCK = "decoder/{layer}/DeepSeekMoeBlock_0/"
+_BLOCK = "DeepSeekMoeBlock_0"
 MAXTEXT_TABLE = (
     MAXTEXT_DECODER
     | MAXTEXT_LATENT
     | MAXTEXT_MLP
-    | maxtext_experts("DeepSeekMoeBlock_0/MoeBlock_0")
+    | maxtext_mlp("layer.moe.shared", f"{_BLOCK}/shared_experts")
+    | maxtext_experts(f"{_BLOCK}/MoeBlock_0")
     | {
-        "layer.moe.router.kernel": (_BLOCK + "MoeBlock_0/gate/kernel", ("embed_moe", None)),
-        "layer.moe.router.bias": (_BLOCK + "MoeBlock_0/gate/bias", (None,)),
-        "layer.moe.shared.gate.kernel": (_BLOCK + "shared_experts/wi_0/kernel", ("embed", "mlp")),
-        "layer.moe.shared.up.kernel": (_BLOCK + "shared_experts/wi_1/kernel", ("embed", "mlp")),
-        "layer.moe.shared.down.kernel": (_BLOCK + "shared_experts/wo/kernel", ("mlp", "embed")),
+        "layer.moe.router.kernel": (f"{_BLOCK}/MoeBlock_0/gate/kernel", ("embed_moe", None)),
+        "layer.moe.router.bias": (f"{_BLOCK}/MoeBlock_0/gate/bias", (None,)),
     }
 )
 

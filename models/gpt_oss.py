@@ -23,6 +23,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.runs import Runs, runs_of
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.weight_names import W
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, MAXTEXT_DECODER, maxtext_experts, maxtext_gqa
 from nnxmoe.moe.expert_biases import ExpertBiases
 from nnxmoe.moe.router import LogitBias, Router, SoftmaxTopK
@@ -88,38 +89,37 @@ _PRESETS = {
     "gpt-oss-20b": dataclasses.replace(_GPT_OSS_120B, num_hidden_layers=24, num_local_experts=32),
 }
 
-_ATTENTION, _MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
-_GATE_UP, _DOWN = _MLP + "experts.gate_up_proj", _MLP + "experts.down_proj"  # inputs first; gate and up alternate
+_GATE_UP, _DOWN = W("mlp.experts.gate_up_proj").T, W("mlp.experts.down_proj").T
+_GATE_UP_BLOCKS, _GATE_UP_BIAS = W("mlp.experts.gate_up_proj_blocks"), W("mlp.experts.gate_up_proj_bias")
 
 _HF_TABLE = (
     HF_DECODER
     | HF_GQA
     | {
-        "layer.attention.sinks.scores": (_ATTENTION + "sinks",),
-        "layer.moe_norm.scale": ("model.layers.{layer}.post_attention_layernorm.weight",),
-        "layer.moe.router.kernel": (_MLP + "router.weight",),
-        "layer.moe.router.logit_bias.values": (_MLP + "router.bias",),
-        "layer.moe.experts.gate": (_GATE_UP + "[:, :, 0::2].mT", _GATE_UP + "_blocks[:, 0::2]"),
-        "layer.moe.experts.up": (_GATE_UP + "[:, :, 1::2].mT", _GATE_UP + "_blocks[:, 1::2]"),
-        "layer.moe.experts.down": (_DOWN + ".mT", _DOWN + "_blocks"),
-        "layer.moe.experts.biases.gate": (_GATE_UP + "_bias[:, 0::2]",),
-        "layer.moe.experts.biases.up": (_GATE_UP + "_bias[:, 1::2]",),
-        "layer.moe.experts.biases.down": (_DOWN + "_bias",),
+        "layer.attention.sinks.scores": W("self_attn.sinks"),
+        "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
+        "layer.moe.router.kernel": W("mlp.router.weight"),
+        "layer.moe.router.logit_bias.values": W("mlp.router.bias"),
+        "layer.moe.experts.gate": (_GATE_UP.every(0, 2), _GATE_UP_BLOCKS.every(0, 2)),
+        "layer.moe.experts.up": (_GATE_UP.every(1, 2), _GATE_UP_BLOCKS.every(1, 2)),
+        "layer.moe.experts.down": (_DOWN, W("mlp.experts.down_proj_blocks")),
+        "layer.moe.experts.biases.gate": _GATE_UP_BIAS.every(0, 2),
+        "layer.moe.experts.biases.up": _GATE_UP_BIAS.every(1, 2),
+        "layer.moe.experts.biases.down": W("mlp.experts.down_proj_bias"),
     }
 )
 
-_INSIDE, _WIDE = "decoder/{layer}/GptOssMlp/", ("exp", "activation_mlp")
 _MAXTEXT_TABLE = (
     MAXTEXT_DECODER
     | maxtext_gqa("GptOssAttention")
     | maxtext_experts("GptOssMlp")
     | {
-        "layer.attention.sinks.scores": ("decoder/{layer}/GptOssAttention/sinks", (None,)),
-        "layer.moe.router.kernel": (_INSIDE + "gate/kernel", ("embed", None)),
-        "layer.moe.router.logit_bias.values": (_INSIDE + "gate/bias", (None,)),
-        "layer.moe.experts.biases.gate": (_INSIDE + "wi_0_bias", _WIDE),
-        "layer.moe.experts.biases.up": (_INSIDE + "wi_1_bias", _WIDE),
-        "layer.moe.experts.biases.down": (_INSIDE + "wo_bias", ("exp", "activation_embed")),
+        "layer.attention.sinks.scores": ("GptOssAttention/sinks", (None,)),
+        "layer.moe.router.kernel": ("GptOssMlp/gate/kernel", ("embed", None)),
+        "layer.moe.router.logit_bias.values": ("GptOssMlp/gate/bias", (None,)),
+        "layer.moe.experts.biases.gate": ("GptOssMlp/wi_0_bias", ("exp", "activation_mlp")),
+        "layer.moe.experts.biases.up": ("GptOssMlp/wi_1_bias", ("exp", "activation_mlp")),
+        "layer.moe.experts.biases.down": ("GptOssMlp/wo_bias", ("exp", "activation_embed")),
     }
 )
 

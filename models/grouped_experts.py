@@ -11,6 +11,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.weight_names import W
 from nnxmoe.models.tables import HF_MOE
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SigmoidGroupTopK
@@ -86,9 +87,8 @@ def grouped_experts(config: Any, strategy: Strategy, router: Router, **kw: Any) 
     return strategy.moe(router, width, shared, **kw)
 
 
-_MLP = "model.layers.{layer}.mlp."
 HF_GROUPED_EXPERTS = (
     HF_MOE
-    | {"layer.moe.router.bias": (_MLP + "gate.e_score_correction_bias",)}
-    | {f"layer.moe.shared.{x}.kernel": (f"{_MLP}shared_experts.{x}_proj.weight",) for x in ("gate", "up", "down")}
+    | {"layer.moe.router.bias": W("mlp.gate.e_score_correction_bias")}
+    | {f"layer.moe.shared.{x}.kernel": W(f"mlp.shared_experts.{x}_proj.weight") for x in ("gate", "up", "down")}
 )

@@ -23,6 +23,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.runs import Runs
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.weight_names import W
 from nnxmoe.models.mixtral import HF_TABLE as MIXTRAL_TABLE
 from nnxmoe.models.tables import HF_QK_NORM
 from nnxmoe.moe.router import Router, SigmoidGroupTopK
@@ -120,10 +121,7 @@ class MiniMaxM2(CausalLM):
         MIXTRAL_TABLE
         | HF_QK_NORM
         | {
-            "layer.moe.router.bias": (
-                f"model.layers.{{layer}}.block_sparse_moe.{_BIAS}",
-                f"model.layers.{{layer}}.mlp.{_BIAS}",
-            )
+            "layer.moe.router.bias": (W(f"block_sparse_moe.{_BIAS}"), W(f"mlp.{_BIAS}")),
         }
     )
 

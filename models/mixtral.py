@@ -18,6 +18,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.runs import Runs
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.weight_names import W
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, MAXTEXT_DECODER, MAXTEXT_GQA, maxtext_experts
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
@@ -77,38 +78,26 @@ PRESETS: dict[str, DecoderConfig] = {
 
 HUB_IDS = {"mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1"}
 
-_BLOCK = "model.layers.{layer}.block_sparse_moe."  # names in the checkpoints on the hub
-_MLP = "model.layers.{layer}.mlp."  # names of transformers 5 in memory, also found in some saved checkpoints
+# The first names are those of checkpoints on the hub, the others those of transformers 5 in memory, which some saved
+# checkpoints have.
+_HUB, _SAVED, _FUSED = W("block_sparse_moe.experts"), W("mlp.experts"), W("mlp.experts.gate_up_proj")
 
 HF_TABLE = (
     HF_DECODER
     | HF_GQA
     | {
-        "layer.moe_norm.scale": ("model.layers.{layer}.post_attention_layernorm.weight",),
-        "layer.moe.router.kernel": (_BLOCK + "gate.weight", _MLP + "gate.weight"),
-        "layer.moe.experts.gate": (
-            _BLOCK + "experts.{expert}.w1.weight",
-            _MLP + "experts.{expert}.w1.weight",
-            _MLP + "experts.gate_up_proj[0/2]",
-        ),
-        "layer.moe.experts.up": (
-            _BLOCK + "experts.{expert}.w3.weight",
-            _MLP + "experts.{expert}.w3.weight",
-            _MLP + "experts.gate_up_proj[1/2]",
-        ),
-        "layer.moe.experts.down": (
-            _BLOCK + "experts.{expert}.w2.weight",
-            _MLP + "experts.{expert}.w2.weight",
-            _MLP + "experts.down_proj",
-        ),
+        "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
+        "layer.moe.router.kernel": (W("block_sparse_moe.gate.weight"), W("mlp.gate.weight")),
+        "layer.moe.experts.gate": (_HUB.each("w1.weight"), _SAVED.each("w1.weight"), _FUSED.rows(0, 2)),
+        "layer.moe.experts.up": (_HUB.each("w3.weight"), _SAVED.each("w3.weight"), _FUSED.rows(1, 2)),
+        "layer.moe.experts.down": (_HUB.each("w2.weight"), _SAVED.each("w2.weight"), W("mlp.experts.down_proj")),
     }
 )
-
 
 MAXTEXT_TABLE = (
     MAXTEXT_DECODER
     | MAXTEXT_GQA
-    | {"layer.moe.router.kernel": ("decoder/{layer}/MoeBlock_0/gate/kernel", ("embed", None))}
+    | {"layer.moe.router.kernel": ("MoeBlock_0/gate/kernel", ("embed", None))}
     | maxtext_experts("MoeBlock_0")
 )
 

@@ -11,6 +11,7 @@ from typing import Any
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE
 from nnxmoe.moe.shared import GatedShared
@@ -45,7 +46,6 @@ _A14B = dataclasses.replace(
     num_key_value_heads=4, max_position_embeddings=131072, moe_intermediate_size=2560,
     shared_expert_intermediate_size=20480, num_experts=64, num_experts_per_tok=8,
 )  # fmt: skip
-_MLP = "model.layers.{layer}.mlp."
 
 
 class Qwen2Moe(QwenMoe):
@@ -59,8 +59,8 @@ class Qwen2Moe(QwenMoe):
         | HF_GQA
         | HF_MLP
         | HF_MOE
-        | {f"layer.moe.shared.{x}.kernel": (f"{_MLP}shared_expert.{x}_proj.weight",) for x in ("gate", "up", "down")}
-        | {"layer.moe.shared.output_gate.kernel": (_MLP + "shared_expert_gate.weight",)}
+        | {f"layer.moe.shared.{x}.kernel": W(f"mlp.shared_expert.{x}_proj.weight") for x in ("gate", "up", "down")}
+        | {"layer.moe.shared.output_gate.kernel": W("mlp.shared_expert_gate.weight")}
     )
 
     def attention(self, config: Qwen2MoeConfig, strategy: Strategy, **kw: Any) -> GQA:

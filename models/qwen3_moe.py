@@ -91,7 +91,7 @@ class Qwen3Moe(QwenMoe):
         | MAXTEXT_GQA
         | MAXTEXT_QK_NORM
         | MAXTEXT_MLP
-        | {"layer.moe.router.kernel": ("decoder/{layer}/moe_block/gate/kernel", ("embed", None))}
+        | {"layer.moe.router.kernel": ("moe_block/gate/kernel", ("embed", None))}
         | maxtext_experts("moe_block")
     )
 

@@ -18,7 +18,7 @@ from nnxmoe.convert.core.dtypes import natural_dtype
 from nnxmoe.convert.core.layout import Parameter, parameters
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadReport
-from nnxmoe.convert.hf.forms import arranged
+from nnxmoe.convert.core.views import with_views
 from nnxmoe.convert.hf.layout import judge, layout, refuse_unjustified
 from nnxmoe.convert.hf.pretrained import untied
 from nnxmoe.convert.hf.quantize import keep
@@ -114,7 +114,7 @@ def summarise(
     model = kind(config, rngs=None, dtype=kept)
     faults, report = Faults((), (), ()), LoadReport(str(name))
     if arrays:
-        faults, report = judge(config, layout(model, arrays), arrays, report)
+        faults, report = judge(model, layout(model, arrays), arrays, report)
     parts, active = Counter[str](), 0.0
     for parameter in parameters(model):
         size = math.prod(parameter.shape)
@@ -230,7 +230,7 @@ def _checked(
     """The config as a load would have it, and the tensors; CheckpointError if their quantization is not supported."""
     config = _config(fields, where)
     tied = config.tie_word_embeddings and not untied(config, tensors)
-    arrays = arranged(model_class(config).hf_table, stored(dict(tensors), fields, where, checkpoint))
+    arrays = with_views(model_class(config).hf_table, stored(dict(tensors), fields, where, checkpoint))
     return dataclasses.replace(config, tie_word_embeddings=tied), arrays
 
 

@@ -79,6 +79,7 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change
         change = next((changes[start] for start in changes if parameter.key.startswith(start)), SAME)
         leaf = Leaf(parameter.key, parameter.of_layer, (), parameter.of_layer, False, change, axes)
         group = groups[parameter.stack]
+        name = f"decoder/{{}}/{name}" if parameter.layer is not None else name
         labelled = dataclasses.replace(leaf, axes=(*axes[:1], group, *axes[1:]))
         for layer, at in parameter.layers():
             part = Part(parameter, at)
@@ -86,9 +87,9 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change
                 add_part(found, name, leaf, part)
             elif scan_layers:
                 where = f"{group}/layers_{layer % block}" if block else group
-                add_layer(found, name.format(layer=where), labelled, part, axis=1)
+                add_layer(found, name.format(where), labelled, part, axis=1)
             else:
-                add_part(found, name.format(layer=f"{group}_{layer - (first[group] or 0)}"), leaf, part)
+                add_part(found, name.format(f"{group}_{layer - (first[group] or 0)}"), leaf, part)
     return found
 
 

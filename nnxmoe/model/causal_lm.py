@@ -31,6 +31,7 @@ from nnxmoe.model.runs import Runs
 from nnxmoe.model.stack import ScannedStack, Unrolled
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.structure import split_once
+from nnxmoe.model.weight_names import Table
 from nnxmoe.runtime.progress import logger
 
 
@@ -53,7 +54,7 @@ class CausalLM(Decoder):
     presets: ClassVar[Mapping[str, DecoderConfig]] = {}
     hub_ids: ClassVar[Mapping[str, str]] = {}  # preset -> its checkpoint on the hub
     hub_notes: ClassVar[Mapping[str, str]] = {}  # preset -> how those files differ from what is loaded
-    hf_table: ClassVar[Mapping[str, tuple[str, ...]]]
+    hf_table: ClassVar[Table]
     maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]] = {}  # -> name and logical axes there
     maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # groups of dense layers, of layers with experts
     maxtext_block: ClassVar[Sequence[bool]] = ()  # for each layer of a block scanned there: whether it has a window

@@ -18,6 +18,7 @@ from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.causal_lm import CausalLM, Runs
 from nnxmoe.model.layer import Layer, LayerOutput
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.weight_names import W
 from nnxmoe.models.llama import HF_DECODER, HF_GQA, HF_MLP, LlamaConfig
 
 
@@ -45,10 +46,7 @@ class Toy(CausalLM):
         HF_DECODER
         | HF_GQA
         | HF_MLP
-        | {
-            f"layer.attention.qk_norm.{x}.scale": (f"model.layers.{{layer}}.self_attn.{x}_norm.weight",)
-            for x in ("q", "k")
-        }
+        | {f"layer.attention.qk_norm.{x}.scale": W(f"self_attn.{x}_norm.weight") for x in ("q", "k")}
     )
 
     def runs(self, config: ToyConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from nnxmoe.axes import axes_of, of_layers
 from nnxmoe.config.printable import some
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, overlap, sizes, whole, within
+from nnxmoe.convert.core.views import View
 from nnxmoe.layers.kernel import LEAD, flax_order
 from nnxmoe.layers.lora import Kept, LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray
@@ -174,7 +175,8 @@ class Leaf:
     """An external array: its shape and the parts of parameters that it consists of.
 
     ``inner``: the shape of one part in it. ``flat``: linear maps are stored as ``[outs, ins]`` with heads flattened;
-    otherwise as in Flax, ``[*ins, *outs]``. ``axes``: its logical axes, if the layout has them.
+    otherwise as in Flax, ``[*ins, *outs]``. ``axes``: its logical axes, if the layout has them. ``part_of``: the
+    tensor that holds it with others or in another order, if any.
     """
 
     key: str
@@ -184,6 +186,7 @@ class Leaf:
     flat: bool = False
     change: Change = SAME
     axes: tuple[str | None, ...] = ()
+    part_of: View | None = None
 
     @property
     def axis(self) -> int | None:

@@ -16,6 +16,7 @@ import numpy as np
 from nnxmoe.config.printable import plain
 from nnxmoe.convert.core.layout import Leaf
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.core.views import joined
 from nnxmoe.convert.hf import mxfp4
 from nnxmoe.convert.hf.layout import layout
 from nnxmoe.convert.hf.words import packed
@@ -31,11 +32,11 @@ WHAT = "which compressed-tensors cannot store: make it a float first with nnxmoe
 def compressed(
     model: CausalLM, leaves: Mapping[str, Leaf], arrays: Mapping[str, LazyArray]
 ) -> tuple[dict[str, LazyArray], dict[str, Any] | None]:
-    """The tensors to write for a model's arrays, and the ``quantization_config`` of config.json; None without quantised
-    kernels. Raises CheckpointError for codes that the format does not have."""
+    """The tensors to write for the arrays of a layout, and the ``quantization_config`` of config.json; None without
+    quantised kernels. Raises CheckpointError for codes that the format does not have."""
     kinds = {(*place.path, "codes"): place.weight.kind for place in quantized_weights(model)}
     if kinds and all(kind == mxfp4.CODES for kind in kinds.values()):
-        return mxfp4.in_blocks(arrays), mxfp4.CONFIG
+        return mxfp4.in_blocks(arrays, leaves), mxfp4.CONFIG
     found, groups = dict(arrays), dict[str, list[str]]()
     for name, leaf in leaves.items():
         codes = kinds.get(leaf.parts[0].parameter.path)
@@ -52,7 +53,8 @@ def compressed(
         found |= {f"{module}.{ending}": array for ending, array in stored.items()}
         settings = _settings(codes, codes.ins(parts["codes"]), "zero" in parts)
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(module)
-    return found, _config(model, groups) if groups else None
+    views = {name: leaf.part_of for name, leaf in leaves.items()}
+    return joined(found, views), _config(model, groups) if groups else None
 
 
 def _words(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:

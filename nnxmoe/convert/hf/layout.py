@@ -1,7 +1,6 @@
 """Hugging Face's names for a model's parameters, and the tensors of a checkpoint that may be skipped."""
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Set
@@ -14,17 +13,17 @@ from nnxmoe.convert.core.check import Faults, check
 from nnxmoe.convert.core.layout import Change, Leaf, Parameter, Part, TableError, add_part, parameters
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.convert.core.views import View
 from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS
 from nnxmoe.layers.quantized import ARRAYS
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models.tables import HF_MTP, HF_MTP_COPIES
+from nnxmoe.model.weight_names import Table, W, layer_of, options
 from nnxmoe.storage.errors import CheckpointError
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
-_PART = re.compile(r"^(?P<name>.*)\[(?P<part>\d+)/(?P<parts>\d+)\]$")
-_LAYER, _EXPERT = re.compile(r"model\.layers\.([0-9]{1,9})\."), re.compile(r".*\.experts\.([0-9]{1,9})\.")
-_OF_MTP = {name.split(".")[3] for name in [*itertools.chain(*HF_MTP.values()), *HF_MTP_COPIES]}
-_PREDICTION = re.compile(rf"{_LAYER.pattern}({'|'.join(sorted(_OF_MTP))})\.")
+_EXPERT = re.compile(r".*\.experts\.([0-9]{1,9})\.")
+_MTP = "layer.mtp."  # begins the keys of what only layers for multi-token prediction have
+_MAIN = ("embed.table", "head.kernel")  # of which checkpoints have copies in these layers
 
 
 def layout(model: CausalLM, names: Container[str] | None = None, times: float = 1.0) -> dict[str, Leaf]:
@@ -36,16 +35,36 @@ def layout(model: CausalLM, names: Container[str] | None = None, times: float = 
         if key not in model.hf_table:
             raise TableError(f"the parameter {key} has no row in the table of {type(model).__name__}")
         change = Change(times=times if parameter.takes_query_scalar else 1.0)
-        rows = [_with_ending(template, parameter.ending) for template in model.hf_table[key]]
         for layer, at in parameter.layers():
-            templates = rows if names is not None else rows[:1]
-            options = [_named(template, layer, at, parameter, change) for template in templates]
-            chosen = [o for o in options if names is not None and any(name in names for name, _, _ in o)]
-            for name, leaf, part in (chosen or options)[0]:
+            rows = [_named(w, layer, at, parameter, change) for w in options(model.hf_table, key)]
+            chosen = [row for row in rows if names is not None and any(name in names for name, _, _ in row)]
+            for name, leaf, part in (chosen or rows)[0]:
                 add_part(found, name, leaf, part)
     swap = names is not None and EMBED not in names and HEAD in names and HEAD not in found
     # A tied model may be stored with the head only; the embedding is then read from it.
     return {HEAD if swap and name == EMBED else name: leaf for name, leaf in found.items()}
+
+
+def _named(
+    w: W, layer: int | None, at: tuple[int, ...], parameter: Parameter, change: Change
+) -> list[tuple[str, Leaf, Part]]:
+    """The arrays of one layer of a parameter: one, or one per expert."""
+    inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
+    flat = inner if inputs is None else (math.prod(inner[:-inputs]), math.prod(inner[-inputs:]))
+    shape = flat if experts is None or w.per_expert else (experts, *flat)
+    view = None if w.whole else View(w.tensor(layer), w, int(experts is not None))
+    leaf = Leaf(parameter.key, shape, (), flat, True, change, part_of=view)
+    if w.per_expert:
+        return [(w.tensor(layer, e) + parameter.ending, leaf, Part(parameter, (*at, e))) for e in range(experts or 0)]
+    name = w.label(w.tensor(layer)) + parameter.ending
+    parts = [Part(parameter, at)] if experts is None else [Part(parameter, (*at, e), (e,)) for e in range(experts)]
+    return [(name, leaf, part) for part in parts]
+
+
+def _repeated(table: Table, layer: int) -> dict[str, str]:
+    """The tensors of a prediction layer that repeat the embedding and the output head -> those of the main model."""
+    rows = ((row, main) for main in _MAIN if _MTP + main in table for row in options(table, _MTP + main))
+    return {row.tensor(layer): options(table, main)[0].tensor(None) for row, main in rows}
 
 
 def copies(model: CausalLM, names: Container[str]) -> dict[str, str]:
@@ -53,8 +72,7 @@ def copies(model: CausalLM, names: Container[str]) -> dict[str, str]:
     they repeat, the arrays of a quantised head each. They are written for readers that expect them, and never read."""
     found = {}
     for k in range(len(model.mtp)):
-        for name, main in HF_MTP_COPIES.items():
-            copy = name.format(layer=model.config.num_hidden_layers + k)
+        for copy, main in _repeated(model.hf_table, model.config.num_hidden_layers + k).items():
             endings = [ending for ending in ("", *(f".{array}" for array in ARRAYS)) if main + ending in names]
             found |= {copy + ending: main + ending for ending in endings} or {copy: EMBED}
     return found
@@ -64,40 +82,14 @@ def empty(model: CausalLM) -> dict[str, LazyArray]:
     """The tensors without values that transformers stores for shared experts where ``n_shared_experts`` is 0."""
     if getattr(model.config, "n_shared_experts", None) != 0:
         return {}
-    routers = [p for p in parameters(model) if p.key == "layer.moe.router.kernel"]
     found = {}
-    for part in ("gate", "up", "down"):
-        (name,) = model.hf_table[f"layer.moe.shared.{part}.kernel"]
-        shape = (model.config.hidden_size, 0) if part == "down" else (0, model.config.hidden_size)
-        for router in routers:
+    for router in (p for p in parameters(model) if p.key == "layer.moe.router.kernel"):
+        for part in ("gate", "up", "down"):
+            (w,) = options(model.hf_table, f"layer.moe.shared.{part}.kernel")
+            shape = (model.config.hidden_size, 0) if part == "down" else (0, model.config.hidden_size)
             array = LazyArray.of(np.empty(shape, router.variable.dtype))
-            found |= {name.format(layer=layer): array for layer, _ in router.layers()}
+            found |= {w.tensor(layer): array for layer, _ in router.layers()}
     return found
-
-
-def _with_ending(template: str, ending: str) -> str:
-    """``name`` or ``name[i/n]`` with an ending of the name, such as ``.codes``."""
-    match = _PART.match(template)
-    return f"{match['name']}{ending}[{match['part']}/{match['parts']}]" if match else template + ending
-
-
-def _named(
-    template: str, layer: int | None, at: tuple[int, ...], parameter: Parameter, change: Change
-) -> list[tuple[str, Leaf, Part]]:
-    """The tensors of one layer of a parameter, named by one template; ``name[i/n]``: the i-th of n equal row ranges."""
-    match = _PART.match(template)
-    name, i, n = (match["name"], int(match["part"]), int(match["parts"])) if match else (template, 0, 1)
-    inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
-    flat = inner if inputs is None else (math.prod(inner[:-inputs]), math.prod(inner[-inputs:]))
-    shape, rows = (flat[0] * n, *flat[1:]), (slice(i * flat[0], (i + 1) * flat[0]),) if n > 1 else ()
-    if experts is None:
-        leaf = Leaf(parameter.key, shape, (), flat, True, change)
-        return [(name.format(layer=layer), leaf, Part(parameter, at, rows))]
-    if "{expert}" not in name:  # one tensor for all experts
-        leaf, name = Leaf(parameter.key, (experts, *shape), (), flat, True, change), name.format(layer=layer)
-        return [(name, leaf, Part(parameter, (*at, e), (e, *rows))) for e in range(experts)]
-    leaf = Leaf(parameter.key, shape, (), flat, True, change)
-    return [(name.format(layer=layer, expert=e), leaf, Part(parameter, (*at, e), rows)) for e in range(experts)]
 
 
 def refuse_unjustified(config: DecoderConfig, arrays: LazyArrays, where: str) -> None:
@@ -115,20 +107,21 @@ def refuse_unjustified(config: DecoderConfig, arrays: LazyArrays, where: str) ->
 
 
 def judge(
-    config: DecoderConfig, leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport
+    model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport
 ) -> tuple[Faults, LoadReport]:
     """The faults of a checkpoint, and a report of each of its tensors."""
-    faults = check(leaves, arrays)
-    left = set(faults.unexpected)
+    config, faults = model.config, check(leaves, arrays)
+    used = file_names(leaves.keys() & arrays.keys(), arrays)
+    left = {name for name in faults.unexpected if not file_names([name], arrays) <= used}
     skipped: dict[str, tuple[str, ...]] = {}
-    for rule, test in _skip_rules(config, left, leaves, arrays).items():
+    for rule, test in _skip_rules(model, left, leaves, arrays).items():
         names = tuple(sorted(name for name in left if test(name)))
         left -= set(names)
         if names:
             skipped[rule] = names
     return faults, dataclasses.replace(
         report,
-        loaded=tuple(sorted(file_names(leaves.keys() & arrays.keys(), arrays))),
+        loaded=tuple(sorted(used)),
         missing=faults.missing,
         unexpected=tuple(sorted(left)),
         skipped=skipped,
@@ -142,17 +135,19 @@ def file_names(names: Iterable[str], arrays: LazyArrays) -> set[str]:
 
 
 def _skip_rules(
-    config: DecoderConfig, left: Set[str], leaves: Iterable[str], arrays: LazyArrays
+    model: CausalLM, left: Set[str], leaves: Iterable[str], arrays: LazyArrays
 ) -> dict[str, Callable[[str], bool]]:
     """Rules for tensors that are skipped on purpose: description -> predicate of a tensor's name."""
+    config, table = model.config, model.hf_table
     first = config.num_hidden_layers
     numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
-    # Only prediction layers have tensors that combine the hidden state with an embedding; a surplus layer has not.
-    marked = {number for name in left if (number := _number(name, _PREDICTION)) in numbers}
-    built = {number for name in leaves if (number := _number(name, _PREDICTION)) in numbers}
-    repeated = {name.format(layer=number) for number in built for name in HF_MTP_COPIES}
+    # Only prediction layers have these tensors; a surplus layer has not.
+    own = {w.name for key in table if key.startswith(_MTP) for w in options(table, key)}
+    marked = {layer for layer, name in map(layer_of, left) if layer in numbers and name in own}
+    built = {layer for layer, name in map(layer_of, leaves) if layer in numbers and name in own}
+    repeated = {name for layer in built if layer is not None for name in _repeated(table, layer)}
     return {
-        "multi-token prediction layers (not part of the model)": lambda name: _number(name, _LAYER) in marked - built,
+        "multi-token prediction layers (not part of the model)": lambda name: layer_of(name)[0] in marked - built,
         "copies of the embedding and the head (those of the model are used)": lambda name: name in repeated,
         "empty tensors": lambda name: 0 in arrays[name].shape,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
@@ -164,16 +159,11 @@ def _skip_rules(
 def _beyond(config: DecoderConfig, left: Set[str]) -> list[str]:
     """Likely reasons for unused tensors, from their names."""
     found = []
-    for what, pattern, asked in (("layers", _LAYER, config.num_hidden_layers), ("experts", _EXPERT, config.experts)):
-        numbers = {n for name in left if (n := _number(name, pattern)) is not None and n >= asked}
-        if numbers:
-            more = some([str(number) for number in sorted(numbers)])
-            found.append(f"config.json asks for {asked} {what}, and the files have more: {more}")
-    if any(name.endswith(".bias") and (_number(name, _LAYER) or 0) < config.num_hidden_layers for name in left):
+    of_experts = ((int(match[1]) if (match := _EXPERT.match(name)) else None) for name in left)
+    numbers = {"layers": {layer_of(name)[0] for name in left}, "experts": set(of_experts)}
+    for what, asked in (("layers", config.num_hidden_layers), ("experts", config.experts)):
+        if more := [str(n) for n in sorted(n for n in numbers[what] if n is not None and n >= asked)]:
+            found.append(f"config.json asks for {asked} {what}, and the files have more: {some(more)}")
+    if any(name.endswith(".bias") and (layer_of(name)[0] or 0) < config.num_hidden_layers for name in left):
         found.append("the files have biases that config.json does not ask for")
     return found
-
-
-def _number(name: str, pattern: re.Pattern[str]) -> int | None:
-    match = pattern.match(name)
-    return int(match[1]) if match else None

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import UInt8
 
+from nnxmoe.convert.core.layout import Leaf
 from nnxmoe.convert.core.lazy_array import Box, Empty, Encoded, LazyArray, LazyArrays, decoded
-from nnxmoe.convert.hf.forms import Form
+from nnxmoe.convert.core.views import View, joined
 from nnxmoe.convert.hf.raw import CHUNK_BYTES, raw
 from nnxmoe.convert.hf.scheme import Malformed, Scheme
 from nnxmoe.layers.codes import Codes
@@ -107,17 +108,20 @@ def _weights(
     return decoded(Encoded(CODES, (experts, outs, groups * BLOCK), parts))
 
 
-def in_blocks(arrays: LazyArrays) -> dict[str, LazyArray]:
-    """The tensors to write for arrays of which codes and scales are those of `mxfp4`; nothing is rounded."""
-    found = dict(arrays)
-    for name in arrays:
-        weight, _, part = name.rpartition(".")
-        if part in ("codes", "scale"):
-            form = Form.of(weight)
-            rows = f"[:, {form.first}::{form.step}]" if form.step > 1 else ""
-            made = _as_blocks(found.pop(name)) if part == "codes" else _as_exponents(found.pop(name))
-            found[form.tensor + (_BLOCKS if part == "codes" else _SCALES) + rows] = made
-    return found
+def in_blocks(arrays: LazyArrays, leaves: Mapping[str, Leaf]) -> dict[str, LazyArray]:
+    """The tensors to write for the arrays of a layout, of which codes and scales are those of `mxfp4`; nothing is
+    rounded."""
+    found, views = dict[str, LazyArray](), dict[str, View | None]()
+    for name, array in arrays.items():
+        view, ending = leaves[name].part_of, name.rpartition(".")[2]
+        if ending in ("codes", "scale"):
+            tensor = name.removesuffix("." + ending) if view is None else view.tensor
+            tensor += _BLOCKS if ending == "codes" else _SCALES
+            array = _as_blocks(array) if ending == "codes" else _as_exponents(array)
+            view = view and View(tensor, dataclasses.replace(view.w, turned=False), view.dim)
+            name = tensor if view is None or view.w.whole else view.name
+        found[name], views[name] = array, view
+    return joined(found, views)
 
 
 def _as_blocks(codes: LazyArray) -> LazyArray:

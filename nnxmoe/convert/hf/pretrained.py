@@ -24,8 +24,8 @@ from nnxmoe.convert.core.fill import fill
 from nnxmoe.convert.core.layout import Leaf, arrays_of
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.convert.core.views import with_views
 from nnxmoe.convert.hf.compressed_writer import compressed
-from nnxmoe.convert.hf.forms import arranged, restored
 from nnxmoe.convert.hf.layout import EMBED, HEAD, copies, empty, judge, layout, refuse_unjustified
 from nnxmoe.convert.hf.quantize import keep, quantize_on_reading
 from nnxmoe.convert.hf.side_files import generation_fields, parse_config, write_side_files
@@ -84,7 +84,7 @@ def from_pretrained(
                 f"or nnxmoe.from_pretrained, not {expect.__name__}.from_pretrained"
             )
         where = str(checkpoint.folder / "config.json")
-        found = arranged(kind.hf_table, stored(checkpoint.tensors, checkpoint.config, where, checkpoint))
+        found = with_views(kind.hf_table, stored(checkpoint.tensors, checkpoint.config, where, checkpoint))
         refuse_unjustified(config, found, where)
         strategy = strategy or Strategy.auto()
         mesh, rules = strategy.mesh if mesh is None else mesh, strategy.rules if rules is None else rules
@@ -106,7 +106,7 @@ def from_pretrained(
 
 def restore(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dtype: Any, report: LoadReport) -> None:
     """Set the values and ``load_report`` of an abstract model. Raises LoadError if tensors are missing or wrong."""
-    faults, report = judge(model.config, leaves, arrays, report)
+    faults, report = judge(model, leaves, arrays, report)
     misfit = f"{report.source}: the tensors do not fit config.json ({model.config.model_type})"
     remedy = "\nCheck that config.json belongs to these files and that all of them are here."
     refuse(faults, leaves, report, misfit, remedy if faults.missing else "")
@@ -173,7 +173,7 @@ def save_pretrained(
         }
         found = {name: array if name in fixed else array.cast(kind) for name, array in found.items()}
     found, quantization = compressed(model, leaves, found)
-    found = restored(found) | empty(model)
+    found |= empty(model)
     total = sum(array.nbytes for array in found.values())
     with shared_folder(folder, overwrite) as stage, bytes_bar(total, "writing") as bar:
         if jax.process_index() == 0:
@@ -186,7 +186,7 @@ def save_pretrained(
 def arrays(model: CausalLM) -> dict[str, LazyArray]:
     """Hugging Face name -> lazy tensor, computed from the model's parameters when read."""
     leaves = _written(model)
-    return restored(compressed(model, leaves, arrays_of(leaves))[0]) | empty(model)
+    return compressed(model, leaves, arrays_of(leaves))[0] | empty(model)
 
 
 def _written(model: CausalLM) -> dict[str, Leaf]:

@@ -4,8 +4,8 @@ import collections
 
 import numpy as np
 
-from nnxmoe.convert.hf.forms import Form
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.weight_names import options
 from nnxmoe.train.lora.adapter_file import AdapterFile
 from nnxmoe.train.lora.peft_config import Settings
 from nnxmoe.train.lora.pieces import OneLayer, scaled
@@ -21,11 +21,9 @@ def expert_by_expert(model: CausalLM, slot: Slot, layer: int, settings: Settings
     (lead, (ins,), (outs,)), _ = slot.dimensions
     found: dict[tuple[int, int], tuple[str, tuple[int, float]]] = {}
     for number, kernel in enumerate(slot.kernels):
-        for template in model.hf_table[slot.key.rpartition(".")[0] + "." + kernel]:
-            if "{expert}" not in template or not Form.of(template).plain:
-                continue
-            for expert in range(lead[-1]):
-                module = template.format(layer=layer, expert=expert).removesuffix(".weight")
+        for w in options(model.hf_table, slot.key.rpartition(".")[0] + "." + kernel):
+            for expert in range(lead[-1]) if w.per_expert else ():
+                module = w.tensor(layer, expert).removesuffix(".weight")
                 tensors = f"base_model.model.{module}.lora_"
                 if f"{tensors}A.weight" in file and settings.has_module(module):
                     found[number, expert] = tensors, settings.numbers(module)

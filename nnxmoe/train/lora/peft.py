@@ -21,6 +21,7 @@ from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.layout import Change
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
+from nnxmoe.model.weight_names import layer_of, options
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.multihost import gather, shared_folder, spans_hosts
@@ -44,7 +45,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     if model.merged is not None:
         raise ValueError("cannot save: the model's adapters are merged; call lora.unmerge(model) first")
     pieces = pieces_of(
-        (slot, layer, numbers, parameter_name(model, slot).replace("{layer}", str(layer)))
+        (slot, layer, numbers, parameter_name(model, slot, layer))
         for slot in adapted(model)
         for layer in slot.layers
         if slot.adapter is not None and (numbers := slot.adapter.numbers(layer)) is not None
@@ -78,14 +79,13 @@ def _settings(model: CausalLM, pieces: list[Piece]) -> Settings:
     """The settings of adapters, by names within a layer where all layers have equal adapters, else by full names."""
     numbers = {(piece.slot.name, piece.layer): piece.numbers for piece in pieces}
     groups: dict[str, dict[str, Numbers | None]] = collections.defaultdict(dict)
-    names = {slot.name: parameter_name(model, slot) for slot in slots(model)}
     for slot in slots(model):
         for layer in slot.layers:
-            groups[slot.name][names[slot.name].replace("{layer}", str(layer))] = numbers.get((slot.name, layer))
+            groups[slot.name][parameter_name(model, slot, layer)] = numbers.get((slot.name, layer))
     found: dict[str, Numbers | None] = {}
-    for name, group in groups.items():
+    for group in groups.values():
         alike = len(set(group.values())) == 1
-        end = names[name].rpartition("{layer}.")[2].removeprefix("model.")
+        end = layer_of(next(iter(group)))[1].removeprefix("model.")
         found |= {end: next(iter(group.values()))} if alike else group
     has_experts = any(slot.name == "router" for slot in slots(model))
     return Settings.of({name: own for name, own in found.items() if own is not None}, has_experts=has_experts)
@@ -148,12 +148,11 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
 def _targeted(model: CausalLM, settings: Settings, file: AdapterFile) -> Iterator[tuple[Slot, int, Numbers, str]]:
     """The adapters that the settings name, with the names of their parameters, which older files spell differently."""
     for slot in slots(model):
-        older = () if slot.name == "head" else model.hf_table[slot.key]  # a tied head has the key of the embedding
-        spellings = [parameter_name(model, slot)]
-        spellings += [name for name in older if name.endswith(".weight") and "{expert}" not in name]
+        older = [] if slot.name == "head" else [w for w in options(model.hf_table, slot.key) if not w.per_expert]
         for layer in slot.layers:
-            asked = []
-            for name in (spelling.replace("{layer}", str(layer)) for spelling in spellings):
+            asked, spellings = [], [parameter_name(model, slot, layer)]
+            names = [w.tensor(layer if slot.key.startswith("layer.") else None) for w in older if w.whole]
+            for name in spellings + [name for name in names if name.endswith(".weight")]:
                 module = name.removesuffix(".weight")
                 if settings.has_parameter(name) or (module != name and settings.has_module(module)):
                     key = name if settings.has_parameter(name) else module

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from nnxmoe.convert.core.layout import QUERY
-from nnxmoe.convert.hf.forms import Form
 from nnxmoe.layers.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.weight_names import options
 from nnxmoe.train.lora.peft_config import Numbers
 from nnxmoe.train.lora.slots import Slot
 
@@ -65,7 +65,8 @@ class Piece:
         made = self.slot.shapes(*self.numbers, np.dtype(np.float32))
         experts = math.prod(made.a.lead[self.slot.depth is not None :])
         one = tuple(getattr(made, which).shape[self.slot.depth is not None :])
-        in_turn = 1 if self.slot.name == "head" else Form.of(model.hf_table[self.slot.key][0]).step
+        first = options(model.hf_table, self.slot.key)[0]
+        in_turn = first.parts if first.alternate else 1
         return Stored(which, one, self.numbers[0], experts, in_turn)
 
     def is_query(self, which: str) -> bool:
@@ -73,13 +74,12 @@ class Piece:
         return which == "b" and self.slot.key.startswith(QUERY)
 
 
-def parameter_name(model: CausalLM, slot: Slot) -> str:
-    """The parameter name in transformers 5 of a slot's kernels: ``model.layers.{layer}.self_attn.q_proj.weight``."""
-    if slot.name == "head":
+def parameter_name(model: CausalLM, slot: Slot, layer: int) -> str:
+    """The parameter name in transformers 5 of a slot's kernels: ``model.layers.3.self_attn.q_proj.weight``."""
+    if slot.name == "head":  # of a tied head too, which has the key of the embedding
         return "lm_head.weight"
-    names = model.hf_table[slot.key]
-    form = Form.of(names[0])
-    return names[-1].partition("[")[0] if form.plain else form.tensor
+    found = options(model.hf_table, slot.key)
+    return (found[-1] if found[0].whole else found[0]).tensor(layer if slot.key.startswith("layer.") else None)
 
 
 def pieces_of(found: Iterable[tuple[Slot, int, Numbers, str]]) -> list[Piece]:

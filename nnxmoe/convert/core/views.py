@@ -1,0 +1,138 @@
+"""Parts of tensors as arrays of their own, read from a tensor on loading and put into it on saving.
+
+No other code knows that a tensor holds several parameters, or has its inputs before its outputs, as gpt-oss's experts.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from nnxmoe.convert.core.lazy_array import Box, Empty, Encoded, LazyArray, LazyArrays, decoded, sizes, whole
+from nnxmoe.model.weight_names import Table, W, layer_of, options
+from nnxmoe.storage.host import transpose_into
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The part ``w`` of a tensor, whose outputs are dimension ``dim`` of the tensor without its inputs."""
+
+    tensor: str
+    w: W
+    dim: int
+
+    @property
+    def name(self) -> str:
+        """The name of this part."""
+        return self.w.label(self.tensor)
+
+    def place(self, box: Box, outs: int) -> Box:
+        """A box of this part, which has so many outputs, as slices of the tensor, perhaps with a step."""
+        w, cut = self.w, box[self.dim]
+        if w.alternate:
+            cut = slice(w.part + cut.start * w.parts, w.part + (cut.stop - 1) * w.parts + 1, w.parts)
+        else:
+            cut = slice(w.part * outs + cut.start, w.part * outs + cut.stop)
+        box = (*box[: self.dim], cut, *box[self.dim + 1 :])
+        return (*box[:-2], box[-1], box[-2]) if w.turned else box
+
+    def of(self, array: LazyArray) -> LazyArray:
+        """The part of a tensor, with a fault if the tensor cannot be divided."""
+        if array.fault is not None:
+            return array
+        w, shape = self.w, _turned(array.shape) if self.w.turned else array.shape
+        array = dataclasses.replace(array, tensors=array.tensors or (self.tensor,))
+        if len(shape) < self.dim + 1 + w.turned or shape[self.dim] % w.parts:
+            where = f"{self.tensor} in {array.file}" if array.file else self.tensor
+            several = f"{w.parts} parameters of equal size" if w.parts > 1 else "a kernel per expert"
+            return dataclasses.replace(array, fault=f"{where} has shape {list(array.shape)}: it must hold {several}")
+        outs = shape[self.dim] // w.parts
+        shape = (*shape[: self.dim], outs, *shape[self.dim + 1 :])
+
+        def read(box: Box, empty: Empty) -> np.ndarray:
+            place = self.place(box, outs)
+            if not w.alternate and not w.turned:
+                return array.read_box(place, empty)
+            hull = tuple(slice(part.start, part.stop) for part in place)
+            found = array.read_box(hull, np.empty)[tuple(slice(None, None, part.step) for part in place)]
+            if not w.turned:
+                return np.ascontiguousarray(found)
+            _transpose(out := np.empty(sizes(box), array.dtype), found)
+            return out
+
+        if array.encoded is not None:
+            return self._of_codes(array, dataclasses.replace(array, shape=shape, read_box=read))
+        # A transpose is read a matrix at a time, because its rows in memory are columns of the tensor.
+        block = math.prod(shape[-2:]) * array.dtype.itemsize if w.turned else array.block
+        return dataclasses.replace(array, shape=shape, read_box=read, block=block)
+
+    def _of_codes(self, array: LazyArray, floats: LazyArray) -> LazyArray:
+        """The part of a quantised tensor, which stays quantised; ``floats``: of the values that the codes stand for."""
+        encoded = array.encoded
+        assert encoded is not None
+        tall, high = encoded.codes.tile[0], array.shape[self.dim]
+        common = {"order"} if tall < high else {"order", "scale", "zero"}
+        parts = {name: part if name in common else self.of(part) for name, part in encoded.parts.items()}
+        if tall < high and (floats.shape[self.dim] % tall or (self.w.alternate and tall > 1)):
+            fault = f"{self.tensor} in {array.file} has tiles that share a scale and belong to two parameters"
+            parts = {name: dataclasses.replace(part, fault=fault) for name, part in parts.items()}
+            return dataclasses.replace(floats, encoded=Encoded(encoded.codes, floats.shape, parts))
+        return decoded(Encoded(encoded.codes, floats.shape, parts))
+
+
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], *shape[:-3:-1])
+
+
+def _transpose(out: np.ndarray, values: np.ndarray) -> None:
+    """``out[...] = values`` with its last two dimensions exchanged."""
+    for at in np.ndindex(values.shape[:-2]):
+        transpose_into(out[at], values[at])
+
+
+def with_views(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
+    """Arrays of tensors, with the parts that a table names in the place of tensors that hold several parameters."""
+    rows = [(w, int(".experts." in key)) for key in table for w in options(table, key) if not w.whole]
+    found: dict[str, LazyArray] = {}
+    for name, array in arrays.items():
+        views = [View(name, w, dim) for w, dim in rows if w.name == layer_of(name)[1]]
+        found |= {view.name: view.of(array) for view in views} or {name: array}
+    return found
+
+
+def joined(arrays: LazyArrays, views: Mapping[str, View | None]) -> dict[str, LazyArray]:
+    """The inverse of `with_views`, for saving: the arrays of tensors. ``views``: of the arrays that are parts."""
+    found: dict[str, LazyArray] = {}
+    parts: dict[str, dict[View, LazyArray]] = {}
+    for name, array in arrays.items():
+        if (view := views.get(name)) is None:
+            found[name] = array
+        else:
+            parts.setdefault(view.tensor, {})[view] = array
+    return found | {name: _joined(each) for name, each in parts.items()}
+
+
+def _joined(parts: Mapping[View, LazyArray]) -> LazyArray:
+    """The tensor that consists of parts."""
+    view, first = next(iter(parts.items()))
+    assert len(parts) == view.w.parts, parts.keys()
+    dim, outs = view.dim, first.shape[view.dim]
+    shape = (*first.shape[:dim], outs * view.w.parts, *first.shape[dim + 1 :])
+    shape = _turned(shape) if view.w.turned else shape
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        lead = (box[0],) if dim else ()  # of all experts only those in the box
+        out = np.empty((*sizes(lead), *shape[len(lead) :]), first.dtype)
+        for view, array in parts.items():
+            rest = whole(array.shape)[len(lead) :]
+            values = array.read_box((*lead, *rest), np.empty)
+            part = out[view.place((*whole(sizes(lead)), *rest), outs)]
+            if view.w.turned:
+                _transpose(part, values)
+            else:
+                part[...] = values
+        return out[(*whole(sizes(lead)), *box[len(lead) :])]
+
+    spread = any(array.holders is not None for array in parts.values())
+    return LazyArray(shape, first.dtype, read, holders=() if spread else None)

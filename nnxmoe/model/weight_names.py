@@ -1,0 +1,77 @@
+"""Names of weights in Hugging Face checkpoints, as typed values of which the table of a family consists."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+LAYERS = "model.layers"
+_LAYER = re.compile(re.escape(LAYERS) + r"\.([0-9]{1,9})\.")
+
+
+@dataclasses.dataclass(frozen=True)
+class W:
+    """The tensor, or the part of a tensor, that holds a parameter: a kernel ``[outs, ins]`` or a vector ``[outs]``, of
+    experts with the dimension of all experts before them.
+
+        W("self_attn.q_proj.weight")                   a tensor
+        W("mlp.experts").each("up_proj.weight")        a tensor per expert: mlp.experts.0.up_proj.weight, …
+        W("mlp.experts.gate_up_proj").rows(1, 2)       the second half of a tensor's outputs
+        W("mlp.experts.gate_up_proj").T.every(0, 2)    every second output of a tensor with inputs before outputs
+
+    Names are relative to the layer: for a key ``layer.…`` they follow ``model.layers.N.``.
+    """
+
+    name: str
+    per_expert: str = ""  # the end of the name, after the number of the expert
+    part: int = 0
+    parts: int = 1
+    alternate: bool = False  # whether the outputs of the parts alternate
+    turned: bool = False  # whether the tensor has inputs before outputs
+
+    def each(self, name: str) -> "W":
+        """The tensor ``name`` of each expert."""
+        return dataclasses.replace(self, per_expert=name)
+
+    def rows(self, part: int, parts: int) -> "W":
+        """One of ``parts`` equal ranges of outputs."""
+        return dataclasses.replace(self, part=part, parts=parts)
+
+    def every(self, part: int, parts: int) -> "W":
+        """The outputs ``part``, ``part + parts``, …"""
+        return dataclasses.replace(self, part=part, parts=parts, alternate=True)
+
+    @property
+    def T(self) -> "W":
+        """Of a tensor with inputs before outputs."""
+        return dataclasses.replace(self, turned=True)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the tensor is the parameter, or that of one expert."""
+        return self.parts == 1 and not self.turned
+
+    def tensor(self, layer: int | None, expert: int | str | None = None) -> str:
+        """The tensor's name in a checkpoint; ``layer`` None: outside of the layers."""
+        name = f"{self.name}.{expert}.{self.per_expert}" if self.per_expert else self.name
+        return name if layer is None else f"{LAYERS}.{layer}.{name}"
+
+    def label(self, tensor: str) -> str:
+        """A name for the part of a tensor: ``….gate_up_proj.T[0::2]``, or ``….gate_up_proj[0/2]``."""
+        between = "::" if self.alternate else "/"
+        rows = f"[{self.part}{between}{self.parts}]" if self.parts > 1 else ""
+        return tensor + ".T" * self.turned + rows
+
+
+Table = Mapping[str, W | tuple[W, ...]]  # key of a parameter -> where it is; of several the first is written
+
+
+def options(table: Table, key: str) -> tuple[W, ...]:
+    """The alternatives in the row of a key."""
+    row = table[key]
+    return (row,) if isinstance(row, W) else row
+
+
+def layer_of(name: str) -> tuple[int | None, str]:
+    """The number of a tensor's layer, None outside of the layers, and the rest of its name."""
+    match = _LAYER.match(name)
+    return (int(match[1]), name[match.end() :]) if match else (None, name)
