@@ -10,6 +10,7 @@ from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
+from nnxmoe.config.nested import text_fields
 from nnxmoe.config.printable import short
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.reads import refuse_unread
@@ -36,8 +37,8 @@ HUB_IDS: dict[str, str] = {}  # preset -> the published checkpoint
 HUB_NOTES: dict[str, str] = {}  # preset -> how its files differ from what is loaded
 # Supported model_type -> families that are not supported and differ least from it.
 RELATIVES = {
-    "deepseek_v3": "deepseek_v32 deepseek_v4 glm_moe_dsa kimi_k25 kimi_linear longcat_flash mistral4",
-    "minimax_m2": "minimax_m3_vl_text",
+    "deepseek_v3": "deepseek_v32 deepseek_v4 glm_moe_dsa kimi_linear longcat_flash mistral4",
+    "minimax_m2": "minimax_m3_vl",
     "glm4_moe": "glm4v_moe exaone_moe",
     "mixtral": "minimax phimoe granitemoe jamba",
     "qwen3_moe": "qwen3_next qwen3_5_moe qwen3_vl_moe ernie4_5_moe hunyuan_v1_moe hy_v3",
@@ -113,8 +114,9 @@ __all__ = [
 
 
 def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
-    """The config of a parsed config.json. Raises ConfigError for unsupported models and values (see
-    `DecoderConfig.from_hf`), and warns of fields that are dropped."""
+    """The config of a parsed config.json, or of the text model in it. Raises ConfigError for unsupported models and
+    values (see `DecoderConfig.from_hf`), and warns of fields that are dropped."""
+    fields = text_fields(fields)
     kind = config_class(fields)
     config = kind.from_hf(fields)
     for note in kind.notes(fields):
@@ -135,7 +137,7 @@ def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
 def _relative(kind: Any) -> str:
     """How an unsupported model_type differs from the supported one that is closest, if there is one."""
     for name, relatives in RELATIVES.items():
-        if kind in relatives.split():
+        if str(kind).removesuffix("_text") in relatives.split():
             module = MODELS[name][1].__module__.rpartition(".")[2]
             return (
                 f", since its layers are not those of {name}, its closest relative: with another model_type it would "

@@ -2,8 +2,7 @@
 
 Moonlight's config.json says ``deepseek_v3``; that of K2 has a model_type of its own, which transformers does not have.
 Saved models say ``deepseek_v3`` too, so that transformers loads them. Neither publishes a tokenizer.json, which the
-text functions need. K2-Thinking has experts in packed int4. K2.5 is refused: it prefixes its tensors with
-``language_model.``.
+text functions need. K2-Thinking has experts in packed int4. Of K2.5 and K2.6 the text model is loaded.
 """
 
 import dataclasses

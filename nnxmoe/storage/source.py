@@ -7,10 +7,12 @@ import glob
 import logging
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nnxmoe.config.nested import text_fields
 from nnxmoe.config.printable import short, some
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import read_object
@@ -27,7 +29,20 @@ _MAX_INDEX_BYTES = 32_000_000  # the index of DeepSeek-V3 has 9 MB
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
 _GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings, in checkpoints older than quantization_config
-_BASE = ("embed_tokens.", "layers.", "norm.")
+_PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers", "norm")} | {
+    "model.model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+}
+WRAPPERS = [old for old, new in _PREFIXES.items() if "_model." in old and new == "model."]  # of multimodal models
+_TOWER = re.compile(
+    r"(?:model\.)?((?:vision|image|audio|speech)_(?:tower|model|encoder|embed_tokens)|visual|vit|mlp1|image_newline"
+    r"|(?:multi_modal|multimodal|mm|vision|audio|patch_merger)_?(?:projector|projection|adapter|connector)|connector"
+    r"|embed_(?:vision|audio)|patch_merger|aligner)(?=\.|$)"
+)
 _ADAPTER = "adapter_config.json"
 _TO_ADAPT = "call nnxmoe.train.lora.load(model, folder) with this folder, or give it to a command as --adapter"
 _DOWNLOAD = ["config.json", _GPTQ_FILE, _ADAPTER, "generation_config.json", "*.safetensors", INDEX_FILE]
@@ -73,7 +88,8 @@ def find_in_folder(folder: Path) -> Source:
 
 
 def find_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a folder, with the settings of an old GPTQ checkpoint as ``quantization_config``."""
+    """The parsed config.json of a folder, or its text model's part, with the settings of an old GPTQ checkpoint as
+    ``quantization_config``."""
     path = folder / "config.json"
     if not os.path.lexists(path):
         raise CheckpointError(f"{folder} has no config.json: {_adapter_in(folder) or 'it holds no checkpoint'}")
@@ -81,7 +97,7 @@ def find_config(folder: Path) -> dict[str, Any]:
     if "quantization_config" not in found and os.path.lexists(folder / _GPTQ_FILE):
         settings = read_object(folder / _GPTQ_FILE, "fetch it again", CheckpointError)
         found["quantization_config"] = {"quant_method": "gptq", **settings}
-    return found
+    return text_fields(found)
 
 
 def _adapter_in(folder: Path) -> str | None:
@@ -185,13 +201,26 @@ def _in_subfolders(folder: Path) -> list[str]:
 
 
 def prefixed(tensors: dict[str, T]) -> dict[str, T]:
-    """Tensors by their names in a model with a head; those of a ``LlamaModel`` lack ``model.``, and wrapped ones have
-    it twice. transformers does the same, name by name."""
+    """Tensors by their names in a text model with a head; those of a ``LlamaModel`` lack ``model.``, wrapped ones have
+    it twice, and in a multimodal model they have another prefix. transformers does the same, name by name."""
     found = {}
     for name, info in tensors.items():
-        full = name.removeprefix("model.") if name.startswith("model.model.") else name
-        full = f"model.{name}" if name.startswith(_BASE) else full
+        full = next((new + name[len(old) :] for old, new in _PREFIXES.items() if name.startswith(old)), name)
         found[name if full in tensors else full] = info
+    return found
+
+
+def spellings(module: str) -> list[str]:
+    """The names that a module of the text model may have in a multimodal model, its own first."""
+    return [module, *(old + module.removeprefix("model.") for old in WRAPPERS if module.startswith("model."))]
+
+
+def towers(names: Iterable[str]) -> dict[str, list[str]]:
+    """The names of tensors beside the text model of a multimodal checkpoint, by the part that they belong to."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if match := _TOWER.match(name):
+            found.setdefault(match[1], []).append(name)
     return found
 
 
@@ -212,7 +241,7 @@ def remote_headers(repo_id: str, revision: str | None) -> tuple[dict[str, Any], 
 
     config = hub_call(repo_id, revision, config_file, CheckpointError)
     tensors = hub_call(repo_id, revision, lambda: _fetch_headers(repo_id, revision), CheckpointError)
-    return read_object(Path(config), "fetch it again", CheckpointError), tensors
+    return text_fields(read_object(Path(config), "fetch it again", CheckpointError)), tensors
 
 
 def _fetch_headers(repo_id: str, revision: str | None) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -16,6 +16,7 @@ class LoadReport:
     ``source``: the folder or hub id that was asked for, and ``revision`` the branch, tag or commit of the hub.
     ``skipped``: rule -> names skipped on purpose. ``unexpected``: other tensors that the model does not use.
     ``missing``: parameters without a tensor (empty for a loaded model). ``casts``: "stored -> loaded dtype" -> names.
+    ``towers``: the parts of a multimodal checkpoint beside the text model, whose tensors are skipped.
     ``nonfinite``: tensor -> number of NaN or infinite values after loading (on this process's devices).
     ``files``: the folder with the tokenizer files, which saving copies. ``weights``: bytes in memory by dtype or kind
     of code, scales included, without copies on several devices. ``quantization_error``: the root mean square of what
@@ -36,6 +37,7 @@ class LoadReport:
     revision: str | None = None
     weights: Mapping[str, int] = dataclasses.field(default_factory=dict)
     quantization_error: float | None = None
+    towers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (
@@ -55,6 +57,8 @@ class LoadReport:
         """Log one warning with what the user must know: tensors that were not read, notes, and values that are NaN or
         infinite."""
         found = list(self.notes)
+        if self.towers:
+            found.insert(0, f"this is the text model of a multimodal checkpoint, without {', '.join(self.towers)}")
         if self.unexpected:
             count, names = len(self.unexpected), some(list(self.unexpected), 5)
             what = "1 tensor belongs" if count == 1 else f"{count} tensors belong"

@@ -19,6 +19,7 @@ from nnxmoe.layers.quantized import ARRAYS
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import Table, W, layer_of, options
 from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.source import towers
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _EXPERT = re.compile(r".*\.experts\.([0-9]{1,9})\.")
@@ -113,7 +114,9 @@ def judge(
     config, faults = model.config, check(leaves, arrays)
     used = file_names(leaves.keys() & arrays.keys(), arrays)
     left = {name for name in faults.unexpected if not file_names([name], arrays) <= used}
-    skipped: dict[str, tuple[str, ...]] = {}
+    beside = towers(left)
+    skipped = {f"{tower} (beside the text model)": tuple(sorted(names)) for tower, names in beside.items()}
+    left -= {name for names in beside.values() for name in names}
     for rule, test in _skip_rules(model, left, leaves, arrays).items():
         names = tuple(sorted(name for name in left if test(name)))
         left -= set(names)
@@ -125,6 +128,7 @@ def judge(
         missing=faults.missing,
         unexpected=tuple(sorted(left)),
         skipped=skipped,
+        towers=tuple(sorted(beside)),
         notes=(*report.notes, *_beyond(config, left)),
     )
 

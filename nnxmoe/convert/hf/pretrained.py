@@ -36,7 +36,7 @@ from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class, refuse_preset
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.quantization.methods import Method, Mixed, refuse_both
-from nnxmoe.runtime.progress import bytes_bar
+from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.multihost import shared_folder
@@ -164,6 +164,9 @@ def save_pretrained(
     Raises CheckpointError (a ValueError).
     """
     size, kind, leaves = _size(max_shard_size), float_dtype(dtype), _written(model)
+    if model.load_report is not None and model.load_report.towers:
+        left = ", ".join(model.load_report.towers)
+        logger.warning("%s: the text model is written; %s of %s are not", folder, left, model.load_report.source)
     found = arrays_of(leaves)
     if kind is not None:
         fixed = {

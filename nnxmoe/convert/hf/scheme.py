@@ -7,6 +7,7 @@ from typing import Any
 
 from nnxmoe.config.printable import short
 from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.source import spellings
 
 METHODS = {
     "fp8": "FP8 in blocks, as DeepSeek-V3, or per tensor",
@@ -139,10 +140,11 @@ class Weights:
 
 def _nearness(target: str, module: str) -> int:
     """How closely a target names a module: 3 by its name, 2 by an expression, 1 by its class, 0 not at all."""
-    if target == module:
+    names = spellings(module)
+    if target in names:
         return 3
     if target.startswith("re:"):
-        return 2 if re.match(target[3:], module) else 0
+        return 2 if any(re.match(target[3:], name) for name in names) else 0
     return int(target == "Linear")
 
 

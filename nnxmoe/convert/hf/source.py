@@ -10,6 +10,7 @@ from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Scheme
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.safetensors import TensorInfo
+from nnxmoe.storage.source import towers
 
 
 def stored(
@@ -21,7 +22,9 @@ def stored(
     quantization that is not supported.
     """
     scheme = Scheme.of(fields, where)
-    weights = quantised(tensors, scheme, checkpoint) | mxfp4(tensors, scheme, checkpoint)
+    beside = {name for names in towers(tensors).values() for name in names}
+    text = {name: info for name, info in tensors.items() if name not in beside}
+    weights = quantised(text, scheme, checkpoint) | mxfp4(text, scheme, checkpoint)
     scheme.check_use(len(weights))
     inside = {name for array in weights.values() for name in array.tensors}
     plain = {name: raw(checkpoint, info) for name, info in tensors.items() if name not in inside}

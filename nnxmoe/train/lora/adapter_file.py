@@ -7,8 +7,10 @@ import numpy as np
 from nnxmoe.config.printable import plain
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.safetensors import read_header
+from nnxmoe.storage.source import WRAPPERS, prefixed
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+_OUTSIDE = "base_model.model."  # in PEFT's names, before that of the base model
 _FLOATS = ("F32", "BF16", "F16")
 
 
@@ -23,11 +25,19 @@ class AdapterFile:
                 f"{pickled} is pickled, which is not read here: convert it to safetensors, with peft's "
                 "PeftModel.from_pretrained(…).save_pretrained(…)"
             )
-        self._infos = read_header(path)
+        header = read_header(path)
+        inside = {name.removeprefix(_OUTSIDE): info for name, info in header.items() if name.startswith(_OUTSIDE)}
+        self._infos = {name: info for name, info in header.items() if not name.startswith(_OUTSIDE)}
+        self._infos |= {_OUTSIDE + name: info for name, info in prefixed(inside).items()}
+        self._before = next((old for old in WRAPPERS if any(name.startswith(old) for name in inside)), "model.")
         self._unread = set(self._infos)
 
     def __contains__(self, name: str) -> bool:
         return name in self._infos
+
+    def in_base(self, name: str) -> str:
+        """The name that a module or parameter has in the adapter's base model, which may be multimodal."""
+        return self._before + name.removeprefix("model.") if name.startswith("model.") else name
 
     def skip(self, name: str) -> None:
         """Count a tensor as read."""

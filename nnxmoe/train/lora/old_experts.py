@@ -25,8 +25,8 @@ def expert_by_expert(model: CausalLM, slot: Slot, layer: int, settings: Settings
             for expert in range(lead[-1]) if w.per_expert else ():
                 module = w.tensor(layer, expert).removesuffix(".weight")
                 tensors = f"base_model.model.{module}.lora_"
-                if f"{tensors}A.weight" in file and settings.has_module(module):
-                    found[number, expert] = tensors, settings.numbers(module)
+                if f"{tensors}A.weight" in file and settings.has_module(own := file.in_base(module)):
+                    found[number, expert] = tensors, settings.numbers(own)
     if not found:
         return None
     ranks = [max((r for (i, _), (_, (r, _)) in found.items() if i == n), default=0) for n in range(len(slot.kernels))]

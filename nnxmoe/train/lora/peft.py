@@ -22,6 +22,7 @@ from nnxmoe.convert.core.layout import Change
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
 from nnxmoe.model.weight_names import layer_of, options
+from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.multihost import gather, shared_folder, spans_hosts
@@ -53,6 +54,8 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     if not pieces:
         raise ValueError("cannot save: the model has no adapters; nnxmoe.save_pretrained writes whole models")
     report = model.load_report
+    if report is not None and report.towers:
+        logger.warning("%s: an adapter of the text model alone, to load here or beside its save_pretrained", folder)
     base = {"base_model_name_or_path": report and report.source, "revision": report and report.revision}
     with shared_folder(folder, overwrite) as stage:
         if jax.process_index() == 0:
@@ -153,9 +156,10 @@ def _targeted(model: CausalLM, settings: Settings, file: AdapterFile) -> Iterato
             asked, spellings = [], [parameter_name(model, slot, layer)]
             names = [w.tensor(layer if slot.key.startswith("layer.") else None) for w in older if w.whole]
             for name in spellings + [name for name in names if name.endswith(".weight")]:
-                module = name.removesuffix(".weight")
-                if settings.has_parameter(name) or (module != name and settings.has_module(module)):
-                    key = name if settings.has_parameter(name) else module
+                own = file.in_base(name)
+                module = own.removesuffix(".weight")
+                if settings.has_parameter(own) or (module != own and settings.has_module(module)):
+                    key = own if settings.has_parameter(own) else module
                     asked.append((slot, layer, settings.numbers(key), name))
             there = [one for one in asked if f"base_model.model.{one[3].removesuffix('.weight')}.lora_A.weight" in file]
             yield from (there or asked)[:1]

@@ -1,0 +1,116 @@
+"""Checkpoints of multimodal models, of which the text model is loaded, listed, saved and adapted."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import nnxmoe
+from nnxmoe.cli import main
+from nnxmoe.config.bounds import ConfigError
+from nnxmoe.train import lora
+from tests.support.adapters import fill
+from tests.support.tiny import TINY, random_tokens, tiny_weights, write_checkpoint
+
+TEXT = TINY["mixtral"] | {"architectures": ["MixtralForCausalLM"]}
+OTHERS = {
+    "vision_tower.encoder.layers.0.self_attn.q_proj.weight": (6, 6),
+    "model.vision_tower.encoder.layers.0.mlp.fc1.weight": (6, 6),
+    "multi_modal_projector.linear_1.weight": (24, 6),
+}
+
+
+def nested(folder: Path, prefix: str, head: str, **changes: object) -> Path:
+    """A tiny Mixtral as the text model of a multimodal checkpoint, with ``prefix`` for ``model.``."""
+    fields = {name: value for name, value in TEXT.items() if name not in ("eos_token_id", "pad_token_id")}
+    around = {"eos_token_id": 2, "pad_token_id": 0, "vision_config": {"hidden_size": 6, "num_hidden_layers": 1}}
+    around |= {"model_type": "toy_vl", "architectures": ["ToyForConditionalGeneration"], "text_config": fields}
+    weights = {
+        (head if name == "lm_head.weight" else prefix + name.removeprefix("model.")): value
+        for name, value in tiny_weights(TEXT).items()
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(around | changes))
+    save_file(
+        weights | {name: np.ones(shape, np.float32) for name, shape in OTHERS.items()}, folder / "model.safetensors"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [
+        ("language_model.model.", "language_model.lm_head.weight"),
+        ("model.language_model.", "lm_head.weight"),
+        ("model.text_model.", "lm_head.weight"),
+    ],
+)
+def test_the_text_model_is_loaded_listed_saved_and_adapted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, prefix: str, head: str
+) -> None:
+    folder, tokens = nested(tmp_path / "nested", prefix, head), random_tokens(2, 7)
+    write_checkpoint(tmp_path / "flat", TEXT, tiny_weights(TEXT))
+    flat, model = nnxmoe.from_pretrained(tmp_path / "flat"), nnxmoe.from_pretrained(folder)
+    assert model.config == flat.config
+    np.testing.assert_array_equal(model(tokens).logits, flat(tokens).logits)
+    report = model.load_report
+    assert report.towers == ("multi_modal_projector", "vision_tower")
+    assert {name for names in report.skipped.values() for name in names} == OTHERS.keys()
+    assert not report.unexpected
+    assert "without multi_modal_projector, vision_tower" in caplog.text
+
+    assert main(["inspect", str(folder)]) == 0
+    assert "2 tensors: vision_tower" in (listed := capsys.readouterr().out)
+    assert "0 missing, 0 belong to no parameter" in listed
+
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        nnxmoe.save_pretrained(model, tmp_path / "saved")
+    assert "the text model is written; multi_modal_projector, vision_tower" in caplog.text
+    written = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (written["model_type"], written["eos_token_id"]) == ("mixtral", 2)
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == tiny_weights(TEXT).keys()
+    assert nnxmoe.from_pretrained(tmp_path / "saved").load_report.towers == ()
+
+    lora.add(model, rank=2, rngs=nnx.Rngs(0))
+    fill(model)
+    lora.save(model, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    lora.load(flat, tmp_path / "adapter")
+    wanted = np.asarray(model(tokens).logits)
+    np.testing.assert_array_equal(flat(tokens).logits, wanted)
+    # The adapter of the multimodal model, with a pattern of whole names.
+    settings = json.loads((file.parent / "adapter_config.json").read_text())
+    names = [name.replace("layers", f"{prefix}layers") for name in settings["target_parameters"]]
+    fields = settings | {"target_modules": f"{prefix}layers.*_proj", "target_parameters": names}
+    (file.parent / "adapter_config.json").write_text(json.dumps(fields))
+    renamed = {
+        name.replace("base_model.model.model.", f"base_model.model.{prefix}"): a for name, a in load_file(file).items()
+    }
+    save_file(renamed, file)
+    again = nnxmoe.from_pretrained(folder)
+    lora.load(again, file.parent)
+    np.testing.assert_array_equal(again(tokens).logits, wanted)
+
+
+def test_what_is_no_text_model_is_refused(tmp_path: Path) -> None:
+    """A classifier, a text model of an unsupported family, and tensors of an unknown part, which are reported."""
+    for name, changes, message in (
+        ("classifier", {"architectures": ["ToyForSequenceClassification"]}, "not a causal language model"),
+        ("family", {"text_config": TEXT | {"model_type": "qwen3_5_moe_text"}}, "model_type 'qwen3_5_moe_text'"),
+        ("twice", {"text_config": TEXT | {"text_config": TEXT}}, "text_config"),
+        ("no object", {"text_config": [1]}, "model_type 'toy_vl'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            nnxmoe.from_pretrained(nested(tmp_path / name, "language_model.model.", "lm_head.weight", **changes))
+    folder = nested(tmp_path / "unknown", "language_model.model.", "lm_head.weight")
+    weights = load_file(folder / "model.safetensors") | {"tower_of_babel.weight": np.ones(3, np.float32)}
+    shutil.rmtree(folder)
+    folder = nested(folder, "language_model.model.", "lm_head.weight")
+    save_file(weights, folder / "model.safetensors")
+    assert nnxmoe.from_pretrained(folder).load_report.unexpected == ("tower_of_babel.weight",)
