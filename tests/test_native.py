@@ -77,10 +77,6 @@ def test_folded_query_scale_round_trips(name: str, tmp_path: Path) -> None:
     assert fields["query_pre_attn_scalar"] == model.config.query_pre_attn_scalar == 1
     again = nnxmoe.load(tmp_path / "a")
     identical(flat(maxtext.to_tree(again)), flat(maxtext.to_tree(model)))
-    del fields["query_pre_attn_scalar"]  # as in version 1 of the format
-    path.write_text(json.dumps(fields))
-    (tmp_path / "a" / "nnxmoe.json").write_text(json.dumps({"version": 1, "queries_carry_scale": True}))
-    identical(flat(maxtext.to_tree(nnxmoe.load(tmp_path / "a"))), flat(maxtext.to_tree(model)))
     narrow = nnxmoe.load(tmp_path / "a", "bfloat16")
     assert narrow.dtype == jnp.bfloat16 and narrow.load_report is not None
     assert len(narrow.load_report.casts["float32 -> bfloat16"]) == len(narrow.load_report.loaded)
@@ -162,11 +158,9 @@ def test_error_lists_every_mismatch_with_the_config(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": 4, "queries_carry_scale": False}, "version 4 is not one of 1 to 3: update nnxmoe"),
-        ({"queries_carry_scale": False}, "version None is not one of"),
-        ({"version": True, "queries_carry_scale": False}, "version True is not one of"),
-        ({"version": 1}, "queries_carry_scale must be true or false, got None"),
-        ({"version": 1, "queries_carry_scale": 0}, "queries_carry_scale must be true or false, got 0"),
+        ({"version": 4}, "version 4 is not 3: use the nnxmoe that wrote it"),
+        ({}, "version None is not 3"),
+        ({"version": 3.0}, "version 3.0 is not 3"),
         ({"version": 3, "quantized": {"kind": "int8"}}, "quantized: it is not a list of quantised kernels"),
         (
             {

@@ -14,7 +14,6 @@ import numpy as np
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import did_you_mean
 from nnxmoe.convert.core.check import Faults
-from nnxmoe.convert.core.dtypes import natural_dtype
 from nnxmoe.convert.core.layout import Parameter, parameters
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadReport
@@ -261,14 +260,14 @@ def _common_dtype(arrays: LazyArrays, config: DecoderConfig) -> str:
     """The dtype that a load would give most weights: the stored one, FP8 as bfloat16; the config's without files."""
     size = Counter[np.dtype]()
     for array in arrays.values():
-        size[natural_dtype([array]) if array.encoded else array.dtype] += math.prod(array.shape)
+        size[array.loaded if array.codes else array.dtype] += math.prod(array.shape)
     return str(size.most_common(1)[0][0]) if size else config.dtype or "float32"
 
 
 def _stored(arrays: LazyArrays) -> dict[str, int]:
     size = Counter[str]()
     for array in arrays.values():
-        parts = [array] if array.encoded is None else array.encoded.parts.values()
-        kind = dtype_code(array.dtype) if array.encoded is None else array.kind
+        parts = [array] if array.codes is None else array.parts.values()
+        kind = dtype_code(array.dtype) if array.codes is None else array.kind
         size[kind] += sum(part.nbytes for part in parts)
     return dict(size.most_common())

@@ -212,7 +212,7 @@ def _take_along(model: CausalLM, folder: Path) -> None:
 def _announce(arrays: LazyArrays, dtype: Any) -> None:
     """Log the expected peak memory: the model plus two copies of its largest array."""
     width = np.dtype(dtype).itemsize if dtype is not None else None
-    sizes = [math.prod(a.shape) * (width or (2 if a.encoded else a.dtype.itemsize)) for a in arrays.values()] or [0]
+    sizes = [math.prod(a.shape) * (width or (2 if a.codes else a.dtype.itemsize)) for a in arrays.values()] or [0]
     need, (have, where) = sum(sizes) + 2 * max(sizes), memory_bytes()
     say("%d arrays; expected peak memory %s, without the program's own", len(arrays), bytes_text(need))
     if need > have:

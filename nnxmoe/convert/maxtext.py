@@ -32,7 +32,6 @@ from nnxmoe.convert.core.layout import (
     Leaf,
     Part,
     TableError,
-    add_layer,
     add_part,
     arrays_of,
     parameters,
@@ -77,19 +76,18 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change
             raise TableError(f"the parameter {parameter.key} has no name in MaxText's layout")
         name, axes = model.maxtext_table[parameter.key]
         change = next((changes[start] for start in changes if parameter.key.startswith(start)), SAME)
-        leaf = Leaf(parameter.key, parameter.of_layer, (), parameter.of_layer, False, change, axes)
+        leaf = Leaf(parameter.key, parameter.of_layer, change=change, axes=axes)
+        if parameter.layer is None:
+            add_part(found, name, leaf, Part(parameter))
+            continue
         group = groups[parameter.stack]
-        name = f"decoder/{{}}/{name}" if parameter.layer is not None else name
-        labelled = dataclasses.replace(leaf, axes=(*axes[:1], group, *axes[1:]))
+        if scan_layers:
+            leaf = dataclasses.replace(leaf, axis=1, axes=(*axes[:1], group, *axes[1:]))
         for layer, at in parameter.layers():
-            part = Part(parameter, at)
-            if layer is None:
-                add_part(found, name, leaf, part)
-            elif scan_layers:
-                where = f"{group}/layers_{layer % block}" if block else group
-                add_layer(found, name.format(where), labelled, part, axis=1)
-            else:
-                add_part(found, name.format(f"{group}_{layer - (first[group] or 0)}"), leaf, part)
+            assert layer is not None
+            among = f"{group}/layers_{layer % block}" if block else group
+            among = among if scan_layers else f"{group}_{layer - (first[group] or 0)}"
+            add_part(found, f"decoder/{among}/{name}", leaf, Part(parameter, at))
     return found
 
 

@@ -5,7 +5,6 @@ nested dict with names such as ``layers/3/attention/q/kernel``, or ``stacks/0/at
 stack stacked on axis 0.
 """
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from jax.sharding import Mesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short
 from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.convert.core.layout import SAME, Change, Leaf, Part, add_layer, add_part, arrays_of, parameters
+from nnxmoe.convert.core.layout import SAME, Change, Leaf, Part, add_part, arrays_of, parameters
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, restore, unless_cast
@@ -35,7 +34,7 @@ from nnxmoe.storage.source import NATIVE_FILE
 from nnxmoe.storage.write import write_json
 
 PARAMETERS = "parameters"
-_VERSION = 3  # 1 stored in nnxmoe.json whether queries carry the scale, 2 in config.json; 3 may have quantised kernels
+_VERSION = 3
 _QUANTIZED = "quantized"
 
 
@@ -46,12 +45,11 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME) -> dict[str
         name = parameter.key.replace(".", "/")
         change = query if parameter.takes_query_scalar else SAME
         for layer, at in parameter.layers():
-            inner, part = flax_order(parameter.variable, parameter.shape[len(at) :]), Part(parameter, at)
-            leaf = Leaf(parameter.key, inner, (), inner, False, change)
-            if layer is not None and scan_layers:
-                add_layer(found, name.replace("layer", f"stacks/{parameter.stack}", 1), leaf, part, axis=0)
-            else:
-                add_part(found, name.replace("layer", f"layers/{layer}", 1) if layer is not None else name, leaf, part)
+            stacked = layer is not None and scan_layers
+            inner = flax_order(parameter.variable, parameter.shape[len(at) :])
+            leaf = Leaf(parameter.key, inner, axis=0 if stacked else None, change=change)
+            within = f"stacks/{parameter.stack}" if stacked else f"layers/{layer}"
+            add_part(found, name if layer is None else name.replace("layer", within, 1), leaf, Part(parameter, at))
     return found
 
 
@@ -74,9 +72,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
         orbax_folder.write(stage / PARAMETERS, unflatten_dict(found, sep="/"), bar)
         if jax.process_index() == 0:
             write_side_files(stage, model, folder, model.config)
-            quantized = describe(model)
-            fields = {"version": _VERSION, _QUANTIZED: quantized} if quantized else {"version": 2}
-            write_json(stage / NATIVE_FILE, fields)
+            write_json(stage / NATIVE_FILE, {"version": _VERSION, _QUANTIZED: describe(model)})
 
 
 def load(
@@ -110,15 +106,10 @@ def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
 
 
 def _config(folder: Path) -> tuple[DecoderConfig, Any]:
-    """The config of a folder that `save` wrote, in any version of the format, and its quantised kernels."""
+    """The config of a folder that `save` wrote, and its quantised kernels."""
     config, path = read_config(folder), folder / NATIVE_FILE
     fields = read_object(path, "give a folder that nnxmoe.save wrote", CheckpointError)
     version = fields.get("version")
-    if type(version) is not int or not 1 <= version <= _VERSION:
-        raise CheckpointError(f"{path}: version {short(version)} is not one of 1 to {_VERSION}: update nnxmoe")
-    if version > 1:
-        return config, fields.get(_QUANTIZED, [])
-    carried = fields.get("queries_carry_scale")
-    if not isinstance(carried, bool):
-        raise CheckpointError(f"{path}: queries_carry_scale must be true or false, got {short(carried)}")
-    return (dataclasses.replace(config, query_pre_attn_scalar=1.0) if carried else config), []
+    if type(version) is not int or version != _VERSION:
+        raise CheckpointError(f"{path}: version {short(version)} is not {_VERSION}: use the nnxmoe that wrote it")
+    return config, fields.get(_QUANTIZED, [])

@@ -35,8 +35,7 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 def natural_dtype(arrays: Iterable[LazyArray]) -> np.dtype:
     """The default dtype for loading arrays: the widest, with float64 as float32; codes as what their tool defines, FP8
     blocks as bfloat16."""
-    kinds = {array.dtype if array.encoded is None else array.encoded.dtype for array in arrays}
-    return np.dtype(jnp.result_type(*(np.dtype(np.float32) if kind.itemsize == 8 else kind for kind in kinds)))
+    return np.dtype(jnp.result_type(*{array.loaded for array in arrays}))
 
 
 def activations_dtype(strategy: Strategy, variables: Iterable[nnx.Variable]) -> Any:

@@ -154,7 +154,8 @@ class Filler:
         found = []
         for name in names:
             leaf, array = self.leaves[name], self.arrays[name]
-            targets = [t for part in leaf.parts for t in targets_of(leaf, part, buffers.get(part.parameter.path, {}))]
+            into = [buffers.get(part.parameter.path, {}) for part in leaf.parts]
+            targets = [target for i, each in enumerate(into) for target in targets_of(leaf, i, each)]
             for box in blocks(targets, array):
                 reached = [(target, both) for target in targets if (both := overlap(target.box, box))]
                 if reached:

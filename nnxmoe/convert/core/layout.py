@@ -7,7 +7,7 @@ MaxText, the native format and Linen each build one; loading, checking and savin
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.storage.multihost import AnyArray, gather, hosts_holding, local_value, spans_hosts
 
 Path = tuple[Any, ...]
-Place = tuple[int | slice, ...]
+T = TypeVar("T")
 QUERY = "layer.attention.q."
 
 
@@ -156,42 +156,39 @@ SAME = Change()
 
 @dataclass(frozen=True)
 class Part:
-    """``parameter[at]`` and its index ``place`` in an external array: integers and slices for the first dimensions, the
-    others in full."""
+    """``parameter[at]``: one layer or expert of a parameter, or all of it."""
 
     parameter: Parameter
     at: tuple[int, ...] = ()
-    place: Place = ()
-
-    def box(self, shape: tuple[int, ...]) -> Box:
-        """``place`` as slices of an array of this shape; an integer becomes a slice of length 1."""
-        first = (slice(at, at + 1) if isinstance(at, int) else at for at in self.place)
-        cut = (slice(*at.indices(size)[:2]) for at, size in zip(first, shape, strict=False))
-        return (*cut, *whole(shape)[len(self.place) :])
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """An external array: its shape and the parts of parameters that it consists of.
+    """An external array: the parts of parameters that it holds, each of shape ``inner``, stacked on ``axis``, or
+    one part without ``axis``.
 
-    ``inner``: the shape of one part in it. ``flat``: linear maps are stored as ``[outs, ins]`` with heads flattened;
-    otherwise as in Flax, ``[*ins, *outs]``. ``axes``: its logical axes, if the layout has them. ``part_of``: the
-    tensor that holds it with others or in another order, if any.
+    ``flat``: linear maps are stored as ``[outs, ins]`` with heads flattened; otherwise as in Flax, ``[*ins, *outs]``.
+    ``axes``: its logical axes, if the layout has them. ``part_of``: the tensor that holds it with others or in another
+    order, if any.
     """
 
     key: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
     inner: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+    axis: int | None = None
     flat: bool = False
     change: Change = SAME
     axes: tuple[str | None, ...] = ()
     part_of: View | None = None
 
     @property
-    def axis(self) -> int | None:
-        """The dimension along which parts are stacked; None for a single part."""
-        return next((i for i, at in enumerate(self.parts[0].place) if isinstance(at, int)), None)
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.inner if self.axis is None else _inserted(self.inner, self.axis, len(self.parts))
+
+    def stacked(self, box: Box, number: int) -> Box:
+        """A box of a part, given its number, as a box of the array."""
+        return box if self.axis is None else _inserted(box, self.axis, slice(number, number + 1))
 
     # Only these two methods and `flax_order` depend on how parameters are stored in memory: kernels as [*outs, *ins].
 
@@ -228,18 +225,13 @@ def _flattened(box: Box, shape: tuple[int, ...]) -> slice:
     return slice(box[0].start * rest, box[0].stop * rest)
 
 
+def _inserted(values: tuple[T, ...], axis: int, value: T) -> tuple[T, ...]:
+    return (*values[:axis], value, *values[axis:])
+
+
 def add_part(found: dict[str, Leaf], name: str, leaf: Leaf, part: Part) -> None:
     """Append a part to the leaf of a named array, creating it from ``leaf`` if it is new."""
-    before = found[name].parts if name in found else ()
-    found[name] = replace(leaf, parts=(*before, part))
-
-
-def add_layer(found: dict[str, Leaf], name: str, leaf: Leaf, part: Part, axis: int) -> None:
-    """Append a layer, described by ``leaf``, to a named array with layers stacked on ``axis``."""
-    before = found[name].parts if name in found else ()
-    place = (*(slice(None),) * axis, len(before))
-    shape = (*leaf.inner[:axis], len(before) + 1, *leaf.inner[axis:])
-    found[name] = replace(leaf, shape=shape, parts=(*before, replace(part, place=place)))
+    found[name] = replace(leaf, parts=(*(found[name].parts if name in found else ()), part))
 
 
 def arrays_of(leaves: Mapping[str, Leaf], dtype: Any = None) -> dict[str, LazyArray]:
@@ -275,8 +267,8 @@ class _Made:
             one = _fetch(value, part.at, box == whole(leaf.shape))
             return self._cast(leaf.view(one, part.parameter)[box])
         out = np.empty(sizes(box), self.dtype)
-        for part, value in zip(leaf.parts, self.values, strict=True):
-            place = part.box(leaf.shape)
+        for number, (part, value) in enumerate(zip(leaf.parts, self.values, strict=True)):
+            place = leaf.stacked(whole(leaf.inner), number)
             if both := overlap(place, box):
                 one = leaf.view(np.asarray(value)[part.at], part.parameter)
                 one = np.expand_dims(one, leaf.axis)[within(both, place)]

@@ -1,8 +1,9 @@
 """Lazy arrays, read or computed one box at a time. All checkpoint formats are read and written through them.
 
-A weight that a checkpoint stores as codes is read as floats, or as the arrays of a `QuantizedWeight` (`Encoded`).
+A weight that a checkpoint stores as codes is read as floats; its `parts` are the arrays of a `QuantizedWeight`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.layers.codes import Codes
 
+AT_ONCE = 1 << 62  # the block of an array that is read as a whole, such as one whose rows are not contiguous
 Box = tuple[slice, ...]  # one slice with start and stop per dimension
 Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
@@ -23,27 +26,48 @@ class LazyArray:
     """Shape and dtype of an array, and a function that reads boxes of it.
 
     ``read_box(box, empty)`` returns the values of a box; ``empty`` allocates memory that it may read into.
-    ``block``: efficient size of a read, in bytes. ``encoded``: the codes in the file, if the values are what they stand
-    for. ``file``: its name, for messages; ``tensors``: what it is read from in the file, if that has other names.
-    ``fault``: an error message from checking the headers. ``holders``: for an array that spans processes, those that
-    hold all of it; ``joined`` computes it on all devices.
+    ``block``: efficient size of a read, in bytes. ``codes``, ``parts``: how the file quantises the values, and its
+    arrays by name: ``codes``, ``scale``, perhaps ``zero`` and ``order``. ``file``: its name, for messages; ``tensors``:
+    what it is read from in the file, if that has other names. ``fault``: an error message from checking the headers.
+    ``holders``: for an array that spans processes, those that hold all of it; ``joined`` computes it on all devices.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read_box: Callable[[Box, Empty], np.ndarray]
     block: int = 32 << 20
-    encoded: "Encoded | None" = None
+    codes: Codes | None = None
+    parts: Mapping[str, "LazyArray"] = FrozenDict({})
     file: str = ""
     tensors: tuple[str, ...] = ()
     fault: str | None = None
     holders: tuple[int, ...] | None = None
     joined: Callable[[], jax.Array] | None = None
 
+    @classmethod
+    def quantized(cls, codes: Codes, shape: tuple[int, ...], parts: Mapping[str, "LazyArray"]) -> "LazyArray":
+        """The weights ``[O, I]``, or ``[E, O, I]`` of all experts, that codes stand for, in float32."""
+        first, read = parts["codes"], functools.partial(_decode, codes, shape, parts)
+        made = cls(shape, np.dtype(np.float32), read, first.block, codes, parts, first.file)
+        tensors = tuple(name for part in parts.values() for name in part.tensors)
+        return replace(made, tensors=tensors, fault=next((part.fault for part in parts.values() if part.fault), None))
+
+    @classmethod
+    def faulty(cls, fault: str, tensors: tuple[str, ...]) -> "LazyArray":
+        """An array that is refused before it is read."""
+        return cls((), np.dtype(np.float32), _unreadable, fault=fault, tensors=tensors)
+
     @property
     def kind(self) -> str:
         """The dtype in the file, or the kind of code."""
-        return str(self.dtype) if self.encoded is None else self.encoded.codes.kind
+        return str(self.dtype) if self.codes is None else self.codes.kind
+
+    @property
+    def loaded(self) -> np.dtype:
+        """The dtype for loading it if none is asked for: float64 as float32, codes as what their tool defines."""
+        if self.codes is not None:
+            return jnp.dtype(self.codes.rounded or "bfloat16")
+        return np.dtype(np.float32) if self.dtype.itemsize == 8 else self.dtype
 
     @property
     def size(self) -> int:
@@ -57,14 +81,24 @@ class LazyArray:
 
     def bytes_of(self, box: Box) -> int:
         """Size of a box in bytes."""
-        bits = 8 * self.dtype.itemsize if self.encoded is None else self.encoded.codes.bits
+        bits = 8 * self.dtype.itemsize if self.codes is None else self.codes.bits
         return math.prod(sizes(box)) * bits // 8
 
     def cast(self, dtype: np.dtype) -> "LazyArray":
         """The array with its values in another dtype."""
-        return replace(
-            self, dtype=dtype, encoded=None, read_box=lambda box, empty: self.read_box(box, empty).astype(dtype)
-        )
+        read = self.read_box
+        return replace(self, dtype=dtype, codes=None, read_box=lambda box, empty: read(box, empty).astype(dtype))
+
+    def mapped(
+        self, shape: tuple[int, ...], dtype: np.dtype, change: Callable[[np.ndarray], np.ndarray]
+    ) -> "LazyArray":
+        """The result of a function of the whole array, which each read computes."""
+        read = self.read_box
+
+        def run(box: Box, empty: Empty) -> np.ndarray:
+            return np.ascontiguousarray(change(read(whole(self.shape), np.empty)))[box]
+
+        return replace(self, shape=shape, dtype=dtype, read_box=run, block=AT_ONCE)
 
     def rows(self, rows: slice) -> np.ndarray:
         """Read a range of rows."""
@@ -104,57 +138,30 @@ def within(box: Box, outer: Box) -> Box:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A weight ``[O, I]``, or ``[E, O, I]`` of all experts, as codes. ``parts``: the arrays of a `QuantizedWeight` by
-    name: ``codes``, ``scale``, perhaps ``zero`` and ``order``."""
-
-    codes: Codes
-    shape: tuple[int, ...]
-    parts: Mapping[str, LazyArray]
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype for loading the weight as floats if none is asked for."""
-        return jnp.dtype(self.codes.rounded or "bfloat16")
-
-    def read(self, box: Box, empty: Empty) -> np.ndarray:
-        """The weights in a box, in float32."""
-        *experts, rows, columns = box
-        if "order" in self.parts:
-            order = np.asarray(self.parts["order"])
-            return self._aligned([], rows, slice(0, self.shape[1]))[:, np.argsort(order)[columns]]
-        ins = self.shape[-1]
-        tile = min(self.codes.tile[1], ins)
-        first, last = columns.start // tile * tile, min(ins, -(-columns.stop // tile) * tile)
-        found = self._aligned(experts, rows, slice(first, last))
-        return found[..., columns.start - first : columns.stop - first]
-
-    def _aligned(self, experts: list[slice], rows: slice, columns: slice) -> np.ndarray:
-        """Rows of columns that begin with a tile and end with one."""
-        (tall, wide), halves = self.codes.tile, 1 + self.codes.halves
-        tiles = slice(rows.start // tall, -(-rows.stop // tall)), slice(columns.start // wide, -(-columns.stop // wide))
-        octets = slice(columns.start // halves, columns.stop // halves)
-        codes = self.parts["codes"].read_box((*experts, rows, octets), np.empty)
-        tiles = *experts, *tiles
-        scale = self.parts["scale"].read_box(tiles, np.empty)
-        zero = self.parts["zero"].read_box(tiles, np.empty) if "zero" in self.parts else None
-        first = tiles[-2].start * tall
-        with np.errstate(over="ignore", invalid="ignore"):
-            return self.codes.decode(codes, scale, zero, slice(rows.start - first, rows.stop - first))
+def _decode(codes: Codes, shape: tuple[int, ...], parts: LazyArrays, box: Box, empty: Empty) -> np.ndarray:
+    """The weights in a box, in float32."""
+    *experts, rows, columns = box
+    if "order" in parts:
+        found = _aligned(codes, parts, [], rows, slice(0, shape[1]))
+        return found[:, np.argsort(np.asarray(parts["order"]))[columns]]
+    tile = min(codes.tile[1], shape[-1])
+    first, last = columns.start // tile * tile, min(shape[-1], -(-columns.stop // tile) * tile)
+    found = _aligned(codes, parts, experts, rows, slice(first, last))
+    return found[..., columns.start - first : columns.stop - first]
 
 
-def decoded(encoded: Encoded) -> LazyArray:
-    """The weight as a lazy array of floats."""
-    codes = encoded.parts["codes"]
-    tensors = tuple(name for part in encoded.parts.values() for name in part.tensors)
-    return LazyArray(
-        encoded.shape,
-        np.dtype(np.float32),
-        encoded.read,
-        codes.block,
-        encoded=encoded,
-        file=codes.file,
-        fault=next((part.fault for part in encoded.parts.values() if part.fault), None),
-        tensors=tensors,
-    )
+def _aligned(codes: Codes, parts: LazyArrays, experts: list[slice], rows: slice, columns: slice) -> np.ndarray:
+    """Rows of columns that begin with a tile and end with one."""
+    (tall, wide), halves = codes.tile, 1 + codes.halves
+    tiles = slice(rows.start // tall, -(-rows.stop // tall)), slice(columns.start // wide, -(-columns.stop // wide))
+    octets = slice(columns.start // halves, columns.stop // halves)
+    found = parts["codes"].read_box((*experts, rows, octets), np.empty)
+    scale = parts["scale"].read_box((*experts, *tiles), np.empty)
+    zero = parts["zero"].read_box((*experts, *tiles), np.empty) if "zero" in parts else None
+    first = tiles[0].start * tall
+    with np.errstate(over="ignore", invalid="ignore"):
+        return codes.decode(found, scale, zero, slice(rows.start - first, rows.stop - first))
+
+
+def _unreadable(box: Box, empty: Empty) -> np.ndarray:
+    raise AssertionError("a faulty tensor is refused before it is read")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nnxmoe.convert.core.layout import Leaf, Part
+from nnxmoe.convert.core.layout import Leaf
 from nnxmoe.convert.core.lazy_array import Box, LazyArray, sizes
 
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) per dimension
@@ -25,26 +25,19 @@ class Target:
     cut: slice | None = None
 
 
-def targets_of(leaf: Leaf, part: Part, buffers: Buffers) -> Iterator[Target]:
-    """The targets of a part among the buffers of its parameter."""
-    lead, whole = len(part.at), part.box(leaf.shape)
-    inner = [i for i, at in enumerate(part.place) if not isinstance(at, int)]
-    inner += range(len(part.place), len(leaf.shape))  # dimensions of the array that are dimensions of the part
+def targets_of(leaf: Leaf, number: int, buffers: Buffers) -> Iterator[Target]:
+    """The targets of a part, given its number, among the buffers of its parameter."""
+    part = leaf.parts[number]
+    lead = len(part.at)
     for ranges, buffer in buffers.items():
-        starts = [start for start, _ in ranges[:lead]]
         if not all(start <= at < stop for at, (start, stop) in zip(part.at, ranges, strict=False)):
             continue
-        values = buffer[tuple(at - start for at, start in zip(part.at, starts, strict=True))]
-        own = tuple(slice(*ends) for ends in ranges[lead:])
-        there, box, cut = leaf.inner_box(own, part.parameter), list(whole), None
-        view = leaf.view(values, part.parameter, sizes(there))
-        for dim, piece in zip(inner, there, strict=True):
-            box[dim] = slice(whole[dim].start + piece.start, whole[dim].start + piece.stop)
-        if leaf.change.features != "as they are" and box[-1] != whole[-1]:
-            cut, box[-1] = there[-1], whole[-1]
-        for dim in range(len(leaf.shape)):
-            view = view if dim in inner else np.expand_dims(view, dim)
-        yield Target(tuple(box), view, cut)
+        values = buffer[tuple(at - start for at, (start, _) in zip(part.at, ranges, strict=False))]
+        box, cut = leaf.inner_box(tuple(slice(*ends) for ends in ranges[lead:]), part.parameter), None
+        view = leaf.view(values, part.parameter, sizes(box))
+        if leaf.change.features != "as they are" and box[-1] != slice(0, leaf.inner[-1]):
+            box, cut = (*box[:-1], slice(0, leaf.inner[-1])), box[-1]
+        yield Target(leaf.stacked(box, number), view if leaf.axis is None else np.expand_dims(view, leaf.axis), cut)
 
 
 def blocks(targets: list[Target], array: LazyArray) -> Iterator[Box]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from nnxmoe.convert.core.lazy_array import Box, Empty, Encoded, LazyArray, LazyArrays, decoded, sizes, whole
+from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, LazyArrays, sizes, whole
 from nnxmoe.model.weight_names import Table, W, layer_of, options
 from nnxmoe.storage.host import transpose_into
 
@@ -61,24 +61,22 @@ class View:
             _transpose(out := np.empty(sizes(box), array.dtype), found)
             return out
 
-        if array.encoded is not None:
-            return self._of_codes(array, dataclasses.replace(array, shape=shape, read_box=read))
         # A transpose is read a matrix at a time, because its rows in memory are columns of the tensor.
         block = math.prod(shape[-2:]) * array.dtype.itemsize if w.turned else array.block
-        return dataclasses.replace(array, shape=shape, read_box=read, block=block)
+        made = dataclasses.replace(array, shape=shape, read_box=read, block=block)
+        return made if array.codes is None else self._quantized(array, made)
 
-    def _of_codes(self, array: LazyArray, floats: LazyArray) -> LazyArray:
+    def _quantized(self, array: LazyArray, floats: LazyArray) -> LazyArray:
         """The part of a quantised tensor, which stays quantised; ``floats``: of the values that the codes stand for."""
-        encoded = array.encoded
-        assert encoded is not None
-        tall, high = encoded.codes.tile[0], array.shape[self.dim]
+        assert array.codes is not None
+        tall, high = array.codes.tile[0], array.shape[self.dim]
         common = {"order"} if tall < high else {"order", "scale", "zero"}
-        parts = {name: part if name in common else self.of(part) for name, part in encoded.parts.items()}
+        parts = {name: part if name in common else self.of(part) for name, part in array.parts.items()}
         if tall < high and (floats.shape[self.dim] % tall or (self.w.alternate and tall > 1)):
             fault = f"{self.tensor} in {array.file} has tiles that share a scale and belong to two parameters"
             parts = {name: dataclasses.replace(part, fault=fault) for name, part in parts.items()}
-            return dataclasses.replace(floats, encoded=Encoded(encoded.codes, floats.shape, parts))
-        return decoded(Encoded(encoded.codes, floats.shape, parts))
+            return dataclasses.replace(floats, parts=parts)
+        return LazyArray.quantized(array.codes, floats.shape, parts)
 
 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from nnxmoe.convert.core.lazy_array import LazyArray
+from nnxmoe.convert.core.lazy_array import AT_ONCE, LazyArray
 from nnxmoe.convert.hf import words
-from nnxmoe.convert.hf.module_tensors import AT_ONCE, ModuleTensors, rounded_to
+from nnxmoe.convert.hf.module_tensors import ModuleTensors, rounded_to
 from nnxmoe.convert.hf.raw import CHUNK_BYTES
 from nnxmoe.convert.hf.scheme import Malformed, Weights
 from nnxmoe.layers.codes import WHOLE, Codes

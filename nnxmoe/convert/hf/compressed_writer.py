@@ -78,15 +78,11 @@ def _words(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]
     if "zero" in parts:
         grid = parts["zero"].shape
 
-        def zeros(box: Box, empty: Empty) -> np.ndarray:
-            values = np.asarray(parts["zero"])
+        def zeros(values: np.ndarray) -> np.ndarray:
             flat = values if codes.halves else values.view(np.uint8) ^ 128
-            return np.ascontiguousarray(packed(np.ascontiguousarray(flat.T), bits).T)[box]
+            return packed(np.ascontiguousarray(flat.T), bits).T
 
-        tall = -(-grid[0] * bits // 32)
-        made["weight_zero_point"] = dataclasses.replace(
-            parts["zero"], shape=(tall, grid[1]), dtype=words, read_box=zeros
-        )
+        made["weight_zero_point"] = parts["zero"].mapped((-(-grid[0] * bits // 32), grid[1]), words, zeros)
     return made
 
 
@@ -107,7 +103,7 @@ def _scale(codes: Codes, scale: LazyArray) -> LazyArray:
     """The scales; that of a whole tensor as a vector."""
     if codes.tile[0] < WHOLE or scale.shape != (1, 1):
         return scale
-    return dataclasses.replace(scale, shape=(1,), read_box=lambda box, _: np.asarray(scale).reshape(1)[box])
+    return scale.mapped((1,), scale.dtype, lambda values: values.reshape(1))
 
 
 def _settings(codes: Codes, ins: int, zero: bool) -> dict[str, Any]:

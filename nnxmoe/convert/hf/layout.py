@@ -52,14 +52,12 @@ def _named(
     """The arrays of one layer of a parameter: one, or one per expert."""
     inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
     flat = inner if inputs is None else (math.prod(inner[:-inputs]), math.prod(inner[-inputs:]))
-    shape = flat if experts is None or w.per_expert else (experts, *flat)
     view = None if w.whole else View(w.tensor(layer), w, int(experts is not None))
-    leaf = Leaf(parameter.key, shape, (), flat, True, change, part_of=view)
-    if w.per_expert:
-        return [(w.tensor(layer, e) + parameter.ending, leaf, Part(parameter, (*at, e))) for e in range(experts or 0)]
-    name = w.label(w.tensor(layer)) + parameter.ending
-    parts = [Part(parameter, at)] if experts is None else [Part(parameter, (*at, e), (e,)) for e in range(experts)]
-    return [(name, leaf, part) for part in parts]
+    axis = None if experts is None or w.per_expert else 0
+    leaf = Leaf(parameter.key, flat, axis=axis, flat=True, change=change, part_of=view)
+    parts = [Part(parameter, at)] if experts is None else [Part(parameter, (*at, e)) for e in range(experts)]
+    names = [w.tensor(layer, e) if w.per_expert else w.label(w.tensor(layer)) for e in range(len(parts))]
+    return [(name + parameter.ending, leaf, part) for name, part in zip(names, parts, strict=True)]
 
 
 def _repeated(table: Table, layer: int) -> dict[str, str]:

@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from nnxmoe.convert.core.lazy_array import Box, Empty, Encoded, LazyArray, decoded
+from nnxmoe.convert.core.lazy_array import AT_ONCE, Box, Empty, LazyArray
 from nnxmoe.convert.hf import words
-from nnxmoe.convert.hf.raw import CHUNK_BYTES, raw
+from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Malformed, Scheme
 from nnxmoe.layers.codes import STORED, Codes
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.safetensors import TensorInfo
 
-AT_ONCE = 1 << 62  # the block of a tensor that is read as a whole, because its rows are not contiguous
 # Endings of scales and zero points of activations and caches, which are not quantised here.
 OF_ACTIVATIONS = tuple(
     f".{of}_{kind}" for of in ("input", "output", "q", "k", "v", "kv") for kind in ("scale", "zero_point")
@@ -88,7 +87,7 @@ class ModuleTensors:
                 raise Malformed(f"{self.where(info)} has a scale of {values[at]} at tile {tile}: it must be {wanted}")
             return found
 
-        return LazyArray(grid, dtype, read, CHUNK_BYTES, file=info.file.name, tensors=(info.name,))
+        return dataclasses.replace(stored, shape=grid, dtype=dtype, read_box=read)
 
     def made(self, codes: Codes, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
         """The weight, whose codes account for the tensors that no part names."""
@@ -96,10 +95,10 @@ class ModuleTensors:
             codes.check(shape[-1])
         except ValueError as error:
             raise Malformed(f"{self.module}: {error}") from None
-        named = {name for part in parts.values() for name in part.tensors}
+        named = {name for kind, part in parts.items() if kind != "codes" for name in part.tensors}
         rest = tuple(name for name in self.used if name not in named)
         first = dataclasses.replace(parts["codes"], tensors=rest)
-        return decoded(Encoded(codes, shape, {**parts, "codes": first}))
+        return LazyArray.quantized(codes, shape, {**parts, "codes": first})
 
     def octets(self, codes: Codes, info: TensorInfo) -> LazyArray:
         """Codes of a byte each, as they are in the file."""
@@ -122,26 +121,18 @@ class ModuleTensors:
         self, codes: Codes, shape: tuple[int, int], info: TensorInfo, unpack: Callable[[np.ndarray], np.ndarray]
     ) -> LazyArray:
         """Packed zero points of the codes of a weight of this shape. ``unpack`` returns all of them, unsigned."""
-        stored = raw(self.checkpoint, info)
-
-        def read(box: Box, empty: Empty) -> np.ndarray:
-            found = np.ascontiguousarray(unpack(np.asarray(stored)))
-            return (found if codes.halves else words.signed(found))[box]
-
-        grid, dtype = codes.grid(*shape), STORED[codes.kind]
-        return LazyArray(grid, dtype, read, AT_ONCE, file=info.file.name, tensors=(info.name,))
+        change = unpack if codes.halves else lambda packed: words.signed(np.ascontiguousarray(unpack(packed)))
+        return raw(self.checkpoint, info).mapped(codes.grid(*shape), STORED[codes.kind], change)
 
     def zero_numbers(self, info: TensorInfo, grid: tuple[int, int]) -> LazyArray:
         """Zero points of int8 codes, one number each."""
-        stored = raw(self.checkpoint, info)
 
-        def read(box: Box, empty: Empty) -> np.ndarray:
-            found = np.asarray(stored).reshape(grid)[box]
+        def checked(found: np.ndarray) -> np.ndarray:
             if found.min() < -128 or found.max() > 127:
                 raise Malformed(f"{self.where(info)}: zero points must lie in -128 … 127")
-            return found.astype(np.int8)
+            return found.astype(np.int8).reshape(grid)
 
-        return LazyArray(grid, np.dtype(np.int8), read, AT_ONCE, file=info.file.name, tensors=(info.name,))
+        return raw(self.checkpoint, info).mapped(grid, np.dtype(np.int8), checked)
 
 
 def rounded_to(scale: TensorInfo) -> str | None:

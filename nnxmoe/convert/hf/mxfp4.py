@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import UInt8
 
 from nnxmoe.convert.core.layout import Leaf
-from nnxmoe.convert.core.lazy_array import Box, Empty, Encoded, LazyArray, LazyArrays, decoded
+from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, LazyArrays
 from nnxmoe.convert.core.views import View, joined
-from nnxmoe.convert.hf.raw import CHUNK_BYTES, raw
+from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Malformed, Scheme
 from nnxmoe.layers.codes import Codes
 from nnxmoe.storage.checkpoint import Checkpoint
@@ -48,15 +48,9 @@ def mxfp4(tensors: Mapping[str, TensorInfo], scheme: Scheme, checkpoint: Checkpo
             found[weight + _BLOCKS] = _weights(weight, tensors, scheme, checkpoint)
         except Malformed as error:
             used = tuple(each for each in (weight, weight + _BLOCKS, weight + _SCALES) if each in tensors)
-            faulty = LazyArray((), np.dtype(np.float32), _unreadable, fault=str(error), tensors=used)
-            found[weight + _BLOCKS] = faulty
-            if weight in tensors:
-                found[weight] = faulty
+            both = [weight + _BLOCKS, *([weight] if weight in tensors else [])]
+            found |= dict.fromkeys(both, LazyArray.faulty(str(error), used))
     return found
-
-
-def _unreadable(box: Box, empty: Empty) -> np.ndarray:
-    raise AssertionError("a faulty tensor is refused before it is read")
 
 
 def _weights(
@@ -98,14 +92,10 @@ def _weights(
         return np.ldexp(np.float32(1), found.astype(np.int32) - 127)
 
     parts = {
-        "codes": LazyArray(codes.shape, codes.dtype, read_codes, CHUNK_BYTES, file=blocks.file.name),
-        "scale": LazyArray(scales.shape, np.dtype(np.float32), read_scales, CHUNK_BYTES, file=scales.file.name),
+        "codes": dataclasses.replace(codes, read_box=read_codes),
+        "scale": dataclasses.replace(exponents, dtype=np.dtype(np.float32), read_box=read_scales),
     }
-    parts = {
-        name: dataclasses.replace(part, tensors=(info.name,))
-        for (name, part), info in zip(parts.items(), (blocks, scales), strict=True)
-    }
-    return decoded(Encoded(CODES, (experts, outs, groups * BLOCK), parts))
+    return LazyArray.quantized(CODES, (experts, outs, groups * BLOCK), parts)
 
 
 def in_blocks(arrays: LazyArrays, leaves: Mapping[str, Leaf]) -> dict[str, LazyArray]:

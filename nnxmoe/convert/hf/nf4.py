@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.printable import short
-from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
-from nnxmoe.convert.hf.module_tensors import AT_ONCE, ModuleTensors
+from nnxmoe.convert.core.lazy_array import AT_ONCE, Box, Empty, LazyArray
+from nnxmoe.convert.hf.module_tensors import ModuleTensors
 from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Malformed
 from nnxmoe.layers.codes import NF4, Codes

@@ -6,9 +6,7 @@ Weights are recognised by their tensors; ``quantization_config`` says what the t
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import numpy as np
-
-from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.hf import compressed_reader, fp8, gptq, nf4
 from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS, ModuleTensors
 from nnxmoe.convert.hf.scheme import Malformed, Scheme
@@ -35,9 +33,7 @@ def quantised(tensors: dict[str, TensorInfo], scheme: Scheme, checkpoint: Checkp
         try:
             found[weight] = fp8.fused(files, info, ending) if of_experts else _weight(files)
         except Malformed as error:
-            found[weight] = LazyArray(
-                (), np.dtype(np.float32), _unreadable, fault=str(error), tensors=tuple(files.used)
-            )
+            found[weight] = LazyArray.faulty(str(error), tuple(files.used))
     used = {name for array in found.values() for name in array.tensors}
     for name in tensors.keys() - used:
         ends = (i for i, letter in enumerate(name) if letter == ".")
@@ -52,10 +48,6 @@ def quantised(tensors: dict[str, TensorInfo], scheme: Scheme, checkpoint: Checkp
 def _is_codes(module: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
     """Whether a tensor ``….weight`` holds codes: FP8, int8, or bytes in any dtype with the scales of bitsandbytes."""
     return info.dtype in ("F8_E4M3", "I8") or f"{module}.weight.absmax" in tensors
-
-
-def _unreadable(box: Box, empty: Empty) -> np.ndarray:
-    raise AssertionError("a faulty tensor is refused before it is read")
 
 
 def _weight(files: ModuleTensors) -> LazyArray:

@@ -7,9 +7,8 @@ import numpy as np
 
 from nnxmoe.config.printable import plain
 from nnxmoe.convert.core.dtypes import natural_dtype
-from nnxmoe.convert.core.lazy_array import Box, Empty, Encoded, LazyArray, LazyArrays, sizes
+from nnxmoe.convert.core.lazy_array import AT_ONCE, Box, Empty, LazyArray, LazyArrays, sizes
 from nnxmoe.convert.hf.layout import layout
-from nnxmoe.convert.hf.module_tensors import AT_ONCE
 from nnxmoe.convert.hf.raw import CHUNK_BYTES
 from nnxmoe.layers.codes import STORED, Codes
 from nnxmoe.model.causal_lm import CausalLM
@@ -26,27 +25,22 @@ def keep(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
     """
     found = dict(arrays)
     for place, names in _names(model, arrays):
-        kept = {name: one for name in names if name in arrays and (one := arrays[name].encoded) is not None}
-        if not kept or any(arrays[name].fault for name in kept):  # faults are reported when the model is filled
+        kept = {name: one for name in names if name in arrays and (one := arrays[name]).codes is not None}
+        if not kept or any(one.fault for one in kept.values()):  # faults are reported when the model is filled
             continue
-        (first, encoded), parts = next(iter(kept.items())), next(iter(kept.values())).parts
+        first, one = next(iter(kept.items()))
         for name in names:
-            if name not in kept or _form(kept[name]) != _form(encoded):
+            if name not in kept or _form(kept[name]) != _form(one):
                 raise CheckpointError(
                     f"{plain(name)} and {plain(first)} are stored in different ways, and one array would hold both: "
                     "load the model without keep_quantized, or with Strategy(stacking=Unrolled()) if only layers differ"
                 )
         for name, each in kept.items():
             found.pop(name, None)  # two kernels may share a fused tensor
-            found |= {f"{name}.{part}": _checked(array, part, each.codes) for part, array in each.parts.items()}
-        exchange(
-            place,
-            encoded.codes,
-            model.strategy,
-            scale=parts["scale"].dtype,
-            zero="zero" in parts,
-            order="order" in parts,
-        )
+            found |= {f"{name}.{part}": _checked(array, part, each.kind) for part, array in each.parts.items()}
+        assert one.codes is not None
+        zero, order = "zero" in one.parts, "order" in one.parts
+        exchange(place, one.codes, model.strategy, scale=one.parts["scale"].dtype, zero=zero, order=order)
     model.label()
     return found
 
@@ -137,14 +131,14 @@ def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[Place, list[str]]]
     return [(place, names[place.path]) for place in places(model)]
 
 
-def _form(encoded: Encoded) -> Any:
+def _form(array: LazyArray) -> Any:
     """Properties that all weights in one array must share."""
-    return encoded.codes, {part: array.dtype for part, array in encoded.parts.items()}
+    return array.codes, {name: part.dtype for name, part in array.parts.items()}
 
 
-def _checked(array: LazyArray, part: str, codes: Codes) -> LazyArray:
+def _checked(array: LazyArray, part: str, kind: str) -> LazyArray:
     """FP8 codes without NaN, which products on CPUs take for a number."""
-    if part != "codes" or codes.kind != "fp8":
+    if part != "codes" or kind != "fp8":
         return array
 
     def read(box: Box, empty: Empty) -> np.ndarray:

@@ -14,7 +14,7 @@ CHUNK_BYTES = 2 << 20  # per read: fits into CPU caches, and is large enough tha
 def raw(checkpoint: Checkpoint | None, info: TensorInfo) -> LazyArray:
     """The lazy array of a tensor; with ``checkpoint`` None (headers only), reading fails."""
     read = functools.partial(_read, checkpoint, info)
-    return LazyArray(info.shape, info.numpy_dtype, read, CHUNK_BYTES, file=info.file.name)
+    return LazyArray(info.shape, info.numpy_dtype, read, CHUNK_BYTES, file=info.file.name, tensors=(info.name,))
 
 
 def _read(checkpoint: Checkpoint | None, info: TensorInfo, box: Box, empty: Empty) -> np.ndarray:
