@@ -13,7 +13,6 @@ import numpy as np
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import did_you_mean
-from nnxmoe.convert.core.check import Faults
 from nnxmoe.convert.core.layout import Parameter, parameters
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadReport
@@ -111,9 +110,9 @@ def summarise(
         refuse_unjustified(config, arrays, f"{name}/config.json")
     kind, kept = model_class(config), dtype or _common_dtype(arrays, config)
     model = kind(config, rngs=None, dtype=kept)
-    faults, report = Faults((), (), ()), LoadReport(str(name))
+    report = LoadReport(str(name))
     if arrays:
-        faults, report = judge(model, layout(model, arrays), arrays, report)
+        report = judge(model, layout(model, arrays), arrays, report)
     parts, active = Counter[str](), 0.0
     for parameter in parameters(model):
         size = math.prod(parameter.shape)
@@ -135,9 +134,9 @@ def summarise(
         buffer,
         _stored(arrays),
         cache_per_token(model),
-        faults.missing,
+        report.missing,
         report.unexpected,
-        faults.wrong,
+        report.wrong,
         report.skipped,
         _published(name),
     )

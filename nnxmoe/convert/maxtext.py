@@ -30,7 +30,6 @@ from nnxmoe.convert.core.layout import (
     SAME,
     Change,
     Leaf,
-    Part,
     TableError,
     add_part,
     arrays_of,
@@ -78,16 +77,16 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change
         change = next((changes[start] for start in changes if parameter.key.startswith(start)), SAME)
         leaf = Leaf(parameter.key, parameter.of_layer, change=change, axes=axes)
         if parameter.layer is None:
-            add_part(found, name, leaf, Part(parameter))
+            add_part(found, name, leaf, parameter)
             continue
         group = groups[parameter.stack]
         if scan_layers:
             leaf = dataclasses.replace(leaf, axis=1, axes=(*axes[:1], group, *axes[1:]))
-        for layer, at in parameter.layers():
+        for layer, part in parameter.layers():
             assert layer is not None
             among = f"{group}/layers_{layer % block}" if block else group
             among = among if scan_layers else f"{group}_{layer - (first[group] or 0)}"
-            add_part(found, f"decoder/{among}/{name}", leaf, Part(parameter, at))
+            add_part(found, f"decoder/{among}/{name}", leaf, part)
     return found
 
 

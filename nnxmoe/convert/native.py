@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short
 from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.convert.core.layout import SAME, Change, Leaf, Part, add_part, arrays_of, parameters
+from nnxmoe.convert.core.layout import SAME, Change, Leaf, add_part, arrays_of, parameters
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, restore, unless_cast
@@ -44,12 +44,12 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME) -> dict[str
     for parameter in parameters(model, codes=True):
         name = parameter.key.replace(".", "/")
         change = query if parameter.takes_query_scalar else SAME
-        for layer, at in parameter.layers():
+        for layer, part in parameter.layers():
             stacked = layer is not None and scan_layers
-            inner = flax_order(parameter.variable, parameter.shape[len(at) :])
+            inner = flax_order(parameter.variable, part.shape[len(part.at) :])
             leaf = Leaf(parameter.key, inner, axis=0 if stacked else None, change=change)
             within = f"stacks/{parameter.stack}" if stacked else f"layers/{layer}"
-            add_part(found, name if layer is None else name.replace("layer", within, 1), leaf, Part(parameter, at))
+            add_part(found, name if layer is None else name.replace("layer", within, 1), leaf, part)
     return found
 
 

@@ -178,10 +178,10 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
 def _rows(leaf: Leaf) -> list[tuple[Parameter, slice | None]]:
     """The parameters of a leaf, each with its rows of axis 1, or with None if there is one that is not stacked."""
     if leaf.axis is None:
-        return [(leaf.parts[0].parameter, None)]
-    same = itertools.groupby(enumerate(leaf.parts), lambda pair: pair[1].parameter.path)
+        return [(leaf.parts[0], None)]
+    same = itertools.groupby(enumerate(leaf.parts), lambda pair: pair[1].path)
     runs = [list(run) for _, run in same]
-    return [(run[0][1].parameter, slice(run[0][0], run[-1][0] + 1)) for run in runs]
+    return [(run[0][1], slice(run[0][0], run[-1][0] + 1)) for run in runs]
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,8 +14,7 @@ from jaxtyping import Array
 
 from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext, native
-from nnxmoe.convert.core.layout import Leaf
-from nnxmoe.convert.core.layout import Part as LayoutPart
+from nnxmoe.convert.core.layout import Leaf, Parameter
 from nnxmoe.linen.mapping import LAYER, Mapped, Taken, by_layer, read_mapping
 from nnxmoe.model.causal_lm import CausalLM
 
@@ -198,8 +197,8 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
     return {name: row(leaf) for name, leaf in leaves.items()}, []
 
 
-def _part(part: LayoutPart) -> Part:
-    return "/".join(map(str, part.parameter.path)), part.at[0] if part.at else None
+def _part(part: Parameter) -> Part:
+    return "/".join(map(str, part.path)), part.at[0] if part.at else None
 
 
 def kind(array: Any) -> str:

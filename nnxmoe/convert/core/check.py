@@ -19,27 +19,18 @@ DTYPES = tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16, np.float64))
 _SHOWN = 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Faults:
-    """``missing``: names without an array; ``unexpected``: names that the model does not use; ``wrong``: messages about
-    arrays of the wrong shape or dtype."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    wrong: tuple[str, ...]
-
-
-def check(leaves: Mapping[str, Leaf], arrays: LazyArrays) -> Faults:
-    """The differences between the arrays that a layout needs and those that are stored."""
-    return Faults(
-        tuple(sorted(leaves.keys() - arrays.keys())),
-        tuple(sorted(arrays.keys() - leaves.keys())),
-        tuple(line for name in leaves if name in arrays for line in _wrong(name, leaves[name], arrays)),
+def checked(leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport) -> LoadReport:
+    """A report with the differences between the arrays that a layout needs and those that are stored."""
+    return dataclasses.replace(
+        report,
+        missing=tuple(sorted(leaves.keys() - arrays.keys())),
+        unexpected=tuple(sorted(arrays.keys() - leaves.keys())),
+        wrong=tuple(line for name in leaves if name in arrays for line in _wrong(name, leaves[name], arrays)),
     )
 
 
 def _wrong(name: str, leaf: Leaf, arrays: LazyArrays) -> Iterator[str]:
-    array, variable = arrays[name], leaf.parts[0].parameter.variable
+    array, variable = arrays[name], leaf.parts[0].variable
     where = f"{plain(name)} in {array.file}" if array.file else plain(name)
     allowed = (np.dtype(variable.dtype),) if isinstance(variable, QuantizedArray) else DTYPES
     if array.fault is not None:
@@ -52,11 +43,12 @@ def _wrong(name: str, leaf: Leaf, arrays: LazyArrays) -> Iterator[str]:
         yield f"{where} is {array.dtype}: weights are {', '.join(map(str, allowed))}"
 
 
-def refuse(faults: Faults, leaves: Mapping[str, Leaf], report: LoadReport, misfit: str, remedy: str = "") -> None:
-    """Raise LoadError if arrays are missing or wrong. The message begins with ``misfit`` and lists up to 20 of them."""
-    lines = [f"{name} is missing, {list(leaves[name].shape)}" for name in faults.missing] + list(faults.wrong)
+def refuse(leaves: Mapping[str, Leaf], report: LoadReport, misfit: str, remedy: str = "") -> None:
+    """Raise LoadError if arrays are missing or wrong. The message begins with ``misfit`` and lists up to 20 of them;
+    ``remedy`` is for missing ones."""
+    lines = [f"{name} is missing, {list(leaves[name].shape)}" for name in report.missing] + list(report.wrong)
     if lines:
         more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        more += [f"and nothing reads {some(report.unexpected)}"] if faults.missing and report.unexpected else []
+        more += [f"and nothing reads {some(report.unexpected)}"] if report.missing and report.unexpected else []
         shown = "\n  ".join(lines[:_SHOWN] + more)
-        raise LoadError(f"{misfit}:\n  {shown}{remedy}", report)
+        raise LoadError(f"{misfit}:\n  {shown}{remedy if report.missing else ''}", report)

@@ -34,12 +34,8 @@ from nnxmoe.storage.host import Blocks, Scratch, copy_into, count_nonfinite, few
 AHEAD_BYTES = 128 << 20  # limit on the parameters that are read but not yet placed on devices
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Parameters that share arrays, with their dtypes and shardings, and the names of those arrays."""
-
-    wanted: list[tuple[Parameter, np.dtype, Sharding | None]]
-    names: list[str]
+# Parameters that share arrays, with their dtypes and shardings, and the names of those arrays.
+Group = tuple[list[tuple[Parameter, np.dtype, Sharding | None]], list[str]]
 
 
 def fill(
@@ -48,7 +44,7 @@ def fill(
     """Set the values and ``load_report`` of an abstract model. ``dtype`` None: as stored. A `RouterBias` is always
     float32."""
     started, groups = time.perf_counter(), grouped(model, leaves, arrays, dtype)
-    wanted = [(parameter.shape, kind, place) for group in groups for parameter, kind, place in group.wanted]
+    wanted = [(parameter.shape, kind, place) for group, _ in groups for parameter, kind, place in group]
     kinds = sorted({str(kind) for _, kind, _ in wanted if kind.itemsize > 2})
     remedy = f"shard it over more devices (mesh=…){', or load it as bfloat16 (dtype=…)' if kinds else ''}"
     refuse_beyond_memory(local_bytes(wanted), f"{report.source}: the weights take", remedy)
@@ -73,10 +69,10 @@ def fill(
 
 def _casts(groups: list[Group], leaves: Mapping[str, Leaf], arrays: LazyArrays) -> dict[str, tuple[str, ...]]:
     casts: dict[str, set[str]] = {}
-    for group in groups:
-        kinds = {parameter.path: kind for parameter, kind, _ in group.wanted}
-        for name in group.names:
-            before, after = arrays[name].kind, kinds[leaves[name].parts[0].parameter.path]
+    for group, names in groups:
+        kinds = {parameter.path: kind for parameter, kind, _ in group}
+        for name in names:
+            before, after = arrays[name].kind, kinds[leaves[name].parts[0].path]
             if before != str(after):
                 casts.setdefault(f"{before} -> {after}", set()).add(name)
     return {cast: tuple(sorted(names)) for cast, names in sorted(casts.items())}
@@ -86,7 +82,7 @@ def grouped(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
     """The model's parameters in disjoint groups, in the model's order; parameters that share an array share a group."""
     names: dict[Path, list[str]] = {}
     for name, leaf in leaves.items():
-        for path in {part.parameter.path for part in leaf.parts}:
+        for path in {part.path for part in leaf.parts}:
             names.setdefault(path, []).append(name)
     every, done, groups = {p.path: p for p in parameters(model, codes=True)}, set[Path](), []
     for path in every:
@@ -95,7 +91,7 @@ def grouped(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
         for each in paths:  # the list grows during the loop, by parameters that share an array
             for name in names[each]:
                 of_group[name] = None
-                beside = dict.fromkeys(p.parameter.path for p in leaves[name].parts)
+                beside = dict.fromkeys(p.path for p in leaves[name].parts)
                 paths += [other for other in beside if other not in done]
                 done |= beside.keys()
         if paths:
@@ -106,7 +102,7 @@ def grouped(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
                 if isinstance(variable, RouterBias | QuantizedArray):
                     kind = np.dtype(variable.dtype)
                 wanted.append((every[each], kind, model.strategy.sharding_of(every[each].variable)))
-            groups.append(Group(wanted, list(of_group)))
+            groups.append((wanted, list(of_group)))
     return groups
 
 
@@ -123,24 +119,24 @@ class Filler:
     def place(self, groups: Iterable[Group]) -> dict[Path, jax.Array]:
         """The parameters of all groups as JAX arrays with their shardings."""
         placed: dict[Path, jax.Array] = {}
-        begun: deque[tuple[Group, dict[Path, Buffers], list[Future[Any]]]] = deque()
+        begun: deque[tuple[Any, dict[Path, Buffers], list[Future[Any]]]] = deque()
         ahead = 0
 
         def place_first() -> int:
             group, buffers, reads = begun.popleft()
             self.finish(reads)
-            for parameter, _, sharding in group.wanted:
+            for parameter, _, sharding in group:
                 placed[parameter.path] = _placed(parameter.shape, buffers[parameter.path], sharding)
             return _nbytes(buffers)
 
         with few_threads() as pool:
-            for group in groups:
-                ranges = {p.path: _ranges_on(p, sharding) for p, _, sharding in group.wanted}
-                size = sum(_size(ranges[p.path]) * kind.itemsize for p, kind, _ in group.wanted)
+            for group, names in groups:
+                ranges = {p.path: _ranges_on(p, sharding) for p, _, sharding in group}
+                size = sum(_size(ranges[p.path]) * kind.itemsize for p, kind, _ in group)
                 while begun and ahead + size > AHEAD_BYTES:
                     ahead -= place_first()
-                buffers = {p.path: {r: self._empty(r, kind) for r in ranges[p.path]} for p, kind, _ in group.wanted}
-                begun.append((group, buffers, self.begin(group.names, buffers, pool)))
+                buffers = {p.path: {r: self._empty(r, kind) for r in ranges[p.path]} for p, kind, _ in group}
+                begun.append((group, buffers, self.begin(names, buffers, pool)))
                 ahead += size
             while begun:
                 place_first()
@@ -154,7 +150,7 @@ class Filler:
         found = []
         for name in names:
             leaf, array = self.leaves[name], self.arrays[name]
-            into = [buffers.get(part.parameter.path, {}) for part in leaf.parts]
+            into = [buffers.get(part.path, {}) for part in leaf.parts]
             targets = [target for i, each in enumerate(into) for target in targets_of(leaf, i, each)]
             for box in blocks(targets, array):
                 reached = [(target, both) for target in targets if (both := overlap(target.box, box))]

@@ -35,13 +35,15 @@ class TableError(AssertionError):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a model: its labels (see `axes.label`) and its variable, with shape and metadata."""
+    """A parameter of a model: its labels (see `axes.label`) and its variable, with shape and metadata. ``at``: which of
+    its layers or experts is meant; empty: all of it."""
 
     path: Path
     key: str
     layer: int | None
     stack: int | None
     variable: nnx.Variable
+    at: tuple[int, ...] = ()
 
     @property
     def ending(self) -> str:
@@ -86,13 +88,13 @@ class Parameter:
         """Size of the expert dimension; None without one."""
         return self.shape[self.axes.index("expert")] if "expert" in self.axes else None
 
-    def layers(self) -> Iterator[tuple[int | None, tuple[int, ...]]]:
-        """Yields (layer number in the model, index into the first dimension); ``(None, ())`` outside of stacks."""
+    def layers(self) -> Iterator[tuple[int | None, "Parameter"]]:
+        """Yields (layer number in the model, the parameter of that layer); ``(None, self)`` outside of stacks."""
         if of_layers(self.axes):
             assert self.layer is not None
-            yield from ((self.layer + i, (i,)) for i in range(self.shape[0]))
+            yield from ((self.layer + i, replace(self, at=(i,))) for i in range(self.shape[0]))
         else:
-            yield self.layer, ()
+            yield self.layer, self
 
 
 def parameters(model: nnx.Module, *, codes: bool = False) -> list[Parameter]:
@@ -155,14 +157,6 @@ SAME = Change()
 
 
 @dataclass(frozen=True)
-class Part:
-    """``parameter[at]``: one layer or expert of a parameter, or all of it."""
-
-    parameter: Parameter
-    at: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Leaf:
     """An external array: the parts of parameters that it holds, each of shape ``inner``, stacked on ``axis``, or
     one part without ``axis``.
@@ -174,7 +168,7 @@ class Leaf:
 
     key: str
     inner: tuple[int, ...]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Parameter, ...] = ()
     axis: int | None = None
     flat: bool = False
     change: Change = SAME
@@ -229,7 +223,7 @@ def _inserted(values: tuple[T, ...], axis: int, value: T) -> tuple[T, ...]:
     return (*values[:axis], value, *values[axis:])
 
 
-def add_part(found: dict[str, Leaf], name: str, leaf: Leaf, part: Part) -> None:
+def add_part(found: dict[str, Leaf], name: str, leaf: Leaf, part: Parameter) -> None:
     """Append a part to the leaf of a named array, creating it from ``leaf`` if it is new."""
     found[name] = replace(leaf, parts=(*(found[name].parts if name in found else ()), part))
 
@@ -238,7 +232,7 @@ def arrays_of(leaves: Mapping[str, Leaf], dtype: Any = None) -> dict[str, LazyAr
     """Name -> lazy array of every leaf, computed from the parameters when read; ``dtype`` None: their own dtype."""
     found: dict[str, LazyArray] = {}
     for name, leaf in leaves.items():
-        values = [part.parameter.variable.get_value() for part in leaf.parts]
+        values = [part.variable.get_value() for part in leaf.parts]
         if any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
             raise ValueError(f"the parameter {leaf.key} has a shape but no values: this model cannot be saved")
         kind = np.dtype(dtype or jnp.result_type(*{value.dtype for value in values}))
@@ -265,12 +259,12 @@ class _Made:
         if leaf.axis is None:
             (part,), (value,) = leaf.parts, self.values
             one = _fetch(value, part.at, box == whole(leaf.shape))
-            return self._cast(leaf.view(one, part.parameter)[box])
+            return self._cast(leaf.view(one, part)[box])
         out = np.empty(sizes(box), self.dtype)
         for number, (part, value) in enumerate(zip(leaf.parts, self.values, strict=True)):
             place = leaf.stacked(whole(leaf.inner), number)
             if both := overlap(place, box):
-                one = leaf.view(np.asarray(value)[part.at], part.parameter)
+                one = leaf.view(np.asarray(value)[part.at], part)
                 one = np.expand_dims(one, leaf.axis)[within(both, place)]
                 out[within(both, box)] = self._cast(one)
         return out
@@ -281,7 +275,7 @@ class _Made:
 
         def run(values: list[Array]) -> Array:
             pairs = zip(leaf.parts, values, strict=True)
-            made = [self._cast(leaf.view(value[part.at], part.parameter)) for part, value in pairs]
+            made = [self._cast(leaf.view(value[part.at], part)) for part, value in pairs]
             return made[0] if leaf.axis is None else jnp.stack(made, axis=leaf.axis)
 
         return jax.jit(run)(self.values)

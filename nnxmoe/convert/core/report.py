@@ -15,7 +15,8 @@ class LoadReport:
 
     ``source``: the folder or hub id that was asked for, and ``revision`` the branch, tag or commit of the hub.
     ``skipped``: rule -> names skipped on purpose. ``unexpected``: other tensors that the model does not use.
-    ``missing``: parameters without a tensor (empty for a loaded model). ``casts``: "stored -> loaded dtype" -> names.
+    ``missing``: parameters without a tensor; ``wrong``: messages about tensors of another shape or dtype (both empty
+    for a loaded model). ``casts``: "stored -> loaded dtype" -> names.
     ``towers``: the parts of a multimodal checkpoint beside the text model, whose tensors are skipped.
     ``nonfinite``: tensor -> number of NaN or infinite values after loading (on this process's devices).
     ``files``: the folder with the tokenizer files, which saving copies. ``weights``: bytes in memory by dtype or kind
@@ -26,6 +27,7 @@ class LoadReport:
     source: str
     loaded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     skipped: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     casts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)

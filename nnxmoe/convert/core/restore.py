@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.convert.core.check import check, refuse
+from nnxmoe.convert.core.check import checked, refuse
 from nnxmoe.convert.core.fill import fill
 from nnxmoe.convert.core.layout import Leaf
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
@@ -49,7 +49,7 @@ def restore(
 ) -> None:
     """Set the values and ``load_report`` of an abstract model. Raises LoadError, whose message begins with ``misfit``,
     if arrays are missing, unexpected or wrong."""
-    faults = check(leaves, arrays)
-    strange = tuple(f"{name} {list(arrays[name].shape)} is not a parameter" for name in faults.unexpected)
-    refuse(dataclasses.replace(faults, wrong=(*strange, *faults.wrong)), leaves, report, misfit)
+    report = checked(leaves, arrays, report)
+    strange = tuple(f"{name} {list(arrays[name].shape)} is not a parameter" for name in report.unexpected)
+    refuse(leaves, dataclasses.replace(report, wrong=(*strange, *report.wrong)), misfit)
     fill(model, leaves, arrays, dtype, report)

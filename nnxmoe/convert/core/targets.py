@@ -33,8 +33,8 @@ def targets_of(leaf: Leaf, number: int, buffers: Buffers) -> Iterator[Target]:
         if not all(start <= at < stop for at, (start, stop) in zip(part.at, ranges, strict=False)):
             continue
         values = buffer[tuple(at - start for at, (start, _) in zip(part.at, ranges, strict=False))]
-        box, cut = leaf.inner_box(tuple(slice(*ends) for ends in ranges[lead:]), part.parameter), None
-        view = leaf.view(values, part.parameter, sizes(box))
+        box, cut = leaf.inner_box(tuple(slice(*ends) for ends in ranges[lead:]), part), None
+        view = leaf.view(values, part, sizes(box))
         if leaf.change.features != "as they are" and box[-1] != slice(0, leaf.inner[-1]):
             box, cut = (*box[:-1], slice(0, leaf.inner[-1])), box[-1]
         yield Target(leaf.stacked(box, number), view if leaf.axis is None else np.expand_dims(view, leaf.axis), cut)

@@ -39,7 +39,7 @@ def compressed(
         return mxfp4.in_blocks(arrays, leaves), mxfp4.CONFIG
     found, groups = dict(arrays), dict[str, list[str]]()
     for name, leaf in leaves.items():
-        codes = kinds.get(leaf.parts[0].parameter.path)
+        codes = kinds.get(leaf.parts[0].path)
         if codes is None:
             continue
         if not name.endswith(".weight.codes"):

@@ -9,8 +9,8 @@ import numpy as np
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
-from nnxmoe.convert.core.check import Faults, check
-from nnxmoe.convert.core.layout import Change, Leaf, Parameter, Part, TableError, add_part, parameters
+from nnxmoe.convert.core.check import checked
+from nnxmoe.convert.core.layout import Change, Leaf, Parameter, TableError, add_part, parameters
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.views import View
@@ -36,8 +36,8 @@ def layout(model: CausalLM, names: Container[str] | None = None, times: float = 
         if key not in model.hf_table:
             raise TableError(f"the parameter {key} has no row in the table of {type(model).__name__}")
         change = Change(times=times if parameter.takes_query_scalar else 1.0)
-        for layer, at in parameter.layers():
-            rows = [_named(w, layer, at, parameter, change) for w in options(model.hf_table, key)]
+        for layer, one in parameter.layers():
+            rows = [_named(w, layer, one, change) for w in options(model.hf_table, key)]
             chosen = [row for row in rows if names is not None and any(name in names for name, _, _ in row)]
             for name, leaf, part in (chosen or rows)[0]:
                 add_part(found, name, leaf, part)
@@ -46,16 +46,14 @@ def layout(model: CausalLM, names: Container[str] | None = None, times: float = 
     return {HEAD if swap and name == EMBED else name: leaf for name, leaf in found.items()}
 
 
-def _named(
-    w: W, layer: int | None, at: tuple[int, ...], parameter: Parameter, change: Change
-) -> list[tuple[str, Leaf, Part]]:
+def _named(w: W, layer: int | None, parameter: Parameter, change: Change) -> list[tuple[str, Leaf, Parameter]]:
     """The arrays of one layer of a parameter: one, or one per expert."""
     inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
     flat = inner if inputs is None else (math.prod(inner[:-inputs]), math.prod(inner[-inputs:]))
     view = None if w.whole else View(w.tensor(layer), w, int(experts is not None))
     axis = None if experts is None or w.per_expert else 0
     leaf = Leaf(parameter.key, flat, axis=axis, flat=True, change=change, part_of=view)
-    parts = [Part(parameter, at)] if experts is None else [Part(parameter, (*at, e)) for e in range(experts)]
+    parts = [dataclasses.replace(parameter, at=(*parameter.at, e)) for e in range(experts)] if experts else [parameter]
     names = [w.tensor(layer, e) if w.per_expert else w.label(w.tensor(layer)) for e in range(len(parts))]
     return [(name + parameter.ending, leaf, part) for name, part in zip(names, parts, strict=True)]
 
@@ -105,13 +103,11 @@ def refuse_unjustified(config: DecoderConfig, arrays: LazyArrays, where: str) ->
         )
 
 
-def judge(
-    model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport
-) -> tuple[Faults, LoadReport]:
-    """The faults of a checkpoint, and a report of each of its tensors."""
-    config, faults = model.config, check(leaves, arrays)
+def judge(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport) -> LoadReport:
+    """The report of each tensor of a checkpoint."""
+    config, report = model.config, checked(leaves, arrays, report)
     used = file_names(leaves.keys() & arrays.keys(), arrays)
-    left = {name for name in faults.unexpected if not file_names([name], arrays) <= used}
+    left = {name for name in report.unexpected if not file_names([name], arrays) <= used}
     beside = towers(left)
     skipped = {f"{tower} (beside the text model)": tuple(sorted(names)) for tower, names in beside.items()}
     left -= {name for names in beside.values() for name in names}
@@ -120,10 +116,9 @@ def judge(
         left -= set(names)
         if names:
             skipped[rule] = names
-    return faults, dataclasses.replace(
+    return dataclasses.replace(
         report,
         loaded=tuple(sorted(used)),
-        missing=faults.missing,
         unexpected=tuple(sorted(left)),
         skipped=skipped,
         towers=tuple(sorted(beside)),

@@ -106,10 +106,10 @@ def from_pretrained(
 
 def restore(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dtype: Any, report: LoadReport) -> None:
     """Set the values and ``load_report`` of an abstract model. Raises LoadError if tensors are missing or wrong."""
-    faults, report = judge(model, leaves, arrays, report)
+    report = judge(model, leaves, arrays, report)
     misfit = f"{report.source}: the tensors do not fit config.json ({model.config.model_type})"
     remedy = "\nCheck that config.json belongs to these files and that all of them are here."
-    refuse(faults, leaves, report, misfit, remedy if faults.missing else "")
+    refuse(leaves, report, misfit, remedy)
     fill(model, leaves, arrays, dtype, report)
 
 
@@ -170,9 +170,7 @@ def save_pretrained(
     found = arrays_of(leaves)
     if kind is not None:
         fixed = {
-            name
-            for name, leaf in leaves.items()
-            if isinstance(leaf.parts[0].parameter.variable, RouterBias | QuantizedArray)
+            name for name, leaf in leaves.items() if isinstance(leaf.parts[0].variable, RouterBias | QuantizedArray)
         }
         found = {name: array if name in fixed else array.cast(kind) for name, array in found.items()}
     found, quantization = compressed(model, leaves, found)

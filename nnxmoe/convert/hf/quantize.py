@@ -125,7 +125,7 @@ def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[Place, list[str]]]
     names: dict[Any, list[str]] = {}
     for name, leaf in layout(model, arrays).items():
         for part in leaf.parts:
-            of_kernel = names.setdefault(part.parameter.path, [])
+            of_kernel = names.setdefault(part.path, [])
             if name not in of_kernel:
                 of_kernel.append(name)
     return [(place, names[place.path]) for place in places(model)]
