@@ -4,7 +4,7 @@ Also in GLM-4.5, dots.llm1 and Solar Open, mostly with a single group.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from nnxmoe.config.base import DecoderConfig
@@ -66,6 +66,13 @@ class GroupedExpertsConfig(DecoderConfig):
     @property
     def experts_per_token(self) -> int:
         return self.num_experts_per_tok
+
+    @property
+    def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Those of the shared expert, of width 0, where there is none."""
+        shapes = {"gate": (0, self.hidden_size), "up": (0, self.hidden_size), "down": (self.hidden_size, 0)}
+        names = {f"mlp.shared_experts.{x}_proj.weight": shape for x, shape in shapes.items()}
+        return names if self.n_shared_experts == 0 else {}
 
     @property
     def sparse_layers(self) -> Sequence[bool]:

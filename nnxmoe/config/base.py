@@ -260,6 +260,11 @@ class DecoderConfig:
         return 0
 
     @property
+    def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Names of tensors without values that transformers stores in each layer with experts, with their shapes."""
+        return {}
+
+    @property
     def rope_dim(self) -> int:
         """Width that is rotated."""
         return self.head_width

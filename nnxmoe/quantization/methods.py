@@ -32,13 +32,8 @@ class Method(Protocol):
 class Int8:
     """Symmetric int8 with one scale per output: ``scale = max |w| / 127``. Half the bytes of bfloat16."""
 
-    @property
-    def codes(self) -> Codes:
-        return Codes("int8", (1, WHOLE))
-
-    @property
-    def largest(self) -> float:
-        return 127
+    codes = Codes("int8", (1, WHOLE))
+    largest = 127
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +42,7 @@ class Int4:
     0.26 of the bytes of bfloat16."""
 
     group: int = 128
+    largest = 7.5
 
     def __post_init__(self) -> None:
         check_positive("Int4", "group", self.group)
@@ -55,16 +51,13 @@ class Int4:
     def codes(self) -> Codes:
         return Codes("int4", (1, self.group))
 
-    @property
-    def largest(self) -> float:
-        return 7.5
-
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
     """``float8_e4m3fn`` with one scale per ``block`` outputs by ``block`` inputs, as DeepSeek-V3: ``max |w| / 448``."""
 
     block: int = 128
+    largest = 448
 
     def __post_init__(self) -> None:
         check_positive("Float8", "block", self.block)
@@ -72,10 +65,6 @@ class Float8:
     @property
     def codes(self) -> Codes:
         return Codes("fp8", (self.block, self.block))
-
-    @property
-    def largest(self) -> float:
-        return 448
 
 
 @dataclasses.dataclass(frozen=True)

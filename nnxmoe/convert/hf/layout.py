@@ -9,10 +9,10 @@ import numpy as np
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
-from nnxmoe.convert.core.check import checked
 from nnxmoe.convert.core.layout import Change, Leaf, Parameter, TableError, add_part, parameters
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.convert.core.restore import checked
 from nnxmoe.convert.core.views import View
 from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS
 from nnxmoe.layers.quantized import ARRAYS
@@ -76,17 +76,14 @@ def copies(model: CausalLM, names: Container[str]) -> dict[str, str]:
 
 
 def empty(model: CausalLM) -> dict[str, LazyArray]:
-    """The tensors without values that transformers stores for shared experts where ``n_shared_experts`` is 0."""
-    if getattr(model.config, "n_shared_experts", None) != 0:
-        return {}
-    found = {}
-    for router in (p for p in parameters(model) if p.key == "layer.moe.router.kernel"):
-        for part in ("gate", "up", "down"):
-            (w,) = options(model.hf_table, f"layer.moe.shared.{part}.kernel")
-            shape = (model.config.hidden_size, 0) if part == "down" else (0, model.config.hidden_size)
-            array = LazyArray.of(np.empty(shape, router.variable.dtype))
-            found |= {w.tensor(layer): array for layer, _ in router.layers()}
-    return found
+    """The tensors without values that the family's reference stores in layers with experts."""
+    routers = [p for p in parameters(model) if p.key == "layer.moe.router.kernel"]
+    return {
+        W(name).tensor(layer): LazyArray.of(np.empty(shape, router.variable.dtype))
+        for name, shape in model.config.empty_tensors.items()
+        for router in routers
+        for layer, _ in router.layers()
+    }
 
 
 def refuse_unjustified(config: DecoderConfig, arrays: LazyArrays, where: str) -> None:

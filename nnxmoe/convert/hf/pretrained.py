@@ -18,12 +18,12 @@ from nnxmoe.axes import Rules
 from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short, some
-from nnxmoe.convert.core.check import refuse
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.fill import fill
 from nnxmoe.convert.core.layout import Leaf, arrays_of
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
+from nnxmoe.convert.core.restore import refuse
 from nnxmoe.convert.core.views import with_views
 from nnxmoe.convert.hf.compressed_writer import compressed
 from nnxmoe.convert.hf.layout import EMBED, HEAD, copies, empty, judge, layout, refuse_unjustified
