@@ -367,7 +367,7 @@ def test_slice_of_a_parameter_reads_only_its_bytes(case: str, scan: bool) -> Non
         leaves = layout(model, arrays)
         filler = Filler(leaves, arrays)
         for parameter in parameters(model):
-            names = [name for name, leaf in leaves.items() if any(p.parameter.key == parameter.key for p in leaf.parts)]
+            names = [name for name, leaf in leaves.items() if any(p.key == parameter.key for p in leaf.parts)]
 
             def read(ranges: list[tuple[int, int]], path: Any = parameter.path, names: Any = names) -> np.ndarray:
                 out = np.empty([stop - start for start, stop in ranges], np.float32)

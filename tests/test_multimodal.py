@@ -15,6 +15,7 @@ from nnxmoe.cli import main
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.train import lora
 from tests.support.adapters import fill
+from tests.support.arrays import max_error
 from tests.support.tiny import TINY, random_tokens, tiny_weights, write_checkpoint
 
 TEXT = TINY["mixtral"] | {"architectures": ["MixtralForCausalLM"]}
@@ -114,3 +115,31 @@ def test_what_is_no_text_model_is_refused(tmp_path: Path) -> None:
     folder = nested(folder, "language_model.model.", "lm_head.weight")
     save_file(weights, folder / "model.safetensors")
     assert nnxmoe.from_pretrained(folder).load_report.unexpected == ("tower_of_babel.weight",)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["llava", "kimi_k25"])
+def test_logits_of_a_text_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    """LLaVA around Llama as transformers writes it, and Kimi K2.5 around DeepSeek-V3 as it is in memory."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    text = TINY["llama" if kind == "llava" else "deepseek_v3"]
+    text = text | {"moe_intermediate_size": 16}  # torch's grouped matmul requires rows that are multiples of 16 bytes
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": text["rope_theta"]}}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind == "llava":
+        vision |= {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8}
+    around = {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **around)
+    theirs = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    if kind == "kimi_k25":  # transformers 5.24 writes the layers of its text model as "blocks", a word of its tower's
+        save_file({name: value.numpy() for name, value in theirs.state_dict().items()}, tmp_path / "model.safetensors")
+    ours = nnxmoe.from_pretrained(tmp_path)
+    assert {"vision_tower"} < set(ours.load_report.towers)
+    assert not ours.load_report.unexpected
+    tokens = random_tokens(2, 7)
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor(np.asarray(tokens))).logits.numpy()
+    assert max_error(ours(tokens).logits, wanted) < 2e-4 * np.abs(wanted).max()
