@@ -77,7 +77,7 @@ def copies(model: CausalLM, names: Container[str]) -> dict[str, str]:
 
 def empty(model: CausalLM) -> dict[str, LazyArray]:
     """The tensors without values that the family's reference stores in layers with experts."""
-    routers = [p for p in parameters(model) if p.key == "layer.moe.router.kernel"]
+    routers = [p for p in parameters(model, codes=True) if p.key == "layer.moe.router.kernel"]
     return {
         W(name).tensor(layer): LazyArray.of(np.empty(shape, router.variable.dtype))
         for name, shape in model.config.empty_tensors.items()
