@@ -52,7 +52,9 @@ def load(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> A
     ax.xaxis.get_major_locator().set_params(integer=True)
     if values.size <= _CELLS:
         ax.set_xticks(range(values.shape[1]))
-        _write_in(ax, values)
+        for (y, x), value in np.ndenumerate(values):
+            ink = "wk"[int(value > max(2.0, values.max()) / 2)]
+            ax.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=8, color=ink)
     return ax
 
 
@@ -102,7 +104,9 @@ def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: 
         for x in np.flatnonzero(real[: len(pieces)]):
             color = PALETTE[experts[x] % len(PALETTE)]
             ax.bar(x, 1, 0.94, y - 0.5, color=color)
-            ax.text(x, y, str(experts[x]), ha="center", va="center", fontsize=8, color=_ink(color))
+            red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+            ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 128 else "white"
+            ax.text(x, y, str(experts[x]), ha="center", va="center", fontsize=8, color=ink)
     ax.set(xlim=(-0.5, len(pieces) - 0.5), ylim=(len(cells) - 0.5, -0.5), yticks=range(len(cells)), yticklabels=cells)
     shown = [_visible(piece) for piece in pieces]
     ax.set_xticks(range(len(pieces)), shown, rotation=90, fontsize=8, family="monospace")
@@ -213,17 +217,6 @@ def _names(loads: Loads, values: np.ndarray, names: Sequence[str] | None) -> lis
 def _heat(ax: Axes, values: np.ndarray, label: str, **options: Any) -> None:
     image = ax.imshow(values, cmap=_MAP, vmin=0, vmax=max(2.0, values.max()), aspect="auto", **options)
     ax.figure.colorbar(image, ax=ax, label=label, pad=0.02)
-
-
-def _write_in(ax: Axes, values: np.ndarray) -> None:
-    middle = max(2.0, values.max()) / 2
-    for (y, x), value in np.ndenumerate(values):
-        ax.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=8, color="wk"[int(value > middle)])
-
-
-def _ink(color: str) -> str:
-    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 128 else "white"
 
 
 def _visible(piece: str) -> str:

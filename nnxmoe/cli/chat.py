@@ -7,8 +7,16 @@ from typing import Any
 
 import nnxmoe
 from nnxmoe.cli import commands
+from nnxmoe.cli.options import add_loading, add_sampling
 from nnxmoe.cli.prompts import Speed
 from nnxmoe.runtime.progress import say
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Define the options of ``nnxmoe chat``."""
+    add_loading(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
+    add_sampling(parser, 256, "the checkpoint's")
 
 
 def chat(options: argparse.Namespace) -> None:

@@ -110,10 +110,6 @@ def generate(options: argparse.Namespace) -> None:
         say("the model ended at once; it has a chat template, so try: nnxmoe chat %s", options.model)
 
 
-def _size(model: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-
-
 def convert(options: argparse.Namespace) -> None:
     """Convert a checkpoint between the layouts of Hugging Face, MaxText and nnxmoe.save, into a new folder."""
     from nnxmoe.convert import conversion
@@ -171,5 +167,6 @@ def demo(options: argparse.Namespace) -> None:
 
     tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)
     what = "the embedded model: a Mixtral of %s parameters, trained on generated text, on %s"
-    say(what, count_text(_size(model)), devices.text(None))
+    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    say(what, count_text(size), devices.text(None))
     shown.run(model, tokenizer, options.max_new_tokens)

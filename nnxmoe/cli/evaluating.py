@@ -8,11 +8,12 @@ import json
 from pathlib import Path
 
 from nnxmoe.cli import commands
-from nnxmoe.cli.options import add_slots, count
+from nnxmoe.cli.options import add_loading, add_slots, count
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
+    add_loading(parser)
     add = parser.add_argument
     add("--tasks", required=True, metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
     add("--include-path", metavar="DIR", help="a folder with more tasks as YAML files")

@@ -4,12 +4,14 @@ import argparse
 from typing import Any
 
 from nnxmoe.cli import commands
-from nnxmoe.cli.options import count, mesh
+from nnxmoe.cli.options import add_model, add_quantize, count, mesh
 from nnxmoe.config.printable import bytes_text, count_text, plain
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
+    add_model(parser, "a folder, a hub id, 'demo', or a preset such as deepseek-v3")
+    add_quantize(parser)
     add = parser.add_argument
     add("--batch", type=count, default=1, metavar="B", help="rows in the cache (default 1)")
     add("--fields", action="store_true", help="also print every field of config.json, and the strategy")

@@ -152,28 +152,6 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     shared.add_slots(add)
 
 
-def _chat_options(parser: argparse.ArgumentParser) -> None:
-    shared.add_loading(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
-    shared.add_sampling(parser, 256, "the checkpoint's")
-
-
-def _inspect_options(parser: argparse.ArgumentParser) -> None:
-    shared.add_model(parser, "a folder, a hub id, 'demo', or a preset such as deepseek-v3")
-    shared.add_quantize(parser)
-    inspecting.options(parser)
-
-
-def _serve_options(parser: argparse.ArgumentParser) -> None:
-    shared.add_loading(parser)
-    serving.options(parser)
-
-
-def _eval_options(parser: argparse.ArgumentParser) -> None:
-    shared.add_loading(parser)
-    evaluating.options(parser)
-
-
 def _convert_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder, a hub id, or 'demo'; the layout is detected")
@@ -234,8 +212,8 @@ _COMMANDS: dict[str, tuple[Callable[..., None], Callable[[argparse.ArgumentParse
         "generate mistralai/Mixtral-8x7B-v0.1 'The three laws are' --mesh tensor=8\n"
         "  nnxmoe generate demo --prompts questions.txt --draft prompt:4",
     ),
-    "chat": (talk.chat, _chat_options, "chat demo"),
-    "inspect": (inspecting.inspect, _inspect_options, "inspect deepseek-v3 --context 8192"),
+    "chat": (talk.chat, talk.options, "chat demo"),
+    "inspect": (inspecting.inspect, inspecting.options, "inspect deepseek-v3 --context 8192"),
     "plan": (
         plan_options.run,
         plan_options.add_options,
@@ -243,6 +221,6 @@ _COMMANDS: dict[str, tuple[Callable[..., None], Callable[[argparse.ArgumentParse
     ),
     "convert": (commands.convert, _convert_options, "convert demo demo-maxtext --to maxtext --scan --verify"),
     "finetune": (commands.finetune, _finetune_options, "finetune demo chats.jsonl --out tuned --lora 16"),
-    "serve": (serving.serve, _serve_options, "serve demo --port 8000 --draft prompt:4"),
-    "eval": (evaluating.evaluate, _eval_options, "eval demo --tasks arc_easy,hellaswag --limit 100"),
+    "serve": (serving.serve, serving.options, "serve demo --port 8000 --draft prompt:4"),
+    "eval": (evaluating.evaluate, evaluating.options, "eval demo --tasks arc_easy,hellaswag --limit 100"),
 }

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from nnxmoe.cli import commands, drafts
-from nnxmoe.cli.options import add_slots, count
+from nnxmoe.cli.options import add_loading, add_slots, count
 from nnxmoe.runtime.progress import logger, say
 
 KEY = "NNXMOE_API_KEY"
@@ -13,6 +13,7 @@ KEY = "NNXMOE_API_KEY"
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
+    add_loading(parser)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, help="port (default 8000; 0: any free one)")

@@ -122,6 +122,7 @@ def summarise(
     weights, active_bytes = _in_memory(model, config, jnp.dtype(kept), arrays, quantize, keep_quantized)
     if has_mtp(config, kind.hf_table):  # after everything was counted, which leaves these layers out
         model.mtp = kind(config, rngs=None, dtype=kept, mtp=True).mtp
+    published = filter(None, (HUB_IDS.get(str(name).lower()), HUB_NOTES.get(str(name).lower())))
     return Summary(
         str(name),
         config,
@@ -138,7 +139,7 @@ def summarise(
         report.unexpected,
         report.wrong,
         report.skipped,
-        _published(name),
+        ": ".join(published) if preset(name) else "",
     )
 
 
@@ -181,13 +182,6 @@ def _buffer(model: CausalLM, config: DecoderConfig) -> int:
             config.experts_per_token if place.experts else 1
         )
     return max((*attention.values(), *feed_forward.values())) + 2 * config.hidden_size
-
-
-def _published(name: str | os.PathLike[str]) -> str:
-    if preset(name) is None:
-        return ""
-    key = str(name).lower()
-    return ": ".join(filter(None, (HUB_IDS.get(key), HUB_NOTES.get(key))))
 
 
 def find(

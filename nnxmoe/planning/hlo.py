@@ -106,11 +106,8 @@ def _bytes(result: str, kind: str, started: bool) -> int:
 
 
 def _sizes(shapes: str) -> list[int]:
-    return [math.prod(int(d) for d in dims.split(",") if d) * _width(kind) for kind, dims in _SHAPE.findall(shapes)]
-
-
-def _width(kind: str) -> int:
-    return _WIDTHS.get(kind) or int(re.sub(r"\D", "", kind)) // 8
+    found = [(kind, [int(d) for d in dims.split(",") if d]) for kind, dims in _SHAPE.findall(shapes)]
+    return [math.prod(dims) * (_WIDTHS.get(kind) or int(re.sub(r"\D", "", kind)) // 8) for kind, dims in found]
 
 
 def _axes(line: str, mesh: Mapping[str, int]) -> tuple[str, ...]:

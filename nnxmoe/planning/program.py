@@ -81,13 +81,10 @@ def compile_program(job: CompileJob) -> Program:
             raise RuntimeError(f"compiling for {where} took more than {LIMIT_S} s: plan a smaller step") from None
         if done.returncode or not made.exists():
             lines = [line for line in done.stderr.splitlines() if re.search("Error|exceed|required", line)]
-            raise RuntimeError(f"the step does not compile for {job.device or job.platform}: {_last(lines, done)}")
+            last = lines[-1] if lines else done.stderr.strip()[-500:] or f"exit status {done.returncode}"
+            raise RuntimeError(f"the step does not compile for {job.device or job.platform}: {last.strip()}")
         program: Any = pickle.loads(made.read_bytes())
     return dataclasses.replace(program, warnings=done.stderr.count("Involuntary full rematerialization"))
-
-
-def _last(lines: list[str], done: Any) -> str:
-    return (lines[-1] if lines else done.stderr.strip()[-500:] or f"exit status {done.returncode}").strip()
 
 
 def environment(platform: str, devices: int) -> dict[str, str]:

@@ -97,16 +97,13 @@ class RunningRequest:
             for index, piece in pending:
                 if isinstance(piece, BaseException):
                     raise Refused(503, f"the server cannot go on: {public(piece)}") from piece
-                self._count(len(piece.ids))
+                if piece.ids and not self.made:
+                    self._metrics.first_token.add(time.monotonic() - self._since)
+                self.made += len(piece.ids)
+                self._metrics.counters["generated_tokens_total"] += len(piece.ids)
                 self.samples[index].add(piece)
                 news.setdefault(index, Sample()).add(piece)
             yield news
-
-    def _count(self, tokens: int) -> None:
-        if tokens and not self.made:
-            self._metrics.first_token.add(time.monotonic() - self._since)
-        self.made += tokens
-        self._metrics.counters["generated_tokens_total"] += tokens
 
 
 class Reply(Response):

@@ -165,10 +165,5 @@ def _refused(message: str, kind: type[BaseRequest]) -> Refused:
         near = difflib.get_close_matches(found[1], [*kind.__struct_fields__, *NEUTRAL, *LABELS], 1)
         message = f"{found[1]} is not a field of this API: " + (f"did you mean {near[0]}?" if near else "leave it out")
         return Refused(400, message, found[1])
-    return Refused(400, message, _field(message))
-
-
-def _field(message: str) -> str | None:
-    """The field that an error of msgspec is about."""
     found = re.search(r"field `(\w+)`", message) or re.search(r"`\$\.(\w+)", message)
-    return found.group(1) if found else None
+    return Refused(400, message, found[1] if found else None)
