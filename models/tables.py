@@ -72,16 +72,12 @@ MAXTEXT_DECODER: Linen = {
 
 def maxtext_gqa(block: str) -> Linen:
     """The rows of grouped-query attention, which is the module ``block`` of MaxText's layer."""
-    heads = ("kv_heads", "kv_head_dim")
+    wide, heads = ("q_heads", "kv"), ("kv_heads", "kv_head_dim")
+    rows = (("q", "query", ("embed",), wide), ("k", "key", ("embed",), heads), ("v", "value", ("embed",), heads))
     return {
-        "layer.attention.q.kernel": (f"{block}/query/kernel", ("embed", "q_heads", "kv")),
-        "layer.attention.q.bias": (f"{block}/query/bias", ("q_heads", "kv")),
-        "layer.attention.k.kernel": (f"{block}/key/kernel", ("embed", *heads)),
-        "layer.attention.k.bias": (f"{block}/key/bias", heads),
-        "layer.attention.v.kernel": (f"{block}/value/kernel", ("embed", *heads)),
-        "layer.attention.v.bias": (f"{block}/value/bias", heads),
-        "layer.attention.o.kernel": (f"{block}/out/kernel", ("heads", "kv", "embed")),
-        "layer.attention.o.bias": (f"{block}/out/bias", ("embed",)),
+        f"layer.attention.{x}.{end}": (f"{block}/{theirs}/{end}", (*ins, *outs) if end == "kernel" else outs)
+        for x, theirs, ins, outs in (*rows, ("o", "out", ("heads", "kv"), ("embed",)))
+        for end in ("kernel", "bias")
     }
 
 

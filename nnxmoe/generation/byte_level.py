@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from nnxmoe.config.nested import text_fields
 from nnxmoe.config.printable import short
 from nnxmoe.generation.tokenizer_files import (
     CONFIG,
@@ -68,8 +69,8 @@ def add_ends(backend: tokenizers.Tokenizer, config: Mapping[str, Any], ends: tup
 
 def _kind(folder: Path, config: Mapping[str, Any]) -> str:
     """GPT2 or Qwen2: by tokenizer_class, else by the model's type."""
-    named, family = config.get("tokenizer_class"), str(read_json(folder / "config.json").get("model_type", ""))
-    if named is None and family.startswith("qwen"):
+    named, fields = config.get("tokenizer_class"), text_fields(read_json(folder / "config.json"))
+    if named is None and str(fields.get("model_type", "")).startswith("qwen"):
         return "Qwen2"
     kind = str(named).removesuffix("Fast").removesuffix("Tokenizer")
     if kind not in _DEFAULTS:
