@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 import nnxmoe
 from nnxmoe.cli import main
 from nnxmoe.config.bounds import ConfigError
+from nnxmoe.models import config_from_hf
 from nnxmoe.train import lora
 from tests.support.adapters import fill
 from tests.support.arrays import max_error
@@ -49,6 +50,7 @@ def nested(folder: Path, prefix: str, head: str, **changes: object) -> Path:
         ("language_model.model.", "language_model.lm_head.weight"),
         ("model.language_model.", "lm_head.weight"),
         ("model.text_model.", "lm_head.weight"),
+        ("language_model.", "lm_head.weight"),
     ],
 )
 def test_the_text_model_is_loaded_listed_saved_and_adapted(
@@ -97,6 +99,15 @@ def test_the_text_model_is_loaded_listed_saved_and_adapted(
     again = nnxmoe.from_pretrained(folder)
     lora.load(again, file.parent)
     np.testing.assert_array_equal(again(tokens).logits, wanted)
+
+
+def test_fields_around_the_text_model() -> None:
+    """The head is tied if either config says so; other shared fields count where the text model has none."""
+    for outer, inner, tied in ((True, False, True), (False, True, True), (None, True, True), (True, None, True)):
+        fields = {"model_type": "toy_vl", "tie_word_embeddings": outer, "dtype": "float16", "eos_token_id": 9}
+        fields["text_config"] = TEXT | {"tie_word_embeddings": inner, "eos_token_id": 7}
+        config = config_from_hf({name: value for name, value in fields.items() if value is not None})
+        assert (config.tie_word_embeddings, config.dtype, config.eos_token_id) == (tied, "float16", 7)
 
 
 def test_what_is_no_text_model_is_refused(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ _PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers",
     "model.language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
+    "language_model.": "model.",
 }
 WRAPPERS = [old for old, new in _PREFIXES.items() if "_model." in old and new == "model."]  # of multimodal models
 _TOWER = re.compile(
