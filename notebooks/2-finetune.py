@@ -139,8 +139,7 @@ print(f"{trained:,} of {whole:,} parameters are trained")
 run = {
     "optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(5e-3, 80))),
     "steps": 80,
-    "checkpoint": WORK / "run",
-    "save_every": 20,
+    "checkpoint": train.Checkpoints(WORK / "run", every=20),
 }
 first = train.fit(model, data, callbacks=[lambda progress: progress.step == 40], **run)
 print(f"stopped after step {first.history[-1]['step']}")

@@ -146,7 +146,7 @@ def dpo(model, batch):
 # stopped and continued. Before the first step the model equals its reference: every margin is 0, the loss is log 2.
 
 # %%
-options = {"objective": dpo, "evaluate": [pairs(held)], "evaluate_every": 4}
+options = {"objective": dpo, "evaluate": train.Evaluation([pairs(held)], every=4)}
 fitted = train.fit(model, batches, optimizer=optax.adam(1e-3), steps=24, **options)
 print(f"loss {fitted.history[0]['loss']:.3f} -> {fitted.history[-1]['loss']:.3f}")
 plot.history(fitted.history, ["loss", "evaluation"])

@@ -22,6 +22,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train import lora
+from nnxmoe.train.loop.evaluator import Evaluation
 from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.loop.loss import ChunkedLoss
 from nnxmoe.train.loop.objective import Objective
@@ -54,9 +55,13 @@ class Draws:
         self.at = state["at"]
 
 
-def settings(**changes: Any) -> dict[str, Any]:
+def settings(save_every: int = 2, evaluate_every: int | None = None, **changes: Any) -> dict[str, Any]:
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0.0, 20)))
-    return {"optimizer": optimizer, "steps": 6, "bias_rate": 0.01, "save_every": 2} | changes
+    if "checkpoint" in changes:
+        changes["checkpoint"] = Checkpoints(changes["checkpoint"], every=save_every)
+    if "evaluate" in changes:
+        changes["evaluate"] = Evaluation(changes["evaluate"], evaluate_every)
+    return {"optimizer": optimizer, "steps": 6, "bias_rate": 0.01} | changes
 
 
 def state_of(fitted: Any) -> dict[str, np.ndarray]:
@@ -342,7 +347,7 @@ def test_exhausted_data_and_invalid_settings(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="steps=0: the number of steps"):
         fit(model, [batch], **settings(steps=0))
     for wrong, message in (
-        ({"evaluate": [batch], "evaluate_every": 0}, "evaluate_every=0: pass an int"),
+        ({"evaluate": [batch], "evaluate_every": 0}, "every=0: pass an int"),
         ({"evaluate": iter([batch])}, "evaluate is an iterator"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -153,8 +153,8 @@ REPEATED_CLASSES: set[str] = set()
 REPEATED_FILES = {"layout", "rope", "source"}
 # Functions that still have more parameters than MOST_PARAMETERS, or are longer than MOST_LINES.
 MOST_PARAMETERS, MOST_LINES = 10, 60
-MANY_PARAMETERS = {"GQA.__init__", "MLA.__init__", "fit", "from_pretrained"}
-LONG = {"convert", "fit"}
+MANY_PARAMETERS = {"GQA.__init__", "MLA.__init__", "from_pretrained"}
+LONG = {"convert"}
 
 
 def repeated(names: Iterable[str]) -> set[str]:

@@ -213,14 +213,14 @@ def test_models_in_stages_generate_on_one_device() -> None:
 def resumed(folder: str) -> list[Any]:
     """Whether a run on four stages is read bit for bit on other meshes and on one device, and goes on there; and the
     message about one that has other arrays, because its number of stages was not given."""
-    data, options = [batch()] * 4, {"optimizer": optax.adam(1e-2), "save_every": 1}
+    data, options = [batch()] * 4, {"optimizer": optax.adam(1e-2)}
 
     def fit(steps: int, axes: dict[str, int] | None, where: str = folder, stages: int | None = 4) -> Any:
         mesh = None if axes is None else nnxmoe.make_mesh(**axes)
         at_first = mesh if stages is None else None  # whose stages then count
         strategy = Strategy(pipeline=Pipeline(4, stages=stages), mesh=at_first)
         model = model_of("mixtral", strategy, 6)
-        return train.fit(model, data, steps=steps, mesh=mesh, checkpoint=where, **options)
+        return train.fit(model, data, steps=steps, mesh=mesh, checkpoint=train.Checkpoints(where), **options)
 
     first = values(fit(2, {"pipe": 4, "fsdp": 2}).model)
     found = [values(fit(2, axes).model) for axes in ({"pipe": 2, "fsdp": 4}, {"fsdp": 8}, None)]

@@ -380,7 +380,7 @@ def adapted(kind: str, method: Any = METHODS["int4"]) -> nnxmoe.CausalLM:
 @pytest.mark.slow
 def test_qlora_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Only adapters change; gradients are those on the dequantised model."""
-    kw: dict[str, Any] = {"optimizer": optax.adam(1e-2), "steps": 4, "save_every": 2}
+    kw: dict[str, Any] = {"optimizer": optax.adam(1e-2), "steps": 4}
     data = [{"tokens": random_tokens(4, 9, seed=i)} for i in range(4)]
     model = adapted("mixtral")
     straight = fit(model, data, **kw)

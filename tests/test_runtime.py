@@ -233,7 +233,7 @@ data = [{{"tokens": np.random.default_rng(i).integers(0, 500, (2, 32))}} for i i
 def told(progress):
     print(progress.step, flush=True)
 steps = int(sys.argv[1])
-kept = {{"checkpoint": "run", "save_every": 10**6}}
+kept = {{"checkpoint": nnxmoe.train.Checkpoints("run", every=10**6)}}
 fitted = nnxmoe.train.fit(model, data, optimizer=optax.sgd(1e-3), steps=steps, callbacks=[told], **kept)
 print("done", fitted.history[0]["step"])
 """

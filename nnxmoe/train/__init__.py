@@ -11,6 +11,7 @@ from nnxmoe.train.data.batches import Rows as Rows
 from nnxmoe.train.data.batches import batches as batches
 from nnxmoe.train.data.documents import Documents as Documents
 from nnxmoe.train.data.records import DataError as DataError
+from nnxmoe.train.loop.evaluator import Evaluation as Evaluation
 from nnxmoe.train.loop.fit import fit as fit
 from nnxmoe.train.loop.loss import ChunkedLoss as ChunkedLoss
 from nnxmoe.train.loop.loss import Whole as Whole
@@ -27,5 +28,3 @@ from nnxmoe.train.loop.step import Report as Report
 from nnxmoe.train.loop.step import Step as Step
 from nnxmoe.train.loop.step import TrainState as TrainState
 from nnxmoe.train.runs.checkpoints import Checkpoints as Checkpoints
-
-Chunked = ChunkedLoss  # the former name, which is also that of a dispatch, `nnxmoe.Chunked`

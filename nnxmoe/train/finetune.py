@@ -33,12 +33,13 @@ from nnxmoe.storage.write import write_json
 from nnxmoe.train import lora
 from nnxmoe.train.data.batches import Batch, Batches
 from nnxmoe.train.data.documents import Documents
+from nnxmoe.train.loop.evaluator import Evaluation
 from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.loop.metrics import JsonLog
 from nnxmoe.train.loop.run import Fitted, Progress
 from nnxmoe.train.lora.peft import WEIGHTS_FILE
 from nnxmoe.train.lora.peft_config import CONFIG_FILE
-from nnxmoe.train.runs.checkpoints import newest
+from nnxmoe.train.runs.checkpoints import Checkpoints, newest
 
 _RECORD, _METRICS, _CHECKPOINTS = "finetune.json", "metrics.jsonl", "checkpoints"
 _FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file
@@ -160,11 +161,9 @@ def finetune(
         data,
         optimizer=task.optimizer(steps),
         steps=steps,
-        checkpoint=folder / _CHECKPOINTS,
-        save_every=save_every,
+        checkpoint=Checkpoints(folder / _CHECKPOINTS, every=save_every),
         accumulate=task.accumulate,
-        evaluate=None if held is None else _Held(held, task.batch_size, length),
-        evaluate_every=save_every,
+        evaluate=None if held is None else Evaluation(_Held(held, task.batch_size, length), save_every),
         callbacks=[_Begin(folder, task), JsonLog(folder / _METRICS)],
         seed=task.seed,
     )

@@ -1,5 +1,6 @@
 """Held-out batches, measured while a model is trained."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -12,15 +13,25 @@ from nnxmoe.train.loop.feed import put_batch
 from nnxmoe.train.loop.step import Step, TrainState
 
 
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Held-out batches, measured every ``every`` steps (None: not before the end) and at the end."""
+
+    batches: Iterable[Batch]
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batches, Iterator):
+            raise ValueError("evaluate is an iterator, which can be used only once: pass a list of batches, list(…)")
+        if self.every is not None and not is_positive(self.every):
+            raise ValueError(f"every={short(self.every)}: pass an int of at least 1, or None")
+
+
 class Evaluator:
     """Computes the mean cross-entropy of held-out batches."""
 
-    def __init__(self, step: Step, data: Iterable[Batch], every: int | None) -> None:
-        if isinstance(data, Iterator):
-            raise ValueError("evaluate is an iterator, which can be used only once: pass a list of batches, list(…)")
-        if every is not None and not is_positive(every):
-            raise ValueError(f"evaluate_every={short(every)}: pass an int of at least 1, or None")
-        self.step, self.data, self.every = step, data, every
+    def __init__(self, step: Step, held: Evaluation) -> None:
+        self.step, self.data, self.every = step, held.batches, held.every
         self.losses = JitProgram(step.losses, "the evaluation")
 
     def due(self, step: int, last: bool) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,24 @@ from nnxmoe.model.on_mesh import on_mesh
 from nnxmoe.runtime.interrupts import Interrupted, stopping
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
 from nnxmoe.train.loop.batch import Batch
-from nnxmoe.train.loop.evaluator import Evaluator
+from nnxmoe.train.loop.evaluator import Evaluation, Evaluator
 from nnxmoe.train.loop.feed import BatchSource
 from nnxmoe.train.loop.objective import TrainingObjective
 from nnxmoe.train.loop.run import Callback, Fitted, Run
 from nnxmoe.train.loop.speed import token_flops
 from nnxmoe.train.loop.step import Step
 from nnxmoe.train.runs.checkpoints import Checkpoints
+
+_SAVE_EVERY = 100  # steps between the checkpoints in a folder
+
+
+class StepOptions(TypedDict, total=False):
+    """Arguments of `Step` that `fit` passes on."""
+
+    objective: TrainingObjective | Callable[[CausalLM, Batch], Any] | None
+    trainable: Any
+    accumulate: int
+    bias_rate: float
 
 
 def fit(
@@ -37,33 +48,33 @@ def fit(
     *,
     optimizer: optax.GradientTransformation,
     steps: int,
-    checkpoint: str | os.PathLike[str] | None = None,
-    save_every: int = 100,
-    keep: int = 3,
-    mesh: Mesh | None = None,
-    objective: TrainingObjective | Callable[[CausalLM, Batch], Any] | None = None,
-    accumulate: int = 1,
-    bias_rate: float = 0.0,
-    trainable: Any = None,
-    evaluate: Iterable[Batch] | None = None,
-    evaluate_every: int | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
+    evaluate: Iterable[Batch] | Evaluation | None = None,
     callbacks: Sequence[Callback] = (),
+    mesh: Mesh | None = None,
     seed: int = 0,
+    **options: Unpack[StepOptions],
 ) -> Fitted:
-    """Train a copy of a model for ``steps`` steps in total.
-
-    ``data`` yields batches, dicts with ``tokens [B, T]`` and optionally `train.loop.batch.FIELDS`; re-iterable data
-    restarts when exhausted. ``objective`` defaults to next-token cross-entropy, `train.Objective`; a function ``(model,
-    batch) -> scalar`` will do, and then batches are any dicts of arrays ``[B, …]``. ``checkpoint`` is a folder, saved
-    to every ``save_every`` steps with the last ``keep`` kept; a run found there is resumed bit for bit, with ``data``
-    set to its old position by ``set_state`` (grain's iterators, `train.batches`) or, without that method, by iterating
-    up to it. ``trainable`` is an nnx filter; it defaults to the adapters if the model has any, else to `nnx.Param`.
-    ``evaluate`` are batches whose cross-entropy is measured every ``evaluate_every`` steps and at the end.
-    ``accumulate`` and ``bias_rate`` are those of `Step`.
+    """Train a copy of a model.
 
     The step is compiled once per process for equal models, optimizers and shapes. Ctrl-C stops the training after its
-    step, saves a checkpoint and raises Interrupted, which holds what `fit` would have returned. Raises NotFinite if a
-    gradient is NaN or infinite, and ValueError for unusable arguments or data.
+    step, saves a checkpoint and raises Interrupted, which holds what `fit` would have returned.
+
+    Args:
+        data: Batches, dicts with ``tokens [B, T]`` and optionally `train.loop.batch.FIELDS`; re-iterable data restarts
+            when exhausted.
+        steps: Number of steps in total, those of an earlier run included.
+        checkpoint: A folder, saved to every 100 steps with the last 3 kept, or `Checkpoints` with other numbers. A run
+            found there is resumed bit for bit, with ``data`` set to its old position by ``set_state`` (grain's
+            iterators, `train.batches`) or, without that method, by iterating up to it.
+        evaluate: Batches whose cross-entropy is measured at the end, or `Evaluation`, which measures more often.
+        callbacks: Called after each step; see `Callback`.
+        options: ``objective``, ``trainable``, ``accumulate`` and ``bias_rate`` of `Step`. ``trainable`` defaults to the
+            adapters if the model has any, else to `nnx.Param`.
+
+    Raises:
+        NotFinite: If a gradient is NaN or infinite.
+        ValueError: For unusable arguments or data.
     """
     if not is_positive(steps):
         raise ValueError(f"steps={short(steps)}: the number of steps in total must be an int of at least 1")
@@ -74,26 +85,34 @@ def fit(
             "lora.merge(model, keep=False)"
         )
     model = model if mesh is None else on_mesh(model, mesh)
-    if trainable is None:
-        adapted = bool(jax.tree.leaves(nnx.state(model, LoRAParam)))
-        if not adapted and jax.tree.leaves(nnx.state(model, QuantizedArray)):
-            raise ValueError(
-                "the model's kernels are quantised and cannot be trained: add adapters (train.lora.add), name what to "
-                "train (trainable=…), or make them floats (nnxmoe.dequantize)"
-            )
-        trainable = LoRAParam if adapted else nnx.Param
-    step = Step(model, optimizer, objective, trainable=trainable, accumulate=accumulate, bias_rate=bias_rate)
+    if options.get("trainable") is None:
+        options["trainable"] = _trainable(model)
+    step = Step(model, optimizer, **options)
     _refuse_beyond_memory(step)
-    kept = contextlib.nullcontext() if checkpoint is None else Checkpoints(checkpoint, keep, save_every)
+    if isinstance(checkpoint, str | os.PathLike):
+        checkpoint = Checkpoints(checkpoint, every=_SAVE_EVERY)
     with stopping() as stop:
-        with kept as checkpoints:
+        with checkpoint or contextlib.nullcontext() as checkpoints:
             run = Run(step, BatchSource(data), checkpoints, steps, seed, token_flops(model, step.names))
-            evaluator = None if evaluate is None else Evaluator(step, evaluate, evaluate_every)
+            held = evaluate if evaluate is None or isinstance(evaluate, Evaluation) else Evaluation(evaluate)
+            evaluator = None if held is None else Evaluator(step, held)
             fitted = run.go(evaluator, callbacks, stop)
         if stop.asked:
-            saved = "" if checkpoint is None else f"; saved in {os.fspath(checkpoint)}"
+            saved = "" if checkpoints is None else f"; saved in {checkpoints.folder}"
             raise Interrupted(f"interrupted after the last step{saved}", fitted)
         return fitted
+
+
+def _trainable(model: CausalLM) -> Any:
+    """The adapters if the model has any, else its parameters, which must be floats."""
+    if jax.tree.leaves(nnx.state(model, LoRAParam)):
+        return LoRAParam
+    if jax.tree.leaves(nnx.state(model, QuantizedArray)):
+        raise ValueError(
+            "the model's kernels are quantised and cannot be trained: add adapters (train.lora.add), name what to "
+            "train (trainable=…), or make them floats (nnxmoe.dequantize)"
+        )
+    return nnx.Param
 
 
 def _refuse_beyond_memory(step: Step) -> None:
