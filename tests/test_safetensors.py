@@ -122,20 +122,8 @@ def test_out_of_range_slices_are_refused(tmp_path: Path) -> None:
             refused(lambda part=part: checkpoint.read("a", rows=part), "model.safetensors", "'a'", "[2, 3]", "no range")
         refused(lambda: checkpoint.read("b", slice(0, 1), slice(0, 1)), "one dimension")
         refused(lambda: checkpoint.read("s", slice(0, 1)), "scalar")
-        refused(lambda: list(checkpoint.iter_rows("s")), "scalar")
         refused(lambda: checkpoint.read("c"), str(tmp_path), "'c'")
         assert checkpoint.bytes_read == 0
-
-
-def test_iter_rows_covers_the_range_in_bounded_pieces(tmp_path: Path) -> None:
-    array = random_array("BF16", (50, 3, 7))
-    with Checkpoint.open(make_folder(tmp_path, {"model.safetensors": pack({"t": array})})) as checkpoint:
-        pieces = list(checkpoint.iter_rows("t", slice(3, 48), max_bytes=4 * 42 + 41))
-        assert [part.stop - part.start for part, _ in pieces] == [4] * 11 + [1]
-        assert all(same(piece, array[part]) for part, piece in pieces)
-        assert np.concatenate([piece for _, piece in pieces]).tobytes() == array[3:48].tobytes()
-        assert [part for part, _ in checkpoint.iter_rows("t", slice(0, 2), max_bytes=1)] == [slice(0, 1), slice(1, 2)]
-        assert list(checkpoint.iter_rows("t", slice(5, 5))) == []
 
 
 @pytest.mark.parametrize("positional", [True, False])

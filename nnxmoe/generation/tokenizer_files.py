@@ -14,7 +14,6 @@ import tokenizers
 
 from nnxmoe.config.printable import short
 from nnxmoe.storage.files import (
-    MAX_JSON_VALUES,
     parse_json,
     read_bounded,
     read_object,
@@ -96,7 +95,7 @@ def _check_precompiled(path: Path, data: bytes) -> None:
     """Refuses a truncated character map, for which ``tokenizers`` aborts the process."""
     if b"recompiled" not in data and not re.search(rb"\\u00[4-7]", data):  # the name, possibly with escaped letters
         return
-    found: Any = parse_json(data, path, REMEDY, TokenizerError, values=20 * MAX_JSON_VALUES)
+    found: Any = parse_json(data, path, REMEDY, TokenizerError)
     for step in _steps(found.get("normalizer") if isinstance(found, dict) else None):
         text = step.get("precompiled_charsmap")
         with contextlib.suppress(binascii.Error):

@@ -6,7 +6,6 @@ is read then raises an error instead of SIGBUS.
 
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -20,7 +19,7 @@ from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.safetensors import DTYPES, MAX_HEADER, TensorInfo, header_length, read_header
 from nnxmoe.storage.source import INDEX_FILE, Source, prefixed
 
-_PIECE = 64 << 20  # bytes per system call and per piece of iter_rows
+_PIECE = 64 << 20  # bytes per system call
 _PAGE = 4096  # rows of at most a page are read whole: the kernel fetches the page anyway
 
 
@@ -155,19 +154,6 @@ class Checkpoint:
             self._fill_columns(info, start, width * item, left * item, target)
         with self._lock:
             self._bytes_read += out.nbytes
-
-    def iter_rows(
-        self, name: str, rows: slice | None = None, max_bytes: int = _PIECE
-    ) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yields (slice of the first dimension, its rows) in pieces of at most `max_bytes`, or one row if larger."""
-        info = self.info(name)
-        if not info.shape:
-            raise CheckpointError(f"{info.file}: tensor {short(name)} is a scalar and has no rows; use read")
-        _, (first, last), _ = _window(info, rows, None)
-        step = max(1, max_bytes // max(1, prod(info.shape[1:]) * info.numpy_dtype.itemsize))
-        for begin in range(first, last, step):
-            piece = slice(begin, min(begin + step, last))
-            yield piece, self.read(name, piece)
 
     def _fill_columns(self, info: TensorInfo, start: int, row_bytes: int, left: int, target: np.ndarray) -> None:
         """Reads the same byte range of consecutive rows: row by row, or blocks of whole rows if they are short."""

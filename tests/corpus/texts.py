@@ -111,7 +111,7 @@ FILES: list[tuple[str, Callable[[Draft], None], tuple[str, ...]]] = [
     ("settings that are no JSON", _files(settings="no"), (SETTINGS, "JSON")),
     ("settings that are a number", _files(settings="3"), (SETTINGS, "object")),
     ("settings nested deeply", _files(settings='{"a":' * 100_000), (SETTINGS, "JSON")),
-    ("settings of 3 million values", _files(settings="[" + "0," * 3_000_000 + "0]"), (SETTINGS, "values")),
+    ("settings of 3 million values", _files(settings="[" + "0," * 3_000_000 + "0]"), (SETTINGS, "object")),
     ("settings that are a folder", _instead(SETTINGS, lambda path: path.mkdir()), (SETTINGS, "folder")),
     ("an eos token that is a number", _files(settings={"eos_token": 2}), (SETTINGS, "eos_token")),
     ("a bos token that is a list", _files(settings={"bos_token": ["<s>"]}), (SETTINGS, "bos_token")),

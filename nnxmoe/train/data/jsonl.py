@@ -104,7 +104,7 @@ def _as_lines(path: Path) -> tuple[Path, str] | None:
 
 
 def _array(path: Path, data: bytes) -> list[Any]:
-    found = parse_json(data.removeprefix(b"\xef\xbb\xbf"), path, "correct the file", DataError, values=1 << 62)
+    found = parse_json(data.removeprefix(b"\xef\xbb\xbf"), path, "correct the file", DataError)
     assert isinstance(found, list)
     return found
 

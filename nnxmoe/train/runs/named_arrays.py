@@ -9,7 +9,7 @@ import jax
 from nnxmoe.config.printable import short
 from nnxmoe.storage.errors import CheckpointError
 
-_MAX_EXTRA = 1_000_000  # bytes of JSON; more might exceed `files.MAX_JSON_VALUES` when read
+_MAX_EXTRA = 1_000_000  # bytes of JSON
 _SHOWN = 40  # lines per error message
 
 
