@@ -90,8 +90,8 @@ class DeepSeekV2(DeepSeekV3):
     hub_ids = {"deepseek-v2": "deepseek-ai/DeepSeek-V2", "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite"}
     hub_notes = {}
 
-    def router(self, config: DeepSeekV2Config, **kw: Any) -> Router:
-        c, k, scale = config, config.num_experts_per_tok, config.routed_scaling_factor
+    def router(self, **kw: Any) -> Router:
+        c, k, scale = self.config, self.config.num_experts_per_tok, self.config.routed_scaling_factor
         assert k is not None
         if c.n_group is None or c.topk_group is None or c.topk_method == GREEDY:
             select = SoftmaxTopK(k, normalise=False, scale=scale)

@@ -8,19 +8,12 @@ without the bias. The multi-token-prediction layers of a checkpoint are skipped 
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import MLP
-from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.layer import Layer
-from nnxmoe.model.runs import Runs, runs_of
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, corrected_router, grouped_experts
 from nnxmoe.models.latent import LatentMoEConfig
 from nnxmoe.models.tables import (
@@ -34,6 +27,7 @@ from nnxmoe.models.tables import (
     maxtext_experts,
     maxtext_mlp,
 )
+from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router
 
 
@@ -95,38 +89,28 @@ class DeepSeekV3(CausalLM):
     maxtext_table = MAXTEXT_TABLE
     maxtext_layers = ("dense_layers", "moe_layers")
 
-    def router(self, config: Any, **kw: Any) -> Router:
+    def router(self, **kw: Any) -> Router:
         """The router of a layer with experts."""
-        return corrected_router(config, **kw)
+        return corrected_router(self.config, **kw)
 
-    def runs(self, config: LatentMoEConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
+    def attention(self, index: int, **kw: Any) -> MLA:
+        c = self.config
+        return MLA(
+            c.hidden_size,
+            c.num_attention_heads,
+            q_rank=c.q_lora_rank,
+            kv_rank=c.kv_lora_rank,
+            nope=c.qk_nope_head_dim,
+            rope=c.qk_rope_head_dim,
+            v_dim=c.v_head_dim,
+            scale=c.softmax_scale,
+            bias=c.attention_bias,
+            rotary=c.rope,
+            rotate=rotate_pairs if c.rope_interleave else rotate_halves,
+            form=self.strategy.latent,
+            attend=self.strategy.attend,
+            **kw,
+        )
 
-        def attention(**kw: Any) -> MLA:
-            return MLA(
-                dim,
-                c.num_attention_heads,
-                q_rank=c.q_lora_rank,
-                kv_rank=c.kv_lora_rank,
-                nope=c.qk_nope_head_dim,
-                rope=c.qk_rope_head_dim,
-                v_dim=c.v_head_dim,
-                scale=c.softmax_scale,
-                bias=c.attention_bias,
-                rotate=rotate_pairs if c.rope_interleave else rotate_halves,
-                form=strategy.latent,
-                attend=strategy.attend,
-                **kw,
-            )
-
-        def dense(rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            mlp = MLP(dim, c.intermediate_size, bias=False, **kw)
-            return Layer(RMSNorm(dim, eps, **kw), attention(**kw), RMSNorm(dim, eps, **kw), mlp)
-
-        def sparse(rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            moe = grouped_experts(c, strategy, self.router(c, **kw), **kw)
-            return Layer(RMSNorm(dim, eps, **kw), attention(**kw), RMSNorm(dim, eps, **kw), moe)
-
-        return runs_of(sparse if has_experts else dense for has_experts in c.sparse_layers)
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        return grouped_experts(self, index, self.router, **kw)

@@ -9,7 +9,6 @@ from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_windows import LayerWindowsConfig
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.qk_norm import QKNorm
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.glm4_moe import Glm4Moe
 from nnxmoe.models.grouped_experts import GroupedExpertsConfig
 
@@ -66,7 +65,7 @@ class Dots1(Glm4Moe):
     hub_ids = {"dots.llm1": "rednote-hilab/dots.llm1.inst"}
     hub_notes = {}
 
-    def attention(self, config: Dots1Config, window: int | None, strategy: Strategy, **kw: Any) -> GQA:
-        c, heads = config, (config.num_attention_heads, config.kv_heads, config.head_width)
-        options: dict[str, Any] = {"window": window, "bias": c.attention_bias, "attend": strategy.attend}
-        return GQA(c.hidden_size, *heads, qk_norm=QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw), **options, **kw)
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
+        return self.gqa(window=c.windows[index], bias=c.attention_bias, qk_norm=norm, **kw)

@@ -10,22 +10,16 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
 from nnxmoe.config.bounds import count
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
-from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.layer import Layer
-from nnxmoe.model.runs import Runs, runs_of
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, GroupedExpertsConfig, corrected_router, grouped_experts
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MTP, HF_QK_NORM
+from nnxmoe.moe.block import MoE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,25 +84,11 @@ class Glm4Moe(CausalLM):
     hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out without mtp=True")
     hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MLP | HF_GROUPED_EXPERTS | HF_MTP
 
-    def attention(self, config: Any, window: int | None, strategy: Strategy, **kw: Any) -> GQA:
-        """The attention of a layer."""
-        c, heads = config, (config.num_attention_heads, config.kv_heads, config.head_width)
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw) if c.use_qk_norm else None
-        options = {"window": window, "bias": c.attention_bias, "out_bias": False, "attend": strategy.attend}
-        return GQA(c.hidden_size, *heads, qk_norm=norm, rotate=PartialRotary(c.rope_dim), **options, **kw)
+        options = {"window": c.windows[index], "bias": c.attention_bias, "out_bias": False}
+        return self.gqa(qk_norm=norm, rotate=PartialRotary(c.rope_dim), **options, **kw)
 
-    def runs(self, config: Any, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
-
-        def layer(window: int | None, has_experts: bool, rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            attention = self.attention(c, window, strategy, **kw)
-            if has_experts:
-                fed = grouped_experts(c, strategy, corrected_router(c, **kw), **kw)
-            else:
-                fed = MLP(dim, c.intermediate_size, bias=False, **kw)
-            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), fed)
-
-        kinds = tuple(zip(c.windows, c.sparse_layers, strict=True))
-        make = {kind: functools.partial(layer, *kind) for kind in kinds}
-        return runs_of(make[kind] for kind in kinds)
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        return grouped_experts(self, index, functools.partial(corrected_router, self.config), **kw)

@@ -6,25 +6,18 @@ Published checkpoints have the experts' kernels in MXFP4.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import jax.numpy as jnp
-from flax import nnx
 
 from nnxmoe.config.bounds import check_at_most, count, number
 from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.sinks import Sinks
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.layer import Layer
-from nnxmoe.model.runs import Runs, runs_of
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, MAXTEXT_DECODER, maxtext_experts, maxtext_gqa
+from nnxmoe.moe.block import MoE
 from nnxmoe.moe.expert_biases import ExpertBiases
 from nnxmoe.moe.router import LogitBias, Router, SoftmaxTopK
 
@@ -135,19 +128,15 @@ class GptOss(CausalLM):
     maxtext_table = _MAXTEXT_TABLE
     maxtext_block = (True, False)
 
-    def runs(self, config: GptOssConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
-        heads, width, count = c.num_attention_heads, c.intermediate_size, c.num_local_experts
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        sinks = Sinks(c.num_attention_heads, **kw)
+        return self.gqa(window=c.windows[index], bias=c.attention_bias, sinks=sinks, **kw)
 
-        def layer(window: int | None, rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            options = {"window": window, "bias": c.attention_bias, "attend": strategy.attend}
-            attention = GQA(dim, heads, c.kv_heads, c.head_width, sinks=Sinks(heads, **kw), **options, **kw)
-            select, logit_bias = SoftmaxTopK(c.num_experts_per_tok), LogitBias(count, **kw)
-            router = Router(dim, count, select, bias=False, logit_bias=logit_bias, **kw)
-            clamped, biases = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit), ExpertBiases(dim, width, count, **kw)
-            moe = strategy.moe(router, width, activation=clamped, biases=biases, **kw)
-            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
-
-        make = {window: functools.partial(layer, window) for window in c.windows}
-        return runs_of(make[window] for window in c.windows)
+    def feed_forward(self, index: int, **kw: Any) -> MoE:
+        c = self.config
+        dim, width, count = c.hidden_size, c.intermediate_size, c.num_local_experts
+        select, logit_bias = SoftmaxTopK(c.num_experts_per_tok), LogitBias(count, **kw)
+        router = Router(dim, count, select, bias=False, logit_bias=logit_bias, **kw)
+        clamped, biases = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit), ExpertBiases(dim, width, count, **kw)
+        return self.moe(router, width, activation=clamped, biases=biases, **kw)

@@ -4,13 +4,13 @@ Also in GLM-4.5, dots.llm1 and Solar Open, mostly with a single group.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count
 from nnxmoe.layers.mlp import MLP
-from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.tables import HF_MOE
 from nnxmoe.moe.block import MoE
@@ -76,7 +76,6 @@ class GroupedExpertsConfig(DecoderConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        """Whether each layer has experts."""
         return tuple(i >= self.first_k_dense_replace for i in range(self.num_hidden_layers))
 
 
@@ -87,11 +86,14 @@ def corrected_router(config: GroupedExpertsConfig, **kw: Any) -> Router:
     return Router(c.hidden_size, c.n_routed_experts, select, bias=True, **kw)
 
 
-def grouped_experts(config: Any, strategy: Strategy, router: Router, **kw: Any) -> MoE:
-    """The feed-forward of a layer with experts. ``kw``: dtype and rngs."""
-    c, dim, width = config, config.hidden_size, config.moe_intermediate_size
+def grouped_experts(model: CausalLM, index: int, router: Callable[..., Router], **kw: Any) -> MLP | MoE:
+    """The feed-forward of a layer: dense, or with experts. ``kw``: dtype and rngs."""
+    c, dim = model.config, model.config.hidden_size
+    if not c.sparse_layers[index]:
+        return MLP(dim, c.intermediate_size, bias=False, **kw)
+    made, width = router(**kw), c.moe_intermediate_size
     shared = MLP(dim, width * c.n_shared_experts, bias=False, **kw) if c.n_shared_experts else None
-    return strategy.moe(router, width, shared, **kw)
+    return model.moe(made, width, shared, **kw)
 
 
 HF_GROUPED_EXPERTS = (

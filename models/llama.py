@@ -6,18 +6,11 @@ Grouped-query attention, rotary embedding of halves, SwiGLU; optional biases.
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
-from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.layer import Layer
-from nnxmoe.model.runs import Runs
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, MAXTEXT_DECODER, MAXTEXT_GQA, MAXTEXT_MLP
 
 
@@ -130,23 +123,9 @@ class Llama(CausalLM):
     hf_table = HF_DECODER | HF_GQA | HF_MLP
     maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP
 
-    def runs(self, config: LlamaConfig | MistralConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        dim, eps = config.hidden_size, config.rms_norm_eps
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        return self.gqa(scale=c.query_scale, window=c.window, bias=c.attention_bias, **kw)
 
-        def layer(rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            attention = GQA(
-                dim,
-                config.num_attention_heads,
-                config.kv_heads,
-                config.head_width,
-                scale=config.query_scale,
-                window=config.window,
-                bias=config.attention_bias,
-                attend=strategy.attend,
-                **kw,
-            )
-            mlp = MLP(dim, config.intermediate_size, bias=config.mlp_bias, **kw)
-            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), mlp)
-
-        return [(config.num_hidden_layers, layer)]
+    def feed_forward(self, index: int, **kw: Any) -> MLP:
+        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=self.config.mlp_bias, **kw)

@@ -8,24 +8,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.config.printable import short
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.layer import Layer
-from nnxmoe.model.runs import Runs
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.mixtral import HF_TABLE as MIXTRAL_TABLE
 from nnxmoe.models.tables import HF_QK_NORM
+from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SigmoidGroupTopK
 
 
@@ -125,18 +119,12 @@ class MiniMaxM2(CausalLM):
         }
     )
 
-    def runs(self, config: MiniMaxM2Config, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        norm = QKNorm.whole(c.num_attention_heads, c.kv_heads, c.head_width, c.rms_norm_eps, **kw)
+        return self.gqa(window=None, bias=False, qk_norm=norm, rotate=PartialRotary(c.rope_dim), **kw)
 
-        def layer(rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            heads = c.num_attention_heads, c.kv_heads, c.head_width
-            norm, rotate = QKNorm.whole(*heads, eps, **kw), PartialRotary(c.rope_dim)
-            options = {"window": None, "bias": False, "attend": strategy.attend}
-            attention = GQA(dim, *heads, qk_norm=norm, rotate=rotate, **options, **kw)
-            select = SigmoidGroupTopK(c.num_experts_per_tok, groups=1, top_groups=1, normalise=True, scale=1.0)
-            router = Router(dim, c.num_local_experts, select, bias=True, **kw)
-            moe = strategy.moe(router, c.intermediate_size, **kw)
-            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
-
-        return [(c.num_hidden_layers, layer)]
+    def feed_forward(self, index: int, **kw: Any) -> MoE:
+        c = self.config
+        select = SigmoidGroupTopK(c.num_experts_per_tok, groups=1, top_groups=1, normalise=True, scale=1.0)
+        return self.moe(Router(c.hidden_size, c.num_local_experts, select, bias=True, **kw), c.intermediate_size, **kw)

@@ -6,20 +6,14 @@ The router applies a softmax over all experts, keeps the top two and rescales th
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count
 from nnxmoe.config.printable import short
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.layer import Layer
-from nnxmoe.model.runs import Runs
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, MAXTEXT_DECODER, MAXTEXT_GQA, maxtext_experts
+from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
 
@@ -111,25 +105,12 @@ class Mixtral(CausalLM):
     hf_table = HF_TABLE
     maxtext_table = MAXTEXT_TABLE
 
-    def runs(self, config: MixtralConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        dim, eps, count = config.hidden_size, config.rms_norm_eps, config.num_local_experts
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        return self.gqa(scale=c.query_scale, window=c.window, bias=False, **kw)
 
-        def layer(rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            attention = GQA(
-                dim,
-                config.num_attention_heads,
-                config.kv_heads,
-                config.head_width,
-                scale=config.query_scale,
-                window=config.window,
-                bias=False,
-                attend=strategy.attend,
-                **kw,
-            )
-            select, jitter = SoftmaxTopK(config.num_experts_per_tok), config.router_jitter_noise or 0.0
-            router = Router(dim, count, select, bias=False, jitter=jitter, **kw)
-            moe = strategy.moe(router, config.intermediate_size, **kw)
-            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), moe)
-
-        return [(config.num_hidden_layers, layer)]
+    def feed_forward(self, index: int, **kw: Any) -> MoE:
+        c, select = self.config, SoftmaxTopK(self.config.num_experts_per_tok)
+        jitter = c.router_jitter_noise or 0.0
+        router = Router(c.hidden_size, c.num_local_experts, select, bias=False, jitter=jitter, **kw)
+        return self.moe(router, c.intermediate_size, **kw)

@@ -8,19 +8,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import check_at_most, count
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.layer import Layer
-from nnxmoe.model.runs import Runs
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MOE, HF_QK_NORM
+from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
 
@@ -72,16 +66,12 @@ class Olmoe(CausalLM):
     hub_ids = {"olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924"}
     hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MOE
 
-    def runs(self, config: OlmoeConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
-        heads = c.num_attention_heads, c.kv_heads, c.head_width
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        norm = QKNorm.whole(c.num_attention_heads, c.kv_heads, c.head_width, c.rms_norm_eps, **kw)
+        return self.gqa(window=None, bias=c.attention_bias, qk_norm=norm, **kw)
 
-        def layer(rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            norm = QKNorm.whole(*heads, eps, **kw)
-            options = {"window": None, "bias": c.attention_bias, "attend": strategy.attend, "qk_norm": norm}
-            router = Router(dim, c.num_experts, SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob), bias=False, **kw)
-            moe = strategy.moe(router, c.intermediate_size, **kw)
-            return Layer(RMSNorm(dim, eps, **kw), GQA(dim, *heads, **options, **kw), RMSNorm(dim, eps, **kw), moe)
-
-        return [(c.num_hidden_layers, layer)]
+    def feed_forward(self, index: int, **kw: Any) -> MoE:
+        c = self.config
+        select = SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob)
+        return self.moe(Router(c.hidden_size, c.num_experts, select, bias=False, **kw), c.intermediate_size, **kw)

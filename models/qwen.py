@@ -5,23 +5,15 @@ Some layers may attend to a sliding window.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
-
-import jax.numpy as jnp
-from flax import nnx
 
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_windows import LayerWindowsConfig
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
-from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.layer import Layer
-from nnxmoe.model.runs import Runs, runs_of
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.tables import (
     HF_DECODER,
     HF_GQA,
@@ -91,21 +83,8 @@ def _qwen3(hidden: int, width: int, layers: int, heads: int, kv_heads: int, tied
 class _Qwen(CausalLM):
     """The part that the families share; each has an attention of its own."""
 
-    def attention(self, config: Any, window: int | None, strategy: Strategy, **kw: Any) -> GQA:
-        """The attention of a layer."""
-        raise TypeError("a family defines attention(config, window, strategy, dtype=…, rngs=…)")
-
-    def runs(self, config: Qwen2Config, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        dim, eps = config.hidden_size, config.rms_norm_eps
-
-        def layer(window: int | None, rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            attention = self.attention(config, window, strategy, **kw)
-            mlp = MLP(dim, config.intermediate_size, bias=False, **kw)
-            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), mlp)
-
-        make = {window: functools.partial(layer, window) for window in config.windows}
-        return runs_of(make[window] for window in config.windows)
+    def feed_forward(self, index: int, **kw: Any) -> MLP:
+        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, **kw)
 
 
 class Qwen2(_Qwen):
@@ -122,10 +101,9 @@ class Qwen2(_Qwen):
     hub_ids = {name: f"Qwen/Qwen{name[4:].upper()}-Instruct" for name in presets}
     hf_table = HF_DECODER | HF_GQA | HF_MLP
 
-    def attention(self, config: Qwen2Config, window: int | None, strategy: Strategy, **kw: Any) -> GQA:
-        c, options = config, {"window": window, "scale": config.query_scale, "attend": strategy.attend}
-        heads = c.num_attention_heads, c.kv_heads, c.head_width
-        return GQA(c.hidden_size, *heads, bias=True, out_bias=False, **options, **kw)
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        return self.gqa(window=c.windows[index], scale=c.query_scale, bias=True, out_bias=False, **kw)
 
 
 class Qwen3(_Qwen):
@@ -144,8 +122,7 @@ class Qwen3(_Qwen):
     hf_table = HF_DECODER | HF_GQA | HF_MLP | HF_QK_NORM
     maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP | MAXTEXT_QK_NORM
 
-    def attention(self, config: Qwen3Config, window: int | None, strategy: Strategy, **kw: Any) -> GQA:
-        c, options = config, {"window": window, "bias": config.attention_bias, "attend": strategy.attend}
-        heads = c.num_attention_heads, c.kv_heads, c.head_width
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        return GQA(c.hidden_size, *heads, qk_norm=norm, **options, **kw)
+        return self.gqa(window=c.windows[index], bias=c.attention_bias, qk_norm=norm, **kw)

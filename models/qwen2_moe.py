@@ -10,7 +10,6 @@ from typing import Any
 
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE
@@ -63,10 +62,8 @@ class Qwen2Moe(QwenMoe):
         | {"layer.moe.shared.output_gate.kernel": W("mlp.shared_expert_gate.weight")}
     )
 
-    def attention(self, config: Qwen2MoeConfig, strategy: Strategy, **kw: Any) -> GQA:
-        c, heads = config, (config.num_attention_heads, config.kv_heads, config.head_width)
-        options = {"window": None, "bias": c.qkv_bias, "out_bias": False, "attend": strategy.attend}
-        return GQA(c.hidden_size, *heads, **options, **kw)
+    def attention(self, index: int, **kw: Any) -> GQA:
+        return self.gqa(window=None, bias=self.config.qkv_bias, out_bias=False, **kw)
 
-    def shared(self, config: Qwen2MoeConfig, **kw: Any) -> GatedShared:
-        return GatedShared(config.hidden_size, config.shared_expert_intermediate_size, **kw)
+    def shared(self, **kw: Any) -> GatedShared:
+        return GatedShared(self.config.hidden_size, self.config.shared_expert_intermediate_size, **kw)

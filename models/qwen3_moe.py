@@ -10,7 +10,6 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.qk_norm import QKNorm
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
 from nnxmoe.models.tables import (
     HF_DECODER,
@@ -95,8 +94,7 @@ class Qwen3Moe(QwenMoe):
         | maxtext_experts("moe_block")
     )
 
-    def attention(self, config: Qwen3MoeConfig, strategy: Strategy, **kw: Any) -> GQA:
-        c, heads = config, (config.num_attention_heads, config.kv_heads, config.head_width)
-        options = {"window": c.window, "bias": c.attention_bias, "attend": strategy.attend}
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        return GQA(c.hidden_size, *heads, qk_norm=norm, **options, **kw)
+        return self.gqa(window=c.window, bias=c.attention_bias, qk_norm=norm, **kw)

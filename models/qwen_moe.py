@@ -7,20 +7,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count
 from nnxmoe.config.printable import short
-from nnxmoe.layers.context import FeedForward
-from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
-from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.layer import Layer
-from nnxmoe.model.runs import Runs, runs_of
-from nnxmoe.model.strategy import Strategy
+from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
 
@@ -64,7 +56,6 @@ class QwenMoeConfig(DecoderConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        """Whether each layer has experts."""
         step, only = self.decoder_sparse_step, self.mlp_only_layers or ()
         return tuple((i + 1) % step == 0 and i not in only for i in range(self.num_hidden_layers))
 
@@ -72,28 +63,14 @@ class QwenMoeConfig(DecoderConfig):
 class QwenMoe(CausalLM):
     """The part that the families share; each has an attention of its own, and may have a shared expert."""
 
-    def attention(self, config: Any, strategy: Strategy, **kw: Any) -> GQA:
-        """The attention of a layer."""
-        raise TypeError("a family defines attention(config, strategy, dtype=…, rngs=…)")
-
-    def shared(self, config: Any, **kw: Any) -> MLP | None:
+    def shared(self, **kw: Any) -> MLP | None:
         """The shared expert of a layer with experts, or None."""
         return None
 
-    def runs(self, config: QwenMoeConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
-
-        def layer(feed_forward: FeedForward, **kw: Any) -> Layer:
-            attention = self.attention(c, strategy, **kw)
-            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), feed_forward)
-
-        def dense(rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            return layer(MLP(dim, c.intermediate_size, bias=False, **kw), **kw)
-
-        def sparse(rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            router = Router(dim, c.num_experts, SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob), bias=False, **kw)
-            return layer(strategy.moe(router, c.moe_intermediate_size, self.shared(c, **kw), **kw), **kw)
-
-        return runs_of(sparse if has_experts else dense for has_experts in c.sparse_layers)
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        c = self.config
+        if not c.sparse_layers[index]:
+            return MLP(c.hidden_size, c.intermediate_size, bias=False, **kw)
+        select = SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob)
+        router = Router(c.hidden_size, c.num_experts, select, bias=False, **kw)
+        return self.moe(router, c.moe_intermediate_size, self.shared(**kw), **kw)

@@ -42,8 +42,8 @@ from nnxmoe.layers.quantized_products import InBlocks as InBlocks
 from nnxmoe.layers.quantized_products import TwoInt8 as TwoInt8
 from nnxmoe.layers.streaming import Streaming as Streaming
 from nnxmoe.model.causal_lm import CausalLM as CausalLM
-from nnxmoe.model.causal_lm import unscan as unscan
-from nnxmoe.model.decoder import Output as Output
+from nnxmoe.model.copies import unscan as unscan
+from nnxmoe.model.output import Output as Output
 from nnxmoe.model.pipeline import Pipeline as Pipeline
 from nnxmoe.model.stack import Remat as Remat
 from nnxmoe.model.stack import Scanned as Scanned

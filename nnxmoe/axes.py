@@ -80,14 +80,6 @@ def parameter(
     return kind(value, axes=axes, inputs=inputs, eager_sharding=False)
 
 
-def label(part: Any, key: str, layer: int | None = None, stack: int | None = None) -> None:
-    """Set the metadata of every parameter of a module: its key, such as ``layer.attention.q.kernel``, and the indices
-    of its (first) layer and of that layer's stack, None outside of stacks."""
-    for path, variable in nnx.iter_graph(part):
-        if isinstance(variable, nnx.Variable):
-            variable.set_metadata(key=".".join((key, *map(str, path))), layer=layer, stack=stack)
-
-
 def make_mesh(
     data: int = 1,
     fsdp: int = 1,
@@ -209,8 +201,7 @@ def check_mesh(model: nnx.Module, mesh: AnyMesh, rules: Rules) -> None:
     """Raise ValueError unless every parameter divides over the mesh, naming the largest sizes of its axes that do."""
     shapes = dict[tuple[Any, ...], str]()
     for path, variable in nnx.to_flat_state(nnx.state(model)):
-        key = variable.get_metadata().get("key") or ".".join(map(str, path))
-        shapes.setdefault((axes_of(variable), tuple(variable.shape)), key)
+        shapes.setdefault((axes_of(variable), tuple(variable.shape)), ".".join(map(str, path)))
     for (axes, shape), key in shapes.items():
         try:
             partition_spec(axes, shape, mesh, rules)

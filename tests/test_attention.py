@@ -547,7 +547,8 @@ def test_attention_alone_ignores_padding() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_gqa_equals_numpy(window: int | None) -> None:
     """NumPy computes each head separately in float64, with biases, groups, rotation, scale and window."""
-    gqa = GQA(10, 6, 2, 4, window=window, bias=True, attend=Reference(), dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    options: dict[str, Any] = {"rotary": Rope(4, 100.0), "window": window, "bias": True, "attend": Reference()}
+    gqa = GQA(10, 6, 2, 4, **options, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
     randomise(gqa, seed=1)
     x = np.random.default_rng(0).standard_normal((2, 7, 10))
     w = {name: inputs_first(getattr(gqa, name).kernel).astype(np.float64) for name in "qkvo"}
@@ -587,6 +588,7 @@ def test_mla_forms_agree(q_rank: int | None, rotate: Any) -> None:
             v_dim=7,
             scale=0.3,
             bias=True,
+            rotary=Rope(4, 100.0),
             rotate=rotate,
             form=form,
             attend=Reference(),

@@ -587,8 +587,8 @@ def test_a_declared_field_that_nothing_reads_is_an_error() -> None:
     class Granite(Llama):
         configs = (GraniteConfig,)
 
-        def runs(self, config: Any, strategy: Any, dtype: Any) -> Any:
-            return config.attention_multiplier
+        def attention(self, index: int, **kw: Any) -> Any:
+            return self.config.attention_multiplier
 
     with pytest.raises(ConfigError, match="GraniteConfig declares embedding_multiplier, which nothing"):
         register(Granite)

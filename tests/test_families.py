@@ -37,7 +37,7 @@ from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, NEW, PROMPT, Frozen, fused, load, tokens_of, weights_of
 from tests.support.fp8 import quantise
 from tests.support.maxtext_cases import LLAMA_3
-from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed
+from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed, set_rope
 from tests.support.tiny import ORACLE, build, write_checkpoint
 
 KINDS = tuple(FAMILIES)
@@ -508,7 +508,7 @@ def forget_mscale(model: Any) -> None:
 
 def rotate_whole_heads(model: Any) -> None:
     """As if partial_rotary_factor were 1."""
-    model.rope = Rope(model.config.head_width, model.rope.theta)
+    set_rope(model, Rope(model.config.head_width, model.config.rope.theta))
     for x in attentions(model):
         x.rotate = rotate_halves
 
@@ -527,13 +527,13 @@ def rotate_neighbours(model: Any) -> None:
 
 def frequencies_of_whole_heads(model: Any) -> None:
     """Rotate the right part, by the first frequencies of the whole width."""
-    whole, half = Rope(model.config.head_width, model.rope.theta), model.rope.dim // 2
+    whole, half = Rope(model.config.head_width, model.config.rope.theta), model.config.rope.dim // 2
 
     class First(Rope):
         def frequencies(self, length: Any) -> Any:
             return whole.frequencies(length)[:half]
 
-    model.rope = First(model.rope.dim, model.rope.theta)
+    set_rope(model, First(model.config.rope.dim, model.config.rope.theta))
 
 
 def forget_correction(model: Any) -> None:

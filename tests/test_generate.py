@@ -20,7 +20,7 @@ from nnxmoe.generation.grouping import chunk_sizes
 from nnxmoe.generation.request import eos_ids
 from nnxmoe.generation.sampling import pick, prepare
 from nnxmoe.generation.text import TextStream
-from nnxmoe.model.causal_lm import bucket
+from nnxmoe.model.inputs import bucket
 from tests.support.cases import HF_CASES, load_case_model
 from tests.support.running import compiled_in
 from tests.support.tiny import build_tiny, random_tokens
@@ -426,11 +426,11 @@ def test_programs_are_reused_across_lengths_seeds_and_values() -> None:
 def test_programs_are_shared_between_models_and_hold_no_weights() -> None:
     """A second model of the same structure does not compile; deleting a model frees its weights."""
     first, second = (build_tiny("llama", num_hidden_layers=1, seed=seed) for seed in (0, 1))
-    known = passes.programs_of.cache_info().currsize
+    known = passes._sizes.cache_info().currsize
     one = nnxmoe.generate(first, PROMPT, max_new_tokens=4, eos_token_id=None)
-    before = passes.programs_of.cache_info().currsize
+    before = passes._sizes.cache_info().currsize
     two = nnxmoe.generate(second, PROMPT, max_new_tokens=4, eos_token_id=None)
-    assert before == passes.programs_of.cache_info().currsize <= known + 1
+    assert before == passes._sizes.cache_info().currsize <= known + 1
     assert not np.array_equal(one, two)
     gone = weakref.ref(first.embed.table[...])
     del first

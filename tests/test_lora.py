@@ -23,7 +23,7 @@ from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.layers.dots import matmul
 from nnxmoe.layers.kernel import DenseKernel
 from nnxmoe.layers.linear import Linear
-from nnxmoe.model.decoder import decoder_of
+from nnxmoe.model.structure import bare
 from nnxmoe.models import Mixtral, config_from_hf
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import equal_groups
@@ -98,7 +98,7 @@ def test_fresh_adapters_do_not_change_the_logits(kind: str, scan: bool) -> None:
     model = ready(kind, scan)
     lora.remove(model)
     plain = build_tiny(kind, Strategy(scan_layers=scan), num_hidden_layers=2)
-    assert nnx.graphdef(decoder_of(model)) == nnx.graphdef(decoder_of(plain))
+    assert nnx.graphdef(bare(model)) == nnx.graphdef(bare(plain))
     lora.add(model, 4, alpha=6, targets=EVERYTHING[kind], rngs=nnx.Rngs(7))
     assert (logits(model) == logits(plain)).all()
 
@@ -157,13 +157,13 @@ def test_initial_values_follow_peft() -> None:
 def test_adapters_equal_kernels_plus_scaled_a_b(kind: str) -> None:
     """The reference adds ``alpha / rank * b @ a`` to the kernels in float64, separately for gate and up."""
     model, plain = ready(kind), build_tiny(kind, Strategy(), num_hidden_layers=2)
-    for slot, bare in zip(adapted(model), slots(plain), strict=False):  # embedding and head are last
+    for slot, other in zip(adapted(model), slots(plain), strict=False):  # embedding and head are last
         a, b = (np.asarray(v.get_value(), np.float64) for v in (slot.adapter.a, slot.adapter.b))
         if slot.name == "experts.gate_up":
             deltas = [np.einsum("erd,efr->efd", a, b[:, i]) for i in range(2)]
         else:
             deltas = [np.einsum("erf,edr->edf", a, b) if slot.name == "experts.down" else np.tensordot(b, a, 1)]
-        for kernel, delta in zip(bare.base, deltas, strict=True):
+        for kernel, delta in zip(other.base, deltas, strict=True):
             kernel.set_value(jnp.asarray(np.asarray(kernel.get_value(), np.float64) + 1.5 * delta, jnp.float32))
     assert [slot.kernels for slot in slots(model) if len(slot.base) > 1][:1] in ([], [("gate", "up")])
     assert max_error(logits(model), logits(plain)) < 1e-5
@@ -273,7 +273,7 @@ def test_merge_keeps_logits_and_unmerge_restores_bits(kind: str, scan: bool) -> 
     lora.merge(model, keep=False)
     assert max_error(logits(model), before) < 1e-5 and model.merged is None
     plain = build_tiny(kind, Strategy(scan_layers=scan), num_hidden_layers=2)
-    assert nnx.graphdef(decoder_of(model)) == nnx.graphdef(decoder_of(plain))
+    assert nnx.graphdef(bare(model)) == nnx.graphdef(bare(plain))
 
 
 @pytest.mark.parametrize("scan", [False, True])

@@ -16,8 +16,9 @@ import nnxmoe
 from nnxmoe.convert import maxtext, native
 from nnxmoe.generation import decode, passes
 from nnxmoe.layers.cache import Cache
-from nnxmoe.model import by_run, causal_lm, structure
-from nnxmoe.model.decoder import decoder_of
+from nnxmoe.model import compiled as programs
+from nnxmoe.model import inputs, structure
+from nnxmoe.model.structure import bare
 from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
 from nnxmoe.train import fit, lora
 from tests.support.arrays import max_error
@@ -49,9 +50,9 @@ def test_unscan(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
         np.testing.assert_array_equal(ours.get_value(), theirs.get_value())
     tokens = random_tokens(2, 5)
     wanted = nnxmoe.generate(unrolled, tokens, max_new_tokens=3)
-    programs = passes.programs_of.cache_info().misses
+    programs = passes._sizes.cache_info().misses
     np.testing.assert_array_equal(nnxmoe.generate(scanned, tokens, max_new_tokens=3), wanted)
-    assert passes.programs_of.cache_info().misses == programs, "the same programs"
+    assert passes._sizes.cache_info().misses == programs, "the same programs"
     copy = passes.unrolled(scanned)
     assert passes.unrolled(scanned) is copy, "copied once"
     nnx.update(scanned, jax.tree.map(lambda a: 2 * a, nnx.state(scanned)))
@@ -79,8 +80,8 @@ def test_texts_are_scored_in_few_shapes(kind: str) -> None:
     """A forward pass of arrays is padded and cut: logits, routing and hidden states are those of the exact shape."""
     model = build_tiny(kind, nnxmoe.Strategy())
     exact = jax.jit(lambda tokens, **options: model(tokens, return_routing=True, return_hidden=True, **options))
-    graph, state = nnx.split(decoder_of(model))
-    program = causal_lm._compiled(graph, jax.tree.structure(state))
+    graph, state = nnx.split(bare(model))
+    program = programs._whole(graph, jax.tree.structure(state), inputs._forward, (5, 6, 8), ())
     shapes = program._cache_size()
     for length in (1, 5, 30):
         tokens = random_tokens(2, length)
@@ -314,7 +315,7 @@ def test_load_report_and_generation_config_do_not_recompile() -> None:
     """Models that differ only in these share compiled programs."""
     first, second = made("llama", nnx.Rngs(0)), made("llama", nnx.Rngs(1))
     second.load_report, second.generation_config = nnxmoe.LoadReport("elsewhere"), {"eos_token_id": 3}
-    graphs = [nnx.split(decoder_of(model))[0] for model in (first, second)]
+    graphs = [nnx.split(bare(model))[0] for model in (first, second)]
     assert graphs[0] == graphs[1] and hash(graphs[0]) == hash(graphs[1])
 
 
@@ -331,7 +332,7 @@ def test_a_model_is_split_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read and all(read)
     nnxmoe.generate(model, random_tokens(1, 5), max_new_tokens=2)
     nnxmoe.score(model, random_tokens(1, 5).tolist())
-    assert splits.count("Decoder") == 1, splits
+    assert splits.count("Mixtral") == 1, splits
 
 
 def test_changed_models_are_split_again() -> None:
@@ -354,7 +355,7 @@ def test_changed_models_are_split_again() -> None:
         lambda: layers[0].attention_norm.scale.set_value(layers[0].attention_norm.scale[...] * 2),
         lambda: nnx.update(model, jax.tree.map(lambda a: a * 1.25, nnx.state(model, nnx.Param))),
         lambda: setattr(model.norm, "eps", 0.5),
-        lambda: setattr(model, "rope", dataclasses.replace(model.rope, theta=7.0)),
+        lambda: setattr(layers[1].attention, "rotary", dataclasses.replace(model.ropes[0], theta=7.0)),
         lambda: setattr(layers[1].feed_forward, "dispatch", nnxmoe.Capacity(0.3)),
         lambda: layers.__setitem__(0, nnx.clone(layers[1])),
         lambda: setattr(model, "norm", type(model.norm)(24, 1e-5, dtype=jnp.float32, rngs=nnx.Rngs(0))),
@@ -387,8 +388,8 @@ def test_load_reports_compare_without_timings() -> None:
 @pytest.mark.slow
 def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deeper model compiles nothing but what sums up its layers' drops; its results are those of one program."""
-    monkeypatch.setattr(by_run, "MOST_LAYERS", 1)
-    by_run.run_plan.cache_clear()
+    monkeypatch.setattr(programs, "MOST_LAYERS", 1)
+    programs._plan.cache_clear()
 
     def build(layers: int) -> nnxmoe.CausalLM:
         return build_tiny("deepseek_v3", nnxmoe.Strategy(), num_hidden_layers=layers)
@@ -397,36 +398,33 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     tokens = random_tokens(1, 64)
 
     def results(model: nnxmoe.CausalLM) -> tuple[Any, np.ndarray]:
-        assert by_run.pays(model)
         out = model(tokens, return_hidden=True, return_routing=True, key=jax.random.key(3))
         return out, nnxmoe.generate(model, tokens, max_new_tokens=4)
 
     results(shallow)
     assert compiled_in(lambda: results(deep)) <= 2
     ours = results(deep)
-    for module in (causal_lm, passes):
-        monkeypatch.setattr(module, "pays", lambda _: False)
-    monkeypatch.setattr(by_run, "pays", lambda _: True)
+    assert programs.pays(shallow) and programs.pays(deep)
+    monkeypatch.setattr(programs, "pays", lambda _: False)
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(results(build(5))), strict=True):
         assert max_error(one, other) < 1e-5
-    by_run.run_plan.cache_clear()
+    programs._plan.cache_clear()
 
 
 @pytest.mark.slow
 @pytest.mark.program
 def test_runs_of_layers_have_their_own_jitter_and_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several layers per call: each has its own random key, its cache, and the last one alone skips tokens."""
-    monkeypatch.setattr(by_run, "MOST_LAYERS", 2)
-    by_run.run_plan.cache_clear()
+    monkeypatch.setattr(programs, "MOST_LAYERS", 2)
+    programs._plan.cache_clear()
     fields = {"num_hidden_layers": 5, "router_jitter_noise": 0.5, "sliding_window": 9}
     tokens, key, found = random_tokens(2, 64), jax.random.key(5), []
     for whole in (True, False):
-        for module in (causal_lm, passes):
-            monkeypatch.setattr(module, "pays", lambda _, whole=whole: not whole)
+        monkeypatch.setattr(programs, "pays", lambda _, whole=whole: not whole)
         model = build_tiny("mixtral", nnxmoe.Strategy(), **fields)  # a model keeps its compiled functions
         logits = model(tokens, key=key).logits
         found.append((logits, nnxmoe.generate(model, tokens, max_new_tokens=4, eos_token_id=None)))
     for one, other in zip(*found, strict=True):
         assert max_error(one, other) < 1e-5
     assert max_error(found[0][0], model(tokens).logits) > 1e-3, "there is jitter"
-    by_run.run_plan.cache_clear()
+    programs._plan.cache_clear()

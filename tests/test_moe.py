@@ -15,6 +15,7 @@ from jax.extend.core import jaxprs_in_params
 import nnxmoe
 from nnxmoe import Aligned, Blocked, Capacity, Dense, Masked, RaggedDot, Sorted
 from nnxmoe.layers import kernel as kernels
+from nnxmoe.layers.context import Context
 from nnxmoe.layers.lora import LoRA, LoRAParam
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.moe import experts as experts_module
@@ -26,7 +27,7 @@ from nnxmoe.moe.router import RandomTopK, Router, RouterBias, SigmoidGroupTopK, 
 from tests.support.arrays import inputs_first, max_error
 from tests.support.grouped import GROUPS, problem, product_and_gradients
 from tests.support.numpy_decoder import as_weights, sigmoid_weights, softmax_weights
-from tests.support.running import PART_TOLERANCE, randomise
+from tests.support.running import PART_TOLERANCE, of_valid, randomise
 from tests.support.tiny import build_tiny, random_tokens
 
 # Expert selection
@@ -145,7 +146,7 @@ def test_router_computes_in_float32() -> None:
     router = Router(64, 8, SoftmaxTopK(2), bias=True, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0))
     assert router.kernel.dtype == jnp.bfloat16 and router.bias.dtype == jnp.float32
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 64)), jnp.bfloat16)
-    routing = router(x, jnp.ones((2, 3), bool))
+    routing = router(x, of_valid(jnp.ones((2, 3), bool)))
     exact = np.asarray(x, np.float64) @ inputs_first(router.kernel).astype(np.float64)
     assert routing.logits.dtype == routing.weights.dtype == routing.scores.dtype == jnp.float32
     assert max_error(routing.logits, exact) < PART_TOLERANCE
@@ -381,8 +382,8 @@ def run_moe(moe: MoE, x: Any, valid: Any = None, gradients: bool = True) -> tupl
     keep = jnp.ones(x.shape[:2]) if valid is None else jnp.asarray(valid, jnp.float32)
 
     def loss(state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-        y, _, info = nnx.merge(graph, state)(x, valid)
-        return jnp.sum(jnp.sin(y) * keep[..., None]), (y, info)
+        y, info = nnx.merge(graph, state)(x, of_valid(valid))
+        return jnp.sum(jnp.sin(y) * keep[..., None]), (y, info.dispatch)
 
     if not gradients:
         _, (y, info) = jax.jit(loss)(state, x)
@@ -446,8 +447,8 @@ def test_a_shared_expert_is_added_once_and_unweighted() -> None:
 def test_zero_tokens() -> None:
     x = jnp.zeros((2, 0, 8))
     for dispatch, matmul in ((Dense(), Masked()), (Sorted(), Blocked()), (Sorted(), RaggedDot())):
-        y, _, info = make_moe(dispatch, matmul)(x)
-        assert y.shape == (2, 0, 8) and int(jnp.sum(info.load)) == 0
+        y, info = make_moe(dispatch, matmul)(x)
+        assert y.shape == (2, 0, 8) and int(jnp.sum(info.dispatch.load)) == 0
 
 
 @pytest.mark.slow
@@ -463,9 +464,9 @@ def test_dispatches_agree_in_bfloat16() -> None:
     ):
         moe = make_moe(dispatch, matmul)
         nnx.update(moe, jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(moe)))
-        y, routing, _ = moe(x)
+        y, info = moe(x)
         assert y.dtype == jnp.bfloat16
-        outs.append((np.asarray(y, np.float32), np.asarray(routing.experts)))
+        outs.append((np.asarray(y, np.float32), np.asarray(info.routing.experts)))
     for y, experts in outs[1:]:
         assert np.array_equal(experts, outs[0][1])
         assert max_error(y, outs[0][0]) < 0.05
@@ -543,13 +544,13 @@ def test_capacity_drops_exactly_the_overflow(
     monkeypatch.setattr(
         experts_module, "equal_groups", lambda r, kernel: (rows.append(r.shape[:2]), true(r, kernel))[1]
     )
-    y, routing, info = jax.jit(lambda x, valid: moe(x, valid))(x, jnp.asarray(valid))
+    y, info = jax.jit(lambda x, valid: moe(x, of_valid(valid)))(x, jnp.asarray(valid))
     assert rows == [(count, 3 * slots)] * 3  # gate, up and down
-    experts, weights = np.asarray(routing.experts), np.asarray(routing.weights)
+    experts, weights = np.asarray(info.routing.experts), np.asarray(info.routing.weights)
     kept = expected_drops(experts, count, slots, valid)
-    assert int(info.dropped) == (valid[..., None] & ~kept).sum()
+    assert int(info.dispatch.dropped) == (valid[..., None] & ~kept).sum()
     wanted_load = [(experts[valid] == e).sum() for e in range(count)]  # includes dropped assignments
-    assert np.asarray(info.load).tolist() == wanted_load
+    assert np.asarray(info.dispatch.load).tolist() == wanted_load
     wanted = np.zeros(x.shape)
     for b, t, i in zip(*np.nonzero(kept), strict=True):
         e = experts[b, t, i]
@@ -561,11 +562,11 @@ def test_capacity_drops_exactly_the_overflow(
 
 def test_kept_tokens_are_unaffected_by_drops() -> None:
     moe, x = make_moe(Capacity(0.6), shared=False), inputs(2, 12)
-    y, routing, info = moe(x)
-    assert int(info.dropped) > 0
+    y, info = moe(x)
+    assert int(info.dispatch.dropped) > 0
     whole = make_moe(Dense(), shared=False)(x)[0]
     slots = int(np.ceil(12 * 2 / 5) * 0.6)
-    kept = expected_drops(np.asarray(routing.experts), 5, slots, np.ones((2, 12), bool)).all(axis=-1)
+    kept = expected_drops(np.asarray(info.routing.experts), 5, slots, np.ones((2, 12), bool)).all(axis=-1)
     assert 0 < kept.sum() < kept.size
     assert max_error(y, whole, kept) < PART_TOLERANCE
 
@@ -581,8 +582,8 @@ def test_padding_uses_no_capacity() -> None:
     """With leading padding, each expert still has capacity for the real tokens."""
     moe, x = make_moe(Capacity(1.0), shared=False), inputs(1, 24)
     valid = jnp.arange(24)[None] >= 18
-    y, _, info = moe(x, valid)
-    assert int(info.dropped) == 0
+    y, info = moe(x, of_valid(valid))
+    assert int(info.dispatch.dropped) == 0
     assert max_error(y, make_moe(Dense(), shared=False)(x)[0], valid) < PART_TOLERANCE
     assert np.all(np.asarray(y)[0, :18] == 0)
 
@@ -611,7 +612,7 @@ def test_jitter_needs_a_key_and_scales_the_router_input() -> None:
     router.kernel.set_value(jnp.eye(4))
     x = jax.random.normal(jax.random.key(1), (3, 50, 4))
     assert max_error(router(x).logits, x) < 1e-6
-    ratio = np.asarray(router(x, key=jax.random.key(2)).logits / x)
+    ratio = np.asarray(router(x, Context(jnp.arange(1), key=jax.random.key(2))).logits / x)
     assert 0.75 - 1e-5 <= ratio.min() < 0.77 and 1.23 < ratio.max() <= 1.25 + 1e-5 and abs(ratio.mean() - 1) < 0.02
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 import nnxmoe
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.layout import copies, layout
-from nnxmoe.model.decoder import decoder_of
+from nnxmoe.model.structure import bare
 from nnxmoe.models import PRESETS, DeepSeekV3, Llama, config_from_hf, model_class
 from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, Frozen
@@ -167,7 +167,7 @@ def test_the_model_itself_does_not_change() -> None:
     assert {path for path in theirs if path not in mine} == {path for path in theirs if path[0] == "mtp"} != set()
     assert all(np.array_equal(np.asarray(v[...]), np.asarray(theirs[path][...])) for path, v in mine.items())
     assert len(one.mtp) == 0 and "prediction" not in repr(one)
-    assert nnx.split(decoder_of(one))[0] == nnx.split(decoder_of(other))[0]  # they share their programs
+    assert nnx.split(bare(one))[0] == nnx.split(bare(other))[0]  # they share their programs
     tokens = random_tokens(1, 7)
     assert np.array_equal(one(tokens).logits, other(tokens).logits)
     assert np.isfinite(logits_ahead(other, tokens)[1]).all()

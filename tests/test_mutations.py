@@ -24,7 +24,7 @@ from nnxmoe.moe.router import RouterBias, Routing
 from tests.support.arrays import max_error
 from tests.support.cases import load_case
 from tests.support.numpy_decoder import reference_logits
-from tests.support.running import MODEL_TOLERANCE, eager_logits, variables
+from tests.support.running import MODEL_TOLERANCE, eager_logits, set_rope, variables
 from tests.support.tiny import TINY, build, random_tokens, tiny_weights
 
 NOTICED = 1e-3
@@ -77,11 +77,11 @@ def rotate_backwards(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_rope_scaling(model: Any, patch: pytest.MonkeyPatch) -> None:
-    model.rope = Rope(model.rope.dim, model.rope.theta)
+    set_rope(model, Rope(model.config.rope.dim, model.config.rope.theta))
 
 
 def ignore_attention_factor(model: Any, patch: pytest.MonkeyPatch) -> None:
-    model.rope = dataclasses.replace(model.rope, attention_factor=1.0)
+    set_rope(model, dataclasses.replace(model.config.rope, attention_factor=1.0))
 
 
 def keep_rope_width_of_keys_only(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def ignore_logit_bias(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def truncate_yarn(model: Any, patch: pytest.MonkeyPatch) -> None:
-    model.rope = dataclasses.replace(model.rope, truncate=True)
+    set_rope(model, dataclasses.replace(model.config.rope, truncate=True))
 
 
 MISTAKES: list[tuple[str, Plant]] = [

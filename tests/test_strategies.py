@@ -29,6 +29,7 @@ from nnxmoe.moe.ragged import ragged_all_to_all
 from nnxmoe.moe.router import LogitBias, RandomTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
 from tests.support.arrays import max_error
 from tests.support.cases import HF_CASES, load_case
+from tests.support.running import of_valid
 from tests.support.tiny import build_tiny, random_tokens
 
 B, T, D, F, E = 8, 5, 16, 24, 8
@@ -101,7 +102,7 @@ def program(way: str, select: str, mesh_name: str, dtype: str = "float32") -> tu
         params = nnx.from_flat_state(flat)
 
     def loss(params: Any, x: Any, valid: Any) -> Any:
-        y, _, info = nnx.merge(graph, params, rest)(x, valid)
+        y, info = nnx.merge(graph, params, rest)(x, of_valid(valid))
         weights = jnp.arange(1.0, 1 + y.size).reshape(y.shape) / y.size
         return jnp.sum(jnp.sin(y.astype(jnp.float32)) * weights), (y, info)
 
@@ -260,7 +261,7 @@ def chosen_chunks() -> list[bool]:
 
     def text(exchange: Any) -> str:
         graph, state = nnx.split(make(ExpertParallel(Sorted(), exchange), "softmax", mesh))
-        run = jax.jit(lambda state, x: nnx.merge(graph, state)(x).y)
+        run = jax.jit(lambda state, x: nnx.merge(graph, state)(x)[0])
         return run.lower(state, scenarios()["random"][0]).as_text()
 
     whole = text(RaggedAllToAll())
@@ -508,9 +509,11 @@ def test_model_reports_drops() -> None:
 def test_expert_parallel_without_a_mesh_equals_its_inner_dispatch() -> None:
     x, valid, _ = scenarios()["padding"]
     for inner in (Sorted(), Dense(), Capacity(0.5)):
-        ours, theirs = (make(way, "softmax", None)(x, valid) for way in (ExpertParallel(inner, RingOfExperts()), inner))
-        assert np.array_equal(ours.y, theirs.y) and ours.dispatch.dropped == theirs.dispatch.dropped
-    assert not np.asarray(make(RAGGED, "softmax", None)(x, valid).y)[~np.asarray(valid)].any(), (
+        ours, theirs = (
+            make(way, "softmax", None)(x, of_valid(valid)) for way in (ExpertParallel(inner, RingOfExperts()), inner)
+        )
+        assert np.array_equal(ours[0], theirs[0]) and ours[1].dispatch.dropped == theirs[1].dispatch.dropped
+    assert not np.asarray(make(RAGGED, "softmax", None)(x, of_valid(valid))[0])[~np.asarray(valid)].any(), (
         "padding reaches no expert"
     )
     assert make(RAGGED, "sigmoid groups", None).router.bias.__class__ is RouterBias

@@ -265,6 +265,11 @@ class DecoderConfig:
         return {}
 
     @property
+    def sparse_layers(self) -> Sequence[bool]:
+        """Whether each layer has experts."""
+        return (self.experts > 0,) * self.num_hidden_layers
+
+    @property
     def rope_dim(self) -> int:
         """Width that is rotated."""
         return self.head_width

@@ -10,7 +10,6 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from nnxmoe.config.arguments import answers_transformers
-from nnxmoe.config.rope import DynamicRope
 from nnxmoe.generation.byte_level import has_merges
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
@@ -21,7 +20,8 @@ from nnxmoe.generation.rows import Process
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.generation.tokenizer_files import TOKENIZER
-from nnxmoe.model.causal_lm import CausalLM, bucket
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.inputs import bucket
 
 Prompt = str | Ids | Sequence[Any]  # a text, token ids, or messages: dicts, dataclasses or pydantic models
 
@@ -170,8 +170,8 @@ def complete(
 
 def _capacity(model: CausalLM, tokens: int) -> int:
     """``tokens`` rounded up, but not beyond the length from which rotary embeddings change with the longest row."""
-    most = model.rope.max_positions if isinstance(model.rope, DynamicRope) else tokens * 2
-    return min(bucket(tokens, SMALL), max(tokens, most))
+    most = model.fixed_positions
+    return min(bucket(tokens, SMALL), max(tokens, tokens * 2 if most is None else most))
 
 
 def _several(prompts: Iterable[Prompt]) -> list[Prompt]:

@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Int, Integer
 
 from nnxmoe.config.arguments import answers_transformers
-from nnxmoe.config.rope import DynamicRope
 from nnxmoe.generation.complete import Prompt, encoded
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
@@ -21,7 +20,8 @@ from nnxmoe.generation.passes import Room, cache_bytes
 from nnxmoe.generation.request import Eos, Finish, Request, Wanted, eos_ids, refuse_ids, whole_number
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.generation.text import TextStream
-from nnxmoe.model.causal_lm import CausalLM, bucket
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.inputs import bucket
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import logger
 
@@ -50,7 +50,7 @@ def generate(
     warn_of_unused(model, sampling)
     wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, eos, seed)
     # Dynamic NTK scaling follows the longest row of the batch, which in transformers grows after its end: rows go on.
-    ends = set(eos) if isinstance(model.rope, DynamicRope) and len(tokens) > 1 else set[int]()
+    ends = set(eos) if model.fixed_positions is not None and len(tokens) > 1 else set[int]()
     if ends and sampling is not None and sampling.least(0):
         raise ValueError(
             f"{sampling}: with dynamic rotary embeddings rows go on after their ends, so min_new_tokens and min_length "

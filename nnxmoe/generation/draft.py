@@ -13,9 +13,10 @@ from nnxmoe.config.validate import check_positive
 from nnxmoe.generation.passes import unrolled
 from nnxmoe.generation.rows import Choose, History
 from nnxmoe.layers.cache import Cache
-from nnxmoe.model.causal_lm import CausalLM, split_arrays
-from nnxmoe.model.decoder import decoder_of, nothing
-from nnxmoe.model.stack import Body
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.compiled import split_arrays
+from nnxmoe.model.output import Body, nothing
+from nnxmoe.model.structure import bare
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +95,7 @@ class Modelled(abc.ABC):
 
     @property
     def modules(self) -> Any:
-        """The modules that draft, ``decoder`` among them: a `Decoder` with the embedding and the output head."""
+        """The modules that draft, ``decoder`` among them: a model with the embedding and the output head."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, self._leaves))
 
     @property
@@ -135,7 +136,7 @@ class ModelDraft(Modelled):
     @classmethod
     def of(cls, model: CausalLM, count: int = 4) -> Self:
         """Drafts of ``count`` ids by this model."""
-        return cls._of(nnx.Dict(decoder=decoder_of(unrolled(model))), count)
+        return cls._of(nnx.Dict(decoder=bare(unrolled(model))), count)
 
     def empty(self, rows: int, capacity: int) -> _Memory:
         """Its cache."""
@@ -186,6 +187,6 @@ class MTPDraft(Modelled):
 
 def mtp_modules(model: CausalLM) -> Any:
     """The first depth for multi-token prediction, and the model's embedding and head as a decoder without layers."""
-    decoder = decoder_of(model)
+    decoder = bare(model)
     decoder.stacks = nnx.List([])
     return nnx.Dict(decoder=decoder, mtp=model.mtp[0])

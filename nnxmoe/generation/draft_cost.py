@@ -17,7 +17,7 @@ from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.lora import Kept
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.decoder import Decoder, decoder_of
+from nnxmoe.model.structure import bare
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.dispatch import Dense
 from nnxmoe.runtime.progress import say
@@ -120,7 +120,7 @@ class _Weights:
         return max(read, operations / BALANCE.get(platform, BALANCE["gpu"]))
 
 
-def _weights(module: nnx.Module, head: Decoder) -> _Weights:
+def _weights(module: nnx.Module, head: CausalLM) -> _Weights:
     """The weights of a module that ends in the output head of a decoder, without the embedding, of which a pass reads
     a few rows."""
     dense, operations = _bytes(module), _operations(module)
@@ -151,7 +151,7 @@ def _operations(module: nnx.Module) -> float:
 
 def _cost(model: CausalLM, source: str, count: int, own: Any, slots: int, capacity: int) -> DraftCost:
     """``own``: the modules that draft, as of `Modelled.modules`; None: drafts cost nothing."""
-    decoder = decoder_of(model)
+    decoder = bare(model)
     weights, cache = _weights(decoder, decoder), cache_bytes(model, slots, Room(capacity, 0))
     tokens = slots * (count + 1)
     time, read = weights.time(tokens, cache), weights.read(tokens) + cache

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from nnxmoe.axes import batch_axes, shards
-from nnxmoe.config.rope import DynamicRope
 from nnxmoe.generation import draft_cost, passes
 from nnxmoe.generation.draft import Modelled
 from nnxmoe.generation.grouping import (
@@ -45,6 +44,7 @@ from nnxmoe.generation.request import (
 )
 from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, Process, RowOptions, RowReport
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.inputs import warn_beyond_positions
 from nnxmoe.runtime.memory import refuse_beyond_memory
 
 
@@ -104,11 +104,11 @@ class Engine:
         self.slots = whole_number("slots", slots, 1) + -slots % self._parts
         self.draft = draft = draft_cost.resolve(model, draft, self.slots, self.capacity)
         spare = 0 if draft is None else draft.count
-        rope = model.rope
-        if grouping is None and isinstance(rope, DynamicRope) and self.capacity > rope.max_positions:
+        fixed = model.fixed_positions
+        if grouping is None and fixed is not None and self.capacity > fixed:
             raise ValueError(
                 f"capacity={self.capacity}: the rotary embedding of this model changes with the longest row beyond "
-                f"{rope.max_positions} tokens, so requests would change each other: use at most that, or generate()"
+                f"{fixed} tokens, so requests would change each other: use at most that, or generate()"
             )
         self._grouping = grouping or (as_one_large_chunk if draft is None else one_by_one)
         self._begun = weakref.WeakKeyDictionary[Prefix, Passed]()  # prefixes that were read
@@ -183,7 +183,7 @@ class Engine:
             )
         if prefix is not None and prompt[: len(prefix.ids)] != prefix.ids:
             raise ValueError(f"the prompt does not begin with the {len(prefix.ids)} ids of its prefix")
-        self.model.warn_beyond_positions(len(prompt) + wanted.max_new_tokens)
+        warn_beyond_positions(self.model, len(prompt) + wanted.max_new_tokens)
         request = Request(prompt, wanted, asked, prefix)
         if wanted.max_new_tokens == 0:
             request.finish = "length"

@@ -19,9 +19,10 @@ from nnxmoe.axes import batch_axes, constrain, everywhere
 from nnxmoe.config.printable import bytes_text
 from nnxmoe.generation import rows
 from nnxmoe.layers.cache import Cache
-from nnxmoe.model.by_run import RunByRun, pays, run_plan
-from nnxmoe.model.causal_lm import CausalLM, refuse_shapes, unscan
-from nnxmoe.model.decoder import Decoder, Ids, TokenMask, nothing
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.compiled import compiled, refuse_shapes
+from nnxmoe.model.copies import unscan
+from nnxmoe.model.output import Ids, TokenMask, nothing
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.stack import ScannedStack
 from nnxmoe.model.structure import split_once
@@ -59,70 +60,52 @@ class PassPart(NamedTuple):
 
 
 def _pass(
-    forward: Decoder | RunByRun,
-    ids: Ids,
-    valid: TokenMask | None,
-    cache: Cache | None,
+    model: CausalLM, ids: Ids, valid: TokenMask | None, cache: Cache | None, dropped: Any, room: Room, part: PassPart
+) -> Passed:
+    """One pass over ids; ``cache`` None: an empty one."""
+    ids = constrain(ids, model.mesh, batch_axes(model.mesh))
+    only = part.last and not part.states
+    options: dict[str, Any] = {"fresh": cache is None, "last": only, "keep_hidden": False}
+    cache = model.empty_cache(ids.shape[0], *room) if cache is None else cache
+    body = model.body(ids, valid, cache=cache, of_routing=nothing, **options)
+    for info in body.infos.values():
+        dropped = dropped + info.dispatch.dropped
+    dropped = everywhere(dropped, model.mesh)
+    return Passed(model.logits(body.x[:, -1:] if part.last else body.x), body.x, body.cache, dropped)
+
+
+def passes(model: CausalLM) -> Callable[..., Passed]:
+    """`_pass` of a model, compiled; the cache is donated. Raises ValueError for a model without values."""
+    run = compiled(model, _pass, static=(4, 5), donated=(2,), by_run=True)
+    return functools.partial(_announced, run, split_once(model)[0].program(_sizes))
+
+
+@functools.lru_cache(maxsize=16)
+def _sizes(graph: Any, tree: Any) -> tuple[set[Any], set[str]]:
+    """The sizes of passes that models of one structure have compiled, and those that the log names."""
+    return set(), set()
+
+
+def _announced(
+    run: Callable[..., Passed],
+    sizes: tuple[set[Any], set[str]],
+    ids: Any,
+    valid: Any,
+    cache: Any,
     dropped: Any,
     room: Room,
     part: PassPart,
 ) -> Passed:
-    """One pass over ids; ``cache`` None: an empty one."""
-    only = part.last and not part.states
-    options: dict[str, Any] = {"fresh": cache is None, "last": only, "keep_hidden": False}
-    cache = forward.empty_cache(ids.shape[0], *room) if cache is None else cache
-    body = forward.body(ids, valid, cache=cache, of_routing=nothing, **options)
-    assert body.cache is not None
-    for info in body.infos.values():
-        dropped = dropped + info.dispatch.dropped
-    return Passed(forward.logits(body.x[:, -1:] if part.last else body.x), body.x, body.cache, dropped)
-
-
-class Programs:
-    """The compiled programs of one model structure."""
-
-    def __init__(self, graph: Any, tree: Any):
-        self._structure, self._known, self._said = (graph, tree), set[Any](), set[str]()
-
-        def whole(leaves: list[Array], ids: Array, *given: Any) -> Passed:
-            decoder = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-            ids = constrain(ids, decoder.mesh, batch_axes(decoder.mesh))
-            passed = _pass(decoder, ids, *given)
-            return passed._replace(dropped=everywhere(passed.dropped, decoder.mesh))
-
-        self._whole = jax.jit(whole, static_argnums=(5, 6), donate_argnums=(3,))
-
-    def of(self, decoder: Decoder, leaves: list[Array]) -> Callable[..., Passed]:
-        """`_pass` with the decoder's arrays, as one program or several; the cache is donated."""
-        if pays(decoder):
-            run = functools.partial(_pass, RunByRun(decoder, run_plan(*self._structure, True), leaves))
-        else:
-            run = functools.partial(self._whole, leaves)
-        return functools.partial(self._announced, run)
-
-    def _announced(
-        self, run: Callable[..., Passed], ids: Any, valid: Any, cache: Any, dropped: Any, room: Room, part: PassPart
-    ) -> Passed:
-        """A pass; the log says so if it is compiled, once per size."""
-        kind = ids.shape, valid is None, cache is None, room, part
-        if kind in self._known:
-            return run(ids, valid, cache, dropped, room, part)
-        self._known.add(kind)
-        size = "compiling a pass of {} x {} ids, up to {} tokens (once per such size)".format(*ids.shape, room.tokens)
-        with contextlib.nullcontext(()) if size in self._said else announced(size) as said:
-            passed = run(ids, valid, cache, dropped, room, part)
-        self._said.update(said)
-        return passed
-
-
-programs_of = functools.lru_cache(maxsize=16)(Programs)
-
-
-def passes(model: CausalLM) -> Callable[..., Passed]:
-    """`_pass` of a model. Raises ValueError for a model without values."""
-    structure, leaves = split_once(model)
-    refuse_shapes(leaves)
-    return structure.program(programs_of).of(model, leaves)
+    """A pass; the log says so if it is compiled, once per size."""
+    (compiled_sizes, said), kind = sizes, (ids.shape, valid is None, cache is None, room, part)
+    if kind in compiled_sizes:
+        return run(ids, valid, cache, dropped, room, part)
+    compiled_sizes.add(kind)
+    size = "compiling a pass of {} x {} ids, up to {} tokens (once per such size)".format(*ids.shape, room.tokens)
+    with contextlib.nullcontext(()) if size in said else announced(size) as new:
+        passed = run(ids, valid, cache, dropped, room, part)
+    said.update(new)
+    return passed
 
 
 begin = jax.jit(rows.begin, static_argnums=(8,), donate_argnums=(0,))

@@ -1,7 +1,6 @@
 """``score``: how likely a model finds given texts."""
 
 import dataclasses
-import functools
 import math
 import os.path
 from collections.abc import Iterable
@@ -10,17 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import batch_axes, constrain, everywhere, shards
-from nnxmoe.config.rope import DynamicRope
 from nnxmoe.generation.complete import tokenizer_of
 from nnxmoe.generation.request import Ids, refuse_ids, whole_ids, whole_number
 from nnxmoe.layers.chunks import in_chunks, joined
-from nnxmoe.model.causal_lm import CausalLM, bucket, refuse_shapes
-from nnxmoe.model.decoder import nothing
-from nnxmoe.model.structure import split_once
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.compiled import compiled
+from nnxmoe.model.inputs import bucket, warn_beyond_positions
+from nnxmoe.model.output import nothing
 
 TOKENS = 4096  # of one pass: rows times their length, unless a single row is longer
 ROWS = (1, 8, TOKENS)  # of one pass at most: few sizes, since each is a program
@@ -76,13 +74,13 @@ def score(
             raise ValueError(f"text {number} has nothing to score: {len(ids)} ids, of which {first} are its context")
     scores: list[Score | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i][0]))
-    run, rope = _scorer(model, whole_number("top", top, 0)), model.rope
-    model.warn_beyond_positions(max((len(ids) for ids, _ in items), default=0))
+    run, fixed = _scorer(model, whole_number("top", top, 0)), model.fixed_positions
+    warn_beyond_positions(model, max((len(ids) for ids, _ in items), default=0))
     while order:
         longest = len(items[order[-1]][0])
         length = bucket(longest, 64)
         rows = max(1, min(TOKENS // length, next(rows for rows in ROWS if rows >= min(len(order), ROWS[-1]))))
-        if isinstance(rope, DynamicRope) and longest > rope.max_positions:
+        if fixed is not None and longest > fixed:
             rows = 1  # it would change the rotary embedding of shorter texts beside it
         batch, order = order[-rows:], order[:-rows]
         for i, found in zip(batch, run([items[i][0] for i in batch], rows, length), strict=True):
@@ -115,39 +113,32 @@ def _split(item: Any, tokenizer: Any) -> tuple[tuple[int, ...], int]:
 def _scorer(model: CausalLM, top: int) -> Any:
     """``(rows of ids, B, T) -> (log-probability of each next id, whether it is the most likely, the most likely ids,
     their log-probabilities)`` per row."""
-    structure, leaves = split_once(model)
-    refuse_shapes(leaves)
-    program, parts = structure.program(_program, top), shards(model.strategy.mesh, batch_axes(model.strategy.mesh))
+    program, parts = compiled(model, _score, static=(2,)), shards(model.mesh, batch_axes(model.mesh))
 
     def run(rows: list[tuple[int, ...]], batch: int, length: int) -> Any:
         batch += -batch % parts
         ids, valid = np.zeros((batch, length), np.int32), np.zeros((batch, length), bool)
         for row, given in enumerate(rows):
             ids[row, : len(given)], valid[row, : len(given)] = given, True
-        found = (np.asarray(a) for a in program(leaves, ids, valid))
+        found = (np.asarray(a) for a in program(ids, valid, top))
         return list(zip(*found, strict=True))[: len(rows)]
 
     return run
 
 
-@functools.lru_cache(maxsize=16)
-def _program(graph: Any, tree: Any, top: int) -> Any:
-    def run(leaves: list[Array], ids: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> tuple[Array, ...]:
-        decoder = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-        mesh = decoder.mesh
-        x = decoder.body(constrain(ids, mesh, batch_axes(mesh)), valid, of_routing=nothing, keep_hidden=False).x
-        kernel = decoder.head_weight()
-        rows, length = ids.shape
-        step = min(length, max(1, LOGITS // (kernel.shape[1] * -(-rows // shards(mesh, batch_axes(mesh))))))
+def _score(model: CausalLM, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], top: int) -> tuple[Array, ...]:
+    mesh = model.mesh
+    x = model.body(constrain(ids, mesh, batch_axes(mesh)), valid, of_routing=nothing, keep_hidden=False).x
+    kernel = model.head_weight()
+    rows, length = ids.shape
+    step = min(length, max(1, LOGITS // (kernel.shape[1] * -(-rows // shards(mesh, batch_axes(mesh))))))
 
-        def some(given: tuple[Array, Array]) -> tuple[Array, ...]:
-            logits, targets = kernel.float32(given[0]), given[1][..., None]
-            chosen = jnp.take_along_axis(logits, targets, axis=-1)
-            total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-            most, which = jax.lax.top_k(logits, top)
-            return (chosen - total)[..., 0], jnp.argmax(logits, axis=-1) == given[1], which, most - total
+    def some(given: tuple[Array, Array]) -> tuple[Array, ...]:
+        logits, targets = kernel.float32(given[0]), given[1][..., None]
+        chosen = jnp.take_along_axis(logits, targets, axis=-1)
+        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        most, which = jax.lax.top_k(logits, top)
+        return (chosen - total)[..., 0], jnp.argmax(logits, axis=-1) == given[1], which, most - total
 
-        found = jax.lax.map(some, in_chunks(step, x, jnp.roll(ids, -1, axis=1)))
-        return tuple(everywhere(joined(a, length), mesh) for a in found)
-
-    return jax.jit(run)
+    found = jax.lax.map(some, in_chunks(step, x, jnp.roll(ids, -1, axis=1)))
+    return tuple(everywhere(joined(a, length), mesh) for a in found)

@@ -247,3 +247,13 @@ class Cache:
         segments = written(self.segment, segment, jnp.where(index < 0, self.capacity, index), 1)
         moved = dataclasses.replace(self, length=length, segment=segments)
         return moved, Past(index, self.length, length, segments)
+
+    def nan_if_full(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """``x`` with NaN in the rows whose tokens do not fit."""
+        return jnp.where((self.length > self.capacity)[:, None, None], jnp.nan, x)
+
+    def shared(self, fresh: bool) -> Self:
+        """The part that all layers share. Raises ValueError if it is promised to be empty and is not."""
+        if fresh and self.known_length:
+            raise ValueError(f"fresh=True: {self.known_length} tokens are in the cache; pass an empty cache")
+        return dataclasses.replace(self, layers=())

@@ -6,33 +6,36 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Mask
-from nnxmoe.layers.cache import LayerCache, Past, Slots
-from nnxmoe.layers.rope import Rotation, rotation_at
+from nnxmoe.layers.cache import Cache, LayerCache, Past, Slots
+from nnxmoe.layers.rope import Rotate, Rotations, rotation_at
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """State that all layers of a forward pass share. Each attention derives its own mask and cache slots from it.
+    """State that all layers of a forward pass share. Each attention derives its mask, slots and rotation from it.
 
     ``index``: position of each token among the real tokens of its row; padding repeats that of the token before.
     ``valid``: True for real tokens; None if all are. ``segment``: None if there is only one. ``past``: None without a
-    cache. ``key``: random key of the router's jitter. ``of_routing``: maps each layer's routing to what is kept of it;
-    None keeps all. ``fresh``: the cache was empty, so the tokens attend to each other instead of to its slots.
-    ``last``: a layer returns the last token's output only; T = 1 of the S tokens is then left in ``valid``.
+    cache. ``key``: random key of the router's jitter. ``tokens``: ids, for routers that read them. ``positions``: of
+    the rotation. ``rotations``: computed once for all layers. ``of_routing``: maps each layer's
+    routing to what is kept of it; None keeps all. ``fresh``: the cache was empty, so the tokens attend to each other
+    instead of to its slots. ``last``: a layer returns the last token's output only; `asked` selects it.
     ``keep_hidden``: stacks return the output of every layer.
     """
 
-    rotation: Rotation
     index: Int[Array, "S"] | Int[Array, "B S"]
     valid: Bool[Array, "B T"] | None = None
     segment: Int[Array, "B S"] | None = None
     past: Past | None = None
     key: Key[Array, ""] | None = None
+    tokens: Int[Array, "B T"] | None = None
+    positions: Int[Array, "B S"] | None = None
+    rotations: Rotations = dataclasses.field(default_factory=Rotations)
     of_routing: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
     fresh: bool = dataclasses.field(default=False, metadata={"static": True})
     last: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -52,26 +55,71 @@ class Context:
         Raises ValueError for lengths that do not fit.
         """
         index = jnp.arange(length, dtype=jnp.int32)
-        rotation = rotation_at(rope, jnp.broadcast_to(index, (batch, length)))
+        context = cls(index)._rotating((rope,), jnp.broadcast_to(index, (batch, length)))
         if lengths is None:
-            return cls(rotation, index)
+            return context
         counts = jnp.asarray(lengths)
         if counts.shape != (batch,) or not bool(jnp.all((counts >= 0) & (counts <= length))):
             raise ValueError(f"lengths={lengths}: give {batch} numbers of real tokens, from 0 to {length}")
-        return cls(rotation, jnp.minimum(index, counts[:, None] - 1), index < counts[:, None])
+        valid = index < counts[:, None]
+        return dataclasses.replace(context, index=jnp.minimum(index, counts[:, None] - 1), valid=valid)
 
     def of_layer(self, index: int | Int[Array, ""]) -> "Context":
         """The context of a layer or stack, with its own random key."""
         return self if self.key is None else dataclasses.replace(self, key=jax.random.fold_in(self.key, index))
 
-    def asking(self, x: Float[Array, "B T D"]) -> "tuple[Float[Array, 'B asked D'], Context]":
-        """The tokens whose output is needed, all or the last, and their context."""
-        if not self.last:
-            return x, self
-        end = slice(x.shape[1] - 1, x.shape[1])
-        rotation = jax.tree.map(lambda a: a[:, end], self.rotation)
-        valid = None if self.valid is None else self.valid[:, end]
-        return x[:, end], dataclasses.replace(self, rotation=rotation, valid=valid)
+    def asked(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B asked ..."]:
+        """The tokens whose output is needed: all, or the last."""
+        return x[:, -1:] if self.last else x
+
+    def of_asked(self) -> Self:
+        """The context of the tokens whose output is needed."""
+        valid, tokens = (None if a is None else self.asked(a) for a in (self.valid, self.tokens))
+        return dataclasses.replace(self, valid=valid, tokens=tokens) if self.last else self
+
+    def rotated(self, x: Float[Array, "B asked N H"], rope: Rope | None, rotate: Rotate) -> Float[Array, "B asked N H"]:
+        """Queries or keys, rotated by their positions; unchanged without a ``rope``."""
+        if rope is None:
+            return x
+        if (rotation := self.rotations.get(rope)) is None:
+            assert self.positions is not None
+            rotation = rotation_at(rope, self.positions, self.valid)
+        return rotate(x, rotation)
+
+    def _rotating(self, ropes: tuple[Rope, ...], positions: Int[Array, "B S"]) -> Self:
+        """This context with the rotations of all layers."""
+        rotations = Rotations({rope: rotation_at(rope, positions, self.valid) for rope in ropes})
+        return dataclasses.replace(self, positions=positions, rotations=rotations)
+
+    @classmethod
+    def of_pass(
+        cls,
+        ropes: tuple[Rope, ...],
+        tokens: Int[Array, "B T"],
+        attention_mask: Any,
+        positions: Any,
+        segment_ids: Any,
+        cache: Cache | None,
+        key: Key[Array, ""] | None,
+        fresh: bool,
+    ) -> tuple[Self, Cache | None]:
+        """The context of a pass over tokens, and the cache with these tokens counted in.
+
+        ``cache``: the part that all layers share. Other arguments are those of `CausalLM.body`.
+        """
+        past, moved, index, shape = None, None, jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape
+        valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0
+        segment = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
+        if positions is None and cache is None:
+            positions = jnp.broadcast_to(index, shape)
+        if valid is not None:
+            index = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+        if cache is not None:
+            index = cache.length[:, None] + jnp.broadcast_to(index, shape)
+            moved, past = cache.advance(shape[1], valid, segment)
+            positions = jnp.maximum(index, 0) if positions is None else positions
+        context = cls(index, valid, segment, past, key, tokens, fresh=fresh and cache is not None)
+        return context._rotating(ropes, jnp.asarray(positions)), moved
 
     def remember(self, cache: Any, new: Any, window: int | None) -> tuple[Any, Any, Mask]:
         """Appends ``new`` (keys and values, or latents) to a layer's cache.
@@ -102,23 +150,22 @@ class Attention(Protocol):
 
 
 class Fed(NamedTuple):
-    """Output of a feed-forward, and its `MoEInfo`; None for a dense one."""
+    """Output of a feed-forward with experts, and its `MoEInfo` (named for `nnx.tabulate`, which fails on dataclasses in
+    plain tuples)."""
 
     y: Float[Array, "B T D"]
     info: Any
 
 
 class FeedForward(Protocol):
-    """The second half of a layer: a dense `MLP`, or a `MoE`.
+    """The second half of a layer, ``(x, context) -> y``, or `Fed`: a dense `MLP`, or a `MoE`.
 
     ``name``: its name in parameter keys, ``layer.mlp`` or ``layer.moe``.
     """
 
     name: ClassVar[str]
 
-    def feed(self, x: Float[Array, "B T D"], context: Context) -> Fed:
-        """The output for each token."""
-        ...
+    def __call__(self, x: Float[Array, "B T D"], context: Context | None = None) -> Any: ...
 
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """Whether the output for a token is independent of all other tokens; ``key`` as in `Context`."""

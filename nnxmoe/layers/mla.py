@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.cache import LatentCache
 from nnxmoe.layers.context import Context
@@ -105,7 +106,8 @@ class Query(nnx.Module):
 class MLA(nnx.Module):
     """Latent attention; kernels ``kv_a [kv_rank + rope, D]``, ``kv_b [N, nope + v, kv_rank]``, ``o [D, N, v]``.
 
-    ``q_rank`` None: queries are one full-rank projection. ``bias``: on the down-projections and the output only.
+    ``q_rank`` None: queries are one full-rank projection. ``rotary``, ``rotate``: as in `GQA`. ``bias``: on the
+    down-projections and the output only.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class MLA(nnx.Module):
         v_dim: int,
         scale: float,
         bias: bool,
+        rotary: Rope | None,
         rotate: Rotate,
         form: LatentAttend,
         attend: Attend,
@@ -127,7 +130,7 @@ class MLA(nnx.Module):
         rngs: nnx.Rngs | None,
     ):
         self.nope, self.kv_rank, self.scale = nope, kv_rank, scale
-        self.rotate, self.form, self.attend = rotate, form, attend
+        self.rotary, self.rotate, self.form, self.attend = rotary, rotate, form, attend
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         if q_rank is None:
             self.q = Linear((dim,), (heads, nope + rope), ("embed", "heads", "head"), **kw)
@@ -141,13 +144,12 @@ class MLA(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None = None
     ) -> tuple[Float[Array, "B asked D"], LatentCache | None]:
-        asking, asked = context.asking(x)
-        q_nope, q_rope = jnp.split(self.q(asking), [self.nope], axis=-1)
+        q_nope, q_rope = jnp.split(self.q(context.asked(x)), [self.nope], axis=-1)
         latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
-        k_rope = self.rotate(k_rope[:, :, None, :], context.rotation)[:, :, 0, :]
+        k_rope = context.rotated(k_rope[:, :, None, :], self.rotary, self.rotate)[:, :, 0, :]
         new = jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
         cache, seen, mask = context.remember(cache, new, window=None)
-        q_rope = self.rotate(q_rope, asked.rotation)
+        q_rope = context.rotated(q_rope, self.rotary, self.rotate)
         y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale), self.attend)
         return self.o(y), cache
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from nnxmoe.layers.context import Context, Fed
+from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import Linear
 
 
@@ -21,12 +21,8 @@ class MLP(nnx.Module):
         self.up = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear((width,), (dim,), ("mlp", "embed"), bias=bias, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    def __call__(self, x: Float[Array, "*rows D"], context: Context | None = None) -> Float[Array, "*rows D"]:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-    def feed(self, x: Float[Array, "B T D"], context: Context) -> Fed:
-        """Implements `FeedForward`: the output, without a report."""
-        return Fed(self(x), None)
 
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """Always True."""

@@ -175,9 +175,3 @@ class QuantizedWeight(nnx.Module):
         """The kernel, for products."""
         zero, order = (None if one is None else one[...] for one in (self.zero, self.order))
         return QuantizedKernel(self.codes[...], self.scale[...], zero, order, self.kind, self.product)
-
-
-def labels_of(weight: nnx.Variable | QuantizedWeight) -> tuple[str, Mapping[str, Any]]:
-    """The key of a kernel in whichever storage form, and its other labels (see `axes.label`)."""
-    labels = (weight.codes if isinstance(weight, QuantizedWeight) else weight).get_metadata()
-    return str(labels.get("key", "")).removesuffix(".codes"), labels

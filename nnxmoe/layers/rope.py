@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,21 @@ class Rotation:
     sin: Float[Array, "B T half"]
 
 
+@jax.tree_util.register_pytree_node_class
+class Rotations(dict[Rope, Rotation]):
+    """The rotations of a pass. Its leaves are flat, because `nnx.tabulate` fails on dataclasses in containers."""
+
+    def tree_flatten(self) -> tuple[list[Any], Any]:
+        """Leaves and structure, for JAX."""
+        leaves, tree = jax.tree.flatten(list(self.values()))
+        return leaves, (tuple(self), tree)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, leaves: Any) -> Self:
+        """The inverse of `tree_flatten`."""
+        return cls(zip(aux[0], jax.tree.unflatten(aux[1], leaves), strict=True))
+
+
 def rotation_at(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Rotation:
     """The `Rotation` for tokens at these positions. ``valid``: False for padding, which does not count as length."""
     used = positions if valid is None else jnp.where(valid, positions, 0)
@@ -30,9 +46,10 @@ def rotation_at(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array, "B 
 
 
 def rotate_halves(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
-    """Rotate the pairs ``(i, i + H/2)``, in float32 (Llama, Mistral, Mixtral)."""
+    """Rotate the pairs ``(i, i + H/2)``, in float32 (Llama, Mistral, Mixtral). Of a longer rotation, the last T tokens
+    are x's."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = rotation.cos[:, :, None, :], rotation.sin[:, :, None, :]
+    cos, sin = (a[:, -x.shape[1] :, None, :] for a in (rotation.cos, rotation.sin))
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 

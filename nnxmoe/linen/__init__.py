@@ -35,7 +35,7 @@ from nnxmoe.linen.places import (
 )
 from nnxmoe.linen.propose import propose_mapping as propose_mapping
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.decoder import Output
+from nnxmoe.model.output import Output
 from nnxmoe.model.strategy import Strategy
 
 

@@ -29,6 +29,7 @@ from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
+from nnxmoe.model.paths import key_in_layer
 from nnxmoe.model.stack import Scanned, Unrolled
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import MODELS, model_class
@@ -192,8 +193,6 @@ def part_plan(blueprint: Blueprint) -> LinenPlan:
     def shapes() -> Any:
         with nnx.use_eager_sharding(False):
             made[:] = [_turned(blueprint(Streams(lambda name: jax.random.key(0))))]
-        if isinstance(made[0], Layer):
-            made[0].label(0, 0)  # sets the keys that the tables are indexed by (layer.mlp or layer.moe)
         return nnx.state(made[0])
 
     state = jax.eval_shape(shapes)
@@ -207,7 +206,7 @@ def part_plan(blueprint: Blueprint) -> LinenPlan:
             raise ValueError(f"wrap: {what} is not one array in an nnx.Variable, and Linen stores nothing else")
     kept = {path: variable for path, variable in variables.items() if not isinstance(variable, nnx.RngState)}
     prefix = next((prefix for part, prefix in _PARTS.items() if issubclass(kind, part)), None)
-    slots = _by_attribute(kept) if prefix is None else _by_table(kept, prefix, kind)
+    slots = _by_attribute(kept) if prefix is None else _by_table(kept, prefix, made[0])
     return _plan(lambda rngs: _turned(blueprint(rngs)), nnx.graphdef(made[0]), state, slots)
 
 
@@ -235,13 +234,16 @@ def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, LinenSlot]) -
     return LinenPlan(make, graph, jax.tree.structure(state), leaves, places)
 
 
-def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, kind: type) -> dict[Path, LinenSlot]:
+def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, module: nnx.Module) -> dict[Path, LinenSlot]:
     """Names and axes from the first model table with all of these parameters, without their common path prefix."""
-    keys = {path: v.get_metadata().get("key") or prefix + ".".join(map(str, path)) for path, v in variables.items()}
+    is_layer = isinstance(module, Layer)
+    keys = {p: key_in_layer(module, p) if is_layer else prefix + ".".join(map(str, p)) for p in variables}
     tables = [model.maxtext_table for _, model in MODELS.values()]
     table = next((table for table in tables if table.keys() >= set(keys.values())), None)
     if table is None:
-        raise ValueError(f"wrap({kind.__name__}, …): no model of MaxText's has all of {', '.join(keys.values())}")
+        raise ValueError(
+            f"wrap({type(module).__name__}, …): no model of MaxText's has all of {', '.join(keys.values())}"
+        )
     full = {path: tuple(table[key][0].split("/")) for path, key in keys.items()}
     folders = zip(*(names[:-1] for names in full.values()), strict=False)
     shared = len(list(itertools.takewhile(lambda level: len(set(level)) == 1, folders)))

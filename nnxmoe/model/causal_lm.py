@@ -1,53 +1,55 @@
-"""Causal language models: a decoder with its config, its strategy and a report of where its weights came from."""
+"""Causal language models: embedding, stacks of layers, norm and output head, with their config and strategy."""
 
 import dataclasses
 import functools
 import importlib
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.core import Tracer
-from jaxtyping import Array, Key
+from jaxtyping import Array, Float, Key
 
-from nnxmoe.axes import check_mesh
+from nnxmoe.axes import split_batch
 from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.rope import DynamicRope
 from nnxmoe.layers.cache import Cache
+from nnxmoe.layers.context import Attention, Context, FeedForward
 from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.model.by_run import RunByRun, pays, run_plan
-from nnxmoe.model.decoder import Decoder, Ids, Output, TokenMask
-from nnxmoe.model.inputs import are_arrays, as_array, bucket, check_tokens, cut, lengths_after, padded
+from nnxmoe.layers.recurrent import formatted
+from nnxmoe.model.inputs import as_array, call
+from nnxmoe.model.layer import Layer
 from nnxmoe.model.mtp import MTP, count_mtp, make_mtp
-from nnxmoe.model.runs import Runs
-from nnxmoe.model.stack import ScannedStack, Unrolled
-from nnxmoe.model.strategy import Strategy
-from nnxmoe.model.structure import split_once
+from nnxmoe.model.output import Body, Ids, Output, TokenMask
+from nnxmoe.model.runs import runs_of, stacks_of
+from nnxmoe.model.stack import in_turn
+from nnxmoe.model.strategy import Strategy, check_arguments
 from nnxmoe.model.weight_names import Table
-from nnxmoe.runtime.progress import logger
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.experts import Experts
+from nnxmoe.moe.router import Router, Routing
 
 
-class CausalLM(Decoder):
-    """A decoder-only language model: ``Mixtral(MixtralConfig(…), nnxmoe.Strategy(…), rngs=nnx.Rngs(0), dtype=…)``.
+class CausalLM(nnx.Module):
+    """A decoder-only transformer: ``Mixtral(MixtralConfig(…), nnxmoe.Strategy(…), rngs=nnx.Rngs(0), dtype=…)``.
 
     ``dtype``: of the parameters, and of the activations unless the strategy has a ``compute_dtype``. ``rngs`` None:
     a model of shapes without arrays. With a mesh in the strategy every device initialises its own shards. Raises
     ConfigError for the config of another family.
 
-    ``mtp``: with the layers for multi-token prediction (`MTP`), which are `mtp`, else empty; the logits do not depend
-    on them.
+    ``mtp``: with the layers for multi-token prediction (`MTP`), which the logits do not depend on. ``ropes``: the
+    rotations of all layers. ``dtype``: of activations. ``head`` None: the embedding is also the head. Every function is
+    compiled by `compiled`, which splits the model once as long as its structure stays the same.
 
-    It is split once, and what was compiled for its structure is kept as long as that does not change (`split_once`).
-
-    A family is a subclass that declares its configs and its tables of tensor names, and whose `runs` makes its layers.
+    A family is a subclass with configs and tables of tensor names, which makes ``attention`` and ``feed_forward``.
     """
 
     configs: ClassVar[tuple[type[DecoderConfig], ...]]
@@ -58,15 +60,52 @@ class CausalLM(Decoder):
     maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]] = {}  # -> name and logical axes there
     maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # groups of dense layers, of layers with experts
     maxtext_block: ClassVar[Sequence[bool]] = ()  # for each layer of a block scanned there: whether it has a window
-    load_report: Any = None
+    config: Any
 
-    def runs(self, config: Any, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        """Runs of equal layers, first to last: pairs of their number and a function that makes one of them. `runs_of`
-        finds them where layers differ."""
-        raise TypeError("a model class must define runs(config, strategy, dtype)")
+    def attention(self, index: int, **kw: Any) -> Attention:
+        """The attention of a layer. ``kw``, here and below: dtype and rngs."""
+        raise TypeError("a model class must define attention(index, **kw)")
+
+    def feed_forward(self, index: int, **kw: Any) -> FeedForward:
+        """The feed-forward of a layer."""
+        raise TypeError("a model class must define feed_forward(index, dtype=…, rngs=…)")
+
+    def kind(self, index: int) -> Any:
+        """What layers differ in, overridden if it is more than window and experts: equal ones in a row are a stack."""
+        return self.config.windows[index], self.config.sparse_layers[index]
+
+    def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> Layer:
+        """A layer of this ``form``, with its ``options``."""
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        attention, fed = self.attention(index, **kw), self.feed_forward(index, **kw)
+        one, other = (RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
+        return form(one, attention, other, fed, **options)
+
+    def enter(self, x: Float[Array, "B T D"]) -> Any:
+        """The input of the first layer: the embedding, or a pytree of it and of what layers hand on beside it."""
+        return x
+
+    def leave(self, x: Any) -> Float[Array, "B asked D"]:
+        """The hidden states in what a layer hands on; the inverse of `enter`."""
+        return x
+
+    def gqa(self, **options: Any) -> GQA:
+        """Grouped-query attention with the heads and the rotation of the config, or with other ``options``."""
+        c = self.config
+        heads = c.num_attention_heads, c.kv_heads, c.head_width
+        return GQA(c.hidden_size, *heads, **{"rotary": c.rope, "attend": self.strategy.attend, **options})
+
+    def moe(self, router: Router, width: int, shared: Any = None, **options: Any) -> MoE:
+        """A feed-forward with an expert of ``width`` for each logit of the router, computed as the strategy says.
+
+        ``options``: dtype and rngs of its `Experts`, and their activation and biases.
+        """
+        s, (dim,), (count,) = self.strategy, router.kernel.ins, router.kernel.outs
+        experts = Experts(dim, width, count, matmul=s.matmul, rules=s.rules, **options)
+        return MoE(router, experts, s.dispatch, shared, s.mesh)
 
     def embedding(self, config: Any, strategy: Strategy, **kw: Any) -> Embed:
-        """The embedding, which is also the head if the two are tied. ``kw``, here and below: dtype and rngs."""
+        """The embedding, which is also the head if the two are tied."""
         return Embed(config.vocab_size, config.hidden_size, mesh=strategy.mesh, rules=strategy.rules, **kw)
 
     def final_norm(self, config: Any, **kw: Any) -> RMSNorm:
@@ -91,34 +130,33 @@ class CausalLM(Decoder):
         if type(config) not in self.configs:
             wanted = " or a ".join(kind.__name__ for kind in self.configs)
             raise ConfigError(f"{name} takes a {wanted}, got {type(config).__name__}")
-        _check_arguments(name, strategy, rngs)
-        dim, eps = config.hidden_size, config.rms_norm_eps
-        layers, depths = self.runs(config, strategy, dtype), count_mtp(config, self.hf_table) if mtp else 0
-        self.config = config
-        self.strategy = strategy
+        check_arguments(name, strategy, rngs)
+        self.config, self.strategy = config, strategy
+        depths = count_mtp(config, self.hf_table) if mtp else 0
+        layers = runs_of(self, dtype)
         self.generation_config = {}
+        self.load_report: Any = None
         self.merged: Any = None  # adapters, by `nnxmoe.train.lora.merge`
 
         def parts(key: Array | None) -> dict[str, Any]:
             kw: dict[str, Any] = {"dtype": dtype, "rngs": None if key is None else nnx.Rngs(key)}
             return {
                 "embed": self.embedding(config, strategy, **kw),
-                "stacks": nnx.List(strategy.stacks(layers, kw["rngs"])),
+                "stacks": nnx.List(stacks_of(layers, strategy, kw["rngs"])),
                 "norm": self.final_norm(config, **kw),
                 "head": self.output_head(config, **kw),
-                "mtp": nnx.List(make_mtp(depths, dim, eps, layers, strategy.remat, **kw)),
+                "mtp": nnx.List(make_mtp(depths, config, layers[-1][1], strategy.remat, **kw)),
             }
 
         key = None if rngs is None else rngs.params()
         made = parts(None if strategy.mesh is not None else key)
-        self.mtp: nnx.List[MTP] = made.pop("mtp")
-        placed = {"mesh": strategy.mesh, "cache_format": strategy.cache}
-        super().__init__(**made, rope=config.rope, dtype=jnp.dtype(strategy.compute_dtype or dtype), **placed)
-        self.label()
+        self.mtp: nnx.List[MTP] = made["mtp"]
+        self.embed, self.stacks, self.norm, self.head = (made[name] for name in ("embed", "stacks", "norm", "head"))
+        self.dtype, self.mesh = jnp.dtype(strategy.compute_dtype or dtype), strategy.mesh
+        ropes = (getattr(part, "rotary", None) for _, part in nnx.iter_graph(self.stacks))
+        self.cache_format, self.ropes = strategy.cache, tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
         if strategy.mesh is not None:
-            check_mesh(self, strategy.mesh, strategy.rules)
-        if strategy.mesh is not None and key is not None:
-            self._initialise_on_mesh(parts, key)
+            strategy.initialise(self, parts, key)
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(nnx.state(self, nnx.Param))
@@ -128,29 +166,6 @@ class CausalLM(Decoder):
         return f"{type(self).__name__}({sizes}, {self.strategy.stacking})"
 
     __str__ = __repr__
-
-    def label(self) -> None:
-        """Stamps every parameter, as `Decoder.label` does; prediction layers are numbered after the others."""
-        super().label()
-        for k, depth in enumerate(self.mtp):
-            depth.label(self.config.num_hidden_layers + k, len(self.stacks) + k)
-
-    def layer_modules(self) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """Yields path and module of every module in the layers, those for multi-token prediction included."""
-        for name, parts in (("stacks", self.stacks), ("mtp", self.mtp)):
-            yield from (((name, *path), module) for path, module in nnx.iter_graph(parts))
-
-    def _initialise_on_mesh(self, parts: Callable[[Array], dict[str, Any]], key: Array) -> None:
-        """Initialises each shard on its own device, to the values that a single device would compute."""
-        shapes = nnx.to_flat_state(nnx.state(self))
-        shardings = [self.strategy.sharding_of(variable) for _, variable in shapes]
-
-        def values(key: Array) -> list[Array]:
-            state = nnx.state(nnx.Dict({name: part for name, part in parts(key).items() if part is not None}))
-            return [variable.get_value() for _, variable in nnx.to_flat_state(state)]
-
-        made = jax.jit(values, out_shardings=shardings)(key)
-        nnx.update(self, nnx.from_flat_state([(p, v.replace(a)) for (p, v), a in zip(shapes, made, strict=True)]))
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: Any, **options: Any) -> Self:
@@ -195,109 +210,90 @@ class CausalLM(Decoder):
         Compiled when called with arrays, and once more for a prompt with an empty cache; inside a transformation such
         as ``jax.jit`` it is traced like any function. So that few programs serve all lengths, T is rounded up to 64,
         96, 128, 192, … with padding, which is cut off again; not with a cache, nor on a mesh, nor if tokens compete
-        (`Decoder.separates_tokens`).
+        (`separates_tokens`).
 
         Raises ValueError for ids outside the vocabulary, wrong shapes, a full cache, or a model without values. Inside
         a transformation the length of the cache is unknown, and the logits of rows that do not fit are NaN.
         """
         if (tokens is None) == (input_ids is None):
             raise ValueError("give tokens, or input_ids, which is transformers' name of them, and not both")
-        ids = as_array(input_ids if tokens is None else tokens)
-        attention_mask, positions, segment_ids = map(as_array, (attention_mask, positions, segment_ids))
-        check_tokens(ids, self.embed.table.shape[0], attention_mask, positions, segment_ids)
-        lengths = lengths_after(ids, attention_mask, cache)
-        if lengths is not None and positions is None and not isinstance(ids, Tracer):
-            self.warn_beyond_positions(int(lengths.max()))
-        arrays: tuple[Any, ...] = (attention_mask, positions, segment_ids, cache)
-        fresh = cache is not None and cache.known_length == 0 and np.shape(ids)[1] > 1  # one token: as any step
-        structure, leaves = split_once(self)
-        if are_arrays((leaves, ids, arrays, key)):
-            length = np.shape(ids)[1]
-            exact = cache is not None or self.mesh is not None or not self.separates_tokens(key)
-            size = length if exact else bucket(length, 64)
-            if size > length:
-                ids, *masks = padded(size, ids, attention_mask, positions, segment_ids)
-                arrays = (*masks, cache)
-            if pays(self):
-                forward = RunByRun(self, structure.program(run_plan, False), leaves)
-                out = forward(ids, *arrays, return_routing, return_hidden, key, fresh=fresh)
-            else:
-                out = structure.program(_compiled)(leaves, ids, arrays, key, (return_routing, return_hidden), fresh)
-            if lengths is not None and out.cache is not None:
-                out.cache.remember(lengths)
-            return out if size == length else cut(out, length, attention_mask is None)
-        refuse_shapes(leaves)
-        traced: Any = super().__call__
-        return traced(ids, *arrays, return_routing, return_hidden, key, fresh=fresh)
+        given = input_ids if tokens is None else tokens, attention_mask, positions, segment_ids
+        return call(self, *map(as_array, given), cache, return_routing, return_hidden, key)
 
-    def warn_beyond_positions(self, tokens: int) -> None:
-        """Logs a warning, once per model, about rows of more tokens than ``max_position_embeddings``."""
-        limit = self.config.max_position_embeddings
-        if tokens > limit and self not in _warned:
-            _warned.add(self)
-            text = "a row of up to %d tokens is longer than the %d positions that this model was made for "
-            text += "(max_position_embeddings): its output may be poor from there on"
-            logger.warning(text, tokens, limit)
+    def body(
+        self,
+        tokens: Ids,
+        attention_mask: TokenMask | None = None,
+        positions: Ids | None = None,
+        segment_ids: Ids | None = None,
+        cache: Cache | None = None,
+        key: Key[Array, ""] | None = None,
+        of_routing: Callable[[Routing], Any] | None = None,
+        *,
+        fresh: bool = False,
+        last: bool = False,
+        keep_hidden: bool = True,
+    ) -> Body:
+        """Everything but the head, for callers that need the logits of some tokens only.
 
+        ``of_routing``: maps each layer's routing to what ``infos`` keep of it, so that less stays in memory.
+        ``fresh``: promises that the cache is empty, so that its slots are not read. Raises ValueError if it is known
+        not to be. ``keep_hidden`` False: ``hidden`` is empty.
+        ``last``: returns ``x [B, 1, D]`` of the last token only. If the last layer can skip the other tokens (but not
+        their keys and values), its part of ``infos`` and ``hidden`` covers that token only.
+        """
+        stored = (None,) * len(self.stacks) if cache is None else cache.layers
+        shared = None if cache is None else cache.shared(fresh)
+        x, context, moved = self._begin(tokens, attention_mask, positions, segment_ids, shared, key, fresh)
+        context = dataclasses.replace(context, of_routing=of_routing, keep_hidden=keep_hidden)
+        parts = []
+        for i, (stack, of_layers) in enumerate(zip(self.stacks, stored, strict=True)):
+            of_stack = dataclasses.replace(context.of_layer(i), last=last and i + 1 == len(self.stacks))
+            parts.append((stack.depth, functools.partial(stack, context=of_stack, cache=of_layers)))
+        out = in_turn(x, parts)
+        end = self._end(out.x, moved, last)
+        if moved is not None:
+            moved = dataclasses.replace(moved, layers=out.cache)
+        hidden = tuple(map(self.leave, (x, *out.hidden))) if keep_hidden else ()
+        return Body(end, moved, out.infos, (*hidden, end) if keep_hidden else ())
 
-# Models whose rows were once longer than their positions.
-_warned = weakref.WeakSet[CausalLM]()
+    def _begin(self, tokens: Ids, *given: Any) -> tuple[Any, Context, Cache | None]:
+        """Inputs of the layers: the embedded tokens, and the results of `Context.of_pass`."""
+        tokens = jnp.asarray(tokens)
+        context, moved = Context.of_pass(self.ropes, tokens, *given)
+        return self.enter(split_batch(self.embed(tokens, self.dtype), self.mesh)), context, moved
 
+    def _end(self, x: Any, cache: Cache | None, last: bool) -> Float[Array, "B asked D"]:
+        """The norm after the layers, of all tokens or the last one; NaN in rows that do not fit in the cache."""
+        x = self.leave(x) if cache is None else cache.nan_if_full(self.leave(x))
+        return self.norm(x[:, -1:] if last else x)
 
-def unscan(model: CausalLM) -> CausalLM:
-    """A model whose layers have arrays of their own instead of slices of stacked ones (``Scanned``): it decodes faster.
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The output head: logits in float32."""
+        return self.head_weight().float32(x)
 
-    What was stacked is copied, so both models need memory until the given one is deleted; `nnxmoe.generate` keeps such
-    a copy with a scanned model. Without scanned layers this is the model itself.
+    def head_weight(self) -> Kernel:
+        """The kernel ``[D, V]`` of the output head; the embedding's table if the two are tied."""
+        return self.embed.weight() if self.head is None else self.head.weight()
 
-        model = nnxmoe.unscan(nnxmoe.train.fit(model, …).model)
-    """
-    if not any(isinstance(stack, ScannedStack) for stack in model.stacks):
-        return model
-    graph, state = nnx.split(model)
-    unrolled = nnx.merge(graph, state)
-    unrolled.strategy = dataclasses.replace(model.strategy, stacking=Unrolled(), pipeline=None)
-    unrolled.stacks = nnx.List(
-        [
-            stack.unrolled(model.strategy.sharding_of) if isinstance(stack, ScannedStack) else stack
-            for stack in unrolled.stacks
-        ]
-    )
-    unrolled.label()
-    return unrolled
+    def separates_tokens(self, key: Key[Array, ""] | None = None) -> bool:
+        """Whether tokens influence each other by attention only, so that a pass may be split, or padded with tokens
+        that are not real, without another result. Not so with `Capacity`, where they compete for slots."""
+        return all(stack.separates_tokens(key) for stack in self.stacks)
 
+    def empty_cache(self, batch: int, capacity: int, spare: int = 0) -> Cache:
+        """A cache for ``capacity`` real tokens per row, in the activations' dtype or in the strategy's format.
 
-def refuse_shapes(leaves: Sequence[Any]) -> None:
-    """Raises ValueError if a model's variables have no values."""
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        raise ValueError("the model has shapes only: load weights first, or make it with rngs=nnx.Rngs(0)")
+        ``spare``: how many of the newest tokens of a row may be taken back, by a smaller ``length``.
+        """
+        layers = tuple(stack.empty_cache(batch, capacity, self.dtype, spare) for stack in self.stacks)
+        return self.cache_of(layers, batch, capacity)
 
+    def cache_of(self, layers: tuple[Any, ...], batch: int, capacity: int) -> Cache:
+        """A cache around the layers' empty caches, in the strategy's format."""
+        return Cache.empty(formatted(layers, self.cache_format), batch, capacity)
 
-def split_arrays(module: nnx.Module) -> tuple[Any, Any, list[Array]]:
-    """Graph, tree and arrays of a module, for ``nnx.merge(graph, jax.tree.unflatten(tree, arrays))`` in a program.
-    Raises ValueError if it has shapes without values."""
-    graph, state = nnx.split(module)
-    leaves, tree = jax.tree.flatten(state)
-    refuse_shapes(leaves)
-    return graph, tree, leaves
-
-
-def _check_arguments(name: str, strategy: Any, rngs: Any) -> None:
-    remedy = f"give random keys as {name}(config, rngs=nnx.Rngs(0)), or rngs=None for shapes without values"
-    if not isinstance(strategy, Strategy):
-        raise ValueError(f"strategy={type(strategy).__name__}(…) is not an nnxmoe.Strategy: {remedy}")
-    if rngs is not None and not isinstance(rngs, nnx.Rngs):
-        raise ValueError(f"{remedy}, got rngs={rngs!r}")
-
-
-@functools.lru_cache(maxsize=32)
-def _compiled(graph: Any, tree: Any) -> Any:
-    """The compiled forward pass of models with one structure, as a function of their flat list of weights."""
-
-    def run(
-        leaves: list[Array], tokens: Array, arrays: tuple[Any, ...], key: Any, asked: tuple[bool, bool], fresh: bool
-    ) -> Output:
-        decoder = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-        return decoder(tokens, *arrays, *asked, key, fresh=fresh)
-
-    return jax.jit(run, static_argnums=(4, 5))
+    @property
+    def fixed_positions(self) -> int | None:
+        """Positions beyond which a `DynamicRope` rotates by the length of the longest row; None: there is none."""
+        return min((rope.max_positions for rope in self.ropes if isinstance(rope, DynamicRope)), default=None)

@@ -1,17 +1,20 @@
-"""The arguments of a model's call: arrays of any library, checks on them, and padding to a few sizes."""
+"""A model's call: arguments of any library, checks on them, padding to a few sizes, and the compiled function."""
 
 import dataclasses
 import functools
+import weakref
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array, Key
 
 from nnxmoe.layers.cache import Cache
-from nnxmoe.model.decoder import Output
-from nnxmoe.model.stack import ByLayer
+from nnxmoe.model.compiled import compiled, refuse_shapes
+from nnxmoe.model.output import ByLayer, Ids, Output, TokenMask, nothing
+from nnxmoe.runtime.progress import logger
 
 
 def are_arrays(tree: Any) -> bool:
@@ -64,6 +67,19 @@ def lengths_after(tokens: Any, attention_mask: Any, cache: Cache | None) -> np.n
     return after
 
 
+_warned = weakref.WeakSet[Any]()  # models whose rows were once longer than their positions
+
+
+def warn_beyond_positions(model: Any, tokens: int) -> None:
+    """Logs a warning, once per model, about rows of more tokens than ``max_position_embeddings``."""
+    limit = model.config.max_position_embeddings
+    if tokens > limit and model not in _warned:
+        _warned.add(model)
+        text = "a row of up to %d tokens is longer than the %d positions that this model was made for "
+        text += "(max_position_embeddings): its output may be poor from there on"
+        logger.warning(text, tokens, limit)
+
+
 def bucket(length: int, smallest: int) -> int:
     """``length`` rounded up to ``smallest`` times 1, 1.5, 2, 3, 4, 6, …: by half at most, or to ``smallest``."""
     size = smallest
@@ -97,3 +113,58 @@ def cut(out: Output, length: int, all_real: bool) -> Output:
 @functools.partial(jax.jit, static_argnums=1)
 def _first_tokens(arrays: Any, length: int) -> Any:
     return jax.tree.map(lambda a: a[:, :length], arrays)
+
+
+def call(
+    model: Any,
+    ids: Any,
+    attention_mask: Any,
+    positions: Any,
+    segment_ids: Any,
+    cache: Cache | None,
+    *wanted: Any,
+) -> Output:
+    """The output of `CausalLM.__call__`. ``wanted``: the arguments after the cache."""
+    check_tokens(ids, model.embed.table.shape[0], attention_mask, positions, segment_ids)
+    arrays: tuple[Any, ...] = (attention_mask, positions, segment_ids, cache)
+    lengths = lengths_after(ids, attention_mask, cache)
+    if lengths is not None and positions is None and not isinstance(ids, Tracer):
+        warn_beyond_positions(model, int(lengths.max()))
+    fresh = cache is not None and cache.known_length == 0 and np.shape(ids)[1] > 1  # one token: as any step
+    table = model.embed.table.get_value()
+    if not are_arrays((table, ids, arrays, wanted[2])):
+        refuse_shapes([table])
+        return _forward(model, ids, *arrays, *wanted, fresh)
+    length = np.shape(ids)[1]
+    exact = cache is not None or model.mesh is not None or not model.separates_tokens(wanted[2])
+    size = length if exact else bucket(length, 64)
+    if size > length:
+        ids, *masks = padded(size, ids, *arrays[:3])
+        arrays = (*masks, cache)
+    run = compiled(model, _forward, static=(5, 6, 8), by_run=True)
+    out = run(ids, *arrays, *wanted, fresh)
+    if lengths is not None and out.cache is not None:
+        out.cache.remember(lengths)
+    return out if size == length else cut(out, length, attention_mask is None)
+
+
+def _forward(
+    model: Any,
+    tokens: Ids,
+    attention_mask: TokenMask | None,
+    positions: Ids | None,
+    segment_ids: Ids | None,
+    cache: Cache | None,
+    return_routing: bool,
+    return_hidden: bool,
+    key: Key[Array, ""] | None,
+    fresh: bool,
+) -> Output:
+    """Logits and the requested extras; see `CausalLM.body` for ``fresh``."""
+    given = tokens, attention_mask, positions, segment_ids, cache, key, None if return_routing else nothing
+    body = model.body(*given, fresh=fresh, keep_hidden=return_hidden)
+    routing, dispatch = (
+        ByLayer({i: getattr(info, name) for i, info in body.infos.items()}) if return_routing else None
+        for name in ("routing", "dispatch")
+    )
+    return Output(model.logits(body.x), body.cache, routing, body.hidden if return_hidden else None, dispatch)

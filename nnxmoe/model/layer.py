@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import label
-from nnxmoe.layers.context import Attention, Context, FeedForward
+from nnxmoe.layers.context import Attention, Context, Fed, FeedForward
 from nnxmoe.layers.norm import RMSNorm
 
 
@@ -20,15 +19,29 @@ class LayerOutput(NamedTuple):
 
 
 class Layer(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``; the feed-forward is a dense `MLP` or a `MoE`."""
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``; the feed-forward is a dense `MLP` or a `MoE`.
+
+    ``post_norms``: of what attention and feed-forward add to x (Gemma 2, 2024); None: none. ``scale``: its factor. A
+    layer of another form, such as parallel branches, is a subclass that calls `mix` and `feed` in another way. The
+    hidden states may be any pytree, if `CausalLM.enter` makes it of the embedding and the layers are of that form.
+    """
 
     def __init__(
-        self, attention_norm: RMSNorm, attention: Attention, feed_forward_norm: RMSNorm, feed_forward: FeedForward
+        self,
+        attention_norm: RMSNorm,
+        attention: Attention,
+        feed_forward_norm: RMSNorm,
+        feed_forward: FeedForward,
+        *,
+        post_norms: tuple[RMSNorm | None, RMSNorm | None] = (None, None),
+        scale: float = 1.0,
     ):
         self.attention_norm = attention_norm
         self.attention = attention
         self.feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
+        self.attention_post_norm, self.feed_forward_post_norm = post_norms
+        self.scale = scale
 
     @property
     def moe(self) -> Any:
@@ -38,18 +51,25 @@ class Layer(nnx.Module):
         return self.feed_forward
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
-        mixed, cache = self.attention(self.attention_norm(x), context=context, cache=cache)
-        x, context = context.asking(x)
-        x = x + mixed
-        fed = self.feed_forward.feed(self.feed_forward_norm(x), context=context)
-        return LayerOutput(x + fed.y, cache, fed.info)
+        more, cache = self.mix(x, context=context, cache=cache)
+        x = context.asked(x) + more
+        more, info = self.feed(x, context=context)
+        return LayerOutput(x + more, cache, info)
 
-    def label(self, number: int, stack: int) -> None:
-        """Stamps the parameters with their keys, such as ``layer.attention.q.kernel`` and ``layer.mlp.up.kernel``."""
-        kind = self.feed_forward.name
-        label(self, "layer", number, stack)
-        label(self.feed_forward_norm, f"layer.{kind}_norm", number, stack)
-        label(self.feed_forward, f"layer.{kind}", number, stack)
+    def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> tuple[Float[Array, "B asked D"], Any]:
+        """What attention adds to the hidden states ``x``, and the layer's cache."""
+        y, cache = self.attention(self.attention_norm(x), context=context, cache=cache)
+        return self._added(y, self.attention_post_norm), cache
+
+    def feed(self, x: Float[Array, "B asked D"], context: Context) -> Fed:
+        """What the feed-forward adds to ``x``, and its `MoEInfo`, if it has experts."""
+        fed = self.feed_forward(self.feed_forward_norm(x), context=context.of_asked())
+        y, info = fed if isinstance(fed, Fed) else (fed, None)
+        return Fed(self._added(y, self.feed_forward_post_norm), info)
+
+    def _added(self, y: Float[Array, "B asked D"], norm: RMSNorm | None) -> Float[Array, "B asked D"]:
+        y = y if norm is None else norm(y)
+        return y if self.scale == 1 else y * self.scale
 
 
 MakeLayer = Callable[[nnx.Rngs | None], Layer]

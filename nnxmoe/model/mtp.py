@@ -8,16 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from nnxmoe.axes import label
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.model.decoder import Decoder, Ids, TokenMask, nan_if_full, shared_part
-from nnxmoe.model.layer import Layer
-from nnxmoe.model.runs import Runs
-from nnxmoe.model.stack import Body, ByLayer, Remat
+from nnxmoe.model.layer import Layer, MakeLayer
+from nnxmoe.model.output import Body, ByLayer, Ids, TokenMask
+from nnxmoe.model.stack import Remat
 from nnxmoe.moe.router import Routing
 
 
@@ -42,7 +40,7 @@ class MTP(nnx.Module):
 
     def __call__(
         self,
-        decoder: Decoder,
+        model: Any,
         hidden: Float[Array, "B T D"],
         tokens: Ids,
         attention_mask: TokenMask | None = None,
@@ -54,32 +52,27 @@ class MTP(nnx.Module):
         *,
         fresh: bool = False,
     ) -> Body:
-        """The states ``x [B, T, D]`` of this depth, after its norm: for ``decoder.logits``, and as ``hidden`` of the
+        """The states ``x [B, T, D]`` of this depth, after its norm: for ``model.logits``, and as ``hidden`` of the
         next depth.
 
-        ``decoder``: the main model. ``hidden``: its ``body(…).x``, or the states of the depth before. ``tokens``: of
+        ``model``: the main model. ``hidden``: its ``body(…).x``, or the states of the depth before. ``tokens``: of
         each position the token k further on. ``attention_mask``: 0 where there is none. ``cache``: this depth's own,
-        from `empty_cache`; pairs may be given a few at a time. Other arguments are those of `Decoder.body`.
+        from `empty_cache`; pairs may be given a few at a time. Other arguments are those of `CausalLM.body`.
         """
-        given = tokens, attention_mask, positions, segment_ids
-        embedded, context, moved = decoder._start(*given, shared_part(cache, fresh), key, fresh)
-        context = dataclasses.replace(context, of_routing=of_routing)
+        shared = None if cache is None else cache.shared(fresh)
+        embedded, context, moved = model._begin(tokens, attention_mask, positions, segment_ids, shared, key, fresh)
+        embedded, context = model.leave(embedded), dataclasses.replace(context, of_routing=of_routing)
         both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden.astype(embedded.dtype))], axis=-1)
         run = self.layer if self.remat is None else self.remat(self.layer, scanned=False)
         x, stored, info = run(self.project(both), context=context, cache=None if cache is None else cache.layers[0])
-        x = self.norm(nan_if_full(x, moved))
+        x = self.norm(x if moved is None else moved.nan_if_full(x))
         moved = None if moved is None else dataclasses.replace(moved, layers=(stored,))
         return Body(x, moved, ByLayer({} if info is None else {0: info}), ())
 
-    def empty_cache(self, decoder: Decoder, batch: int, capacity: int) -> Cache:
+    def empty_cache(self, model: Any, batch: int, capacity: int) -> Cache:
         """A cache of this depth for ``capacity`` positions per row, in the format of the main model's."""
-        layer = self.layer.attention.empty_cache(batch, capacity, decoder.dtype)
-        return decoder.cache_of((layer,), batch, capacity)
-
-    def label(self, number: int, stack: int) -> None:
-        """Stamps the parameters with their keys: those of a layer, and others such as ``layer.mtp.norm.scale``."""
-        label(self, "layer.mtp", number, stack)
-        self.layer.label(number, stack)
+        layer = self.layer.attention.empty_cache(batch, capacity, model.dtype)
+        return model.cache_of((layer,), batch, capacity)
 
 
 def has_mtp(config: DecoderConfig, table: Container[str]) -> bool:
@@ -99,10 +92,11 @@ def count_mtp(config: DecoderConfig, table: Container[str]) -> int:
 
 
 def make_mtp(
-    count: int, dim: int, eps: float, runs: Runs, remat: Remat | None, *, dtype: jnp.dtype, rngs: nnx.Rngs | None
+    count: int, config: Any, make: MakeLayer, remat: Remat | None, *, dtype: jnp.dtype, rngs: nnx.Rngs | None
 ) -> list[MTP]:
-    """Depths whose layers are like the last one of ``runs``. Raises ConfigError if that one has no experts."""
-    depths = [MTP(dim, eps, runs[-1][1](rngs), remat, dtype=dtype, rngs=rngs) for _ in range(count)]
+    """Depths with layers of ``make``, that of the model's last. Raises ConfigError if that one has no experts."""
+    dim, eps = config.hidden_size, config.rms_norm_eps
+    depths = [MTP(dim, eps, make(rngs), remat, dtype=dtype, rngs=rngs) for _ in range(count)]
     if any(depth.layer.feed_forward.name != "moe" for depth in depths):
         raise ConfigError(
             "the last layer is dense, and multi-token prediction layers have experts: check the number of dense layers"

@@ -16,9 +16,8 @@ from nnxmoe.axes import AnyMesh, batch_axes, constrain, everywhere, shard_map, s
 from nnxmoe.config.validate import check_positive
 from nnxmoe.layers.context import Context
 from nnxmoe.model.layer import MakeLayer
+from nnxmoe.model.output import Body, ByLayer
 from nnxmoe.model.stack import (
-    Body,
-    ByLayer,
     Remat,
     ScannedStack,
     UnrolledStack,
@@ -141,12 +140,6 @@ class PipelinedStack(ScannedStack):
     def depth(self) -> int:
         """Number of layers, those left over included."""
         return self.count + (0 if self.rest is None else self.rest.count)
-
-    def label(self, stack: int, first: int) -> None:
-        """Stamps the parameters with their keys, first layer and stack (see `axes.label`)."""
-        super().label(stack, first)
-        if self.rest is not None:
-            self.rest.label(stack, first + self.count)
 
     def unrolled(self, place: Callable[[nnx.Variable], Any]) -> UnrolledStack:
         """The same layers with arrays of their own; see `ScannedStack.unrolled`."""

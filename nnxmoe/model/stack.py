@@ -3,50 +3,22 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
 from nnxmoe.axes import axes_of
 from nnxmoe.layers.context import Context
 from nnxmoe.model.layer import Layer, MakeLayer
+from nnxmoe.model.output import Body, ByLayer
 
 
 def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
     """One random key per layer, folded from the stack's key and the layer's index, whatever the kind of stack."""
     return jax.vmap(jax.random.fold_in, (None, 0))(rngs.params(), jnp.arange(count))
-
-
-@jax.tree_util.register_pytree_node_class
-class ByLayer(dict[int, Any]):
-    """Layer index -> a value of that layer; layers without one are absent.
-
-    Its pytree leaves are flat, because `nnx.tabulate` fails on dicts with integer keys.
-    """
-
-    def tree_flatten(self) -> tuple[list[Any], Any]:
-        """Leaves and structure, for JAX."""
-        return jax.tree.flatten(dict(self))
-
-    @classmethod
-    def tree_unflatten(cls, tree: Any, leaves: Any) -> Self:
-        """The inverse of `tree_flatten`."""
-        return cls(jax.tree.unflatten(tree, leaves))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Body:
-    """Output of a stack, or of a model without its head: hidden states of the requested tokens, caches, the `MoEInfo`
-    of each layer with experts, and the output of every layer."""
-
-    x: Float[Array, "B asked D"]
-    cache: Any
-    infos: ByLayer
-    hidden: tuple[Float[Array, "B _ D"], ...]
 
 
 def by_layer(stacked: Any) -> ByLayer:
@@ -56,7 +28,7 @@ def by_layer(stacked: Any) -> ByLayer:
     return ByLayer({i: jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(count)})
 
 
-def in_turn(x: Float[Array, "B T D"], parts: Iterable[tuple[int, Callable[[Array], Body]]]) -> Body:
+def in_turn(x: Any, parts: Iterable[tuple[int, Callable[[Any], Body]]]) -> Body:
     """Runs parts of a model, given with their numbers of layers, each on the output of the one before; ``cache`` is the
     tuple of theirs."""
     caches, infos, hidden, first = [], ByLayer(), [], 0
@@ -103,12 +75,7 @@ class UnrolledStack(nnx.Module):
         """Number of layers."""
         return len(self.layers)
 
-    def label(self, stack: int, first: int) -> None:
-        """Stamps the parameters with their keys, layers and stack (see `axes.label`)."""
-        for i, layer in enumerate(self.layers):
-            layer.label(first + i, stack)
-
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
+    def __call__(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
         """The layers' output; ``first``: number of the first layer, if these are some of a stack's layers."""
         caches, infos, hidden = [], ByLayer(), []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
@@ -127,19 +94,19 @@ class UnrolledStack(nnx.Module):
 
 
 def scan_layers(
-    layer: Layer, state: Any, remat: Remat | None, x: Float[Array, "B T D"], context: Context, cache: Any, first: Any
-) -> tuple[Float[Array, "B T D"], Any, Any, Float[Array, "L B T D"] | None]:
+    layer: Layer, state: Any, remat: Remat | None, x: Any, context: Context, cache: Any, first: Any
+) -> tuple[Any, Any, Any, Any]:
     """Output, cache, `MoEInfo`s and, with ``context.keep_hidden``, outputs of layers like ``layer`` with the parameters
     ``state``, all with a leading axis of layers. ``first``: number of the first."""
     graph, context = nnx.graphdef(layer), dataclasses.replace(context, last=False)
     count = jax.tree.leaves(state)[0].shape[0]
 
-    def run(layer_state: Any, x: Array, context: Context, cache: Any) -> Any:
+    def run(layer_state: Any, x: Any, context: Context, cache: Any) -> Any:
         return nnx.merge(graph, layer_state)(x, context=context, cache=cache)
 
     run = run if remat is None else remat(run, scanned=True)
 
-    def step(carry: tuple[Array, Any], inputs: tuple[Any, Array]) -> tuple[tuple[Array, Any], Any]:
+    def step(carry: tuple[Any, Any], inputs: tuple[Any, Array]) -> tuple[tuple[Any, Any], Any]:
         x, caches = carry
         layer_state, i = inputs
         one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
@@ -189,15 +156,11 @@ class ScannedStack(nnx.Module):
         """Whether the layers' feed-forward does."""
         return self.layer.feed_forward.separates_tokens(key)
 
-    def label(self, stack: int, first: int) -> None:
-        """Stamps the parameters with their keys, first layer and stack (see `axes.label`)."""
-        self.layer.label(first, stack)
-
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
+    def __call__(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
         """The layers' output; ``first``: number of the first layer, if these are some of a stack's layers."""
         state = nnx.state(self.layer)
         x, cache, infos, hidden = scan_layers(self.layer, state, self.remat, x, context, cache, first)
-        return Body(x, cache, by_layer(infos), () if hidden is None else tuple(hidden[i] for i in range(self.count)))
+        return Body(x, cache, by_layer(infos), () if hidden is None else tuple(by_layer(hidden).values()))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
         """The layers' empty caches, stacked."""

@@ -5,32 +5,28 @@ Results differ by rounding only, except where an object says that it drops assig
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
+from jaxtyping import Array
 
-from nnxmoe.axes import RULES, Rules, sharding_of
+from nnxmoe.axes import RULES, Rules, check_mesh, sharding_of
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend
 from nnxmoe.layers.blockwise import Blockwise
 from nnxmoe.layers.cache import CacheFormat
 from nnxmoe.layers.mla import ByLength, LatentAttend
-from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.quantized import QuantizedProduct
 from nnxmoe.layers.quantized_products import ByBackend
-from nnxmoe.model.pipeline import AXIS, Pipeline, PipelinedStack, stages_of
-from nnxmoe.model.runs import Runs
-from nnxmoe.model.stack import Remat, Scanned, Stack, Stacking, Unrolled
-from nnxmoe.moe.block import MoE
+from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
+from nnxmoe.model.stack import Remat, Scanned, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
-from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, RaggedDot
-from nnxmoe.moe.router import Router
 
 _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tests.benchmarks --only moe on two cores
     ("Blocked", "cpu"): "only the blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), or "
@@ -185,31 +181,6 @@ class Strategy:
                 )
         pipeline.check(self.mesh)
 
-    def moe(self, router: Router, width: int, shared: MLP | None = None, **parts: Any) -> MoE:
-        """A feed-forward with an expert of ``width`` for each logit of the router, computed by these objects.
-
-        ``parts``: dtype and rngs of its `Experts`, and their activation and biases.
-        """
-        (dim,), (count,) = router.kernel.ins, router.kernel.outs
-        experts = Experts(dim, width, count, matmul=self.matmul, rules=self.rules, **parts)
-        return MoE(router, experts, self.dispatch, shared, self.mesh)
-
-    def stacks(self, runs: Runs, rngs: nnx.Rngs | None) -> list[Stack]:
-        """The stacks of layers of a model: one per run, of which a pipeline computes the longest.
-
-        Raises ValueError if that has fewer layers than there are stages.
-        """
-        assert self.stacking is not None
-        runs = [(count, make) for count, make in runs if count]
-        stacks: list[Stack] = []
-        longest = max(range(len(runs)), key=lambda i: runs[i][0])
-        for i, (count, make) in enumerate(runs):
-            if self.pipeline is not None and i == longest:
-                stacks.append(PipelinedStack(self.pipeline, self.mesh, count, make, rngs, self.remat))
-            else:
-                stacks.append(self.stacking(count, make, rngs, self.remat))
-        return stacks
-
     @classmethod
     def auto(cls, platform: str | None = None) -> Self:
         """The defaults for a platform, ``"cpu"``, ``"gpu"`` or ``"tpu"``; None: the one that JAX runs on.
@@ -224,6 +195,23 @@ class Strategy:
     def sharding_of(self, variable: nnx.Variable) -> NamedSharding | None:
         """The sharding of a parameter on the mesh; None without a mesh."""
         return None if self.mesh is None else sharding_of(variable, self.mesh, self.rules)
+
+    def initialise(self, model: nnx.Module, parts: Callable[[Array], dict[str, Any]], key: Array | None) -> None:
+        """Initialise each shard of ``model``, whose attributes ``parts`` makes, on its own device, to the values that a
+        single device would compute; without a key only check that the mesh divides it."""
+        assert self.mesh is not None
+        check_mesh(model, self.mesh, self.rules)
+        if key is None:
+            return
+        shapes = nnx.to_flat_state(nnx.state(model))
+        shardings = [self.sharding_of(variable) for _, variable in shapes]
+
+        def values(key: Array) -> list[Array]:
+            state = nnx.state(nnx.Dict({name: part for name, part in parts(key).items() if part is not None}))
+            return [variable.get_value() for _, variable in nnx.to_flat_state(state)]
+
+        made = jax.jit(values, out_shardings=shardings)(key)
+        nnx.update(model, nnx.from_flat_state([(p, v.replace(a)) for (p, v), a in zip(shapes, made, strict=True)]))
 
     def explain(self) -> str:
         """One line per choice: the object, and why it is the default on this backend."""
@@ -253,3 +241,12 @@ class Strategy:
                 f"remat     {self.remat or 'none: activations are kept for the backward pass'}",
             ]
         )
+
+
+def check_arguments(name: str, strategy: Any, rngs: Any) -> None:
+    """Raise ValueError unless these are the constructor arguments of a model called ``name``."""
+    remedy = f"give random keys as {name}(config, rngs=nnx.Rngs(0)), or rngs=None for shapes without values"
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy={type(strategy).__name__}(…) is not an nnxmoe.Strategy: {remedy}")
+    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+        raise ValueError(f"{remedy}, got rngs={rngs!r}")

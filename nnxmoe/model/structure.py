@@ -1,5 +1,6 @@
 """The structure of a model: what its compiled programs depend on, split once and kept until the model changes."""
 
+import copy
 import operator
 import weakref
 from collections.abc import Callable, Iterable
@@ -8,11 +9,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from nnxmoe.model.decoder import PARTS, Decoder, decoder_of
-
 
 class Structure:
-    """Graph and tree of a model's decoder, for ``nnx.merge(graph, jax.tree.unflatten(tree, arrays))``, and the programs
+    """Graph and tree of a bare model, for ``nnx.merge(graph, jax.tree.unflatten(tree, arrays))``, and the programs
     made for them.
 
     `arrays` reads the values of the parameters at each call, after it has compared the attributes of every module and
@@ -20,13 +19,13 @@ class Structure:
     References to parts are weak, so that replaced ones are freed.
     """
 
-    def __init__(self, model: Decoder, decoder: Decoder, graph: Any, state: Any):
+    def __init__(self, model: Any, bare: Any, graph: Any, state: Any):
         self.tree = jax.tree.structure(state)
         self.graph, self._programs = graph, dict[Any, Any]()
-        found = dict(nnx.iter_graph(decoder))
-        parts = [part for part in found.values() if isinstance(part, nnx.Module) and part is not decoder]
+        found = dict(nnx.iter_graph(bare))
+        parts = [part for part in found.values() if isinstance(part, nnx.Module) and part is not bare]
         self._modules = [(weakref.ref(part), _Attributes(vars(part).values())) for part in parts]
-        self._model = weakref.ref(model), _Attributes(getattr(model, name) for name in PARTS)
+        self._model = weakref.ref(model), _Attributes(_computing(model).values())
         # A model with arrays outside of parameters, or with containers that can change, is split each time.
         paths = [path for path, _ in nnx.to_flat_state(state)]
         self._watched = all(isinstance(found.get(path), nnx.Variable) for path in paths)
@@ -56,7 +55,7 @@ class Structure:
 
     def _unchanged(self) -> bool:
         model, attributes = self._model[0](), self._model[1]
-        if model is None or not attributes.are([getattr(model, name) for name in PARTS]):
+        if model is None or not attributes.are(list(_computing(model).values())):
             return False
         for reference, attributes in self._modules:
             if (module := reference()) is None or not attributes.are(list(vars(module).values())):
@@ -88,17 +87,34 @@ class _Attributes:
         return values
 
 
-_kept = weakref.WeakKeyDictionary[Decoder, Structure]()
+# Attributes of a model that its calls do not depend on, so that models that differ in them share programs.
+_BESIDE = {"config", "strategy", "mtp", "merged", "load_report", "_generation_config"}
 
 
-def split_once(model: Decoder) -> tuple[Structure, list[Any]]:
+def _computing(model: Any) -> dict[str, Any]:
+    """The attributes of a model that its calls depend on."""
+    return {name: value for name, value in vars(model).items() if name not in _BESIDE and not name.startswith("_py")}
+
+
+def bare(model: Any) -> Any:
+    """The model without config, strategy, prediction layers and reports: the part that compiled programs depend on."""
+    made = copy.copy(model)
+    for name in _BESIDE:
+        vars(made).pop(name, None)  # not delattr, which flax refuses inside a transformation
+    return made
+
+
+_kept = weakref.WeakKeyDictionary[Any, Structure]()
+
+
+def split_once(model: Any) -> tuple[Structure, list[Any]]:
     """The structure of a model, kept as long as both live, and the arrays of its parameters at this moment, or
     ``jax.ShapeDtypeStruct``s if it has no values (see `refuse_shapes`)."""
     structure = _kept.get(model)
     leaves = None if structure is None else structure.arrays()
     if structure is None or leaves is None:
-        decoder = decoder_of(model)
-        graph, state = nnx.split(decoder)
-        structure, leaves = Structure(model, decoder, graph, state), jax.tree.leaves(state)
+        part = bare(model)
+        graph, state = nnx.split(part)
+        structure, leaves = Structure(model, part, graph, state), jax.tree.leaves(state)
         _kept[model] = structure
     return structure, leaves

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import AnyMesh, divided_over, parameter, shard_map
+from nnxmoe.layers.context import Context
 from nnxmoe.layers.kernel import kernel_param
 from nnxmoe.layers.lora import LoRA, with_adapter
 
@@ -201,10 +202,11 @@ class Router(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "*rows D"],
-        valid: Bool[Array, "*rows"] | None = None,
+        context: Context | None = None,
         mesh: AnyMesh | None = None,
-        key: Key[Array, ""] | None = None,
     ) -> Routing:
+        """The experts of each token. Without a context all tokens are real, and nothing is random."""
+        valid, key = (None, None) if context is None else (context.valid, context.key)
         x = x.astype(jnp.float32)
         if self.jitter and key is not None:
             x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
@@ -221,3 +223,7 @@ class Router(nnx.Module):
         else:
             routing = self.select(logits, bias)
         return dataclasses.replace(routing, valid=valid)
+
+    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+        """False if routing depends on a token's index in the batch."""
+        return self.select.by_row and (key is None or not self.jitter)

@@ -14,6 +14,7 @@ from nnxmoe.axes import BATCH_AXES, AnyMesh, Rules, axes_of, axes_per_dimension,
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.paths import name_of
 from nnxmoe.model.pipeline import Pipeline, stages_of
 from nnxmoe.model.stack import Scanned, UnrolledStack
 from nnxmoe.model.strategy import Strategy
@@ -78,7 +79,7 @@ def parts(config: DecoderConfig, mesh: AnyMesh, rules: Rules, pipeline: Pipeline
     model, found = _scanned(config, None if pipeline is None else stages_of(mesh)), []
     check_mesh(model, mesh, rules)
     for path, variable in nnx.to_flat_state(nnx.state(model)):
-        key = variable.get_metadata().get("key") or ".".join(map(str, path))
+        key, _, stack = name_of(model, path)
         axes, shape = axes_of(variable), variable.shape
         over = axes_per_dimension(axes, mesh, rules)
         experts = shape[axes.index("expert")] if "expert" in axes else 0
@@ -86,7 +87,6 @@ def parts(config: DecoderConfig, mesh: AnyMesh, rules: Rules, pipeline: Pipeline
         trained, kernel = isinstance(variable, nnx.Param), isinstance(variable, KernelParam)
         width = sum(map(math.prod, variable.split(shape)[1:])) if isinstance(variable, KernelParam) else 0
         itemsize = jnp.dtype(variable.dtype).itemsize
-        stack = variable.get_metadata().get("stack")
         sizes, staged = (math.prod(shape), over), axes[:1] == ("stages",)
         found.append(ParamSize(key, *sizes, trained, kernel, experts, itemsize, layers, staged, stack, width))
     return found

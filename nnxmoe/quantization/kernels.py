@@ -16,20 +16,22 @@ from nnxmoe.axes import AnyMesh, Rules, axes_per_dimension, of_layers, shards
 from nnxmoe.layers.codes import STORED, Codes
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.lora import LoRAParam
-from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight, labels_of
+from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.paths import layer_modules, name_of
 from nnxmoe.model.strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
     """A kernel's place in a model: an attribute of a module. ``path``: of the kernel in the model; ``key``: such as
-    ``layer.attention.q.kernel``."""
+    ``layer.attention.q.kernel``; ``layer``: number of its (first) layer, None outside of layers."""
 
     owner: Any
     attribute: str
     path: tuple[Any, ...]
     key: str
+    layer: int | None = None
 
     @property
     def weight(self) -> Any:
@@ -47,7 +49,7 @@ class Place:
         return self.key == "head.kernel"
 
     def put(self, weight: Any) -> None:
-        """Put another weight here. Call ``model.label()`` after the last one."""
+        """Put another weight here."""
         setattr(self.owner, self.attribute, nnx.data(weight))
 
 
@@ -55,13 +57,13 @@ def places(model: CausalLM) -> list[Place]:
     """The kernels of attention, dense feed-forwards and experts, and of an output head that is not the embedding.
     Embedding, router and norms stay floats."""
     found = []
-    for path, module in model.layer_modules():
+    for path, module in layer_modules(model):
         for attribute, value in list(vars(module).items()) if isinstance(module, nnx.Module) else ():
             if not isinstance(value, KernelParam | QuantizedWeight) or isinstance(value, LoRAParam):
                 continue
-            key, _ = labels_of(value)
-            if key and ".router." not in key:
-                found.append(Place(module, attribute, (*path, attribute), key))
+            key, layer, _ = name_of(model, (*path, attribute))
+            if ".router." not in key:
+                found.append(Place(module, attribute, (*path, attribute), key, layer))
     if model.head is not None:
         found.append(Place(model.head, "kernel", ("head", "kernel"), "head.kernel"))
     return found
@@ -166,7 +168,6 @@ def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
     made = nnx.merge(graph, state)
     for place in quantized_weights(made):
         restored(place, made, dtype)
-    made.label()
     update_report(made)
     return made
 
@@ -191,7 +192,7 @@ def describe(model: CausalLM) -> list[dict[str, Any]]:
         form = {**dataclasses.asdict(weight.kind), "scale": str(weight.scale.dtype)}
         form |= {name: getattr(weight, name) is not None for name in ("zero", "order")}
         entry = found.setdefault(json.dumps(form), {**form, "kernels": {}})
-        entry["kernels"].setdefault(place.key, []).extend(_layers(weight))
+        entry["kernels"].setdefault(place.key, []).extend(_layers(place))
     return list(found.values())
 
 
@@ -211,7 +212,7 @@ def exchange_described(model: CausalLM, description: Any) -> None:
     if not positive:
         raise ValueError("it has a tile that is not positive")
     for place in places(model):
-        of_layers = {forms.pop((place.key, layer), None) for layer in _layers(place.weight)}
+        of_layers = {forms.pop((place.key, layer), None) for layer in _layers(place)}
         if len(of_layers) > 1:
             raise ValueError(f"{place.key}: its layers are quantised in different ways: load with Unrolled()")
         if (form := of_layers.pop()) is not None:
@@ -219,12 +220,11 @@ def exchange_described(model: CausalLM, description: Any) -> None:
             exchange(place, codes, model.strategy, scale=scale, zero=zero, order=order)
     if forms:
         raise ValueError(f"{next(iter(forms))[0]} is not a kernel that can be quantised")
-    model.label()
 
 
-def _layers(weight: KernelParam | QuantizedWeight) -> Sequence[int | None]:
+def _layers(place: Place) -> Sequence[int | None]:
     """The numbers of the layers that a weight belongs to; None: to no layer, as the head."""
-    first = labels_of(weight)[1]["layer"]
+    first, weight = place.layer, place.weight
     if first is None:
         return [None]
     return range(first, first + (weight.lead[0] if of_layers(weight.logical_axes[0]) else 1))

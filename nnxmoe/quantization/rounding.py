@@ -11,7 +11,8 @@ from flax import nnx
 from nnxmoe.axes import AnyMesh
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.quantized import QuantizedWeight
-from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.quantization.kernels import Place, exchange, places, update_report
 from nnxmoe.quantization.methods import Error, Method, Mixed, codes_for, encode, scales
 from nnxmoe.storage.multihost import spans_hosts
@@ -44,7 +45,6 @@ def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
     made, error = nnx.merge(graph, state), Error()
     for place, one in chosen(made, method):
         round_to_codes(place, one, made, error)
-    made.label()
     update_report(made, error.relative)
     return made
 
@@ -56,11 +56,10 @@ def quantize_shapes(model: CausalLM, method: Method | Mixed | None, dtype: Any, 
     """
     for place, one in chosen(model, method):
         exchange(place, codes_for(one, dtype), model.strategy, scale=jnp.dtype(dtype), mesh=mesh)
-    model.label()
 
 
 def round_to_codes(place: Place, method: Method, model: CausalLM, error: Error) -> None:
-    """Quantise one kernel of a model in place. Call ``model.label()`` after the last one."""
+    """Quantise one kernel of a model in place."""
     kernel = place.weight
     if isinstance(kernel, QuantizedWeight):
         raise ValueError(f"{place.key} is quantised already: call nnxmoe.dequantize(model) first")

@@ -23,7 +23,7 @@ from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.kernel import as_kernel
 from nnxmoe.layers.mla import LATENT_NORM_EPS, MLA, Latents
-from nnxmoe.layers.rope import rotate_halves, rotate_pairs, rotation_at
+from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.layer import Layer
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
@@ -40,7 +40,8 @@ def context_of(config: Any, length: int, batch: int = 2) -> Context:
     """Context of every layer for rows without padding and with one segment."""
     index, valid = jnp.arange(length, dtype=jnp.int32), jnp.ones((batch, length), bool)
     segment = jnp.zeros((batch, length), jnp.int32)
-    return Context(rotation_at(config.rope, jnp.broadcast_to(index, (batch, length))), index, valid, segment)
+    context = Context.of_rows(config.rope, batch, length)
+    return dataclasses.replace(context, index=index, valid=valid, segment=segment)
 
 
 def mask_of(context: Context, window: int | None) -> Mask:
@@ -98,8 +99,8 @@ class Attention(nn.Module):
         rotate = rotate_pairs if isinstance(c.rope, Llama3Rope) else rotate_halves
         keys = ("embed", "kv_heads", "kv_head_dim")
         into = Dense(1, (c.num_attention_heads, width), ("embed", "q_heads", "kv"), biased, width**-0.5, name="query")
-        q = rotate(into(x), context.rotation)
-        k = rotate(Dense(1, (c.kv_heads, width), keys, biased, name="key")(x), context.rotation)
+        q = rotate(into(x), context.rotations[c.rope])
+        k = rotate(Dense(1, (c.kv_heads, width), keys, biased, name="key")(x), context.rotations[c.rope])
         v = Dense(1, (c.kv_heads, width), keys, biased, name="value")(x)
         q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))
         y = jnp.swapaxes(ATTEND(q, k, v, Scores(mask_of(context, c.window), 1.0)), 1, 2)
@@ -120,12 +121,12 @@ class LatentAttention(nn.Module):
         kv = Dense(1, (c.kv_lora_rank + rope,), ("embed", "kv_lora_up_proj"), biased, name="wkv_a")(x)
         q_nope, q_rope = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
         latent, k_rope = jnp.split(kv, [c.kv_lora_rank], axis=-1)
-        k_rope = rotate(k_rope[:, :, None, :], context.rotation)[:, :, 0, :]
+        k_rope = rotate(k_rope[:, :, None, :], context.rotations[c.rope])[:, :, 0, :]
         seen = jnp.concatenate([RMSNorm(LATENT_NORM_EPS, name="kv_norm")(latent), k_rope], axis=-1)
         shape = (c.kv_lora_rank, c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim)
         wkv_b = Kernel(shape, ("kv_lora", "kv_heads", "kv_head_dim"), name="wkv_b")()
         kv_b = as_kernel(wkv_b.reshape(c.kv_lora_rank, -1))
-        latents = Latents(q_nope, rotate(q_rope, context.rotation), seen, kv_b)
+        latents = Latents(q_nope, rotate(q_rope, context.rotations[c.rope]), seen, kv_b)
         y = LATENT(latents, Scores(mask_of(context, None), c.softmax_scale), ATTEND)
         return Dense(2, (x.shape[-1],), ("heads", "kv", "embed"), biased, name="out")(y)
 
@@ -322,7 +323,7 @@ class Transformer(nn.Module):
 
 def wrapped_attention(config: Any, **options: Any) -> linen.Wrapped:
     """The package's attention, wrapped, with queries as MaxText stores them."""
-    c, kw = config, {"attend": ATTEND, "dtype": F32, **options}
+    c, kw = config, {"rotary": config.rope, "attend": ATTEND, "dtype": F32, **options}
     if not isinstance(c, nnxmoe.models.DeepSeekV3Config):
         heads, biased = (c.num_attention_heads, c.kv_heads, c.head_width), getattr(c, "attention_bias", False)
         rotate = rotate_pairs if isinstance(c.rope, Llama3Rope) else rotate_halves

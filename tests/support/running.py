@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 import nnxmoe
+from nnxmoe.layers.context import Context
 
 MODEL_TOLERANCE = 2e-4
 PART_TOLERANCE = 1e-5
@@ -29,6 +30,20 @@ def compiled_in(run: Callable[[], Any]) -> int:
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     return len(count)
+
+
+def of_valid(valid: Any) -> Context | None:
+    """The context of a `MoE` alone, with these tokens real; None: all are."""
+    if valid is None:
+        return None
+    return Context(jnp.arange(valid.shape[1]), jnp.asarray(valid))
+
+
+def set_rope(model: nnxmoe.CausalLM, rope: Any) -> None:
+    """Gives every attention another rotation."""
+    for _, part in nnx.iter_graph(model):
+        if hasattr(part, "rotary"):
+            part.rotary = rope
 
 
 def forward(model: nnxmoe.CausalLM, tokens: Any, **arrays: Any) -> nnxmoe.Output:

@@ -4,19 +4,15 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
-from nnxmoe.layers.context import Context
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.qk_norm import QKNorm
-from nnxmoe.model.causal_lm import CausalLM, Runs
-from nnxmoe.model.layer import Layer, LayerOutput
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.llama import HF_DECODER, HF_GQA, HF_MLP, LlamaConfig
@@ -49,26 +45,13 @@ class Toy(CausalLM):
         | {f"layer.attention.qk_norm.{x}.scale": W(f"self_attn.{x}_norm.weight") for x in ("q", "k")}
     )
 
-    def runs(self, config: ToyConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
+        return self.gqa(window=None, bias=c.attention_bias, qk_norm=norm, **kw)
 
-        def layer(rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            attention = GQA(
-                dim,
-                c.num_attention_heads,
-                c.kv_heads,
-                c.head_width,
-                window=None,
-                bias=c.attention_bias,
-                attend=strategy.attend,
-                qk_norm=QKNorm.per_head(c.head_width, eps, **kw),
-                **kw,
-            )
-            mlp = MLP(dim, c.intermediate_size, bias=False, **kw)
-            return Layer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), mlp)
-
-        return [(c.num_hidden_layers, layer)]
+    def feed_forward(self, index: int, **kw: Any) -> MLP:
+        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, **kw)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +71,9 @@ class GraniteConfig(LlamaConfig):
 class ScaledEmbed(Embed):
     """The embedding times a factor, which a tied head does not have."""
 
-    factor = 1.0
+    def __init__(self, factor: float, *given: Any, **kw: Any):
+        super().__init__(*given, **kw)
+        self.factor = factor
 
     def __call__(self, tokens: Any, dtype: Any = None) -> Any:
         return super().__call__(tokens, dtype) * self.factor
@@ -97,23 +82,12 @@ class ScaledEmbed(Embed):
 class ScaledNorm(RMSNorm):
     """A norm with a factor, which becomes one of the logits."""
 
-    factor = 1.0
+    def __init__(self, factor: float, *given: Any, **kw: Any):
+        super().__init__(*given, **kw)
+        self.factor = factor
 
     def __call__(self, x: Any) -> Any:
         return super().__call__(x) * self.factor
-
-
-class ScaledLayer(Layer):
-    """``x + factor * attention(norm(x))``, then likewise the feed-forward."""
-
-    factor = 1.0
-
-    def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
-        mixed, cache = self.attention(self.attention_norm(x), context=context, cache=cache)
-        x, context = context.asking(x)
-        x = x + mixed * self.factor
-        fed = self.feed_forward.feed(self.feed_forward_norm(x), context=context)
-        return LayerOutput(x + fed.y * self.factor, cache, fed.info)
 
 
 class Granite(CausalLM):
@@ -123,26 +97,19 @@ class Granite(CausalLM):
     hf_table = HF_DECODER | HF_GQA | HF_MLP
 
     def embedding(self, config: GraniteConfig, strategy: Strategy, **kw: Any) -> Embed:
-        made = ScaledEmbed(config.vocab_size, config.hidden_size, mesh=strategy.mesh, rules=strategy.rules, **kw)
-        made.factor = config.embedding_multiplier
-        return made
+        factor, sizes = config.embedding_multiplier, (config.vocab_size, config.hidden_size)
+        return ScaledEmbed(factor, *sizes, mesh=strategy.mesh, rules=strategy.rules, **kw)
 
     def final_norm(self, config: GraniteConfig, **kw: Any) -> RMSNorm:
-        made = ScaledNorm(config.hidden_size, config.rms_norm_eps, **kw)
-        made.factor = 1 / config.logits_scaling
-        return made
+        return ScaledNorm(1 / config.logits_scaling, config.hidden_size, config.rms_norm_eps, **kw)
 
-    def runs(self, config: GraniteConfig, strategy: Strategy, dtype: jnp.dtype) -> Runs:
-        c, dim, eps = config, config.hidden_size, config.rms_norm_eps
+    def layer(self, index: int, **kw: Any) -> Layer:
+        return super().layer(index, scale=self.config.residual_multiplier, **kw)
 
-        def layer(rngs: nnx.Rngs | None) -> Layer:
-            kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-            options: dict[str, Any] = {"window": None, "bias": c.attention_bias, "attend": strategy.attend}
-            heads = c.num_attention_heads, c.kv_heads, c.head_width
-            attention = GQA(dim, *heads, scale=c.attention_multiplier, **options, **kw)
-            mlp = MLP(dim, c.intermediate_size, bias=c.mlp_bias, **kw)
-            made = ScaledLayer(RMSNorm(dim, eps, **kw), attention, RMSNorm(dim, eps, **kw), mlp)
-            made.factor = c.residual_multiplier
-            return made
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        return self.gqa(scale=c.attention_multiplier, window=None, bias=c.attention_bias, **kw)
 
-        return [(c.num_hidden_layers, layer)]
+    def feed_forward(self, index: int, **kw: Any) -> MLP:
+        c = self.config
+        return MLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **kw)

@@ -21,7 +21,6 @@ import nnxmoe
 from nnxmoe import ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.axes import sharding_of
 from nnxmoe.convert import maxtext, orbax_folder
-from nnxmoe.model.decoder import Decoder
 from nnxmoe.runtime.processes import initialize
 from nnxmoe.storage import write
 from nnxmoe.storage.errors import CheckpointError
@@ -88,7 +87,7 @@ def train_step(model: nnxmoe.CausalLM, tokens: np.ndarray, mesh: Any) -> dict[st
     )
 
     def loss(params: Any) -> jax.Array:
-        logits = Decoder.__call__(nnx.merge(graph, params, rest), jnp.asarray(tokens)).logits
+        logits = nnx.merge(graph, params, rest)(jnp.asarray(tokens)).logits
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), jnp.asarray(tokens)[:, 1:, None], axis=-1)
         return -jnp.mean(chosen)
 

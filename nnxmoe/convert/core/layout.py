@@ -22,6 +22,7 @@ from nnxmoe.convert.core.views import View
 from nnxmoe.layers.kernel import LEAD, flax_order
 from nnxmoe.layers.lora import Kept, LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray
+from nnxmoe.model.paths import name_of
 from nnxmoe.storage.multihost import AnyArray, gather, hosts_holding, local_value, spans_hosts
 
 Path = tuple[Any, ...]
@@ -35,7 +36,7 @@ class TableError(AssertionError):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a model: its labels (see `axes.label`) and its variable, with shape and metadata. ``at``: which of
+    """A parameter of a model: its name (see `name_of`) and its variable, with shape and metadata. ``at``: which of
     its layers or experts is meant; empty: all of it."""
 
     path: Path
@@ -114,12 +115,7 @@ def parameters(model: nnx.Module, *, codes: bool = False) -> list[Parameter]:
             f"the model has quantised kernels ({some(found)}), which this layout cannot store: make them floats first "
             "with nnxmoe.dequantize(model)"
         )
-    made = []
-    for path, variable in flat:
-        meta = variable.get_metadata()
-        key = meta.get("key") or ".".join(map(str, path))  # parameters added by the user have no labels
-        made.append(Parameter(path, key, meta.get("layer"), meta.get("stack"), variable))
-    return made
+    return [Parameter(path, *name_of(model, path), variable) for path, variable in flat]
 
 
 @dataclass(frozen=True)

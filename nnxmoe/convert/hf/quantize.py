@@ -41,7 +41,6 @@ def keep(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
         assert one.codes is not None
         zero, order = "zero" in one.parts, "order" in one.parts
         exchange(place, one.codes, model.strategy, scale=one.parts["scale"].dtype, zero=zero, order=order)
-    model.label()
     return found
 
 
@@ -68,7 +67,6 @@ def quantize_on_reading(
         for name, array in zip(names, stored, strict=True):
             del found[name]
             found |= _OnReading(name, array, one, codes, kind, error).arrays()
-    model.label()
     return found, error
 
 

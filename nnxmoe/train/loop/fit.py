@@ -18,7 +18,7 @@ from nnxmoe.generation.request import whole_number
 from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.on_mesh import on_mesh
+from nnxmoe.model.copies import on_mesh
 from nnxmoe.runtime.interrupts import Interrupted, stopping
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
 from nnxmoe.train.loop.batch import Batch

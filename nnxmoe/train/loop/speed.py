@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.axes import axes_of
-from nnxmoe.layers.quantized import QuantizedWeight, labels_of
+from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.hardware import of_device
 
@@ -31,7 +31,7 @@ def token_flops(model: CausalLM, trained: Collection[str]) -> float:
     total, depths = 0.0, len(model.mtp) if any(name.startswith("mtp.") for name in trained) else 0
     head = "embed.table" if model.head is None else "head.kernel"
     for path, variable, size in _weights(model):
-        share, key = 1.0, labels_of(variable)[0]
+        share, key = 1.0, ".".join(map(str, path)).removesuffix(".codes")
         if path[0] == "mtp" and not depths:
             share = 0.0
         elif "expert" in axes_of(variable):

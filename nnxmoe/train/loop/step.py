@@ -17,7 +17,9 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import axes_of, of_layers
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_positive
-from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.compiled import refuse_shapes
+from nnxmoe.model.paths import name_of
 from nnxmoe.moe.balance import Utilisation, updated_bias, utilisation
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.programs import JitProgram, shapes_of
@@ -287,8 +289,8 @@ def _biases(model: CausalLM, depths: int) -> dict[str, np.ndarray]:
     """Path of each correction bias -> its rows of the MoE layers' loads: one, or one per layer of a scanned stack.
     Prediction layers have rows only if there are ``depths``."""
     numbers, wanted = dict[str, np.ndarray](), RouterBias if depths else _MAIN_BIAS
-    for name, (_, variable) in _variables(nnx.state(model, wanted)).items():
+    for name, (path, variable) in _variables(nnx.state(model, wanted)).items():
         stacked = of_layers(axes_of(variable))
-        numbers[name] = variable.get_metadata()["layer"] + (np.arange(variable.shape[0]) if stacked else np.asarray(0))
+        numbers[name] = name_of(model, path).layer + (np.arange(variable.shape[0]) if stacked else np.asarray(0))
     every = np.unique(np.concatenate([np.ravel(n) for n in numbers.values()])) if numbers else np.zeros(0, int)
     return {name: np.asarray(np.searchsorted(every, found)) for name, found in numbers.items()}

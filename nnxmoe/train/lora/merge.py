@@ -15,7 +15,8 @@ from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.lora import Kept, LoRA, LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.layers.xla_cpu import as_bits, from_bits
-from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.quantization.kernels import quantized_weights, restored, update_report
 from nnxmoe.quantization.methods import Error, Method, Mixed
 from nnxmoe.quantization.rounding import chosen, round_to_codes
@@ -82,13 +83,11 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
         for kernel, value in zip(slot.base, add(kernels, a, b), strict=True):
             kernel.set_value(value)
         slot.put(None)
-    model.label()
     error = Error()
     if quantize is not None:
         for place, method in chosen(model, quantize):
             if not isinstance(place.weight, QuantizedWeight):
                 round_to_codes(place, method, model, error)
-        model.label()
     model.merged = nnx.data(nnx.Dict(kept)) if keep else None
     update_report(model, None if quantize is None else error.relative)
 
@@ -176,6 +175,5 @@ def unmerge(model: CausalLM) -> None:
                     kernel.set_value(base.get_value())
             a, b = (LoRAParam(v.get_value(), **_labels(v)) for v in (kept.a, kept.b))
             slot.put(LoRA(a, b, kept.alpha, kept.layers))
-    model.label()
     model.merged = nnx.static(None)
     update_report(model)

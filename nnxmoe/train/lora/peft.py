@@ -20,7 +20,8 @@ from flax import nnx
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.layout import Change
 from nnxmoe.layers.quantized import QuantizedWeight
-from nnxmoe.model.causal_lm import CausalLM, refuse_shapes
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.model.weight_names import layer_of, options
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError

@@ -13,8 +13,8 @@ from nnxmoe.convert.core.layout import Path
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.kernel import kernel_param
 from nnxmoe.layers.lora import LoRA, LoRAParam
-from nnxmoe.layers.quantized import labels_of
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.paths import layer_modules, name_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +83,12 @@ class Slot:
 def slots(model: CausalLM) -> list[Slot]:
     """All slots, in the order of the layers, those of the embedding and the head last."""
     found = []
-    for path, module in model.layer_modules():
+    for path, module in layer_modules(model):
         for attribute, kernels in getattr(module, "adapted", {}).items():
-            key, labels = labels_of(getattr(module, kernels[0]))
+            key, first, _ = name_of(model, (*path, kernels[0]))
             name = key.removeprefix("layer.").removeprefix("moe.").removesuffix("." + kernels[0])
             name = name if kernels == ("kernel",) else f"{name}.{'_'.join(kernels)}"
-            found.append(Slot(name, key, path, module, attribute, kernels, labels["layer"]))
+            found.append(Slot(name, key, path, module, attribute, kernels, first or 0))
     found.sort(key=lambda slot: (slot.first, slot.place))
     tied = model.head is None
     head = (("embed",), model.embed, "lora_head", ("table",)) if tied else (("head",), model.head, "lora", ("kernel",))

@@ -1,0 +1,60 @@
+"""Copies of a model: on a mesh, or with layers that are not scanned."""
+
+import dataclasses
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from nnxmoe.axes import check_mesh
+from nnxmoe.layers.embed import Embed
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.compiled import refuse_shapes
+from nnxmoe.model.pipeline import PipelinedStack
+from nnxmoe.model.stack import ScannedStack, Unrolled
+from nnxmoe.model.strategy import OnMesh
+from nnxmoe.moe.block import MoE
+
+
+def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
+    """A copy of the model with its arrays sharded over a mesh. Raises ValueError for a model without values."""
+    check_mesh(model, mesh, model.strategy.rules)
+    graph, state = nnx.split(model)
+    refuse_shapes(jax.tree.leaves(state))
+    model = nnx.merge(graph, state)
+    model.strategy = dataclasses.replace(model.strategy, mesh=mesh)
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, CausalLM | MoE | Embed):  # the modules that hold a mesh
+            node.mesh = mesh
+        if isinstance(attend := getattr(node, "attend", None), OnMesh):
+            setattr(node, "attend", attend.on_mesh(mesh, model.strategy.rules))  # noqa: B010
+        if isinstance(node, PipelinedStack):
+            node.on_mesh(mesh)
+    flat = [
+        (p, v.replace(jax.device_put(v.get_value(), model.strategy.sharding_of(v))))
+        for p, v in nnx.to_flat_state(state)
+    ]
+    nnx.update(model, nnx.from_flat_state(flat))
+    return model
+
+
+def unscan(model: CausalLM) -> CausalLM:
+    """A model whose layers have arrays of their own instead of slices of stacked ones (``Scanned``): it decodes faster.
+
+    What was stacked is copied, so both models need memory until the given one is deleted; `nnxmoe.generate` keeps such
+    a copy with a scanned model. Without scanned layers this is the model itself.
+
+        model = nnxmoe.unscan(nnxmoe.train.fit(model, …).model)
+    """
+    if not any(isinstance(stack, ScannedStack) for stack in model.stacks):
+        return model
+    graph, state = nnx.split(model)
+    unrolled = nnx.merge(graph, state)
+    unrolled.strategy = dataclasses.replace(model.strategy, stacking=Unrolled(), pipeline=None)
+    unrolled.stacks = nnx.List(
+        [
+            stack.unrolled(model.strategy.sharding_of) if isinstance(stack, ScannedStack) else stack
+            for stack in unrolled.stacks
+        ]
+    )
+    return unrolled

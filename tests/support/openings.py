@@ -1,0 +1,159 @@
+"""A family that differs from Llama in every place that a family may: two rotations and none, a gated output, sandwich
+norms and parallel branches, a recurrent layer with a convolution window, a second stream beside the hidden states, and
+a router that reads token ids."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.rope import Rope
+from nnxmoe.layers.context import Context
+from nnxmoe.layers.gqa import OutputGate
+from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.recurrent import RecurrentState, recurrence
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer, LayerOutput
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.llama import HF_DECODER, HF_GQA, HF_MLP
+from nnxmoe.moe.router import Router, Routing, SoftmaxTopK
+
+WINDOW = 3  # of the convolution
+
+
+class Streams(NamedTuple):
+    """P3: the hidden states, and the sum of what all attentions have added, which later layers read."""
+
+    x: Any
+    added: Any
+
+
+class Sandwich(Layer):
+    """P4, P3: norms after both halves; the feed-forward also sees the other stream."""
+
+    def __call__(self, x: Streams, context: Context, cache: Any = None) -> LayerOutput:
+        more, cache = self.mix(x.x, context, cache)
+        x = Streams(context.asked(x.x) + more, context.asked(x.added) + more)
+        more, info = self.feed(x.x + 0.5 * x.added, context)
+        return LayerOutput(Streams(x.x + more, x.added), cache, info)
+
+
+class Parallel(Layer):
+    """P4: both halves read the same hidden states."""
+
+    def __call__(self, x: Streams, context: Context, cache: Any = None) -> LayerOutput:
+        before = context.asked(x.x)
+        (one, cache), (other, info) = self.mix(x.x, context, cache), self.feed(before, context)
+        return LayerOutput(Streams(before + one + other, context.asked(x.added) + one), cache, info)
+
+
+class Recurrence(nnx.Module):
+    """P2: ``h = d(x) h + (1 - d(x)) tanh(conv(x))``, output ``o(h)``; the state is h and the last inputs of conv."""
+
+    def __init__(self, dim: int, *, dtype: Any, rngs: Any):
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.taps = Linear((dim,), (WINDOW, dim), ("embed", None, "mlp"), **kw)
+        self.decay = Linear((dim,), (dim,), ("embed", "mlp"), **kw)
+        self.o = Linear((dim,), (dim,), ("mlp", "embed"), **kw)
+
+    def __call__(self, x: Any, context: Context, cache: Any = None) -> tuple[Any, Any]:
+        taps, decay = self.taps(x).astype(jnp.float32), jax.nn.sigmoid(self.decay(x).astype(jnp.float32))
+
+        def step(state: Any, given: Any) -> tuple[Any, Any]:
+            (h, past), (tap, decay) = state, given
+            window = jnp.concatenate([past, tap[:, None]], axis=1)
+            conv = sum(window[:, i, i] for i in range(WINDOW))
+            h = decay * h + (1 - decay) * jnp.tanh(conv)
+            return (h, window[:, 1:]), h
+
+        out, cache = recurrence(step, self._zero(x.shape[0]), (taps, decay), context, cache)
+        return self.o(context.asked(out.astype(x.dtype))), cache
+
+    def _zero(self, batch: int) -> Any:
+        (dim,) = self.o.kernel.ins
+        return jnp.zeros((batch, dim)), jnp.zeros((batch, WINDOW - 1, WINDOW, dim))
+
+    def empty_cache(self, batch: int, capacity: int, dtype: Any, spare: int = 0) -> RecurrentState:
+        return RecurrentState.empty(self._zero(batch), spare)
+
+
+class HashRouter(Router):
+    """P6: a token's id chooses its experts, the activations their weights."""
+
+    def __call__(self, x: Any, context: Context | None = None, mesh: Any = None) -> Routing:
+        found = super().__call__(x, context, mesh)
+        assert context is not None and context.tokens is not None
+        count, first = found.logits.shape[-1], context.tokens % 2
+        experts = jnp.stack([first, first + 2], axis=-1) % count
+        weights = jax.nn.softmax(jnp.take_along_axis(found.logits, experts, axis=-1), axis=-1)
+        return dataclasses.replace(found, experts=experts.astype(jnp.int32), weights=weights)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenConfig(DecoderConfig):
+    """``forms``: a letter per layer: local and global rotation, no rotation, recurrent."""
+
+    model_type = "openings"
+    architecture = "OpeningsForCausalLM"
+
+    intermediate_size: int = 32
+    forms: str = "llgnrr"
+    local_theta: float = 50.0
+    num_local_experts: int = 4
+
+    @property
+    def experts(self) -> int:
+        return self.num_local_experts
+
+
+class Openings(CausalLM):
+    """All openings in one model."""
+
+    configs = (OpenConfig,)
+    hf_table = (
+        HF_DECODER
+        | HF_GQA
+        | HF_MLP
+        | {f"layer.attention.{x}.kernel": W(f"mixer.{x}.weight") for x in ("taps", "decay", "gate.g")}
+        | {f"layer.{x}_post_norm.scale": W(f"{x}_post_norm.weight") for x in ("attention", "mlp", "moe")}
+        | {
+            "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
+            "layer.moe.router.kernel": W("mlp.gate.weight"),
+        }
+        | {f"layer.moe.experts.{x}": W("mlp.experts").each(f"{x}.weight") for x in ("gate", "up", "down")}
+    )
+
+    def kind(self, index: int) -> str:
+        return self.config.forms[index]
+
+    def enter(self, x: Any) -> Streams:
+        return Streams(x, jnp.zeros_like(x))
+
+    def leave(self, x: Streams) -> Any:
+        return x.x
+
+    def layer(self, index: int, form: type[Layer] = Parallel, **kw: Any) -> Layer:
+        if self.kind(index) == "r":
+            return super().layer(index, form, **kw)
+        norms = tuple(RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
+        return super().layer(index, Sandwich, post_norms=norms, **kw)
+
+    def attention(self, index: int, **kw: Any) -> Any:
+        c, kind = self.config, self.kind(index)
+        if kind == "r":
+            return Recurrence(c.hidden_size, **kw)
+        rotary = {"g": c.rope, "l": Rope(c.head_width, c.local_theta), "n": None}[kind]
+        gate = OutputGate(c.hidden_size, c.num_attention_heads, c.head_width, **kw)
+        return self.gqa(rotary=rotary, window=5 if kind == "l" else None, bias=False, gate=gate, **kw)
+
+    def feed_forward(self, index: int, **kw: Any) -> Any:
+        c = self.config
+        if self.kind(index) in "nr":
+            return MLP(c.hidden_size, c.intermediate_size, bias=False, **kw)
+        router = HashRouter(c.hidden_size, c.num_local_experts, SoftmaxTopK(2), bias=False, **kw)
+        return self.moe(router, c.intermediate_size, **kw)
