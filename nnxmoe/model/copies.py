@@ -18,18 +18,19 @@ from nnxmoe.moe.block import MoE
 
 def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     """A copy of the model with its arrays sharded over a mesh. Raises ValueError for a model without values."""
+    for stack in model.stacks:
+        if isinstance(stack, PipelinedStack):
+            stack.refuse_stages(mesh)
     check_mesh(model, mesh, model.strategy.rules)
     graph, state = nnx.split(model)
     refuse_shapes(jax.tree.leaves(state))
     model = nnx.merge(graph, state)
     model.strategy = dataclasses.replace(model.strategy, mesh=mesh)
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, CausalLM | MoE | Embed):  # the modules that hold a mesh
+        if isinstance(node, CausalLM | MoE | Embed | PipelinedStack):  # the modules that hold a mesh
             node.mesh = mesh
         if isinstance(attend := getattr(node, "attend", None), OnMesh):
             setattr(node, "attend", attend.on_mesh(mesh, model.strategy.rules))  # noqa: B010
-        if isinstance(node, PipelinedStack):
-            node.on_mesh(mesh)
     flat = [
         (p, v.replace(jax.device_put(v.get_value(), model.strategy.sharding_of(v))))
         for p, v in nnx.to_flat_state(state)

@@ -127,14 +127,13 @@ class PipelinedStack(ScannedStack):
         self.rest = ScannedStack(count - inside, make, after, remat) if inside < count else None
         self.pipeline, self.mesh = pipeline, mesh
 
-    def on_mesh(self, mesh: AnyMesh) -> None:
-        """Sets another mesh. Raises ValueError if the layers do not divide over its stages."""
+    def refuse_stages(self, mesh: AnyMesh) -> None:
+        """Raises ValueError if the layers do not divide over the stages of another mesh."""
         if self.count % (stages := stages_of(mesh)):
             raise ValueError(
                 f"{self.count} layers do not divide over {stages} pipeline stages: make the model with "
                 f"Pipeline({self.pipeline.microbatches}, stages={stages}), which computes the others outside"
             )
-        self.mesh = mesh
 
     @property
     def depth(self) -> int:
