@@ -134,7 +134,7 @@ def test_draft_on_the_command_line(text: str, choice: Any, monkeypatch: pytest.M
         raise Stop
 
     monkeypatch.setattr(commands, "load", lambda options: seen.append(options.draft) or (model, None))
-    for owner, name in ((nnxmoe.api, "stream"), (nnxmoe.api, "complete"), (serve, "serving_engine")):
+    for owner, name in ((nnxmoe, "stream"), (nnxmoe, "complete"), (serve, "serving_engine")):
         monkeypatch.setattr(owner, name, stop)
     prompts = str(Path(__file__))
     for line in (["generate", "demo", "x"], ["generate", "demo", "--prompts", prompts], ["serve", "demo"]):
@@ -170,7 +170,7 @@ def test_auto_loads_prediction_layers_where_the_files_have_them(
         seen.append((Path(path).name, mtp))
         raise ValueError("loaded")
 
-    monkeypatch.setattr(nnxmoe.api, "from_pretrained", load)
+    monkeypatch.setattr(nnxmoe, "from_pretrained", load)
     monkeypatch.setattr(nnxmoe.Tokenizer, "from_pretrained", lambda *_, **__: None)
     for folder in folders.values():
         assert cli.main(["generate", str(folder), "x", "--draft", "auto"]) == 1

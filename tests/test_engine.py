@@ -192,7 +192,7 @@ def test_seeds_have_64_bits() -> None:
         engine = Engine(tiny(), slots=1, capacity=CAPACITY, limits=Limits(sampling=WILD_STEPS))
         made.append(run(engine, [([3], Wanted(12, sampling=WILD, seed=seed))])[0].ids)
     assert len({tuple(ids) for ids in made}) == 4
-    with pytest.raises(ValueError, match="seed must fit in 64 bits"):
+    with pytest.raises(ValueError, match="seed must be a 64-bit integer"):
         Wanted(seed=2**63)
 
 
@@ -530,7 +530,7 @@ def test_options_that_the_engine_was_not_compiled_with_are_refused() -> None:
     for fields, message in (
         ({"max_new_tokens": -1}, "max_new_tokens must be a 64-bit integer >= 0, got -1"),
         ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4 is more than max_new_tokens=3"),
-        ({"seed": 2**63}, "seed must fit in 64 bits"),
+        ({"seed": 2**63}, "seed must be a 64-bit integer"),
         ({"logprobs": 1.5}, "logprobs must be a 64-bit integer >= 0, got 1.5"),
     ):
         with pytest.raises(ValueError, match=message):
