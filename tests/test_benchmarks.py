@@ -309,6 +309,7 @@ def test_agreement_with_the_oracle(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         def __call__(self, rows: Any, kernel: Any, sizes: Any) -> Any:
             return super().__call__(rows, kernel, sizes.at[-1].set(0))
 
+    monkeypatch.setattr(agreement, "quantized", lambda _: iter(()))
     monkeypatch.setattr(agreement, "attention", lambda: iter(()))
     monkeypatch.setattr(agreement, "models", lambda: iter(()))
     assert agreement.report({"Masked()": nnxmoe.Masked()}) == 0
