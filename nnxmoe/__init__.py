@@ -66,9 +66,9 @@ else:
         import ast
         import pkgutil
 
-        tree = ast.parse(pkgutil.get_data(__name__, "api.py"))
+        tree = ast.parse(pkgutil.get_data(__name__, "api.py") or b"")
         found = (node for node in tree.body if isinstance(node, ast.ImportFrom))
-        return {alias.name: node.module for node in found for alias in node.names}
+        return {alias.name: str(node.module) for node in found for alias in node.names}
 
     _DESCRIPTION = str(__doc__).split("\n\nThe public names")[0]
     del __doc__

@@ -57,9 +57,9 @@ def recurrence(
     row's or a segment's first token. ``inputs``: arrays ``[B, T, ...]``. Padding leaves the state as it is.
     """
     shape = jax.tree.leaves(inputs)[0].shape[:2]
-    past = context.past if cache is not None else None
+    past = None if cache is None else context.past
     valid = jnp.ones(shape, bool) if context.valid is None else context.valid
-    state, index = (zero, jnp.zeros(shape, jnp.int32)) if past is None else (cache.before(past), past.index)
+    state, index = (zero, jnp.zeros(shape, jnp.int32)) if cache is None or past is None else (cache.before(past), past.index)
 
     def masked(keep: Bool[Array, "B"], new: Any, old: Any) -> Any:
         return jax.tree.map(lambda a, b: jnp.where(keep.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old)

@@ -67,8 +67,7 @@ def _whole(
     def run(leaves: list[Array], *args: Any) -> Any:
         return function(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), *args)
 
-    places = {"static_argnums": [1 + i for i in static], "donate_argnums": [1 + i for i in donated]}
-    return jax.jit(run, **places)
+    return jax.jit(run, static_argnums=[1 + i for i in static], donate_argnums=[1 + i for i in donated])
 
 
 def pays(model: Any) -> bool:

@@ -122,7 +122,7 @@ def call(
     positions: Any,
     segment_ids: Any,
     cache: Cache | None,
-    *wanted: Any,
+    *wanted: Any,  # return_routing, return_hidden, key
 ) -> Output:
     """The output of `CausalLM.__call__`. ``wanted``: the arguments after the cache."""
     check_tokens(ids, model.embed.table.shape[0], attention_mask, positions, segment_ids)
@@ -134,7 +134,8 @@ def call(
     table = model.embed.table.get_value()
     if not are_arrays((table, ids, arrays, wanted[2])):
         refuse_shapes([table])
-        return _forward(model, ids, *arrays, *wanted, fresh)
+        given: tuple[Any, ...] = (*arrays, *wanted, fresh)
+        return _forward(model, ids, *given)
     length = np.shape(ids)[1]
     exact = cache is not None or model.mesh is not None or not model.separates_tokens(wanted[2])
     size = length if exact else bucket(length, 64)

@@ -291,6 +291,8 @@ def _biases(model: CausalLM, depths: int) -> dict[str, np.ndarray]:
     numbers, wanted = dict[str, np.ndarray](), RouterBias if depths else _MAIN_BIAS
     for name, (path, variable) in _variables(nnx.state(model, wanted)).items():
         stacked = of_layers(axes_of(variable))
-        numbers[name] = name_of(model, path).layer + (np.arange(variable.shape[0]) if stacked else np.asarray(0))
+        layer = name_of(model, path).layer
+        assert layer is not None
+        numbers[name] = layer + (np.arange(variable.shape[0]) if stacked else np.asarray(0))
     every = np.unique(np.concatenate([np.ravel(n) for n in numbers.values()])) if numbers else np.zeros(0, int)
     return {name: np.asarray(np.searchsorted(every, found)) for name, found in numbers.items()}
