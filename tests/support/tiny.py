@@ -14,8 +14,12 @@ import nnxmoe
 Fields = dict[str, Any]
 Weights = dict[str, np.ndarray]
 
-ORACLE = nnxmoe.Strategy(
-    dispatch=nnxmoe.Dense(), matmul=nnxmoe.Masked(), attend=nnxmoe.Reference(), latent=nnxmoe.Naive()
+ORACLE = nnxmoe.Strategy(  # no default that asks for the backend: the corpus forks after importing this
+    dispatch=nnxmoe.Dense(),
+    matmul=nnxmoe.Masked(),
+    attend=nnxmoe.Reference(),
+    latent=nnxmoe.Naive(),
+    quantized=nnxmoe.ByBackend(),
 )
 
 
