@@ -268,7 +268,8 @@ def whole_norm_on_shards() -> tuple[float, float]:
     for each in (norm.q, norm.k):
         each.scale.set_value(1 + 0.5 * jax.random.normal(rngs.params(), each.scale.shape))
     attend = nnxmoe.Reference()
-    gqa = GQA(16, 8, 4, 6, window=None, bias=True, out_bias=False, attend=attend, qk_norm=norm, dtype=f32, rngs=rngs)
+    options: dict[str, Any] = {"rotary": Rope(6, 100.0), "window": None, "bias": True, "out_bias": False}
+    gqa = GQA(16, 8, 4, 6, **options, attend=attend, qk_norm=norm, dtype=f32, rngs=rngs)
     x = jax.random.normal(jax.random.key(1), (2, 7, 16)) * jnp.arange(1, 17)  # heads of different sizes
     graph, params = nnx.split(gqa)
 

@@ -122,7 +122,7 @@ def outcome(way: str, select: str, mesh_name: str, scenario: str, dtype: str = "
         x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
     (_, (y, info)), grads = run(nnx.from_flat_state(flat), x, valid)
     leaves = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves((y, grads))]
-    return leaves, int(info.dropped), int(info.load.sum())
+    return leaves, int(info.dispatch.dropped), int(info.dispatch.load.sum())
 
 
 def compare(way: str, select: str, mesh_name: str, dtype: str = "float32") -> dict[str, tuple[float, int, int]]:
@@ -220,8 +220,9 @@ def overflow(exchange: Any) -> tuple[np.ndarray, np.ndarray, int, list[int]]:
     for way in (exchange, type(exchange)()):
         moe = make(ExpertParallel(Sorted(), way), "softmax", mesh)
         moe.router.kernel.set_value(moe.router.kernel.get_value() + more)
-        y, routing, info = jax.jit(lambda m, x, v: m(x, v))(moe, x, valid)
-        outs.append((np.asarray(y), np.asarray(routing.experts), int(info.dropped), np.asarray(info.dropped_by_shard)))
+        y, info = jax.jit(lambda m, x, v: m(x, of_valid(v)))(moe, x, valid)
+        found = np.asarray(y), np.asarray(info.routing.experts)
+        outs.append((*found, int(info.dispatch.dropped), np.asarray(info.dispatch.dropped_by_shard)))
     (small, experts, dropped, by_shard), (large, _, none, _) = outs
     assert none == 0 and by_shard.sum() == dropped
     return np.stack([small, large]), experts, dropped, by_shard.tolist()

@@ -47,7 +47,7 @@ def _whole(value: Any) -> bool:
 
 # field of `Sampling` -> the values that it may have, in words and as a function
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "temperature": ("a number >= 0 (0: greedy)", lambda value: 0 <= value < 2**63),
+    "temperature": ("a number >= 0 (0: greedy)", lambda value: 0 <= value < 1e38),
     "top_k": ("an integer >= 0 (0 or None: off)", _whole),
     "top_p": ("a number in (0, 1]", lambda value: 0 < value <= 1),
     "min_p": ("a number in [0, 1]", lambda value: 0 <= value <= 1),
