@@ -270,7 +270,7 @@ def test_interrupt_in_the_last_steps_of_fit_is_not_lost(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    lines = [f"3 interrupted after the last step; saved in run{at}" for at in (2, 3)]
+    lines = [f"3 interrupted after the last step; saved in {tmp_path / f'run{at}'}" for at in (2, 3)]
     assert done.stdout.splitlines() == lines, done.stderr
 
 
