@@ -198,9 +198,10 @@ def difference(function: Callable[..., Any], *arguments: Any, **options: Any) ->
 
 def attention() -> tuple[GQA, dict[str, Any]]:
     """A GQA module, and the options to call it."""
-    window: dict[str, Any] = {"rotary": llama(1).config.rope, "window": None, "bias": False, "attend": nnxmoe.Reference()}
-    module = GQA(WIDTH, HEADS, KV_HEADS, HEAD, **window, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
-    context = nnxmoe.Context.of_rows(llama(1).config.rope, 2, 7)
+    rope = llama(1).config.rope
+    options: dict[str, Any] = {"rotary": rope, "window": None, "bias": False, "attend": nnxmoe.Reference()}
+    module = GQA(WIDTH, HEADS, KV_HEADS, HEAD, **options, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    context = nnxmoe.Context.of_rows(rope, 2, 7)
     return module, {"nnx_call": lambda module, x: module(x, context)[0]}
 
 

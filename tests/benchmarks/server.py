@@ -151,7 +151,7 @@ class Load:
         body: Any = {
             "malformed": draw.choice(texts),
             "oversized": b" " * (self.limit + draw.choice((1, self.limit))),
-            "unsupported": good | {draw.choice(("tools", "functions", "audio")): []},
+            "unsupported": good | {draw.choice(("tools", "functions", "audio")): [{"type": "function"}]},
             "wrong key": good,
         }[kind]
         headers = {"Authorization": "Bearer wrong"} if kind == "wrong key" else self._headers

@@ -31,7 +31,8 @@ def sound_container(data: bytes) -> bool:
     painted = bytearray(len(data) - 8 - length)
     for name, one in header.items():
         if name == "__metadata__":
-            if not isinstance(one, dict) or any(type(value) is not str for value in one.values()):
+            pairs = {} if one is None else one
+            if not isinstance(pairs, dict) or any(type(value) is not str for value in pairs.values()):
                 return False
             continue
         if not isinstance(one, dict) or not isinstance(one.get("dtype"), str) or one["dtype"] not in WIDTHS:
