@@ -59,7 +59,9 @@ def recurrence(
     shape = jax.tree.leaves(inputs)[0].shape[:2]
     past = None if cache is None else context.past
     valid = jnp.ones(shape, bool) if context.valid is None else context.valid
-    state, index = (zero, jnp.zeros(shape, jnp.int32)) if cache is None or past is None else (cache.before(past), past.index)
+    state, index = zero, jnp.zeros(shape, jnp.int32)
+    if cache is not None and past is not None:
+        state, index = cache.before(past), past.index
 
     def masked(keep: Bool[Array, "B"], new: Any, old: Any) -> Any:
         return jax.tree.map(lambda a, b: jnp.where(keep.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old)
