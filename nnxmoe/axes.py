@@ -62,7 +62,7 @@ _NOUNS = {"expert": "experts", "kv_heads": "KV heads", "stages": "layers", "voca
 
 def parameter(
     shape: Sequence[int],
-    axes: Sequence[str],
+    axes: Sequence[str | None],
     init: nnx.Initializer,
     *,
     dtype: jnp.dtype,

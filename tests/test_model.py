@@ -358,7 +358,7 @@ def test_changed_models_are_split_again() -> None:
         lambda: setattr(layers[1].attention, "rotary", dataclasses.replace(model.ropes[0], theta=7.0)),
         lambda: setattr(layers[1].feed_forward, "dispatch", nnxmoe.Capacity(0.3)),
         lambda: layers.__setitem__(0, nnx.clone(layers[1])),
-        lambda: setattr(model, "norm", type(model.norm)(24, 1e-5, dtype=jnp.float32, rngs=nnx.Rngs(0))),
+        lambda: setattr(model, "norm", type(model.norm)(24, 1e-5, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))),
         lambda: lora_with_values(model),
         lambda: lora.merge(model, keep=False),
         lambda: setattr(layers[1], "attention_norm", Doubled(layers[1].attention_norm)),

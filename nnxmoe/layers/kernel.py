@@ -223,7 +223,7 @@ def fan_in(inputs: Sequence[int], gain: float = 1.0) -> nnx.Initializer:
 def kernel_param(
     ins: Sequence[int],
     outs: Sequence[int],
-    axes: Sequence[str],
+    axes: Sequence[str | None],
     *,
     lead: Sequence[int] = (),
     gain: float = 1.0,

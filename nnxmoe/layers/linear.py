@@ -26,7 +26,7 @@ class Linear(nnx.Module):
         self,
         ins: Sequence[int],
         outs: Sequence[int],
-        axes: Sequence[str],
+        axes: Sequence[str | None],
         *,
         bias: bool = False,
         gain: float = 1.0,

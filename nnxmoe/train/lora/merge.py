@@ -11,7 +11,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.lora import Kept, LoRA, LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.layers.xla_cpu import as_bits, from_bits
@@ -27,7 +26,7 @@ from nnxmoe.train.lora.slots import slots, unmerged
 class Merged(nnx.Module):
     """A merged adapter with the original kernels."""
 
-    def __init__(self, adapter: LoRA, base: Sequence[KernelParam | QuantizedWeight]):
+    def __init__(self, adapter: LoRA, base: Sequence[nnx.Param | QuantizedWeight]):
         self.a = _kept(adapter.a)
         self.b = _kept(adapter.b)
         self.alpha = adapter.alpha
@@ -39,7 +38,7 @@ def _kept(variable: nnx.Variable) -> Kept:
     return Kept(variable.get_value(), **_labels(variable))
 
 
-def _kept_kernel(kernel: KernelParam | QuantizedWeight) -> Kept | QuantizedWeight:
+def _kept_kernel(kernel: nnx.Param | QuantizedWeight) -> Kept | QuantizedWeight:
     if isinstance(kernel, QuantizedWeight):
         return kernel.holding({name: _kept(variable) for name, variable in kernel.arrays.items()})
     return _kept(kernel)
