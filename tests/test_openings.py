@@ -71,14 +71,14 @@ def test_every_opening_changes_the_output(model: Openings) -> None:
 
 
 def test_a_recurrence_is_what_it_says(model: Openings) -> None:
-    layer, x = model.stacks[3].layers[0].attention, np.asarray(jax.random.normal(jax.random.key(0), (2, 7, 24)))
+    layer, x = model.stacks[3].layers[0].attention, jax.random.normal(jax.random.key(0), (2, 7, 24))
     taps, decay = np.asarray(layer.taps(x)), 1 / (1 + np.exp(-np.asarray(layer.decay(x))))
     h, states = np.zeros((2, 24)), []
     for t in range(7):
         conv = sum(taps[:, t - i, WINDOW - 1 - i] for i in range(WINDOW) if t >= i)
         h = decay[:, t] * h + (1 - decay[:, t]) * np.tanh(conv)
         states.append(h)
-    ours, _ = layer(jnp.asarray(x), nnxmoe.Context.of_rows(CONFIG.rope, 2, 7))
+    ours, _ = layer(x, nnxmoe.Context.of_rows(CONFIG.rope, 2, 7))
     assert max_error(ours, layer.o(jnp.asarray(np.stack(states, 1), jnp.float32))) < PART_TOLERANCE
 
 
