@@ -69,7 +69,7 @@ class GroupedExpertsConfig(DecoderConfig):
 
     @property
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Those of the shared expert, of width 0, where there is none."""
+        """Names and shapes of a shared expert of width 0, which transformers stores if ``n_shared_experts`` is 0."""
         shapes = {"gate": (0, self.hidden_size), "up": (0, self.hidden_size), "down": (self.hidden_size, 0)}
         names = {f"mlp.shared_experts.{x}_proj.weight": shape for x, shape in shapes.items()}
         return names if self.n_shared_experts == 0 else {}

@@ -26,7 +26,7 @@ def some(names: Sequence[str], limit: int = 3) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> str:
-    """The end of a message on an unknown name: the known ones that are nearest, whatever their case; empty if none."""
+    """Return "; did you mean …?" with the known names nearest to an unknown one, ignoring case; "" if none is near."""
     names = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), names, most, cutoff)
     return f"; did you mean {' or '.join(names[one] for one in near)}?" if near else ""

@@ -237,9 +237,9 @@ def _value(kind: Codes, codes: Any) -> Any:
     """Values of codes in float32. The bits of fp8 and fp4 are moved to those of float16, whose bias is larger."""
     if kind.kind not in ("fp8", "fp4"):
         return codes.astype(jnp.float32)
-    low, sign, up, bias = (0x7F, 0x80, 7, 2.0**8) if kind.kind == "fp8" else (7, 8, 9, 2.0**14)
+    low, sign, up, over, bias = (0x7F, 0x80, 7, 8, 2.0**8) if kind.kind == "fp8" else (7, 8, 9, 12, 2.0**14)
     codes = codes.astype(jnp.uint16)
-    bits = (codes & low) << up | (codes & sign) << (8 if kind.kind == "fp8" else 12)
+    bits = (codes & low) << up | (codes & sign) << over
     return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * bias
 
 

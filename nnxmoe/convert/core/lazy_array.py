@@ -28,8 +28,9 @@ class LazyArray:
     ``read_box(box, empty)`` returns the values of a box; ``empty`` allocates memory that it may read into.
     ``block``: efficient size of a read, in bytes. ``codes``, ``parts``: how the file quantises the values, and its
     arrays by name: ``codes``, ``scale``, perhaps ``zero`` and ``order``. ``file``: its name, for messages; ``tensors``:
-    what it is read from in the file, if that has other names. ``fault``: an error message from checking the headers.
-    ``holders``: for an array that spans processes, those that hold all of it; ``joined`` computes it on all devices.
+    names of the tensors that it is read from, if they differ from its own. ``fault``: an error message from checking
+    the headers. ``holders``: for an array that spans processes, those that hold all of it; ``joined`` computes it on
+    all devices.
     """
 
     shape: tuple[int, ...]

@@ -91,10 +91,13 @@ def _transpose(out: np.ndarray, values: np.ndarray) -> None:
 
 def with_views(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
     """Arrays of tensors, with the parts that a table names in the place of tensors that hold several parameters."""
-    rows = [(w, int(".experts." in key)) for key in table for w in options(table, key) if not w.whole]
+    rows: dict[str, list[tuple[W, int]]] = {}
+    for key in table:
+        for w in (w for w in options(table, key) if not w.whole):
+            rows.setdefault(w.name, []).append((w, int(".experts." in key)))
     found: dict[str, LazyArray] = {}
     for name, array in arrays.items():
-        views = [View(name, w, dim) for w, dim in rows if w.name == layer_of(name)[1]]
+        views = [View(name, w, dim) for w, dim in rows.get(layer_of(name)[1], ())]
         found |= {view.name: view.of(array) for view in views} or {name: array}
     return found
 
