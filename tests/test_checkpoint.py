@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -23,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import nnxmoe
 from nnxmoe.storage.errors import CheckpointError, summary
 from nnxmoe.train.runs.checkpoints import VERSION, Checkpoints
+from tests.support.forked import forked
 from tests.support.launch import Launch
 
 Tree = dict[str, Any]
@@ -284,9 +284,9 @@ def test_one_process_writes_at_a_time_and_a_forked_child_does_not_hold_the_lock(
     with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(0, state(0))
         checkpoints.wait()
-        _, said = apart(refused_lock, tmp_path / "run")
+        _, said = forked(refused_lock, tmp_path / "run")
         assert said[0] == 0 and "is locked by another process" in said[1], "reading is for everyone"
-    assert apart(fork_and_die, tmp_path / "run")[0] == 3
+    assert forked(fork_and_die, tmp_path / "run")[0] == 3
     with Checkpoints(tmp_path / "run") as checkpoints:
         assert checkpoints.save(2, state(2))
 
@@ -391,7 +391,7 @@ def in_small_files(run: Path, pipe: Connection) -> None:
 
 def test_full_disk_is_reported_by_the_next_call(tmp_path: Path) -> None:
     """The partial step is removed and can be saved again once there is space."""
-    assert apart(in_small_files, tmp_path / "run")[0] == 3
+    assert forked(in_small_files, tmp_path / "run")[0] == 3
 
 
 def test_reason_of_an_error_of_tensorstore_is_kept() -> None:
@@ -402,38 +402,6 @@ def test_reason_of_an_error_of_tensorstore_is_kept() -> None:
 
 
 # Kills
-
-
-def apart(function: Callable[..., None], *arguments: Any, kill_after: float | None = None) -> tuple[int, list[Any]]:
-    """Run a function in another process and return its exit code and messages.
-
-    With ``kill_after``, the process is killed that many seconds after its first message.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.test_checkpoint"])
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=function, args=(*arguments, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(60), "the process never began"
-        said = [ours.recv()]
-        if kill_after is not None:
-            time.sleep(kill_after)
-            assert process.pid
-            os.kill(process.pid, signal.SIGKILL)
-        process.join(60)
-        while ours.poll():
-            try:
-                said.append(ours.recv())
-            except EOFError:
-                break
-        assert process.exitcode is not None
-        return process.exitcode, said
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
 
 
 def state(step: int) -> Tree:
@@ -459,7 +427,7 @@ def test_thirty_random_kills_lose_at_most_one_step(tmp_path: Path) -> None:
     """The latest step is always complete; only the step being written is lost."""
     run, moments, seen, midway = tmp_path / "run", random.Random(0), set(), 0
     for _ in range(30):
-        code, said = apart(train_for_ever, run, kill_after=moments.uniform(0, 0.5))
+        code, said = forked(train_for_ever, run, kill_after=moments.uniform(0, 0.5))
         assert code == -signal.SIGKILL
         checkpoints = Checkpoints(run, keep=2)
         latest = checkpoints.latest()

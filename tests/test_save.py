@@ -3,13 +3,10 @@ either."""
 
 import errno
 import json
-import multiprocessing
 import os
 import random
 import resource
 import signal
-import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from nnxmoe.models import Llama, LlamaConfig
 from nnxmoe.storage import atomic_dir as atomic_dir_module
 from nnxmoe.storage.atomic_dir import atomic_dir
 from nnxmoe.storage.checkpoint import Checkpoint
+from tests.support.forked import forked
 
 SMALL: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 2, "max_position_embeddings": 32}
@@ -51,33 +49,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def apart(function: Callable[..., None], *arguments: Any, kill_after: float | None = None) -> int:
-    """Run a function in another process and return its exit code.
-
-    With ``kill_after``, the process is killed that many seconds after it reports its start.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.test_save"])
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=function, args=(*arguments, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(60), "the process never began"
-        ours.recv()
-        if kill_after is not None:
-            time.sleep(kill_after)
-            assert process.pid
-            os.kill(process.pid, signal.SIGKILL)
-        process.join(60)
-        assert process.exitcode is not None
-        return process.exitcode
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
-
-
 def _save_for_ever(folder: Path, version: int, pipe: Connection) -> None:
     models, save = [model_of(version), model_of(version + 1)], nnxmoe.save_pretrained  # imported before the kill
     pipe.send("go")
@@ -98,7 +69,7 @@ def test_save_is_atomic_under_thirty_random_kills(tmp_path: Path) -> None:
     seen, midway = set(), 0
     for trial in range(30):
         before = version_in(folder)
-        code = apart(_save_for_ever, folder, 2 * trial + 1, kill_after=moments.uniform(0, 0.4))
+        code, _ = forked(_save_for_ever, folder, 2 * trial + 1, kill_after=moments.uniform(0, 0.4))
         assert code == -signal.SIGKILL
         for old in tmp_path.glob(".model.*.old"):  # as a user would
             if folder.exists():
@@ -119,7 +90,7 @@ def test_killed_first_save_leaves_nothing_or_a_whole_checkpoint(tmp_path: Path) 
     moments, whole = random.Random(1), 0
     for trial in range(6):
         folder = tmp_path / str(trial)
-        apart(_save_many, folder, kill_after=moments.uniform(0, 1))
+        forked(_save_many, folder, kill_after=moments.uniform(0, 1))
         made = sorted(folder.iterdir()) if folder.exists() else []
         versions = [version_in(path) for path in made if not path.name.startswith(".")]
         assert all(version == 7 for version in versions)
@@ -238,7 +209,7 @@ def _save_small_files_only(folder: Path, pipe: Connection) -> None:
 
 def test_file_size_limit_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
-    assert apart(_save_small_files_only, tmp_path / "model") == 3
+    assert forked(_save_small_files_only, tmp_path / "model")[0] == 3
     assert version_in(tmp_path / "model") == 1 and os.listdir(tmp_path) == ["model"]
 
 
@@ -260,7 +231,7 @@ def test_read_only_folder(tmp_path: Path) -> None:
         path.chmod(0o555)
     try:
         for target in (tmp_path / "new", tmp_path / "model" / "below"):
-            assert apart(_save_as_nobody, target) == 3
+            assert forked(_save_as_nobody, target)[0] == 3
     finally:
         for path, mode in modes:
             path.chmod(mode)

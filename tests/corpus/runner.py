@@ -3,9 +3,9 @@
 import dataclasses
 import gc
 import io
-import multiprocessing
 import os
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -28,6 +28,7 @@ from nnxmoe.models import model_class
 from tests.corpus import configs, families, files, mxfp4, tensors, texts
 from tests.corpus.case import Case, Draft
 from tests.support.arrays import max_error
+from tests.support.forked import forked
 from tests.support.numpy_decoder import reference_logits
 from tests.support.running import MODEL_TOLERANCE
 from tests.support.tiny import ORACLE, random_tokens
@@ -98,25 +99,12 @@ def logits_error(outcome: Outcome, draft: Draft) -> float:
 
 def run(case: Case, folder: Path) -> Outcome:
     """Runs a case's action on a folder in a forked process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.corpus.runner"])
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(case.name, str(folder), theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(WALL):
-            process.kill()
-            return Outcome(("Hang",), f"no answer within {WALL:g} s")
-        return ours.recv()
-    except EOFError:
-        process.join(10)
-        return Outcome(("Crash",), f"the process ended with code {process.exitcode}")
-    finally:
-        process.join(5)
-        process.kill()
-        process.join()
-        ours.close()
+    code, said = forked(_child, case.name, str(folder), answer_within=WALL)
+    if said:
+        return said[0]
+    if code == -signal.SIGKILL:
+        return Outcome(("Hang",), f"no answer within {WALL:g} s")
+    return Outcome(("Crash",), f"the process ended with code {code}")
 
 
 def judge(case: Case) -> tuple[Outcome, str | None]:
