@@ -166,6 +166,7 @@ def test_a_finished_run_is_extended(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "holds a run of 2 epochs: give as many" in capsys.readouterr().err
 
 
+@pytest.mark.wrong_types
 def test_numbers_that_no_run_can_have() -> None:
     """Refused with a short ValueError wherever they are given; -0.0 counts as 0."""
     odd: list[Any] = [math.nan, math.inf, -math.inf, 10**400, -(10**400), 10**39, True, "3", [1, 2], np.float32("nan")]

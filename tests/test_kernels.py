@@ -161,6 +161,7 @@ def test_triton_leaves_the_rest_to_otherwise() -> None:
             TritonProduct(Refusing(), interpret=True)(rows, one)
 
 
+@pytest.mark.wrong_types
 def test_triton_product_on_a_mesh() -> None:
     """XLA cannot split the kernel, so that a model on several devices has the other product."""
     strategy = nnxmoe.Strategy(quantized=TritonProduct())
