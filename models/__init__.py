@@ -20,6 +20,7 @@ from nnxmoe.models.dots1 import Dots1, Dots1Config
 from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
 from nnxmoe.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
 from nnxmoe.models.gpt_oss import GptOss, GptOssConfig
+from nnxmoe.models.hy_v3 import HyV3, HyV3Config
 from nnxmoe.models.kimi_k2 import KimiK2, KimiK2Config
 from nnxmoe.models.llama import Llama, LlamaConfig, MistralConfig
 from nnxmoe.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
@@ -41,7 +42,7 @@ RELATIVES = {
     "minimax_m2": "minimax_m3_vl",
     "glm4_moe": "glm4v_moe exaone_moe",
     "mixtral": "minimax phimoe granitemoe jamba",
-    "qwen3_moe": "qwen3_next qwen3_5_moe qwen3_vl_moe ernie4_5_moe hunyuan_v1_moe hy_v3",
+    "qwen3_moe": "qwen3_next qwen3_5_moe qwen3_vl_moe ernie4_5_moe hunyuan_v1_moe",
     "olmoe": "flex_olmo",
     "qwen3": "qwen3_5 qwen3_vl olmo2 olmo3 gemma3",
     "qwen2": "qwen2_vl qwen2_5_vl",
@@ -62,7 +63,7 @@ def register(family: type[CausalLM]) -> None:
 
 for _family in (
     *(Llama, Mixtral, DeepSeekV3, DeepSeekV2, KimiK2, Glm4MoeLite, Glm4Moe, Dots1, SolarOpen, MiniMaxM2),
-    *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss),
+    *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
 ):
     register(_family)
 
@@ -83,6 +84,8 @@ __all__ = [
     "Glm4MoeLiteConfig",
     "GptOss",
     "GptOssConfig",
+    "HyV3",
+    "HyV3Config",
     "KimiK2",
     "KimiK2Config",
     "Llama",

@@ -79,11 +79,12 @@ class GroupedExpertsConfig(DecoderConfig):
         return tuple(i >= self.first_k_dense_replace for i in range(self.num_hidden_layers))
 
 
-def corrected_router(config: GroupedExpertsConfig, **kw: Any) -> Router:
-    """The router of DeepSeek-V3: sigmoids, a correction bias, and the groups of the two best experts each."""
+def corrected_router(config: Any, **kw: Any) -> Router:
+    """The router of DeepSeek-V3: sigmoids, a correction bias, and the groups of the two best experts each. ``config``:
+    a `GroupedExpertsConfig`, or another with the properties that are read here."""
     c = config
     select = SigmoidGroupTopK(c.num_experts_per_tok, c.n_group, c.topk_group, c.norm_topk_prob, c.routed_scaling_factor)
-    return Router(c.hidden_size, c.n_routed_experts, select, bias=True, **kw)
+    return Router(c.hidden_size, c.experts, select, bias=True, **kw)
 
 
 def grouped_experts(model: CausalLM, index: int, router: Callable[..., Router], **kw: Any) -> MLP | MoE:

@@ -242,6 +242,17 @@ DEFAULTS["minimax_m2"] = {
     "bos_token_id": 200034,
     "eos_token_id": 200020,
 }
+DEFAULTS["hy_v3"] = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 11158840.0,
+    "kv_heads": 8,
+    "head_width": 128,
+    "num_experts": 192,
+    "num_experts_per_tok": 8,
+    "router_scaling_factor": 2.826,
+    "sparse_layers": (False, *(True,) * 79),
+    "eos_token_id": None,
+}
 DEFAULTS["kimi_k2"] = DEFAULTS["deepseek_v3"]
 DEFAULTS["qwen3"] = DEFAULTS["qwen2"] | {"attention_bias": False}
 
@@ -476,6 +487,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; supported: None, 1"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ("kimi_k2", {"topk_method": "greedy"}, "topk_method 'greedy'"),
+    ("hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types lists 1 layers, not 80"),
+    ("hy_v3", {"route_norm": False}, "route_norm False is not supported"),
+    (
+        "hy_v3",
+        {"expert_hidden_dim": 8, "moe_intermediate_size": 16},
+        "expert_hidden_dim 8 and moe_intermediate_size 16",
+    ),
+    ("hy_v3", {"num_experts": 4}, "num_experts_per_tok 8 is more than num_experts 4"),
+    ("hy_v3", {"num_shared_experts": 0}, "num_shared_experts .* 0"),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types lists 1 layers, not 47"),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense", 3]}, "mlp_layer_types: 3 is not supported; .* dense, sparse"),
     ("glm4_moe_lite", {"mlp_layer_types": "dense"}, "mlp_layer_types must list .* 'dense'"),
@@ -859,6 +879,7 @@ SIZES = {
     "dots.llm1": 142.8e9,
     "solar-open-100b": 102.7e9,
     "minimax-m2": 228.7e9,
+    "hy3": 295e9,
 }
 
 

@@ -76,7 +76,7 @@ def errors(model: nnxmoe.CausalLM, case: Frozen) -> Iterator[tuple[str, float]]:
             yield f"{prefix}weights.{layer}", max_error(weights, case.arrays[f"{prefix}weights.{layer}"], mask)
 
 
-SCANNED = "deepseek_v2", "olmoe", "glm4_moe", "dots1", "solar_open", "minimax_m2"  # equal layers compile once
+SCANNED = "deepseek_v2", "olmoe", "glm4_moe", "dots1", "solar_open", "minimax_m2", "hy_v3"  # equal layers compile once
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,9 +127,10 @@ def test_names_are_kept_bit_for_bit(kind: str, folders: Callable[[str], Path], t
         assert np.array_equal(mine, other)
 
 
-def test_prediction_layer_of_glm_is_skipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["glm4_moe", "hy_v3"])
+def test_prediction_layer_is_skipped(kind: str, tmp_path: Path) -> None:
     """It has the number num_hidden_layers and, besides its own tensors, those of a layer with experts."""
-    case = load("glm4_moe")
+    case = load(kind)
     extra = {name.replace("layers.2.", "layers.3."): x for name, x in case.weights.items() if "layers.2." in name}
     extra["model.layers.3.eh_proj.weight"] = np.zeros((24, 48), np.float32)
     folder = write_checkpoint(tmp_path, case.fields | {"num_nextn_predict_layers": 1}, case.weights | extra)
@@ -356,6 +357,7 @@ def test_maxtext_layout(kind: str) -> None:
         ("dots1", "no table of MaxText's names for 'dots1'"),
         ("solar_open", "no table of MaxText's names for 'solar_open'"),
         ("minimax_m2", "no table of MaxText's names for 'minimax_m2'"),
+        ("hy_v3", "no table of MaxText's names for 'hy_v3'"),
     ],
 )
 def test_what_maxtext_does_not_have_is_refused(kind: str, message: str, folders: Callable[[str], Path]) -> None:
@@ -570,7 +572,8 @@ MISTAKES: list[tuple[str, Plant]] = [
         for plant in (*ROTARY_MISTAKES, norm_after_rotation, forget_norm, per_head_instead_of_whole)
     ),
     *(("minimax_m2", plant) for plant in (forget_correction, select_with(normalise=False))),
-    *((kind, select_with(scale=1.0)) for kind in ("glm4_moe", "dots1", "solar_open")),
+    *(("hy_v3", plant) for plant in (norm_after_rotation, forget_correction, forget_shared, drop_bias("o"))),
+    *((kind, select_with(scale=1.0)) for kind in ("glm4_moe", "dots1", "solar_open", "hy_v3")),
 ]
 
 

@@ -295,6 +295,22 @@ def _minimax_m2(rng: random.Random) -> Fields:
     return fields | {"num_local_experts": experts, "num_experts_per_tok": rng.choice([1, 2, 3, experts])}
 
 
+def _hy_v3(rng: random.Random) -> Fields:
+    layers = rng.choice([2, 3])
+    kinds = [rng.choice(["dense", "sparse", "sparse"]) for _ in range(layers)]
+    experts = rng.choice([4, 6, 8])
+    return _grouped(rng, layers) | {
+        "attention_bias": rng.random() < 0.7,
+        "mlp_layer_types": rng.choice([None, kinds]),
+        "moe_intermediate_size": rng.choice([12, 20]),
+        "num_experts": experts,
+        "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+        "num_shared_experts": rng.choice([1, 2]),
+        "router_scaling_factor": rng.choice([1.0, 1.8, 2.826]),
+        "enable_moe_fp32_combine": rng.random() < 0.5,
+    }
+
+
 # The frozen configurations, as the hub writes them
 
 _HUB: Fields = {
@@ -579,6 +595,28 @@ FAMILIES: dict[str, Family] = {
         },
         _minimax_m2,
         "minimax_m2",
+    ),
+    "hy_v3": Family(
+        _HUB
+        | _GQA
+        | {
+            "model_type": "hy_v3",
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "expert_hidden_dim": 12,
+            "moe_intermediate_size": 12,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "router_scaling_factor": 2.826,
+            "qk_norm": True,
+            "route_norm": True,
+            "num_nextn_predict_layers": 0,
+        },
+        _hy_v3,
+        "hy_v3",
     ),
 }
 

@@ -1,0 +1,144 @@
+"""Hy3 (Tencent Hunyuan, 2026), after the implementation in transformers.
+
+Grouped-query attention with normalised heads. The experts are DeepSeek-V3's in one group, under other names; which
+layers are dense is given per layer. transformers does not load the layer for multi-token prediction.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import check_at_most, count, per_layer
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.grouped_experts import corrected_router, grouped_experts
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE, HF_MTP, HF_QK_NORM
+from nnxmoe.moe.block import MoE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HyV3Config(DecoderConfig):
+    """``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: all but the first are sparse. ``attention_bias``:
+    biases of q, k, v and o. ``router_scaling_factor`` multiplies the weights of the chosen experts, which sum to 1.
+    ``num_nextn_predict_layers`` is 1 by default, because some published files lack it."""
+
+    model_type = "hy_v3"
+    architecture = "HYV3ForCausalLM"
+    scale_in_queries = False
+    aliases = {"num_local_experts": "num_experts", "expert_hidden_dim": "moe_intermediate_size"}
+    fixed = {
+        "first_k_dense_replace": (1,),  # published instead of mlp_layer_types, which decides
+        "mlp_bias": (None, False),
+        "moe_router_enable_expert_bias": (None, True),
+        "moe_router_use_sigmoid": (None, True),
+        "qk_norm": (None, True),
+        "route_norm": (None, True),
+    }
+    # The first three decide which results are rounded to 16 bits.
+    ignored = """enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine eod_token_id use_grouped_mm
+        output_router_logits"""
+    n_group = topk_group = 1
+    norm_topk_prob = True
+
+    vocab_size: int = 120832
+    hidden_size: int = 4096
+    intermediate_size: int = 13312
+    num_hidden_layers: int = 80
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = count(128, most=2**16)
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 11158840.0
+    attention_bias: bool = False
+    mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
+    moe_intermediate_size: int = count(1536, most=2**24)
+    num_experts: int = count(192, most=4096)
+    num_shared_experts: int = count(1, most=4096)
+    num_experts_per_tok: int = 8
+    router_scaling_factor: float = 2.826
+    num_nextn_predict_layers: int = count(1, least=0, most=1024)
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+    def _check(self) -> None:
+        super()._check()
+        check_at_most(self, "num_experts_per_tok", "num_experts")
+
+    @property
+    def experts(self) -> int:
+        return self.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
+    @property
+    def n_shared_experts(self) -> int:
+        """The name in DeepSeek-V3's config; likewise below."""
+        return self.num_shared_experts
+
+    @property
+    def routed_scaling_factor(self) -> float:
+        return self.router_scaling_factor
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        kinds = self.mlp_layer_types or ["dense", *["sparse"] * (self.num_hidden_layers - 1)]
+        return tuple(kind == "sparse" for kind in kinds)
+
+
+PRESETS: dict[str, DecoderConfig] = {
+    "hy3": HyV3Config(
+        max_position_embeddings=262144,
+        rope_parameters={"rope_theta": 11158840.0, "rope_type": "default"},
+        bos_token_id=120000,
+        eos_token_id=120025,
+        pad_token_id=120002,
+        dtype="bfloat16",
+    )
+}
+
+# The second names are those of transformers in memory.
+_SHARED = {
+    f"layer.moe.shared.{x}.kernel": (W(f"mlp.shared_mlp.{x}_proj.weight"), W(f"mlp.shared_experts.{x}_proj.weight"))
+    for x in ("gate", "up", "down")
+}
+# Without copies of the embedding and the head.
+_MTP = {key: row for key, row in HF_MTP.items() if key.endswith((".scale", "project.kernel"))}
+_MTP |= {"layer.mtp.norm.scale": W("final_layernorm.weight")}
+
+
+class HyV3(CausalLM):
+    """Hy3."""
+
+    configs = (HyV3Config,)
+    presets = PRESETS
+    hub_ids = {"hy3": "tencent/Hy3"}
+    hub_notes = {"hy3": "the layer for multi-token prediction is left out without mtp=True"}
+    hf_table = (
+        HF_DECODER
+        | HF_GQA
+        | HF_QK_NORM
+        | HF_MLP
+        | HF_MOE
+        | _SHARED
+        | {
+            "layer.moe.router.kernel": (W("mlp.router.gate.weight"), W("mlp.gate.weight")),
+            "layer.moe.router.bias": (W("mlp.expert_bias"), W("mlp.e_score_correction_bias")),
+        }
+        | _MTP
+    )
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
+        return self.gqa(window=None, bias=c.attention_bias, qk_norm=norm, **kw)
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        return grouped_experts(self, index, functools.partial(corrected_router, self.config), **kw)
