@@ -10,7 +10,7 @@ from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
-from nnxmoe.layers.mla import MLA
+from nnxmoe.layers.mla import MLA, LatentWidths
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.causal_lm import CausalLM
@@ -96,13 +96,15 @@ class DeepSeekV3(CausalLM):
     def attention(self, index: int, **kw: Any) -> MLA:
         c = self.config
         return MLA(
-            c.hidden_size,
-            c.num_attention_heads,
-            q_rank=c.q_lora_rank,
-            kv_rank=c.kv_lora_rank,
-            nope=c.qk_nope_head_dim,
-            rope=c.qk_rope_head_dim,
-            v_dim=c.v_head_dim,
+            LatentWidths(
+                c.hidden_size,
+                c.num_attention_heads,
+                q_rank=c.q_lora_rank,
+                kv_rank=c.kv_lora_rank,
+                nope=c.qk_nope_head_dim,
+                rope=c.qk_rope_head_dim,
+                v_dim=c.v_head_dim,
+            ),
             scale=c.softmax_scale,
             bias=c.attention_bias,
             rotary=c.rope,

@@ -15,8 +15,8 @@ from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.cache import Cache, KVCache, LatentCache, Past, RingCache, Slots, append_full, append_ring
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.mla import MLA
+from nnxmoe.layers.gqa import GQA, Heads
+from nnxmoe.layers.mla import MLA, LatentWidths
 from nnxmoe.layers.rope import PartialRotary, rotate_halves, rotate_pairs, rotation_at
 from tests.support.arrays import inputs_first, max_error
 from tests.support.attention import DENSE, LENGTH, MODELS, SCANNED, masks
@@ -547,8 +547,8 @@ def test_attention_alone_ignores_padding() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_gqa_equals_numpy(window: int | None) -> None:
     """NumPy computes each head separately in float64, with biases, groups, rotation, scale and window."""
-    options: dict[str, Any] = {"rotary": Rope(4, 100.0), "window": window, "bias": True, "attend": Reference()}
-    gqa = GQA(10, 6, 2, 4, **options, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    options: dict[str, Any] = {"rotary": Rope(4, 100.0), "window": window, "attend": Reference()}
+    gqa = GQA(Heads(10, 6, 2, 4, bias=True), **options, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
     randomise(gqa, seed=1)
     x = np.random.default_rng(0).standard_normal((2, 7, 10))
     w = {name: inputs_first(getattr(gqa, name).kernel).astype(np.float64) for name in "qkvo"}
@@ -579,13 +579,7 @@ def test_mla_forms_agree(q_rank: int | None, rotate: Any) -> None:
 
     def make(form: Any) -> MLA:
         mla = MLA(
-            12,
-            3,
-            q_rank=q_rank,
-            kv_rank=5,
-            nope=6,
-            rope=4,
-            v_dim=7,
+            LatentWidths(12, 3, q_rank=q_rank, kv_rank=5, nope=6, rope=4, v_dim=7),
             scale=0.3,
             bias=True,
             rotary=Rope(4, 100.0),

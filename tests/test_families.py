@@ -24,7 +24,7 @@ from nnxmoe.cli.summary import summarise
 from nnxmoe.config.rope import Rope
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.layout import layout
-from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.qk_norm import QKNorm, WholeNorm
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
@@ -268,9 +268,9 @@ def whole_norm_on_shards() -> tuple[float, float]:
     norm = QKNorm.whole(8, 4, 6, 1e-5, dtype=f32, rngs=rngs)
     for each in (norm.q, norm.k):
         each.scale.set_value(1 + 0.5 * jax.random.normal(rngs.params(), each.scale.shape))
-    attend = nnxmoe.Reference()
-    options: dict[str, Any] = {"rotary": Rope(6, 100.0), "window": None, "bias": True, "out_bias": False}
-    gqa = GQA(16, 8, 4, 6, **options, attend=attend, qk_norm=norm, dtype=f32, rngs=rngs)
+    options: dict[str, Any] = {"rotary": Rope(6, 100.0), "window": None, "attend": nnxmoe.Reference()}
+    heads = Heads(16, 8, 4, 6, bias=True, out_bias=False)
+    gqa = GQA(heads, **options, qk_norm=norm, dtype=f32, rngs=rngs)
     x = jax.random.normal(jax.random.key(1), (2, 7, 16)) * jnp.arange(1, 17)  # heads of different sizes
     graph, params = nnx.split(gqa)
 

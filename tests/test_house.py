@@ -151,10 +151,7 @@ def test_files_have_a_docstring() -> None:
 # Names that still occur twice; remove those that become unique, do not add any.
 REPEATED_CLASSES: set[str] = set()
 REPEATED_FILES = {"layout", "rope", "source"}
-# Functions that still have more parameters than MOST_PARAMETERS, or are longer than MOST_LINES.
 MOST_PARAMETERS, MOST_LINES = 10, 60
-MANY_PARAMETERS = {"GQA.__init__", "MLA.__init__", "from_pretrained"}
-LONG = {"convert"}
 
 
 def repeated(names: Iterable[str]) -> set[str]:
@@ -185,8 +182,7 @@ def test_functions_are_short_and_take_few_parameters() -> None:
         count -= bool(args.args) and args.args[0].arg in ("self", "cls")
         many |= {name} if count > MOST_PARAMETERS else set()
         long |= {name} if (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES else set()
-    assert many == MANY_PARAMETERS
-    assert long == LONG
+    assert not many and not long, (many, long)
 
 
 SMALL = {"nnxmoe", "jax", "jaxtyping", "jinja2", "markupsafe", "safetensors", "tokenizers", "tqdm"}

@@ -150,14 +150,7 @@ def convert(
     ``quantize``: then round the kernels to codes.
     Raises ValueError; invalid arguments are reported before anything is read.
     """
-    if to not in KINDS:
-        raise ValueError(f"--to {to}: choose one of {', '.join(KINDS)}")
-    if scan and to == "hf":
-        raise ValueError("--scan: Hugging Face's layout keeps every layer's tensors apart; leave it out")
-    if quantize is not None and to == "maxtext":
-        raise ValueError("--quantize: MaxText's layout stores floats only: leave it out, or convert to hf or orbax")
-    if verify and jax.process_count() > 1:
-        raise ValueError("--verify needs a single process: run it on one machine that has the files")
+    _check(to, scan, quantize, verify)
     refuse_unless_empty(target)
     kind, writer = KINDS[kind_of(source)], KINDS[to]
     if config is not None and kind is not KINDS["maxtext"]:
@@ -191,6 +184,18 @@ def convert(
         again = writer.load(target, used, None, strategy)
         difference = _difference(wanted, _logits(again), target, narrow)
     return Done(report.source, target, count, size, report.bytes_per_second, write_speed, difference)
+
+
+def _check(to: str, scan: bool, quantize: Method | Mixed | None, verify: bool) -> None:
+    """Raise ValueError for options that do not go together."""
+    if to not in KINDS:
+        raise ValueError(f"--to {to}: choose one of {', '.join(KINDS)}")
+    if scan and to == "hf":
+        raise ValueError("--scan: Hugging Face's layout keeps every layer's tensors apart; leave it out")
+    if quantize is not None and to == "maxtext":
+        raise ValueError("--quantize: MaxText's layout stores floats only: leave it out, or convert to hf or orbax")
+    if verify and jax.process_count() > 1:
+        raise ValueError("--verify needs a single process: run it on one machine that has the files")
 
 
 def _given_config(name: str | None) -> DecoderConfig | None:

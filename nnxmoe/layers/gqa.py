@@ -1,5 +1,6 @@
 """Grouped-query attention (Ainslie et al. 2023), with an optional sliding window (Mistral) and normalised heads."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -27,31 +28,45 @@ class OutputGate(nnx.Module):
         return y * jax.nn.sigmoid(self.g(x))
 
 
-class GQA(nnx.Module):
-    """N query heads over K key/value heads of width H; kernels ``q [D N H]``, ``k v [D K H]``, ``o [N H D]``.
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """N query heads over K key/value heads of width H, for activations of width D: the projections of `GQA`.
 
-    ``scale``: factor of the scores; None means ``H ** -0.5``. With another scale the query kernel is initialised so
-    that the scores have the same variance (MaxText folds the scale into that kernel and uses 1). ``rotary``:
-    rotary position embedding of queries and keys, None: they carry no position; ``rotate``: its pairing of a head's
-    components. ``bias``: of q, k and v. ``out_bias``: of o; None means as ``bias``. ``window``: number of
-    keys that a query attends to, its own included; None means all. ``sinks``: None for a softmax over the keys alone.
-    ``gate``: factors of the output of each head; None: no factors.
+    Args:
+        bias: whether q, k and v have one.
+        out_bias: whether o has one; None: as ``bias``.
+        scale: factor of the scores; None: ``H ** -0.5``. With another scale the query kernel is initialised so that the
+            scores have the same variance (MaxText folds the scale into that kernel and uses 1).
+    """
+
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool
+    out_bias: bool | None = None
+    scale: float | None = None
+
+
+class GQA(nnx.Module):
+    """Grouped-query attention; kernels ``q [D N H]``, ``k v [D K H]``, ``o [N H D]``.
+
+    Args:
+        rotary: rotary position embedding of queries and keys; None: they carry no position.
+        window: number of keys that a query attends to, its own included; None: all.
+        rotate: how the rotation pairs the components of a head.
+        sinks: None for a softmax over the keys alone.
+        gate: factors of the output of each head; None: no factors.
     """
 
     def __init__(
         self,
-        dim: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
+        heads: Heads,
         *,
         rotary: Rope | None,
         window: int | None,
-        bias: bool,
         attend: Attend,
-        scale: float | None = None,
         rotate: Rotate = rotate_halves,
-        out_bias: bool | None = None,
         qk_norm: QKNorm | None = None,
         sinks: Sinks | None = None,
         gate: OutputGate | None = None,
@@ -61,15 +76,16 @@ class GQA(nnx.Module):
         self.window = window
         self.attend = attend
         self.rotary, self.rotate = rotary, rotate
-        self.scale = head_dim**-0.5 if scale is None else scale
         self.qk_norm, self.sinks, self.gate = qk_norm, sinks, gate
-        kw: dict[str, Any] = {"bias": bias, "dtype": dtype, "rngs": rngs}
-        gain = head_dim**-0.5 / self.scale
-        self.q = Linear((dim,), (heads, head_dim), ("embed", "heads", "head"), gain=gain, **kw)
-        self.k = Linear((dim,), (kv_heads, head_dim), ("embed", "kv_heads", "head"), **kw)
-        self.v = Linear((dim,), (kv_heads, head_dim), ("embed", "kv_heads", "head"), **kw)
-        kw["bias"] = bias if out_bias is None else out_bias
-        self.o = Linear((heads, head_dim), (dim,), ("heads", "head", "embed"), **kw)
+        dim, q, kv = (heads.dim,), (heads.heads, heads.head_dim), (heads.kv_heads, heads.head_dim)
+        plain = heads.head_dim**-0.5
+        self.scale = plain if heads.scale is None else heads.scale
+        kw: dict[str, Any] = {"bias": heads.bias, "dtype": dtype, "rngs": rngs}
+        self.q = Linear(dim, q, ("embed", "heads", "head"), gain=plain / self.scale, **kw)
+        self.k = Linear(dim, kv, ("embed", "kv_heads", "head"), **kw)
+        self.v = Linear(dim, kv, ("embed", "kv_heads", "head"), **kw)
+        kw["bias"] = heads.bias if heads.out_bias is None else heads.out_bias
+        self.o = Linear(q, dim, ("heads", "head", "embed"), **kw)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None = None

@@ -103,23 +103,32 @@ class Query(nnx.Module):
         return self.b(self.norm(self.a(x)))
 
 
+@dataclasses.dataclass(frozen=True)
+class LatentWidths:
+    """Sizes of `MLA`: ranks of the latents, and widths of a head's parts without and with rotation and of its values.
+
+    ``q_rank`` None: queries are one full-rank projection.
+    """
+
+    dim: int
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    v_dim: int
+
+
 class MLA(nnx.Module):
     """Latent attention; kernels ``kv_a [kv_rank + rope, D]``, ``kv_b [N, nope + v, kv_rank]``, ``o [D, N, v]``.
 
-    ``q_rank`` None: queries are one full-rank projection. ``rotary``, ``rotate``: as in `GQA`. ``bias``: on the
-    down-projections and the output only.
+    ``rotary``, ``rotate``: as in `GQA`. ``bias``: on the down-projections and the output only.
     """
 
     def __init__(
         self,
-        dim: int,
-        heads: int,
+        widths: LatentWidths,
         *,
-        q_rank: int | None,
-        kv_rank: int,
-        nope: int,
-        rope: int,
-        v_dim: int,
         scale: float,
         bias: bool,
         rotary: Rope | None,
@@ -129,17 +138,18 @@ class MLA(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
-        self.nope, self.kv_rank, self.scale = nope, kv_rank, scale
+        w, dim, heads = widths, widths.dim, widths.heads
+        self.nope, self.kv_rank, self.scale = w.nope, w.kv_rank, scale
         self.rotary, self.rotate, self.form, self.attend = rotary, rotate, form, attend
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        if q_rank is None:
-            self.q = Linear((dim,), (heads, nope + rope), ("embed", "heads", "head"), **kw)
+        if w.q_rank is None:
+            self.q = Linear((dim,), (heads, w.nope + w.rope), ("embed", "heads", "head"), **kw)
         else:
-            self.q = Query(dim, q_rank, heads, nope + rope, bias=bias, **kw)
-        self.kv_a = Linear((dim,), (kv_rank + rope,), ("embed", "latent"), bias=bias, **kw)
-        self.kv_norm = RMSNorm(kv_rank, LATENT_NORM_EPS, **kw)
-        self.kv_b = Linear((kv_rank,), (heads, nope + v_dim), ("kv_rank", "heads", "head"), **kw)
-        self.o = Linear((heads, v_dim), (dim,), ("heads", "head", "embed"), bias=bias, **kw)
+            self.q = Query(dim, w.q_rank, heads, w.nope + w.rope, bias=bias, **kw)
+        self.kv_a = Linear((dim,), (w.kv_rank + w.rope,), ("embed", "latent"), bias=bias, **kw)
+        self.kv_norm = RMSNorm(w.kv_rank, LATENT_NORM_EPS, **kw)
+        self.kv_b = Linear((w.kv_rank,), (heads, w.nope + w.v_dim), ("kv_rank", "heads", "head"), **kw)
+        self.o = Linear((heads, w.v_dim), (dim,), ("heads", "head", "embed"), bias=bias, **kw)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None = None

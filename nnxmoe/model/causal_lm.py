@@ -20,7 +20,7 @@ from nnxmoe.config.rope import DynamicRope
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.context import Attention, Context, FeedForward
 from nnxmoe.layers.embed import Embed
-from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
@@ -89,11 +89,11 @@ class CausalLM(nnx.Module):
         """The hidden states in what a layer hands on; the inverse of `enter`."""
         return x
 
-    def gqa(self, **options: Any) -> GQA:
-        """Grouped-query attention with the heads and the rotation of the config, or with other ``options``."""
+    def gqa(self, *, bias: bool, out_bias: bool | None = None, scale: float | None = None, **options: Any) -> GQA:
+        """Grouped-query attention with the heads and the rotation of the config, or with other ``options`` of `GQA`."""
         c = self.config
-        heads = c.num_attention_heads, c.kv_heads, c.head_width
-        return GQA(c.hidden_size, *heads, **{"rotary": c.rope, "attend": self.strategy.attend, **options})
+        heads = Heads(c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_width, bias, out_bias, scale)
+        return GQA(heads, **{"rotary": c.rope, "attend": self.strategy.attend, **options})
 
     def moe(self, router: Router, width: int, shared: Any = None, **options: Any) -> MoE:
         """A feed-forward with an expert of ``width`` for each logit of the router, computed as the strategy says.

@@ -102,7 +102,7 @@ class Strategy:
     ``remat``: what the backward pass computes again. ``quantized``: the product of rows with quantised kernels.
     ``cache``: a format for the caches of layers (`Int8Cache`); None: the activations' dtype. ``compute_dtype`` None:
     activations have the dtype of the loaded matrices. ``mesh``: where parameters and tokens lie, split by
-    ``rules``; ``from_pretrained(mesh=…, rules=…)`` sets them.
+    ``rules``; ``from_pretrained(mesh=…)`` sets it.
     """
 
     dispatch: Dispatch = Sorted()

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from nnxmoe.axes import Rules
 from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short, some
@@ -53,7 +52,6 @@ def from_pretrained(
     revision: str | None = None,
     local_files_only: bool = False,
     *,
-    rules: Rules | None = None,
     keep_quantized: bool = False,
     quantize: Method | Mixed | None = None,
     mtp: bool = False,
@@ -62,8 +60,8 @@ def from_pretrained(
     """Load a model from a local folder or hub id. Its ``load_report`` accounts for every tensor.
 
     ``dtype`` None: as stored, with FP8 blocks as bfloat16. DeepSeek's correction bias is always float32.
-    ``mesh`` and ``rules`` (None: the strategy's): the rules shard the parameters over the mesh, and each process reads
-    only the shards of its devices.
+    ``mesh`` (None: the strategy's): the strategy's ``rules`` shard the parameters over it, and each process reads only
+    the shards of its devices.
     ``keep_quantized``: weights that the checkpoint stores as codes (FP8, int8, int4, NF4, MXFP4) stay codes in memory,
     which changes no number; default: they become floats. ``quantize``: round the kernels of attention, feed-forwards
     and experts, with `Mixed` the head's too, to codes while they are read (`Int8`, `Int4`, `Float8`, `Mixed`); lossy:
@@ -87,8 +85,7 @@ def from_pretrained(
         found = with_views(kind.hf_table, stored(checkpoint.tensors, checkpoint.config, where, checkpoint))
         refuse_unjustified(config, found, where)
         strategy = strategy or Strategy.auto()
-        mesh, rules = strategy.mesh if mesh is None else mesh, strategy.rules if rules is None else rules
-        strategy = dataclasses.replace(strategy, mesh=mesh, rules=rules)
+        strategy = strategy if mesh is None else dataclasses.replace(strategy, mesh=mesh)
         model = kind(config, strategy, rngs=None, mtp=mtp)
         model.generation_config, more = generation_fields(checkpoint.folder, config)
         notes += (*more, *_other_copies(model, checkpoint), *checkpoint.notes)
