@@ -59,7 +59,7 @@ def compiled(platform: str, config: Any, axes: dict[str, int], work: Work, step:
     """The program of a step. ``axes`` empty: for one device."""
     sizes: dict[str, Any] = {"fsdp": 1, "expert": 1} | axes
     strategy = default_strategy(config, sizes, platform, work)
-    strategy = dataclasses.replace(strategy, pipeline=work.pipeline, scan_layers=None)
+    strategy = dataclasses.replace(strategy, pipeline=work.pipeline)
     job = CompileJob(config, strategy, sizes, work, platform, DEVICES[platform])
     found = child.devices(dataclasses.replace(job, mesh={"fsdp": 4}))
     mesh = make_mesh(**sizes, devices=found if axes else found[:1])
@@ -73,7 +73,7 @@ def compiled(platform: str, config: Any, axes: dict[str, int], work: Work, step:
 
 
 def _forward(job: CompileJob, mesh: Any) -> Any:
-    strategy = dataclasses.replace(job.strategy, mesh=mesh, scan_layers=None)
+    strategy = dataclasses.replace(job.strategy, mesh=mesh)
     model = model_class(job.config)(job.config, strategy, rngs=None, dtype=jnp.bfloat16)
     graph, state = child.placed(model)
     rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None))

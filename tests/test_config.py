@@ -38,7 +38,7 @@ from tests.support.cases import NAMES, load_case
 from tests.support.declared import FILE
 from tests.support.families import FAMILIES
 from tests.support.published import PUBLISHED
-from tests.support.tiny import TINY
+from tests.support.tiny import TINY, stacking_of
 
 DATA = Path(__file__).parent / "data"
 
@@ -888,7 +888,7 @@ SIZES = {
 def test_preset_parameter_counts(name: str, scan: bool) -> None:
     """Models are built from shapes only and match the published counts to their precision."""
     config = PRESETS[name]
-    model = model_class(config)(config, nnxmoe.Strategy(scan_layers=scan), rngs=None)  # type: ignore[call-arg]
+    model = model_class(config)(config, nnxmoe.Strategy(stacking=stacking_of(scan)), rngs=None)  # type: ignore[call-arg]
     count = sum(math.prod(v.shape) for _, v in nnx.to_flat_state(nnx.state(model)))
     digits = len(str(SIZES[name] / 10 ** math.floor(math.log10(SIZES[name]))).replace(".", "").rstrip("0"))
     assert abs(count / SIZES[name] - 1) < 0.6 * 10 ** -(digits - 1), count

@@ -28,7 +28,7 @@ from tests.support.maxtext_cases import CASES, config_of, params_of
 from tests.support.tiny import TINY, tiny_weights, write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAIN = nnxmoe.Strategy(scan_layers=False)
+PLAIN = nnxmoe.Strategy(stacking=nnxmoe.Unrolled())
 MIXTRAL = str(HF_CASES / "mixtral_basic" / "model")  # head width 16: dividing queries by 4 is exact
 
 

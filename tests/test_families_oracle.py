@@ -30,7 +30,7 @@ from tests.support.reference import (  # noqa: E402
     write_theirs,
 )
 from tests.support.running import MODEL_TOLERANCE, feed  # noqa: E402
-from tests.support.tiny import Fields, write_checkpoint  # noqa: E402
+from tests.support.tiny import Fields, stacking_of, write_checkpoint  # noqa: E402
 from tests.support.toy_family import Granite  # noqa: E402
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
@@ -177,7 +177,7 @@ def test_family_with_another_embedding_residual_and_head(
     given |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": not scan}
     given |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
     weights = write_theirs(tmp_path / "theirs", "granite", given | {"logits_scaling": 0.25}, seed=1)
-    model = nnxmoe.from_pretrained(tmp_path / "theirs", strategy=nnxmoe.Strategy(scan_layers=scan))
+    model = nnxmoe.from_pretrained(tmp_path / "theirs", strategy=nnxmoe.Strategy(stacking=stacking_of(scan)))
     tokens, mask = tokens_of(48)
     theirs = run_theirs(load_theirs(tmp_path / "theirs", "granite"), tokens, mask)
     assert max_error(model(tokens, mask).logits, theirs.logits, mask) < MODEL_TOLERANCE

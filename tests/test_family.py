@@ -16,7 +16,7 @@ from nnxmoe.convert import maxtext
 from nnxmoe.train import lora
 from tests.support.arrays import max_error
 from tests.support.numpy_decoder import reference_logits
-from tests.support.tiny import TINY, Weights, random_tokens, tiny_weights, write_checkpoint
+from tests.support.tiny import TINY, Weights, random_tokens, stacking_of, tiny_weights, write_checkpoint
 from tests.support.toy_family import Toy
 
 FIELDS = TINY["llama"] | {"model_type": "qwen3", "sliding_window": None, "use_sliding_window": False}
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_new_family_logits_and_saving(checkpoint: Path, scan: bool, tmp_path: Path) -> None:
-    model = nnxmoe.from_pretrained(checkpoint, strategy=nnxmoe.Strategy(scan_layers=scan))
+    model = nnxmoe.from_pretrained(checkpoint, strategy=nnxmoe.Strategy(stacking=stacking_of(scan)))
     tokens = random_tokens(2, 12)
     assert isinstance(model, Toy)
     assert max_error(model(tokens).logits, reference_logits(FIELDS, weights(), tokens)) < 1e-4

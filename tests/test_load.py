@@ -46,7 +46,7 @@ from tests.benchmarks.processes import call
 from tests.support.arrays import max_error
 from tests.support.cases import load_case
 from tests.support.fp8 import FP8, quantise
-from tests.support.tiny import TINY, tiny_weights, write_checkpoint
+from tests.support.tiny import TINY, stacking_of, tiny_weights, write_checkpoint
 
 CASES = Path(__file__).parent / "data" / "hf"
 
@@ -129,7 +129,7 @@ def fused(tensors: dict[str, np.ndarray], names: tuple[str, str, str], block: st
 )
 def test_load_fused_experts(tmp_path: Path, case: str, names: tuple[str, str, str], block: str, scan: bool) -> None:
     folder = write(tmp_path / "m", case, fused(tensors_of(case), names, block))
-    model = nnxmoe.from_pretrained(folder, strategy=nnxmoe.Strategy(scan_layers=scan))
+    model = nnxmoe.from_pretrained(folder, strategy=nnxmoe.Strategy(stacking=stacking_of(scan)))
     np.testing.assert_allclose(logits(model, case), reference(case), atol=2e-4)
 
 
@@ -190,7 +190,7 @@ def test_fp8_blocks_with_ragged_edges(tmp_path: Path, scan: bool) -> None:
             expected[name] = by_the_rule(stored[name], stored[name + "_scale_inv"], block)
         else:
             stored[name] = expected[name] = tensor
-    strategy = nnxmoe.Strategy(scan_layers=scan)
+    strategy = nnxmoe.Strategy(stacking=stacking_of(scan))
     folder = write(tmp_path / "m", "deepseek_basic", stored, quantization_config=FP8)
     model = nnxmoe.from_pretrained(folder, dtype="float32", strategy=strategy)
     plain = nnxmoe.from_pretrained(write(tmp_path / "p", "deepseek_basic", expected), strategy=strategy)
@@ -341,7 +341,7 @@ def test_commands_and_scripts_warn_once(tmp_path: Path) -> None:
 
 def test_saved_models_load_again_bit_for_bit(tmp_path: Path) -> None:
     for case, scan in (("mixtral_basic", True), ("deepseek_yarn", False), ("llama3_rope", False)):
-        model = nnxmoe.from_pretrained(CASES / case / "model", strategy=nnxmoe.Strategy(scan_layers=scan))
+        model = nnxmoe.from_pretrained(CASES / case / "model", strategy=nnxmoe.Strategy(stacking=stacking_of(scan)))
         nnxmoe.save_pretrained(model, tmp_path / case, max_shard_size="300KB")
         saved: dict[str, np.ndarray] = {}
         for file in (tmp_path / case).glob("*.safetensors"):
@@ -362,7 +362,7 @@ def test_slice_of_a_parameter_reads_only_its_bytes(case: str, scan: bool) -> Non
     """Reading half of a parameter along any dimension that can be sharded equals the slice of the full read."""
     with Checkpoint.open(CASES / case / "model") as checkpoint, few_threads() as pool:
         config = nnxmoe.config_from_hf(checkpoint.config)
-        model = nnxmoe.models.model_class(config)(config, nnxmoe.Strategy(scan_layers=scan), rngs=None)
+        model = nnxmoe.models.model_class(config)(config, nnxmoe.Strategy(stacking=stacking_of(scan)), rngs=None)
         arrays = stored(checkpoint.tensors, checkpoint.config, "config.json", checkpoint)
         leaves = layout(model, arrays)
         filler = Filler(leaves, arrays)
@@ -391,7 +391,7 @@ def loaded_on_a_mesh(case: Path) -> None:
     mesh, ref = nnxmoe.make_mesh(fsdp=2, expert=2, tensor=2), load_file(case / "reference.safetensors")
     stored = sum(file.stat().st_size for file in (case / "model").glob("*.safetensors"))
     for scan in (False, True):
-        model = nnxmoe.from_pretrained(case / "model", mesh=mesh, strategy=nnxmoe.Strategy(scan_layers=scan))
+        model = nnxmoe.from_pretrained(case / "model", mesh=mesh, strategy=nnxmoe.Strategy(stacking=stacking_of(scan)))
         leaves = dict(nnx.to_flat_state(nnx.state(model)))
         assert all(len(v[...].sharding.device_set) == 8 for v in leaves.values())
         gate = next(v for p, v in leaves.items() if p[-1] == "gate")
@@ -438,7 +438,7 @@ def test_rules_of_several_mesh_axes() -> None:
 
 def test_sizes_of_a_mesh_that_are_proposed_fit_the_model() -> None:
     for name in ("mixtral-8x7b", "deepseek-v3", "gpt-oss-20b", "qwen3-30b-a3b"):
-        model = model_class(PRESETS[name])(PRESETS[name], nnxmoe.Strategy(scan_layers=True), rngs=None)
+        model = model_class(PRESETS[name])(PRESETS[name], nnxmoe.Strategy(stacking=nnxmoe.Scanned()), rngs=None)
         for sizes in ({"tensor": 96}, {"fsdp": 7, "expert": 48, "tensor": 12}, {"expert": 5, "fsdp": 3}, {"fsdp": 11}):
             rules = {**nnxmoe.RULES, "embed": ("fsdp", "expert")}
             with pytest.raises(ValueError, match="does not divide") as refused:

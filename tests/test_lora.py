@@ -36,7 +36,7 @@ from nnxmoe.train.lora.slots import adapted, slots
 from tests.support.adapters import fill
 from tests.support.arrays import max_error
 from tests.support.fp8 import FP8, quantise
-from tests.support.tiny import TINY, build, build_tiny, random_tokens, tiny_weights
+from tests.support.tiny import TINY, build, build_tiny, random_tokens, stacking_of, tiny_weights
 
 KINDS = ("llama", "mixtral", "deepseek_v3")
 EVERYTHING = {
@@ -65,7 +65,7 @@ def with_adapters(kind: str, strategy: Strategy | None = None, **changes: Any) -
 
 @functools.cache
 def _ready(kind: str, scan: bool) -> Any:
-    return with_adapters(kind, Strategy(scan_layers=scan))
+    return with_adapters(kind, Strategy(stacking=stacking_of(scan)))
 
 
 def ready(kind: str, scan: bool = False) -> Any:
@@ -97,7 +97,7 @@ def test_fresh_adapters_do_not_change_the_logits(kind: str, scan: bool) -> None:
     """Removing them restores the graphdef, so the compiled program is reused."""
     model = ready(kind, scan)
     lora.remove(model)
-    plain = build_tiny(kind, Strategy(scan_layers=scan), num_hidden_layers=2)
+    plain = build_tiny(kind, Strategy(stacking=stacking_of(scan)), num_hidden_layers=2)
     assert nnx.graphdef(bare(model)) == nnx.graphdef(bare(plain))
     lora.add(model, 4, alpha=6, targets=EVERYTHING[kind], rngs=nnx.Rngs(7))
     assert (logits(model) == logits(plain)).all()
@@ -188,7 +188,7 @@ def test_only_adapters_have_gradients() -> None:
 @pytest.mark.parametrize(("way", "scan"), [("dense", False), ("sorted", False), ("capacity", True)])
 def test_expert_adapter_affects_only_tokens_routed_to_it(way: str, scan: bool) -> None:
     """Checked for every expert of a one-layer model."""
-    model = build_tiny("mixtral", Strategy(dispatch=WAYS[way], scan_layers=scan), num_hidden_layers=1)
+    model = build_tiny("mixtral", Strategy(dispatch=WAYS[way], stacking=stacking_of(scan)), num_hidden_layers=1)
     lora.add(model, 2, targets="experts", rngs=nnx.Rngs(0))
     out = model(TOKENS, return_routing=True)
     for slot in adapted(model):
@@ -272,14 +272,16 @@ def test_merge_keeps_logits_and_unmerge_restores_bits(kind: str, scan: bool) -> 
     assert same(kernels(model) + values(model), bits) and (logits(model) == before).all()
     lora.merge(model, keep=False)
     assert max_error(logits(model), before) < 1e-5 and model.merged is None
-    plain = build_tiny(kind, Strategy(scan_layers=scan), num_hidden_layers=2)
+    plain = build_tiny(kind, Strategy(stacking=stacking_of(scan)), num_hidden_layers=2)
     assert nnx.graphdef(bare(model)) == nnx.graphdef(bare(plain))
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_unmerge_restores_bfloat16_bits(scan: bool) -> None:
     """Merging adds in float32 and rounds once."""
-    model = build(TINY["mixtral"], tiny_weights(TINY["mixtral"]), Strategy(scan_layers=scan), dtype="bfloat16")
+    model = build(
+        TINY["mixtral"], tiny_weights(TINY["mixtral"]), Strategy(stacking=stacking_of(scan)), dtype="bfloat16"
+    )
     lora.add(model, 4, rngs=nnx.Rngs(0))
     fill(model)
     bits, deltas = kernels(model) + values(model), {slot.place: slot.adapter.delta() for slot in adapted(model)}
@@ -533,7 +535,7 @@ def test_adapters_of_some_layers(tmp_path: Path, scan: bool) -> None:
     lora.save(model, tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert not any("layers.1.self_attn.q_proj" in name for name in stored)
-    other = build_tiny("llama", Strategy(scan_layers=scan), num_hidden_layers=2)
+    other = build_tiny("llama", Strategy(stacking=stacking_of(scan)), num_hidden_layers=2)
     lora.load(other, tmp_path / "adapter")
     assert max_error(logits(other), logits(model)) < 1e-5
     moved = fit(other, [{"tokens": TOKENS}], optimizer=optax.adam(1e-2), steps=1).model if scan else other
@@ -714,7 +716,7 @@ def on_mesh(way: str, mesh: str | None, scan: bool) -> tuple[list[np.ndarray], l
     """Logits and adapter gradients on one device or a mesh, the initial values, and the model."""
     fields = TINY["mixtral"] | WIDE
     where = None if mesh is None else nnxmoe.make_mesh(**MESHES[mesh])
-    strategy = Strategy(dispatch=WAYS[way], scan_layers=scan)
+    strategy = Strategy(dispatch=WAYS[way], stacking=stacking_of(scan))
     model = build(fields, tiny_weights(fields), strategy, mesh=where)
     lora.add(model, 4, alpha=6, targets=EVERYTHING["mixtral"], rngs=nnx.Rngs(0))
     fresh = [np.asarray(slot.adapter.a.get_value()) for slot in adapted(model)]

@@ -15,7 +15,7 @@ from nnxmoe.train import lora
 from nnxmoe.train.lora.peft_config import Settings
 from tests.support.adapters import fill
 from tests.support.arrays import max_error
-from tests.support.tiny import TINY, random_tokens, tiny_weights, write_checkpoint
+from tests.support.tiny import TINY, random_tokens, stacking_of, tiny_weights, write_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -64,7 +64,7 @@ def test_peft_loads_our_adapters(tmp_path: Path, case: str, scan: bool) -> None:
     """As a ``PeftModel`` and after PEFT merged it."""
     kind, targets = CASES[case]
     base = checkpoint(tmp_path, kind)
-    model = nnxmoe.from_pretrained(base, strategy=nnxmoe.Strategy(scan_layers=scan))
+    model = nnxmoe.from_pretrained(base, strategy=nnxmoe.Strategy(stacking=stacking_of(scan)))
     before = np.asarray(model(TOKENS).logits)
     lora.add(model, 4, alpha=6, targets=targets, rngs=nnx.Rngs(0))
     fill(model)
@@ -105,7 +105,7 @@ def test_peft_adapters_are_loaded(tmp_path: Path, kind: str, scan: bool) -> None
             if "lora_B" in name:
                 value.normal_(0, 0.2)
     theirs.save_pretrained(tmp_path / "adapter")
-    model = nnxmoe.from_pretrained(base, strategy=nnxmoe.Strategy(scan_layers=scan))
+    model = nnxmoe.from_pretrained(base, strategy=nnxmoe.Strategy(stacking=stacking_of(scan)))
     before = np.asarray(model(TOKENS).logits)
     lora.load(model, tmp_path / "adapter")
     assert max_error(model(TOKENS).logits, logits(theirs.eval())) < TOLERANCE < max_error(before, model(TOKENS).logits)
@@ -170,7 +170,7 @@ def randomised(base: Any, **fields: Any) -> Any:
 def check_both_ways(folder: Path, base: Path, theirs: Any, scan: bool) -> None:
     """PEFT's adapter here, and what is saved from it in PEFT again."""
     theirs.save_pretrained(folder / "adapter")
-    model = nnxmoe.from_pretrained(base, strategy=nnxmoe.Strategy(scan_layers=scan))
+    model = nnxmoe.from_pretrained(base, strategy=nnxmoe.Strategy(stacking=stacking_of(scan)))
     before = np.asarray(model(TOKENS).logits)
     lora.load(model, folder / "adapter")
     wanted = logits(peft.PeftModel.from_pretrained(reference(base), folder / "adapter").eval())
@@ -259,7 +259,7 @@ def test_adapters_of_transformers_4_experts(tmp_path: Path, scan: bool) -> None:
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
     theirs = peft.PeftModel.from_pretrained(reference(base), tmp_path / "adapter").eval()
-    model = nnxmoe.from_pretrained(base, strategy=nnxmoe.Strategy(scan_layers=scan))
+    model = nnxmoe.from_pretrained(base, strategy=nnxmoe.Strategy(stacking=stacking_of(scan)))
     before = np.asarray(model(TOKENS).logits)
     lora.load(model, tmp_path / "adapter")
     assert max_error(model(TOKENS).logits, logits(theirs)) < TOLERANCE < max_error(before, model(TOKENS).logits)

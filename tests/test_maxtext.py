@@ -22,7 +22,7 @@ from nnxmoe.storage.errors import CheckpointError
 from tests.support.arrays import Flat, flat, identical, max_error, nested
 from tests.support.maxtext_cases import CASES, KINDS, LLAMA_3, NAMES, config_of, params_of
 from tests.support.running import compiled_in, forward
-from tests.support.tiny import build_tiny, random_tokens
+from tests.support.tiny import build_tiny, random_tokens, stacking_of
 
 
 @pytest.mark.parametrize("other", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -38,7 +38,7 @@ def test_logits_loss_and_gradients_equal_maxtext(name: str, other: bool) -> None
     scan = ("_scanned" in name) != other
     arrays = load_file(CASES / name / "io.safetensors")
     results = json.loads((CASES / name / "config.json").read_text())
-    model = maxtext.from_tree(nested(params_of(name)), config_of(name), nnxmoe.Strategy(scan_layers=scan))
+    model = maxtext.from_tree(nested(params_of(name)), config_of(name), nnxmoe.Strategy(stacking=stacking_of(scan)))
     for start in ("", "packed_"):
         given = {kind: arrays[start + kind] for kind in ("positions", "segment_ids")}
         out, wanted = model(arrays[start + "tokens"], **given).logits, arrays[start + "logits_dense"]
@@ -71,7 +71,7 @@ def test_logits_loss_and_gradients_equal_maxtext(name: str, other: bool) -> None
 def test_round_trip_is_bitwise_equal(name: str, scan: bool) -> None:
     """Also through the other layer stacking."""
     params, scanned = params_of(name), "_scanned" in name
-    model = maxtext.from_tree(nested(params), config_of(name), nnxmoe.Strategy(scan_layers=scan))
+    model = maxtext.from_tree(nested(params), config_of(name), nnxmoe.Strategy(stacking=stacking_of(scan)))
     identical(flat(maxtext.to_tree(model, scan_layers=scanned)), params)
     other = maxtext.from_tree(maxtext.to_tree(model, scan_layers=not scanned), config_of(name))
     identical(flat(maxtext.to_tree(other, scan_layers=scanned)), params)
@@ -122,10 +122,10 @@ def test_layers_with_different_dtypes_stack_in_the_wider_one(scan: bool, tmp_pat
     """One layer is bfloat16, the others float32."""
     params, config = params_of("mixtral_lbloss_unscanned"), config_of("mixtral_lbloss_unscanned")
     params = mixed(params, "layers_0/")
-    model = maxtext.from_tree(nested(params), config, nnxmoe.Strategy(scan_layers=scan))
+    model = maxtext.from_tree(nested(params), config, nnxmoe.Strategy(stacking=stacking_of(scan)))
     for stacked in (False, True):
         maxtext.save(model, tmp_path / f"{stacked}", stacked)
-        again = maxtext.load(tmp_path / f"{stacked}", strategy=nnxmoe.Strategy(scan_layers=not scan))
+        again = maxtext.load(tmp_path / f"{stacked}", strategy=nnxmoe.Strategy(stacking=stacking_of(not scan)))
         found = flat(maxtext.to_tree(again, scan_layers=False, dtype="float32"))
         identical(found, {name: array.astype(np.float32) for name, array in params.items()})
 

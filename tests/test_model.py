@@ -23,7 +23,7 @@ from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
 from nnxmoe.train import fit, lora
 from tests.support.arrays import max_error
 from tests.support.running import compiled_in, variables
-from tests.support.tiny import TINY, build_tiny, random_tokens
+from tests.support.tiny import TINY, build_tiny, random_tokens, stacking_of
 
 KINDS = ("llama", "mixtral", "deepseek_v3")
 
@@ -40,7 +40,10 @@ def made(kind: str, rngs: nnx.Rngs | None = None, **strategy: Any) -> nnxmoe.Cau
 @pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_unscan(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The parameters and labels of a model made unrolled; `generate` does it by itself, if memory permits."""
-    scanned, unrolled = build_tiny(kind, nnxmoe.Strategy(scan_layers=True)), build_tiny(kind, nnxmoe.Strategy())
+    scanned, unrolled = (
+        build_tiny(kind, nnxmoe.Strategy(stacking=nnxmoe.Scanned())),
+        build_tiny(kind, nnxmoe.Strategy()),
+    )
     found = nnxmoe.unscan(scanned)
     assert found.strategy.stacking == nnxmoe.Unrolled() and nnxmoe.unscan(unrolled) is unrolled
     for (path, ours), (other, theirs) in zip(
@@ -64,7 +67,7 @@ def test_unscan(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
         monkeypatch.setattr(decode, "_batch", lambda *_: 8)
         np.testing.assert_array_equal(nnxmoe.generate(scanned, tokens, max_new_tokens=3), wanted)
         assert "the layers are scanned, which decodes slowly, and this little machine" in caplog.text
-    shapes = nnxmoe.unscan(made(kind, scan_layers=True))
+    shapes = nnxmoe.unscan(made(kind, stacking=nnxmoe.Scanned()))
     assert {leaf.shape for leaf in jax.tree.leaves(nnx.state(shapes))} == {
         leaf.shape for leaf in jax.tree.leaves(nnx.state(made(kind)))
     }
@@ -156,7 +159,7 @@ def test_arguments_of_transformers_are_answered() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scanned_and_unrolled_models_draw_the_same_values(kind: str) -> None:
-    unrolled, scanned = (made(kind, nnx.Rngs(0), scan_layers=scan) for scan in (False, True))
+    unrolled, scanned = (made(kind, nnx.Rngs(0), stacking=stacking_of(scan)) for scan in (False, True))
     stacks: Any = zip(unrolled.stacks, scanned.stacks, strict=True)
     for stack, of_scan in stacks:
         for path, stacked in variables(of_scan.layer):
@@ -169,7 +172,7 @@ def test_scanned_and_unrolled_models_draw_the_same_values(kind: str) -> None:
 def drawn_on_a_mesh(kind: str) -> list[list[np.ndarray]]:
     """Values of two models and one more draw from one ``Rngs``: on one device, on a mesh, and scanned on a mesh."""
     found = []
-    for strategy in ({}, {"mesh": True}, {"mesh": True, "scan_layers": True}):
+    for strategy in ({}, {"mesh": True}, {"mesh": True, "stacking": nnxmoe.Scanned()}):
         mesh = nnxmoe.make_mesh(fsdp=2, devices=jax.devices()[:2]) if strategy.pop("mesh", False) else None
         rngs = nnx.Rngs(0)
         models = [made(kind, rngs, mesh=mesh, **strategy) for _ in range(2)]
@@ -224,7 +227,7 @@ def test_models_without_values_raise_when_called() -> None:
     for call in calls:
         for scan in (False, True):
             with pytest.raises(ValueError, match="the model has shapes only: load weights first"):
-                call(made("llama", scan_layers=scan))
+                call(made("llama", stacking=stacking_of(scan)))
 
 
 @pytest.mark.wrong_types
@@ -303,7 +306,7 @@ def test_user_parameter_without_axis_names(tmp_path: Path) -> None:
 @pytest.mark.wrong_types  # flax rebuilds our dataclasses with array descriptions as fields
 @pytest.mark.parametrize(("kind", "scan"), [("llama", True), ("mixtral", False), ("deepseek_v3", True)])
 def test_tabulate_lists_every_module(kind: str, scan: bool) -> None:
-    model = made(kind, nnx.Rngs(0), scan_layers=scan)
+    model = made(kind, nnx.Rngs(0), stacking=stacking_of(scan))
     table = nnx.tabulate(model, random_tokens(1, 4), console_kwargs={"width": 400, "force_terminal": False})
     layer = "stacks/0/layer" if scan else "stacks/0/layers/1"
     for row in ("embed", f"{layer}/attention/o", f"{layer}/feed_forward", "head"):

@@ -21,13 +21,13 @@ from nnxmoe.storage.errors import CheckpointError
 from tests.support.arrays import flat, identical, max_error, tensors
 from tests.support.cases import HF_CASES
 from tests.support.maxtext_cases import CASES, KINDS, config_of, params_of
-from tests.support.tiny import TINY, build_tiny, random_tokens, tiny_weights, write_checkpoint
+from tests.support.tiny import TINY, build_tiny, random_tokens, stacking_of, tiny_weights, write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def plain(scan: bool = False, mesh: Any = None) -> nnxmoe.Strategy:
-    return nnxmoe.Strategy(scan_layers=scan, mesh=mesh)
+    return nnxmoe.Strategy(stacking=stacking_of(scan), mesh=mesh)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ WORK = Work(16, 16)
 def job(axes: dict[str, int], work: Work = WORK, rules: Any = RULES) -> CompileJob:
     mesh = dict(abstract_mesh(axes).shape)
     strategy = default_strategy(DEEPSEEK, mesh, "cpu", work)
-    strategy = dataclasses.replace(strategy, rules=rules, pipeline=work.pipeline, scan_layers=None)
+    strategy = dataclasses.replace(strategy, rules=rules, pipeline=work.pipeline)
     return CompileJob(DEEPSEEK, strategy, mesh, work)
 
 
@@ -160,11 +160,11 @@ def test_operations_by_formula_are_those_of_the_traced_step(kind: str, remat: bo
         config = dataclasses.replace(DEEPSEEK, **sizes, kv_lora_rank=64)
     mesh, work = make_mesh(devices=jax.devices()[:1]), Work(4, 64)
     strategy = default_strategy(config, dict(mesh.shape), "cpu", work, remat)
-    strategy = dataclasses.replace(strategy, matmul=nnxmoe.RaggedDot(), scan_layers=None)
+    strategy = dataclasses.replace(strategy, matmul=nnxmoe.RaggedDot())
     step = child.traced(CompileJob(config, strategy, dict(mesh.shape), work), mesh)
     formula = operations(config, parts(config, mesh, RULES), work, remat)
     assert counted(step.jaxpr.jaxpr) == pytest.approx(formula, rel=0.05)
-    loops = dataclasses.replace(strategy, matmul=nnxmoe.Blocked(), scan_layers=None)
+    loops = dataclasses.replace(strategy, matmul=nnxmoe.Blocked())
     assert math.isnan(counted(child.traced(CompileJob(config, loops, dict(mesh.shape), work), mesh).jaxpr.jaxpr))
 
 

@@ -17,7 +17,7 @@ from nnxmoe.train import lora
 from tests.support.arrays import max_error
 from tests.support.attention import DENSE, LENGTH, MODELS, SCANNED, masks
 from tests.support.running import PART_TOLERANCE, feed, randomise
-from tests.support.tiny import ORACLE, build_tiny, random_tokens
+from tests.support.tiny import ORACLE, build_tiny, random_tokens, stacking_of
 
 FAMILIES: dict[str, tuple[str, nnxmoe.Strategy, dict[str, Any]]] = MODELS | {
     "mixtral": ("mixtral", nnxmoe.Strategy(), {}),
@@ -110,7 +110,7 @@ def test_prefill_of_an_empty_cache_attends_to_the_prompt_only(kind: str, scan: b
     single token."""
     asked = Asked()
     window: dict[str, Any] = {"sliding_window": 40} if kind == "mistral" else {}
-    model = build_tiny(kind, dataclasses.replace(ORACLE, attend=asked, scan_layers=scan), **window)
+    model = build_tiny(kind, dataclasses.replace(ORACLE, attend=asked, stacking=stacking_of(scan)), **window)
     tokens, seen = random_tokens(1, 9), []
 
     def run(part: slice, cache: Any) -> Any:

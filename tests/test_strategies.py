@@ -30,7 +30,7 @@ from nnxmoe.moe.router import LogitBias, RandomTopK, Router, RouterBias, Sigmoid
 from tests.support.arrays import max_error
 from tests.support.cases import HF_CASES, load_case
 from tests.support.running import of_valid
-from tests.support.tiny import build_tiny, random_tokens
+from tests.support.tiny import build_tiny, random_tokens, stacking_of
 
 B, T, D, F, E = 8, 5, 16, 24, 8
 RAGGED, RING = ExpertParallel(Sorted(), RaggedAllToAll()), ExpertParallel(Sorted(), RingOfExperts())
@@ -334,7 +334,7 @@ def test_ragged_all_to_all_equals_a_numpy_loop(eight: Callable[..., Any], seed: 
 def model_error(case: str, way: str, devices: int, scan: bool) -> float:
     """Error of the logits of a reference case on an expert-parallel mesh."""
     mesh = nnxmoe.make_mesh(expert=devices, devices=jax.devices()[:devices])
-    strategy = nnxmoe.Strategy(dispatch=WAYS[way], scan_layers=scan)
+    strategy = nnxmoe.Strategy(dispatch=WAYS[way], stacking=stacking_of(scan))
     model = nnxmoe.from_pretrained(HF_CASES / case / "model", mesh=mesh, strategy=strategy)
     arrays = load_case(case).arrays
     error = max_error(model(arrays["input_ids"]).logits, arrays["logits"])
@@ -472,7 +472,7 @@ def test_invalid_strategy_arguments() -> None:
         (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes="fsdp"), "a tuple"),
         (lambda: nnxmoe.Blocked(0), "block=0"),
         (lambda: nnxmoe.Strategy(remat=nnxmoe.Remat), "an object"),
-        (lambda: nnxmoe.Strategy(scan_layers="yes"), "scan_layers='yes'"),
+        (lambda: nnxmoe.Strategy(stacking="yes"), "stacking='yes'"),
         (lambda: nnxmoe.Strategy(compute_dtype="int8"), "floating-point"),
         (lambda: nnxmoe.Strategy(mesh="expert=8"), "nnxmoe.make_mesh"),
         (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "bogus": "fsdp"}), "'bogus'"),

@@ -25,7 +25,7 @@ from nnxmoe.models import Llama, LlamaConfig, Mixtral, MixtralConfig
 from nnxmoe.testing.parameters import compare_trees
 from nnxmoe.testing.sides import Ours
 from tests.support.running import randomise
-from tests.support.tiny import build_tiny
+from tests.support.tiny import build_tiny, stacking_of
 
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD = 3, 12, 4, 2, 6
 
@@ -328,7 +328,7 @@ def test_layers_of_any_module_in_a_mapping() -> None:
 )
 def test_models_pass_with_any_layer_stacking(scan: bool, linen_scan: bool, remat: bool) -> None:
     """Every layer is compared, whether scanned, unrolled or rematerialised on either side."""
-    model = llama(scan_layers=scan, remat=nnxmoe.Remat() if remat else None)
+    model = llama(stacking=stacking_of(scan), remat=nnxmoe.Remat() if remat else None)
     report = compare(model, LinenLlama(scan=linen_scan, remat=remat))
     assert report.parameters == len(jax.tree.leaves(nnx.state(model)))
     assert report.submodules == 3 + 12 * LAYERS
@@ -340,7 +340,7 @@ def test_models_pass_with_any_layer_stacking(scan: bool, linen_scan: bool, remat
 @pytest.mark.parametrize("scan", [False, True])
 def test_mixtral_pass_and_routing_fault(scan: bool) -> None:
     """Submodules: embedding, norm and model; per layer two norms, attention, its four kernels, experts, the layer."""
-    model = llama(2, experts=True, scan_layers=scan)
+    model = llama(2, experts=True, stacking=stacking_of(scan))
     report = compare(model, LinenLlama(layers=2, experts=True, scan=scan))
     assert report.submodules == 3 + 2 * 9 and report.gradient < 1e-5
     text = difference(compare, model, LinenLlama(nn.FrozenDict({1: "routing"}), layers=2, experts=True))
@@ -489,7 +489,7 @@ def test_differing_layer_of_a_scan_is_named(scan: bool, linen_scan: bool) -> Non
     """Scanned Linen layers are identical, so there the first layer is faulty."""
     i = 0 if linen_scan else 1
     linen = LinenLlama(nn.FrozenDict({"all": "eps", 1: "eps"}), scan=linen_scan)
-    text = difference(compare, llama(scan_layers=scan), linen)
+    text = difference(compare, llama(stacking=stacking_of(scan)), linen)
     ours = f"stacks/0/layer/feed_forward_norm [layer {i} of 3]" if scan else f"stacks/0/layers/{i}/feed_forward_norm"
     name = "post_self_attention_layer_norm"
     theirs = f"decoder/layers/{name} [layer {i} of 3]" if linen_scan else f"decoder/layers_{i}/{name}"
@@ -576,7 +576,7 @@ def test_tolerance_is_relative_to_the_largest_value() -> None:
 def test_differing_gradient_nearest_to_the_output_is_named(scan: bool) -> None:
     """Outputs are equal, and so are gradients of parameters after the fault."""
     linen = LinenLlama(nn.FrozenDict({1: "gradient"}))
-    text = difference(compare, llama(scan_layers=scan), linen)
+    text = difference(compare, llama(stacking=stacking_of(scan)), linen)
     assert "differ in their gradients (tolerance 1.0e-05); their outputs agree:" in text
     up, down = (
         f"stacks/0/layer/feed_forward/{name}/kernel [layer 1 of 3]" if scan else f"{LAYER}feed_forward/{name}/kernel"

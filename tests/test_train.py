@@ -28,7 +28,7 @@ from nnxmoe.train.loop.objective import Objective
 from nnxmoe.train.loop.step import Step
 from tests.benchmarks import growth, modes
 from tests.support.arrays import flat, max_error
-from tests.support.tiny import TINY, build_tiny, random_tokens
+from tests.support.tiny import TINY, build_tiny, random_tokens, stacking_of
 
 PLAIN = nnxmoe.Strategy(stacking=nnxmoe.Scanned())
 
@@ -295,7 +295,7 @@ def test_router_losses_are_averaged_over_accumulated_parts() -> None:
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_router_bias_is_updated_by_the_load_only(scan: bool) -> None:
     """It moves by ``bias_rate`` towards the mean load after the optimizer step, without weight decay or gradient."""
-    model = build_tiny("deepseek_v3", nnxmoe.Strategy(scan_layers=scan))
+    model = build_tiny("deepseek_v3", nnxmoe.Strategy(stacking=stacking_of(scan)))
     before = nnx.to_flat_state(nnx.state(model, RouterBias))
     step = Step(model, optax.adamw(0.1, weight_decay=0.9), bias_rate=0.25)
     state = step.init()

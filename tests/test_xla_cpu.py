@@ -109,19 +109,3 @@ def test_few_float32_rows_stay_on_the_right() -> None:
     assert kernel_is_left(lambda x, kernel: matmul_f32(x, kernel, True))
     assert not kernel_is_left(lambda x, kernel: dot_f32(kernel, x, -1, -1).T)
     assert not kernel_is_left(lambda x, kernel: dot_f32(x, kernel, -1, -1))
-
-
-def test_a_cosine_is_computed_again_for_each_use() -> None:
-    """XLA fuses it with each of them."""
-
-    def rotated(cosines: Any) -> int:
-        def run(x: jax.Array, y: jax.Array, angles: jax.Array) -> Any:
-            (cos,) = cosines(angles)
-            return x * cos[:, None], y * cos[:, None]
-
-        given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 8, 32), (64, 4, 32), (64, 32))]
-        text = jax.jit(run).lower(*given).compile().as_text()
-        return text.count(" cosine(")
-
-    assert rotated(lambda x: (jnp.cos(x) * 2,)) == 2
-    assert rotated(lambda x: (xla_cpu.each_once(jnp.cos, jnp.sin)(x)[0] * 2,)) == 1

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.xla_cpu import each_once
 
 
 @jax.tree_util.register_dataclass
@@ -41,8 +40,7 @@ def rotation_at(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array, "B 
     used = positions if valid is None else jnp.where(valid, positions, 0)
     frequencies = rope.frequencies(jnp.max(used) + 1)
     angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
-    cos, sin = each_once(jnp.cos, jnp.sin)(angles)
-    return Rotation(cos * rope.factor(), sin * rope.factor())
+    return Rotation(jnp.cos(angles) * rope.factor(), jnp.sin(angles) * rope.factor())
 
 
 def rotate_halves(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:

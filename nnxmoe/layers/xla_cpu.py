@@ -5,7 +5,6 @@ On other backends, and with releases that do not need it, a function here is the
 fails once XLA no longer needs it.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -81,22 +80,6 @@ def widen(*operands: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
     ``bhn,hnr->bhr``, and fails to execute it: "Unsupported element type for DotThunk" (jax 0.10.2, 0.12.0).
     """
     return tuple(operand.astype(jnp.float32) for operand in operands) if on_cpu() else operands
-
-
-def each_once(*functions: Callable[[Array], Array]) -> Callable[[Array], tuple[Array, ...]]:
-    """``x -> (f(x) for f in functions)`` for elementwise functions, whose results many operations use.
-
-    XLA:CPU computes a cosine again in the loop of every operation that uses it, for every head that it rotates, also
-    behind a barrier: 15 of 220 ms of a training step of eight layers (jax 0.10.2, 0.12.0). It does not fuse across a
-    loop, and unrolls one of a single trip.
-    """
-
-    def run(x: Array) -> tuple[Array, ...]:
-        if not on_cpu():
-            return tuple(function(x) for function in functions)
-        return tuple(jax.lax.map(lambda i: jax.lax.switch(i, functions, x), jnp.arange(len(functions))))
-
-    return run
 
 
 def carried(*values: Any) -> tuple[Any, ...]:

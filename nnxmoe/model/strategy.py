@@ -96,7 +96,7 @@ class Strategy:
     """The execution choices of a model, each an object that does the work.
 
     ``stacking``: ``Unrolled()``, each layer with arrays of its own (fastest decoding), or ``Scanned()``, a run of equal
-    layers as one with a leading layer axis (training, large meshes); ``scan_layers`` is an older name for the choice.
+    layers as one with a leading layer axis (training, large meshes).
     None: ``Scanned()`` with a ``pipeline``, which needs it, else ``Unrolled()``. ``pipeline``: how a `Pipeline` splits
     the layers over the mesh axis ``pipe``; None: every device has a part of every layer.
     ``remat``: what the backward pass computes again. ``quantized``: the product of rows with quantised kernels.
@@ -117,18 +117,13 @@ class Strategy:
     mesh: Mesh | None = None
     rules: Rules = RULES
     pipeline: Pipeline | None = None
-    scan_layers: dataclasses.InitVar[bool | None] = None
 
-    def __post_init__(self, scan_layers: bool | None) -> None:
+    def __post_init__(self) -> None:
         self._check_mesh()
         if self.remat is not None and not isinstance(self.remat, Remat):
             raise ValueError(f"Strategy(remat={self.remat!r}): give Remat(), an object, or None")
         if self.cache is not None and (isinstance(self.cache, type) or not callable(self.cache)):
             raise ValueError(f"Strategy(cache={self.cache!r}): give Int8Cache(), an object, or None")
-        if scan_layers not in (None, True, False):
-            raise ValueError(f"Strategy(scan_layers={scan_layers!r}): give stacking=Scanned() or Unrolled()")
-        if scan_layers is not None:
-            object.__setattr__(self, "stacking", Scanned() if scan_layers else Unrolled())
         if self.stacking is None:
             object.__setattr__(self, "stacking", Unrolled() if self.pipeline is None else Scanned())
         if self.compute_dtype is not None:

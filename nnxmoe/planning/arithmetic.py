@@ -253,7 +253,7 @@ def _cache_of(config: DecoderConfig) -> dict[int | None, int]:
 @functools.lru_cache(maxsize=8)
 def abstract(config: DecoderConfig) -> CausalLM:
     """The model without arrays, each layer by itself."""
-    return model_class(config)(config, Strategy(scan_layers=False), rngs=None, dtype=jnp.bfloat16)
+    return model_class(config)(config, Strategy(), rngs=None, dtype=jnp.bfloat16)
 
 
 def gathered(part: ParamSize, mesh: AnyMesh) -> int:

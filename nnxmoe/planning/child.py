@@ -60,7 +60,7 @@ def arguments(job: CompileJob, mesh: Mesh) -> tuple[Any, ...]:
 
 
 def _step(job: CompileJob, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    strategy = dataclasses.replace(job.strategy, mesh=mesh, scan_layers=None)
+    strategy = dataclasses.replace(job.strategy, mesh=mesh)
     model = model_class(job.config)(job.config, strategy, rngs=None, dtype=jnp.bfloat16)
     rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None))
     if not job.work.train:

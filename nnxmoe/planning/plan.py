@@ -251,7 +251,7 @@ def _compiled(made: Plan, strategy: Strategy | None, chosen: Choices) -> Plan:
     pipeline, device = made.work.pipeline, target(made.hardware, platform)
     strategy = strategy or default_strategy(made.config, made.mesh, platform, made.work, chosen.remat)
     stacking = strategy.stacking if pipeline is None else Scanned()
-    strategy = dataclasses.replace(strategy, rules=chosen.rules, pipeline=pipeline, stacking=stacking, scan_layers=None)
+    strategy = dataclasses.replace(strategy, rules=chosen.rules, pipeline=pipeline, stacking=stacking)
     job = CompileJob(made.config, strategy, made.mesh, made.work, platform, device, chosen.across)
     return dataclasses.replace(made, program=compile_program(job), compiled_for=platform)
 
@@ -279,7 +279,6 @@ def default_strategy(
         dispatch=dispatch,
         stacking=Scanned(),
         remat=Remat() if work.train and remat else None,
-        scan_layers=None,
     )
 
 

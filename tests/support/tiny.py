@@ -173,6 +173,11 @@ def write_checkpoint(folder: Path, fields: Fields, weights: Weights) -> Path:
     return folder
 
 
+def stacking_of(scan: bool) -> nnxmoe.Scanned | nnxmoe.Unrolled:
+    """Both kinds of stacks, for parametrised tests."""
+    return nnxmoe.Scanned() if scan else nnxmoe.Unrolled()
+
+
 def build(fields: Fields, weights: Weights, strategy: nnxmoe.Strategy = ORACLE, **options: Any) -> nnxmoe.CausalLM:
     """Builds the model of a config and tensors with `from_pretrained`."""
     with tempfile.TemporaryDirectory() as folder:
