@@ -29,6 +29,7 @@ from nnxmoe.models.olmoe import Olmoe, OlmoeConfig
 from nnxmoe.models.qwen import Qwen2, Qwen2Config, Qwen3, Qwen3Config
 from nnxmoe.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from nnxmoe.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from nnxmoe.models.qwen3_vl import Qwen3VLMoeText, Qwen3VLMoeTextConfig, Qwen3VLText, Qwen3VLTextConfig
 from nnxmoe.models.solar_open import SolarOpen, SolarOpenConfig
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,9 @@ RELATIVES = {
     "minimax_m2": "minimax_m3_vl",
     "glm4_moe": "glm4v_moe exaone_moe",
     "mixtral": "minimax phimoe granitemoe jamba",
-    "qwen3_moe": "qwen3_next qwen3_5_moe qwen3_vl_moe ernie4_5_moe hunyuan_v1_moe",
+    "qwen3_moe": "qwen3_next qwen3_5_moe ernie4_5_moe hunyuan_v1_moe",
     "olmoe": "flex_olmo",
-    "qwen3": "qwen3_5 qwen3_vl olmo2 olmo3 gemma3",
+    "qwen3": "qwen3_5 olmo2 olmo3 gemma3",
     "qwen2": "qwen2_vl qwen2_5_vl",
     "mistral": "ministral mistral3",
     "llama": "gemma gemma2 granite internlm2 llama4 phi3 smollm3 stablelm",
@@ -64,6 +65,7 @@ def register(family: type[CausalLM]) -> None:
 for _family in (
     *(Llama, Mixtral, DeepSeekV3, DeepSeekV2, KimiK2, Glm4MoeLite, Glm4Moe, Dots1, SolarOpen, MiniMaxM2),
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
+    *(Qwen3VLText, Qwen3VLMoeText),
 ):
     register(_family)
 
@@ -105,6 +107,10 @@ __all__ = [
     "Qwen3Config",
     "Qwen3Moe",
     "Qwen3MoeConfig",
+    "Qwen3VLMoeText",
+    "Qwen3VLMoeTextConfig",
+    "Qwen3VLText",
+    "Qwen3VLTextConfig",
     "SolarOpen",
     "SolarOpenConfig",
     "config_class",

@@ -880,6 +880,10 @@ SIZES = {
     "solar-open-100b": 102.7e9,
     "minimax-m2": 228.7e9,
     "hy3": 295e9,
+    "qwen3-vl-2b": 1.72e9,
+    "qwen3-vl-4b": 4.02e9,
+    "qwen3-vl-8b": 8.19e9,
+    "qwen3-vl-30b-a3b": 30.5e9,
 }
 
 

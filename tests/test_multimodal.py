@@ -2,7 +2,9 @@
 
 import json
 import logging
+import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,13 @@ from safetensors.numpy import load_file, save_file
 import nnxmoe
 from nnxmoe.cli import main
 from nnxmoe.config.bounds import ConfigError
-from nnxmoe.models import config_from_hf
+from nnxmoe.convert.hf.layout import layout
+from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.train import lora
 from tests.support.adapters import fill
 from tests.support.arrays import max_error
+from tests.support.families import FAMILIES, fused, tokens_of, weights_of
+from tests.support.published import PUBLISHED_TEXTS
 from tests.support.tiny import TINY, random_tokens, tiny_weights, write_checkpoint
 
 TEXT = TINY["mixtral"] | {"architectures": ["MixtralForCausalLM"]}
@@ -126,6 +131,89 @@ def test_what_is_no_text_model_is_refused(tmp_path: Path) -> None:
     folder = nested(folder, "language_model.model.", "lm_head.weight")
     save_file(weights, folder / "model.safetensors")
     assert nnxmoe.from_pretrained(folder).load_report.unexpected == ("tower_of_babel.weight",)
+
+
+MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+
+
+@pytest.mark.parametrize(("kind", "turned"), [("qwen3", False), ("qwen3_moe", False), ("qwen3_moe", True)])
+def test_the_text_of_qwen3_vl_is_qwen3(tmp_path: Path, kind: str, turned: bool) -> None:
+    """With all experts of a layer in two tensors, which have inputs before outputs on the hub and are the other way
+    round if transformers saved them."""
+    fields = {k: v for k, v in FAMILIES[kind].frozen.items() if k not in ("layer_types", "use_qk_norm")}
+    fields |= {"use_sliding_window": False, "rope_scaling": None}
+    fields |= {"moe_intermediate_size": 10} if kind == "qwen3_moe" else {}  # not half of hidden_size
+    config = config_from_hf(fields)
+    weights = weights_of({n: leaf.shape for n, leaf in layout(model_class(config)(config, rngs=None)).items()})
+    flat = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "flat", fields, weights))
+    text = {k: v for k, v in fields.items() if "sliding" not in k and v is not None}
+    text |= {"model_type": kind.replace("qwen3", "qwen3_vl") + "_text", "rope_scaling": MROPE}
+    around = {"model_type": kind.replace("qwen3", "qwen3_vl"), "architectures": ["Qwen3VLForConditionalGeneration"]}
+    stored = {
+        name.replace("model.", "model.language_model."): value.mT.copy() if turned and ".experts." in name else value
+        for name, value in fused(weights).items()
+    }
+    stored["model.visual.blocks.0.attn.qkv.weight"] = np.ones((6, 2), np.float32)
+    model = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "nested", around | {"text_config": text}, stored))
+    assert (model.load_report.towers, model.load_report.unexpected, model.load_report.notes) == (("visual",), (), ())
+    tokens = random_tokens(2, 7)
+    np.testing.assert_array_equal(model(tokens).logits, flat(tokens).logits)
+    nnxmoe.save_pretrained(model, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == weights.keys()
+    assert all(np.array_equal(saved[name], weights[name]) for name in saved)
+    assert nnxmoe.from_pretrained(tmp_path / "saved").config.model_type == kind
+    with pytest.raises(ConfigError, match="use_sliding_window"):
+        config_from_hf(around | {"text_config": text | {"use_sliding_window": True}})
+
+
+def test_published_text_models() -> None:
+    """The text of the published Qwen3-VL-30B-A3B and 2B, and Kimi K2.5, have the presets' numbers."""
+    for name, fields in PUBLISHED_TEXTS.items():
+        assert config_from_hf(fields) == PRESETS[name], name
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
+def test_random_text_models_equal_those_of_transformers(
+    tmp_path: Path, record_property: Callable[[str, object], None], kind: str, number: int
+) -> None:
+    """Logits, padded or not, and those of the saved text model in transformers."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    text = FAMILIES[kind.replace("_vl", "")].draw(random.Random(f"{kind} {number}"))
+    for name in ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "norm_topk_prob"):
+        text.pop(name, None)
+    tied, width = text["tie_word_embeddings"], text["head_dim"] // 2
+    text["rope_parameters"] |= {"mrope_section": [width - 2, 1, 1], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2}
+    vision |= {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    config = transformers.AutoConfig.for_model(
+        kind, text_config=text, vision_config=vision, tie_word_embeddings=tied, eos_token_id=2
+    )
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    shapes = {name: value.shape for name, value in load_file(tmp_path / "model.safetensors").items()}
+    save_file(weights_of(shapes, seed=number), tmp_path / "model.safetensors", {"format": "pt"})
+    load_theirs = transformers.AutoModelForImageTextToText.from_pretrained
+    theirs = load_theirs(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    ours = nnxmoe.from_pretrained(tmp_path)
+    assert ours.load_report.towers == ("visual",) and not ours.load_report.unexpected and not ours.load_report.notes
+    nnxmoe.save_pretrained(ours, tmp_path / "saved")
+    load_text = transformers.AutoModelForCausalLM.from_pretrained
+    again = load_text(tmp_path / "saved", dtype=torch.float32, attn_implementation="eager").eval()
+    tokens, mask = tokens_of(text["vocab_size"], seed=number)
+    for used in (np.ones_like(mask), mask):
+        given = {"input_ids": torch.tensor(tokens).long(), "attention_mask": torch.tensor(used)}
+        positions = np.maximum(np.cumsum(used, axis=1) - 1, 0)
+        with torch.no_grad():
+            wanted, saved = (
+                each(**given, position_ids=torch.tensor(positions)).logits.numpy() for each in (theirs, again)
+            )
+        error = max_error(ours(tokens, used).logits, wanted, used)
+        record_property("logits error", error)
+        assert error < 2e-4
+        assert max_error(saved, wanted, used) < 5e-5
 
 
 @pytest.mark.oracle

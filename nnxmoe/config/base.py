@@ -167,7 +167,8 @@ class DecoderConfig:
         found = {name: value for name, value in fields.items() if name not in known}
         for name in _ROPES & fields.keys():
             if isinstance(rope := fields[name], Mapping):
-                found |= {f"{name}.{k}": v for k, v in rope.items() if k not in ROPE_FIELDS}
+                inner = ((k, f"{name}.{k}") for k in rope.keys() - ROPE_FIELDS)
+                found |= {full: rope[k] for k, full in inner if full not in known}
         return found
 
     @classmethod

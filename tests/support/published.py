@@ -607,3 +607,49 @@ PUBLISHED: dict[str, Fields] = {
         "vocab_size": 120832,
     },
 }
+
+
+def _qwen3_vl(kind: str, **text: object) -> Fields:
+    text |= {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 262144,
+        "model_type": f"{kind}_text",
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "use_cache": True,
+        "vocab_size": 151936,
+    }
+    around = {"image_token_id": 151655, "video_token_id": 151656, "vision_config": {"depth": 27, "patch_size": 16}}
+    return around | {"model_type": kind, "text_config": text}
+
+
+# Likewise of multimodal models.
+PUBLISHED_TEXTS: dict[str, Fields] = {
+    "qwen3-vl-2b": _qwen3_vl(
+        "qwen3_vl", num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8, tie_word_embeddings=True
+    )
+    | {"architectures": ["Qwen3VLForConditionalGeneration"], "tie_word_embeddings": True},
+    "qwen3-vl-30b-a3b": _qwen3_vl(
+        "qwen3_vl_moe",
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        num_attention_heads=32,
+        num_experts=128,
+        num_experts_per_tok=8,
+        num_hidden_layers=48,
+        num_key_value_heads=4,
+    )
+    | {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "tie_word_embeddings": False},
+}

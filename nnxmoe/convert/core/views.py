@@ -91,10 +91,12 @@ def _transpose(out: np.ndarray, values: np.ndarray) -> None:
 
 def with_views(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
     """Arrays of tensors, with the parts that a table names in the place of tensors that hold several parameters."""
+    every = [(w, int(".experts." in key)) for key in table for w in options(table, key)]
+    divided = {w.name for w, _ in every if not w.whole}
     rows: dict[str, list[tuple[W, int]]] = {}
-    for key in table:
-        for w in (w for w in options(table, key) if not w.whole):
-            rows.setdefault(w.name, []).append((w, int(".experts." in key)))
+    for w, dim in every:
+        if w.name in divided and not w.per_expert:  # whole too, if that is an alternative
+            rows.setdefault(w.name, []).append((w, dim))
     found: dict[str, LazyArray] = {}
     for name, array in arrays.items():
         views = [View(name, w, dim) for w, dim in rows.get(layer_of(name)[1], ())]

@@ -27,9 +27,11 @@ _MTP = "layer.mtp."  # begins the keys of what only layers for multi-token predi
 _MAIN = ("embed.table", "head.kernel")  # of which checkpoints have copies in these layers
 
 
-def layout(model: CausalLM, names: Container[str] | None = None, times: float = 1.0) -> dict[str, Leaf]:
-    """Tensor name -> `Leaf` for every parameter. If the table has several names, the first one in ``names`` is used
-    (per layer), else the first. ``times``: a factor on the queries, see `DecoderConfig.query_scalar`."""
+def layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0) -> dict[str, Leaf]:
+    """Tensor name -> `Leaf` for every parameter. If the table has several names, the first of ``arrays`` is used (per
+    layer), rather one of the right shape; else the first of the table. ``times``: a factor on the queries, see
+    `DecoderConfig.query_scalar`."""
+    names = {} if arrays is None else arrays
     found: dict[str, Leaf] = {}
     for parameter in parameters(model, codes=True):
         key = parameter.key.removesuffix(parameter.ending)
@@ -38,10 +40,11 @@ def layout(model: CausalLM, names: Container[str] | None = None, times: float = 
         change = Change(times=times if parameter.takes_query_scalar else 1.0)
         for layer, one in parameter.layers():
             rows = [_named(w, layer, one, change) for w in options(model.hf_table, key)]
-            chosen = [row for row in rows if names is not None and any(name in names for name, _, _ in row)]
-            for name, leaf, part in (chosen or rows)[0]:
+            chosen = [row for row in rows if any(name in names for name, _, _ in row)]
+            fit = [row for row in chosen if len(chosen) == 1 or _fit(row, names)]
+            for name, leaf, part in (fit or chosen or rows)[0]:
                 add_part(found, name, leaf, part)
-    swap = names is not None and EMBED not in names and HEAD in names and HEAD not in found
+    swap = EMBED not in names and HEAD in names and HEAD not in found
     # A tied model may be stored with the head only; the embedding is then read from it.
     return {HEAD if swap and name == EMBED else name: leaf for name, leaf in found.items()}
 
@@ -56,6 +59,12 @@ def _named(w: W, layer: int | None, parameter: Parameter, change: Change) -> lis
     parts = [dataclasses.replace(parameter, at=(*parameter.at, e)) for e in range(experts)] if experts else [parameter]
     names = [w.tensor(layer, e) if w.per_expert else w.label(w.tensor(layer)) for e in range(len(parts))]
     return [(name + parameter.ending, leaf, part) for name, part in zip(names, parts, strict=True)]
+
+
+def _fit(row: list[tuple[str, Leaf, Parameter]], arrays: LazyArrays) -> bool:
+    """Whether the arrays of a row have the right shapes, as far as they are there."""
+    shapes = ((name, leaf.inner if leaf.axis is None else (len(row), *leaf.inner)) for name, leaf, _ in row)
+    return all(arrays[name].shape == shape for name, shape in shapes if name in arrays)
 
 
 def _repeated(table: Table, layer: int) -> dict[str, str]:

@@ -1,0 +1,103 @@
+"""The text models of Qwen3-VL (Bai et al. 2025), dense and with experts: Qwen3 with a longer context.
+
+The positions of a text are the same in all three dimensions of their rotary embedding, which is then Qwen3's. Saved
+models say ``qwen3`` or ``qwen3_moe``.
+"""
+
+import dataclasses
+from typing import Any
+
+from nnxmoe.config.bounds import count, one_of
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.qwen import Qwen3, Qwen3Config
+from nnxmoe.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+
+_EXPERTS, _GATE_UP, _DOWN = (W(f"mlp.experts{end}") for end in ("", ".gate_up_proj", ".down_proj"))
+# How the three dimensions of the positions of images and videos are interleaved.
+_MROPE = " ".join(f"rope_{end}.mrope_{x}" for end in ("scaling", "parameters") for x in ("section", "interleaved"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3VLTextConfig(Qwen3Config):
+    """``attention_bias``: biases of q, k, v and o."""
+
+    model_type = "qwen3_vl_text"
+    saved_type = "qwen3"
+    ignored = _MROPE
+
+    hidden_size: int = 4096
+    max_position_embeddings: int = 128000
+    rope_theta: float = 500000.0
+    use_sliding_window: bool = one_of(False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3VLMoeTextConfig(Qwen3MoeConfig):
+    """``attention_bias``: biases of q, k, v and o. The weights of the chosen experts always sum to 1."""
+
+    model_type = "qwen3_vl_moe_text"
+    saved_type = "qwen3_moe"
+    ignored = _MROPE
+
+    intermediate_size: int = 5632
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 16
+    max_position_embeddings: int = 128000
+    rope_theta: float = 500000.0
+    use_sliding_window: bool = one_of(False)
+    sliding_window: int | None = None
+    moe_intermediate_size: int = count(1408, most=2**24)
+    num_experts: int = count(60, most=4096)
+    num_experts_per_tok: int = 4
+    norm_topk_prob: bool = one_of(True)
+
+
+_PUBLISHED: dict[str, Any] = {
+    "max_position_embeddings": 262144,
+    "rope_theta": 5e6,
+    "rope_scaling": {"rope_type": "default"},
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "dtype": "bfloat16",
+}
+
+
+def _dense(hidden: int, width: int, layers: int, heads: int, tied: bool) -> Qwen3VLTextConfig:
+    return Qwen3VLTextConfig(
+        hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=8, tie_word_embeddings=tied, **_PUBLISHED,
+    )  # fmt: skip
+
+
+class Qwen3VLText(Qwen3):
+    """The text model of dense Qwen3-VL."""
+
+    configs = (Qwen3VLTextConfig,)
+    presets = {
+        "qwen3-vl-2b": _dense(2048, 6144, 28, 16, tied=True),
+        "qwen3-vl-4b": _dense(2560, 9728, 36, 32, tied=True),
+        "qwen3-vl-8b": _dense(4096, 12288, 36, 32, tied=False),
+    }
+    hub_ids = {name: f"Qwen/Qwen3-VL-{name[9:].upper()}-Instruct" for name in presets}
+    hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
+
+
+class Qwen3VLMoeText(Qwen3Moe):
+    """The text model of Qwen3-VL with experts."""
+
+    configs = (Qwen3VLMoeTextConfig,)
+    presets = {
+        "qwen3-vl-30b-a3b": Qwen3VLMoeTextConfig(
+            intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+            moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, mlp_only_layers=(), **_PUBLISHED,
+        )
+    }  # fmt: skip
+    hub_ids = {"qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct"}
+    hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
+    # Published with inputs before outputs. transformers has the other order in memory and in what it saves.
+    hf_table = {
+        **Qwen3Moe.hf_table,
+        "layer.moe.experts.gate": (_EXPERTS.each("gate_proj.weight"), _GATE_UP.rows(0, 2), _GATE_UP.T.rows(0, 2)),
+        "layer.moe.experts.up": (_EXPERTS.each("up_proj.weight"), _GATE_UP.rows(1, 2), _GATE_UP.T.rows(1, 2)),
+        "layer.moe.experts.down": (_EXPERTS.each("down_proj.weight"), _DOWN, _DOWN.T),
+    }
