@@ -6,6 +6,7 @@ without the bias. The multi-token-prediction layers of a checkpoint are skipped 
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
@@ -93,9 +94,9 @@ class DeepSeekV3(CausalLM):
         """The router of a layer with experts."""
         return corrected_router(self.config, **kw)
 
-    def attention(self, index: int, **kw: Any) -> MLA:
+    def attention(self, index: int, form: Callable[..., MLA] = MLA, **kw: Any) -> MLA:
         c = self.config
-        return MLA(
+        return form(
             LatentWidths(
                 c.hidden_size,
                 c.num_attention_heads,

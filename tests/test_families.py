@@ -190,7 +190,8 @@ def test_fp8_blocks(kind: str, tmp_path: Path) -> None:
     "kind", [kind if kind == "qwen3" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_training_and_adapters(kind: str, folders: Callable[[str], Path]) -> None:
-    """Every parameter has a gradient, a step along it lowers the loss, and new adapters change nothing."""
+    """Every parameter but those of an indexer has a gradient, a step along it lowers the loss, and new adapters change
+    nothing."""
     model, tokens = nnxmoe.from_pretrained(folders(kind)), load(kind).arrays["tokens"]
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -200,7 +201,8 @@ def test_training_and_adapters(kind: str, folders: Callable[[str], Path]) -> Non
 
     before, grads = losses(params)
     flat = nnx.to_flat_state(grads)
-    assert all(0 < float(jnp.abs(grad.get_value()).max()) < np.inf for _, grad in flat)
+    for path, grad in flat:
+        assert (float(jnp.abs(grad.get_value()).max()) > 0) != ("indexer" in path) and jnp.isfinite(grad[...]).all()
     size = sum(float(jnp.sum(grad.get_value() ** 2)) for _, grad in flat)
     after, _ = losses(jax.tree.map(lambda p, g: p - 1e-4 * before / size * g, params, grads))
     assert after < before
@@ -351,6 +353,7 @@ def test_maxtext_layout(kind: str) -> None:
         ("qwen3_moe", "3 runs of layers"),
         ("qwen2", "no table of MaxText's names for 'qwen2'"),
         ("glm4_moe_lite", "no table of MaxText's names for 'glm4_moe_lite'"),
+        ("deepseek_v32", "no table of MaxText's names for 'deepseek_v32'"),
         ("olmoe", "no table of MaxText's names for 'olmoe'"),
         ("qwen2_moe", "no table of MaxText's names for 'qwen2_moe'"),
         ("glm4_moe", "no table of MaxText's names for 'glm4_moe'"),

@@ -181,7 +181,7 @@ def test_size_of_the_published_layer() -> None:
     assert round((sizes[0] - sizes[1]) / 1e9, 2) == 11.51 and sizes[1] == 2 * 7168**2
 
 
-@pytest.mark.parametrize("kind", ["kimi_k2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open"])
+@pytest.mark.parametrize("kind", ["kimi_k2", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open"])
 def test_names_of_all_families(kind: str) -> None:
     """A prediction layer has the names of the last layer, and four of its own."""
     fields = FAMILIES[kind].frozen | {"num_nextn_predict_layers": 2}

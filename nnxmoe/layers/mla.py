@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.attend import Attend, Scores
+from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.cache import LatentCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.kernel import Kernel
@@ -100,7 +100,11 @@ class Query(nnx.Module):
         self.b = Linear((rank,), (heads, head_dim), ("q_rank", "heads", "head"), dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
-        return self.b(self.norm(self.a(x)))
+        return self.b(self.latent(x))
+
+    def latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T q_rank"]:
+        """The normalised latents that the queries are expanded from."""
+        return self.norm(self.a(x))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,14 +158,27 @@ class MLA(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None = None
     ) -> tuple[Float[Array, "B asked D"], LatentCache | None]:
-        q_nope, q_rope = jnp.split(self.q(context.asked(x)), [self.nope], axis=-1)
+        cache, seen, mask = context.remember(cache, self.latents(x, context), window=None)
+        return self.attended(self.q(context.asked(x)), seen, mask, context, self.attend), cache
+
+    def latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:
+        """What is stored of each token: its normalised latent, and its rotated key."""
         latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
         k_rope = context.rotated(k_rope[:, :, None, :], self.rotary, self.rotate)[:, :, 0, :]
-        new = jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
-        cache, seen, mask = context.remember(cache, new, window=None)
+        return jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
+
+    def attended(
+        self,
+        q: Float[Array, "B asked N H"],
+        seen: Float[Array, "B S latent_and_rope"],
+        mask: Mask,
+        context: Context,
+        attend: Attend,
+    ) -> Float[Array, "B asked D"]:
+        """The output for queries that are not yet rotated."""
+        q_nope, q_rope = jnp.split(q, [self.nope], axis=-1)
         q_rope = context.rotated(q_rope, self.rotary, self.rotate)
-        y = self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale), self.attend)
-        return self.o(y), cache
+        return self.o(self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale), attend))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> LatentCache:
         """A slot per token, for its latent and its rotated key."""

@@ -1,4 +1,4 @@
-"""Root mean square normalisation (Zhang & Sennrich 2019)."""
+"""Root mean square normalisation (Zhang & Sennrich 2019), and layer normalisation (Ba et al. 2016)."""
 
 import jax
 import jax.numpy as jnp
@@ -19,3 +19,19 @@ class RMSNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         unit = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         return unit.astype(x.dtype) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+
+
+class LayerNorm(nnx.Module):
+    """``(x - mean(x)) / sqrt(var(x) + eps)`` in float32, times the scale plus the bias, cast back to ``x``'s dtype."""
+
+    def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        self.eps = eps
+        self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, dtype=dtype, rngs=rngs)
+        self.bias = parameter((dim,), ("norm",), nnx.initializers.zeros, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        unit = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
+        scale, bias = (jnp.broadcast_to(a[...].astype(jnp.float32), x.shape) for a in (self.scale, self.bias))
+        return (unit * scale + bias).astype(x.dtype)

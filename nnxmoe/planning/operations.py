@@ -42,14 +42,17 @@ def operations(config: DecoderConfig, found: list[ParamSize], work: Work, remat:
 
 
 def _scores(config: DecoderConfig, work: Work) -> Iterator[tuple[int, float]]:
-    """Per layer, the multiplications per query and key (scores and values), and the keys per query."""
+    """Per layer, the multiplications per query and key (scores and values, or an indexer's scores), and the keys per
+    query."""
     for stack in abstract(config).stacks:
         assert isinstance(stack, UnrolledStack)
         for layer in stack.layers:
             attention = layer.attention
-            window = getattr(attention, "window", None) or work.seq
-            seen = min(window, work.seq) if not work.train else min(window, work.seq / 2)
-            yield _width(attention, work.train), seen
+            window = getattr(attention, "window", None) or getattr(attention, "topk", None) or work.seq
+            every = work.seq / 2 if work.train else work.seq
+            if (scorer := getattr(attention, "indexer", None)) is not None:
+                yield math.prod(scorer.q.kernel.outs), every
+            yield _width(attention, work.train), min(window, every)
 
 
 def _width(attention: GQA | MLA | Any, train: bool) -> int:

@@ -230,6 +230,19 @@ def _glm_lite(rng: random.Random) -> Fields:
     return fields | {"mlp_layer_types": rng.choice([None, kinds])}
 
 
+def _deepseek_v32(rng: random.Random) -> Fields:
+    """Fewer keys per query than tokens, and enough heads in the indexer that few scores are zero."""
+    fields = _glm_lite(rng) | {
+        "q_lora_rank": rng.choice([12, 24]),
+        "first_k_dense_replace": rng.choice([0, 1, 2]),
+        "index_topk": rng.choice([1, 3, 6, 11, 40]),
+        "index_head_dim": rng.choice([8, 13]),
+        "index_n_heads": rng.choice([8, 11]),
+    }
+    del fields["rope_interleave"]
+    return fields
+
+
 def _deepseek_v2(rng: random.Random) -> Fields:
     fields = _latent(rng) | {
         "num_attention_heads": (heads := rng.choice([2, 4])),
@@ -391,6 +404,32 @@ FAMILIES: dict[str, Family] = {
         },
         _glm_lite,
         "glm4_moe_lite",
+    ),
+    "deepseek_v32": Family(
+        _HUB
+        | _MLA
+        | {
+            "model_type": "deepseek_v32",
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "rope_theta": 500.0,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 8,
+            },
+            "index_topk": 5,
+            "index_head_dim": 10,
+            "index_n_heads": 8,
+        },
+        _deepseek_v32,
+        "deepseek_v32",
     ),
     "qwen2": Family(
         _HUB

@@ -78,8 +78,9 @@ class Step:
         self.optimizer, self.objective = optax.with_extra_args_support(optimizer), of_function(objective or Objective())
         if isinstance(self.objective, Objective):
             self.objective = self.objective.of_model(model)
-            # Without a gradient, weight decay would shrink prediction layers, and their moments would take memory.
-            trainable = trainable if self.objective.depths else nnx.All(trainable, nnx.Not(nnx.PathContains("mtp")))
+            # Without a gradient, weight decay would shrink parameters, and their moments would take memory.
+            idle = ("indexer",) if self.objective.depths else ("indexer", "mtp")
+            trainable = nnx.All(trainable, *(nnx.Not(nnx.PathContains(name)) for name in idle))
         self.accumulate, self.bias_rate = accumulate, bias_rate
         self.mesh, self.vocab = model.strategy.mesh, model.config.vocab_size
         self.pipeline = model.strategy.pipeline

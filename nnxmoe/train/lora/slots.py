@@ -97,10 +97,12 @@ def slots(model: CausalLM) -> list[Slot]:
 
 
 def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
-    """The slots whose names equal a target or start with ``target.``; None: all but router, embedding and head."""
+    """The slots whose names equal a target or start with ``target.``; None: all but router, embedding, head, and
+    indexers, which have no gradient."""
     every = slots(model)
     if targets is None:
-        return [slot for slot in every if slot.name not in ("router", "embed", "head")]
+        left_out = "router", "embed", "head", "attention.indexer"
+        return [slot for slot in every if not slot.name.startswith(left_out)]
     asked, names = [targets] if isinstance(targets, str) else list(targets), sorted({slot.name for slot in every})
     known = {target: [name for name in names if f"{name}.".startswith(f"{target}.")] for target in asked}
     if odd := [target for target in asked if not known[target]] if asked else [""]:

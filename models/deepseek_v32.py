@@ -1,0 +1,94 @@
+"""DeepSeek-V3.2 (DeepSeek-AI, 2025): DeepSeek-V3 whose queries attend to 2048 keys each, which indexers choose.
+
+The indexer rotates by halves, the attention neighbouring pairs. Its weights are found by training it alone, to predict
+the attention: a loss of the model's output gives them no gradient, and `nnxmoe.train.fit` leaves them as they are.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import check_at_most, count, one_of, per_layer
+from nnxmoe.layers.indexer import Indexer
+from nnxmoe.layers.rope import rotate_halves
+from nnxmoe.layers.sparse_mla import SparseMLA
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.deepseek_v3 import HF_TABLE as HF_DENSE
+from nnxmoe.models.deepseek_v3 import PRESETS as DENSE
+from nnxmoe.models.deepseek_v3 import DeepSeekV3
+from nnxmoe.models.latent import LatentMoEConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSeekV32Config(LatentMoEConfig):
+    """``index_topk``: keys per query; ``index_n_heads``, ``index_head_dim``: of the indexer, whose first
+    ``qk_rope_head_dim`` components are rotated. ``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: the first
+    ``first_k_dense_replace`` are dense."""
+
+    model_type = "deepseek_v32"
+    architecture = "DeepseekV32ForCausalLM"
+    aliases = {"num_experts": "n_routed_experts"}
+    fixed = {"indexer_rope_interleave": (False,)}
+    ignored = "mlp_bias"  # false in the reference, whatever the file says
+
+    max_position_embeddings: int = 163840
+    q_lora_rank: int = count(1536, most=2**20)
+    rope_interleave: bool = one_of(True)
+    first_k_dense_replace: int = count(3, least=0)
+    mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
+    layer_types: Sequence[str] | None = per_layer("indexed_attention")
+    index_topk: int = count(2048)
+    index_head_dim: int = count(128, most=2**16)
+    index_n_heads: int = count(64, most=2**14)
+
+    def _check(self) -> None:
+        super()._check()
+        check_at_most(self, "qk_rope_head_dim", "index_head_dim")
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        if self.mlp_layer_types is None:
+            return super().sparse_layers
+        return tuple(kind == "sparse" for kind in self.mlp_layer_types)
+
+
+_OF_V3 = ("rope_scaling", "dtype")
+PRESETS: dict[str, DecoderConfig] = dict.fromkeys(
+    ("deepseek-v3.2-exp", "deepseek-v3.2"),
+    DeepSeekV32Config(**{name: getattr(DENSE["deepseek-v3"], name) for name in _OF_V3}),
+)
+
+HF_INDEXER = {
+    "layer.attention.indexer.q.kernel": W("self_attn.indexer.wq_b.weight"),
+    "layer.attention.indexer.k.kernel": W("self_attn.indexer.wk.weight"),
+    "layer.attention.indexer.k_norm.scale": W("self_attn.indexer.k_norm.weight"),
+    "layer.attention.indexer.k_norm.bias": W("self_attn.indexer.k_norm.bias"),
+    "layer.attention.indexer.weights.kernel": W("self_attn.indexer.weights_proj.weight"),
+}
+
+
+class DeepSeekV32(DeepSeekV3):
+    """DeepSeek-V3.2."""
+
+    configs = (DeepSeekV32Config,)
+    presets = PRESETS
+    hub_ids = {name: f"deepseek-ai/DeepSeek-V3.2{'-Exp' * name.endswith('exp')}" for name in PRESETS}
+    hub_notes = dict.fromkeys(
+        PRESETS,
+        "FP8 blocks, 0.69 TB, loaded as bfloat16; the layer for multi-token prediction is left out without mtp=True",
+    )
+    hf_table = HF_DENSE | HF_INDEXER
+    maxtext_table = {}
+    rotate_index = staticmethod(rotate_halves)
+
+    def attention(self, index: int, **kw: Any) -> Any:
+        form = functools.partial(SparseMLA, indexer=self.indexer(index, **kw), topk=self.config.index_topk)
+        return super().attention(index, form, **kw)
+
+    def indexer(self, index: int, **kw: Any) -> Indexer | None:
+        """The indexer of a layer."""
+        c = self.config
+        sizes = c.hidden_size, c.q_lora_rank, c.index_n_heads, c.index_head_dim
+        return Indexer(*sizes, rotary=c.rope, rotate=self.rotate_index, **kw)
