@@ -31,6 +31,8 @@ from nnxmoe.models.qwen import Qwen2, Qwen2Config, Qwen3, Qwen3Config
 from nnxmoe.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from nnxmoe.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from nnxmoe.models.qwen3_vl import Qwen3VLMoeText, Qwen3VLMoeTextConfig, Qwen3VLText, Qwen3VLTextConfig
+from nnxmoe.models.sarvam_mla import SarvamMLA, SarvamMLAConfig
+from nnxmoe.models.sarvam_moe import SarvamMoE, SarvamMoEConfig
 from nnxmoe.models.solar_open import SolarOpen, SolarOpenConfig
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ def register(family: type[CausalLM]) -> None:
 for _family in (
     *(Llama, Mixtral, DeepSeekV3, DeepSeekV2, KimiK2, Glm4MoeLite, Glm4Moe, Dots1, SolarOpen, MiniMaxM2),
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
-    *(DeepSeekV32, Qwen3VLText, Qwen3VLMoeText),
+    *(DeepSeekV32, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
 ):
     register(_family)
 
@@ -114,6 +116,10 @@ __all__ = [
     "Qwen3VLMoeTextConfig",
     "Qwen3VLText",
     "Qwen3VLTextConfig",
+    "SarvamMLA",
+    "SarvamMLAConfig",
+    "SarvamMoE",
+    "SarvamMoEConfig",
     "SolarOpen",
     "SolarOpenConfig",
     "config_class",

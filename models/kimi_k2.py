@@ -2,7 +2,7 @@
 
 Moonlight's config.json says ``deepseek_v3``; that of K2 has a model_type of its own, which transformers does not have.
 Saved models say ``deepseek_v3`` too, so that transformers loads them. Neither publishes a tokenizer.json, which the
-text functions need. K2-Thinking has experts in packed int4. Of K2.5 and K2.6 the text model is loaded.
+text functions need. K2-Thinking has experts in packed int4, and so have K2.5 and K2.6, whose text model is loaded.
 """
 
 import dataclasses
@@ -44,8 +44,16 @@ _KIMI_K2 = KimiK2Config(
     eos_token_id=163585,
     dtype="bfloat16",
 )
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 PRESETS: dict[str, DecoderConfig] = {
     "kimi-k2": _KIMI_K2,
+    "kimi-k2.5": dataclasses.replace(
+        _KIMI_K2,
+        max_position_embeddings=262144,
+        rms_norm_eps=1e-5,
+        rope_scaling={"type": "yarn", "original_max_position_embeddings": 4096, **_YARN},
+        pad_token_id=163839,
+    ),
     "moonlight-16b-a3b": DeepSeekV3Config(
         vocab_size=163840,
         hidden_size=2048,
@@ -78,8 +86,14 @@ class KimiK2(DeepSeekV3):
 
     configs = (KimiK2Config,)
     presets = PRESETS
-    hub_ids = {"kimi-k2": "moonshotai/Kimi-K2-Instruct", "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B"}
+    hub_ids = {
+        "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+        "kimi-k2.5": "moonshotai/Kimi-K2.5",
+        "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
+    }
     hub_notes = {
         "kimi-k2": "FP8 blocks, 1.03 TB, loaded as bfloat16; its tokenizer, a tiktoken file with code, is not read",
+        "kimi-k2.5": "experts in packed int4, 0.55 TB, loaded as bfloat16 unless keep_quantized=True; vision tower and "
+        "projector are left out; its tokenizer, a tiktoken file with code, is not read",
         "moonlight-16b-a3b": "its tokenizer, a tiktoken file with code, is not read",
     }

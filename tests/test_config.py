@@ -253,6 +253,28 @@ DEFAULTS["hy_v3"] = {
     "sparse_layers": (False, *(True,) * 79),
     "eos_token_id": None,
 }
+DEFAULTS["sarvam_moe"] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 8e6,
+    "kv_heads": 4,
+    "head_width": 64,
+    "rope_dim": 64,
+    "use_qk_norm": True,
+    "num_experts_per_tok": 6,
+    "routed_scaling_factor": 2.5,
+    "sparse_layers": (False, *(True,) * 18),
+}
+DEFAULTS["sarvam_mla"] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "kv_heads": 64,
+    "rope_dim": 64,
+    "q_lora_rank": None,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "sparse_layers": (False, *(True,) * 31),
+}
 DEFAULTS["kimi_k2"] = DEFAULTS["deepseek_v3"]
 DEFAULTS["qwen3"] = DEFAULTS["qwen2"] | {"attention_bias": False}
 
@@ -488,6 +510,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ("kimi_k2", {"topk_method": "greedy"}, "topk_method 'greedy'"),
     ("hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types lists 1 layers, not 80"),
+    ("sarvam_moe", {"use_bias": True}, "use_bias True is not supported"),
+    (
+        "sarvam_moe",
+        {"use_qkv_bias": True, "attention_bias": False},
+        "use_qkv_bias True and attention_bias False are one",
+    ),
+    ("sarvam_mla", {"use_qk_norm": False}, "use_qk_norm False is not supported"),
+    ("sarvam_mla", {"num_experts": 4, "n_routed_experts": 8}, "num_experts 4 and n_routed_experts 8 are one field"),
+    ("sarvam_mla", {"rope_scaling": {"type": "deepseek_yarn"}}, "yarn needs factor"),
     ("hy_v3", {"route_norm": False}, "route_norm False is not supported"),
     (
         "hy_v3",
@@ -850,6 +881,7 @@ SIZES = {
     "deepseek-v3.2-exp": 671.9e9,  # 671.0e9, and 0.85e9 of the indexers
     "deepseek-v3.2": 671.9e9,
     "kimi-k2": 1.03e12,
+    "kimi-k2.5": 1.03e12,
     "moonlight-16b-a3b": 16.0e9,
     "glm-4.7-flash": 30e9,
     "qwen2.5-0.5b": 0.49e9,
@@ -882,6 +914,8 @@ SIZES = {
     "solar-open-100b": 102.7e9,
     "minimax-m2": 228.7e9,
     "hy3": 295e9,
+    "sarvam-105b": 106e9,
+    "sarvam-30b": 32e9,
     "qwen3-vl-2b": 1.72e9,
     "qwen3-vl-4b": 4.02e9,
     "qwen3-vl-8b": 8.19e9,

@@ -361,6 +361,8 @@ def test_maxtext_layout(kind: str) -> None:
         ("solar_open", "no table of MaxText's names for 'solar_open'"),
         ("minimax_m2", "no table of MaxText's names for 'minimax_m2'"),
         ("hy_v3", "no table of MaxText's names for 'hy_v3'"),
+        ("sarvam_mla", "no table of MaxText's names for 'sarvam_mla'"),
+        ("sarvam_moe", "no table of MaxText's names for 'sarvam_moe'"),
     ],
 )
 def test_what_maxtext_does_not_have_is_refused(kind: str, message: str, folders: Callable[[str], Path]) -> None:
@@ -558,7 +560,7 @@ MISTAKES: list[tuple[str, Plant]] = [
     *((kind, shift_runs) for kind in ("qwen3_moe", "glm4_moe_lite")),
     *(("qwen3_moe", plant) for plant in (select_with(normalise=False), select_with(k=2), norm_after_rotation)),
     *((kind, select_with(scale=1.0)) for kind in ("kimi_k2", "glm4_moe_lite")),
-    ("kimi_k2", forget_mscale),
+    *((kind, forget_mscale) for kind in ("kimi_k2", "sarvam_mla")),
     *(("deepseek_v2", plant) for plant in (groups_by_sum, greedy_instead_of_groups, select_with(scale=1.0))),
     ("deepseek_v2", forget_mscale),
     *(("qwen2_moe", plant) for plant in (forget_shared_gate, gate_with_half, forget_shared, shift_runs)),
@@ -575,6 +577,7 @@ MISTAKES: list[tuple[str, Plant]] = [
         for plant in (*ROTARY_MISTAKES, norm_after_rotation, forget_norm, per_head_instead_of_whole)
     ),
     *(("minimax_m2", plant) for plant in (forget_correction, select_with(normalise=False))),
+    *(("sarvam_moe", plant) for plant in (norm_after_rotation, swap_norms, *(drop_bias(name) for name in "qkv"))),
     *(("hy_v3", plant) for plant in (norm_after_rotation, forget_correction, forget_shared, drop_bias("o"))),
     *((kind, select_with(scale=1.0)) for kind in ("glm4_moe", "dots1", "solar_open", "hy_v3")),
 ]

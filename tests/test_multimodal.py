@@ -14,14 +14,16 @@ from safetensors.numpy import load_file, save_file
 
 import nnxmoe
 from nnxmoe.cli import main
+from nnxmoe.cli.summary import summarise
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.convert.hf.layout import layout
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.train import lora
 from tests.support.adapters import fill
 from tests.support.arrays import max_error
-from tests.support.families import FAMILIES, fused, tokens_of, weights_of
+from tests.support.families import FAMILIES, fused, load, tokens_of, weights_of
 from tests.support.published import PUBLISHED_TEXTS
+from tests.support.quantised import FORMATS
 from tests.support.tiny import TINY, random_tokens, tiny_weights, write_checkpoint
 
 TEXT = TINY["mixtral"] | {"architectures": ["MixtralForCausalLM"]}
@@ -167,8 +169,36 @@ def test_the_text_of_qwen3_vl_is_qwen3(tmp_path: Path, kind: str, turned: bool) 
         config_from_hf(around | {"text_config": text | {"use_sliding_window": True}})
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_kimi_k25_with_experts_in_packed_int4(tmp_path: Path, keep: bool) -> None:
+    """As published: the text model under ``language_model.``, and the tower and the projector beside it as floats."""
+    form, fields = FORMATS["pack-4-16"], load("kimi_k2").fields | {"hidden_size": 32, "moe_intermediate_size": 16}
+    config = config_from_hf(fields)
+    weights = weights_of({n: leaf.shape for n, leaf in layout(model_class(config)(config, rngs=None)).items()})
+    stored, plain = form.checkpoint(weights, lambda name: ".experts." in name)
+    stored = {f"language_model.{name}": value for name, value in stored.items()}
+    stored |= {
+        f"{name}.weight": np.ones(2, np.float32) for name in ("mm_projector.proj.0", "vision_tower.encoder.norm")
+    }
+    scheme = {**form.config, "ignore": PUBLISHED_TEXTS["kimi-k2.5"]["quantization_config"]["ignore"]}
+    around = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"]}
+    around |= {"quantization_config": scheme, "text_config": fields | {"quantization_config": scheme}}
+    folder, tokens = write_checkpoint(tmp_path / "nested", around, stored), random_tokens(2, 7)
+    flat = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "flat", fields, plain))
+    model = nnxmoe.from_pretrained(folder, dtype="float32", keep_quantized=keep)
+    report = model.load_report
+    assert (report.towers, report.unexpected) == (("mm_projector", "vision_tower"), ())
+    assert set(report.weights) == ({"int4", "float32"} if keep else {"float32"})
+    assert max_error(model(tokens).logits, flat(tokens).logits) < (2e-4 if keep else 1e-7)
+    assert not summarise(folder).missing
+    nnxmoe.save_pretrained(model, tmp_path / "saved")
+    again = nnxmoe.from_pretrained(tmp_path / "saved", keep_quantized=keep)
+    assert again.config.model_type == "deepseek_v3" and again.load_report.towers == ()
+    np.testing.assert_array_equal(again(tokens).logits, model(tokens).logits)
+
+
 def test_published_text_models() -> None:
-    """The text of the published Qwen3-VL-30B-A3B and 2B, and Kimi K2.5, have the presets' numbers."""
+    """Config files of the hub have the presets' numbers."""
     for name, fields in PUBLISHED_TEXTS.items():
         assert config_from_hf(fields) == PRESETS[name], name
 

@@ -12,6 +12,12 @@ FUSED = W("mlp.experts.gate_up")
 # Rows of a table, the tensor of layer 3 that they divide, and the parts of it in NumPy.
 PARTS = (
     ("mlp.up", [W("qkv").rows(i, 3) for i in range(3)], (12, 5), lambda t: np.split(t, 3, 0)),
+    (
+        "mlp.up",
+        [W("qkv").rows(*at) for at in ((0, 6, 3), (3, 6, 1), (4, 6, 2))],
+        (12, 5),
+        lambda t: np.split(t, [6, 8]),
+    ),
     ("mlp.up", [W("qkv").every(i, 2) for i in range(2)], (12,), lambda t: [t[0::2], t[1::2]]),
     ("mlp.up", [W("qkv").T], (12, 5), lambda t: [t.T]),
     ("moe.experts.up", [FUSED.rows(i, 2) for i in range(2)], (4, 6, 5), lambda t: np.split(t, 2, 1)),
@@ -45,7 +51,7 @@ def test_tensors_that_cannot_be_divided_are_faults() -> None:
     table: Table = {"layer.moe.experts.up": FUSED.rows(1, 2), "layer.moe.experts.down": W("down").T}
     arrays = {FUSED.tensor(0): LazyArray.of(np.zeros((4, 7, 5))), W("down").tensor(0): LazyArray.of(np.zeros(4))}
     odd, flat = with_views(table, arrays).values()
-    assert odd.fault is not None and "must hold 2 parameters" in odd.fault
+    assert odd.fault is not None and "must hold 2 parts of equal size" in odd.fault
     assert flat.fault is not None and "must hold a kernel per expert" in flat.fault
 
 

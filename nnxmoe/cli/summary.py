@@ -222,7 +222,7 @@ def _checked(
     """The config as a load would have it, and the tensors; CheckpointError if their quantization is not supported."""
     config = _config(fields, where)
     tied = config.tie_word_embeddings and not untied(config, tensors)
-    arrays = with_views(model_class(config).hf_table, stored(dict(tensors), fields, where, checkpoint))
+    arrays = with_views(model_class(config).hf_names(config), stored(dict(tensors), fields, where, checkpoint))
     return dataclasses.replace(config, tie_word_embeddings=tied), arrays
 
 

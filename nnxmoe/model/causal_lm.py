@@ -62,6 +62,11 @@ class CausalLM(nnx.Module):
     maxtext_block: ClassVar[Sequence[bool]] = ()  # for each layer of a block scanned there: whether it has a window
     config: Any
 
+    @classmethod
+    def hf_names(cls, config: Any) -> Table:
+        """``hf_table``, with the rows that depend on the config."""
+        return cls.hf_table
+
     def attention(self, index: int, **kw: Any) -> Attention:
         """The attention of a layer. ``kw``, here and below: dtype and rngs."""
         raise TypeError("a model class must define attention(index, **kw)")
@@ -97,9 +102,7 @@ class CausalLM(nnx.Module):
 
     def moe(self, router: Router, width: int, shared: Any = None, **options: Any) -> MoE:
         """A feed-forward with an expert of ``width`` for each logit of the router, computed as the strategy says.
-
-        ``options``: dtype and rngs of its `Experts`, and their activation and biases.
-        """
+        ``options``: dtype and rngs of its `Experts`, and their activation and biases."""
         s, (dim,), (count,) = self.strategy, router.kernel.ins, router.kernel.outs
         experts = Experts(dim, width, count, matmul=s.matmul, rules=s.rules, **options)
         return MoE(router, experts, s.dispatch, shared, s.mesh)
@@ -252,15 +255,13 @@ class CausalLM(nnx.Module):
             parts.append((stack.depth, functools.partial(stack, context=of_stack, cache=of_layers)))
         out = in_turn(x, parts)
         end = self._end(out.x, moved, last)
-        if moved is not None:
-            moved = dataclasses.replace(moved, layers=out.cache)
+        moved = None if moved is None else dataclasses.replace(moved, layers=out.cache)
         hidden = tuple(map(self.leave, (x, *out.hidden))) if keep_hidden else ()
         return Body(end, moved, out.infos, (*hidden, end) if keep_hidden else ())
 
     def _begin(self, tokens: Ids, *given: Any) -> tuple[Any, Context, Cache | None]:
         """Inputs of the layers: the embedded tokens, and the results of `Context.of_pass`."""
-        tokens = jnp.asarray(tokens)
-        context, moved = Context.of_pass(self.ropes, tokens, *given)
+        context, moved = Context.of_pass(self.ropes, tokens := jnp.asarray(tokens), *given)
         return self.enter(split_batch(self.embed(tokens, self.dtype), self.mesh)), context, moved
 
     def _end(self, x: Any, cache: Cache | None, last: bool) -> Float[Array, "B asked D"]:

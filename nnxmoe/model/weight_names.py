@@ -16,6 +16,7 @@ class W:
         W("self_attn.q_proj.weight")                   a tensor
         W("mlp.experts").each("up_proj.weight")        a tensor per expert: mlp.experts.0.up_proj.weight, …
         W("mlp.experts.gate_up_proj").rows(1, 2)       the second half of a tensor's outputs
+        W("attention.qkv.weight").rows(0, 6, 4)        the first four sixths of them
         W("mlp.experts.gate_up_proj").T.every(0, 2)    every second output of a tensor with inputs before outputs
 
     Names are relative to the layer: for a key ``layer.…`` they follow ``model.layers.N.``.
@@ -25,6 +26,7 @@ class W:
     per_expert: str = ""  # the end of the name, after the number of the expert
     part: int = 0
     parts: int = 1
+    span: int = 1  # of these parts
     alternate: bool = False  # whether the outputs of the parts alternate
     turned: bool = False  # whether the tensor has inputs before outputs
 
@@ -32,9 +34,9 @@ class W:
         """The tensor ``name`` of each expert."""
         return dataclasses.replace(self, per_expert=name)
 
-    def rows(self, part: int, parts: int) -> "W":
-        """One of ``parts`` equal ranges of outputs."""
-        return dataclasses.replace(self, part=part, parts=parts)
+    def rows(self, part: int, parts: int, span: int = 1) -> "W":
+        """One of ``parts`` equal ranges of outputs, or ``span`` of them from number ``part`` on."""
+        return dataclasses.replace(self, part=part, parts=parts, span=span)
 
     def every(self, part: int, parts: int) -> "W":
         """The outputs ``part``, ``part + parts``, …"""
@@ -56,8 +58,8 @@ class W:
         return name if layer is None else f"{LAYERS}.{layer}.{name}"
 
     def label(self, tensor: str) -> str:
-        """A name for the part of a tensor: ``….gate_up_proj.T[0::2]``, or ``….gate_up_proj[0/2]``."""
-        between = "::" if self.alternate else "/"
+        """A name for the part of a tensor: ``….gate_up_proj.T[0::2]``, ``….gate_up_proj[0/2]`` or ``….qkv[0+4/6]``."""
+        between = "::" if self.alternate else f"+{self.span}/" if self.span > 1 else "/"
         rows = f"[{self.part}{between}{self.parts}]" if self.parts > 1 else ""
         return tensor + ".T" * self.turned + rows
 

@@ -35,9 +35,8 @@ def declared() -> dict[str, Any]:
     families = {}
     for kind, (config, _) in MODELS.items():
         theirs = transformers.CONFIG_MAPPING[config.saved_type or kind]
-        folder = theirs.__module__.rsplit(".", 1)[0]
         names = {field.name for field in dataclasses.fields(theirs)} | theirs.attribute_map.keys()
-        names |= _reads(f"{folder}.modeling_{folder.rsplit('.', 1)[1]}")
+        names |= _reads(transformers.AutoModelForCausalLM._model_mapping[theirs].__module__)
         families[kind] = sorted(names - own - methods)
     return {
         "transformers": transformers.__version__,

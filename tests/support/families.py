@@ -324,6 +324,10 @@ def _hy_v3(rng: random.Random) -> Fields:
     }
 
 
+def _sarvam_moe(rng: random.Random) -> Fields:
+    return _glm4_moe(rng) | rng.choice([{}, {"partial_rotary_factor": 1.0}])
+
+
 # The frozen configurations, as the hub writes them
 
 _HUB: Fields = {
@@ -656,6 +660,56 @@ FAMILIES: dict[str, Family] = {
         },
         _hy_v3,
         "hy_v3",
+    ),
+    "sarvam_mla": Family(
+        _HUB
+        | {k: v for k, v in _MLA.items() if k not in ("q_lora_rank", "n_routed_experts", "num_key_value_heads")}
+        | {
+            "model_type": "sarvam_mla",
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "head_dim": 14,
+            "q_head_dim": 10,
+            "num_experts": 8,
+            "num_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "moe_router_enable_expert_bias": True,
+            "rope_theta": 500.0,
+            "rope_scaling": {
+                "type": "deepseek_yarn",
+                "factor": 4.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 0.8,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 8,
+            },
+        },
+        _kimi,
+        "sarvam_mla",
+    ),
+    "sarvam_moe": Family(
+        _HUB
+        | _GQA
+        | {
+            "model_type": "sarvam_moe",
+            "num_hidden_layers": 3,
+            "head_dim": 10,
+            "use_qkv_bias": True,
+            "use_qk_norm": True,
+            "moe_intermediate_size": 12,
+            "num_experts": 8,
+            "num_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "topk_group": 1,
+            "score_function": "sigmoid",
+            "rope_scaling": None,
+        },
+        _sarvam_moe,
+        "sarvam_moe",
     ),
 }
 

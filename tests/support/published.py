@@ -664,6 +664,22 @@ def _qwen3_vl(kind: str, **text: object) -> Fields:
     return around | {"model_type": kind, "text_config": text}
 
 
+_INT4: Fields = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {"dynamic": False, "group_size": 32, "num_bits": 4, "strategy": "group", "symmetric": True}
+            | {"type": "int", "observer": "minmax", "observer_kwargs": {}},
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
 # Likewise of multimodal models.
 PUBLISHED_TEXTS: dict[str, Fields] = {
     "qwen3-vl-2b": _qwen3_vl(
@@ -683,4 +699,25 @@ PUBLISHED_TEXTS: dict[str, Fields] = {
         num_key_value_heads=4,
     )
     | {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "tie_word_embeddings": False},
+    "kimi-k2.5": {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "bos_token_id": 163584,
+        "dtype": "bfloat16",
+        "eos_token_id": 163585,
+        "media_placeholder_token_id": 163605,
+        "model_type": "kimi_k25",
+        "pad_token_id": 163839,
+        "quantization_config": _INT4,
+        "text_config": {k: v for k, v in PUBLISHED["kimi-k2"].items() if k != "torch_dtype"}
+        | {
+            "dtype": "bfloat16",
+            "max_position_embeddings": 262144,
+            "pad_token_id": 163839,
+            "quantization_config": _INT4,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": _YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0},
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"patch_size": 14, "vt_hidden_size": 1152, "vt_num_hidden_layers": 27},
+    },
 }

@@ -33,7 +33,8 @@ class View:
         if w.alternate:
             cut = slice(w.part + cut.start * w.parts, w.part + (cut.stop - 1) * w.parts + 1, w.parts)
         else:
-            cut = slice(w.part * outs + cut.start, w.part * outs + cut.stop)
+            first = w.part * (outs // w.span)
+            cut = slice(first + cut.start, first + cut.stop)
         box = (*box[: self.dim], cut, *box[self.dim + 1 :])
         return (*box[:-2], box[-1], box[-2]) if w.turned else box
 
@@ -45,9 +46,9 @@ class View:
         array = dataclasses.replace(array, tensors=array.tensors or (self.tensor,))
         if len(shape) < self.dim + 1 + w.turned or shape[self.dim] % w.parts:
             where = f"{self.tensor} in {array.file}" if array.file else self.tensor
-            several = f"{w.parts} parameters of equal size" if w.parts > 1 else "a kernel per expert"
+            several = f"{w.parts} parts of equal size" if w.parts > 1 else "a kernel per expert"
             return dataclasses.replace(array, fault=f"{where} has shape {list(array.shape)}: it must hold {several}")
-        outs = shape[self.dim] // w.parts
+        outs = shape[self.dim] // w.parts * w.span
         shape = (*shape[: self.dim], outs, *shape[self.dim + 1 :])
 
         def read(box: Box, empty: Empty) -> np.ndarray:
@@ -72,7 +73,8 @@ class View:
         tall, high = array.codes.tile[0], array.shape[self.dim]
         common = {"order"} if tall < high else {"order", "scale", "zero"}
         parts = {name: part if name in common else self.of(part) for name, part in array.parts.items()}
-        if tall < high and (floats.shape[self.dim] % tall or (self.w.alternate and tall > 1)):
+        apart = high % tall == 0 and high // tall % self.w.parts == 0 and not (self.w.alternate and tall > 1)
+        if tall < high and not apart:
             fault = f"{self.tensor} in {array.file} has tiles that share a scale and belong to two parameters"
             parts = {name: dataclasses.replace(part, fault=fault) for name, part in parts.items()}
             return dataclasses.replace(floats, parts=parts)
@@ -119,9 +121,9 @@ def joined(arrays: LazyArrays, views: Mapping[str, View | None]) -> dict[str, La
 def _joined(parts: Mapping[View, LazyArray]) -> LazyArray:
     """The tensor that consists of parts."""
     view, first = next(iter(parts.items()))
-    assert len(parts) == view.w.parts, parts.keys()
-    dim, outs = view.dim, first.shape[view.dim]
-    shape = (*first.shape[:dim], outs * view.w.parts, *first.shape[dim + 1 :])
+    assert sum(view.w.span for view in parts) == view.w.parts, parts.keys()
+    dim = view.dim
+    shape = (*first.shape[:dim], first.shape[dim] // view.w.span * view.w.parts, *first.shape[dim + 1 :])
     shape = _turned(shape) if view.w.turned else shape
 
     def read(box: Box, empty: Empty) -> np.ndarray:
@@ -130,7 +132,7 @@ def _joined(parts: Mapping[View, LazyArray]) -> LazyArray:
         for view, array in parts.items():
             rest = whole(array.shape)[len(lead) :]
             values = array.read_box((*lead, *rest), np.empty)
-            part = out[view.place((*whole(sizes(lead)), *rest), outs)]
+            part = out[view.place((*whole(sizes(lead)), *rest), array.shape[dim])]
             if view.w.turned:
                 _transpose(part, values)
             else:

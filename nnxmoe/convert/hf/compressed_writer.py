@@ -43,7 +43,7 @@ def compressed(
         if codes is None:
             continue
         if not name.endswith(".weight.codes"):
-            raise CheckpointError(f"{plain(leaf.key)} is quantised and holds all experts in one tensor, {WHAT}")
+            raise CheckpointError(f"{plain(leaf.key)} is quantised and shares its tensor with others, {WHAT}")
         module = name.removesuffix(".weight.codes")
         parts = {part: found.pop(full) for part in ARRAYS if (full := f"{module}.weight.{part}") in found}
         if "order" in parts or codes.kind == "nf4":

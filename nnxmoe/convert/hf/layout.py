@@ -31,15 +31,15 @@ def layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0
     """Tensor name -> `Leaf` for every parameter. If the table has several names, the first of ``arrays`` is used (per
     layer), rather one of the right shape; else the first of the table. ``times``: a factor on the queries, see
     `DecoderConfig.query_scalar`."""
-    names = {} if arrays is None else arrays
+    names, table = {} if arrays is None else arrays, model.hf_names(model.config)
     found: dict[str, Leaf] = {}
     for parameter in parameters(model, codes=True):
         key = parameter.key.removesuffix(parameter.ending)
-        if key not in model.hf_table:
+        if key not in table:
             raise TableError(f"the parameter {key} has no row in the table of {type(model).__name__}")
         change = Change(times=times if parameter.takes_query_scalar else 1.0)
         for layer, one in parameter.layers():
-            rows = [_named(w, layer, one, change) for w in options(model.hf_table, key)]
+            rows = [_named(w, layer, one, change) for w in options(table, key)]
             chosen = [row for row in rows if any(name in names for name, _, _ in row)]
             fit = [row for row in chosen if len(chosen) == 1 or _fit(row, names)]
             for name, leaf, part in (fit or chosen or rows)[0]:

@@ -82,7 +82,7 @@ def from_pretrained(
                 f"or nnxmoe.from_pretrained, not {expect.__name__}.from_pretrained"
             )
         where = str(checkpoint.folder / "config.json")
-        found = with_views(kind.hf_table, stored(checkpoint.tensors, checkpoint.config, where, checkpoint))
+        found = with_views(kind.hf_names(config), stored(checkpoint.tensors, checkpoint.config, where, checkpoint))
         refuse_unjustified(config, found, where)
         strategy = strategy or Strategy.auto()
         strategy = strategy if mesh is None else dataclasses.replace(strategy, mesh=mesh)

@@ -21,7 +21,7 @@ def expert_by_expert(model: CausalLM, slot: Slot, layer: int, settings: Settings
     (lead, (ins,), (outs,)), _ = slot.dimensions
     found: dict[tuple[int, int], tuple[str, tuple[int, float]]] = {}
     for number, kernel in enumerate(slot.kernels):
-        for w in options(model.hf_table, slot.key.rpartition(".")[0] + "." + kernel):
+        for w in options(model.hf_names(model.config), slot.key.rpartition(".")[0] + "." + kernel):
             for expert in range(lead[-1]) if w.per_expert else ():
                 module = w.tensor(layer, expert).removesuffix(".weight")
                 tensors = f"base_model.model.{module}.lora_"

@@ -152,10 +152,11 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
 def _targeted(model: CausalLM, settings: Settings, file: AdapterFile) -> Iterator[tuple[Slot, int, Numbers, str]]:
     """The adapters that the settings name, with the names of their parameters, which older files spell differently."""
     for slot in slots(model):
-        older = [] if slot.name == "head" else [w for w in options(model.hf_table, slot.key) if not w.per_expert]
+        rows = () if slot.name == "head" else options(model.hf_names(model.config), slot.key)
+        older = [w for w in rows if w.whole and not w.per_expert]
         for layer in slot.layers:
             asked, spellings = [], [parameter_name(model, slot, layer)]
-            names = [w.tensor(layer if slot.key.startswith("layer.") else None) for w in older if w.whole]
+            names = [w.tensor(layer if slot.key.startswith("layer.") else None) for w in older]
             for name in spellings + [name for name in names if name.endswith(".weight")]:
                 own = file.in_base(name)
                 module = own.removesuffix(".weight")

@@ -65,7 +65,7 @@ class Piece:
         made = self.slot.shapes(*self.numbers, np.dtype(np.float32))
         experts = math.prod(made.a.lead[self.slot.depth is not None :])
         one = tuple(getattr(made, which).shape[self.slot.depth is not None :])
-        first = options(model.hf_table, self.slot.key)[0]
+        first = options(model.hf_names(model.config), self.slot.key)[0]
         in_turn = first.parts if first.alternate else 1
         return Stored(which, one, self.numbers[0], experts, in_turn)
 
@@ -78,8 +78,9 @@ def parameter_name(model: CausalLM, slot: Slot, layer: int) -> str:
     """The parameter name in transformers 5 of a slot's kernels: ``model.layers.3.self_attn.q_proj.weight``."""
     if slot.name == "head":  # of a tied head too, which has the key of the embedding
         return "lm_head.weight"
-    found = options(model.hf_table, slot.key)
-    return (found[-1] if found[0].whole else found[0]).tensor(layer if slot.key.startswith("layer.") else None)
+    found = options(model.hf_names(model.config), slot.key)
+    named = found[-1] if found[0].whole or found[-1].whole else found[0]
+    return named.tensor(layer if slot.key.startswith("layer.") else None)
 
 
 def pieces_of(found: Iterable[tuple[Slot, int, Numbers, str]]) -> list[Piece]:

@@ -1,0 +1,67 @@
+"""Sarvam 105B (Sarvam AI, 2026): the layers of DeepSeek-V3 with a single query projection and one group of experts."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import count
+from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SarvamMLAConfig(DeepSeekV3Config):
+    """The fields of `DeepSeekV3Config`, some under the names that Sarvam publishes."""
+
+    model_type = "sarvam_mla"
+    architecture = "SarvamMLAForCausalLM"
+    aliases = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+    fixed = {"moe_router_enable_expert_bias": (None, True), "use_qk_norm": (None, True)}
+    ignored = "q_head_dim embedding_dropout output_dropout moe_shared_expert_intermediate_size"
+
+    vocab_size: int = 262144
+    hidden_size: int = 4096
+    intermediate_size: int = 16384
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = None
+    q_lora_rank: int | None = count(None, most=2**20)
+    n_routed_experts: int = count(128, most=4096)
+    n_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = count(1, least=0)
+    num_nextn_predict_layers: int = count(0, least=0, most=1024)
+
+    @property
+    def rope_fields(self) -> Mapping[str, Any]:
+        """Published YaRN has the name of vLLM's implementation."""
+        fields = super().rope_fields
+        return {name: "yarn" if value == "deepseek_yarn" else value for name, value in fields.items()}
+
+
+PRESETS: dict[str, DecoderConfig] = {
+    "sarvam-105b": SarvamMLAConfig(
+        max_position_embeddings=131072,
+        rope_scaling={
+            "rope_type": "deepseek_yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        pad_token_id=0,
+        dtype="bfloat16",
+    )
+}
+
+
+class SarvamMLA(DeepSeekV3):
+    """Sarvam 105B."""
+
+    configs = (SarvamMLAConfig,)
+    presets = PRESETS
+    hub_ids = {"sarvam-105b": "sarvamai/sarvam-105b"}
+    hub_notes = {}
+    maxtext_table = {}

@@ -1,0 +1,86 @@
+"""Sarvam 30B (Sarvam AI, 2026): GLM-4.5's layers with normalised heads that are rotated whole, under other names.
+
+The kernels of queries, keys and values are one tensor.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import count
+from nnxmoe.model.weight_names import Table, W, options
+from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SarvamMoEConfig(Glm4MoeConfig):
+    """The fields of `Glm4MoeConfig`, some under the names that Sarvam publishes."""
+
+    model_type = "sarvam_moe"
+    architecture = "SarvamMoEForCausalLM"
+    default_rotary_factor = 1.0
+    aliases = {
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "use_qkv_bias": "attention_bias",
+    }
+    fixed = {
+        "moe_router_enable_expert_bias": (None, True),
+        "score_function": (None, "sigmoid"),
+        "use_bias": (None, False),
+    }
+    ignored = "embedding_dropout output_dropout max_window_layers"
+
+    vocab_size: int = 262144
+    intermediate_size: int = 8192
+    num_hidden_layers: int = 19
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = count(64, most=2**16)
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 8e6
+    use_qk_norm: bool = True
+    moe_intermediate_size: int = count(1024, most=2**24)
+    num_experts_per_tok: int = 6
+    routed_scaling_factor: float = 2.5
+    num_nextn_predict_layers: int = count(0, least=0, most=1024)
+    eos_token_id: int | Sequence[int] | None = 1
+    pad_token_id: int | None = 0
+
+
+PRESETS: dict[str, DecoderConfig] = {"sarvam-30b": SarvamMoEConfig()}
+
+# Beside these, the names of transformers in memory are read.
+_RENAMED = {
+    "embed.table": W("model.word_embeddings.weight"),
+    "layer.attention.o.kernel": W("attention.dense.weight"),
+    "layer.attention.qk_norm.q.scale": W("attention.query_layernorm.weight"),
+    "layer.attention.qk_norm.k.scale": W("attention.key_layernorm.weight"),
+    "layer.moe.router.bias": W("mlp.gate.expert_bias"),
+}
+
+
+class SarvamMoE(Glm4Moe):
+    """Sarvam 30B."""
+
+    configs = (SarvamMoEConfig,)
+    presets = PRESETS
+    hub_ids = {"sarvam-30b": "sarvamai/sarvam-30b"}
+    hub_notes = {}
+    hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MLP | HF_GROUPED_EXPERTS
+
+    @classmethod
+    def hf_names(cls, config: Any) -> Table:
+        heads, groups = config.num_attention_heads, config.kv_heads
+        total = heads + 2 * groups
+        spans = {"q": (0, total, heads), "k": (heads, total, groups), "v": (heads + groups, total, groups)}
+        first = _RENAMED | {
+            f"layer.attention.{x}.{ours}": W(f"attention.query_key_value.{theirs}").rows(*span)
+            for x, span in spans.items()
+            for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
+        }
+        table = cls.hf_table
+        return {key: (first[key], *options(table, key)) if key in first else row for key, row in table.items()}
