@@ -1,7 +1,6 @@
 """The public names of `nnxmoe`, each with its home, which `nnxmoe` reads from this file and imports on first use."""
 
 from nnxmoe.axes import RULES as RULES
-from nnxmoe.axes import make_mesh as make_mesh
 from nnxmoe.config.bounds import ConfigError as ConfigError
 from nnxmoe.convert.core.report import LoadError as LoadError
 from nnxmoe.convert.core.report import LoadReport as LoadReport
@@ -26,11 +25,11 @@ from nnxmoe.generation.score import Score as Score
 from nnxmoe.generation.score import score as score
 from nnxmoe.generation.text import Tokenizer as Tokenizer
 from nnxmoe.generation.text import TokenizerError as TokenizerError
-from nnxmoe.layers.attend import Fused as Fused
 from nnxmoe.layers.attend import Reference as Reference
 from nnxmoe.layers.blockwise import Blockwise as Blockwise
 from nnxmoe.layers.cache import Int8Cache as Int8Cache
 from nnxmoe.layers.context import Context as Context
+from nnxmoe.layers.fused import Fused as Fused
 from nnxmoe.layers.mla import Absorbed as Absorbed
 from nnxmoe.layers.mla import ByLength as ByLength
 from nnxmoe.layers.mla import Naive as Naive
@@ -41,6 +40,7 @@ from nnxmoe.layers.quantized_products import Dequantized as Dequantized
 from nnxmoe.layers.quantized_products import InBlocks as InBlocks
 from nnxmoe.layers.quantized_products import TwoInt8 as TwoInt8
 from nnxmoe.layers.streaming import Streaming as Streaming
+from nnxmoe.mesh import make_mesh as make_mesh
 from nnxmoe.model.causal_lm import CausalLM as CausalLM
 from nnxmoe.model.copies import unscan as unscan
 from nnxmoe.model.output import Output as Output
@@ -50,8 +50,9 @@ from nnxmoe.model.stack import Scanned as Scanned
 from nnxmoe.model.stack import Unrolled as Unrolled
 from nnxmoe.model.strategy import Strategy as Strategy
 from nnxmoe.models import config_from_hf as config_from_hf
-from nnxmoe.moe.dispatch import Capacity as Capacity
-from nnxmoe.moe.dispatch import Chunked as Chunked
+from nnxmoe.moe.blocked import Blocked as Blocked
+from nnxmoe.moe.capacity import Capacity as Capacity
+from nnxmoe.moe.capacity import Chunked as Chunked
 from nnxmoe.moe.dispatch import Dense as Dense
 from nnxmoe.moe.dispatch import Sorted as Sorted
 from nnxmoe.moe.expert_parallel import ExpertParallel as ExpertParallel
@@ -59,7 +60,6 @@ from nnxmoe.moe.expert_parallel import InChunks as InChunks
 from nnxmoe.moe.expert_parallel import RaggedAllToAll as RaggedAllToAll
 from nnxmoe.moe.expert_parallel import RingOfExperts as RingOfExperts
 from nnxmoe.moe.grouped_matmul import Aligned as Aligned
-from nnxmoe.moe.grouped_matmul import Blocked as Blocked
 from nnxmoe.moe.grouped_matmul import Masked as Masked
 from nnxmoe.moe.grouped_matmul import RaggedDot as RaggedDot
 from nnxmoe.planning.plan import Plan as Plan

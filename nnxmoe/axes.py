@@ -9,21 +9,17 @@ Dimension letters, the same in every signature and einsum:
 MLA's widths are words: ``q_rank kv_rank nope rope``. ``asked``: T, or 1 if only the last token's output is needed.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.config.printable import short
-from nnxmoe.config.validate import is_integer
-from nnxmoe.runtime.progress import logger
 
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "tensor")
 # The batch is sharded over all of these, so attention needs no communication; within the stages of a pipeline over all
@@ -78,69 +74,6 @@ def parameter(
     assert len(shape) == len(axes), (shape, axes)
     value = jax.ShapeDtypeStruct(shape, dtype) if rngs is None else init(rngs.params(), shape, dtype)
     return kind(value, axes=axes, inputs=inputs, eager_sharding=False)
-
-
-def make_mesh(
-    data: int = 1,
-    fsdp: int = 1,
-    expert: int = 1,
-    tensor: int = 1,
-    *,
-    pipe: int = 1,
-    devices: Sequence[Any] | None = None,
-    across: str | None = None,
-) -> Mesh:
-    """A device mesh with the axes ``pipe, data, fsdp, expert, tensor``; one size may be -1: all remaining devices.
-
-    ``across``: the axis that crosses hosts or slices, whose index then changes least often along the devices; None:
-    the first axis with several. TPUs are laid out on their torus by `jax.experimental.mesh_utils`. Raises ValueError
-    unless the product of the sizes is the number of devices.
-    """
-    sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
-    found = np.asarray(jax.devices() if devices is None else devices, dtype=object)
-    remaining = [name for name, size in sizes.items() if size == -1]
-    if len(remaining) > 1 or not all(is_integer(size, -1) and size for size in sizes.values()):
-        raise ValueError(f"mesh sizes {short(sizes)}: give integers of at least 1; one may be -1 (the devices left)")
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if found.size % fixed or (found.size != fixed and not remaining):
-        multiple = "a multiple of " if remaining else ""
-        raise ValueError(f"mesh sizes {sizes} need {multiple}{fixed} devices; there are {found.size}")
-    if remaining:
-        sizes[remaining[0]] = found.size // fixed
-    if across is not None and across not in sizes:
-        raise ValueError(f"across={across!r} is not a mesh axis; the axes are {', '.join(MESH_AXES)}")
-    laid_out = _on_torus if found.flat[0].platform == "tpu" and found.size > 1 else _in_order
-    return Mesh(laid_out(found, sizes, across), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-
-
-def _in_order(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
-    first = 0 if across is None else MESH_AXES.index(across)
-    order = [MESH_AXES[first], *MESH_AXES[:first], *MESH_AXES[first + 1 :]]
-    return np.moveaxis(devices.reshape([sizes[axis] for axis in order]), 0, first)
-
-
-def _on_torus(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
-    """TPUs so that neighbours along a mesh axis are neighbours in a slice; ``across`` goes over several slices."""
-    shape, slices = [sizes[axis] for axis in MESH_AXES], len({getattr(one, "slice_index", 0) for one in devices.flat})
-    if slices == 1:
-        return mesh_utils.create_device_mesh(shape, list(devices.flat), allow_split_physical_axes=True)
-    axis = across or next((axis for axis in MESH_AXES if sizes[axis] > 1), MESH_AXES[0])
-    if sizes[axis] % slices:
-        raise ValueError(
-            f"mesh sizes {dict(sizes)}: {axis!r} goes over {slices} slices: give it a multiple of {slices}, or name "
-            "another axis by across=…"
-        )
-    over = [slices if name == axis else 1 for name in MESH_AXES]
-    inside = [size // count for size, count in zip(shape, over, strict=True)]
-    return mesh_utils.create_hybrid_device_mesh(inside, over, list(devices.flat), allow_split_physical_axes=True)
-
-
-def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """A mesh of these sizes without devices, for planning; omitted axes have size 1. ValueError for unknown axes."""
-    if unknown := [name for name in sizes if name not in MESH_AXES]:
-        raise ValueError(f"{unknown[0]!r} is not a mesh axis; the axes are {', '.join(MESH_AXES)}")
-    every = tuple(sizes.get(name, 1) for name in MESH_AXES)
-    return AbstractMesh(every, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def _manual() -> tuple[str, ...]:
@@ -266,7 +199,8 @@ def split_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
     """``x`` with its rows sharded over the batch axes; unchanged, with a warning, if they are not divisible."""
     axes, wanted = divided_over(x.shape[0], mesh), batch_axes(mesh)
     if axes != wanted:
-        logger.warning("a batch of %d does not divide over %s: every device computes all of it", x.shape[0], wanted)
+        text = "a batch of %d does not divide over %s: every device computes all of it"
+        logging.getLogger("nnxmoe").warning(text, x.shape[0], wanted)
     return constrain(x, mesh, axes)
 
 

@@ -19,7 +19,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
-from nnxmoe.axes import batch_axes, make_mesh
+from nnxmoe.axes import batch_axes
+from nnxmoe.mesh import make_mesh
 from nnxmoe.model.pipeline import Pipeline
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.planning import child

@@ -23,8 +23,8 @@ from nnxmoe.axes import BATCH_AXES, sharding_of
 from nnxmoe.layers.embed import Embed
 from nnxmoe.moe import dispatch
 from nnxmoe.moe.block import MoE
+from nnxmoe.moe.blocked import Blocked
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.grouped_matmul import Blocked
 from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
 from nnxmoe.planning.hlo import collectives as collectives_of
 from tests.support.cases import HF_CASES

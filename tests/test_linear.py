@@ -12,7 +12,7 @@ import pytest
 
 from nnxmoe import Blocked, Masked
 from nnxmoe.layers.dots import batched, einsum, matmul, matmul_f32
-from nnxmoe.moe.grouped_matmul import FEW, MANY, block_sizes
+from nnxmoe.moe.blocked import FEW, MANY, block_sizes
 from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE
 

@@ -27,13 +27,14 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import nnxmoe
-from nnxmoe.axes import abstract_mesh, axes_of, check_mesh, partition_spec, sharding_of
+from nnxmoe.axes import axes_of, check_mesh, partition_spec, sharding_of
 from nnxmoe.convert.core import fill
 from nnxmoe.convert.core.fill import Filler
 from nnxmoe.convert.core.layout import parameters
 from nnxmoe.convert.hf import raw
 from nnxmoe.convert.hf.layout import layout
 from nnxmoe.convert.hf.source import stored
+from nnxmoe.mesh import abstract_mesh
 from nnxmoe.models import PRESETS, model_class
 from nnxmoe.storage import host
 from nnxmoe.storage.checkpoint import Checkpoint

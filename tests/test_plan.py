@@ -14,7 +14,8 @@ import pytest
 
 import nnxmoe
 from nnxmoe import cli
-from nnxmoe.axes import RULES, abstract_mesh, make_mesh
+from nnxmoe.axes import RULES
+from nnxmoe.mesh import abstract_mesh, make_mesh
 from nnxmoe.models import PRESETS, config_from_hf
 from nnxmoe.planning import child
 from nnxmoe.planning.arithmetic import Work, bytes_of, parts

@@ -21,10 +21,10 @@ from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.models import Mixtral, MixtralConfig
 from nnxmoe.moe import expert_parallel
 from nnxmoe.moe.block import MoE
+from nnxmoe.moe.blocked import Blocked
 from nnxmoe.moe.expert_biases import ExpertBiases
 from nnxmoe.moe.expert_parallel import ExchangePlan, buffer_rows, fewest_chunks
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.grouped_matmul import Blocked
 from nnxmoe.moe.ragged import ragged_all_to_all
 from nnxmoe.moe.router import LogitBias, RandomTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
 from tests.support.arrays import max_error

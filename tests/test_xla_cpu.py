@@ -10,7 +10,7 @@ import pytest
 from nnxmoe.layers import xla_cpu
 from nnxmoe.layers.dots import dot_f32, matmul_f32
 from nnxmoe.layers.kernel import DenseKernel
-from nnxmoe.moe import grouped_matmul
+from nnxmoe.moe import blocked
 
 pytestmark = [
     pytest.mark.program,
@@ -52,7 +52,7 @@ def test_16_bit_loop_invariants_are_copied(monkeypatch: pytest.MonkeyPatch) -> N
 
     def temporary() -> int:
         def grouped(rows: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
-            apply: Any = grouped_matmul._apply
+            apply: Any = blocked._apply
             return apply.__wrapped__((2, 5, 8), rows, DenseKernel(kernel), sizes, False)
 
         rows = jax.ShapeDtypeStruct((64, 128), BF16)
@@ -61,7 +61,7 @@ def test_16_bit_loop_invariants_are_copied(monkeypatch: pytest.MonkeyPatch) -> N
         return analysis.temp_size_in_bytes
 
     assert temporary() < kernels.size * 2
-    monkeypatch.setattr(grouped_matmul, "carried", lambda *values: values)
+    monkeypatch.setattr(blocked, "carried", lambda *values: values)
     assert (temporary() > kernels.size * 2) == xla_cpu.COPIES_16_BITS
 
 

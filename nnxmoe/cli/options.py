@@ -29,7 +29,7 @@ def text(given: str) -> str:
 
 def mesh(text: str) -> Any:
     """An abstract mesh of sizes such as ``fsdp=4,expert=8``."""
-    from nnxmoe.axes import abstract_mesh
+    from nnxmoe.mesh import abstract_mesh
 
     pairs = [part.partition("=")[::2] for part in text.split(",")]
     sizes = {name: int(size) for name, size in pairs if re.fullmatch("[1-9][0-9]{0,5}", size)}

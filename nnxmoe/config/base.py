@@ -23,7 +23,6 @@ from nnxmoe.config.printable import short, some
 from nnxmoe.config.rope import Rope
 from nnxmoe.config.rope_fields import FIELDS as ROPE_FIELDS
 from nnxmoe.config.rope_fields import rope_from_fields
-from nnxmoe.config.undeclared import described, refuse_effective, refuse_other_models
 
 _ROPES = {"rope_scaling", "rope_parameters"}
 
@@ -46,28 +45,12 @@ class DecoderConfig:
     architecture: ClassVar[str]
     saved_type: ClassVar[str | None] = None  # the model_type that transformers has for these models, if another
     # Families add their own to these three: another name of a field -> the field; a field that is not stored (by this
-    # family) -> the values it may have, the first of which is saved; and below, fields that do not affect the forward
-    # pass.
+    # family) -> the values it may have, the first of which is saved; and fields that do not affect the forward pass.
     aliases: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"partial_rotary_factor": (None, 1)}
     rope_field: ClassVar[str] = "head_dim"  # the field with the rotated width
     scale_in_queries: ClassVar[bool] = True  # whether the query kernel can carry the scale of the scores
-    ignored: ClassVar[str] = """architectures model_type transformers_version torch_dtype _name_or_path _commit_hash
-        use_cache pretraining_tp initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop auto_map
-        attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
-        _flash_attn_2_enabled use_flash_attn use_flash_attention_2 trust_remote_code output_attentions
-        output_hidden_states return_dict use_return_dict task_specific_params is_decoder
-        tie_encoder_decoder chunk_size_feed_forward unsloth_version unsloth_fixed quantization_config
-        add_cross_attention cross_attention_hidden_size id2label label2id problem_type torchscript pruned_heads
-        finetuning_task prefix sep_token_id decoder_start_token_id tokenizer_class model_max_length
-        base_model_tp_plan base_model_pp_plan base_model_ep_plan base_model_fsdp_plan gradient_checkpointing
-        experts_implementation _experts_implementation num_labels name_or_path _model_name_or_path unk_token_id
-        max_sequence_length is_llama_config transformers.js_config use_bfloat16 tf_legacy_loss
-        max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
-        temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-        encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
-        forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
-        suppress_tokens begin_suppress_tokens"""
+    ignored: ClassVar[str] = ""
 
     vocab_size: int = count(32000, most=2**24)
     hidden_size: int = count(4096, most=2**20)
@@ -135,6 +118,8 @@ class DecoderConfig:
         undeclared fields with which transformers computes something else. Other undeclared fields are dropped, as in
         transformers: see `notes`.
         """
+        from nnxmoe.config.undeclared import refuse_effective, refuse_other_models
+
         refuse_other_models(fields, {kind.architecture for kind in _families(DecoderConfig)})
         given, known = cls._given(fields), cls._known()
         for name, allowed in cls._declared("fixed").items():
@@ -153,6 +138,8 @@ class DecoderConfig:
     @classmethod
     def notes(cls, fields: Mapping[str, Any]) -> tuple[str, ...]:
         """What to report of a config.json: the fields that `from_hf` drops, and ids outside the vocabulary."""
+        from nnxmoe.config.undeclared import described
+
         unread = described(cls.undeclared(fields))
         text = f"config.json has fields that {cls.model_type} models do not read, here as in transformers: "
         odd = check_token_ids(fields, fields.get("vocab_size", cls.vocab_size))
@@ -162,7 +149,9 @@ class DecoderConfig:
     @classmethod
     def undeclared(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a config.json, and of its rope object, that this family neither has nor knows to ignore."""
-        ignored = {name for base in cls.__mro__ for name in vars(base).get("ignored", "").split()}
+        from nnxmoe.config.undeclared import IGNORED
+
+        ignored = IGNORED | {name for base in cls.__mro__ for name in vars(base).get("ignored", "").split()}
         known = cls._known() | ignored | cls._declared("fixed").keys() | cls._declared("aliases").keys()
         found = {name: value for name, value in fields.items() if name not in known}
         for name in _ROPES & fields.keys():

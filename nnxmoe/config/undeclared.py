@@ -38,6 +38,25 @@ PREDICTION = (
 FP8_EXPERTS = (
     "swiglu_alpha swiglu_limit mlp_gate_softcap mlp_up_softcap hidden_activation moe_intermediate_size num_experts"
 ).split()
+# Fields of any family's config.json that do not affect the forward pass.
+IGNORED = frozenset(
+    """architectures model_type transformers_version torch_dtype _name_or_path _commit_hash
+    use_cache pretraining_tp initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop auto_map
+    attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
+    _flash_attn_2_enabled use_flash_attn use_flash_attention_2 trust_remote_code output_attentions
+    output_hidden_states return_dict use_return_dict task_specific_params is_decoder
+    tie_encoder_decoder chunk_size_feed_forward unsloth_version unsloth_fixed quantization_config
+    add_cross_attention cross_attention_hidden_size id2label label2id problem_type torchscript pruned_heads
+    finetuning_task prefix sep_token_id decoder_start_token_id tokenizer_class model_max_length
+    base_model_tp_plan base_model_pp_plan base_model_ep_plan base_model_fsdp_plan gradient_checkpointing
+    experts_implementation _experts_implementation num_labels name_or_path _model_name_or_path unk_token_id
+    max_sequence_length is_llama_config transformers.js_config use_bfloat16 tf_legacy_loss
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
+    suppress_tokens begin_suppress_tokens""".split()
+)
 _DRAFT = re.compile("draft|eagle|medusa|speculator|hydra|mtp|nextn|dflash|dflare|dspark|domino", re.IGNORECASE)
 _DRAFT_FIELDS = ("draft_vocab_size", "dflash_config", "eagle_config", "speculators_config", "speculators_model_type")
 

@@ -26,8 +26,8 @@ from nnxmoe.model.output import Ids, TokenMask, nothing
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.stack import ScannedStack
 from nnxmoe.model.structure import split_once
+from nnxmoe.moe.blocked import Blocked
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.grouped_matmul import Blocked
 from nnxmoe.runtime.memory import local_bytes, memory_bytes
 from nnxmoe.runtime.programs import announced
 from nnxmoe.runtime.progress import logger

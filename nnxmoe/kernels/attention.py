@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, Rules
 from nnxmoe.config.validate import check_object
-from nnxmoe.layers.attend import Attend, Fused, Scores, by_head
+from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.blockwise import Blockwise
+from nnxmoe.layers.fused import Fused, by_head
 from nnxmoe.layers.streaming import Streaming
 
 LANES = 128  # the kernel's blocks are multiples of a TPU register's lanes

@@ -18,7 +18,8 @@ from nnxmoe.layers.kernel import DenseKernel, Kernel, as_kernel
 from nnxmoe.layers.multilinear import multilinear
 from nnxmoe.layers.quantized import QuantizedKernel, QuantizedProduct
 from nnxmoe.layers.quantized_products import Converted
-from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, Weights
+from nnxmoe.moe.blocked import Blocked
+from nnxmoe.moe.grouped_matmul import GroupedMatmul, Weights
 
 SIZES = (128, 64, 32, 16)  # of tiles: the first that divides
 COMPUTED = ("int8", "int4", "fp8", "fp4")  # kinds of codes whose values are computed, not looked up

@@ -186,6 +186,17 @@ class CacheFormat(Protocol):
         ...
 
 
+def formatted(layers: Any, cache_format: CacheFormat | None) -> Any:
+    """Empty caches in a format; parts with an attribute ``exact``, such as recurrent states, stay as they are."""
+    if cache_format is None:
+        return layers
+
+    def exact(part: Any) -> bool:
+        return getattr(part, "exact", False)
+
+    return jax.tree.map(lambda part: part if exact(part) else cache_format(part), layers, is_leaf=exact)
+
+
 @dataclasses.dataclass(frozen=True)
 class Int8Cache:
     """Keys, values and latents as int8, with one float32 scale per token and head. **Changes numbers**: each key and

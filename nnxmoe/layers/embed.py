@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, AnyMesh, Rules, axes_per_dimension, divided_over, parameter, shard_map
-from nnxmoe.layers.kernel import DenseKernel, Kernel
-from nnxmoe.layers.lora import LoRA, with_adapter
+from nnxmoe.layers.kernel import Adapter, DenseKernel, Kernel, with_adapter
 
 
 class Embed(nnx.Module):
@@ -35,8 +34,8 @@ class Embed(nnx.Module):
         rules: Rules = RULES,
     ):
         self.mesh, self.rules = mesh, rules
-        self.lora: LoRA | None = None
-        self.lora_head: LoRA | None = None
+        self.lora: Adapter | None = None
+        self.lora_head: Adapter | None = None
         init = nnx.initializers.normal(dim**-0.5)
         self.table = parameter((vocab, dim), ("vocab", "embed"), init, dtype=dtype, rngs=rngs)
 
@@ -44,11 +43,7 @@ class Embed(nnx.Module):
         """The embeddings; ``dtype`` None: as in the table."""
         dtype = self.table.dtype if dtype is None else dtype
         found = self._look_up(tokens, dtype)
-        if self.lora is None:
-            return found
-        low = jnp.take(self.lora.a[...], tokens, axis=1)
-        more = jnp.einsum("RBT,DR->BTD", low, self.lora.b[...], preferred_element_type=jnp.float32)
-        return found + (more * self.lora.scale).astype(dtype)
+        return found if self.lora is None else found + self.lora.looked_up(tokens).astype(dtype)
 
     def _look_up(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         table = self.table[...]

@@ -1,6 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023), with an optional sliding window (Mistral) and normalised heads."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +14,7 @@ from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.cache import KVCache, RingCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import Linear
-from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import Rotate, rotate_halves
-from nnxmoe.layers.sinks import Sinks
 
 
 class OutputGate(nnx.Module):
@@ -55,7 +54,8 @@ class GQA(nnx.Module):
         rotary: rotary position embedding of queries and keys; None: they carry no position.
         window: number of keys that a query attends to, its own included; None: all.
         rotate: how the rotation pairs the components of a head.
-        sinks: None for a softmax over the keys alone.
+        qk_norm: norm of queries and keys before the rotation, a `QKNorm`.
+        sinks: a score per head of a key without value, a `Sinks`; None: a softmax over the keys alone.
         gate: factors of the output of each head; None: no factors.
     """
 
@@ -67,8 +67,8 @@ class GQA(nnx.Module):
         window: int | None,
         attend: Attend,
         rotate: Rotate = rotate_halves,
-        qk_norm: QKNorm | None = None,
-        sinks: Sinks | None = None,
+        qk_norm: Callable[[Array, Array], tuple[Array, Array]] | None = None,
+        sinks: Callable[[], Array] | None = None,
         gate: OutputGate | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,

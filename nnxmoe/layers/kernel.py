@@ -9,7 +9,7 @@ logical axes as every parameter does, and a subclass of `Kernel` with at least `
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,27 @@ class Kernel:
     def outer(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> Self:
         """The gradient ``x.T @ d`` of one linear map, in float32, as a kernel of the same form."""
         raise TypeError(f"{type(self).__name__} is not trained")
+
+
+class Adapter(Protocol):
+    """What is trained beside a frozen kernel; see `nnxmoe.layers.lora.LoRA`."""
+
+    def on(self, kernel: Kernel) -> Kernel:
+        """The kernel with this adapter."""
+        ...
+
+    def each(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]:
+        """The adapter's output for each of several kernels that share it."""
+        ...
+
+    def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What the adapter of an embedding adds to it."""
+        ...
+
+
+def with_adapter(kernel: Kernel, adapter: Adapter | None) -> Kernel:
+    """The kernel with its adapter, if there is one."""
+    return kernel if adapter is None else adapter.on(kernel)
 
 
 @jax.tree_util.register_dataclass

@@ -9,8 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import parameter
-from nnxmoe.layers.kernel import Kernel, kernel_param
-from nnxmoe.layers.lora import LoRA, with_adapter
+from nnxmoe.layers.kernel import Adapter, Kernel, kernel_param, with_adapter
 
 
 class Linear(nnx.Module):
@@ -33,7 +32,7 @@ class Linear(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
-        self.lora: LoRA | None = None
+        self.lora: Adapter | None = None
         self.kernel = kernel_param(ins, outs, axes, gain=gain, dtype=dtype, rngs=rngs)
         if bias:
             zeros = nnx.initializers.zeros

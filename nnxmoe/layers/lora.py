@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from nnxmoe.layers.kernel import DenseKernel, Kernel, KernelParam, Product
 
@@ -64,6 +64,15 @@ class LoRA(nnx.Module):
         low, b = product(x, self.a.read()), self.b[...]
         return [product(low, DenseKernel(b[..., i, :, :])) * self.scale for i in range(b.shape[-3])]
 
+    def on(self, kernel: Kernel) -> "AdaptedKernel":
+        """The kernel with this adapter."""
+        return AdaptedKernel(kernel, self.a.read(), self.b.read(), self.scale)
+
+    def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What the adapter of an embedding, ``a [rank, V]`` and ``b [D, rank]``, adds to it, in float32."""
+        low = jnp.take(self.a[...], tokens, axis=1)
+        return jnp.einsum("RBT,DR->BTD", low, self.b[...], preferred_element_type=jnp.float32) * self.scale
+
     def delta(self) -> Float[Array, "*lead I O"]:
         """The matrix that the adapter adds to its kernel, in float32, with inputs and outputs flattened."""
         return _delta(self.a.read(), self.b.read(), self.scale)
@@ -110,8 +119,3 @@ class AdaptedKernel(Kernel):
         base = self.base.outer(x, d) if self.base.trained else zeros(self.base)
         scaled = d * self.scale
         return AdaptedKernel(base, self.a.outer(x, self.b.back(scaled)), self.b.outer(self.a(x), scaled), self.scale)
-
-
-def with_adapter(kernel: Kernel, lora: LoRA | None) -> Kernel:
-    """The kernel with its adapter, if there is one."""
-    return kernel if lora is None else AdaptedKernel(kernel, lora.a.read(), lora.b.read(), lora.scale)

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from nnxmoe.layers.cache import CacheFormat, Past, written
+from nnxmoe.layers.cache import Past, written
 from nnxmoe.layers.context import Context
 
 
@@ -22,6 +22,8 @@ class RecurrentState:
     """
 
     states: Any
+
+    exact: ClassVar[bool] = True  # whatever the `CacheFormat`
 
     @classmethod
     def empty(cls, zero: Any, spare: int) -> Self:
@@ -87,14 +89,3 @@ def _first_of_segment(context: Context, past: Past | None, shape: tuple[int, ...
     else:
         last = jnp.take_along_axis(past.segment, jnp.maximum(past.before - 1, 0)[:, None], axis=1)
     return context.segment != jnp.concatenate([last, context.segment[:, :-1]], axis=1)
-
-
-def formatted(layers: Any, cache_format: CacheFormat | None) -> Any:
-    """Empty caches in a format, which is for keys and values: recurrent states stay as they are."""
-    if cache_format is None:
-        return layers
-
-    def recurrent(part: Any) -> bool:
-        return isinstance(part, RecurrentState)
-
-    return jax.tree.map(lambda part: part if recurrent(part) else cache_format(part), layers, is_leaf=recurrent)

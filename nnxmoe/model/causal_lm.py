@@ -14,20 +14,17 @@ from jaxtyping import Array, Float, Key
 from nnxmoe.axes import split_batch
 from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.rope import DynamicRope
-from nnxmoe.layers.cache import Cache
+from nnxmoe.layers.cache import Cache, formatted
 from nnxmoe.layers.context import Attention, Context, FeedForward
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.recurrent import formatted
 from nnxmoe.model.inputs import as_array, call
-from nnxmoe.model.layer import Layer
-from nnxmoe.model.mtp import MTP, count_mtp, make_mtp
+from nnxmoe.model.layer import Layer, MakeLayer
 from nnxmoe.model.output import Body, Ids, Output, TokenMask
 from nnxmoe.model.runs import runs_of, stacks_of
 from nnxmoe.model.stack import in_turn
@@ -41,15 +38,15 @@ from nnxmoe.moe.router import Router, Routing
 class CausalLM(nnx.Module):
     """A decoder-only transformer: ``Mixtral(MixtralConfig(…), nnxmoe.Strategy(…), rngs=nnx.Rngs(0), dtype=…)``.
 
-    ``dtype``: of the parameters, and of the activations unless the strategy has a ``compute_dtype``. ``rngs`` None:
-    a model of shapes without arrays. With a mesh in the strategy every device initialises its own shards. Raises
-    ConfigError for the config of another family.
-
-    ``mtp``: with the layers for multi-token prediction (`MTP`), which the logits do not depend on. ``ropes``: the
-    rotations of all layers. ``dtype``: of activations. ``head`` None: the embedding is also the head. Every function is
-    compiled by `compiled`, which splits the model once as long as its structure stays the same.
-
     A family is a subclass with configs and tables of tensor names, which makes ``attention`` and ``feed_forward``.
+    `compiled` compiles every function of a model, and splits it once as long as its structure stays the same.
+
+    Args:
+        rngs: None for a model of shapes without arrays. On a mesh every device initialises its own shards.
+        dtype: of the parameters, and of the activations unless the strategy has a ``compute_dtype``.
+        mtp: whether to add the layers for multi-token prediction (`MTP`), which the logits do not depend on.
+    Raises:
+        ConfigError: the config is one of another family.
     """
 
     configs: ClassVar[tuple[type[DecoderConfig], ...]]
@@ -129,14 +126,11 @@ class CausalLM(nnx.Module):
         dtype: Any = jnp.float32,
         mtp: bool = False,
     ):
-        name, strategy, dtype = type(self).__name__, strategy or Strategy(), jnp.dtype(dtype)
-        if type(config) not in self.configs:
-            wanted = " or a ".join(kind.__name__ for kind in self.configs)
-            raise ConfigError(f"{name} takes a {wanted}, got {type(config).__name__}")
-        check_arguments(name, strategy, rngs)
+        strategy, dtype = strategy or Strategy(), jnp.dtype(dtype)
+        check_arguments(type(self), config, strategy, rngs)
         self.config, self.strategy = config, strategy
-        depths = count_mtp(config, self.hf_table) if mtp else 0
         layers = runs_of(self, dtype)
+        ahead = self._prediction_layers(layers[-1][1]) if mtp else lambda **kw: []
         self.generation_config = {}
         self.load_report: Any = None
         self.merged: Any = None  # adapters, by `nnxmoe.train.lora.merge`
@@ -148,18 +142,25 @@ class CausalLM(nnx.Module):
                 "stacks": nnx.List(stacks_of(layers, strategy, kw["rngs"])),
                 "norm": self.final_norm(config, **kw),
                 "head": self.output_head(config, **kw),
-                "mtp": nnx.List(make_mtp(depths, config, layers[-1][1], strategy.remat, **kw)),
+                "mtp": nnx.List(ahead(**kw)),
             }
 
         key = None if rngs is None else rngs.params()
         made = parts(None if strategy.mesh is not None else key)
-        self.mtp: nnx.List[MTP] = made["mtp"]
+        self.mtp: nnx.List[Any] = made["mtp"]
         self.embed, self.stacks, self.norm, self.head = (made[name] for name in ("embed", "stacks", "norm", "head"))
         self.dtype, self.mesh = jnp.dtype(strategy.compute_dtype or dtype), strategy.mesh
         ropes = (getattr(part, "rotary", None) for _, part in nnx.iter_graph(self.stacks))
         self.cache_format, self.ropes = strategy.cache, tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
         if strategy.mesh is not None:
             strategy.initialise(self, parts, key)
+
+    def _prediction_layers(self, make: MakeLayer) -> Callable[..., list[Any]]:
+        """``(dtype, rngs) -> list[MTP]``, with layers of ``make``; imported here, since few models have them."""
+        from nnxmoe.model.mtp import check_mtp, make_mtp
+
+        check_mtp(depths := getattr(self.config, "num_nextn_predict_layers", 0), self)
+        return functools.partial(make_mtp, depths, self.config, make, self.strategy.remat)
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(nnx.state(self, nnx.Param))
@@ -173,8 +174,9 @@ class CausalLM(nnx.Module):
     @classmethod
     def from_pretrained(cls, path_or_hub_id: Any, **options: Any) -> Self:
         """`nnxmoe.from_pretrained` for this class only. Raises CheckpointError for checkpoints of another class."""
-        # Models are below the converters, so only the package's public name of it is known here.
-        return importlib.import_module("nnxmoe").from_pretrained(path_or_hub_id, expect=cls, **options)
+        return importlib.import_module("nnxmoe").from_pretrained(
+            path_or_hub_id, expect=cls, **options
+        )  # of a package above
 
     @property
     def generation_config(self) -> Mapping[str, Any]:

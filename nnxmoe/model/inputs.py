@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import weakref
 from typing import Any
 
@@ -14,7 +15,6 @@ from jaxtyping import Array, Key
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.compiled import compiled, refuse_shapes
 from nnxmoe.model.output import ByLayer, Ids, Output, TokenMask, nothing
-from nnxmoe.runtime.progress import logger
 
 
 def are_arrays(tree: Any) -> bool:
@@ -77,7 +77,7 @@ def warn_beyond_positions(model: Any, tokens: int) -> None:
         _warned.add(model)
         text = "a row of up to %d tokens is longer than the %d positions that this model was made for "
         text += "(max_position_embeddings): its output may be poor from there on"
-        logger.warning(text, tokens, limit)
+        logging.getLogger("nnxmoe").warning(text, tokens, limit)
 
 
 def bucket(length: int, smallest: int) -> int:

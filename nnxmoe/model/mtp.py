@@ -80,15 +80,12 @@ def has_mtp(config: DecoderConfig, table: Container[str]) -> bool:
     return "layer.mtp.project.kernel" in table and getattr(config, "num_nextn_predict_layers", 0) > 0
 
 
-def count_mtp(config: DecoderConfig, table: Container[str]) -> int:
-    """The number of depths that a config asks for. Raises ConfigError if there are none, or if the family's ``table``
-    has no names for them."""
-    if "layer.mtp.project.kernel" not in table:
-        raise ConfigError(f"{config.model_type} models have no multi-token prediction layers")
-    depths = getattr(config, "num_nextn_predict_layers", 0)
+def check_mtp(depths: int, model: Any) -> None:
+    """Raise ConfigError if a model has no depths, or if the family's table has no names for them."""
+    if "layer.mtp.project.kernel" not in model.hf_table:
+        raise ConfigError(f"{model.config.model_type} models have no multi-token prediction layers")
     if depths < 1:
         raise ConfigError(f"num_nextn_predict_layers {depths}: the model has no multi-token prediction layers")
-    return depths
 
 
 def make_mtp(

@@ -63,6 +63,10 @@ class Pipeline:
                 f"each of its devices has the rows of equally many"
             )
 
+    def stack(self, mesh: AnyMesh | None, *given: Any) -> "PipelinedStack":
+        """A stack in stages; ``given``: as for ``Strategy.stacking``."""
+        return PipelinedStack(self, mesh, *given)
+
     def refuse_batch(self, batch: int, mesh: AnyMesh) -> None:
         """Raises ValueError if a batch does not divide into the microbatches and their shards."""
         over = shards(mesh, _rows_over(mesh))

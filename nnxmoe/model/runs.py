@@ -8,7 +8,6 @@ from typing import Any
 from flax import nnx
 
 from nnxmoe.model.layer import Layer, MakeLayer
-from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.stack import Stack
 from nnxmoe.model.strategy import Strategy
 
@@ -35,7 +34,7 @@ def stacks_of(runs: Runs, strategy: Strategy, rngs: nnx.Rngs | None) -> list[Sta
     longest = max(range(len(runs)), key=lambda i: runs[i][0])
     for i, (count, make) in enumerate(runs):
         if strategy.pipeline is not None and i == longest:
-            stacks.append(PipelinedStack(strategy.pipeline, strategy.mesh, count, make, rngs, strategy.remat))
+            stacks.append(strategy.pipeline.stack(strategy.mesh, count, make, rngs, strategy.remat))
         else:
             stacks.append(strategy.stacking(count, make, rngs, strategy.remat))
     return stacks

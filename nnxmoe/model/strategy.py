@@ -15,18 +15,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array
 
 from nnxmoe.axes import RULES, Rules, check_mesh, sharding_of
+from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend
-from nnxmoe.layers.blockwise import Blockwise
 from nnxmoe.layers.cache import CacheFormat
-from nnxmoe.layers.mla import ByLength, LatentAttend
-from nnxmoe.layers.quantized import QuantizedProduct
-from nnxmoe.layers.quantized_products import ByBackend
-from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
-from nnxmoe.model.stack import Remat, Scanned, Stacking, Unrolled
+from nnxmoe.model.stack import Remat, Scanned, Stack, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
-from nnxmoe.moe.grouped_matmul import Blocked, GroupedMatmul, RaggedDot
+from nnxmoe.moe.grouped_matmul import GroupedMatmul, RaggedDot
 
 _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tests.benchmarks --only moe on two cores
     ("Blocked", "cpu"): "only the blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), or "
@@ -50,9 +46,13 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
 }
 
 
+# The defaults are imported when a strategy is made, so that the code of a model does not depend on kernels.
+
+
 def _default_matmul(platform: str | None = None) -> GroupedMatmul:
     from nnxmoe.kernels import tokamax
     from nnxmoe.kernels.triton import Triton
+    from nnxmoe.moe.blocked import Blocked
 
     backend = platform or jax.default_backend()
     if backend == "gpu":
@@ -62,8 +62,15 @@ def _default_matmul(platform: str | None = None) -> GroupedMatmul:
     return Blocked()
 
 
-def _default_quantized(platform: str | None = None) -> QuantizedProduct:
+def _default_latent() -> Callable[..., Any]:
+    from nnxmoe.layers.mla import ByLength
+
+    return ByLength()
+
+
+def _default_quantized(platform: str | None = None) -> Callable[..., Any]:
     from nnxmoe.kernels.triton import TritonProduct
+    from nnxmoe.layers.quantized_products import ByBackend
 
     return TritonProduct() if (platform or jax.default_backend()) == "gpu" else ByBackend()
 
@@ -74,13 +81,13 @@ def _default_attend(platform: str | None = None) -> Attend:
     return attention.default_attend(platform)
 
 
-_DEFAULTS = {
-    "dispatch": Sorted(),
-    "matmul": Blocked(),
-    "attend": Blockwise(),
-    "latent": ByLength(),
-    "quantized": ByBackend(),
-    "stacking": Unrolled(),
+_EXAMPLES = {
+    "dispatch": "Sorted()",
+    "matmul": "Blocked()",
+    "attend": "Blockwise()",
+    "latent": "ByLength()",
+    "quantized": "ByBackend()",
+    "stacking": "Unrolled()",
 }
 
 
@@ -89,6 +96,23 @@ class OnMesh(Protocol):
     """A choice that XLA cannot partition: it has to know the mesh, and shards its operands itself."""
 
     def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Any: ...
+
+
+@runtime_checkable
+class Staging(Protocol):
+    """``Strategy.pipeline``: how layers are split into stages on several devices (`nnxmoe.model.pipeline.Pipeline`)."""
+
+    @property
+    def microbatches(self) -> int: ...
+
+    @property
+    def stages(self) -> int | None: ...
+
+    def check(self, mesh: Mesh | None) -> None: ...
+
+    def stack(self, mesh: Mesh | None, *given: Any) -> Stack: ...
+
+    def explain(self, stages: int) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,15 +132,15 @@ class Strategy:
     dispatch: Dispatch = Sorted()
     matmul: GroupedMatmul = dataclasses.field(default_factory=_default_matmul)
     attend: Attend = dataclasses.field(default_factory=_default_attend)
-    latent: LatentAttend = ByLength()
-    quantized: QuantizedProduct = dataclasses.field(default_factory=_default_quantized)
+    latent: Callable[..., Any] = dataclasses.field(default_factory=_default_latent)  # a LatentAttend
+    quantized: Callable[..., Any] = dataclasses.field(default_factory=_default_quantized)  # a QuantizedProduct
     stacking: Stacking | None = None
     remat: Remat | None = None
     cache: CacheFormat | None = None
     compute_dtype: Any = None
     mesh: Mesh | None = None
     rules: Rules = RULES
-    pipeline: Pipeline | None = None
+    pipeline: Staging | None = None
 
     def __post_init__(self) -> None:
         self._check_mesh()
@@ -130,8 +154,8 @@ class Strategy:
             object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
             if not jnp.issubdtype(self.compute_dtype, jnp.floating):
                 raise ValueError(f"Strategy(compute_dtype={self.compute_dtype}): give a floating-point dtype")
-        for name in _DEFAULTS:
-            check_object("Strategy", name, getattr(self, name), f"{type(_DEFAULTS[name]).__name__}()")
+        for name, example in _EXAMPLES.items():
+            check_object("Strategy", name, getattr(self, name), example)
         for name in ("attend", "quantized"):
             if isinstance(choice := getattr(self, name), OnMesh):
                 object.__setattr__(self, name, choice.on_mesh(self.mesh, self.rules))
@@ -161,7 +185,7 @@ class Strategy:
         object.__setattr__(self, "rules", FrozenDict(self.rules))
 
     def _check_pipeline(self, pipeline: Any) -> None:
-        if not isinstance(pipeline, Pipeline):
+        if not isinstance(pipeline, Staging):
             raise ValueError(f"Strategy(pipeline={pipeline!r}): give nnxmoe.Pipeline(microbatches), or None")
         if not isinstance(self.stacking, Scanned):
             raise ValueError(
@@ -169,10 +193,10 @@ class Strategy:
                 "give stacking=Scanned()"
             )
         for name, axis in self.rules.items():
-            if name != "stages" and AXIS in ((axis,) if isinstance(axis, str) else axis or ()):
+            if name != "stages" and "pipe" in ((axis,) if isinstance(axis, str) else axis or ()):
                 raise ValueError(
                     f"Strategy(pipeline=…, rules=…): {name!r} -> {axis!r}: within a stage nothing is split over "
-                    f"{AXIS!r}: name other axes of the mesh"
+                    "'pipe': name other axes of the mesh"
                 )
         pipeline.check(self.mesh)
 
@@ -216,7 +240,7 @@ class Strategy:
             kind = type(choice).__name__
             return f"{choice}: {_WHY.get((kind, backend)) or _WHY.get((kind, None)) or 'asked for; not a default here'}"
 
-        where = "none, one device"
+        where, stages = "none, one device", 1 if self.mesh is None else self.mesh.shape.get("pipe", 1)
         if self.mesh is not None:
             cpu = self.mesh.devices.flat[0].platform == "cpu"
             exchange = "a padded all-to-all" if cpu else "jax.lax.ragged_all_to_all"
@@ -231,15 +255,19 @@ class Strategy:
                 f"latent    {why(self.latent)}",
                 f"quantized {why(self.quantized)}",
                 f"stacking  {why(self.stacking)}",
-                *([] if self.pipeline is None else [f"pipeline  {self.pipeline.explain(stages_of(self.mesh))}"]),
+                *([] if self.pipeline is None else [f"pipeline  {self.pipeline.explain(stages)}"]),
                 f"cache     {self.cache or 'in the dtype of the activations'}",
                 f"remat     {self.remat or 'none: activations are kept for the backward pass'}",
             ]
         )
 
 
-def check_arguments(name: str, strategy: Any, rngs: Any) -> None:
-    """Raise ValueError unless these are the constructor arguments of a model called ``name``."""
+def check_arguments(model: Any, config: Any, strategy: Any, rngs: Any) -> None:
+    """Raise ValueError unless these are constructor arguments of the class ``model``."""
+    name = model.__name__
+    if type(config) not in model.configs:
+        wanted = " or a ".join(kind.__name__ for kind in model.configs)
+        raise ConfigError(f"{name} takes a {wanted}, got {type(config).__name__}")
     remedy = f"give random keys as {name}(config, rngs=nnx.Rngs(0)), or rngs=None for shapes without values"
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy={type(strategy).__name__}(…) is not an nnxmoe.Strategy: {remedy}")

@@ -8,8 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from nnxmoe.axes import AnyMesh
-from nnxmoe.layers.context import Context, Fed
-from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.context import Context, Fed, FeedForward
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router
@@ -30,7 +29,12 @@ class MoE(nnx.Module):
     name: ClassVar[str] = "moe"
 
     def __init__(
-        self, router: Router, experts: Experts, dispatch: Dispatch, shared: MLP | None, mesh: AnyMesh | None = None
+        self,
+        router: Router,
+        experts: Experts,
+        dispatch: Dispatch,
+        shared: FeedForward | None,
+        mesh: AnyMesh | None = None,
     ):
         self.router = router
         self.experts = experts

@@ -23,6 +23,10 @@ class ExpertBiases(nnx.Module):
         self.up = parameter((experts, width), into, zeros, dtype=dtype, rngs=rngs)
         self.down = parameter((experts, dim), out, zeros, dtype=dtype, rngs=rngs, kind=AddedOnce)
 
+    def __call__(self, name: str, rows: Float[Array, "*E R F"], sizes: Int[Array, "E"] | None) -> Array:
+        """Rows with the biases of this name; see `add_bias`."""
+        return add_bias(rows, getattr(self, name), sizes)
+
 
 def add_bias(
     rows: Float[Array, "*E R F"], biases: nnx.Variable, sizes: Int[Array, "E"] | None

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.axes import AnyMesh, batch_axes
 from nnxmoe.config.validate import check_object, check_positive
 from nnxmoe.layers.chunks import chunk_by_chunk
-from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, check_batch, check_factor, information, sorted_rows
+from nnxmoe.moe.capacity import check_batch, check_factor
+from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, information, sorted_rows
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
 from nnxmoe.moe.permute import combine, fitting, permute, unpermute

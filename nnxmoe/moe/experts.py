@@ -1,6 +1,6 @@
 """Experts: gated feed-forward networks, one per group of rows."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol
 
 import jax.numpy as jnp
@@ -9,9 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, Rules
 from nnxmoe.layers.gated import Gated, SwiGLU
-from nnxmoe.layers.kernel import Kernel, kernel_param
-from nnxmoe.layers.lora import LoRA, with_adapter
-from nnxmoe.moe.expert_biases import ExpertBiases, add_bias
+from nnxmoe.layers.kernel import Adapter, Kernel, kernel_param, with_adapter
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
 
 SWIGLU = SwiGLU()
@@ -36,8 +34,8 @@ class ExpertFn(Protocol):
 class Experts(nnx.Module):
     """An `ExpertFn` of gated networks; kernels ``gate up [E F D]``, ``down [E D F]``.
 
-    ``activation``: of gate and up; ``biases``: None for experts without. Gate and up share one adapter, of a kernel
-    ``[E D 2 F]``.
+    ``activation``: of gate and up; ``biases``: `ExpertBiases`, None for experts without. Gate and up share one adapter,
+    of a kernel ``[E D 2 F]``.
     """
 
     adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora_gate_up": ("gate", "up"), "lora_down": ("down",)}
@@ -53,10 +51,10 @@ class Experts(nnx.Module):
         rngs: nnx.Rngs | None,
         rules: Rules = RULES,
         activation: Gated = SWIGLU,
-        biases: ExpertBiases | None = None,
+        biases: Callable[..., Array] | None = None,
     ):
-        self.lora_gate_up: LoRA | None = None
-        self.lora_down: LoRA | None = None
+        self.lora_gate_up: Adapter | None = None
+        self.lora_down: Adapter | None = None
         self.matmul = matmul
         self.rules = rules
         self.activation = activation
@@ -80,6 +78,6 @@ class Experts(nnx.Module):
             more, over = self.lora_gate_up.each(rows, product)
             gate, up = gate + more, up + over
         if self.biases is not None:
-            gate, up = add_bias(gate, self.biases.gate, sizes), add_bias(up, self.biases.up, sizes)
+            gate, up = self.biases("gate", gate, sizes), self.biases("up", up, sizes)
         y = with_adapter(self.down.read(), self.lora_down).apply(self.activation(gate, up), product)
-        return y if self.biases is None else add_bias(y, self.biases.down, sizes)
+        return y if self.biases is None else self.biases("down", y, sizes)

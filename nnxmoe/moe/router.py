@@ -16,8 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import AnyMesh, divided_over, parameter, shard_map
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.kernel import kernel_param
-from nnxmoe.layers.lora import LoRA, with_adapter
+from nnxmoe.layers.kernel import Adapter, kernel_param, with_adapter
 
 
 @jax.tree_util.register_dataclass
@@ -191,7 +190,7 @@ class Router(nnx.Module):
         jitter: float = 0.0,
         logit_bias: LogitBias | None = None,
     ):
-        self.lora: LoRA | None = None
+        self.lora: Adapter | None = None
         self.select = select
         self.jitter = jitter
         self.logit_bias = logit_bias

@@ -13,7 +13,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nnxmoe.axes import batch_axes, make_mesh
+from nnxmoe.axes import batch_axes
+from nnxmoe.mesh import make_mesh
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import ScannedStack
 from nnxmoe.models import model_class

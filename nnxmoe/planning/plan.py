@@ -6,16 +6,18 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nnxmoe.axes import RULES, AnyMesh, Rules, abstract_mesh
+from nnxmoe.axes import RULES, AnyMesh, Rules
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import did_you_mean
 from nnxmoe.config.validate import check_positive
 from nnxmoe.convert.hf.side_files import read_config
+from nnxmoe.mesh import abstract_mesh
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
 from nnxmoe.model.stack import Remat, Scanned
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import PRESETS, preset
-from nnxmoe.moe.dispatch import Sorted, check_factor
+from nnxmoe.moe.capacity import check_factor
+from nnxmoe.moe.dispatch import Sorted
 from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll, fewest_chunks
 from nnxmoe.planning import advice, printing
 from nnxmoe.planning.arithmetic import Bytes, Work, bytes_of, bytes_read, parts, rows_per_device

@@ -1,0 +1,111 @@
+"""Dispatches with bounded memory: a fixed number of slots per expert, or a slice of the sequence at a time."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from nnxmoe.axes import AnyMesh, batch_axes, constrain, shards
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import check_object, check_positive, is_between
+from nnxmoe.layers.chunks import chunk_by_chunk
+from nnxmoe.layers.dots import einsum
+from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, by_expert, information
+from nnxmoe.moe.experts import ExpertFn
+from nnxmoe.moe.router import Routing
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """A fixed number of slots per expert and batch row; later tokens of the sequence are dropped (GShard, 2020).
+
+    Slots: ``max(ceil(T * X / E) * factor, factor)`` rounded down, as in MaxText. On a mesh the ``expert`` axis shards
+    the dispatched tokens ``[E, B, C, D]`` along E instead of B.
+    """
+
+    by_token: ClassVar[bool] = False
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_factor("Capacity(factor", self.factor)
+
+    def slots(self, length: int, chosen: int, count: int) -> int:
+        """Slots per expert, C, for rows of ``length`` tokens with ``chosen`` of ``count`` experts per token."""
+        slots = int(max(math.ceil(length * chosen / count) * self.factor, self.factor))
+        return min(max(slots, 1), length)  # an expert receives each token at most once
+
+    def __call__(
+        self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
+    ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
+        batch, length, chosen = routing.experts.shape
+        count = routing.scores.shape[-1]
+        check_batch("Capacity", batch, mesh, batch_axes(mesh))
+        slots = self.slots(length, chosen, count)
+        ids, scales = assignments(routing)
+        wanted = jax.nn.one_hot(ids, count, dtype=jnp.int32)  # all zeros for padding, whose id is out of range
+        flat = wanted.reshape(batch, length * chosen, count)  # sequence order, the choices of a token adjacent
+        place = (jnp.cumsum(flat, axis=1) - flat).reshape(wanted.shape)
+        kept = wanted * (place < slots)
+        # A token is sent to an expert at most once, so its choices can be summed before the one-hot over slots.
+        slot = jax.nn.one_hot(jnp.sum(place * kept, axis=2), slots, dtype=x.dtype)
+        mask = slot * jnp.sum(kept, axis=2)[..., None].astype(x.dtype)
+        weights = jnp.sum(kept * scales[..., None], axis=2).astype(x.dtype)[..., None] * mask
+        sent = self._to_experts(jnp.einsum("BTEC,BTD->EBCD", mask, x), mesh)
+        rows = sent.reshape(count, batch * slots, x.shape[-1])
+        back = self._from_experts(experts(rows, None).reshape(sent.shape), mesh)
+        y = einsum("BTEC,EBCD->BTD", weights, back)
+        return y.astype(x.dtype), information(routing, jnp.sum(wanted) - jnp.sum(kept))
+
+    def _to_experts(self, rows: Float[Array, "E B C D"], mesh: AnyMesh | None) -> Float[Array, "E B C D"]:
+        return constrain(constrain(rows, mesh, None, batch_axes(mesh)), mesh, *by_expert(batch_axes(mesh)))
+
+    def _from_experts(self, rows: Float[Array, "E B C D"], mesh: AnyMesh | None) -> Float[Array, "E B C D"]:
+        return constrain(constrain(rows, mesh, *by_expert(batch_axes(mesh))), mesh, None, batch_axes(mesh))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """Applies ``inner`` to one slice of the sequence at a time, recomputed in the backward pass, so that only one
+    slice's activations are in memory. (The slots of ``Capacity`` are then per slice.)"""
+
+    by_token: ClassVar[bool] = False
+
+    inner: Dispatch
+    chunks: int
+
+    def __post_init__(self) -> None:
+        check_positive("Chunked", "chunks", self.chunks)
+        check_object("Chunked", "inner", self.inner, "Sorted()")
+
+    def __call__(
+        self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
+    ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
+        valid = jnp.ones(x.shape[:2], bool) if routing.valid is None else routing.valid
+        leaves, tree = jax.tree.flatten((x, dataclasses.replace(routing, valid=valid)))
+
+        def one(*leaves: Array) -> tuple[Array, DispatchInfo]:
+            x, routing = tree.unflatten(leaves)
+            return self.inner(x, routing, experts, mesh)
+
+        y, infos = chunk_by_chunk(one, self.chunks, *leaves)
+        return y, jax.tree.map(lambda value: jnp.sum(value, axis=0, dtype=value.dtype), infos)
+
+
+def check_factor(what: str, factor: float) -> None:
+    """Raise ValueError unless a buffer size factor is a positive finite number."""
+    if not is_between(factor, 0, 2**63):
+        raise ValueError(f"{what}={short(factor)}): give a positive multiple of the balanced load")
+
+
+def check_batch(who: str, batch: int, mesh: AnyMesh | None, axes: Sequence[str]) -> None:
+    """Raise ValueError unless the batch size is divisible by the number of shards over these mesh axes."""
+    if mesh is not None and batch % shards(mesh, axes):
+        raise ValueError(
+            f"{who}: a batch of {batch} does not divide over {shards(mesh, axes)} devices, "
+            f"{ {axis: mesh.shape[axis] for axis in axes} }: add rows of padding, or use Sorted()"
+        )
