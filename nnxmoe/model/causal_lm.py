@@ -174,9 +174,7 @@ class CausalLM(nnx.Module):
     @classmethod
     def from_pretrained(cls, path_or_hub_id: Any, **options: Any) -> Self:
         """`nnxmoe.from_pretrained` for this class only. Raises CheckpointError for checkpoints of another class."""
-        return importlib.import_module("nnxmoe").from_pretrained(
-            path_or_hub_id, expect=cls, **options
-        )  # of a package above
+        return importlib.import_module("nnxmoe").from_pretrained(path_or_hub_id, expect=cls, **options)
 
     @property
     def generation_config(self) -> Mapping[str, Any]:

@@ -53,14 +53,11 @@ def block_sizes(rows: int, groups: int, means: Sequence[float]) -> tuple[int, ..
     """Block sizes, ascending: multiples of the mean group size up to 2048, each compiled separately and holding a whole
     group. Larger groups are cut into blocks of the last size, at most 512 so that little padding is computed."""
     mean = max(1, rows // groups)
-    sizes = sorted({min(_rounded_up(math.ceil(mean * times)), rows) for times in means})
+    wanted = [math.ceil(mean * times) for times in means]
+    # Multiples of 16 rows, the tile of matrix products, from 32 on.
+    sizes = sorted({min(-(-size // 16) * 16 if size >= 32 else size, rows) for size in wanted})
     whole = tuple(size for size in sizes if size <= 2048)
     return whole if sizes[-1] <= 512 else (*whole, 512)
-
-
-def _rounded_up(size: int) -> int:
-    """Round up to a multiple of 16 rows, the tile of matrix products; sizes below 32 stay."""
-    return -(-size // 16) * 16 if size >= 32 else size
 
 
 def _for_each_group(blocks, sizes, body, init):
