@@ -153,7 +153,7 @@ def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
 
 
 def _relative(kind: Any) -> str:
-    """How an unsupported model_type differs from the supported one that is closest, if there is one."""
+    """Describe how an unsupported model_type differs from the closest supported one, if one is known."""
     for name, relatives in RELATIVES.items():
         if str(kind).removesuffix("_text") in relatives.split():
             module = MODELS[name][1].__module__.rpartition(".")[2]
@@ -170,7 +170,7 @@ def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
 
 
 def refuse_preset(name: str | os.PathLike[str]) -> None:
-    """Raises ConfigError if weights are asked of a preset, which has none, with the hub id that has them."""
+    """Raise ConfigError if weights are asked of a preset, which has none, with the hub id that has them."""
     if preset(name) is not None:
         where = HUB_IDS.get(str(name).lower(), "its name on the hub, such as 'org/name'")
         raise ConfigError(f"{name} is a preset, a config without weights: give {where}, or a folder")

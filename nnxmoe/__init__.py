@@ -31,7 +31,7 @@ else:
     import types as _types
 
     class _Package(_types.ModuleType):
-        """The package, whose public names and description are made when they are first used."""
+        """The package as a module that resolves its public names and its description on first use."""
 
         def __getattr__(self, name):
             import importlib

@@ -220,5 +220,5 @@ def _heat(ax: Axes, values: np.ndarray, label: str, **options: Any) -> None:
 
 
 def _visible(piece: str) -> str:
-    """Makes spaces and newlines visible, and escapes dollars, which start a formula in matplotlib."""
+    """Make spaces and newlines visible, and escape dollars, which start a formula in matplotlib."""
     return piece.replace(" ", "·").replace("\n", "↵").replace("$", r"\$")

@@ -17,7 +17,7 @@ class Choice(NamedTuple):
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option."""
+    """Add the option."""
     parser.add_argument(
         "--draft",
         type=_choice,

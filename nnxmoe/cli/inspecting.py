@@ -9,7 +9,7 @@ from nnxmoe.config.printable import bytes_text, count_text, plain
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+    """Add the options."""
     add_model(parser, "a folder, a hub id, 'demo', or a preset such as deepseek-v3")
     add_quantize(parser)
     add = parser.add_argument
@@ -77,7 +77,7 @@ def _print_memory(s: Any, batch: int, context: int, spread: list[str]) -> None:
 
 
 def _print_sizes(s: Any, batch: int, context: int) -> None:
-    """What a token reads, the GPUs that hold the model, and the number of parameters by kind."""
+    """Print the bytes that a token reads, the GPUs that hold the model, and the parameters by kind."""
     from nnxmoe.runtime.hardware import TABLE
 
     need = s.needed(batch, context)
@@ -102,7 +102,7 @@ def _print_sizes(s: Any, batch: int, context: int) -> None:
 
 
 def _print_drafts(s: Any, batch: int, context: int) -> None:
-    """What a step reads without drafts and with them, and when they pay."""
+    """Print the bytes that a step reads with and without drafts, and when drafts pay."""
     from nnxmoe.generation.draft_cost import auto_cost
 
     cost = auto_cost(s.model, batch, context)

@@ -20,7 +20,7 @@ OUTPUT = ("index", "prompt", "messages", "line", "text", "finish_reason", "ids",
 
 
 class Line(NamedTuple):
-    """A prompt (text, ids or a chat), its number among the lines of the file, and its other fields."""
+    """A line of a prompt file: the prompt (text, ids or a chat), its line number, and its other fields."""
 
     prompt: Any
     number: int

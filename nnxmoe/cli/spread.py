@@ -1,4 +1,4 @@
-"""How a model's parameters are sharded on a mesh, which need not be there."""
+"""Sharding of a model's parameters on a mesh, whose devices need not exist."""
 
 import dataclasses
 import math

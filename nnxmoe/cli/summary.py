@@ -41,15 +41,20 @@ from nnxmoe.storage.source import find_config, has_weights
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Sizes of a model. ``model``: its shapes in memory, with layers for multi-token prediction if it has any, which no
-    size counts. ``parts``: parameters by kind. ``stored``: bytes in the files by dtype or kind of code, empty
-    without files; ``weights``: bytes in memory, likewise. ``active_bytes``: of the weights that one token reads.
-    ``buffer_token``: an estimate of the bytes of activations per token of a prompt.
+    """Sizes of a model.
 
-    ``skipped``: rule -> names of tensors that are left out on purpose. ``published``: the hub id of a preset, and how
-    its files differ from what is loaded. ``cache``: the most tokens that a layer's cache holds (None: no limit) ->
-    bytes per token and row of all layers with this limit. ``missing`` and ``unexpected``: names of tensors;
-    ``misshapen``: messages. All are empty without files.
+    Attributes:
+        model: shapes in memory, with layers for multi-token prediction if there are any, which no size counts.
+        parts: number of parameters by kind.
+        weights: bytes in memory, by dtype or kind of code.
+        active_bytes: bytes of the weights that one token reads.
+        buffer_token: estimated bytes of activations per token of a prompt.
+        stored: bytes in the files, by dtype or kind of code; empty without files.
+        cache: capacity of a layer's cache in tokens (None: no limit) -> bytes per token and row of all such layers.
+        missing, unexpected: names of tensors; empty without files.
+        misshapen: messages about wrong shapes; empty without files.
+        skipped: rule -> names of tensors that are left out on purpose.
+        published: hub id of a preset, and how its files differ from what is loaded.
     """
 
     source: str

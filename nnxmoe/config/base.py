@@ -137,7 +137,7 @@ class DecoderConfig:
 
     @classmethod
     def notes(cls, fields: Mapping[str, Any]) -> tuple[str, ...]:
-        """What to report of a config.json: the fields that `from_hf` drops, and ids outside the vocabulary."""
+        """Notes on a config.json: fields that `from_hf` drops, and ids outside the vocabulary."""
         from nnxmoe.config.undeclared import described
 
         unread = described(cls.undeclared(fields))
@@ -241,12 +241,12 @@ class DecoderConfig:
 
     @property
     def experts(self) -> int:
-        """E of each MoE layer; 0 for dense models."""
+        """Experts per MoE layer (E); 0 if dense."""
         return 0
 
     @property
     def experts_per_token(self) -> int:
-        """X; 0 for dense models."""
+        """Experts per token (X); 0 if dense."""
         return 0
 
     @property
@@ -266,7 +266,8 @@ class DecoderConfig:
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
-        """The rope object in force: ``rope_scaling`` (4.x) wins over ``rope_parameters`` (v5) where both are there."""
+        """The rope object in use: ``rope_scaling`` (transformers 4) if present, else ``rope_parameters`` (transformers
+        5)."""
         return self.rope_scaling or self.rope_parameters or {}
 
     @property

@@ -102,14 +102,14 @@ def one_of(*allowed: Any) -> Any:
 
 
 def check_at_most(config: Any, name: str, other: str) -> None:
-    """Raises ConfigError if the field ``name`` of a config is greater than the field ``other``."""
+    """Raise ConfigError if the field ``name`` of a config is greater than the field ``other``."""
     value, most = getattr(config, name), getattr(config, other)
     if value > most:
         raise ConfigError(f"{name} {value} is more than {other} {most}")
 
 
 def check_fields(config: Any) -> None:
-    """Raises ConfigError for the first field of a config dataclass with a wrong type or out of its bounds.
+    """Raise ConfigError for the first field of a config dataclass with a wrong type or out of its bounds.
 
     A field without bounds of its own has those of the field that it overrides, else those of its type. None is valid
     where the annotation says so.
@@ -131,9 +131,9 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_token_ids(fields: Mapping[str, Any], vocab: int) -> list[str]:
-    """Names and values of the ids outside the vocabulary, which no token has; null means that there is none, and so
-    does a negative pad id. Raises ConfigError for what is not an id, and for a pad id beyond the vocabulary, which
-    transformers refuses too. Several eos ids may be given."""
+    """Names and values of token ids outside the vocabulary, which match no token; null and negative pad ids count as
+    unset. Raises ConfigError for values that are not ids, and for a pad id beyond the vocabulary, as transformers does.
+    There may be several eos ids."""
     odd = []
     for name in TOKEN_IDS:
         value = fields.get(name)

@@ -1,4 +1,4 @@
-"""Config of decoders of which some layers attend to a sliding window."""
+"""Config of decoders in which some layers attend to a sliding window."""
 
 import dataclasses
 from collections.abc import Sequence

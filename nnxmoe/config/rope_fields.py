@@ -59,7 +59,7 @@ def rope_from_fields(
 
 
 def _check_rope_fields(fields: Mapping[str, Any]) -> None:
-    """Checks types and ranges of all fields of a rope object, also those that its type does not use."""
+    """Check types and ranges of all fields of a rope object, also those that its type does not use."""
     for name in NUMBERS:
         value = fields.get(name)
         if value is not None and not (name.startswith("mscale") and type(value) in (int, float) and value == 0):

@@ -1,7 +1,7 @@
-"""Fields of config.json that a family does not declare, and what else tells that a file is not one of its models.
+"""Fields of config.json that a family does not declare, and signs that a file belongs to another kind of model.
 
-transformers goes by ``model_type``, and its models read only what they declare, but for code that all of them share:
-`tests/support/declared.py` lists both. A field that this shared code reads is refused unless its value changes nothing;
+transformers chooses the class by ``model_type``, and a class reads only the fields that it declares, except in code
+that all classes share: `tests/support/declared.py` lists both. A field that this shared code reads is refused unless its value changes nothing;
 all others are only reported.
 """
 

@@ -21,12 +21,12 @@ def is_between(value: Any, least: float, most: float) -> bool:
 
 
 def check_positive(where: str, name: str, value: Any) -> None:
-    """Raises ValueError for ``where(name=value)`` unless the value is a positive integer."""
+    """Raise ValueError for ``where(name=value)`` unless the value is a positive integer."""
     if not is_positive(value):
         raise ValueError(f"{where}({name}={short(value)}): give a positive integer")
 
 
 def check_object(where: str, name: str, value: Any, example: str) -> None:
-    """Raises ValueError for ``where(name=value)`` if the value is a class or is not callable."""
+    """Raise ValueError for ``where(name=value)`` if the value is a class or is not callable."""
     if isinstance(value, type) or not callable(value):
         raise ValueError(f"{where}({name}={short(value)}): give an object such as {example}")

@@ -91,7 +91,7 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change
 
 
 def _check_layers(model: CausalLM, groups: Collection[str], scan_layers: bool) -> None:
-    """Raises CheckpointError for a model whose layers are not those of MaxText's model."""
+    """Raise CheckpointError for a model whose layers are not those of MaxText's model."""
     kind, block, windows = model.config.model_type, model.maxtext_block, model.config.windows
     if not block and len(set(groups)) < len(groups):
         raise CheckpointError(

@@ -178,7 +178,7 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
 
 @contextlib.contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Turns any exception that Orbax raises for a damaged checkpoint into CheckpointError."""
+    """Turn any exception that Orbax raises for a damaged checkpoint into CheckpointError."""
     try:
         yield
     except Exception as error:

@@ -143,6 +143,6 @@ class HarnessLM(TemplateLM):
         return [completion.text for completion in found]
 
     def _keep(self, kind: str, requests: Sequence[Instance], found: Sequence[Any]) -> None:
-        """Hands results to the harness' cache, if it is in use."""
+        """Hand results to the harness' cache, if it is in use."""
         for request, value in zip(requests, found, strict=True):
             self.cache_hook.add_partial(kind, request.args, value)

@@ -48,9 +48,9 @@ class Completion:
 
 
 class StoppedText:
-    """A text that comes in pieces, cut before the first stop string. ``stopped``: whether there was one.
+    """Streamed text, cut before the first stop string. ``stopped``: whether one was found.
 
-    What may be the beginning of a stop string is held back until more is known.
+    A possible start of a stop string is held back until the next pieces decide.
     """
 
     def __init__(self, stop: Sequence[str]):
@@ -86,11 +86,12 @@ class Continuation(StoppedText):
         self._stream = TextStream(tokenizer, context=context)
 
     def put(self, token: int) -> str:
-        """The text that is certain after this id; empty once it was stopped."""
+        """Return the text that can be emitted after this id: without a possible start of a stop string, and empty once
+        stopped."""
         return "" if self.stopped else self.add(self._stream.put(token))
 
     def end(self) -> str:
-        """The text held back at the end of the ids."""
+        """Return the text that was held back, at the end of the ids."""
         return "" if self.stopped else self.add(self._stream.end()) + self.rest()
 
 
@@ -119,16 +120,21 @@ def complete(
     slots: int = 8,
     **options: Unpack[MoreOptions],
 ) -> Iterator[Completion]:
-    """Continues prompts of any lengths, ``slots`` at a time, and yields ``n`` samples of each in the prompts' order.
+    """Continue prompts of any lengths, and yield ``n`` samples of each in the prompts' order.
 
-    ``prompts``: texts, chats (lists of messages, see `Tokenizer.apply_chat_template`), or token ids. ``tokenizer``: a
-    `Tokenizer`; by default that of the checkpoint the model was loaded from, if it has one. ``sampling`` None: greedy.
-    ``stop``: strings before which the text ends. ``eos_token_id``: ids that end it; default the checkpoint's, None:
-    none. ``seed``: of all prompts, or one each: a sample depends on its prompt, its seed and its number alone.
-    ``min_new_tokens``, ``logit_bias``, ``logprobs``: see `Wanted`. ``process``, ``draft``: see `Engine`.
+    Args:
+        prompts: texts, chats (lists of messages, see `Tokenizer.apply_chat_template`), or token ids.
+        tokenizer: a `Tokenizer`; None: that of the checkpoint the model was loaded from, if it has one.
+        sampling: None: greedy.
+        stop: strings before which the text ends.
+        seed: for all prompts, or one per prompt. A sample depends on its prompt, its seed and its number only.
+        slots: number of rows that are decoded at a time.
+        eos_token_id: ids that end the text; default: those of the checkpoint; None: none.
+        min_new_tokens, logit_bias, logprobs: see `Wanted`.
+        process, draft: see `Engine`.
 
-    A beginning that all prompts share, and a prompt of several samples, is read once. Raises ValueError for what does
-    not fit, before anything is computed.
+    A prefix that all prompts share, and a prompt with several samples, is computed once. Raises ValueError for invalid
+    arguments and for prompts that are too long, before anything is computed.
     """
     if unknown := options.keys() - MoreOptions.__annotations__.keys():
         raise TypeError(f"complete() got an unexpected keyword argument {min(unknown)!r}")
@@ -214,7 +220,7 @@ def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[Wanted], n: int) 
 
 
 def _in_order(engine: Engine, jobs: list[_Sampled], tokenizer: Any, stop: Sequence[str]) -> Iterator[Completion]:
-    """Runs the jobs, submitting no more of them than can soon start, and yields them as the first becomes done."""
+    """Run the jobs, submitting no more of them than can soon start, and yield them as the first becomes done."""
     waiting, started, of = collections.deque(jobs), collections.deque[_Sampled](), dict[Request, _Sampled]()
     try:
         while waiting or started:

@@ -83,7 +83,7 @@ def stream(
     seed: int = 0,
     draft: Drafting = None,
 ) -> "Stream":
-    """Yields the continuation of one prompt (text, chat or token ids) in pieces of text, without the end token.
+    """Yield the continuation of one prompt (text, chat or token ids) in pieces of text, without the end token.
 
     The prompt's text followed by the pieces is the decoded text of all ids, so the first piece may start with a space.
     ``tokenizer``: a `Tokenizer`, or one of transformers. ``draft``: see `Engine`.
@@ -140,7 +140,7 @@ def generate_tokens(
     sampling: Sampling | None,
     seed: int,
 ) -> Iterator[Int[np.ndarray, "B"]]:
-    """Yields the next id of every row ``max_new_tokens`` times; does not stop at end tokens."""
+    """Yield the next id of every row ``max_new_tokens`` times; does not stop at end tokens."""
     wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, None, seed)
     with _requests(model, tokens, attention_mask, wanted) as (engine, requests):
         made = 0
@@ -182,7 +182,7 @@ def _requests(
 
 
 def _batch(model: CausalLM, rows: int, capacity: int) -> int:
-    """The number of rows to compute: 1, 8, 12, 16, …, or just as many as there are if memory is short."""
+    """Number of rows to compute: rounded up to 1, 8, 12, 16, …, or exact if memory is short."""
     batch, (have, _) = rows if rows == 1 else bucket(rows, SMALLEST_BATCH), memory_bytes()
     return batch if cache_bytes(model, batch, Room(capacity, 0)) <= have else rows
 

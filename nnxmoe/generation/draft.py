@@ -144,7 +144,7 @@ class ModelDraft(Modelled):
         return _Memory(cache, jnp.zeros((rows, 1)), jnp.zeros(rows, bool))
 
     def read(self, memory: _Memory, ids: Array, valid: Array, states: Array) -> _Memory:
-        """Reads the chunk too."""
+        """Read the chunk too."""
         return memory._replace(cache=self._pass(self.modules, memory.cache, ids, valid, states).cache)
 
     def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:

@@ -109,7 +109,7 @@ class _Weights:
     dtype: Any
 
     def read(self, tokens: int) -> float:
-        """Expected bytes of a pass over tokens that are routed independently and evenly."""
+        """Expected bytes that a pass over ``tokens`` reads, if every token is routed independently and uniformly."""
         return self.dense + sum(size * (1 - (1 - share) ** tokens) for share, size in self.experts)
 
     def time(self, tokens: int, cache: float = 0.0) -> float:
@@ -121,8 +121,8 @@ class _Weights:
 
 
 def _weights(module: nnx.Module, head: CausalLM) -> _Weights:
-    """The weights of a module that ends in the output head of a decoder, without the embedding, of which a pass reads
-    a few rows."""
+    """Weights of a module that ends in a decoder's output head; the embedding is left out, because a pass reads only a
+    few of its rows."""
     dense, operations = _bytes(module), _operations(module)
     if head.head is None:
         operations += 2 * math.prod(head.embed.table.shape)

@@ -163,11 +163,11 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """How many slots are taken."""
+        """Number of occupied slots."""
         return sum(request is not None for request in self._slots)
 
     def submit(self, ids: Ids, wanted: Wanted | None = None, prefix: Prefix | None = None) -> Request:
-        """Appends a request to the queue. ``prefix``: ids that it begins with, read once for all requests with the same
+        """Append a request to the queue. ``prefix``: ids that it begins with, read once for all requests with the same
         object. Raises ValueError for what this engine has no room for."""
         prompt, wanted = whole_ids(ids), (wanted or Wanted()).ended_by(self.model)
         if self._rows is None:
@@ -192,7 +192,7 @@ class Engine:
         return request
 
     def step(self) -> list[Event]:
-        """Reads a chunk of waiting prompts if a slot is free, starts a step of all rows, and returns what earlier steps
+        """Read a chunk of waiting prompts if a slot is free, start a step of all rows, and return what earlier steps
         have made, all but the newest ``ahead``. Without requests it does nothing."""
         if self._rows is None:
             raise ValueError("the engine is closed")
@@ -216,7 +216,7 @@ class Engine:
             self.step()
 
     def warm_up(self) -> None:
-        """Compiles all programs for requests without a prefix, so that none has to wait for one later."""
+        """Compile all programs for requests without a prefix, so that none has to wait for one later."""
         most = Wanted(max_new_tokens=2, stop_ids=None)
         room = min(self.capacity, self.model.config.max_position_embeddings)
         for length in (1, SMALL + 1, MOST_SMALL * SMALL + 1, LARGE + 1):
@@ -231,14 +231,14 @@ class Engine:
                     self.run()
 
     def cancel(self, request: Request) -> None:
-        """Ends a request, and frees its slot; without effect once it is done."""
+        """End a request, and free its slot; without effect once it is done."""
         if not request.done:
             if request in self._waiting:
                 self._waiting.remove(request)
             self._end(request, "cancelled")
 
     def close(self) -> None:
-        """Ends all requests, and frees the cache."""
+        """End all requests, and free the cache."""
         for request in [*self._waiting, *filter(None, self._slots)]:
             self.cancel(request)
         self._rows = self._cache = self._reading = None
@@ -322,7 +322,7 @@ class Engine:
             self._begin(reading)
 
     def _begin(self, reading: _Reading) -> None:
-        """Moves what was read into the slots, and draws the first ids."""
+        """Move what was read into the slots, and draw the first ids."""
         passed = reading.passed
         assert passed is not None
         rows, requests = passed.logits.shape[0], reading.requests
@@ -354,7 +354,7 @@ class Engine:
         self._reports.append((report, here))
 
     def _advance(self) -> None:
-        """Starts a step of all rows."""
+        """Start a step of all rows."""
         state, spare = self._rows, self._room.spare
         valid = None if self.slots == 1 and not spare else state.active
         passed = self._step(state.ids, valid, self._cache, self._dropped, self._room, PassPart(False))
@@ -367,7 +367,7 @@ class Engine:
         self._reports.append((report, here))
 
     def _look(self) -> list[Event]:
-        """Reads the oldest report."""
+        """Read the oldest report."""
         report, requests = self._reports.popleft()
         found = jax.tree.map(np.asarray, report)
         events = []

@@ -1,4 +1,4 @@
-"""Which waiting prompts are read together, and in chunks of which sizes."""
+"""Policies for reading waiting prompts: which share a batch, and the sizes of their chunks."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -9,16 +9,15 @@ MOST_SMALL = 6  # small chunks that are less work than a large one
 
 
 def chunk_sizes(length: int) -> list[int]:
-    """Sizes of the chunks in which a prompt is read: as many of `LARGE` as it fills, then as few of `SMALL` as hold the
-    rest, or one `LARGE` where that is less work."""
+    """Sizes of the chunks of a prompt: as many `LARGE` as fit, then as few `SMALL` as hold the rest, or one more
+    `LARGE` if that is less work."""
     large, rest = divmod(length, LARGE)
     small = -(-rest // SMALL)
     return [LARGE] * large + ([SMALL] * small if small <= MOST_SMALL else [LARGE])
 
 
 class PrefillGroup(NamedTuple):
-    """How the first waiting prompts are read: how many of them, in a batch of how many rows, in chunks of which
-    sizes."""
+    """A batch of waiting prompts to read: their number, the rows of the batch, and the sizes of its chunks."""
 
     count: int
     rows: int
@@ -26,7 +25,8 @@ class PrefillGroup(NamedTuple):
 
 
 def as_one_large_chunk(lengths: Sequence[int], slots: int) -> PrefillGroup:
-    """Prompts of equal small chunks together, as many as a large chunk has room for; longer ones alone."""
+    """Batch prompts of equally many small chunks, up to the size of a large chunk; longer prompts are read one at a
+    time."""
     sizes = chunk_sizes(lengths[0])
     rows = min(slots, max(1, LARGE // max(sizes)))
     count = sum(1 for _ in itertools.takewhile(lambda length: chunk_sizes(length) == sizes, lengths[:rows]))
@@ -34,7 +34,8 @@ def as_one_large_chunk(lengths: Sequence[int], slots: int) -> PrefillGroup:
 
 
 def one_by_one(lengths: Sequence[int], slots: int) -> PrefillGroup:
-    """Every prompt alone, so that not even the last bits of what follows depend on what else is waiting."""
+    """Read each prompt in a batch of its own, so that its numbers do not depend on other requests, not even in the last
+    bits."""
     return PrefillGroup(1, 1, chunk_sizes(lengths[0]))
 
 

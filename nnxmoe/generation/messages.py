@@ -36,7 +36,7 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def mark_end(messages: list[dict[str, Any]], field: str) -> tuple[list[dict[str, Any]], str]:
-    """Appends a mark to a field of the last message; returns the messages and the field's text without the mark.
+    """Append a mark to a field of the last message; return the messages and the field's text without the mark.
 
     If ``field`` holds a list of blocks, the last block with a "text" is marked. Reasoning is marked under each of its
     names.

@@ -180,6 +180,6 @@ def whole_ids(ids: Ids) -> tuple[int, ...]:
 
 
 def refuse_ids(ids: Sequence[int] | Mapping[int, float] | np.ndarray, vocab: int) -> None:
-    """Raises ValueError for ids outside of the vocabulary."""
+    """Raise ValueError for ids outside of the vocabulary."""
     for bad in [i for i in ids if not 0 <= i < vocab][:1]:
         raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {bad}: is this the model's tokenizer?")

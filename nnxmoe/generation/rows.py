@@ -141,7 +141,7 @@ def begin(
     options: RowOptions,
     draft: Any,
 ) -> tuple[RowStates, RowReport]:
-    """Starts rows ``at`` (out of range: none) whose prompts were read, with their first ids. ``memory``: the draft's,
+    """Start rows ``at`` (out of range: none) whose prompts were read, with their first ids. ``memory``: the draft's,
     of these prompts."""
 
     def put(old: Array, new: Array) -> Array:

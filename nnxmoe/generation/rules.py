@@ -1,4 +1,4 @@
-"""Rules of which id may follow: what generation_config.json may ask for besides sampling, as in transformers."""
+"""Rules that restrict the next id: the settings of generation_config.json beside sampling, as in transformers."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ class Rules:
         return logits
 
     def _repeated(self, logits: Array, ids: Array, count: Array) -> Array:
-        """The ids that would complete a sequence of ``ngram`` ids that is there already [B, V]."""
+        """Mask ``[B, V]`` of the ids that would repeat a sequence of ``ngram`` ids."""
         before = self.ngram - 1
         place = jnp.arange(ids.shape[1])[None]
         same = place + before < count[:, None]

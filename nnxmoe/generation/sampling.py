@@ -84,9 +84,10 @@ class Sampling:
 
     @classmethod
     def from_checkpoint(cls, model: CausalLM) -> Self:
-        """What the model's generation_config.json asks for, as transformers generates with it; greedy if nothing.
+        """Sampling options of the model's generation_config.json, with the meaning they have in transformers; default:
+        greedy.
 
-        A warning names fields that are not supported. Raises ValueError for values of another type.
+        Logs a warning that names unsupported fields. Raises ValueError for values of a wrong type.
         """
         fields, ignored = effective_fields(model.generation_config)
         if ignored and model not in _warned:
@@ -204,7 +205,7 @@ def prepare(sampling: Sampling | None, vocab: int, known: tuple[Rules, ...] = ()
 def pick(
     logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, steps: Steps, knobs: Knobs, keys: Key[Array, "B"]
 ) -> Int[Array, "B"]:
-    """The next token of each row, a function of its own logits, options and key alone."""
+    """Choose the next token of each row, from its own logits, options and key only."""
     logits = _penalised(logits, seen, steps, knobs)
     best, drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32), knobs.temperature > 0
     if not steps.random:

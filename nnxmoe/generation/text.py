@@ -199,7 +199,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def render_chat(self, plain: list[dict[str, Any]], chat_template: str | None = None, **variables: Any) -> Rendered:
-        """Render messages of plain JSON values, with the places of the answers that the template marks."""
+        """Render messages of plain JSON values. The result has the ranges that the template marks as answers."""
         for name in ("tools", "documents"):
             value = variables.setdefault(name, None)
             if value is not None and not all(isinstance(one, Mapping) for one in value):
@@ -270,7 +270,7 @@ class TextStream:
         self._settled = len(self._window)  # tokens of the window whose text has been returned
 
     def put(self, token_id: Any) -> str:
-        """Returns the text that this token completes, possibly empty."""
+        """Return the text that this token completes, possibly empty."""
         token = int(token_id)
         if self._skip and token in self._special:
             return ""
@@ -285,7 +285,7 @@ class TextStream:
         return piece
 
     def end(self) -> str:
-        """Returns the rest, with U+FFFD for an incomplete character, and resets the stream."""
+        """Return the rest, with U+FFFD for an incomplete character, and reset the stream."""
         piece = self._unseen(self._decode())
         self._window, self._shown, self._settled = [], 0, 0
         return piece

@@ -70,7 +70,7 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _found_instead(folder: Path) -> str:
-    """What a folder without tokenizer.json holds, and the remedy if there is one."""
+    """Describe the content of a folder without tokenizer.json, with a remedy if one is known."""
     names = sorted(path.name for path in folder.iterdir())
     tiktoken = next((name for name in names if name.endswith((".tiktoken", "tiktoken.model"))), None)
     model = next((name for name in names if name.startswith("tokenizer.model")), None)
@@ -92,7 +92,7 @@ def _found_instead(folder: Path) -> str:
 
 
 def _check_precompiled(path: Path, data: bytes) -> None:
-    """Refuses a truncated character map, for which ``tokenizers`` aborts the process."""
+    """Refuse a truncated character map, for which ``tokenizers`` aborts the process."""
     if b"recompiled" not in data and not re.search(rb"\\u00[4-7]", data):  # the name, possibly with escaped letters
         return
     found: Any = parse_json(data, path, REMEDY, TokenizerError)
@@ -105,7 +105,7 @@ def _check_precompiled(path: Path, data: bytes) -> None:
 
 
 def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
-    """Refuses Replace steps that multiply a text's length beyond MAX_GROWTH: ``tokenizers`` aborts out of memory."""
+    """Refuse Replace steps that multiply a text's length beyond MAX_GROWTH: ``tokenizers`` aborts out of memory."""
     for name in ("normalizer", "decoder"):
         part, growth = getattr(backend, name), 1.0
         for step in _steps(json.loads(part.__getstate__()) if part is not None else None):
@@ -128,7 +128,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) -> None:
-    """Refuses added tokens whose ids are taken or leave a gap: ``tokenizers`` would assign other ids."""
+    """Refuse added tokens whose ids are taken or leave a gap: ``tokenizers`` would assign other ids."""
     match = re.search(rb'"added_tokens"\s*:\s*', data)
     try:
         tokens = json.JSONDecoder().raw_decode(data[match.end() :].decode(errors="replace"))[0] if match else []
@@ -145,7 +145,7 @@ def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) 
 
 
 def _explain(path: Path) -> None:
-    """Raises a clearer error than the library's for invalid JSON and for unknown models."""
+    """Raise a clearer error than the library's for invalid JSON and for unknown models."""
     model = read_json(path).get("model")
     kind = model.get("type") if isinstance(model, dict) else None
     if kind not in (None, "BPE", "Unigram", "WordPiece", "WordLevel"):

@@ -59,9 +59,10 @@ class Triton:
 
 @dataclasses.dataclass(frozen=True)
 class TritonProduct:
-    """The product of a few rows of 16 bits with one quantised kernel, whose codes it reads once: decoding.
+    """Product of a few 16-bit rows with one quantised kernel, for decoding: reads the codes once.
 
-    ``otherwise`` computes more than ``most`` rows, other kernels, and all on a mesh, over which XLA cannot split it.
+    ``otherwise``: used for more than ``most`` rows, for other kernels, and on a mesh, over which XLA cannot partition
+    it.
     """
 
     otherwise: QuantizedProduct = Converted()

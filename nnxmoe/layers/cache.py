@@ -100,7 +100,7 @@ def _floats(buffer: Buffer, like: Array) -> Array:
 
 
 def append_full(buffer: Buffer, new: Array, past: Past, axis: int, spare: int) -> tuple[Buffer, Seen]:
-    """Writes token i to slot i. Returns the buffer, and as ``seen`` all of it."""
+    """Write token i to slot i. Returns the buffer, and as ``seen`` all of it."""
     size = buffer.shape[axis]
     buffer = written(buffer, new, jnp.where(past.index < 0, size, past.index), axis)
     slots = jnp.arange(size, dtype=jnp.int32)[None]
@@ -108,7 +108,7 @@ def append_full(buffer: Buffer, new: Array, past: Past, axis: int, spare: int) -
 
 
 def append_ring(buffer: Buffer, new: Array, past: Past, axis: int, spare: int) -> tuple[Buffer, Seen]:
-    """Writes token i to slot ``i % size``. More new tokens than one and the spare slots attend to the previous ring
+    """Write token i to slot ``i % size``. More new tokens than one and the spare slots attend to the previous ring
     followed by themselves, since later ones of them overwrite slots that earlier ones attend to."""
     size, index = buffer.shape[axis], past.index
     kept = (index >= 0) & (index >= past.after[:, None] - size)
@@ -131,7 +131,7 @@ class LayerCache(Protocol):
     """One layer's cache."""
 
     def append(self, new: Any, past: Past) -> tuple[Self, Any, Slots]:
-        """Stores ``new``; returns the cache, everything that may be attended to, and the tokens that it holds."""
+        """Store ``new``; return the cache, everything that may be attended to, and the tokens that it holds."""
         ...
 
 
@@ -146,7 +146,7 @@ class KVCache:
     spare: int = dataclasses.field(default=0, metadata={"static": True})
 
     def append(self, new: tuple[Array, Array], past: Past) -> tuple[Self, tuple[Array, Array], Slots]:
-        """Adds keys and values ``[B, K, T, H]``."""
+        """Add keys and values ``[B, K, T, H]``."""
         k, (seen_k, index) = self.write(self.k, new[0], past, 2, self.spare)
         v, (seen_v, _) = self.write(self.v, new[1], past, 2, self.spare)
         return type(self)(k, v, self.spare), (seen_k, seen_v), past.slots(index)
@@ -171,7 +171,7 @@ class LatentCache:
     latent: Buffer
 
     def append(self, new: Array, past: Past) -> tuple[Self, Array, Slots]:
-        """Adds latents ``[B, T, kv_rank + rope]``."""
+        """Add latents ``[B, T, kv_rank + rope]``."""
         latent, (seen, index) = self.write(self.latent, new, past, 1, 0)
         return type(self)(latent), seen, past.slots(index)
 
@@ -247,7 +247,7 @@ class Cache:
     def advance(
         self, count: int, valid: Bool[Array, "B T"] | None, segment: Int[Array, "B T"] | None
     ) -> tuple[Self, Past]:
-        """Counts in ``count`` tokens per row. Returns the cache, whose layers do not hold them yet, and the past."""
+        """Count in ``count`` tokens per row. Returns the cache, whose layers do not hold them yet, and the past."""
         before = self.length[:, None]
         if valid is None:
             index = before + jnp.arange(count, dtype=jnp.int32)[None]

@@ -71,7 +71,7 @@ class Codes:
         return self.bits == 4
 
     def check(self, ins: int) -> None:
-        """Raises ValueError unless kernels with ``ins`` inputs can be stored."""
+        """Raise ValueError unless kernels with ``ins`` inputs can be stored."""
         if self.halves and (self.tile[1] % 2 or ins % self.tile[1]):
             fits = math.gcd(ins, self.tile[1])
             remedy = "" if fits % 2 else f": use groups of {fits} ({self.kind}:{fits})"

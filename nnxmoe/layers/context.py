@@ -122,7 +122,7 @@ class Context:
         return context._rotating(ropes, jnp.asarray(positions)), moved
 
     def remember(self, cache: Any, new: Any, window: int | None) -> tuple[Any, Any, Mask]:
-        """Appends ``new`` (keys and values, or latents) to a layer's cache.
+        """Append ``new`` (keys and values, or latents) to a layer's cache.
 
         Returns the cache, everything that the tokens attend to, and the mask over it.
         """

@@ -89,7 +89,7 @@ class Kernel:
 
 
 class Adapter(Protocol):
-    """What is trained beside a frozen kernel; see `nnxmoe.layers.lora.LoRA`."""
+    """A trained addition to a frozen kernel; see `nnxmoe.layers.lora.LoRA`."""
 
     def on(self, kernel: Kernel) -> Kernel:
         """The kernel with this adapter."""
@@ -100,7 +100,7 @@ class Adapter(Protocol):
         ...
 
     def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """What the adapter of an embedding adds to it."""
+        """Rows that the adapter adds to those of an embedding."""
         ...
 
 
@@ -156,7 +156,7 @@ class DenseKernel(Kernel):
         return DenseKernel(dot_f32(*pair, -2, -2), self.ins_first)
 
     def __jax_array__(self) -> Array:
-        """Lets `jax.numpy` functions take it where an array is expected, as in a user's own `GroupedMatmul`."""
+        """Convert to an array where `jax.numpy` expects one, as in a custom `GroupedMatmul`."""
         return self.dense()
 
 

@@ -69,7 +69,8 @@ class LoRA(nnx.Module):
         return AdaptedKernel(kernel, self.a.read(), self.b.read(), self.scale)
 
     def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """What the adapter of an embedding, ``a [rank, V]`` and ``b [D, rank]``, adds to it, in float32."""
+        """Rows that the adapter of an embedding, ``a [rank, V]`` and ``b [D, rank]``, adds to those of the table, in
+        float32."""
         low = jnp.take(self.a[...], tokens, axis=1)
         return jnp.einsum("RBT,DR->BTD", low, self.b[...], preferred_element_type=jnp.float32) * self.scale
 

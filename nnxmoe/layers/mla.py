@@ -162,7 +162,7 @@ class MLA(nnx.Module):
         return self.attended(self.q(context.asked(x)), seen, mask, context, self.attend), cache
 
     def latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:
-        """What is stored of each token: its normalised latent, and its rotated key."""
+        """Compute what the cache stores per token: its normalised latent and its rotated key."""
         latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
         k_rope = context.rotated(k_rope[:, :, None, :], self.rotary, self.rotate)[:, :, 0, :]
         return jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
@@ -175,7 +175,7 @@ class MLA(nnx.Module):
         context: Context,
         attend: Attend,
     ) -> Float[Array, "B asked D"]:
-        """The output for queries that are not yet rotated."""
+        """Compute the attention output for queries before their rotation."""
         q_nope, q_rope = jnp.split(q, [self.nope], axis=-1)
         q_rope = context.rotated(q_rope, self.rotary, self.rotate)
         return self.o(self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale), attend))

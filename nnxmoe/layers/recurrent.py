@@ -41,7 +41,7 @@ class RecurrentState:
         return jax.tree.map(one, self.states)
 
     def written(self, state: Any, index: Int[Array, "B"]) -> Self:
-        """With the state after the token of this index; negative for padding, of which nothing is stored."""
+        """Store the state after the token at ``index`` of each row; nothing for negative indices (padding)."""
 
         def one(states: Array, new: Array) -> Array:
             size = states.shape[1]

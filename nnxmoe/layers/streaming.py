@@ -66,7 +66,7 @@ class Streaming:
 
 
 def _even(count: int, most: int) -> int:
-    """Size of the fewest blocks of up to ``most`` that cover ``count``, as equal as possible."""
+    """Size of blocks for ``count`` elements: as few blocks of at most ``most`` as possible, equally large."""
     return -(-count // -(-count // most))
 
 
@@ -79,7 +79,7 @@ def _padded(x: Array, extra: int, axis: int = -2, value: int = 0) -> Array:
 
 
 def _padded_mask(mask: Mask, queries: int, keys: int) -> Mask:
-    """The mask with more queries and keys, of which none is allowed; padding keys get the index -1."""
+    """Pad the mask with queries and keys that nothing may attend to; padding keys have index -1."""
     slots = mask.keys
     index = slots.index if slots.valid is None else jnp.where(slots.valid, slots.index, -1)
     of_queries = _map(lambda x: _padded(x, queries, -1, -1), mask.query_index, mask.query_segment)

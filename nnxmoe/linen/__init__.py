@@ -52,7 +52,7 @@ class LinenCausalLM(nn.Module):
 
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> Output:
-        """Takes the arguments of `CausalLM.__call__`, tokens ``[B, T]`` first. Raises ValueError listing all variables
+        """Take the arguments of `CausalLM.__call__`, tokens ``[B, T]`` first. Raises ValueError listing all variables
         that do not fit."""
         return _call(self, model_plan(self.config, self.strategy, self.scan_layers), args, kwargs)
 
@@ -64,7 +64,7 @@ class Wrapped(nn.Module):
 
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes the NNX module's arguments and returns its output. Raises ValueError listing misfitting variables."""
+        """Take the NNX module's arguments and return its output. Raises ValueError listing misfitting variables."""
         return _call(self, part_plan(self.blueprint), args, kwargs)
 
 

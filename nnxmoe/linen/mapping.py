@@ -76,7 +76,7 @@ class Taken:
     changed: bool
 
     def __call__(self, *arrays: Any) -> Any:
-        """Raises ValueError if the function fails or its result has another shape."""
+        """Raise ValueError if the function fails or its result has another shape."""
         given = [a if at is None else jnp.asarray(a)[at] for a, at in zip(arrays, self.at, strict=True)]
         try:
             made = self.make(*given)

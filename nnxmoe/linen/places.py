@@ -177,7 +177,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
 
 
 def _rows(leaf: Leaf) -> list[tuple[Parameter, slice | None]]:
-    """The parameters of a leaf, each with its rows of axis 1, or with None if there is one that is not stacked."""
+    """Parameters of a leaf, each with its rows of axis 1; None instead of rows if a parameter is not stacked."""
     if leaf.axis is None:
         return [(leaf.parts[0], None)]
     same = itertools.groupby(enumerate(leaf.parts), lambda pair: pair[1].path)
@@ -211,8 +211,8 @@ def part_plan(blueprint: Blueprint) -> LinenPlan:
 
 
 def _turned(module: Any) -> Any:
-    """The module, with its kernels in Linen's orientation, so that programs neither transpose them nor round otherwise
-    than Flax's."""
+    """Put the kernels of the module in the orientation of Linen, so that programs transpose nothing and round as Flax
+    does."""
     for _, node in nnx.iter_graph(module):
         if isinstance(node, KernelParam):
             node.turn()

@@ -73,7 +73,8 @@ class CausalLM(nnx.Module):
         raise TypeError("a model class must define feed_forward(index, dtype=…, rngs=…)")
 
     def kind(self, index: int) -> Any:
-        """What layers differ in, overridden if it is more than window and experts: equal ones in a row are a stack."""
+        """Hashable kind of a layer: consecutive layers of one kind form a stack. Override it if layers differ in more
+        than window and experts."""
         return self.config.windows[index], self.config.sparse_layers[index]
 
     def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> Layer:

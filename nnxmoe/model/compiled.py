@@ -23,7 +23,7 @@ MOST_LAYERS = 4
 
 
 def refuse_shapes(leaves: Sequence[Any]) -> None:
-    """Raises ValueError if a model's variables have no values."""
+    """Raise ValueError if a model's variables have no values."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise ValueError("the model has shapes only: load weights first, or make it with rngs=nnx.Rngs(0)")
 
@@ -110,8 +110,8 @@ class _Runs:
 
 
 class _Plan(NamedTuple):
-    """Models of one structure as compiled functions: the runs of each stack, and the methods ``around`` the stacks, of
-    the arrays at ``places``."""
+    """Compiled functions shared by models of one structure: the runs of each stack, and the methods ``around`` the
+    stacks, whose arrays are at ``places``."""
 
     stacks: list[list[_Run]]
     places: list[int]

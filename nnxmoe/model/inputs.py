@@ -29,7 +29,7 @@ def as_array(given: Any) -> Any:
 
 
 def check_tokens(tokens: Any, vocab: int, attention_mask: Any, positions: Any, segment_ids: Any) -> None:
-    """Raises ValueError for ids outside the vocabulary, if they are known, and for other dtypes and shapes."""
+    """Raise ValueError for ids outside the vocabulary, if they are known, and for other dtypes and shapes."""
     shape = np.shape(tokens)
     if len(shape) != 2 or 0 in shape or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
         raise ValueError(f"tokens must be integers [B, T], got {jnp.result_type(tokens)} {list(shape)}")
@@ -71,7 +71,7 @@ _warned = weakref.WeakSet[Any]()  # models whose rows were once longer than thei
 
 
 def warn_beyond_positions(model: Any, tokens: int) -> None:
-    """Logs a warning, once per model, about rows of more tokens than ``max_position_embeddings``."""
+    """Log a warning, once per model, about rows of more tokens than ``max_position_embeddings``."""
     limit = model.config.max_position_embeddings
     if tokens > limit and model not in _warned:
         _warned.add(model)

@@ -57,12 +57,12 @@ class Layer(nnx.Module):
         return LayerOutput(x + more, cache, info)
 
     def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> tuple[Float[Array, "B asked D"], Any]:
-        """What attention adds to the hidden states ``x``, and the layer's cache."""
+        """Return what attention adds to the hidden states ``x``, and the layer's cache."""
         y, cache = self.attention(self.attention_norm(x), context=context, cache=cache)
         return self._added(y, self.attention_post_norm), cache
 
     def feed(self, x: Float[Array, "B asked D"], context: Context) -> Fed:
-        """What the feed-forward adds to ``x``, and its `MoEInfo`, if it has experts."""
+        """Return what the feed-forward adds to ``x``, with its `MoEInfo` if it has experts."""
         fed = self.feed_forward(self.feed_forward_norm(x), context=context.of_asked())
         y, info = fed if isinstance(fed, Fed) else (fed, None)
         return Fed(self._added(y, self.feed_forward_post_norm), info)

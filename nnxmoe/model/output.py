@@ -61,4 +61,4 @@ class Output:
 
 
 def nothing(routing: Routing) -> None:
-    """Keeps nothing of a layer's routing (see `Context.of_routing`)."""
+    """Keep nothing of a layer's routing (see `Context.of_routing`)."""

@@ -45,6 +45,6 @@ def key_in_layer(layer: Any, path: Sequence[Any]) -> str:
 
 
 def layer_modules(model: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yields path and module of every module in the layers, those for multi-token prediction included."""
+    """Yield path and module of every module in the layers, those for multi-token prediction included."""
     for name in ("stacks", "mtp"):
         yield from (((name, *path), module) for path, module in nnx.iter_graph(getattr(model, name)))

@@ -51,7 +51,7 @@ class Pipeline:
             check_positive("Pipeline", "stages", self.stages)
 
     def check(self, mesh: AnyMesh | None) -> None:
-        """Raises ValueError if a mesh has no axis for the stages, or another number of them."""
+        """Raise ValueError if a mesh has no axis for the stages, or another number of them."""
         if mesh is not None and AXIS not in mesh.shape:
             raise ValueError(f"{self}: the mesh {dict(mesh.shape)} has no axis {AXIS!r}: use nnxmoe.make_mesh(pipe=…)")
         size = stages_of(mesh)
@@ -64,11 +64,11 @@ class Pipeline:
             )
 
     def stack(self, mesh: AnyMesh | None, *given: Any) -> "PipelinedStack":
-        """A stack in stages; ``given``: as for ``Strategy.stacking``."""
+        """Make a stack in stages; ``given``: the arguments of ``Strategy.stacking``."""
         return PipelinedStack(self, mesh, *given)
 
     def refuse_batch(self, batch: int, mesh: AnyMesh) -> None:
-        """Raises ValueError if a batch does not divide into the microbatches and their shards."""
+        """Raise ValueError if a batch does not divide into the microbatches and their shards."""
         over = shards(mesh, _rows_over(mesh))
         if batch % (self.microbatches * over):
             raise ValueError(
@@ -77,14 +77,14 @@ class Pipeline:
             )
 
     def explain(self, stages: int) -> str:
-        """One line on what so many stages do."""
+        """Describe a pipeline of this many stages in one line."""
         if stages == 1:
             return f"{self}: one stage on this mesh, which computes whole batches"
         wait = f"of {self.turns(stages)} turns each waits in {stages - 1} ({self.bubble(stages):.0%})"
         return f"{self}: {stages} stages; {wait}"
 
     def turns(self, stages: int) -> int:
-        """How often each of so many stages computes a microbatch, or waits for one."""
+        """Number of turns of a stage, in which it computes a microbatch or waits."""
         return self.microbatches + stages - 1
 
     def bubble(self, stages: int) -> float:
@@ -132,7 +132,7 @@ class PipelinedStack(ScannedStack):
         self.pipeline, self.mesh = pipeline, mesh
 
     def refuse_stages(self, mesh: AnyMesh) -> None:
-        """Raises ValueError if the layers do not divide over the stages of another mesh."""
+        """Raise ValueError if the layers do not divide over the stages of another mesh."""
         if self.count % (stages := stages_of(mesh)):
             raise ValueError(
                 f"{self.count} layers do not divide over {stages} pipeline stages: make the model with "
@@ -156,7 +156,7 @@ class PipelinedStack(ScannedStack):
         return super().empty_cache(batch, capacity, dtype, spare), *rest
 
     def refuse_decoding(self) -> None:
-        """Raises ValueError if there are several stages."""
+        """Raise ValueError if there are several stages."""
         if (stages := stages_of(self.mesh)) > 1:
             raise ValueError(
                 f"a model in {stages} pipeline stages cannot decode, because all stages but one would wait: load it on "
@@ -253,8 +253,8 @@ class _Microbatches:
         return self.parts // self.stages
 
     def place(self, part: Any) -> Any:
-        """The index among the microbatches of all stages of the one that is computed as number ``part``: slots move to
-        the first stage from the last."""
+        """Index of the microbatch computed as number ``part`` among those of all stages: slots move from the last stage
+        to the first."""
         return -(part // self.held) % self.stages * self.held + part % self.held
 
     def apart(self, a: Array) -> Array:

@@ -29,7 +29,7 @@ def by_layer(stacked: Any) -> ByLayer:
 
 
 def in_turn(x: Any, parts: Iterable[tuple[int, Callable[[Any], Body]]]) -> Body:
-    """Runs parts of a model, given with their numbers of layers, each on the output of the one before; ``cache`` is the
+    """Run parts of a model, given with their numbers of layers, each on the output of the one before; ``cache`` is the
     tuple of theirs."""
     caches, infos, hidden, first = [], ByLayer(), [], 0
     for depth, run in parts:
@@ -183,7 +183,7 @@ class ScannedStack(nnx.Module):
 
 
 def _unstacked(array: Any, count: int, place: Any) -> Sequence[Any]:
-    """The slices of the first axis; None each for a shape without values."""
+    """Slice along axis 0; ``None``s if the array is a shape without values."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return [None] * count
     return _unstack(count, place)(array)

@@ -64,7 +64,8 @@ class Structure:
 
 
 class _Attributes:
-    """What must stay of a module's attributes: which modules, of which types parameters, and all others."""
+    """Attributes of a module that must not change: which modules it has, the types of its parameters, and all other
+    values."""
 
     def __init__(self, values: Iterable[Any]):
         self._fixed = list(values)

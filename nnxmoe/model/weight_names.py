@@ -1,4 +1,4 @@
-"""Names of weights in Hugging Face checkpoints, as typed values of which the table of a family consists."""
+"""Names of weights in Hugging Face checkpoints: the typed values in the table of a family."""
 
 import dataclasses
 import re

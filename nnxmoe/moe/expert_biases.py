@@ -10,8 +10,7 @@ from nnxmoe.layers.multilinear import multilinear
 
 
 class AddedOnce(nnx.Param):
-    """A parameter that is added to outputs of which each shard of the feed-forward width has a partial sum: one shard
-    adds it (`on_shards`)."""
+    """A parameter added to partial sums: of the shards of the feed-forward width, only one adds it (`on_shards`)."""
 
 
 class ExpertBiases(nnx.Module):
@@ -31,8 +30,11 @@ class ExpertBiases(nnx.Module):
 def add_bias(
     rows: Float[Array, "*E R F"], biases: nnx.Variable, sizes: Int[Array, "E"] | None
 ) -> Float[Array, "*E R F"]:
-    """Rows with the bias of their expert, from ``biases [E F]``: rows ``[R F]`` sorted by expert with group
-    ``sizes``, of which those beyond ``sum(sizes)`` get none, or rows ``[E R F]`` with None."""
+    """Add the bias of its expert, from ``biases [E F]``, to each row.
+
+    Rows are ``[R F]``, sorted by expert with group ``sizes`` (those beyond ``sum(sizes)`` get none), or ``[E R F]``
+    with None.
+    """
     bias = biases[...].astype(rows.dtype)
     if sizes is None:
         return rows + jnp.broadcast_to(bias[:, None, :], rows.shape)

@@ -27,7 +27,7 @@ def on_shards(
     axes: Sequence[str],
     expert_axis: str | None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "S"]]:
-    """Runs ``body(x, ids, weights, experts) -> y, dropped`` on every device, with the batch sharded over ``axes``.
+    """Run ``body(x, ids, weights, experts) -> y, dropped`` on every device, with the batch sharded over ``axes``.
 
     Experts stay sharded over ``expert_axis``. The feed-forward width stays sharded over mesh axes that do not shard
     tokens, and the partial y are summed; only one of them includes parameters that are `AddedOnce`. All other kernel

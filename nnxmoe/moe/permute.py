@@ -10,8 +10,8 @@ from nnxmoe.layers.multilinear import multilinear
 
 
 class Order(NamedTuple):
-    """A permutation of assignments to rows sorted by expert: ``assignment[row]``, and its inverse ``row[assignment]``,
-    which is the number of rows (out of range) for dropped assignments."""
+    """Permutation of assignments to rows sorted by expert: ``assignment[row]``, and its inverse ``row[assignment]``; a
+    dropped assignment has the number of rows (out of range)."""
 
     assignment: Int[Array, "rows"]
     row: Int[Array, "R"]

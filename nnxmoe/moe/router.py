@@ -154,7 +154,7 @@ class SoftmaxGroupTopK:
 
 
 def _highest(values: Float[Array, "*rows groups"], count: int) -> Bool[Array, "*rows groups"]:
-    """Marks the ``count`` largest values of each row."""
+    """Mark the ``count`` largest values of each row."""
     _, found = jax.lax.top_k(values, count)
     return jnp.any(jax.nn.one_hot(found, values.shape[-1], dtype=bool), axis=-2)
 

@@ -75,7 +75,7 @@ class ParamSize:
 
 
 def parts(config: DecoderConfig, mesh: AnyMesh, rules: Rules, pipeline: Pipeline | None = None) -> list[ParamSize]:
-    """Every variable of a model. Raises ValueError for one that the rules cannot shard."""
+    """List the variables of a model. Raises ValueError if the rules cannot shard one of them."""
     model, found = _scanned(config, None if pipeline is None else stages_of(mesh)), []
     check_mesh(model, mesh, rules)
     for path, variable in nnx.to_flat_state(nnx.state(model)):
@@ -135,8 +135,8 @@ def bytes_of(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: An
 
 
 def bytes_read(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: AnyMesh) -> float:
-    """Bytes that a device reads to decode one token per row: the cache, and weights, of experts those that rows choose
-    if each chooses at random."""
+    """Bytes that a device reads to decode one token per row: the cache and the weights; of the experts, the expected
+    number that uniform routing selects."""
     total = float(bytes_of(config, found, dataclasses.replace(work, train=False), mesh).cache)
     for part in found:
         if part.key == "embed.table" and not config.tie_word_embeddings:

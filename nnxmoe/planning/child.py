@@ -104,7 +104,7 @@ def _at(place: NamedSharding | None) -> Any:
 
 
 def program(job: CompileJob) -> Program:
-    """Compiles the job."""
+    """Compile the job."""
     found = devices(job)
     sizes: dict[str, Any] = dict(job.mesh)
     mesh = make_mesh(**sizes, devices=found, across=job.across)

@@ -59,14 +59,14 @@ class Program:
 
 
 def target(kind: Hardware, platform: str) -> str:
-    """The compiler's name of the devices. ValueError for a TPU whose slice was not named."""
+    """Return the name of the devices for the compiler. Raises ValueError if the slice of a TPU is not named."""
     if platform == TPU and not kind.topology:
         raise ValueError(f"compiling for {kind.name} needs the slice's shape, such as {kind.name}:4x4x4")
     return {TPU: kind.topology, GPU: kind.name, CPU: ""}[platform]
 
 
 def compile_program(job: CompileJob) -> Program:
-    """Compiles the step in a child process. Raises RuntimeError with the compiler's message if it fails, as for a step
+    """Compile the step in a child process. Raises RuntimeError with the compiler's message if it fails, as for a step
     that does not fit on a TPU."""
     env = dict(os.environ) | environment(job.platform, math.prod(job.mesh.values()))
     env.pop("JAX_NUM_CPU_DEVICES", None)  # would overrule the number of virtual devices

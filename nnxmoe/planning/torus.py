@@ -29,7 +29,7 @@ def hardware(name: str | Hardware) -> Hardware:
 
 
 def refuse_unheld(kind: Hardware, mesh: Mapping[str, int]) -> None:
-    """Raises ValueError for a mesh that the torus of a named slice cannot hold: a mesh axis must be a product of whole
+    """Raise ValueError for a mesh that the torus of a named slice cannot hold: a mesh axis must be a product of whole
     physical axes, as in ``jax.experimental.mesh_utils``."""
     if not kind.torus:
         return

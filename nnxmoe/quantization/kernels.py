@@ -124,7 +124,7 @@ def exchange(
 def _check_split(
     codes: Codes, sizes: tuple[int, int], axes: tuple[Any, ...], mesh: AnyMesh | None, rules: Rules, order: bool
 ) -> None:
-    """Raises ValueError if a mesh splits outputs or inputs within a tile, or inputs that have an order."""
+    """Raise ValueError if a mesh splits outputs or inputs within a tile, or inputs that have an order."""
     split = ((), ()) if mesh is None else axes_per_dimension(axes, mesh, rules)[-2:]
     for dim, (what, over) in enumerate(zip(("outputs", "inputs"), split, strict=True)):
         count, named = shards(mesh, over), ", ".join(map(repr, over))
@@ -197,7 +197,8 @@ def describe(model: CausalLM) -> list[dict[str, Any]]:
 
 
 def exchange_described(model: CausalLM, description: Any) -> None:
-    """Make the kernels of an abstract model quantised as `describe` said. Raises ValueError if it is malformed."""
+    """Replace kernels of an abstract model by quantised ones, as recorded by `describe`. Raises ValueError if the
+    record is malformed."""
     forms = {}
     try:
         for entry in description:

@@ -104,7 +104,7 @@ def _one(text: str) -> Method | None:
 
 
 def refuse_both(quantize: Method | Mixed | None, keep_quantized: bool) -> None:
-    """Raises ValueError if kernels are to be quantised and to keep the checkpoint's codes."""
+    """Raise ValueError if kernels are to be quantised and to keep the checkpoint's codes."""
     if keep_quantized and quantize is not None:
         raise ValueError(
             "keep_quantized and quantize exclude each other: keep the checkpoint's codes, or make new ones"
@@ -160,5 +160,5 @@ class Error:
 
     @property
     def relative(self) -> float:
-        """0 where nothing was quantised."""
+        """Relative error; 0 if nothing was quantised."""
         return math.sqrt(self._lost / self._all) if self._all else 0.0

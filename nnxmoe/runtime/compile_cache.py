@@ -58,7 +58,7 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
 
 
 def _tidy(folder: Path) -> None:
-    """Deletes entries whose writer was killed: JAX writes the time stamp after the program, and needs both."""
+    """Delete entries whose writer was killed: JAX writes the time stamp after the program, and needs both."""
     for entry in folder.glob("*-cache"):
         stamp = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
         if not stamp.exists() and time.time() - entry.stat().st_mtime > _UNFINISHED:

@@ -23,9 +23,9 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclasses.dataclass
 class Stop:
-    """The object that `stopping` yields.
+    """State shared by `stopping` and the loop inside it.
 
-    ``deferred``: there is something to save, so that the first Ctrl-C only sets ``asked``.
+    ``asked``: Ctrl-C was pressed. ``deferred``: there is something to save, so the first Ctrl-C only sets ``asked``.
     """
 
     asked: bool = False

@@ -17,7 +17,7 @@ from nnxmoe.runtime import large_pages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the processes until all have exited or one has failed; returns the exit status."""
+    """Run the processes until all have exited or one has failed; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nnxmoe.runtime.launch", description=__doc__)
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="CPU devices of each process")
     parser.add_argument("count", type=int, help="how many processes")

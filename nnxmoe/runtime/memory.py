@@ -88,7 +88,7 @@ def local_bytes(arrays: Iterable[tuple[Any, Any, Any]]) -> int:
 
 
 def refuse_beyond_memory(need: float, what: str, remedy: str) -> None:
-    """Raises ValueError if ``need`` bytes do not fit. ``remedy``: what to do besides the override."""
+    """Raise ValueError if ``need`` bytes do not fit. ``remedy``: what to do besides the override."""
     have, where = memory_bytes()
     if need > have:
         raise ValueError(

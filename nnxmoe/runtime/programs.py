@@ -19,9 +19,12 @@ _IN_ORDER: Any = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED
 
 
 class JitProgram:
-    """``jax.jit(function, **options)``, without static arguments, compiled for each combination of shapes, dtypes and
-    shardings. ``name``: what a message calls it when XLA compiles it; None: no message. ``jitted``: the function of
-    ``jax.jit`` itself."""
+    """``jax.jit(function, **options)`` without static arguments, compiled per combination of shapes, dtypes and
+    shardings.
+
+    ``name``: shown in a log message whenever XLA compiles it; None: no message. ``jitted``: the function that
+    ``jax.jit`` returned.
+    """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None, **options: Any):
         self.jitted, self._name, self._options = jax.jit(function, **options), name, options

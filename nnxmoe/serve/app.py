@@ -1,4 +1,4 @@
-"""The ASGI application: routes, who is let in, and errors as JSON."""
+"""The ASGI application: routes, access control, and errors as JSON."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ class Endpoints:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Runs the engine's thread while the application runs."""
+        """Run the engine's thread while the application runs."""
         thread = EngineThread(self.engine, self.tokenizer, asyncio.get_running_loop())
         self._service = Service(thread, self.settings)
         self.started()
@@ -80,7 +80,7 @@ class Endpoints:
         return json_response({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
-        """Prometheus' text."""
+        """Metrics in the text format of Prometheus."""
         return PlainTextResponse(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
@@ -154,7 +154,7 @@ class _Body:
         return message
 
     async def discard(self) -> None:
-        """Reads the rest for a while: a client that still sends would not see a response before a reset."""
+        """Read the rest for a while: a client that still sends would not see a response before a reset."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_SECONDS):
                 while self.unread:
@@ -169,7 +169,7 @@ class Guard:
         self._app, self._endpoints, self._paths = app, endpoints, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forwards a request, or refuses it. A slash at the end of a path is dropped."""
+        """Forward a request, or refuses it. A slash at the end of a path is dropped."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         since, status = time.monotonic(), 499  # the client went away, if there is no other

@@ -70,13 +70,13 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, jobs: Sequence[SampleJob]) -> asyncio.Future[None]:
-        """Appends jobs to the engine's queue: all, or none if the result is a ValueError."""
+        """Append jobs to the engine's queue: all, or none if the result is a ValueError."""
         accepted: asyncio.Future[None] = self._loop.create_future()
         self._send(lambda: self._accept(jobs, accepted), accepted)
         return accepted
 
     def cancel(self, jobs: Sequence[SampleJob]) -> None:
-        """Ends jobs and frees their slots; without effect on those that are done."""
+        """End jobs and free their slots; without effect on those that are done."""
         self._send(lambda: self._cancel(jobs))
 
     def score(self, ids: tuple[int, ...], top: int) -> asyncio.Future[Score]:
@@ -86,7 +86,7 @@ class EngineThread:
         return done
 
     def close(self, seconds: float = 60.0) -> None:
-        """Ends all jobs and the thread, which finishes its step first."""
+        """End all jobs and the thread, which finishes its step first."""
         with self._lock:
             self._inbox.put(None)
         self._thread.join(seconds)
@@ -116,7 +116,7 @@ class EngineThread:
         self._end(self._why())
 
     def _obey(self, wait: bool) -> bool:
-        """Runs the commands that were sent; False: the thread is to end."""
+        """Run the commands that were sent; False: the thread is to end."""
         try:
             while (command := self._inbox.get(block=wait)) is not None:
                 wait = False
@@ -169,7 +169,7 @@ class EngineThread:
         self._hand_out(pieces)
 
     def _piece(self, event: Event, text: Any) -> SamplePiece:
-        """The event as text, which ends the request at a stop string; ids after the one that completes it are cut."""
+        """Convert an event to text. At a stop string end the request and drop the ids that follow."""
         request, new, kept = event.request, "", 0
         for token in event.ids:
             new, kept = new + text.put(token), kept + 1

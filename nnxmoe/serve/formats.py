@@ -30,7 +30,7 @@ class Sample:
     start: int = 0
 
     def add(self, piece: SamplePiece) -> None:
-        """Appends what a step has made."""
+        """Append what a step has made."""
         self.text += piece.text
         self.ids += piece.ids
         self.logprobs += piece.logprobs

@@ -26,7 +26,7 @@ class Histogram:
         self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
 
     def add(self, value: float) -> None:
-        """Counts a value."""
+        """Count a value."""
         self.counts[bisect.bisect_left(SECONDS, value)] += 1
         self.sum += value
 

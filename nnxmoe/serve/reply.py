@@ -42,7 +42,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def run(self, plan: Planned, since: float) -> AsyncIterator["RunningRequest"]:
-        """Starts the samples of a plan, and cancels those that are not done at the end. Raises Refused."""
+        """Start the samples of a plan, and cancel those that are not done at the end. Raises Refused."""
         samples, most = plan.samples(), self.thread.engine.slots + self.settings.queue
         if len(samples) > most:
             raise Refused(400, f"{len(samples)} samples are more than the {most} that this server admits", "n")
@@ -85,11 +85,11 @@ class RunningRequest:
         self._since, self._metrics = since, metrics
 
     def sink(self, index: int) -> Any:
-        """Receives the pieces of a sample."""
+        """Receive the pieces of a sample."""
         return lambda piece: self._queue.put_nowait((index, piece))
 
     async def parts(self) -> AsyncIterator[dict[int, Sample]]:
-        """Yields the new pieces by sample, each time the reader is ready for more, until all samples are done."""
+        """Yield the new pieces by sample, each time the reader is ready for more, until all samples are done."""
         while not all(sample.finish for sample in self.samples):
             news, pending = dict[int, Sample](), [await self._queue.get()]
             while not self._queue.empty():
@@ -126,7 +126,7 @@ class Reply(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Works until the response is sent, the client goes away, or the time is over."""
+        """Send the response; stop if the client disconnects or the time limit is reached."""
         work = asyncio.ensure_future(self._send_stream(send) if self._stream else self._send_whole(send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -196,7 +196,7 @@ class Reply(Response):
 
 
 def _echo(sample: Sample, plan: Planned, prompt: int, scores: Sequence[Score | None]) -> None:
-    """Puts the prompt before what follows it, if it is to be echoed. The first id has no log-probability."""
+    """Put the prompt before what follows it, if it is to be echoed. The first id has no log-probability."""
     if plan.texts is None:
         return
     sample.text, sample.start = plan.texts[prompt] + sample.text, len(plan.texts[prompt])
@@ -224,7 +224,7 @@ async def _never() -> Any:
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
+    """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -80,7 +80,7 @@ class CompletionRequest(BaseRequest, kw_only=True):
 
 
 class TextPart(Struct):
-    """A part of a message."""
+    """Text part of a message whose content is a list."""
 
     type: Literal["text"]
     text: str
@@ -149,7 +149,7 @@ def _split(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_combinations(request: BaseRequest) -> None:
-    """Raises Refused for fields that exclude each other."""
+    """Raise Refused for fields that exclude each other."""
     if isinstance(request, CompletionRequest):
         if request.best_of not in (None, request.n or 1):
             raise Refused(400, "best_of is not supported: leave it out, or give the same number as n", "best_of")

@@ -48,7 +48,7 @@ def serve(
     port: int = 8000,
     started: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serves an engine until SIGTERM or Ctrl-C: then no new connections are taken, running requests have
+    """Serve an engine until SIGTERM or Ctrl-C: then no new connections are taken, running requests have
     ``settings.drain`` seconds to finish, and the engine is closed.
 
     ``started`` is called with the address once requests are answered. Raises OSError if the port is taken.
@@ -91,7 +91,7 @@ class _Punctual(H11Protocol):
         self._check(None)
 
     def _check(self, idle_since: object) -> None:
-        """Closes the connection if it has been idle since the last check, after the same response or without any."""
+        """Close the connection if it has been idle since the last check, after the same response or without any."""
         if self.transport.is_closing():
             return
         idle = self.cycle or self if self.cycle is None or self.cycle.response_complete else None

@@ -30,7 +30,7 @@ class ServerSettings:
 
 
 def public(error: object) -> str:
-    """An error's text for clients, without folders of this machine."""
+    """Text of an error for clients, without local paths."""
     return re.sub(r"(?<![\w.])(?:/[^\s/:'\"]+)+/(?=[^\s/])", "", f"{error}")[:300]
 
 

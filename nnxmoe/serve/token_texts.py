@@ -19,8 +19,7 @@ BYTE_LEVEL = _byte_level()
 
 
 class TokenTexts:
-    """Texts of single tokens. A token is decoded after another one, since decoders strip the space that begins a
-    text."""
+    """Texts of single tokens, each decoded after another token, because decoders strip a leading space."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer

@@ -23,7 +23,7 @@ _CHECKPOINT_FILE = re.compile(
 
 @contextlib.contextmanager
 def atomic_dir(folder: str | os.PathLike[str], overwrite: bool | None = None) -> Iterator[Path]:
-    """Yields a hidden folder to write a checkpoint into; on exit it is renamed to ``folder``.
+    """Yield a hidden folder to write a checkpoint into; on exit it is renamed to ``folder``.
 
     ``folder`` must be new or empty. With ``overwrite=True`` a checkpoint in it is replaced: the old folder is renamed,
     and what is no checkpoint file moves to the new one. (None: like False, for callers that do not offer to overwrite.)
@@ -67,7 +67,7 @@ def atomic_dir(folder: str | os.PathLike[str], overwrite: bool | None = None) ->
 
 
 def _remove(folder: Path) -> None:
-    """Deletes a folder; after an error again, since writer threads may still have created files in it."""
+    """Delete a folder; after an error again, since writer threads may still have created files in it."""
     shutil.rmtree(folder, ignore_errors=True)
     if sys.exc_info()[0] is not None:
         time.sleep(0.2)
@@ -75,7 +75,7 @@ def _remove(folder: Path) -> None:
 
 
 def refuse_unless_empty(folder: str | os.PathLike[str]) -> None:
-    """Raises CheckpointError unless ``folder`` is new or empty."""
+    """Raise CheckpointError unless ``folder`` is new or empty."""
     _present(_target(folder), overwrite=None)
 
 
@@ -130,7 +130,7 @@ def _must_stay(target: Path) -> str | None:
 
 
 def _look_alike(target: Path, stage: Path) -> None:
-    """Copies the old folder's mode and, if permitted, its owner to the new one."""
+    """Copy the old folder's mode and, if permitted, its owner to the new one."""
     shutil.copymode(target, stage)
     with contextlib.suppress(PermissionError):
         os.chown(stage, target.stat().st_uid, target.stat().st_gid)
@@ -152,7 +152,7 @@ def _warn_of_leftovers(target: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path) -> None:
-    """Moves everything that is no checkpoint file, and not in the new folder, from the old one, which is deleted."""
+    """Move everything that is no checkpoint file, and not in the new folder, from the old one, which is deleted."""
     for name in os.listdir(old):
         if not _CHECKPOINT_FILE.fullmatch(name) and not os.path.lexists(new / name):
             os.rename(old / name, new / name)
@@ -160,7 +160,7 @@ def _carry_over(old: Path, new: Path) -> None:
 
 
 def _move_in(stage: Path, target: Path) -> None:
-    """Moves the files one by one, config.json last: without it the folder is not a checkpoint."""
+    """Move the files one by one, config.json last: without it the folder is not a checkpoint."""
     moved: list[Path] = []
     names = sorted(os.listdir(stage), key=lambda name: name == "config.json")
     if there := [name for name in names if os.path.lexists(target / name)]:

@@ -30,7 +30,7 @@ class Checkpoint:
     """
 
     def __init__(self, found: Source) -> None:
-        """Reads and checks the headers of the files that were found; use `Checkpoint.open`."""
+        """Read and check the headers of the files that were found; use `Checkpoint.open`."""
         self.folder = found.folder
         self.config = found.config
         self.files: list[Path] = list(found.files)
@@ -51,7 +51,7 @@ class Checkpoint:
     def open(
         cls, path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None, local_files_only: bool = False
     ) -> Self:
-        """Opens a local folder, or a hub id such as 'org/name' after downloading what the cache lacks."""
+        """Open a local folder, or a hub id such as 'org/name' after downloading what the cache lacks."""
         return cls(source.find(path_or_hub_id, revision, local_files_only))
 
     @property
@@ -60,7 +60,7 @@ class Checkpoint:
         return self._bytes_read
 
     def _collect(self, weight_map: dict[str, str]) -> None:
-        """Merges the files' headers and checks them against the index."""
+        """Merge the files' headers and check them against the index."""
         lengths, lost, replaced = 0, list[str](), dict[str, list[str]]()
         for file in self.files:
             lengths += header_length(file)
@@ -122,13 +122,13 @@ class Checkpoint:
         return self._equal(self.info(name), self.info(other))
 
     def info(self, name: str) -> TensorInfo:
-        """Returns the location of a tensor; raises CheckpointError for an unknown name."""
+        """Return the location of a tensor; raise CheckpointError for an unknown name."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder} has no tensor {short(name)} (it has {len(self.tensors)} others)")
         return self.tensors[name]
 
     def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> np.ndarray:
-        """Reads a tensor, or a range `rows` of its first and `cols` of its last dimension, in its stored dtype."""
+        """Read a tensor, or a range `rows` of its first and `cols` of its last dimension, in its stored dtype."""
         info = self.info(name)
         out = np.empty(_window(info, rows, cols)[0], info.numpy_dtype)
         self.read_into(info, out, rows, cols)
@@ -156,7 +156,7 @@ class Checkpoint:
             self._bytes_read += out.nbytes
 
     def _fill_columns(self, info: TensorInfo, start: int, row_bytes: int, left: int, target: np.ndarray) -> None:
-        """Reads the same byte range of consecutive rows: row by row, or blocks of whole rows if they are short."""
+        """Read the same byte range of consecutive rows: row by row, or blocks of whole rows if they are short."""
         count, segment = target.shape
         if row_bytes > _PAGE:
             for row in range(count):
@@ -194,7 +194,7 @@ class Checkpoint:
         return len(data)
 
     def _descriptor(self, file: Path) -> int:
-        """Opens a file at its first read and keeps it open; its size must still be that of the checked header."""
+        """Open a file at its first read and keep it open; its size must still be that of the checked header."""
         descriptor = self._descriptors.get(file)
         if descriptor is not None:
             return descriptor
@@ -212,7 +212,7 @@ class Checkpoint:
             return self._descriptors[file]
 
     def close(self) -> None:
-        """Closes the files; later reads are refused."""
+        """Close the files; later reads are refused."""
         with self._lock:
             self._closed = True
             descriptors, self._descriptors = self._descriptors, {}
@@ -234,7 +234,7 @@ _Range = tuple[int, int]
 
 
 def _window(info: TensorInfo, rows: slice | None, cols: slice | None) -> tuple[tuple[int, ...], _Range, _Range]:
-    """Resolves slices to (result shape, range of rows, range of columns), without clipping.
+    """Resolve slices to (result shape, range of rows, range of columns), without clipping.
 
     A vector has one element per row and one column, whichever slice was given; a scalar is one such row.
     """
@@ -264,7 +264,7 @@ def _range(info: TensorInfo, part: slice | None, size: int) -> _Range:
 def hub_headers(
     repo_id: str, *, revision: str | None = None, local_files_only: bool = False
 ) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
-    """Returns (config, {tensor: (dtype code, shape)}) of a hub repository without downloading its weights.
+    """Return (config, {tensor: (dtype code, shape)}) of a hub repository without downloading its weights.
 
     Without the hub, the headers of a snapshot in the local cache are used.
     """

@@ -16,7 +16,7 @@ def summary(error: BaseException) -> str:
 
 
 def check_orbax_path(folder: Path) -> None:
-    """Raises CheckpointError for a path that Orbax's storage library cannot name, although Python can."""
+    """Raise CheckpointError for a path that Orbax's storage library cannot name, although Python can."""
     if "\\" in str(folder) or not str(folder).isprintable():
         raise CheckpointError(
             f"{str(folder)!a}: Orbax cannot use paths with backslashes or control characters: rename it"

@@ -37,7 +37,7 @@ def regular_file(path: Path, remedy: str, error: type[ValueError]) -> os.stat_re
 
 
 def refuse_lfs_pointer(path: Path, head: bytes, error: type[ValueError]) -> None:
-    """Raises for the text file that git leaves in place of a large file that was not fetched."""
+    """Raise for the text file that git leaves in place of a large file that was not fetched."""
     if head.startswith(_LFS_MAGIC):
         raise error(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
 
@@ -66,7 +66,7 @@ def read_object(path: Path, remedy: str, error: type[ValueError], limit: int = M
 
 
 def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueError]) -> object:
-    """Parses JSON strictly: names must be unique within their object; NaN and Infinity are refused."""
+    """Parse JSON strictly: names must be unique within their object; NaN and Infinity are refused."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

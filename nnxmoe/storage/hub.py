@@ -43,7 +43,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]) -> Path | None:
-    """Returns the local folder, or None for a hub id; raises if the argument can be neither.
+    """Return the local folder, or None for a hub id; raise if the argument can be neither.
 
     The text ``demo`` names the checkpoint within the package, ``./demo`` a folder.
     """
@@ -66,7 +66,7 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]
 
 
 def _close_to(path: Path) -> str:
-    """The end of a message on a missing folder: one of almost that name, if there is one."""
+    """End of an error message about a missing folder: names a folder with a similar name, if there is one."""
     try:
         names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
     except (OSError, ValueError):
@@ -76,7 +76,7 @@ def _close_to(path: Path) -> str:
 
 
 def check_hub_id(repo_id: str, error: type[ValueError]) -> None:
-    """Raises unless the text can be the name of a repository."""
+    """Raise unless the text can be the name of a repository."""
     if not _HUB_ID.fullmatch(repo_id):
         raise error(f"{repo_id!a:.160} is not a hub id such as 'org/name'")
 
@@ -89,7 +89,7 @@ def snapshot(
     skip: Sequence[str],
     error: type[ValueError],
 ) -> Path:
-    """Returns a repository's folder in the hub cache, after fetching the matching files that it lacks."""
+    """Return a repository's folder in the hub cache, after fetching the matching files that it lacks."""
     import huggingface_hub
 
     def fetch() -> str:
@@ -116,7 +116,7 @@ def _online(failure: Exception) -> str:
 
 
 def hub_call(repo_id: str, revision: str | None, call: Callable[[], T], error: type[ValueError]) -> T:
-    """Runs a hub call; its exceptions become ``error``, with the remedy in the message."""
+    """Run a hub call; its exceptions become ``error``, with the remedy in the message."""
     try:
         return call()
     except Exception as failure:

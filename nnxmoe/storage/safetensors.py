@@ -64,7 +64,7 @@ class TensorInfo:
 
 
 def dtype_code(dtype: Any) -> str:
-    """Returns the safetensors code of a numpy dtype (also jnp's scalar types), for instance 'BF16'."""
+    """Return the safetensors code of a numpy dtype (also jnp's scalar types), for instance 'BF16'."""
     wanted = np.dtype(dtype)
     code = next((code for code, known in DTYPES.items() if known == wanted), None)
     if code is None:
@@ -91,7 +91,7 @@ def header_length(path: Path) -> int:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Validates a safetensors file and returns its tensors; reads the header only.
+    """Validate a safetensors file and return its tensors; read the header only.
 
     Format: https://huggingface.co/docs/safetensors/index#format
     """

@@ -63,7 +63,7 @@ class Source:
 
 
 def find(path_or_hub_id: str | os.PathLike[str], revision: str | None, local_files_only: bool) -> Source:
-    """Finds a checkpoint's files in a local folder or through the hub, downloading what is missing."""
+    """Find a checkpoint's files in a local folder or through the hub, downloading what is missing."""
     folder = local_folder(path_or_hub_id, CheckpointError)
     if folder is not None:
         return find_in_folder(folder)
@@ -79,7 +79,7 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None, local_fil
 
 
 def find_in_folder(folder: Path) -> Source:
-    """Reads the JSON files of a local folder and decides which weight files make up the checkpoint."""
+    """Read the JSON files of a local folder and decide which weight files make up the checkpoint."""
     if not os.path.isdir(folder):
         raise CheckpointError(f"no such folder: {folder}; give the folder that holds config.json and the weights")
     config = find_config(folder)
@@ -102,7 +102,7 @@ def find_config(folder: Path) -> dict[str, Any]:
 
 
 def _adapter_in(folder: Path) -> str | None:
-    """What to do with a folder that holds an adapter and no model; None if it holds none."""
+    """Remedy for a folder that holds an adapter instead of a model; None for other folders."""
     if not os.path.lexists(folder / _ADAPTER):
         return None
     base = read_object(folder / _ADAPTER, "fetch it again", CheckpointError).get("base_model_name_or_path")
@@ -124,7 +124,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """Chooses the weight files: the single file, else those in the index, else the only safetensors file."""
+    """Choose the weight files: the single file, else those in the index, else the only safetensors file."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if os.path.lexists(single):
         return [single], {}
@@ -165,7 +165,7 @@ def _no_weights(folder: Path, consolidated: list[str], names: list[str]) -> str:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Reads the index's weight_map; its values must be names of safetensors files in the same folder."""
+    """Read the index's weight_map; its values must be names of safetensors files in the same folder."""
     weight_map = read_object(index, "fetch it again", CheckpointError, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
@@ -202,8 +202,8 @@ def _in_subfolders(folder: Path) -> list[str]:
 
 
 def prefixed(tensors: dict[str, T]) -> dict[str, T]:
-    """Tensors by their names in a text model with a head; those of a ``LlamaModel`` lack ``model.``, wrapped ones have
-    it twice, and in a multimodal model they have another prefix. transformers does the same, name by name."""
+    """Rename tensors as in a text model with a head. The names of a ``LlamaModel`` lack ``model.``, those of a wrapped
+    model have it twice, and a multimodal model has another prefix; transformers does the same for each name."""
     found = {}
     for name, info in tensors.items():
         full = next((new + name[len(old) :] for old, new in _PREFIXES.items() if name.startswith(old)), name)
@@ -226,12 +226,12 @@ def towers(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def download(repo_id: str, revision: str | None, local_files_only: bool) -> Path:
-    """Returns the snapshot folder of a hub repository, fetching config, tokenizer and safetensors files only."""
+    """Return the snapshot folder of a hub repository, fetching config, tokenizer and safetensors files only."""
     return snapshot(repo_id, revision, local_files_only, _DOWNLOAD, _SKIP, CheckpointError)
 
 
 def remote_headers(repo_id: str, revision: str | None) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
-    """Fetches a hub repository's config.json and the headers of its safetensors files, no weights."""
+    """Fetch a hub repository's config.json and the headers of its safetensors files, no weights."""
     import huggingface_hub
 
     check_hub_id(repo_id, CheckpointError)

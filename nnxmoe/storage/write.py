@@ -39,7 +39,7 @@ def write_safetensors(
     max_shard_size: int,
     metadata: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Writes (name, dtype code, shape, function that makes the array) as one file or as shards with an index.
+    """Write (name, dtype code, shape, function that makes the array) as one file or as shards with an index.
 
     One tensor at a time is in memory. Existing files are never overwritten: to replace a checkpoint, write into an
     `atomic_dir`. Returns the weight files.
@@ -102,13 +102,13 @@ def _refuse_twice(names: Iterable[str]) -> None:
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
-    """Writes a new JSON file, synced to the disk."""
+    """Write a new JSON file, synced to the disk."""
     text = json.dumps(dict(fields), indent=2, sort_keys=True, default=_plain, allow_nan=False)
     write_bytes(path, text.encode() + b"\n")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a new file, synced to the disk."""
+    """Write a new file, synced to the disk."""
     _write_file(path, [data])
 
 
@@ -117,7 +117,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plan(tensors: Tensors, max_shard_size: int) -> list[list[_Item]]:
-    """Fills shards in the given order; within a shard, wide dtypes come first: this aligns every tensor."""
+    """Fill shards in the given order; within a shard, wide dtypes come first: this aligns every tensor."""
     if max_shard_size <= 0:
         raise ValueError(f"max_shard_size must be a positive number of bytes, got {max_shard_size}")
     shards: list[list[_Item]] = [[]]
@@ -135,7 +135,7 @@ def _plan(tensors: Tensors, max_shard_size: int) -> list[list[_Item]]:
 
 
 def _file_parts(shard: list[_Item], metadata: Mapping[str, str], made: set[str]) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of a safetensors file: the header, then each tensor; ``made`` collects the names begun."""
+    """Yield the bytes of a safetensors file: the header, then each tensor; ``made`` collects the names begun."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for item in shard:
@@ -161,7 +161,7 @@ def _make(item: _Item) -> np.ndarray:
 
 
 def _array_parts(array: np.ndarray) -> Iterator[memoryview]:
-    """Yields an array's bytes in row-major order; an array that is not contiguous is copied in pieces."""
+    """Yield an array's bytes in row-major order; an array that is not contiguous is copied in pieces."""
     if array.flags.c_contiguous:
         yield array.reshape(-1).view(np.uint8).data
         return

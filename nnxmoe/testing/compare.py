@@ -42,7 +42,7 @@ def _gap(ours: Any, theirs: Any) -> _Gap:
 def compare_outputs(
     title: str, ours: Any, theirs: Any, pairs: list[Pair], rows: Mapping[str, Row], tolerance: float
 ) -> float:
-    """Returns the largest difference; raises AssertionError with the first pair of submodules that differ."""
+    """Return the largest difference; raise AssertionError with the first pair of submodules that differ."""
     (a, form), (b, other) = (jax.tree_util.tree_flatten_with_path(out) for out in (ours, theirs))
     if form != other or [kind(leaf) for _, leaf in a] != [kind(leaf) for _, leaf in b]:
         lines = [
@@ -174,7 +174,7 @@ def _is_in(name: str, call: Call) -> bool:
 def compare_gradients(
     title: str, grads: list[tuple[Arrays, Arrays]], rows: Mapping[str, Row], calls: list[Call], tolerance: float
 ) -> float:
-    """Returns the largest difference; raises AssertionError with the largest and with the one nearest to the output."""
+    """Return the largest difference; raise AssertionError with the largest and with the one nearest to the output."""
     (by_params, by_inputs), (their_params, their_inputs) = grads
     gaps = {name: _gap(a, their_inputs[name]) for name, a in by_inputs.items()}
     for label, (name, i) in _in_order(rows, calls):

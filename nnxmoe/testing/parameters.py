@@ -53,7 +53,7 @@ class _Origin(NamedTuple):
 def compare_trees(
     title: str, module: nnx.Module, params: Arrays, shapes: Arrays, mapping: Names | Mapped | None
 ) -> dict[str, Row]:
-    """Returns Linen's name -> row; raises AssertionError with all faults of the mapping and of both trees."""
+    """Return Linen's name -> row; raise AssertionError with all faults of the mapping and of both trees."""
     if mapping is None:
         rows, faults = _maxtext_rows(module, shapes)
     elif isinstance(module, CausalLM) and any(isinstance(key, str) and key.startswith("layers/") for key in mapping):

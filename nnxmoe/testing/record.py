@@ -42,7 +42,7 @@ class Tape:
         self._sites: list[tuple[Path, list[Values] | None]] = []  # in the order of the program
 
     def attach(self, module: nnx.Module) -> None:
-        """Starts recording this module's submodules and their copies."""
+        """Start recording this module's submodules and their copies."""
         for path, node in list(nnx.iter_graph(module)):
             if isinstance(node, nnx.Module) and callable(node):
                 object.__setattr__(node, "__class__", _taped(type(node)))
@@ -54,7 +54,7 @@ class Tape:
         return self.take(context.module.path, (args, kwargs), out) if context.method_name == "__call__" else out
 
     def take(self, path: Path, given: Any, returned: Any) -> Any:
-        """Returns ``returned``, and records a copy each time the compiled program executes this call.
+        """Return ``returned``, and record a copy each time the compiled program executes this call.
 
         The value passes through the host, since Linen's scan refuses debugging callbacks, whose results are not used.
         """

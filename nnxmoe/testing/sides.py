@@ -81,7 +81,7 @@ class Theirs:
 
 
 def run(side: Ours | Theirs, params: Arrays, arguments: Arguments) -> tuple[Any, list[Call]]:
-    """Returns the module's output and the calls of its submodules."""
+    """Return the module's output and the calls of its submodules."""
     tape = Tape()
     run = jax.jit(lambda params, floats: side(params, arguments.filled(floats), tape))
     return jax.block_until_ready(run(params, arguments.floats)), tape.calls()

@@ -173,7 +173,7 @@ def finetune(
 
 
 def progress_of(out: str | os.PathLike[str]) -> str:
-    """What an interrupted run has saved in its folder, and the verb for running its command again."""
+    """Describe what an interrupted run has saved in its folder, and return the verb for running its command again."""
     step = newest(absolute(out) / _CHECKPOINTS)
     return f"after step {step} (saved); resume" if step else "before a step was saved; start again"
 
@@ -235,7 +235,7 @@ def _look(folder: Path, task: Finetune) -> str:
 
 
 def _record(folder: Path, task: Finetune, finished: int | None) -> str:
-    """Records the task in its folder, and after how many steps it was finished."""
+    """Record the task in its folder, and after how many steps it was finished."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f".{_RECORD}.{os.getpid()}.tmp"
     write_json(beside, dataclasses.asdict(task) | {_FINISHED: finished})

@@ -48,7 +48,7 @@ class Parameter:
 
     @property
     def ending(self) -> str:
-        """The end of the key that names an array of a quantised kernel, such as ``.scale``; else empty."""
+        """Suffix of a key that names an array of a quantised kernel, such as ``.scale``; empty for other keys."""
         return self.key[self.key.rindex(".") :] if isinstance(self.variable, QuantizedArray) else ""
 
     @property
@@ -90,7 +90,7 @@ class Parameter:
         return self.shape[self.axes.index("expert")] if "expert" in self.axes else None
 
     def layers(self) -> Iterator[tuple[int | None, "Parameter"]]:
-        """Yields (layer number in the model, the parameter of that layer); ``(None, self)`` outside of stacks."""
+        """Yield (layer number in the model, the parameter of that layer); ``(None, self)`` outside of stacks."""
         if of_layers(self.axes):
             assert self.layer is not None
             yield from ((self.layer + i, replace(self, at=(i,))) for i in range(self.shape[0]))

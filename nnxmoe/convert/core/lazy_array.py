@@ -93,7 +93,7 @@ class LazyArray:
     def mapped(
         self, shape: tuple[int, ...], dtype: np.dtype, change: Callable[[np.ndarray], np.ndarray]
     ) -> "LazyArray":
-        """The result of a function of the whole array, which each read computes."""
+        """Apply a function to the whole array, at every read."""
         read = self.read_box
 
         def run(box: Box, empty: Empty) -> np.ndarray:

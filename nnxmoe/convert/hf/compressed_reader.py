@@ -82,7 +82,7 @@ def _has_zero_points(files: ModuleTensors, settings: Weights) -> bool:
 def _tile(
     files: ModuleTensors, settings: Weights, shape: tuple[int, int]
 ) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
-    """The tile, and the shapes that its scales may have."""
+    """Tile of the codes, and the shapes that its scales may have."""
     outs, ins = shape
     if settings.strategy == "tensor":
         return (WHOLE, WHOLE), [(1,), (), (1, 1)]

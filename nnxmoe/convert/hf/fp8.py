@@ -77,7 +77,7 @@ def scales_of_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo
 
 
 def _rows(info: TensorInfo, i: int, n: int) -> TensorInfo:
-    """The i-th of n equal ranges of rows of a matrix; all of it if there is one row only."""
+    """Select the i-th of n equal row ranges of a matrix; the whole matrix if it has a single row."""
     if info.shape[0] == 1:
         return info
     rows = info.shape[0] // n

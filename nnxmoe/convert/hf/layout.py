@@ -62,7 +62,7 @@ def _named(w: W, layer: int | None, parameter: Parameter, change: Change) -> lis
 
 
 def _fit(row: list[tuple[str, Leaf, Parameter]], arrays: LazyArrays) -> bool:
-    """Whether the arrays of a row have the right shapes, as far as they are there."""
+    """Whether those arrays of a row that exist have the right shapes."""
     shapes = ((name, leaf.inner if leaf.axis is None else (len(row), *leaf.inner)) for name, leaf, _ in row)
     return all(arrays[name].shape == shape for name, shape in shapes if name in arrays)
 

@@ -35,7 +35,7 @@ class ModuleTensors:
         return f"{info.name} in {info.file.name}" if info.file.name else info.name
 
     def tensor(self, ending: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]] | None = None) -> TensorInfo:
-        """A tensor of the module, with one of some dtypes and shapes. Raises Malformed."""
+        """Take a tensor of the module after checking its dtype and shape. Raises Malformed."""
         info = self.tensors.get(f"{self.module}.{ending}")
         if info is None:
             raise Malformed(f"{self.module}.{ending} is missing: the codes of {self.module} need it")

@@ -99,8 +99,8 @@ def _weights(
 
 
 def in_blocks(arrays: LazyArrays, leaves: Mapping[str, Leaf]) -> dict[str, LazyArray]:
-    """The tensors to write for the arrays of a layout, of which codes and scales are those of `mxfp4`; nothing is
-    rounded."""
+    """Convert the arrays of a layout, whose codes and scales are those of `mxfp4`, to tensors for a file, without
+    rounding."""
     found, views = dict[str, LazyArray](), dict[str, View | None]()
     for name, array in arrays.items():
         view, ending = leaves[name].part_of, name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Loading into quantised kernels: those that the checkpoint has, or floats that become codes while they are read."""
+"""Load into quantised kernels: keep the codes of the checkpoint, or round floats while they are read."""
 
 import dataclasses
 from typing import Any
@@ -119,7 +119,7 @@ class _OnReading:
 
 
 def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[Place, list[str]]]:
-    """The kernels that may be quantised, and the names of the arrays of each, as they are in the checkpoint."""
+    """Kernels that may be quantised, with the checkpoint's names of their arrays."""
     names: dict[Any, list[str]] = {}
     for name, leaf in layout(model, arrays).items():
         for part in leaf.parts:

@@ -55,7 +55,7 @@ class Scheme:
         return made
 
     def check_use(self, count: int) -> None:
-        """Raises CheckpointError if the settings are for quantised weights and there are none."""
+        """Raise CheckpointError if the settings are for quantised weights and there are none."""
         blocks = self.method == "fp8" and self.block() is not None
         dense = self.fields.get("format") == "dense"
         excluded = bool(self.fields.get("dynamic"))  # which may leave out all modules

@@ -105,7 +105,8 @@ class _RenderedChat:
         return next(((start, end) for end in ends), None)
 
     def _prompt_end(self, asked: str, turn: int) -> int | None:
-        """Where the prompt for an answer ends in the text, which may have only the beginning of that prompt."""
+        """Find the end of an answer's prompt ``asked`` in the text, which may contain only the beginning of that
+        prompt."""
         if self.text.startswith(asked):
             return len(asked)
         history = self._render(self.chat[:turn])
@@ -115,8 +116,11 @@ class _RenderedChat:
         return end if self.text.startswith(history) and end > len(history) else None
 
     def _content(self, chat: Chat, turn: int, text: str) -> tuple[int | None, int] | None:
-        """The range of a message's content in a text, by rendering the chat with a mark instead of the content, or
-        after it, which tells the end only. None if the template does not write the content as it is."""
+        """Find the range of a message's content in a rendered chat; the start is None if only the end is certain.
+
+        Renders the chat again with a mark in place of the content, else with a mark after it. Returns None if the
+        template changes the content.
+        """
         content = chat[turn].get("content", "")
         instead: Any = _MARK if isinstance(content, str) else [{"type": "text", "text": _MARK}]
         after = [content + _MARK, content.rstrip() + _MARK] if isinstance(content, str) else []

@@ -69,8 +69,8 @@ class Documents:
             self[index]
 
     def longer_chats(self, length: int) -> tuple[str, bool]:
-        """How many chats are truncated or left out in rows of ``length`` tokens, as a sentence without its end, and
-        whether all documents have been encoded, so that this is final."""
+        """Count the chats that are truncated or left out in rows of ``length`` tokens. Returns the start of a sentence,
+        and whether all documents have been encoded, so that the counts are final."""
         tokens, answer = self._chats.T
         cut, out = np.sum((tokens > length) & (answer <= length)), np.sum(answer > length)
         parts = [f"{cut} of {len(self)} are truncated"] if cut else []

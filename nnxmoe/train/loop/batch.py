@@ -37,7 +37,7 @@ def _as_array(name: str, value: Any) -> Any:
 
 
 def check_batch(batch: Batch) -> None:
-    """Raises ValueError for unknown fields, for shapes that differ and for ids that are not integers."""
+    """Raise ValueError for unknown fields, for shapes that differ and for ids that are not integers."""
     if unknown := [name for name in batch if name not in FIELDS]:
         raise ValueError(
             f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}. Transformers' input_ids are "
@@ -61,7 +61,7 @@ def rows_of(batch: Batch) -> int:
 
 
 def check_ids(batch: Batch, vocab: int) -> None:
-    """Raises ValueError for ids outside the vocabulary. Reads the arrays, so it cannot be traced."""
+    """Raise ValueError for ids outside the vocabulary. Reads the arrays, so it cannot be traced."""
     for name in ("tokens", "targets"):
         ids = np.asarray(batch.get(name, 0))
         for found in (int(np.min(ids, initial=0)), int(np.max(ids, initial=0))):

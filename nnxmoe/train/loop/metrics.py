@@ -55,7 +55,7 @@ class _Log(abc.ABC):
 
     @abc.abstractmethod
     def add(self, metrics: Metrics) -> None:
-        """Appends the metrics of one step."""
+        """Append the metrics of one step."""
 
 
 class JsonLog(_Log):

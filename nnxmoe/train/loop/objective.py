@@ -39,7 +39,7 @@ class TrainingObjective(Protocol):
     batch."""
 
     def check(self, batch: Batch) -> None:
-        """Raises ValueError if the batch is malformed."""
+        """Raise ValueError if the batch is malformed."""
         ...
 
     def count(self, batch: Batch) -> Any:
@@ -150,7 +150,7 @@ class Objective:
         return dataclasses.replace(self, depths=len(model.mtp) if self.mtp else 0)
 
     def check(self, batch: Batch) -> None:
-        """Raises ValueError for a batch that `check_batch` refuses."""
+        """Raise ValueError for a batch that `check_batch` refuses."""
         check_batch(batch)
 
     def count(self, batch: Batch) -> tuple[Float[Array, ""], ...]:

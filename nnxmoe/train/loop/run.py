@@ -98,7 +98,7 @@ class Run:
         )
 
     def go(self, evaluator: Evaluator | None, callbacks: Sequence[Callback], stop: Stop) -> Fitted:
-        """Reads the report of each step while the device computes the next one, unless something looks at the state
+        """Read the report of each step while the device computes the next one, unless something looks at the state
         between the two."""
         history: list[Metrics] = []
         late = all(getattr(callback, "late", False) for callback in callbacks)
@@ -107,7 +107,7 @@ class Run:
         with contextlib.ExitStack() as shown:
 
             def read(made: _StepMade, now: bool) -> tuple[bool, bool]:
-                """Returns whether training stops after this step, and whether it was interrupted in it."""
+                """Return whether training stops after this step, and whether it was interrupted in it."""
                 assert bar is not None
                 metrics, load = self._read(made, stop)
                 interrupted = now and stop.asked
@@ -154,7 +154,7 @@ class Run:
         return last or saved or (evaluator is not None and evaluator.due(number, last))
 
     def _compile(self, batch: Batch, bar: tqdm | None) -> float:
-        """Compiles the step for batches of this shape; returns the seconds, which do not count as training."""
+        """Compile the step for batches of this shape; return the seconds, which do not count as training."""
         started = time.perf_counter()
         if bar is not None:
             bar.clear()
@@ -165,7 +165,7 @@ class Run:
         return seconds
 
     def _interrupt(self, number: int, history: list[Metrics]) -> None:
-        """Raises Interrupted, after a checkpoint of this step is complete."""
+        """Raise Interrupted, after a checkpoint of this step is complete."""
         told = "nothing is saved: give fit a checkpoint folder to continue another time"
         if self.checkpoints is not None:
             self.checkpoints.wait()

@@ -140,13 +140,13 @@ class Step:
         return TrainState(everywhere, params, {name: self._places[name] for name in self._frozen}, moments, everywhere)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
-        """Makes one step. Raises ValueError if the batch is malformed."""
+        """Make one step. Raises ValueError if the batch is malformed."""
         batch = as_arrays(batch)
         self.objective.check(batch)
         return self.run(state, batch)
 
     def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
-        """Makes one step with a batch that the objective's ``check`` has passed."""
+        """Make one step with a batch that the objective's ``check`` has passed."""
         if any(isinstance(leaf, Tracer) for leaf in (state.step, *batch.values())):
             return self._step(state, dict(batch))
         return self.program(state, batch)(state, dict(batch))

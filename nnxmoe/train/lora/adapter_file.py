@@ -44,7 +44,8 @@ class AdapterFile:
         self._unread.discard(name)
 
     def take(self, name: str, shape: tuple[int, ...], rank: int | None = None) -> np.ndarray:
-        """The values of a tensor; zeros, and a fault in the list, if it is not there or has another shape or dtype."""
+        """Return the values of a tensor; if it is missing or has another shape or dtype, add a fault to the list and
+        return zeros."""
         info = self._infos.get(name)
         if info is None:
             self.faults.append(f"missing: {name}")
@@ -62,7 +63,7 @@ class AdapterFile:
         return np.zeros(shape, np.float32)
 
     def check(self) -> None:
-        """Raises CheckpointError if anything did not fit, or was not read."""
+        """Raise CheckpointError if anything did not fit, or was not read."""
         faults = self.faults + [f"unexpected: {plain(name)}" for name in self._infos if name in self._unread]
         if faults or not self._infos:
             lines = "\n  ".join(faults or ["it has no tensors"])

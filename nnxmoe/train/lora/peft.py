@@ -168,7 +168,7 @@ def _targeted(model: CausalLM, settings: Settings, file: AdapterFile) -> Iterato
 
 
 def _check_tables(model: CausalLM, file: AdapterFile) -> None:
-    """Raises CheckpointError if the file has another embedding or head than the model: peft stores them beside adapters
+    """Raise CheckpointError if the file has another embedding or head than the model: peft stores them beside adapters
     of them, and if they were resized."""
     head = model.embed.table if model.head is None else model.head.kernel
     for module, variable in (("model.embed_tokens", model.embed.table), ("lm_head", head)):

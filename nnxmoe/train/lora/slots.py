@@ -36,7 +36,7 @@ class Slot:
 
     @property
     def adapter(self) -> LoRA | None:
-        """The adapter, if there is one."""
+        """The adapter, or None."""
         return getattr(self.owner, self.attribute)
 
     def put(self, adapter: LoRA | None) -> None:
@@ -121,7 +121,7 @@ def adapted(model: CausalLM) -> list[Slot]:
 
 
 def refuse_adapted(model: CausalLM) -> None:
-    """Raises ValueError if the model has adapters already, merged or not."""
+    """Raise ValueError if the model has adapters already, merged or not."""
     if model.merged is not None:
         raise ValueError(
             "the model has merged adapters: call lora.unmerge(model), or merge them for good with "

@@ -194,7 +194,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self, step: int | None) -> Iterator[None]:
-        """Turns errors into CheckpointError and closes the manager; the next one removes what was written."""
+        """Turn errors into CheckpointError and close the manager; the next one removes what was written."""
         try:
             with _failing(f"cannot write step {step} to {self.folder}", "make room, or choose another folder"):
                 yield
@@ -210,7 +210,7 @@ def newest(folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def _failing(doing: str, remedy: str) -> Iterator[None]:
-    """Turns any error of Orbax into a CheckpointError."""
+    """Turn any error of Orbax into a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -220,7 +220,7 @@ def _failing(doing: str, remedy: str) -> Iterator[None]:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Cuts the tracebacks of errors that Orbax both logs and raises: the CheckpointError says the same in one line."""
+    """Cut the tracebacks of errors that Orbax both logs and raises: the CheckpointError says the same in one line."""
     if "orbax" in record.pathname:
         record.exc_info = None
     return True
