@@ -1,8 +1,8 @@
 """Fields of config.json that a family does not declare, and signs that a file belongs to another kind of model.
 
 transformers chooses the class by ``model_type``, and a class reads only the fields that it declares, except in code
-that all classes share: `tests/support/declared.py` lists both. A field that this shared code reads is refused unless its value changes nothing;
-all others are only reported.
+that all classes share: `tests/support/declared.py` lists both. A field that this shared code reads is refused unless
+its value changes nothing; all others are only reported.
 """
 
 import re

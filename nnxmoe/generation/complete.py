@@ -96,7 +96,11 @@ class Continuation(StoppedText):
 
 
 class MoreOptions(TypedDict, total=False):
-    """Options of `complete` that few calls need."""
+    """Options of `complete` that few calls need.
+
+    ``eos_token_id``: ids that end the text; default: those of the checkpoint; None: none. ``min_new_tokens``,
+    ``logit_bias``, ``logprobs``: see `Wanted`. ``process``, ``draft``: see `Engine`.
+    """
 
     min_new_tokens: int
     eos_token_id: Eos
@@ -129,9 +133,7 @@ def complete(
         stop: strings before which the text ends.
         seed: for all prompts, or one per prompt. A sample depends on its prompt, its seed and its number only.
         slots: number of rows that are decoded at a time.
-        eos_token_id: ids that end the text; default: those of the checkpoint; None: none.
-        min_new_tokens, logit_bias, logprobs: see `Wanted`.
-        process, draft: see `Engine`.
+        options: see `MoreOptions`.
 
     A prefix that all prompts share, and a prompt with several samples, is computed once. Raises ValueError for invalid
     arguments and for prompts that are too long, before anything is computed.
@@ -139,9 +141,7 @@ def complete(
     if unknown := options.keys() - MoreOptions.__annotations__.keys():
         raise TypeError(f"complete() got an unexpected keyword argument {min(unknown)!r}")
     given = _several(prompts)
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stops):
-        raise ValueError(f"stop={stop!r}: give strings that are not empty")
+    stops = _stop_strings(stop)
     seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * len(given)
     if len(seeds) != len(given):
         raise ValueError(f"{len(seeds)} seeds for {len(given)} prompts: give one for all, or one each")
@@ -172,6 +172,14 @@ def complete(
     )
     ids = (dataclasses.replace(wanted, seed=one) for one in seeds)
     return _in_order(engine, list(_jobs(prompt_ids, list(ids), n)), tokenizer, stops)
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """The stop strings as a tuple. Raises ValueError if one is empty."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise ValueError(f"stop={stop!r}: give strings that are not empty")
+    return stops
 
 
 def _capacity(model: CausalLM, tokens: int) -> int:
