@@ -135,8 +135,7 @@ def complete(
         slots: number of rows that are decoded at a time.
         options: see `MoreOptions`.
 
-    A prefix that all prompts share, and a prompt with several samples, is computed once. Raises ValueError for invalid
-    arguments and for prompts that are too long, before anything is computed.
+    Prefixes that all prompts or samples share are computed once. Raises ValueError before anything is computed.
     """
     if unknown := options.keys() - MoreOptions.__annotations__.keys():
         raise TypeError(f"complete() got an unexpected keyword argument {min(unknown)!r}")

@@ -73,8 +73,7 @@ class CausalLM(nnx.Module):
         raise TypeError("a model class must define feed_forward(index, dtype=…, rngs=…)")
 
     def kind(self, index: int) -> Any:
-        """Hashable kind of a layer: consecutive layers of one kind form a stack. Override it if layers differ in more
-        than window and experts."""
+        """Hashable kind of a layer, by which consecutive ones form a stack. Override it if other parts differ too."""
         return self.config.windows[index], self.config.sparse_layers[index]
 
     def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> Layer:
