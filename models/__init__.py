@@ -18,13 +18,16 @@ from nnxmoe.models.deepseek_v2 import DeepSeekV2, DeepSeekV2Config
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
 from nnxmoe.models.dots1 import Dots1, Dots1Config
+from nnxmoe.models.exaone_moe import ExaoneMoe, ExaoneMoeConfig
 from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
 from nnxmoe.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
 from nnxmoe.models.gpt_oss import GptOss, GptOssConfig
 from nnxmoe.models.hy_v3 import HyV3, HyV3Config
 from nnxmoe.models.kimi_k2 import KimiK2, KimiK2Config
 from nnxmoe.models.llama import Llama, LlamaConfig, MistralConfig
+from nnxmoe.models.mellum import Mellum, MellumConfig
 from nnxmoe.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
+from nnxmoe.models.ministral3 import Ministral3, Ministral3Config
 from nnxmoe.models.mixtral import Mixtral, MixtralConfig
 from nnxmoe.models.olmoe import Olmoe, OlmoeConfig
 from nnxmoe.models.qwen import Qwen2, Qwen2Config, Qwen3, Qwen3Config
@@ -44,13 +47,13 @@ HUB_NOTES: dict[str, str] = {}  # preset -> how its files differ from what is lo
 RELATIVES = {
     "deepseek_v3": "deepseek_v4 glm_moe_dsa kimi_linear longcat_flash mistral4",
     "minimax_m2": "minimax_m3_vl",
-    "glm4_moe": "glm4v_moe exaone_moe",
+    "glm4_moe": "glm4v_moe",
     "mixtral": "minimax phimoe granitemoe jamba",
     "qwen3_moe": "qwen3_next qwen3_5_moe ernie4_5_moe hunyuan_v1_moe",
     "olmoe": "flex_olmo",
     "qwen3": "qwen3_5 olmo2 olmo3 gemma3",
     "qwen2": "qwen2_vl qwen2_5_vl",
-    "mistral": "ministral mistral3",
+    "mistral": "ministral",
     "llama": "gemma gemma2 granite internlm2 llama4 phi3 smollm3 stablelm",
 }
 
@@ -69,6 +72,7 @@ for _family in (
     *(Llama, Mixtral, DeepSeekV3, DeepSeekV2, KimiK2, Glm4MoeLite, Glm4Moe, Dots1, SolarOpen, MiniMaxM2),
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
     *(DeepSeekV32, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
+    *(Ministral3, ExaoneMoe, Mellum),
 ):
     register(_family)
 
@@ -85,6 +89,8 @@ __all__ = [
     "DeepSeekV32Config",
     "Dots1",
     "Dots1Config",
+    "ExaoneMoe",
+    "ExaoneMoeConfig",
     "Glm4Moe",
     "Glm4MoeConfig",
     "Glm4MoeLite",
@@ -97,8 +103,12 @@ __all__ = [
     "KimiK2Config",
     "Llama",
     "LlamaConfig",
+    "Mellum",
+    "MellumConfig",
     "MiniMaxM2",
     "MiniMaxM2Config",
+    "Ministral3",
+    "Ministral3Config",
     "MistralConfig",
     "Mixtral",
     "MixtralConfig",

@@ -46,18 +46,7 @@ class GroupedExpertsConfig(DecoderConfig):
         self._check_groups()
 
     def _check_groups(self) -> None:
-        size, rest = divmod(self.n_routed_experts, self.n_group)
-        if rest or size < self.least_group:
-            raise ConfigError(
-                f"n_group {self.n_group} must divide n_routed_experts {self.n_routed_experts} into groups of at least "
-                f"{self.least_group}"
-            )
-        check_at_most(self, "topk_group", "n_group")
-        if self.num_experts_per_tok > self.topk_group * size:
-            raise ConfigError(
-                f"num_experts_per_tok {self.num_experts_per_tok} is more than the {self.topk_group * size} experts "
-                f"of topk_group {self.topk_group} groups"
-            )
+        check_groups(self, "n_routed_experts")
 
     @property
     def experts(self) -> int:
@@ -77,6 +66,19 @@ class GroupedExpertsConfig(DecoderConfig):
     @property
     def sparse_layers(self) -> Sequence[bool]:
         return tuple(i >= self.first_k_dense_replace for i in range(self.num_hidden_layers))
+
+
+def check_groups(config: Any, name: str) -> None:
+    """Raises ConfigError if the experts, in the field ``name``, do not divide into groups with enough to choose."""
+    c, (size, rest) = config, divmod(config.experts, config.n_group)
+    if rest or size < c.least_group:
+        raise ConfigError(f"n_group {c.n_group} must divide {name} {c.experts} into groups of at least {c.least_group}")
+    check_at_most(c, "topk_group", "n_group")
+    if c.num_experts_per_tok > c.topk_group * size:
+        raise ConfigError(
+            f"num_experts_per_tok {c.num_experts_per_tok} is more than the {c.topk_group * size} experts of topk_group "
+            f"{c.topk_group} groups"
+        )
 
 
 def corrected_router(config: Any, **kw: Any) -> Router:

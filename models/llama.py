@@ -104,6 +104,19 @@ PRESETS: dict[str, DecoderConfig] = {
     ),
 }
 
+_SMALL = "mistral-small-3.1-24b"
+PRESETS[_SMALL] = MistralConfig(
+    vocab_size=131072,
+    hidden_size=5120,
+    intermediate_size=32768,
+    num_hidden_layers=40,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=1e9,
+    sliding_window=None,
+    dtype="bfloat16",
+)
+
 HUB_IDS = {
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
     "llama-3.1-70b": "meta-llama/Llama-3.1-70B",
@@ -111,6 +124,7 @@ HUB_IDS = {
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
     "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
     "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
+    _SMALL: "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
 }
 
 
@@ -120,6 +134,7 @@ class Llama(CausalLM):
     configs = (LlamaConfig, MistralConfig)
     presets = PRESETS
     hub_ids = HUB_IDS
+    hub_notes = {_SMALL: "the vision tower and the projector beside the text model are left out"}
     hf_table = HF_DECODER | HF_GQA | HF_MLP
     maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP
 

@@ -34,7 +34,7 @@ from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Routing, SoftmaxGroupTopK, SoftmaxTopK
 from nnxmoe.train import Objective, lora
 from tests.support.arrays import max_error
-from tests.support.families import FAMILIES, NEW, PROMPT, Frozen, fused, load, tokens_of, weights_of
+from tests.support.families import FAMILIES, NEW, PROMPT, Frozen, fused, load, positions_of, tokens_of, weights_of
 from tests.support.fp8 import quantise
 from tests.support.maxtext_cases import LLAMA_3
 from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed, set_rope
@@ -63,7 +63,7 @@ def errors(model: nnxmoe.CausalLM, case: Frozen) -> Iterator[tuple[str, float]]:
     experts."""
     for prefix in ("", "padded."):
         mask = case.arrays["mask"] if prefix else np.ones_like(case.arrays["mask"])
-        out = model(case.arrays["tokens"], mask, return_routing=True)
+        out = model(case.arrays["tokens"], mask, positions_of(mask), return_routing=True)
         yield prefix + "logits", max_error(out.logits, case.arrays[prefix + "logits"], mask)
         assert out.routing is not None
         layers = {int(name.split(".")[-1]) for name in case.arrays if name.startswith("experts.")}
@@ -363,6 +363,9 @@ def test_maxtext_layout(kind: str) -> None:
         ("hy_v3", "no table of MaxText's names for 'hy_v3'"),
         ("sarvam_mla", "no table of MaxText's names for 'sarvam_mla'"),
         ("sarvam_moe", "no table of MaxText's names for 'sarvam_moe'"),
+        ("ministral3", "no table of MaxText's names for 'ministral3'"),
+        ("exaone_moe", "no table of MaxText's names for 'exaone_moe'"),
+        ("mellum", "no table of MaxText's names for 'mellum'"),
     ],
 )
 def test_what_maxtext_does_not_have_is_refused(kind: str, message: str, folders: Callable[[str], Path]) -> None:
@@ -544,6 +547,26 @@ def frequencies_of_whole_heads(model: Any) -> None:
     set_rope(model, First(model.config.rope.dim, model.config.rope.theta))
 
 
+def forget_scale(model: Any) -> None:
+    for x in attentions(model):
+        x.beta = 0.0
+
+
+def scale_a_token_late(model: Any) -> None:
+    for x in attentions(model):
+        x.original += 1
+
+
+def rotate_everywhere(model: Any) -> None:
+    for x in attentions(model):
+        x.rotary = model.config.rope
+
+
+def rotate_nowhere(model: Any) -> None:
+    for x in attentions(model):
+        x.rotary = None
+
+
 def forget_correction(model: Any) -> None:
     for x in routed(model):
         x.router.bias = None
@@ -577,6 +600,10 @@ MISTAKES: list[tuple[str, Plant]] = [
         for plant in (*ROTARY_MISTAKES, norm_after_rotation, forget_norm, per_head_instead_of_whole)
     ),
     *(("minimax_m2", plant) for plant in (forget_correction, select_with(normalise=False))),
+    *(("ministral3", plant) for plant in (forget_scale, scale_a_token_late)),
+    *(("mellum", plant) for plant in (rotate_everywhere, windows_of_other_layers, norm_after_rotation, shift_runs)),
+    *(("exaone_moe", plant) for plant in (rotate_everywhere, rotate_nowhere, window_by(1), windows_of_other_layers)),
+    *(("exaone_moe", plant) for plant in (norm_after_rotation, forget_correction, select_with(groups=2, top_groups=1))),
     *(("sarvam_moe", plant) for plant in (norm_after_rotation, swap_norms, *(drop_bias(name) for name in "qkv"))),
     *(("hy_v3", plant) for plant in (norm_after_rotation, forget_correction, forget_shared, drop_bias("o"))),
     *((kind, select_with(scale=1.0)) for kind in ("glm4_moe", "dots1", "solar_open", "hy_v3")),

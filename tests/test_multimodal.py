@@ -248,16 +248,22 @@ def test_random_text_models_equal_those_of_transformers(
 
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["llava", "kimi_k25"])
-def test_logits_of_a_text_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    """LLaVA around Llama as transformers writes it, and Kimi K2.5 around DeepSeek-V3 as it is in memory."""
+@pytest.mark.parametrize(
+    ("kind", "inner"),
+    [("llava", "llama"), ("kimi_k25", "deepseek_v3"), ("mistral3", "mistral"), ("mistral3", "ministral3")],
+)
+def test_logits_of_a_text_equal_those_of_transformers(tmp_path: Path, kind: str, inner: str) -> None:
+    """As transformers writes them, and Kimi K2.5 as it is in memory."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    text = TINY["llama" if kind == "llava" else "deepseek_v3"]
+    text = FAMILIES[inner].frozen if inner == "ministral3" else TINY["llama" if inner == "mistral" else inner]
     text = text | {"moe_intermediate_size": 16}  # torch's grouped matmul requires rows that are multiples of 16 bytes
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": text["rope_theta"]}}
+    text |= {"model_type": inner, "head_dim": 8}
+    if inner != "ministral3":
+        text |= {"rope_parameters": {"rope_type": "default", "rope_theta": text["rope_theta"]}}
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    if kind == "llava":
-        vision |= {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8}
+    if kind != "kimi_k25":
+        vision |= {"image_size": 16, "patch_size": 8, "head_dim": 8}
+        vision["model_type"] = "clip_vision_model" if kind == "llava" else "pixtral"
     around = {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **around)

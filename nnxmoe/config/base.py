@@ -49,6 +49,7 @@ class DecoderConfig:
     aliases: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"partial_rotary_factor": (None, 1)}
     rope_field: ClassVar[str] = "head_dim"  # the field with the rotated width
+    rope_keys: ClassVar[frozenset[str]] = ROPE_FIELDS  # the fields of a rope object that are read
     scale_in_queries: ClassVar[bool] = True  # whether the query kernel can carry the scale of the scores
     ignored: ClassVar[str] = ""
 
@@ -130,7 +131,7 @@ class DecoderConfig:
         given.setdefault("dtype", given.get("torch_dtype"))
         for name in _ROPES & given.keys():
             if isinstance(rope := given[name], Mapping):
-                given[name] = {k: v for k, v in rope.items() if k in ROPE_FIELDS or isinstance(v, Mapping)}
+                given[name] = {k: v for k, v in rope.items() if k in cls.rope_keys or isinstance(v, Mapping)}
         config = cls(**{k: v for k, v in given.items() if k in known})
         refuse_effective(config, cls.undeclared(fields), fields)
         return config
@@ -156,8 +157,7 @@ class DecoderConfig:
         found = {name: value for name, value in fields.items() if name not in known}
         for name in _ROPES & fields.keys():
             if isinstance(rope := fields[name], Mapping):
-                inner = ((k, f"{name}.{k}") for k in rope.keys() - ROPE_FIELDS)
-                found |= {full: rope[k] for k, full in inner if full not in known}
+                found |= {f"{name}.{k}": rope[k] for k in rope.keys() - cls.rope_keys if f"{name}.{k}" not in known}
         return found
 
     @classmethod

@@ -92,13 +92,17 @@ class GQA(nnx.Module):
     ) -> tuple[Float[Array, "B asked D"], KVCache | None]:
         q, k = self.q(context.asked(x)), self.k(x)
         q, k = (q, k) if self.qk_norm is None else self.qk_norm(q, k)
-        q = jnp.swapaxes(context.rotated(q, self.rotary, self.rotate), 1, 2)
+        q = jnp.swapaxes(self.placed(q, context), 1, 2)
         k = jnp.swapaxes(context.rotated(k, self.rotary, self.rotate), 1, 2)
         v = jnp.swapaxes(self.v(x), 1, 2)
         cache, (k, v), mask = context.remember(cache, (k, v), self.window)
         y = self.attend(q, k, v, Scores(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
         y = jnp.swapaxes(y, 1, 2)
         return self.o(y if self.gate is None else self.gate(context.asked(x), y)), cache
+
+    def placed(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
+        """Queries with their positions."""
+        return context.rotated(q, self.rotary, self.rotate)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> KVCache:
         """A ring of the window's size and ``spare`` slots more if there is a window, else one slot per token."""

@@ -92,10 +92,10 @@ class CausalLM(nnx.Module):
         return x
 
     def gqa(self, *, bias: bool, out_bias: bool | None = None, scale: float | None = None, **options: Any) -> GQA:
-        """Grouped-query attention with the heads and the rotation of the config, or with other ``options`` of `GQA`."""
+        """`GQA`, or another ``form`` of it, with the heads and rotation of the config, or with other ``options``."""
         c = self.config
         heads = Heads(c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_width, bias, out_bias, scale)
-        return GQA(heads, **{"rotary": c.rope, "attend": self.strategy.attend, **options})
+        return options.pop("form", GQA)(heads, **{"rotary": c.rope, "attend": self.strategy.attend, **options})
 
     def moe(self, router: Router, width: int, shared: Any = None, **options: Any) -> MoE:
         """A feed-forward with an expert of ``width`` for each logit of the router, computed as the strategy says.

@@ -78,6 +78,11 @@ def tokens_of(vocab: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return tokens, mask
 
 
+def positions_of(mask: np.ndarray) -> np.ndarray:
+    """The positions of tokens with a cache and in generation, which do not count padding on the left."""
+    return np.maximum(np.arange(mask.shape[1]) - np.argmax(mask, axis=1)[:, None], 0)
+
+
 _OLD = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -326,6 +331,45 @@ def _hy_v3(rng: random.Random) -> Fields:
 
 def _sarvam_moe(rng: random.Random) -> Fields:
     return _glm4_moe(rng) | rng.choice([{}, {"partial_rotary_factor": 1.0}])
+
+
+def _ministral3(rng: random.Random) -> Fields:
+    fields = _grouped(rng, rng.choice([2, 3]))
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "original_max_position_embeddings": 16}
+    rope = rng.choice([rope, rope | {"mscale": 1.0, "mscale_all_dim": 1.0}, rope | {"rope_type": "linear"}])
+    fields["rope_parameters"] = rope | {"llama_4_scaling_beta": rng.choice([0.1, 0.5, 0.0])}
+    fields["rope_parameters"]["original_max_position_embeddings"] = rng.choice([3, 5, 8])
+    return fields | {"sliding_window": rng.choice([None, None, 5])}
+
+
+def _exaone_moe(rng: random.Random) -> Fields:
+    layers = rng.choice([2, 3, 4])
+    fields = _grouped(rng, layers) | {k: v for k, v in _routed(rng).items() if k != "attention_bias"}
+    for name in ("n_routed_experts", "n_shared_experts"):
+        fields[name.replace("n_routed", "num").replace("n_shared", "num_shared")] = fields.pop(name)
+    kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    mlps = [rng.choice(["dense", "sparse", "sparse"]) for _ in range(layers)]
+    windows = [
+        {"sliding_window": rng.choice([2, 5]), "layer_types": kinds},
+        {"sliding_window": rng.choice([3, 8]), "sliding_window_pattern": rng.choice([1, 2, 3])},
+    ]
+    fields |= rng.choice(windows) | {"mlp_layer_types": rng.choice([None, mlps])}
+    return fields | {"first_k_dense_replace": rng.choice([0, 1, 2])}
+
+
+def _mellum(rng: random.Random) -> Fields:
+    layers = rng.choice([2, 3, 4])
+    fields = {k: v for k, v in _qwen3_moe(rng).items() if k not in ("decoder_sparse_step", "mlp_only_layers")}
+    kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    mlps = [rng.choice(["dense", "sparse", "sparse"]) for _ in range(layers)]
+    other = {"rope_type": "default", "rope_theta": rng.choice([37.5, 1e4])}
+    del fields["use_sliding_window"]
+    return fields | {
+        "num_hidden_layers": layers,
+        "layer_types": rng.choice([None, kinds, kinds]),
+        "mlp_layer_types": rng.choice([None, mlps]),
+        "rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": other},
+    }
 
 
 # The frozen configurations, as the hub writes them
@@ -710,6 +754,91 @@ FAMILIES: dict[str, Family] = {
         },
         _sarvam_moe,
         "sarvam_moe",
+    ),
+    "ministral3": Family(
+        _HUB
+        | {k: v for k, v in _GQA.items() if k != "rope_theta"}
+        | {
+            "model_type": "ministral3",
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 5,
+                "max_position_embeddings": 20,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+            "sliding_window": None,
+        },
+        _ministral3,
+        "ministral3",
+    ),
+    "exaone_moe": Family(
+        _HUB
+        | _GQA
+        | {
+            "model_type": "exaone_moe",
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "first_k_dense_replace": 1,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 4,
+            "sliding_window_pattern": "LGLL",
+            "moe_intermediate_size": 12,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "rope_scaling": None,
+        },
+        _exaone_moe,
+        "exaone_moe",
+    ),
+    "mellum": Family(
+        _HUB
+        | {k: v for k, v in _GQA.items() if k != "rope_theta"}
+        | {
+            "model_type": "mellum",
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "attention_bias": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "max_window_layers": 0,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "output_router_logits": False,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 8,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "attention_factor": 1.1,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "sliding_window": 5,
+            "use_sliding_window": True,
+        },
+        _mellum,
+        "mellum",
     ),
 }
 

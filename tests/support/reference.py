@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from tests.support.families import NEW, PROMPT, weights_of, write_config
+from tests.support.families import NEW, PROMPT, positions_of, weights_of, write_config
 from tests.support.tiny import Fields, Weights
 
 CLOSE = 1e-4  # experts with scores this close may swap due to rounding
@@ -60,7 +60,8 @@ def run_theirs(model: Any, tokens: np.ndarray, mask: np.ndarray) -> Seen:
     layers = enumerate(model.model.layers)
     hooks = [x.mlp.gate.register_forward_hook(listen(i)) for i, x in layers if hasattr(x.mlp, "gate")]
     with torch.no_grad():
-        logits = model(torch.tensor(tokens).long(), attention_mask=torch.tensor(mask)).logits.numpy()
+        given = {"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(positions_of(mask))}
+        logits = model(torch.tensor(tokens).long(), **given).logits.numpy()
     for hook in hooks:
         hook.remove()
     experts, weights = {}, {}

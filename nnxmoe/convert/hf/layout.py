@@ -150,7 +150,9 @@ def _skip_rules(
     built = {layer for layer, name in map(layer_of, leaves) if layer in numbers and name in own}
     repeated = {name for layer in built if layer is not None for name in _repeated(table, layer)}
     return {
-        "multi-token prediction layers (not part of the model)": lambda name: layer_of(name)[0] in marked - built,
+        "multi-token prediction layers (not part of the model)": lambda name: (
+            layer_of(name)[0] in marked - built or name.startswith("mtp.")
+        ),
         "copies of the embedding and the head (those of the model are used)": lambda name: name in repeated,
         "empty tensors": lambda name: 0 in arrays[name].shape,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),

@@ -1,0 +1,113 @@
+"""K-EXAONE (LG AI Research, 2026): DeepSeek-V3's experts over attention with normalised heads and windows.
+
+Only layers with a window rotate their queries and keys. The layers for multi-token prediction are skipped.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.bounds import ConfigError, count, per_layer
+from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, check_groups, corrected_router, grouped_experts
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
+from nnxmoe.moe.block import MoE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExaoneMoeConfig(LayerWindowsConfig):
+    """``layer_types`` null: every ``sliding_window_pattern``-th layer attends to all keys. ``mlp_layer_types``:
+    ``dense`` or ``sparse`` per layer; null: the first ``first_k_dense_replace`` are dense."""
+
+    model_type = "exaone_moe"
+    architecture = "ExaoneMoeForCausalLM"
+    scale_in_queries = False
+    aliases = {"num_local_experts": "num_experts"}
+    fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+    ignored = "output_router_logits"
+    least_group = 2
+
+    vocab_size: int = 102400
+    intermediate_size: int = 16384
+    num_key_value_heads: int | None = 32
+    rms_norm_eps: float = 1e-5
+    sliding_window: int = count(4096)
+    sliding_window_pattern: int | str | None = 4
+    mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
+    first_k_dense_replace: int = count(1, least=0)
+    moe_intermediate_size: int = count(1024, most=2**24)
+    num_experts: int = count(64, most=4096)
+    num_experts_per_tok: int = 8
+    num_shared_experts: int = count(1, most=4096)
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    n_group: int = 1
+    topk_group: int = 1
+    eos_token_id: int | Sequence[int] | None = 53
+    pad_token_id: int | None = 0
+
+    def _check(self) -> None:
+        every = self.sliding_window_pattern
+        if self.layer_types is None and (type(every) is not int or every < 1):
+            raise ConfigError(f"sliding_window_pattern {every!r} without layer_types: give layer_types, or a number")
+        super()._check()
+        check_groups(self, "num_experts")
+
+    @property
+    def layer_kinds(self) -> Sequence[str]:
+        every: Any = self.sliding_window_pattern  # a number without layer_types
+        return self.layer_types or [SLIDING if (i + 1) % every else FULL for i in range(self.num_hidden_layers)]
+
+    @property
+    def experts(self) -> int:
+        return self.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
+    @property
+    def n_shared_experts(self) -> int:
+        """The name in DeepSeek-V3's config."""
+        return self.num_shared_experts
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        if self.mlp_layer_types is None:
+            return tuple(i >= self.first_k_dense_replace for i in range(self.num_hidden_layers))
+        return tuple(kind == "sparse" for kind in self.mlp_layer_types)
+
+
+class ExaoneMoe(CausalLM):
+    """K-EXAONE."""
+
+    configs = (ExaoneMoeConfig,)
+    presets = {
+        "k-exaone-236b-a23b": ExaoneMoeConfig(
+            vocab_size=153600, hidden_size=6144, intermediate_size=18432, num_hidden_layers=48, num_attention_heads=64,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=262144, rope_theta=1e6, sliding_window=128,
+            sliding_window_pattern="LLLG", layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 12,
+            moe_intermediate_size=2048, num_experts=128, dtype="bfloat16",
+        )
+    }  # fmt: skip
+    hub_ids = {"k-exaone-236b-a23b": "LGAI-EXAONE/K-EXAONE-236B-A23B"}
+    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out")
+    hf_table = {
+        **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP, **HF_GROUPED_EXPERTS,
+        "layer.moe.router.bias": (W("mlp.e_score_correction_bias"), W("mlp.gate.e_score_correction_bias")),
+    }  # fmt: skip
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
+        window = c.windows[index]
+        return self.gqa(window=window, rotary=c.rope if window else None, bias=False, qk_norm=norm, **kw)
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        return grouped_experts(self, index, functools.partial(corrected_router, self.config), **kw)

@@ -1,0 +1,131 @@
+"""Mellum 2 (JetBrains, 2026): Qwen3's layers with experts, of which some attend to a window and rotate otherwise."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnxmoe.config.bounds import ConfigError, check_at_most, count, per_layer
+from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.config.printable import short
+from nnxmoe.config.rope import Rope
+from nnxmoe.config.rope_fields import rope_from_fields
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.models.qwen_moe import QwenMoe
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE, HF_QK_NORM
+
+_ROPES = FrozenDict({FULL: {"rope_type": "default", "rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MellumConfig(LayerWindowsConfig):
+    """``layer_types`` null: no layer has a window. ``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: all
+    have experts. ``rope_parameters``: a rope object for each of the layer types. ``attention_bias``: biases of q, k, v
+    and o. ``norm_topk_prob``: rescale the weights of the chosen experts to sum to 1."""
+
+    model_type = "mellum"
+    architecture = "MellumForCausalLM"
+    scale_in_queries = False
+    aliases = {"num_local_experts": "num_experts"}
+    ignored = """use_sliding_window max_window_layers output_router_logits router_aux_loss_coef num_mtp_layers
+        num_nextn_predict_layers mtp_layer_types mtp_mlp_layer_types"""
+
+    vocab_size: int = 98304
+    hidden_size: int = 2304
+    intermediate_size: int = 7168
+    num_hidden_layers: int = 28
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = count(128, most=2**16)
+    max_position_embeddings: int = 131072
+    rope_theta: float = 500000.0
+    attention_bias: bool = False
+    sliding_window: int | None = count(1024)
+    mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
+    moe_intermediate_size: int = count(896, most=2**24)
+    num_experts: int = count(64, most=4096)
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        inner = (self.rope_parameters or {}).get(FULL)
+        theta = inner.get("rope_theta") if isinstance(inner, Mapping) else None
+        if theta is not None:
+            object.__setattr__(self, "rope_theta", theta)
+        super().__post_init__()
+
+    def _check(self) -> None:
+        if self.rope_scaling is not None:
+            raise ConfigError(
+                f"rope_scaling {short(self.rope_scaling)} is not supported: give rope_parameters per type"
+            )
+        super()._check()
+        check_at_most(self, "num_experts_per_tok", "num_experts")
+        for kind in {*self.layer_kinds}:
+            self.rope_of(kind)
+
+    def rope_of(self, kind: str) -> Rope:
+        """The rotary embedding of layers of this type."""
+        fields = (self.rope_parameters or _ROPES).get(kind)
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"rope_parameters has no object for {kind!r} layers, got {short(fields)}")
+        length = self.max_position_embeddings
+        return rope_from_fields(fields, self.rope_dim, self.rope_theta, length, None, self.rope_field)
+
+    @property
+    def rope(self) -> Rope:
+        return self.rope_of(FULL)
+
+    @property
+    def layer_kinds(self) -> Sequence[str]:
+        return self.layer_types or [FULL] * self.num_hidden_layers
+
+    @property
+    def experts(self) -> int:
+        return self.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        return tuple(kind == "sparse" for kind in self.mlp_layer_types or ["sparse"] * self.num_hidden_layers)
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": 1.2772588722239782,
+}
+
+
+class Mellum(QwenMoe):
+    """Mellum 2."""
+
+    configs = (MellumConfig,)
+    presets = {
+        "mellum2-12b-a2.5b": MellumConfig(
+            layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 7,
+            mlp_layer_types=("sparse",) * 28,
+            rope_parameters={FULL: _YARN, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}},
+            bos_token_id=0,
+            eos_token_id=28,
+            dtype="bfloat16",
+        )
+    }
+    hub_ids = {"mellum2-12b-a2.5b": "JetBrains/Mellum2-12B-A2.5B-Base"}
+    hub_notes = {}
+    hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MLP | HF_MOE
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
+        rope = c.rope_of(c.layer_kinds[index])
+        return self.gqa(window=c.windows[index], rotary=rope, bias=c.attention_bias, qk_norm=norm, **kw)

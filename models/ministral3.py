@@ -1,0 +1,89 @@
+"""Ministral 3 (Mistral AI, 2025), the text model of ``mistral3`` checkpoints: Mistral with queries that are scaled by
+their position."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError, count
+from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.printable import short
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.scaled_queries import ScaledQueries
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP
+
+BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
+_YARN = FrozenDict(
+    {
+        "type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        ORIGINAL: 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        BETA: 0.1,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ministral3Config(DecoderConfig):
+    """``llama_4_scaling_beta`` of the rope object: how much queries grow with their position. ``sliding_window``:
+    number of keys that a query attends to, its own included; null: all."""
+
+    model_type = "ministral3"
+    architecture = "Ministral3ForCausalLM"
+    scale_in_queries = False
+    rope_keys = DecoderConfig.rope_keys | {BETA}
+    ignored = "rope_parameters.max_position_embeddings rope_scaling.max_position_embeddings"
+
+    vocab_size: int = 131072
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 34
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = count(128, most=2**16)
+    max_position_embeddings: int = 262144
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    sliding_window: int | None = count(None)
+    eos_token_id: int | Sequence[int] | None = 2
+    pad_token_id: int | None = 11
+
+    def _check(self) -> None:
+        super()._check()
+        beta, original = self.rope_fields.get(BETA), self.rope_fields.get(ORIGINAL)
+        if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta <= 100:
+            raise ConfigError(f"rope: {BETA} must be a number from 0 to 100, got {short(beta)}; 0 scales no queries")
+        if original is None:
+            raise ConfigError(f"rope: {ORIGINAL} is missing: the scale of the queries depends on it")
+
+    @property
+    def rope_fields(self) -> Mapping[str, Any]:
+        return super().rope_fields or _YARN
+
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window
+
+
+class Ministral3(CausalLM):
+    """Ministral 3."""
+
+    configs = (Ministral3Config,)
+    presets = {"ministral-3-8b": Ministral3Config(rope_parameters=_YARN, dtype="bfloat16")}
+    hub_ids = {"ministral-3-8b": "mistralai/Ministral-3-8B-Base-2512"}
+    hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
+    hf_table = HF_DECODER | HF_GQA | HF_MLP
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        scaled = {"form": ScaledQueries, "beta": float(c.rope_fields[BETA]), "original": c.rope_fields[ORIGINAL]}
+        return self.gqa(window=c.window, bias=False, **scaled, **kw)
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP:
+        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, **kw)
