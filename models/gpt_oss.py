@@ -27,8 +27,8 @@ YARN |= {"original_max_position_embeddings": 4096}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(LayerWindowsConfig):
-    """``intermediate_size``: width of one expert. ``layer_types`` null: they alternate, sliding first. Without rope
-    fields the rotary embedding is YaRN from 4096 positions by 32."""
+    """``intermediate_size``: width of one expert. ``layer_types`` null: windows alternate with full attention, starting
+    with a window. Without rope fields: YaRN by 32 from 4096 positions."""
 
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"

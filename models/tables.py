@@ -71,7 +71,7 @@ MAXTEXT_DECODER: Linen = {
 
 
 def maxtext_gqa(block: str) -> Linen:
-    """The rows of grouped-query attention, which is the module ``block`` of MaxText's layer."""
+    """Table rows of grouped-query attention, which is the submodule ``block`` of MaxText's layer."""
     wide, heads = ("q_heads", "kv"), ("kv_heads", "kv_head_dim")
     rows = (("q", "query", ("embed",), wide), ("k", "key", ("embed",), heads), ("v", "value", ("embed",), heads))
     return {
@@ -102,7 +102,7 @@ MAXTEXT_QK_NORM: Linen = {
 
 
 def maxtext_mlp(ours: str = "layer.mlp", block: str = "mlp") -> Linen:
-    """The rows of a dense or shared feed-forward."""
+    """Table rows of a dense or shared feed-forward."""
     rows = (("gate", "wi_0", ("embed", "mlp")), ("up", "wi_1", ("embed", "mlp")), ("down", "wo", ("mlp", "embed")))
     return {
         f"{ours}.{x}.{end}": (f"{block}/{theirs}/{end}", axes if end == "kernel" else axes[1:])

@@ -62,7 +62,7 @@ else:
 
     @_functools.cache
     def _homes():
-        """The module of each public name, read from the source of `nnxmoe.api`, which is not imported."""
+        """Map each public name to its module, by parsing the source of `nnxmoe.api` without importing it."""
         import ast
         import pkgutil
 

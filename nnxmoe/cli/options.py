@@ -94,7 +94,8 @@ def add_slots(add: Callable[..., Any]) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser, tokens: int, default: str) -> None:
-    """How tokens are chosen, ``default`` in words, and at most how many: ``tokens`` by default."""
+    """Add options for sampling and for the maximum number of new tokens. ``default``: description of the default;
+    ``tokens``: default number."""
     add, what = parser.add_argument, f"maximum number of new tokens (default {tokens})"
     add("--max-new-tokens", type=count, default=tokens, metavar="N", help=what)
     add("--temperature", type=float, metavar="T", help=f"0: always the most likely token (default: {default})")

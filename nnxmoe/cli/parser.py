@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def as_typed(message: str, flags: Sequence[argparse.Action]) -> str:
-    """The message with the options of the command line in place of Python's arguments of the same names, and of calls
-    with them. A message about a field of a JSON file stays as it is."""
+    """Replace Python arguments and calls in an error message by the command line's options. Messages about fields of a
+    JSON file stay unchanged."""
     if ".json" in message:
         return message
     for action in flags:

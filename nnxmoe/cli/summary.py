@@ -156,7 +156,8 @@ def _in_memory(
     quantize: Method | Mixed | None,
     keep_quantized: bool,
 ) -> tuple[dict[str, int], int]:
-    """Bytes of the weights by dtype or kind of code, and of those that a token reads; quantises the abstract model."""
+    """Quantise the abstract model; return the bytes of its weights by dtype or kind of code, and the bytes that a token
+    reads."""
     if keep_quantized:
         keep(model, arrays)
     quantize_shapes(model, quantize, dtype)
@@ -224,7 +225,8 @@ def _checked(
     where: str,
     checkpoint: Checkpoint | None = None,
 ) -> tuple[DecoderConfig, LazyArrays]:
-    """The config as a load would have it, and the tensors; CheckpointError if their quantization is not supported."""
+    """Return the config as loading would use it, and the tensors. Raises CheckpointError for an unsupported
+    quantisation."""
     config = _config(fields, where)
     tied = config.tie_word_embeddings and not untied(config, tensors)
     arrays = with_views(model_class(config).hf_names(config), stored(dict(tensors), fields, where, checkpoint))
@@ -255,7 +257,7 @@ def _part(key: str) -> str:
 
 
 def _common_dtype(arrays: LazyArrays, config: DecoderConfig) -> str:
-    """The dtype that a load would give most weights: the stored one, FP8 as bfloat16; the config's without files."""
+    """Dtype that loading would give most weights: the stored one (bfloat16 for FP8), or the config's without files."""
     size = Counter[np.dtype]()
     for array in arrays.values():
         size[array.loaded if array.codes else array.dtype] += math.prod(array.shape)

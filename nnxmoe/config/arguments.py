@@ -43,7 +43,7 @@ class UnknownArgument(TypeError, ValueError):
 
 
 def answers_transformers(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose error for an argument of transformers names what to give instead."""
+    """Decorate a function so that its error for an argument of transformers names the argument to use instead."""
     known = set(inspect.signature(function).parameters)
 
     @functools.wraps(function)

@@ -42,9 +42,12 @@ _PROMPT = 8  # tokens whose logits are compared
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A checkpoint format. ``stored(folder)``: the arrays in a folder, codes as floats; ``written(folder)``: unchanged.
+    """Functions that read and write one checkpoint format.
+
+    ``stored(folder)``: the arrays of a folder, codes decoded to floats; ``written(folder)``: the same without decoding.
     ``made(model, scan)``: the arrays that ``save(model, folder, scan)`` writes. ``load(folder, config, dtype,
-    strategy)``: a model."""
+    strategy)``: a model.
+    """
 
     stored: Callable[[str], contextlib.AbstractContextManager[LazyArrays]]
     written: Callable[[str], contextlib.AbstractContextManager[LazyArrays]]

@@ -54,8 +54,8 @@ _KEY = "layer.attention.k."
 
 
 def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change = SAME) -> dict[str, Leaf]:
-    """MaxText's name -> `Leaf` for every parameter of a model. ``query``, ``key``: changes to those projections. Raises
-    TableError for a parameter that has no MaxText name."""
+    """Map MaxText's names to a `Leaf` for every parameter of a model. ``query``, ``key``: changes to those projections.
+    Raises TableError for a parameter without a name in MaxText."""
     if not model.maxtext_table:
         kind = model.config.model_type
         raise CheckpointError(f"there is no table of MaxText's names for {kind!r} models: choose another format")

@@ -25,7 +25,7 @@ _BLOCK_BYTES = 32 << 20  # minimum size of a read
 
 @dataclasses.dataclass(frozen=True)
 class _Spread:
-    """An array that spans processes; ``make`` computes it on the devices."""
+    """An array sharded over several processes; ``make`` computes it on the devices."""
 
     array: LazyArray
     make: Callable[[], jax.Array]

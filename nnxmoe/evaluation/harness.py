@@ -84,7 +84,7 @@ class HarnessLM(TemplateLM):
         return [(found.total, bool(found.greedy.all())) for found in score(self.model, pairs)]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations, and whether each of their ids is the most likely one."""
+        """Log-likelihoods of continuations, and whether greedy decoding would choose each of their ids."""
         found = super().loglikelihood(requests, disable_tqdm)
         self._keep("loglikelihood", requests, found)
         return found

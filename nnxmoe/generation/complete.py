@@ -227,7 +227,8 @@ def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[Wanted], n: int) 
 
 
 def _in_order(engine: Engine, jobs: list[_Sampled], tokenizer: Any, stop: Sequence[str]) -> Iterator[Completion]:
-    """Run the jobs, submitting no more of them than can soon start, and yield them as the first becomes done."""
+    """Run the jobs, submitting only as many as can start soon, and yield each one once it is first in the order and
+    done."""
     waiting, started, of = collections.deque(jobs), collections.deque[_Sampled](), dict[Request, _Sampled]()
     try:
         while waiting or started:
@@ -274,7 +275,7 @@ def _completion(job: _Sampled) -> Completion:
 
 
 def encoded(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
-    """The ids of a text, of a chat as its template renders it, or of ids."""
+    """Encode a prompt: a text, a chat (rendered by its template), or ids."""
     text = isinstance(prompt, str)
     chat = not text and len(prompt) > 0 and is_message(prompt[0])
     if (text or chat) and tokenizer is None:

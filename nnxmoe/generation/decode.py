@@ -188,7 +188,7 @@ def _batch(model: CausalLM, rows: int, capacity: int) -> int:
 
 
 def left_aligned(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and validity mask with all padding moved to the left, as long as the longest row."""
+    """Move all padding to the left. Returns ids and validity mask, as wide as the longest row."""
     valid = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask) != 0
     if valid.shape != tokens.shape:
         raise ValueError(f"attention_mask must have the tokens' shape {list(tokens.shape)}, got {list(valid.shape)}")
@@ -202,7 +202,7 @@ def left_aligned(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndar
 
 
 def _pad_id(model: CausalLM, eos: tuple[int, ...]) -> int:
-    """The checkpoint's pad id, else the end id: files have -1, or an id that only their tokenizer knows."""
+    """The pad id of the checkpoint; the end id if that is -1 or not in the vocabulary."""
     pad = model.generation_config.get("pad_token_id", model.config.pad_token_id)
     return int(pad) if pad is not None and 0 <= pad < model.config.vocab_size else (eos[0] if eos else 0)
 

@@ -70,7 +70,7 @@ class _Memory(NamedTuple):
 
 
 class Modelled(abc.ABC):
-    """Drafts of a model with a cache of its own. A pytree: the model's arrays are its leaves."""
+    """Drafts of a model that has a cache of its own. A pytree whose leaves are the model's arrays."""
 
     def __init__(self, graph: Any, tree: Any, leaves: list[Array], count: int):
         self._graph, self._tree, self._leaves, self.count = graph, tree, leaves, count

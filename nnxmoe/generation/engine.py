@@ -50,8 +50,8 @@ from nnxmoe.runtime.memory import refuse_beyond_memory
 
 @dataclasses.dataclass(eq=False)
 class _Reading:
-    """Prompts that are being read, or a prefix: the chunks still to come, and what the passes so far gave. ``shared``:
-    whether that belongs to a prefix too."""
+    """A prefill in progress, of prompts or a prefix: the chunks that remain, and the results so far. ``shared``: the
+    results are also those of a prefix."""
 
     requests: list[Request]
     prefix: Prefix | None
@@ -167,8 +167,8 @@ class Engine:
         return sum(request is not None for request in self._slots)
 
     def submit(self, ids: Ids, wanted: Wanted | None = None, prefix: Prefix | None = None) -> Request:
-        """Append a request to the queue. ``prefix``: ids that it begins with, read once for all requests with the same
-        object. Raises ValueError for what this engine has no room for."""
+        """Append a request to the queue. ``prefix``: common first ids, read once for all requests with the same object.
+        Raises ValueError if the request does not fit in this engine."""
         prompt, wanted = whole_ids(ids), (wanted or Wanted()).ended_by(self.model)
         if self._rows is None:
             raise ValueError("the engine is closed")
@@ -322,7 +322,7 @@ class Engine:
             self._begin(reading)
 
     def _begin(self, reading: _Reading) -> None:
-        """Move what was read into the slots, and draw the first ids."""
+        """Move the caches of prompts into free slots, and draw their first ids."""
         passed = reading.passed
         assert passed is not None
         rows, requests = passed.logits.shape[0], reading.requests

@@ -179,7 +179,7 @@ def batch_axes_of(model: CausalLM, room: Room) -> tuple[int, ...]:
 
 
 def _by_row(cache: Cache, axes: tuple[int, ...], change: Callable[..., Array], *others: Cache) -> Cache:
-    """The cache with ``change(array, axis, *arrays of the others)`` applied to each of its arrays."""
+    """Apply ``change(array, axis, *arrays of the others)`` to each array of a cache."""
     every = [jax.tree.leaves((c.layers, c.length, c.segment)) for c in (cache, *others)]
     new = [change(a, axis, *more) for a, axis, *more in zip(every[0], (*axes, 0, 0), *every[1:], strict=True)]
     tree = jax.tree.structure((cache.layers, cache.length, cache.segment))

@@ -57,7 +57,7 @@ class Wanted:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
 
     def ended_by(self, model: Any) -> Self:
-        """These options with ids of the model as ``stop_ids``, if they are to be the checkpoint's."""
+        """These options, with the checkpoint's end ids as ``stop_ids`` if they are the default."""
         return dataclasses.replace(self, stop_ids=eos_ids(model, ...)) if self.stop_ids is ... else self
 
     @property
@@ -138,7 +138,7 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will be made."""
+        """Whether the request has finished."""
         return self.finish is not None
 
 

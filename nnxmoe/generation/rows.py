@@ -46,10 +46,10 @@ Process = Callable[[Float[Array, "B V"], History], Float[Array, "B V"]]  # logit
 
 
 class RowOptions(NamedTuple):
-    """The static part of what is asked for, the same in all steps.
+    """Options that are constants of the compiled step.
 
-    ``top``: of how many of the most likely ids the log-probabilities are reported at most; None: no log-probabilities.
-    ``process``: applied to the logits; None: nothing.
+    ``top``: number of most likely ids whose log-probabilities are reported; None: no log-probabilities. ``process``:
+    applied to the logits; None: nothing.
     """
 
     steps: Steps
@@ -59,8 +59,8 @@ class RowOptions(NamedTuple):
 
 
 class RowStates(NamedTuple):
-    """The state of all rows between two steps. ``ids`` go into the next pass, where ``active``: the last id of the
-    history, which is in no cache yet, and drafts of what may follow."""
+    """State of all rows between two steps. ``ids``: input of the next pass for rows that are ``active``: the last id of
+    the history, which is not in the cache yet, and drafts of the ids after it."""
 
     asked: Asked
     history: History
@@ -102,7 +102,7 @@ class Draft(Protocol):
     def read(
         self, memory: Any, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], states: Float[Array, "B T D"]
     ) -> Any:
-        """The memory after a chunk of the prompts, with the model's states: the inputs of its head."""
+        """Update the memory after a chunk of the prompts, with the model's states (the inputs of its head)."""
         ...
 
     def propose(

@@ -30,7 +30,7 @@ class Rules:
         made: Int[Array, "B"],
         limit: Int[Array, "B"],
     ) -> Float[Array, "B V"]:
-        """The logits after ``count`` ids, of which ``made`` of at most ``limit`` are new."""
+        """Apply the rules to the logits after ``count`` ids, of which ``made`` (at most ``limit``) are new."""
         logits = self._biased(logits, ids, count)
         if self.ngram:
             logits = jnp.where(self._repeated(logits, ids, count), -jnp.inf, logits)

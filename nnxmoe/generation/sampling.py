@@ -107,7 +107,7 @@ class Sampling:
             raise ValueError(f"generation_config.json: {listed(fields)}: {error}") from None
 
     def least(self, prompt: int) -> int:
-        """The fewest new tokens after a prompt of so many."""
+        """Minimum number of new tokens after a prompt of this length."""
         return max(self.min_new_tokens, self.min_length - prompt)
 
 
@@ -123,8 +123,8 @@ def effective_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def warn_of_unused(model: CausalLM, sampling: Sampling | None) -> None:
-    """Warn once per model of fields of its generation_config.json that change what transformers generates, where no
-    sampling is given."""
+    """Without sampling options, warn once per model if its generation_config.json has fields with which transformers
+    would not decode greedily."""
     if sampling is None and model not in _warned:
         fields, ignored = effective_fields(model.generation_config)
         if fields or ignored:

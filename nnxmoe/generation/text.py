@@ -97,10 +97,11 @@ class Tokenizer:
         max_length: int | None = None,
         return_tensors: str | None = None,
     ) -> dict[str, Any]:
-        """``input_ids`` and ``attention_mask`` of a text or of several, as the tokenizers of transformers return them.
+        """Tokenize one or several texts; returns ``input_ids`` and ``attention_mask`` as the tokenizers of transformers
+        do.
 
-        ``padding`` True: to the longest, on the right; "max_length": to ``max_length``. ``truncation``: to
-        ``max_length``. ``return_tensors``: "np" or "jax" for arrays [B, T]; default lists.
+        ``padding`` True: on the right, to the longest text; "max_length": to ``max_length``. ``truncation``: to
+        ``max_length``. ``return_tensors``: "np" or "jax" for arrays [B, T]; default: lists.
         """
         if return_tensors not in _TENSORS:
             raise ValueError(f"return_tensors={return_tensors!r}: use 'np', 'jax' or None")

@@ -26,7 +26,7 @@ COMPUTED = ("int8", "int4", "fp8", "fp4")  # kinds of codes whose values are com
 
 
 class Tiles(NamedTuple):
-    """Rows and outputs of a program's tile, inputs of a step, and Triton's warps and pipeline stages."""
+    """Sizes of a Triton program: rows and outputs of its tile, inputs per step, warps and pipeline stages."""
 
     height: int
     width: int
@@ -151,7 +151,7 @@ def _language() -> Any:
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _multiply(rows, kernel, sizes, back, tiles, interpret, dtype=None):
-    """Rows times each group's kernel, in their dtype or another; rows beyond the groups become zero."""
+    """Multiply rows by the kernel of their group, in their dtype or another; rows beyond the groups become zero."""
     count, groups, (height, width, depth, warps, stages) = rows.shape[0], sizes.shape[0], tiles
     outs, dtype = kernel.shape[1 if back else 2], dtype or rows.dtype
     sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)  # with a last group, of zeros
@@ -211,7 +211,7 @@ def _add_floats(rows_ref, index, kernel, group, column, tiles, i, total, back):
 
 
 def _add_codes(rows_ref, index, kernel, group, column, tiles, i, total):
-    """``total`` plus the product with the i-th tile of codes; one of 4 bits holds two tiles of inputs."""
+    """Add the product with the i-th tile of codes to ``total``; a tile of 4-bit codes holds two tiles of inputs."""
     kind: Codes = kernel.kind
     depth = tiles.depth
     codes = kernel.codes[group, pl.ds(column, tiles.width), pl.ds(i * depth, depth)]

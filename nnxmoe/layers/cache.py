@@ -121,8 +121,7 @@ def append_ring(buffer: Buffer, new: Array, past: Past, axis: int, spare: int) -
 
 
 def _ring_index(length: Int[Array, "B"], size: int) -> Int[Array, "B S"]:
-    """The index of the token in each slot of a ring, of which ``length`` tokens were written; negative for empty
-    slots."""
+    """Index of the token in each slot of a ring after ``length`` tokens were written; negative for empty slots."""
     newest = length[:, None] - 1
     return newest - (newest - jnp.arange(size, dtype=jnp.int32)[None]) % size
 

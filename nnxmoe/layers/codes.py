@@ -97,7 +97,7 @@ class Codes:
         return codes.shape[-1] * (2 if self.halves else 1)
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
-        """Codes as they are in memory, from one per element (4 bits: 0 … 15)."""
+        """Pack codes, one per element (4 bits: 0 … 15), as they are stored in memory."""
         if not self.halves:
             return codes
         low, high = self.split(codes.astype(np.uint8))

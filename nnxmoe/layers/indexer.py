@@ -60,7 +60,7 @@ class Indexer(nnx.Module):
         self.weights = Linear((dim,), (heads,), ("embed", None), **kw)
 
     def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H"]:
-        """The key of each token."""
+        """Compute one key per token."""
         return self._rotated(self.k_norm(self.k(x))[:, :, None], context)[:, :, 0]
 
     def choose(

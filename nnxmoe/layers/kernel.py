@@ -76,7 +76,7 @@ class Kernel:
         return batched(x, part, -2 if back else -1).astype(x.dtype)
 
     def apply(self, x: Float[Array, "..."], product: "Product") -> Float[Array, "..."]:
-        """``product(x, kernel)``, for each of the kernels whose products add up to this one's."""
+        """Apply ``product(x, kernel)``; a kernel that is a sum adds the products of its terms."""
         return product(x, self)
 
     def at(self, expert: int | Int[Array, ""]) -> Self:
@@ -189,7 +189,7 @@ class KernelParam(nnx.Param):
 
     @property
     def logical_axes(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """The logical axes of layers and experts, of inputs, and of outputs."""
+        """Logical axes as (layers and experts, inputs, outputs)."""
         return self.split(axes_of(self))
 
     @property

@@ -35,7 +35,7 @@ class QKNorm(nnx.Module):
     def whole(
         cls, heads: int, kv_heads: int, head_dim: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None
     ) -> Self:
-        """All heads together, with scales ``[N * H]`` and ``[K * H]`` (OLMoE; Muennighoff et al. 2024)."""
+        """Norm over all heads of a token, with scales ``[N * H]`` and ``[K * H]`` (OLMoE; Muennighoff et al. 2024)."""
         return cls(*(WholeNorm(count * head_dim, eps, dtype=dtype, rngs=rngs) for count in (heads, kv_heads)))
 
     def __call__(

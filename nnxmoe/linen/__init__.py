@@ -154,7 +154,7 @@ def _draw(module: nn.Module, plan: LinenPlan) -> None:
 
 
 def _put(module: nn.Module, collection: str, names: Names, value: Any) -> None:
-    """Store a variable as nested submodules of these names would."""
+    """Store a variable under nested scopes of these names."""
     module.put_variable(collection, names[0], unflatten_dict({names[1:]: value}) if names[1:] else value)
 
 

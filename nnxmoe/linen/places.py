@@ -71,13 +71,13 @@ class LinenSlot:
     matrix: bool = False
 
     def write(self, value: Any) -> Any:
-        """The NNX value in Linen's form, unboxed; of a stack, its rows."""
+        """Convert an NNX value, or its rows in a stack, to the form it has in Linen, unboxed."""
         if self.rows is None:
             return value.reshape(self.shape)
         return jnp.moveaxis(value.reshape(-1, self.shape[0], *self.shape[2:]), 0, 1)
 
     def read(self, value: Any) -> Any:
-        """Linen's value, boxed or not, in NNX's form."""
+        """Convert a Linen value, boxed or not, to the form it has in NNX."""
         value = value.unbox() if isinstance(value, meta.AxisMetadata) else value
         value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
         value = value if self.rows is None else jnp.moveaxis(value[:, self.rows], 1, 0)
@@ -99,8 +99,8 @@ class LinenSlot:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinenPlan:
-    """A module's graph definition, the place of each of its variables in the order of the tree, and the variables of
-    each place, several for the rows of a stack. Linen does not store the keys and counts of RNG streams."""
+    """A module's graph definition, and the places of its variables in a Linen tree. A place has several variables if
+    they are rows of a stack. Keys and counts of RNG streams are not stored in Linen."""
 
     make: Make
     graph: Any

@@ -127,7 +127,8 @@ def _similarity(a: str, b: str) -> float:
 
 
 def _words(name: str) -> set[str]:
-    """The words of a name in our terms. An output or ``wo`` is the attention's, the feed-forward's or the model's."""
+    """Split a name into words of this package's vocabulary; an output or ``wo`` belongs to the attention, the
+    feed-forward or the model."""
     words: list[str] = re.findall(r"w[i]?_?\d|ln_[\df]|(?:rms|layer)norm_[01]|[a-z]+", name.replace(LAYER, "").lower())
     found = {_WORDS.get(word, word) for word in words}
     if {"out", "output", "o", "wo"} & set(words):

@@ -270,7 +270,7 @@ class CausalLM(nnx.Module):
         return self.norm(x[:, -1:] if last else x)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The output head: logits in float32."""
+        """Apply the output head: logits in float32."""
         return self.head_weight().float32(x)
 
     def head_weight(self) -> Kernel:

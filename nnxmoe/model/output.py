@@ -34,8 +34,11 @@ class ByLayer(dict[int, Any]):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """Output of a stack, or of a model without its head: hidden states of the requested tokens (what a layer hands on,
-    see `CausalLM.enter`), caches, the `MoEInfo` of each layer with experts, and the output of every layer."""
+    """Output of a stack, or of a model without its head.
+
+    ``x``: hidden states of the requested tokens, or what else layers hand on (see `CausalLM.enter`). ``infos``: the
+    `MoEInfo` of each layer with experts. ``hidden``: the output of every layer.
+    """
 
     x: Any
     cache: Any

@@ -141,7 +141,7 @@ class PipelinedStack(ScannedStack):
 
     @property
     def depth(self) -> int:
-        """Number of layers, those left over included."""
+        """Number of layers, including those outside of the stages."""
         return self.count + (0 if self.rest is None else self.rest.count)
 
     def unrolled(self, place: Callable[[nnx.Variable], Any]) -> UnrolledStack:

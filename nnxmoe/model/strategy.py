@@ -202,9 +202,9 @@ class Strategy:
 
     @classmethod
     def auto(cls, platform: str | None = None) -> Self:
-        """The defaults for a platform, ``"cpu"``, ``"gpu"`` or ``"tpu"``; None: the one that JAX runs on.
+        """Return the defaults for a platform, ``"cpu"``, ``"gpu"`` or ``"tpu"``; None: the platform of this process.
 
-        Programs that are compiled for devices of another machine need its name.
+        Name the platform to compile programs for devices of another machine.
         """
         if platform not in (None, "cpu", "gpu", "tpu"):
             raise ValueError(f"Strategy.auto({platform!r}): give 'cpu', 'gpu' or 'tpu', or None")

@@ -98,7 +98,8 @@ def _computing(model: Any) -> dict[str, Any]:
 
 
 def bare(model: Any) -> Any:
-    """The model without config, strategy, prediction layers and reports: the part that compiled programs depend on."""
+    """Copy the model without config, strategy, prediction layers and reports; compiled programs depend on the rest
+    only."""
     made = copy.copy(model)
     for name in _BESIDE:
         vars(made).pop(name, None)  # not delattr, which flax refuses inside a transformation

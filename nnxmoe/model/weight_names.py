@@ -53,7 +53,7 @@ class W:
         return self.parts == 1 and not self.turned
 
     def tensor(self, layer: int | None, expert: int | str | None = None) -> str:
-        """The tensor's name in a checkpoint; ``layer`` None: outside of the layers."""
+        """Name of the tensor in a checkpoint; ``layer`` None: outside of the layers."""
         name = f"{self.name}.{expert}.{self.per_expert}" if self.per_expert else self.name
         return name if layer is None else f"{LAYERS}.{layer}.{name}"
 

@@ -240,7 +240,7 @@ def cache_per_token(model: CausalLM) -> dict[int | None, int]:
 
 @functools.lru_cache(maxsize=8)
 def _scanned(config: DecoderConfig, stages: int | None) -> CausalLM:
-    """The model without arrays, its layers stacked as `Scanned` or a `Pipeline` of so many stages does."""
+    """Make the model without arrays, its layers stacked as by `Scanned`, or as by a `Pipeline` of this many stages."""
     strategy = Strategy(stacking=Scanned(), pipeline=None if stages is None else Pipeline(stages, stages))
     return model_class(config)(config, strategy, rngs=None, dtype=jnp.bfloat16)
 
@@ -252,7 +252,7 @@ def _cache_of(config: DecoderConfig) -> dict[int | None, int]:
 
 @functools.lru_cache(maxsize=8)
 def abstract(config: DecoderConfig) -> CausalLM:
-    """The model without arrays, each layer by itself."""
+    """Make the model without arrays, with unrolled layers."""
     return model_class(config)(config, Strategy(), rngs=None, dtype=jnp.bfloat16)
 
 

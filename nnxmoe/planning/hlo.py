@@ -35,9 +35,9 @@ class Collective:
 
 
 def collectives(text: str, mesh: Mapping[str, int], across: str | None = None) -> list[Collective]:
-    """The collectives of an optimised HLO module that are run at all, with the trip counts of the loops around them.
+    """Find the collectives of an optimised HLO module that can run, with the trip counts of the loops around them.
 
-    Between TPU slices, along the mesh axis ``across``, they are sends that name the collective they come from.
+    Between TPU slices, along the mesh axis ``across``, they appear as sends that name their collective.
     """
     bodies, entry = _computations(text)
     found: Counter[tuple[str, tuple[str, ...], int, bool]] = Counter()
@@ -96,8 +96,11 @@ def _trips(line: str, bodies: Mapping[str, list[str]]) -> int | None:
 
 
 def _bytes(result: str, kind: str, started: bool) -> int:
-    """Bytes of a result. That of an asynchronous start is a tuple of operands, results and context, of which operands
-    and results are tuples if several were combined; that of an all-reduce has the results alone."""
+    """Bytes of a result.
+
+    An asynchronous start returns a tuple of operands, results and context, where operands and results are tuples if
+    several were combined; that of an all-reduce has results only.
+    """
     result = re.sub(r"\{[^}]*\}", "", result)  # layouts
     if not started or kind == "all-reduce":
         return sum(_sizes(result))

@@ -106,7 +106,7 @@ class Plan:
         return printing.table(self)
 
     def plot(self, ax: Any = None) -> Any:
-        """Bars of the bytes on one device; requires matplotlib (``nnxmoe[notebooks]``)."""
+        """Plot the bytes on one device as bars; requires matplotlib (``nnxmoe[notebooks]``)."""
         from nnxmoe import plot
 
         sizes = {name: size / 1e9 for name, size in dataclasses.asdict(self.bytes).items() if size > 1e-4 * self.memory}

@@ -50,7 +50,7 @@ def refuse_unheld(kind: Hardware, mesh: Mapping[str, int]) -> None:
 
 
 def _held(wanted: Sequence[int], physical: Sequence[int]) -> bool:
-    """Whether the physical axes can be dealt out so that each wanted size is the product of its own."""
+    """Whether the physical axes can be assigned so that each requested size is the product of its axes."""
     if not wanted:
         return not physical or all(size == 1 for size in physical)
     for count in range(1, len(physical) + 1):

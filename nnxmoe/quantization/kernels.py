@@ -224,7 +224,7 @@ def exchange_described(model: CausalLM, description: Any) -> None:
 
 
 def _layers(place: Place) -> Sequence[int | None]:
-    """The numbers of the layers that a weight belongs to; None: to no layer, as the head."""
+    """Indices of the layers that a weight belongs to; None for weights outside of the layers, such as the head."""
     first, weight = place.layer, place.weight
     if first is None:
         return [None]

@@ -78,8 +78,8 @@ class Mixed:
 
 
 def parse(text: str) -> Method | Mixed:
-    """A method as on the command line: ``int8``, ``int4``, ``int4:32`` (groups of 32), ``fp8``, ``fp8:64`` (blocks), or
-    ``experts=int4:32,others=int8,head=int8``, in which what is ``float`` or not named stays as it is. Raises
+    """Parse a method of the command line: ``int8``, ``int4``, ``int4:32`` (groups of 32), ``fp8``, ``fp8:64`` (blocks),
+    or ``experts=int4:32,others=int8,head=int8``, where parts that are ``float`` or not named stay unchanged. Raises
     ValueError."""
     parts = text.split(",")
     if "=" not in text:

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def environment(number: int, count: int, port: int, devices: int) -> dict[str, str]:
-    """Environment variables of one process, besides the inherited ones."""
+    """Environment variables that one process gets in addition to the inherited ones."""
     address = f"127.0.0.1:{port}"
     return large_pages.setting() | {
         "JAX_COORDINATOR_ADDRESS": address,

@@ -46,5 +46,5 @@ def progress_bar(**options: Any) -> tqdm:
 
 
 def bytes_bar(total: int, description: str) -> tqdm:
-    """A progress bar in bytes, with the speed, for what takes more than a second."""
+    """A progress bar in bytes, with the speed; it appears after one second."""
     return progress_bar(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1000, delay=1)

@@ -84,7 +84,7 @@ class Endpoints:
         return PlainTextResponse(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """The only model, in a list or alone."""
+        """The model that is served, in a list or by its name."""
         name = self.settings.name
         card = {
             "id": name,

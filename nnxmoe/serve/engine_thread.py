@@ -116,7 +116,7 @@ class EngineThread:
         self._end(self._why())
 
     def _obey(self, wait: bool) -> bool:
-        """Run the commands that were sent; False: the thread is to end."""
+        """Run the commands that were sent. Returns False to end the thread."""
         try:
             while (command := self._inbox.get(block=wait)) is not None:
                 wait = False

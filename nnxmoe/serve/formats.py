@@ -59,8 +59,8 @@ class CompletionFormat:
     delta = choice
 
     def _logprobs(self, index: int, sample: Sample) -> Json:
-        """The most likely tokens at each place include the token itself. Of tokens with the same text, which are parts
-        of characters, the most likely one counts."""
+        """Format log-probabilities. The most likely tokens of each position include the token itself; of several with
+        the same text (parts of characters), the most likely one is listed."""
         tokens, tops = [self.texts.text(token) for token in sample.ids], []
         for token, logprob, top in zip(tokens, sample.logprobs, sample.top, strict=True):
             pairs = [] if top is None else [(self.texts.text(one), value) for one, value in top[: self.logprobs]]
@@ -74,7 +74,7 @@ class CompletionFormat:
         return {"tokens": tokens, "token_logprobs": sample.logprobs, "top_logprobs": tops, **places}
 
     def _offsets(self, index: int, sample: Sample) -> list[int]:
-        """Where the text of each id begins; ids that are parts of one character share its place."""
+        """Start of each id's text; ids that form one character share its start."""
         offsets = self.texts.offsets(sample.ids[: sample.echoed], sample.text[: sample.start])
         stream, at = self.places.get(index) or (self.texts.stream(), sample.start)
         for token in sample.ids[sample.echoed :]:

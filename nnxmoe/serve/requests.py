@@ -58,7 +58,7 @@ class Planner:
     sampling: Sampling = Sampling()
 
     def completion(self, request: CompletionRequest) -> Planned:
-        """The plan of ``/v1/completions``. Raises Refused."""
+        """Plan the response to ``/v1/completions``. Raises Refused."""
         self._refuse_model(request)
         prompts, texts = self._prompts(request.prompt)
         most = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
@@ -68,7 +68,7 @@ class Planner:
         return dataclasses.replace(plan, texts=texts if echo else None, scored=echo and logprobs is not None)
 
     def chat(self, request: ChatRequest) -> Planned:
-        """The plan of ``/v1/chat/completions``. Raises Refused, also for what the chat template refuses."""
+        """Plan the response to ``/v1/chat/completions``. Raises Refused, also if the chat template raises."""
         self._refuse_model(request)
         if request.top_logprobs and not request.logprobs:
             raise Refused(400, "top_logprobs needs logprobs: true", "top_logprobs")

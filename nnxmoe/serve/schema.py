@@ -160,7 +160,7 @@ def _refuse_combinations(request: BaseRequest) -> None:
 
 
 def _refused(message: str, kind: type[BaseRequest]) -> Refused:
-    """The error of a request, after that of msgspec. An unknown field is answered with the nearest known one."""
+    """Convert an error of msgspec to one of the request; for an unknown field it suggests the most similar one."""
     if found := re.search(r"unknown field `(\w+)`(?! - at)", message):
         near = difflib.get_close_matches(found[1], [*kind.__struct_fields__, *NEUTRAL, *LABELS], 1)
         message = f"{found[1]} is not a field of this API: " + (f"did you mean {near[0]}?" if near else "leave it out")

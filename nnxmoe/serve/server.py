@@ -91,7 +91,7 @@ class _Punctual(H11Protocol):
         self._check(None)
 
     def _check(self, idle_since: object) -> None:
-        """Close the connection if it has been idle since the last check, after the same response or without any."""
+        """Close the connection if it was idle during the whole interval since the last check."""
         if self.transport.is_closing():
             return
         idle = self.cycle or self if self.cycle is None or self.cycle.response_complete else None

@@ -71,7 +71,7 @@ def _shown(output: Any, leaves: list[Any]) -> str:
 
 
 def _selection(ours: list[Any], theirs: list[Any]) -> str:
-    """How to compare one output, if one side has only one and the other has several."""
+    """Advice on comparing one output if one side returns one and the other several."""
     for call, many, one in (("nnx_call", ours, theirs), ("linen_call", theirs, ours)):
         paths = [jax.tree_util.keystr(path) for path, leaf in many if len(one) == 1 and kind(leaf) == kind(one[0][1])]
         if paths and paths[0]:
@@ -103,7 +103,8 @@ def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float)
 
 
 def _is_healed(i: int, pairs: list[Pair], agree: list[bool]) -> bool:
-    """Whether an enclosing submodule agrees nevertheless: for example, a factor is applied in another place."""
+    """Whether an enclosing submodule agrees although this one differs, for example because a factor is applied
+    elsewhere."""
     path, around = pairs[i][0].path, {}
     for j in range(i + 1, len(pairs)):
         other = pairs[j][0].path

@@ -42,7 +42,8 @@ class Row:
 
 
 class _Origin(NamedTuple):
-    """Numbers of a parameter of ours at ``ours`` are ``scale`` times those of an array of theirs, plus ``shift``."""
+    """Where values of an NNX parameter come from: at index ``ours`` they are ``scale`` times those of a Linen array,
+    plus ``shift``."""
 
     ours: np.ndarray
     theirs: np.ndarray

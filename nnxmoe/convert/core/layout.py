@@ -68,7 +68,7 @@ class Parameter:
 
     @property
     def inputs(self) -> int | None:
-        """How many of the last dimensions a linear map contracts; None for other parameters."""
+        """Number of trailing dimensions that a linear map contracts; None for other parameters."""
         return self.variable.get_metadata().get("inputs")
 
     @property
@@ -177,13 +177,13 @@ class Leaf:
         return self.inner if self.axis is None else _inserted(self.inner, self.axis, len(self.parts))
 
     def stacked(self, box: Box, number: int) -> Box:
-        """A box of a part, given its number, as a box of the array."""
+        """Convert a box of a part, which has this number, to a box of the array."""
         return box if self.axis is None else _inserted(box, self.axis, slice(number, number + 1))
 
     # Only these two methods and `flax_order` depend on how parameters are stored in memory: kernels as [*outs, *ins].
 
     def view(self, values: AnyArray, parameter: Parameter, shape: tuple[int, ...] | None = None) -> AnyArray:
-        """Values of one part, or of a box of it, in the external arrangement (a view, for NumPy arrays)."""
+        """Rearrange values of one part, or of a box of it, as in the external layout (a view, for NumPy arrays)."""
         inputs = parameter.inputs
         if inputs is None:
             return values.reshape(self.inner if shape is None else shape)

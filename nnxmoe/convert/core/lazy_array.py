@@ -47,7 +47,7 @@ class LazyArray:
 
     @classmethod
     def quantized(cls, codes: Codes, shape: tuple[int, ...], parts: Mapping[str, "LazyArray"]) -> "LazyArray":
-        """The weights ``[O, I]``, or ``[E, O, I]`` of all experts, that codes stand for, in float32."""
+        """Array of the weights ``[O, I]``, or ``[E, O, I]`` of all experts, that codes represent, in float32."""
         first, read = parts["codes"], functools.partial(_decode, codes, shape, parts)
         made = cls(shape, np.dtype(np.float32), read, first.block, codes, parts, first.file)
         tensors = tuple(name for part in parts.values() for name in part.tensors)

@@ -68,7 +68,7 @@ class View:
         return made if array.codes is None else self._quantized(array, made)
 
     def _quantized(self, array: LazyArray, floats: LazyArray) -> LazyArray:
-        """The part of a quantised tensor, which stays quantised; ``floats``: of the values that the codes stand for."""
+        """Slice a quantised tensor, keeping its codes; ``floats``: the slice of the decoded values."""
         assert array.codes is not None
         tall, high = array.codes.tile[0], array.shape[self.dim]
         common = {"order"} if tall < high else {"order", "scale", "zero"}
@@ -92,7 +92,7 @@ def _transpose(out: np.ndarray, values: np.ndarray) -> None:
 
 
 def with_views(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
-    """Arrays of tensors, with the parts that a table names in the place of tensors that hold several parameters."""
+    """Replace tensors that hold several parameters by the parts that a table names."""
     every = [(w, int(".experts." in key)) for key in table for w in options(table, key)]
     divided = {w.name for w, _ in every if not w.whole}
     rows: dict[str, list[tuple[W, int]]] = {}
@@ -119,7 +119,7 @@ def joined(arrays: LazyArrays, views: Mapping[str, View | None]) -> dict[str, La
 
 
 def _joined(parts: Mapping[View, LazyArray]) -> LazyArray:
-    """The tensor that consists of parts."""
+    """Join parts to the tensor that they form."""
     view, first = next(iter(parts.items()))
     assert sum(view.w.span for view in parts) == view.w.parts, parts.keys()
     dim = view.dim

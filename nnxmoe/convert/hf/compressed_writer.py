@@ -139,7 +139,7 @@ def _config(model: CausalLM, groups: Mapping[str, list[str]]) -> dict[str, Any]:
 
 
 def _linear_names(model: CausalLM) -> list[str]:
-    """The weights of linear maps that are floats: routers, and kernels that are not quantised."""
+    """Names of the weights of linear maps that stay floats: routers, and kernels that are not quantised."""
     keys = {place.key for place in places(model) if not isinstance(place.weight, QuantizedWeight)}
     return [name for name, leaf in layout(model).items() if leaf.key in keys or ".router.kernel" in leaf.key]
 

@@ -37,8 +37,8 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 def mxfp4(tensors: Mapping[str, TensorInfo], scheme: Scheme, checkpoint: Checkpoint | None) -> dict[str, LazyArray]:
-    """``X_blocks`` -> lazy array of the weights ``[E, O, I]`` that blocks and scales stand for; a faulty one has a
-    ``fault``."""
+    """Map each ``X_blocks`` to a lazy array of the weights ``[E, O, I]`` that blocks and scales encode; malformed ones
+    have a ``fault``."""
     found: dict[str, LazyArray] = {}
     for name, info in tensors.items():
         weight = name.removesuffix(_BLOCKS).removesuffix(_SCALES)

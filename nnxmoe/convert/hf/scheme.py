@@ -34,7 +34,7 @@ class Scheme:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> "Scheme":
-        """From a parsed config.json. Raises CheckpointError for what cannot be read."""
+        """Parse a config.json. Raises CheckpointError for quantisations that cannot be read."""
         fields, where = config.get("quantization_config"), f"{where}: quantization_config"
         if fields is None:
             return cls("", {}, where)
@@ -67,7 +67,7 @@ class Scheme:
             )
 
     def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        """A field that must have one of some values. Raises CheckpointError."""
+        """Return a field that must have one of some values. Raises CheckpointError."""
         value = self.fields.get(name, default)
         same = value.lower() if isinstance(value, str) else value
         if same not in allowed or isinstance(value, bool) != isinstance(default, bool):
@@ -76,7 +76,7 @@ class Scheme:
         return same
 
     def group_size(self) -> int | None:
-        """The size of a group of inputs; None: all of them."""
+        """Inputs per group; None: all inputs form one group."""
         value = self.fields.get("group_size", 128)
         if type(value) is not int or (value < 1 and value != -1):
             raise CheckpointError(f"{self.where}: group_size must be a positive integer or -1, got {short(value)}")
@@ -94,7 +94,7 @@ class Scheme:
         return value[0], value[1]
 
     def weights(self, module: str) -> "Weights | None":
-        """The settings of compressed-tensors for the weight of a module; None if no group names it."""
+        """Settings of compressed-tensors for the weight of a module; None if no group matches it."""
         groups, found = self.fields.get("config_groups"), list[tuple[int, Mapping[str, Any]]]()
         for group in groups.values() if isinstance(groups, Mapping) else ():
             if group["weights"] is not None:  # null: a group for activations or caches
@@ -116,7 +116,7 @@ class Weights:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], scheme: Scheme) -> "Weights":
-        """From ``config_groups.*.weights``. Raises CheckpointError for what is not supported."""
+        """Parse ``config_groups.*.weights``. Raises CheckpointError for unsupported settings."""
         bits, strategy, size = (fields.get(name) for name in ("num_bits", "strategy", "group_size"))
         where = f"{scheme.where}: config_groups"
         if type(bits) is not int or bits not in (4, 8):
@@ -139,7 +139,7 @@ class Weights:
 
 
 def _nearness(target: str, module: str) -> int:
-    """How closely a target names a module: 3 by its name, 2 by an expression, 1 by its class, 0 not at all."""
+    """Rank of a target that matches a module: 3 by name, 2 by regular expression, 1 by class; 0: no match."""
     names = spellings(module)
     if target in names:
         return 3

@@ -57,7 +57,7 @@ def chat_tokens(
 
 @dataclasses.dataclass(frozen=True)
 class _RenderedChat:
-    """A chat with its text, and where answers are in it."""
+    """A chat, its rendered text, and the ranges of its answers in the text."""
 
     tokenizer: Tokenizer
     chat: Chat

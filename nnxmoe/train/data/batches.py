@@ -144,7 +144,7 @@ class Batches(Iterator[Batch]):
         return self._identity | {name: getattr(self, name) for name in names}
 
     def _next_row(self) -> list[Document] | None:
-        """The documents of the next row; None at the end."""
+        """Return the documents of the next row; None at the end."""
         while self.epochs is None or self._epoch < self.epochs:
             if self._start >= len(self.documents):
                 self._epoch, self._start = self._epoch + 1, 0
@@ -199,14 +199,14 @@ class Batches(Iterator[Batch]):
 
 
 def _window(seq_len: int) -> int:
-    """The number of tokens packed together: 64 rows, but at least 8 and about 131,000 tokens."""
+    """Number of tokens that are packed together: 64 rows, but at least 8 rows and about 131,000 tokens."""
     return max(8 * seq_len, min(64 * seq_len, 1 << 17))
 
 
 class Rows:
     """A random-access source for ``grain.MapDataset``: one document per row, as int32 [T] arrays.
 
-    Longer texts are truncated, as chats are. A chat without an answer within the row becomes padding.
+    Documents longer than a row are truncated. A chat without an answer within the row becomes padding.
     """
 
     def __init__(self, documents: Documents, seq_len: int) -> None:

@@ -48,13 +48,13 @@ class Record:
 
 
 def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
-    """The record in a JSON object, and the names of the fields that were ignored.
+    """Parse a JSON object as a record. Returns the record and the names of the ignored fields.
 
     Raises DataError unless it has one of the forms ``{"text"}``, ``{"messages": [{"role", "content"}]}``, ``{"prompt",
-    "completion"}`` (strings or messages), ``{"instruction", "input", "output"}`` (Alpaca's; "input" may be missing), or
-    ``{"conversations": [{"from", "value"}], "system"}`` (ShareGPT's; "system" may be missing). Templates get "tools"
-    beside a chat and other fields of messages too, such as tool_calls; answers of weight 0 are not learned, as in
-    OpenAI's files.
+    "completion"}`` (strings or messages), ``{"instruction", "input", "output"}`` (Alpaca; "input" is optional), or
+    ``{"conversations": [{"from", "value"}], "system"}`` (ShareGPT; "system" is optional). Chat templates also get
+    "tools" beside a chat, and other fields of messages, such as tool_calls. Answers with weight 0 are not trained on,
+    as in OpenAI's files.
     """
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: {short(value)} is not a JSON object; {_REMEDY}")

@@ -18,7 +18,8 @@ _BYTES = "base64"  # of a state in bytes, such as that of grain's DataLoader
 
 
 class BatchSource:
-    """The data with a position that can be saved: its own state if it has one, else the number of batches taken."""
+    """Training data with a position that can be saved: the state of the data if it has one, else the number of batches
+    taken."""
 
     def __init__(self, data: Iterable[Batch]) -> None:
         self.data, self.taken = data, 0

@@ -85,7 +85,7 @@ def _chunked(x: Array, kernel: Kernel, targets: Array, weights: Array, step: int
 
 
 def _with_slopes(x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float) -> Any:
-    """The sums, and the gradients of the first with respect to ``x`` and, where it is trained, ``kernel``."""
+    """Compute the sums, and the gradients of the first with respect to ``x`` and, if it is trained, ``kernel``."""
     cast = kernel.cast(x.dtype)
 
     def one(carry: Any, chunk: Any) -> Any:

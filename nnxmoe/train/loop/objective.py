@@ -195,8 +195,8 @@ class Objective:
     def _predict(
         self, model: CausalLM, x: Array, batch: Batch, key: Any, counts: Sequence[Array]
     ) -> tuple[Array | None, list[Any]]:
-        """The mean loss of the prediction layers, each given the states of the one before, and their `MoEInfo`s. Layers
-        without a count are not computed."""
+        """Mean loss of the prediction layers and their `MoEInfo`s. Each layer gets the states of the one before; layers
+        without targets are not computed."""
         losses, infos = [], []
         for k, (count, ahead) in enumerate(zip(counts, targets_ahead(batch, len(counts)), strict=True)):
             own = None if key is None else jax.random.fold_in(key, len(model.stacks) + k)

@@ -33,9 +33,9 @@ class NotFinite(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The argument of callbacks, after each step.
+    """Passed to callbacks after each step.
 
-    ``model()`` is the model as it is now. The next step donates its arrays, so copy what is to be kept
+    ``model()`` returns the current model. The next step donates its arrays: copy what you keep
     (``jax.tree.map(jnp.copy, nnx.state(model))``) or save it.
     """
 
@@ -174,8 +174,8 @@ class Run:
         raise Interrupted(f"interrupted at step {number} of {self.steps}; {told}", fitted)
 
     def _read(self, made: _StepMade, stop: Stop) -> tuple[Metrics, np.ndarray]:
-        """The metrics of a step and its `Progress.load`, once they are computed. Raises ValueError for a batch without
-        tokens, and NotFinite."""
+        """Wait for a step, and return its metrics and `Progress.load`. Raises ValueError for a batch without tokens,
+        and NotFinite."""
         report = jax.device_get(made.report)
         if report.losses.tokens is not None and not report.losses.tokens:
             raise ValueError(

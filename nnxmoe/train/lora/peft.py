@@ -66,10 +66,8 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
 
 
 def base_of(folder: str | os.PathLike[str]) -> str | None:
-    """The base model that the adapter in a folder names; None if the folder holds no adapter, or a whole model.
-
-    Raises CheckpointError if it names none.
-    """
+    """Base model named by the adapter in a folder; None if the folder holds no adapter, or a whole model. Raises
+    CheckpointError for an adapter without base model."""
     path = absolute(folder) / CONFIG_FILE
     if not path.is_file() or path.with_name("config.json").is_file():
         return None

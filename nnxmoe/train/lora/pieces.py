@@ -17,7 +17,7 @@ from nnxmoe.train.lora.slots import Slot
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The layout in a file of one layer's ``a`` or ``b``."""
+    """Layout of one layer's ``a`` or ``b`` in a file."""
 
     which: str
     one: tuple[int, ...]  # the shape of one layer here
@@ -32,7 +32,7 @@ class Stored:
         return (rows, size // rows) if self.which == "a" else (size // rows, rows)
 
     def store(self, one: np.ndarray) -> np.ndarray:
-        """Values in PEFT's layout."""
+        """Convert values to the layout of PEFT."""
         if self.which == "a":
             return one.reshape(self.shape)
         flat = one.reshape(self.experts, self.in_turn, -1, self.rank).swapaxes(1, 2)
