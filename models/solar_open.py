@@ -1,4 +1,4 @@
-"""Solar Open (Upstage 2026): layers of GLM-4.5, all with experts, with whole heads rotated and without QK norm.
+"""Solar Open (Upstage 2026): layers of GLM-4.5, all with experts, with whole heads rotated and without QK norm."""
 
 import dataclasses
 from collections.abc import Sequence
