@@ -14,6 +14,7 @@ from nnxmoe.config.nested import text_fields
 from nnxmoe.config.printable import short
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.reads import refuse_unread
+from nnxmoe.models.afmoe import Afmoe, AfmoeConfig
 from nnxmoe.models.deepseek_v2 import DeepSeekV2, DeepSeekV2Config
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
@@ -72,7 +73,7 @@ for _family in (
     *(Llama, Mixtral, DeepSeekV3, DeepSeekV2, KimiK2, Glm4MoeLite, Glm4Moe, Dots1, SolarOpen, MiniMaxM2),
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
     *(DeepSeekV32, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
-    *(Ministral3, ExaoneMoe, Mellum),
+    *(Ministral3, ExaoneMoe, Mellum, Afmoe),
 ):
     register(_family)
 
@@ -81,6 +82,8 @@ __all__ = [
     "HUB_NOTES",
     "MODELS",
     "PRESETS",
+    "Afmoe",
+    "AfmoeConfig",
     "DeepSeekV2",
     "DeepSeekV2Config",
     "DeepSeekV3",

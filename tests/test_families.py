@@ -366,6 +366,7 @@ def test_maxtext_layout(kind: str) -> None:
         ("ministral3", "no table of MaxText's names for 'ministral3'"),
         ("exaone_moe", "no table of MaxText's names for 'exaone_moe'"),
         ("mellum", "no table of MaxText's names for 'mellum'"),
+        ("afmoe", "no table of MaxText's names for 'afmoe'"),
     ],
 )
 def test_what_maxtext_does_not_have_is_refused(kind: str, message: str, folders: Callable[[str], Path]) -> None:
@@ -562,6 +563,21 @@ def rotate_everywhere(model: Any) -> None:
         x.rotary = model.config.rope
 
 
+def forget_output_gate(model: Any) -> None:
+    for x in attentions(model):
+        x.gate = None
+
+
+def forget_post_norms(model: Any) -> None:
+    for stack in model.stacks:
+        for layer in stack.layers:
+            layer.attention_post_norm = layer.feed_forward_post_norm = None
+
+
+def forget_embedding_scale(model: Any) -> None:
+    model.embed.table.set_value(model.embed.table[...] * model.config.hidden_size**-0.5)
+
+
 def rotate_nowhere(model: Any) -> None:
     for x in attentions(model):
         x.rotary = None
@@ -601,6 +617,8 @@ MISTAKES: list[tuple[str, Plant]] = [
     ),
     *(("minimax_m2", plant) for plant in (forget_correction, select_with(normalise=False))),
     *(("ministral3", plant) for plant in (forget_scale, scale_a_token_late)),
+    *(("afmoe", plant) for plant in (rotate_everywhere, window_by(-1), norm_after_rotation, forget_correction)),
+    *(("afmoe", plant) for plant in (forget_output_gate, forget_post_norms, forget_embedding_scale)),
     *(("mellum", plant) for plant in (rotate_everywhere, windows_of_other_layers, norm_after_rotation, shift_runs)),
     *(("exaone_moe", plant) for plant in (rotate_everywhere, rotate_nowhere, window_by(1), windows_of_other_layers)),
     *(("exaone_moe", plant) for plant in (norm_after_rotation, forget_correction, select_with(groups=2, top_groups=1))),

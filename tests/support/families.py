@@ -372,6 +372,27 @@ def _mellum(rng: random.Random) -> Fields:
     }
 
 
+def _afmoe(rng: random.Random) -> Fields:
+    layers, experts = rng.choice([2, 3, 4]), rng.choice([4, 6, 8])
+    kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    windows = [{"layer_types": kinds}, {"global_attn_every_n_layers": rng.choice([1, 2, 3])}]
+    return (
+        _grouped(rng, layers)
+        | rng.choice(windows)
+        | {
+            "sliding_window": rng.choice([2, 5, 8]),
+            "attention_bias": rng.random() < 0.5,
+            "mup_enabled": rng.random() < 0.5,
+            "num_dense_layers": rng.choice([0, 1, 1, 2]),
+            "moe_intermediate_size": rng.choice([12, 20]),
+            "num_experts": experts,
+            "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+            "num_shared_experts": rng.choice([1, 2]),
+            "route_scale": rng.choice([1.0, 1.8, 2.826]),
+        }
+    )
+
+
 # The frozen configurations, as the hub writes them
 
 _HUB: Fields = {
@@ -839,6 +860,36 @@ FAMILIES: dict[str, Family] = {
         },
         _mellum,
         "mellum",
+    ),
+    "afmoe": Family(
+        _HUB
+        | _GQA
+        | {
+            "model_type": "afmoe",
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "attention_bias": True,
+            "global_attn_every_n_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "moe_intermediate_size": 12,
+            "mup_enabled": True,
+            "n_group": 1,
+            "num_dense_layers": 1,
+            "num_expert_groups": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_limited_groups": 1,
+            "num_shared_experts": 2,
+            "rope_scaling": None,
+            "route_norm": True,
+            "route_scale": 2.826,
+            "score_func": "sigmoid",
+            "sliding_window": 4,
+            "topk_group": 1,
+            "use_grouped_mm": True,
+        },
+        _afmoe,
+        "afmoe",
     ),
 }
 

@@ -1,0 +1,158 @@
+"""Trinity (Arcee AI, 2025): DeepSeek-V3's experts in one group, and attention with gated outputs and norms around it.
+
+Layers with a window rotate their queries and keys, the others do not. What attention and feed-forward add is
+normalised.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.config.bounds import check_at_most, count
+from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.gqa import GQA, OutputGate
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, corrected_router, grouped_experts
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
+from nnxmoe.moe.block import MoE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AfmoeConfig(LayerWindowsConfig):
+    """``layer_types`` null: every ``global_attn_every_n_layers``-th layer attends to all keys. ``num_dense_layers``:
+    number of dense layers, which come first. ``attention_bias``: biases of q, k, v and o. ``route_scale`` multiplies
+    the weights of the chosen experts, which sum to 1. ``mup_enabled``: multiply the embeddings by the root of
+    ``hidden_size``."""
+
+    model_type = "afmoe"
+    architecture = "AfmoeForCausalLM"
+    scale_in_queries = False
+    fixed = {
+        "n_group": (1,),
+        "topk_group": (1,),
+        "num_expert_groups": (1,),
+        "num_limited_groups": (1,),
+        "route_norm": (True,),
+        "score_func": ("sigmoid",),
+    }
+    ignored = "use_grouped_mm load_balance_coeff output_router_logits"
+    n_group = topk_group = 1
+    norm_topk_prob = True
+
+    vocab_size: int = 200192
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    num_attention_heads: int = 16
+    head_dim: int | None = count(128, most=2**16)
+    max_position_embeddings: int = 16384
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    sliding_window: int | None = count(1024)
+    global_attn_every_n_layers: int = count(4)
+    num_dense_layers: int = count(1, least=0)
+    moe_intermediate_size: int = count(1408, most=2**24)
+    num_experts: int = count(64, most=4096)
+    num_experts_per_tok: int = 6
+    num_shared_experts: int = count(2, most=4096)
+    route_scale: float = 1.0
+    mup_enabled: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+    def _check(self) -> None:
+        super()._check()
+        check_at_most(self, "num_experts_per_tok", "num_experts")
+
+    @property
+    def layer_kinds(self) -> Sequence[str]:
+        every = self.global_attn_every_n_layers
+        return self.layer_types or [SLIDING if (i + 1) % every else FULL for i in range(self.num_hidden_layers)]
+
+    @property
+    def experts(self) -> int:
+        return self.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
+    @property
+    def n_shared_experts(self) -> int:
+        """The name in DeepSeek-V3's config; likewise below."""
+        return self.num_shared_experts
+
+    @property
+    def routed_scaling_factor(self) -> float:
+        return self.route_scale
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        return tuple(i >= self.num_dense_layers for i in range(self.num_hidden_layers))
+
+
+_NANO = AfmoeConfig(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=56, num_attention_heads=8, num_key_value_heads=2,
+    max_position_embeddings=131072, sliding_window=2048, num_dense_layers=2, moe_intermediate_size=256,
+    num_experts=128, num_experts_per_tok=8, num_shared_experts=1, route_scale=2.826, mup_enabled=True,
+    dtype="bfloat16",
+)  # fmt: skip
+_MINI = dataclasses.replace(
+    _NANO, hidden_size=2048, intermediate_size=6144, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=4, moe_intermediate_size=1024, layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 8,
+)  # fmt: skip
+
+
+class MuPEmbed(Embed):
+    """Embeddings multiplied by the root of their width; the tied head is not."""
+
+    def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
+        return super().__call__(tokens, dtype) * self.table.shape[1] ** 0.5
+
+
+class Afmoe(CausalLM):
+    """Trinity."""
+
+    configs = (AfmoeConfig,)
+    presets = {"trinity-nano": _NANO, "trinity-mini": _MINI}
+    hub_ids = {"trinity-nano": "arcee-ai/Trinity-Nano-Preview", "trinity-mini": "arcee-ai/Trinity-Mini"}
+    hf_table = {
+        **HF_DECODER,
+        **HF_GQA,
+        **HF_QK_NORM,
+        **HF_MLP,
+        **HF_GROUPED_EXPERTS,
+        "layer.attention.gate.g.kernel": W("self_attn.gate_proj.weight"),
+        "layer.attention_post_norm.scale": W("post_attention_layernorm.weight"),
+        "layer.moe.router.kernel": W("mlp.router.gate.weight"),
+        "layer.moe.router.bias": W("mlp.expert_bias"),
+        **{f"layer.{x}_norm.scale": W("pre_mlp_layernorm.weight") for x in ("mlp", "moe")},
+        **{f"layer.{x}_post_norm.scale": W("post_mlp_layernorm.weight") for x in ("mlp", "moe")},
+    }
+
+    def embedding(self, config: AfmoeConfig, strategy: Strategy, **kw: Any) -> Embed:
+        form = MuPEmbed if config.mup_enabled else Embed
+        return form(config.vocab_size, config.hidden_size, mesh=strategy.mesh, rules=strategy.rules, **kw)
+
+    def layer(self, index: int, form: type[Layer] = Layer, **options: Any) -> Layer:
+        one, other = (RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, **options) for _ in range(2))
+        return super().layer(index, form, post_norms=(one, other), **options)
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c, window = self.config, self.config.windows[index]
+        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
+        gate = OutputGate(c.hidden_size, c.num_attention_heads, c.head_width, **kw)
+        rotary = c.rope if window else None
+        return self.gqa(window=window, rotary=rotary, bias=c.attention_bias, qk_norm=norm, gate=gate, **kw)
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        return grouped_experts(self, index, functools.partial(corrected_router, self.config), **kw)
