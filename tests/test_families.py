@@ -110,6 +110,25 @@ def test_greedy_tokens_match_transformers(kind: str, folders: Callable[[str], Pa
         assert np.array_equal(ids[:, PROMPT:], case.arrays[prefix + "greedy"]), prefix
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("ministral3", "exaone_moe", "mellum", "afmoe") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
+def test_packed_documents_equal_rows_of_their_own(kind: str, folders: Callable[[str], Path]) -> None:
+    model, tokens = nnxmoe.from_pretrained(folders(kind)), load(kind).arrays["tokens"]
+    parts = slice(0, 7), slice(7, tokens.shape[1])
+    segments, positions = (
+        np.concatenate([make(part.stop - part.start, i) for i, part in enumerate(parts)])[None].repeat(2, axis=0)
+        for make in (lambda size, i: np.full(size, i + 1), lambda size, _: np.arange(size))
+    )
+    packed = model(tokens, positions=positions, segment_ids=segments).logits
+    for part in parts:
+        assert max_error(packed[:, part], model(tokens[:, part]).logits) < PART_TOLERANCE * np.abs(packed).max()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_are_kept_bit_for_bit(kind: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
     """Saved with the hub's names; the fused names of transformers 5 load to the same parameters; scanned too."""
