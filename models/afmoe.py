@@ -36,6 +36,7 @@ class AfmoeConfig(LayerWindowsConfig):
 
     model_type = "afmoe"
     architecture = "AfmoeForCausalLM"
+    experts_field = "num_experts"
     scale_in_queries = False
     fixed = {
         "n_group": (1,),
@@ -77,14 +78,6 @@ class AfmoeConfig(LayerWindowsConfig):
     def layer_kinds(self) -> Sequence[str]:
         every = self.global_attn_every_n_layers
         return self.layer_types or [SLIDING if (i + 1) % every else FULL for i in range(self.num_hidden_layers)]
-
-    @property
-    def experts(self) -> int:
-        return self.num_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
     @property
     def n_shared_experts(self) -> int:

@@ -27,6 +27,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
 
     model_type = "exaone_moe"
     architecture = "ExaoneMoeForCausalLM"
+    experts_field = "num_experts"
     scale_in_queries = False
     aliases = {"num_local_experts": "num_experts"}
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
@@ -63,14 +64,6 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     def layer_kinds(self) -> Sequence[str]:
         every: Any = self.sliding_window_pattern  # a number without layer_types
         return self.layer_types or [SLIDING if (i + 1) % every else FULL for i in range(self.num_hidden_layers)]
-
-    @property
-    def experts(self) -> int:
-        return self.num_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
     @property
     def n_shared_experts(self) -> int:

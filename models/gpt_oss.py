@@ -32,6 +32,7 @@ class GptOssConfig(LayerWindowsConfig):
 
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
+    experts_field = "num_local_experts"
     scale_in_queries = False
     aliases = {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
     ignored = "output_router_logits router_aux_loss_coef initial_context_length"
@@ -66,14 +67,6 @@ class GptOssConfig(LayerWindowsConfig):
     @property
     def rope_fields(self) -> Mapping[str, Any]:
         return super().rope_fields or YARN
-
-    @property
-    def experts(self) -> int:
-        return self.num_local_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
 
 _GPT_OSS_120B = GptOssConfig(rope_parameters=YARN, eos_token_id=200002, pad_token_id=199999, dtype="bfloat16")

@@ -24,6 +24,7 @@ class GroupedExpertsConfig(DecoderConfig):
     ``routed_scaling_factor`` multiplies the weights. ``first_k_dense_replace``: number of dense layers, which come
     first; a field of the families that have some."""
 
+    experts_field = "n_routed_experts"
     scale_in_queries = False
     aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
@@ -47,14 +48,6 @@ class GroupedExpertsConfig(DecoderConfig):
 
     def _check_groups(self) -> None:
         check_groups(self, "n_routed_experts")
-
-    @property
-    def experts(self) -> int:
-        return self.n_routed_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
     @property
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:

@@ -29,6 +29,7 @@ class HyV3Config(DecoderConfig):
 
     model_type = "hy_v3"
     architecture = "HYV3ForCausalLM"
+    experts_field = "num_experts"
     scale_in_queries = False
     aliases = {"num_local_experts": "num_experts", "expert_hidden_dim": "moe_intermediate_size"}
     fixed = {
@@ -69,14 +70,6 @@ class HyV3Config(DecoderConfig):
     def _check(self) -> None:
         super()._check()
         check_at_most(self, "num_experts_per_tok", "num_experts")
-
-    @property
-    def experts(self) -> int:
-        return self.num_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
     @property
     def n_shared_experts(self) -> int:

@@ -26,6 +26,7 @@ class MellumConfig(LayerWindowsConfig):
 
     model_type = "mellum"
     architecture = "MellumForCausalLM"
+    experts_field = "num_experts"
     scale_in_queries = False
     aliases = {"num_local_experts": "num_experts"}
     ignored = """use_sliding_window max_window_layers output_router_logits router_aux_loss_coef num_mtp_layers
@@ -81,14 +82,6 @@ class MellumConfig(LayerWindowsConfig):
     @property
     def layer_kinds(self) -> Sequence[str]:
         return self.layer_types or [FULL] * self.num_hidden_layers
-
-    @property
-    def experts(self) -> int:
-        return self.num_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
     @property
     def sparse_layers(self) -> Sequence[bool]:

@@ -30,6 +30,7 @@ class MiniMaxM2Config(PartialRotaryConfig):
 
     model_type = "minimax_m2"
     architecture = "MiniMaxM2ForCausalLM"
+    experts_field = "num_local_experts"
     scale_in_queries = False
     rope_field = "rotary_dim"
     aliases = {"num_experts": "num_local_experts"}
@@ -87,14 +88,6 @@ class MiniMaxM2Config(PartialRotaryConfig):
     @property
     def rope_dim(self) -> int:
         return self.rotary_dim or super().rope_dim
-
-    @property
-    def experts(self) -> int:
-        return self.num_local_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
 
 PRESETS: dict[str, DecoderConfig] = {

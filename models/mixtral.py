@@ -23,6 +23,7 @@ class MixtralConfig(DecoderConfig):
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
+    experts_field = "num_local_experts"
     aliases = {"num_experts": "num_local_experts"}
     ignored = "output_router_logits router_aux_loss_coef"
 
@@ -46,14 +47,6 @@ class MixtralConfig(DecoderConfig):
     @property
     def window(self) -> int | None:
         return self.sliding_window
-
-    @property
-    def experts(self) -> int:
-        return self.num_local_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
 
 _MIXTRAL_8X7B = MixtralConfig(max_position_embeddings=32768, dtype="bfloat16")

@@ -25,6 +25,7 @@ class OlmoeConfig(DecoderConfig):
 
     model_type = "olmoe"
     architecture = "OlmoeForCausalLM"
+    experts_field = "num_experts"
     scale_in_queries = False
     aliases = {"num_local_experts": "num_experts"}
     fixed = {"clip_qkv": (None,)}
@@ -48,14 +49,6 @@ class OlmoeConfig(DecoderConfig):
     def _check(self) -> None:
         super()._check()
         check_at_most(self, "num_experts_per_tok", "num_experts")
-
-    @property
-    def experts(self) -> int:
-        return self.num_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
 
 class Olmoe(CausalLM):

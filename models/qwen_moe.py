@@ -22,6 +22,7 @@ class QwenMoeConfig(DecoderConfig):
     in ``mlp_only_layers``; the others are dense, of width ``intermediate_size``. ``norm_topk_prob``: rescale the
     weights of the chosen experts to sum to 1."""
 
+    experts_field = "num_experts"
     scale_in_queries = False
     aliases = {"num_local_experts": "num_experts"}
     ignored = "output_router_logits router_aux_loss_coef"
@@ -45,14 +46,6 @@ class QwenMoeConfig(DecoderConfig):
         only, layers = self.mlp_only_layers, range(self.num_hidden_layers)
         if only is not None and not (isinstance(only, tuple) and all(type(i) is int and i in layers for i in only)):
             raise ConfigError(f"mlp_only_layers must list numbers of layers, 0 to {layers[-1]}, got {short(only)}")
-
-    @property
-    def experts(self) -> int:
-        return self.num_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
     @property
     def sparse_layers(self) -> Sequence[bool]:

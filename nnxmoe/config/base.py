@@ -48,6 +48,7 @@ class DecoderConfig:
     # family) -> the values it may have, the first of which is saved; and fields that do not affect the forward pass.
     aliases: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"partial_rotary_factor": (None, 1)}
+    experts_field: ClassVar[str] = ""  # the field with the number of experts per layer; empty: dense models
     rope_field: ClassVar[str] = "head_dim"  # the field with the rotated width
     rope_keys: ClassVar[frozenset[str]] = ROPE_FIELDS  # the fields of a rope object that are read
     scale_in_queries: ClassVar[bool] = True  # whether the query kernel can carry the scale of the scores
@@ -242,12 +243,12 @@ class DecoderConfig:
     @property
     def experts(self) -> int:
         """Experts per MoE layer (E); 0 if dense."""
-        return 0
+        return getattr(self, self.experts_field) if self.experts_field else 0
 
     @property
     def experts_per_token(self) -> int:
         """Experts per token (X); 0 if dense."""
-        return 0
+        return self.num_experts_per_tok if self.experts_field else 0  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
