@@ -1,7 +1,8 @@
 """Hy3 (Tencent Hunyuan, 2026), after the implementation in transformers.
 
 Grouped-query attention with normalised heads. The experts are DeepSeek-V3's in one group, under other names; which
-layers are dense is given per layer. transformers does not load the layer for multi-token prediction.
+layers are dense is given per layer. transformers does not load the layer for multi-token prediction, whose last norm
+has a name of its own.
 """
 
 import dataclasses

@@ -10,6 +10,8 @@ import nnxmoe
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from safetensors.numpy import load_file  # noqa: E402
+
 from tests.support.arrays import max_error  # noqa: E402
 from tests.support.families import FAMILIES, tokens_of  # noqa: E402
 from tests.support.freeze_mtp import run_theirs, write_theirs  # noqa: E402
@@ -60,3 +62,24 @@ def test_frozen_cases_are_current(kind: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, case.fields, case.weights)
     for k, logits in enumerate(run_theirs(tmp_path, FAMILIES[kind].theirs, case.arrays["tokens"])):
         assert max_error(logits, case.arrays[f"logits.{k}"]) < 1e-5, k
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+def test_hy3_has_another_name_for_the_last_norm(depths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no copies. transformers skips these layers of Hy3, so its ``MtpModel`` is told of them."""
+    for name, value in (("num_mtp_layers", depths), ("mtp_mlp_layer_types", ["sparse"] * depths)):
+        monkeypatch.setattr(transformers.HYV3Config, name, value, raising=False)
+    fields = fields_of("hy_v3", depths)
+    write_theirs(tmp_path, "hy_v3", fields, seed=depths)
+    tokens = tokens_of(fields["vocab_size"], seed=depths)[0]
+    wanted = run_theirs(tmp_path, "hy_v3", tokens)
+    stored = load_file(tmp_path / "model.safetensors")
+    published = {
+        name.replace("shared_head.norm", "final_layernorm"): value
+        for name, value in stored.items()
+        if "shared_head.head" not in name and not (".layers." in name and "embed_tokens" in name)
+    }
+    model = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "published", fields, published), mtp=True)
+    assert not model.load_report.unexpected and not model.load_report.notes
+    errors = [max_error(mine, theirs) for mine, theirs in zip(logits_ahead(model, tokens), wanted, strict=True)]
+    assert len(errors) == depths + 1 and max(errors) < TOLERANCE, errors
