@@ -33,6 +33,8 @@ from nnxmoe.models import model_class
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Routing, SoftmaxGroupTopK, SoftmaxTopK
 from nnxmoe.train import Objective, lora
+from nnxmoe.train.lora.pieces import parameter_name
+from nnxmoe.train.lora.slots import slots
 from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, NEW, PROMPT, Frozen, fused, load, positions_of, tokens_of, weights_of
 from tests.support.fp8 import quantise
@@ -227,6 +229,15 @@ def test_training_and_adapters(kind: str, folders: Callable[[str], Path]) -> Non
     assert after < before
     lora.add(model, 2, rngs=nnx.Rngs(0))
     assert max_error(model(tokens).logits, load(kind).arrays["logits"]) < MODEL_TOLERANCE
+
+
+def test_adapters_have_the_names_of_transformers_in_memory() -> None:
+    """Also where files have others, or several parameters in one tensor."""
+    ends = [f"self_attn.{x}_proj" for x in "qkvo"] + ["mlp.shared_experts.up_proj"]
+    for kind in ("sarvam_moe", "hy_v3"):
+        model = build(load(kind).fields, load(kind).weights)
+        names = {parameter_name(model, slot, 1) for slot in slots(model) if 1 in slot.layers}
+        assert {f"model.layers.1.{end}.weight" for end in ends} <= names
 
 
 # Meshes
