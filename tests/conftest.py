@@ -28,7 +28,10 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # lowering is 20 % faster without stack traces
 # Compilation cache shared by pytest workers and child processes, and kept for the next run.
 PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / f"xla-{version('jaxlib')}-py{sys.version_info.minor}"
-SETS = 3  # of parameters per test, in a run of the whole folder; CI runs the others by turns
+SETS = (
+    3  # of parameters per test, in a run of the whole folder; all but the first are slow; CI runs the others by turns
+)
+NOT_BY_DEFAULT = {"slow", "program", "commands", "oracle", "kernels", "notebooks", "grain", "clients", "accelerators"}
 PROGRAMS_LIMIT = 2 * 2**30  # bytes; code changes add programs, and JAX never evicts any
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(PROGRAMS))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_of_sets = f"sets of parameters per test, 0: all (default: {SETS} where no file or test is named, else all)"
+    help_of_sets += f"; up to {SETS}, those of default tests beside the first are slow"
     parser.addoption("--sets", type=int, help=help_of_sets)
     parser.addoption("--part", metavar="K/N", help="run every N-th test, from the K-th; the N parts are all tests")
 
@@ -69,29 +73,54 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
-@pytest.hookimpl(trylast=True)  # after markers have selected tests
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # before and after markers have selected tests
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     if config.getoption("jaxtyping_packages", None):
         for item in items:
             if item.get_closest_marker("wrong_types"):
                 item.add_marker(pytest.mark.skip(reason="wrong types on purpose"))
-
-    if most := config.getoption("sets"):
-        keep_sets(config, items, most)
+    most = config.getoption("sets")
+    chosen = slow_sets(config, items) if most and most <= SETS else set()
+    yield
+    if most:
+        keep_sets(config, items, most, chosen)
     if part := config.getoption("part"):
         this, parts = map(int, part.split("/"))
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != this % parts])
         items[:] = [item for i, item in enumerate(items) if i % parts == this % parts]
 
 
-def keep_sets(config: pytest.Config, items: list[pytest.Item], most: int) -> None:
-    """Deselects all but ``most`` evenly spaced sets of parameters of each test, the first among them; commands and
-    examples of the README are all kept."""
+def by_test(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """The sets of parameters of each test; commands and examples of the README count as tests of their own."""
     of_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         name = item.nodeid if item.get_closest_marker("commands") else item.nodeid.partition("[")[0]
         of_test.setdefault(name, []).append(item)
-    kept = {id(same[i * len(same) // most]) for same in of_test.values() for i in range(most)}
+    return list(of_test.values())
+
+
+def slow_sets(config: pytest.Config, items: list[pytest.Item]) -> set[int]:
+    """Ids of ``SETS`` evenly spaced sets of parameters of each default test, all but the first of which become slow.
+
+    The other sets of these tests are deselected."""
+    plain = [item for item in items if all(mark.name not in NOT_BY_DEFAULT for mark in item.iter_markers())]
+    chosen = set()
+    for same in by_test(plain):
+        for i in sorted({i * len(same) // SETS for i in range(SETS)}):
+            chosen.add(id(same[i]))
+            if i:
+                same[i].add_marker(pytest.mark.slow)
+    dropped = {id(item) for item in plain} - chosen
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in dropped])
+    items[:] = [item for item in items if id(item) not in dropped]
+    return chosen
+
+
+def keep_sets(config: pytest.Config, items: list[pytest.Item], most: int, also: set[int]) -> None:
+    """Deselects all but ``most`` evenly spaced sets of parameters of each test, the first among them, and but the items
+    whose ids are in ``also``."""
+    tests = by_test([item for item in items if id(item) not in also])
+    kept = also | {id(same[i * len(same) // most]) for same in tests for i in range(most)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
 
