@@ -17,6 +17,7 @@ from nnxmoe.model.reads import refuse_unread
 from nnxmoe.models.afmoe import Afmoe, AfmoeConfig
 from nnxmoe.models.deepseek_v2 import DeepSeekV2, DeepSeekV2Config
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
+from nnxmoe.models.deepseek_v4 import DeepSeekV4, DeepSeekV4Config
 from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
 from nnxmoe.models.dots1 import Dots1, Dots1Config
 from nnxmoe.models.exaone_moe import ExaoneMoe, ExaoneMoeConfig
@@ -46,7 +47,7 @@ HUB_IDS: dict[str, str] = {}  # preset -> the published checkpoint
 HUB_NOTES: dict[str, str] = {}  # preset -> how its files differ from what is loaded
 # Supported model_type -> families that are not supported and differ least from it.
 RELATIVES = {
-    "deepseek_v3": "deepseek_v4 glm_moe_dsa kimi_linear longcat_flash mistral4",
+    "deepseek_v3": "glm_moe_dsa kimi_linear longcat_flash mistral4",
     "minimax_m2": "minimax_m3_vl",
     "glm4_moe": "glm4v_moe",
     "mixtral": "minimax phimoe granitemoe jamba",
@@ -72,7 +73,7 @@ def register(family: type[CausalLM]) -> None:
 for _family in (
     *(Llama, Mixtral, DeepSeekV3, DeepSeekV2, KimiK2, Glm4MoeLite, Glm4Moe, Dots1, SolarOpen, MiniMaxM2),
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
-    *(DeepSeekV32, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
+    *(DeepSeekV32, DeepSeekV4, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
     *(Ministral3, ExaoneMoe, Mellum, Afmoe),
 ):
     register(_family)
@@ -88,6 +89,8 @@ __all__ = [
     "DeepSeekV2Config",
     "DeepSeekV3",
     "DeepSeekV3Config",
+    "DeepSeekV4",
+    "DeepSeekV4Config",
     "DeepSeekV32",
     "DeepSeekV32Config",
     "Dots1",

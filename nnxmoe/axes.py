@@ -65,15 +65,22 @@ def parameter(
     rngs: nnx.Rngs | None,
     kind: type[nnx.Variable] = nnx.Param,
     inputs: int | None = None,
+    keeps_dtype: bool = False,
 ) -> nnx.Variable:
     """A parameter labelled with its logical axes; ``rngs`` None: a ShapeDtypeStruct instead of a value.
 
-    ``inputs``: how many of the last dimensions a linear map contracts; None for other parameters.
+    ``inputs``: how many of the last dimensions a linear map contracts; None for other parameters. ``keeps_dtype``: it
+    has this dtype whatever the model's is.
     """
     shape, axes = tuple(shape), tuple(axes)
     assert len(shape) == len(axes), (shape, axes)
     value = jax.ShapeDtypeStruct(shape, dtype) if rngs is None else init(rngs.params(), shape, dtype)
-    return kind(value, axes=axes, inputs=inputs, eager_sharding=False)
+    return kind(value, axes=axes, inputs=inputs, keeps_dtype=keeps_dtype, eager_sharding=False)
+
+
+def keeps_dtype(variable: nnx.Variable) -> bool:
+    """Whether a parameter has a dtype of its own, which loading and saving do not change."""
+    return bool(getattr(variable, "keeps_dtype", False))
 
 
 def _manual() -> tuple[str, ...]:

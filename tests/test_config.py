@@ -671,7 +671,7 @@ def test_errors_name_the_field_and_the_value(kind: str, fields: dict[str, Any], 
 
 def test_unknown_model_type_error_lists_the_supported_ones() -> None:
     """A relative is named as where to begin with a new family, never so that somebody changes the model_type."""
-    relatives = {"deepseek_v4": "deepseek_v3", "qwen3_next": "qwen3_moe", "flex_olmo": "olmoe", "olmo2": "qwen3"}
+    relatives = {"longcat_flash": "deepseek_v3", "qwen3_next": "qwen3_moe", "flex_olmo": "olmoe", "olmo2": "qwen3"}
     for kind in ("gpt2", None, 3, "Llama", *relatives):
         with pytest.raises(ConfigError, match=rf"model_type {kind!r} .*llama, mistral, mixtral, deepseek_v3") as error:
             config_from_hf({"model_type": kind})
@@ -933,6 +933,7 @@ SIZES = {
     "deepseek-r1": 671.0e9,
     "deepseek-v3.2-exp": 671.9e9,  # 671.0e9, and 0.85e9 of the indexers
     "deepseek-v3.2": 671.9e9,
+    "deepseek-v4-flash": 284e9,
     "kimi-k2": 1.03e12,
     "kimi-k2.5": 1.03e12,
     "moonlight-16b-a3b": 16.0e9,

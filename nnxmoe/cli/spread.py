@@ -6,13 +6,11 @@ import math
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nnxmoe.axes import RULES, AnyMesh, Rules, check_mesh, partition_spec
+from nnxmoe.axes import RULES, AnyMesh, Rules, check_mesh, keeps_dtype, partition_spec
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.core.layout import parameters
-from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class
-from nnxmoe.moe.router import RouterBias
 from nnxmoe.quantization.methods import Method, Mixed
 from nnxmoe.quantization.rounding import quantize_shapes
 
@@ -39,7 +37,7 @@ def spread(
     for parameter in parameters(model, codes=True):
         key, shape = parameter.key, parameter.shape
         spec = partition_spec(parameter.axes, shape, mesh, rules)
-        fixed = isinstance(parameter.variable, RouterBias | QuantizedArray)
+        fixed = keeps_dtype(parameter.variable)
         item = jnp.dtype(parameter.variable.dtype if fixed else dtype).itemsize
         size = math.prod(NamedSharding(mesh, spec).shard_shape(shape)) * item
         one = found.setdefault((key, shape), Spread(key, 0, shape, spec, 0))

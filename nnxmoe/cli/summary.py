@@ -247,6 +247,8 @@ def _warn(notes: Iterable[str], where: str) -> None:
 
 def _part(key: str) -> str:
     names = key.split(".")
+    if "streams" in key or key.startswith("norm.weights."):
+        return "residual streams"
     if names[0] != "layer":
         return {"embed": "embedding", "head": "head", "norm": "norms"}[names[0]]
     if "norm" in key:

@@ -55,16 +55,48 @@ class Mask:
         slots = Slots(self.keys.index[..., keys], valid, key_segment)
         return Mask(self.query_index[..., queries], segment, slots, self.window, self.causal and queries == keys)
 
-    def hide(self, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
-        """Scores with the lowest float32 where a query may not attend. ``after``: an input of the scores.
+    def gathered(self, slots: Int[Array, "B n"], real: Bool[Array, "B n"]) -> "Mask":
+        """The mask of the keys in these slots of each row, of which those are ``real``; keys without ``valid``, whose
+        ``index`` is by row."""
+        index, segment = (
+            None if a is None else jnp.take_along_axis(a, slots, axis=1) for a in (self.keys.index, self.keys.segment)
+        )
+        return dataclasses.replace(self, keys=Slots(jnp.where(real, index, -1), None, segment), causal=False)
 
-        JAX and XLA would hoist the comparison of indices out of the layers and keep its T x S result in memory for all
-        of them. The barrier makes the comparison depend on ``after``, which differs between layers, so each layer
-        computes its own.
-        """
-        least = jnp.float32(jnp.finfo(jnp.float32).min)
-        mask, least, _ = jax.lax.optimization_barrier((self, least, jax.lax.stop_gradient(after)))
-        return _hidden(scores, mask.allowed()[:, None, None], least)
+    def hide(self, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
+        """Scores with the lowest float32 where a query may not attend. ``after``: an input of the scores."""
+        return _hide(self, scores, after)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class JoinedMask:
+    """The mask over keys of two kinds, one after the other. ``chosen``: which of the second a query may attend to
+    besides, None: all that their mask allows. For attention that computes its blocks itself with `Reference`."""
+
+    near: Mask
+    far: Mask
+    chosen: Bool[Array, "B T n"] | None = None
+
+    def allowed(self) -> Bool[Array, "B T S"]:
+        """True where query t may attend to key s."""
+        far = self.far.allowed()
+        far, near = far if self.chosen is None else far & self.chosen, self.near.allowed()
+        batch = max(len(near), len(far))
+        return jnp.concatenate([jnp.broadcast_to(a, (batch, *a.shape[1:])) for a in (near, far)], axis=2)
+
+    def hide(self, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
+        """As in `Mask`."""
+        return _hide(self, scores, after)
+
+
+def _hide(mask: Mask | JoinedMask, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
+    """JAX and XLA would hoist the comparison of indices out of the layers and keep its T x S result in memory for all
+    of them. The barrier makes the comparison depend on ``after``, which differs between layers, so each layer computes
+    its own."""
+    least = jnp.float32(jnp.finfo(jnp.float32).min)
+    mask, least, _ = jax.lax.optimization_barrier((mask, least, jax.lax.stop_gradient(after)))
+    return _hidden(scores, mask.allowed()[:, None, None], least)
 
 
 @jax.custom_jvp
@@ -88,7 +120,7 @@ class Scores:
     key that has no value and that every query sees (gpt-oss, 2025).
     """
 
-    mask: Mask
+    mask: Any  # a Mask; for `Reference` also a JoinedMask
     scale: float = dataclasses.field(metadata={"static": True})
     softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
     sinks: Float[Array, "N"] | None = None

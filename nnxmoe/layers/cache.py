@@ -94,7 +94,7 @@ class Past:
 Seen = tuple[Array, Int[Array, "B S"]]  # what may be attended to, and the index of each of its tokens in its row
 
 
-def _floats(buffer: Buffer, like: Array) -> Array:
+def floats(buffer: Buffer, like: Array) -> Array:
     """The values of a buffer: itself, or those of its codes."""
     return buffer.floats(like.dtype) if isinstance(buffer, Int8Array) else buffer
 
@@ -104,7 +104,7 @@ def append_full(buffer: Buffer, new: Array, past: Past, axis: int, spare: int) -
     size = buffer.shape[axis]
     buffer = written(buffer, new, jnp.where(past.index < 0, size, past.index), axis)
     slots = jnp.arange(size, dtype=jnp.int32)[None]
-    return buffer, (_floats(buffer, new), jnp.where(slots < past.after[:, None], slots, -1))
+    return buffer, (floats(buffer, new), jnp.where(slots < past.after[:, None], slots, -1))
 
 
 def append_ring(buffer: Buffer, new: Array, past: Past, axis: int, spare: int) -> tuple[Buffer, Seen]:
@@ -114,9 +114,9 @@ def append_ring(buffer: Buffer, new: Array, past: Past, axis: int, spare: int) -
     kept = (index >= 0) & (index >= past.after[:, None] - size)
     after = written(buffer, new, jnp.where(kept, index % size, size), axis)
     if index.shape[1] <= 1 + spare:
-        return after, (_floats(after, new), _ring_index(past.after, size))
+        return after, (floats(after, new), _ring_index(past.after, size))
     own = Int8Array.of(new).floats(new.dtype) if isinstance(buffer, Int8Array) else new.astype(buffer.dtype)
-    seen = jnp.concatenate([_floats(buffer, new), own], axis=axis)
+    seen = jnp.concatenate([floats(buffer, new), own], axis=axis)
     return after, (seen, jnp.concatenate([_ring_index(past.before, size), index], axis=1))
 
 
@@ -168,13 +168,22 @@ class LatentCache:
     heads (DeepSeek-V2)."""
 
     latent: Buffer
+    spare: int = dataclasses.field(default=0, metadata={"static": True})
 
     def append(self, new: Array, past: Past) -> tuple[Self, Array, Slots]:
-        """Add latents ``[B, T, kv_rank + rope]``."""
-        latent, (seen, index) = self.write(self.latent, new, past, 1, 0)
-        return type(self)(latent), seen, past.slots(index)
+        """Add latents ``[B, T, W]``."""
+        latent, (seen, index) = self.write(self.latent, new, past, 1, self.spare)
+        return type(self)(latent, self.spare), seen, past.slots(index)
 
     write = staticmethod(append_full)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LatentRing(LatentCache):
+    """The same of the last tokens only, as many as a sliding window covers, and ``spare`` that may be taken back."""
+
+    write = staticmethod(append_ring)
 
 
 class CacheFormat(Protocol):
@@ -258,9 +267,9 @@ class Cache:
         moved = dataclasses.replace(self, length=length, segment=segments)
         return moved, Past(index, self.length, length, segments)
 
-    def nan_if_full(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def nan_if_full(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T *D"]:
         """``x`` with NaN in the rows whose tokens do not fit."""
-        return jnp.where((self.length > self.capacity)[:, None, None], jnp.nan, x)
+        return jnp.where((self.length > self.capacity).reshape(-1, *(1,) * (x.ndim - 1)), jnp.nan, x)
 
     def shared(self, fresh: bool) -> Self:
         """The part that all layers share. Raises ValueError if it is promised to be empty and is not."""

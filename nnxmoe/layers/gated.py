@@ -22,6 +22,9 @@ class SwiGLU:
         return jax.nn.silu(gate) * up
 
 
+SWIGLU = SwiGLU()
+
+
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiGLU:
     """``(up + 1) * gate * sigmoid(alpha * gate)``, with gate at most ``limit`` and up within ``±limit`` (gpt-oss 2025;
@@ -33,3 +36,13 @@ class ClampedSwiGLU:
     def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
+
+
+@dataclasses.dataclass(frozen=True)
+class LimitedSwiGLU:
+    """``silu(gate) * up``, with gate at most ``limit`` and up within ``±limit`` (DeepSeek-V4, 2026)."""
+
+    limit: float
+
+    def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+        return jax.nn.silu(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)

@@ -231,4 +231,4 @@ class IndexedCache(LatentCache):
         """Add latents ``[B, T, kv_rank + rope]`` and keys ``[B, T, H]``."""
         latent, (seen, index) = self.write(self.latent, new[0], past, 1, 0)
         keys, (seen_keys, _) = self.write(self.keys, new[1], past, 1, 0)
-        return type(self)(latent, keys), (seen, seen_keys), past.slots(index)
+        return type(self)(latent, keys=keys), (seen, seen_keys), past.slots(index)

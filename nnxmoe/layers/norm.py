@@ -8,6 +8,12 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import parameter
 
 
+def unit_rms(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
+    """``x / sqrt(mean(x^2) + eps)`` over the last dimension, in float32, cast back to ``x``'s dtype."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """``x / sqrt(mean(x^2) + eps)`` in float32, cast back to ``x``'s dtype, then times the scale, as in Llama."""
 
@@ -16,9 +22,7 @@ class RMSNorm(nnx.Module):
         self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        x32 = x.astype(jnp.float32)
-        unit = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return unit.astype(x.dtype) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+        return unit_rms(x, self.eps) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
 
 
 class LayerNorm(nnx.Module):

@@ -118,6 +118,8 @@ class QuantizedKernel(Kernel):
 class QuantizedArray(nnx.Variable):
     """One of the arrays of a quantised kernel, which no optimizer changes."""
 
+    keeps_dtype = True
+
 
 class QuantizedWeight(nnx.Module):
     """The variables of a `QuantizedKernel` in a model, in place of a `KernelParam`, with leading dimensions of layers

@@ -69,3 +69,21 @@ class PartialRotary:
     def __call__(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
         rotated, kept = x[..., : self.width], x[..., self.width :]
         return jnp.concatenate([rotate_halves(rotated, rotation), kept], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrailingPairs:
+    """Rotate the pairs ``(2i, 2i + 1)`` of the last ``width`` components of each head, in place (DeepSeek-V4)."""
+
+    width: int
+
+    def __call__(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
+        kept, rotated = x[..., : -self.width], x[..., -self.width :].astype(jnp.float32)
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+        cos, sin = (a[:, -x.shape[1] :, None, :] for a in (rotation.cos, rotation.sin))
+        pairs = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return jnp.concatenate([kept, pairs.reshape(rotated.shape).astype(x.dtype)], axis=-1)
+
+    def back(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
+        """The inverse rotation."""
+        return self(x, Rotation(rotation.cos, -rotation.sin))

@@ -8,11 +8,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, Rules
-from nnxmoe.layers.gated import Gated, SwiGLU
+from nnxmoe.layers.gated import SWIGLU, Gated
 from nnxmoe.layers.kernel import Adapter, Kernel, kernel_param, with_adapter
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
-
-SWIGLU = SwiGLU()
 
 
 class ExpertFn(Protocol):

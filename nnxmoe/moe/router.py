@@ -153,6 +153,27 @@ class SoftmaxGroupTopK:
         return Routing(experts, weights * self.scale, scores, logits)
 
 
+@dataclasses.dataclass(frozen=True)
+class SqrtSoftplusTopK:
+    """Affinities ``sqrt(softplus(logit))``, the top ``k`` by biased affinity, weighted by the affinities without the
+    bias, rescaled to sum to ``scale`` (DeepSeek-V4, 2026)."""
+
+    by_row: ClassVar[bool] = True
+
+    k: int
+    scale: float
+
+    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
+        scores = jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), 1e-30))  # without the bound 0 has an infinite slope
+        choice = scores if bias is None else scores + jnp.broadcast_to(jax.lax.stop_gradient(bias), scores.shape)
+        return self.chosen(jax.lax.top_k(choice, self.k)[1], scores, logits)
+
+    def chosen(self, experts: Array, scores: Array, logits: Array) -> Routing:
+        """The routing to these experts ``[*rows, X]``."""
+        weights = _normalised(jnp.take_along_axis(scores, experts, axis=-1))
+        return Routing(experts, weights * self.scale, scores, logits)
+
+
 def _highest(values: Float[Array, "*rows groups"], count: int) -> Bool[Array, "*rows groups"]:
     """Mark the ``count`` largest values of each row."""
     _, found = jax.lax.top_k(values, count)
@@ -196,7 +217,11 @@ class Router(nnx.Module):
         self.logit_bias = logit_bias
         self.kernel = kernel_param((dim,), (experts,), ("embed", "router"), dtype=dtype, rngs=rngs)
         zeros, f32 = nnx.initializers.zeros, jnp.dtype(jnp.float32)
-        self.bias = parameter((experts,), ("router",), zeros, dtype=f32, rngs=rngs, kind=RouterBias) if bias else None
+        self.bias = (
+            parameter((experts,), ("router",), zeros, dtype=f32, rngs=rngs, kind=RouterBias, keeps_dtype=True)
+            if bias
+            else None
+        )
 
     def __call__(
         self,

@@ -48,6 +48,9 @@ def _scores(config: DecoderConfig, work: Work) -> Iterator[tuple[int, float]]:
         assert isinstance(stack, UnrolledStack)
         for layer in stack.layers:
             attention = layer.attention
+            if (scored := getattr(attention, "scored", None)) is not None:
+                yield from scored(work.seq / 2 if work.train else work.seq)
+                continue
             window = getattr(attention, "window", None) or getattr(attention, "topk", None) or work.seq
             every = work.seq / 2 if work.train else work.seq
             if (scorer := getattr(attention, "indexer", None)) is not None:

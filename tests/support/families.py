@@ -21,6 +21,7 @@ import numpy as np
 
 from tests.support.tiny import Fields, Weights
 
+V4_SPARSE, V4_HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 FOLDER = Path(__file__).parents[1] / "data" / "families"
 PROMPT, NEW = 9, 6  # tokens of the greedy continuations
 
@@ -52,6 +53,9 @@ def weights_of(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> Weights:
     for name, shape in shapes.items():
         rng = np.random.RandomState(zlib.crc32(f"{seed} {name}".encode()))  # a stream that NumPy does not change
         value = rng.standard_normal(tuple(shape))
+        if name.endswith("tid2eid"):  # experts of token ids, of at least five
+            made[name] = (rng.randint(0, 5, (shape[0], 1)) + np.arange(shape[1])) % 5
+            continue
         if "norm" in name:
             value = (0.4 + 1.2 * rng.random_sample(tuple(shape))) * np.sign(value)
         elif name.endswith("bias"):
@@ -93,7 +97,7 @@ def fused(weights: Weights) -> Weights:
     for name, array in weights.items():
         head, _, tail = name.replace("block_sparse_moe", "mlp").partition(".experts.")
         if tail:
-            number, kind, _ = tail.split(".")
+            head, (number, kind, _) = head.replace("ffn", "mlp"), tail.split(".")
             experts.setdefault(head + ".experts.", {})[int(number), _OLD.get(kind, kind)] = array
         else:
             found[head] = array
@@ -245,6 +249,36 @@ def _deepseek_v32(rng: random.Random) -> Fields:
         "index_n_heads": rng.choice([8, 11]),
     }
     del fields["rope_interleave"]
+    return fields
+
+
+def _deepseek_v4(rng: random.Random) -> Fields:
+    """Windows, entries and chosen entries that are fewer than the tokens, and all kinds of layers."""
+    layers = rng.choice([3, 4, 5])
+    fields = _common(rng, layers) | {
+        "num_attention_heads": (heads := rng.choice([4, 8])),
+        "head_dim": rng.choice([16, 24]),
+        "partial_rotary_factor": rng.choice([0.25, 0.5]),
+        "q_lora_rank": rng.choice([12, 20]),
+        "o_groups": rng.choice([1, 2, heads]),
+        "o_lora_rank": rng.choice([6, 10]),
+        "index_n_heads": rng.choice([8, 12]),
+        "index_head_dim": rng.choice([16, 20]),
+        "index_topk": rng.choice([1, 2, 3, 40]),
+        "sliding_window": rng.choice([2, 4, 7, 30]),  # of 1, transformers keeps all
+        "compress_rates": {V4_SPARSE: rng.choice([1, 2, 3, 4]), V4_HEAVY: rng.choice([2, 5, 7, 40])},
+        "layer_types": [rng.choice(["sliding_attention", V4_SPARSE, V4_SPARSE, V4_HEAVY]) for _ in range(layers)],
+        "mlp_layer_types": [rng.choice(["hash_moe", "moe"]) for _ in range(layers)],
+        "hc_mult": rng.choice([1, 2, 3, 4]),
+        "hc_sinkhorn_iters": rng.choice([1, 2, 20]),
+        "hc_eps": rng.choice([1e-6, 1e-2]),
+        "moe_intermediate_size": rng.choice([16, 24]),
+        "n_routed_experts": rng.choice([5, 8]),
+        "num_experts_per_tok": rng.choice([1, 2, 3]),
+        "routed_scaling_factor": rng.choice([1.0, 1.5]),
+        "swiglu_limit": rng.choice([0.5, 10.0]),
+    }
+    del fields["intermediate_size"]
     return fields
 
 
@@ -499,6 +533,59 @@ FAMILIES: dict[str, Family] = {
         },
         _deepseek_v32,
         "deepseek_v32",
+    ),
+    "deepseek_v4": Family(
+        {
+            "architectures": ["DeepseekV4ForCausalLM"],
+            "model_type": "deepseek_v4",
+            "vocab_size": 48,
+            "hidden_size": 24,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "qk_rope_head_dim": 6,
+            "q_lora_rank": 12,
+            "o_lora_rank": 8,
+            "o_groups": 2,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 256,
+            "sliding_window": 5,
+            "rope_theta": 500.0,
+            "compress_rope_theta": 2000.0,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "beta_fast": 32,
+                "beta_slow": 1,
+            },
+            "compress_ratios": [0, 4, 128, 4, 0],
+            "compress_rate_csa": 3,
+            "compress_rate_hca": 4,
+            "num_hash_layers": 2,
+            "index_n_heads": 8,
+            "index_head_dim": 10,
+            "index_topk": 2,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 4,
+            "hc_eps": 1e-6,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+            "scoring_func": "sqrtsoftplus",
+            "topk_method": "noaux_tc",
+            "swiglu_limit": 1.0,
+            "hidden_act": "silu",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": False,
+        },
+        _deepseek_v4,
+        "deepseek_v4",
     ),
     "qwen2": Family(
         _HUB

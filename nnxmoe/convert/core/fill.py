@@ -18,14 +18,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
+from nnxmoe.axes import keeps_dtype
 from nnxmoe.convert.core.dtypes import activations_dtype, natural_dtype
 from nnxmoe.convert.core.layout import Change, Leaf, Parameter, Path, parameters
 from nnxmoe.convert.core.lazy_array import Box, LazyArray, LazyArrays, overlap, sizes, within
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.targets import Buffers, Ranges, Target, blocks, targets_of
-from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.moe.router import RouterBias
 from nnxmoe.quantization.kernels import bytes_by_kind
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
 from nnxmoe.runtime.progress import bytes_bar
@@ -41,8 +40,8 @@ Group = tuple[list[tuple[Parameter, np.dtype, Sharding | None]], list[str]]
 def fill(
     model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dtype: np.dtype | None, report: LoadReport
 ) -> None:
-    """Set the values and ``load_report`` of an abstract model. ``dtype`` None: as stored. A `RouterBias` is always
-    float32."""
+    """Set the values and ``load_report`` of an abstract model. ``dtype`` None: as stored. What has a dtype of
+    its own keeps it."""
     started, groups = time.perf_counter(), grouped(model, leaves, arrays, dtype)
     wanted = [(parameter.shape, kind, place) for group, _ in groups for parameter, kind, place in group]
     kinds = sorted({str(kind) for _, kind, _ in wanted if kind.itemsize > 2})
@@ -99,7 +98,7 @@ def grouped(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
             for each in paths:
                 variable = every[each].variable
                 kind = dtype or natural_dtype(arrays[name] for name in names[each])
-                if isinstance(variable, RouterBias | QuantizedArray):
+                if keeps_dtype(variable):
                     kind = np.dtype(variable.dtype)
                 wanted.append((every[each], kind, model.strategy.sharding_of(every[each].variable)))
             groups.append((wanted, list(of_group)))

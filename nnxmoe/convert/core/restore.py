@@ -19,6 +19,7 @@ from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class
 
 DTYPES = tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16, np.float64)))
+INTEGERS = tuple(map(np.dtype, (np.int64, np.int32)))
 _SHOWN = 20
 
 
@@ -57,7 +58,8 @@ def checked(leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport) 
 def _wrong(name: str, leaf: Leaf, arrays: LazyArrays) -> Iterator[str]:
     array, variable = arrays[name], leaf.parts[0].variable
     where = f"{plain(name)} in {array.file}" if array.file else plain(name)
-    allowed = (np.dtype(variable.dtype),) if isinstance(variable, QuantizedArray) else DTYPES
+    whole = np.dtype(variable.dtype).kind in "iu"
+    allowed = (np.dtype(variable.dtype),) if isinstance(variable, QuantizedArray) else INTEGERS if whole else DTYPES
     if array.fault is not None:
         yield array.fault
         return

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from nnxmoe.axes import keeps_dtype
 from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short, some
@@ -29,11 +30,10 @@ from nnxmoe.convert.hf.layout import EMBED, HEAD, copies, empty, judge, layout, 
 from nnxmoe.convert.hf.quantize import keep, quantize_on_reading
 from nnxmoe.convert.hf.side_files import generation_fields, parse_config, write_side_files
 from nnxmoe.convert.hf.source import stored
-from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class, refuse_preset
-from nnxmoe.moe.router import RouterBias
+from nnxmoe.moe.token_router import TokenExperts
 from nnxmoe.quantization.methods import Method, Mixed, refuse_both
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.checkpoint import Checkpoint
@@ -165,10 +165,11 @@ def save_pretrained(
         left = ", ".join(model.load_report.towers)
         logger.warning("%s: the text model is written; %s of %s are not", folder, left, model.load_report.source)
     found = arrays_of(leaves)
+    for name, leaf in leaves.items():
+        if isinstance(leaf.parts[0].variable, TokenExperts):
+            found[name] = found[name].cast(np.dtype(np.int64))  # as torch has integers
     if kind is not None:
-        fixed = {
-            name for name, leaf in leaves.items() if isinstance(leaf.parts[0].variable, RouterBias | QuantizedArray)
-        }
+        fixed = {name for name, leaf in leaves.items() if keeps_dtype(leaf.parts[0].variable)}
         found = {name: array if name in fixed else array.cast(kind) for name, array in found.items()}
     found, quantization = compressed(model, leaves, found)
     found |= empty(model)

@@ -1,0 +1,340 @@
+"""DeepSeek-V4 (DeepSeek 2026): Flash and Pro.
+
+Attention with one shared head of keys and values over a window, and in most layers over compressed entries of all
+earlier tokens, of which an indexer chooses. Several residual streams (mHC). Every layer has a shared expert and routed
+experts, in the first layers chosen by the token's id. Layers for multi-token prediction are skipped.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, per_layer
+from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.printable import short
+from nnxmoe.config.rope import Rope
+from nnxmoe.config.rope_fields import rope_from_fields
+from nnxmoe.layers.compressed import Compressor
+from nnxmoe.layers.context import Context
+from nnxmoe.layers.gated import LimitedSwiGLU
+from nnxmoe.layers.hyper import CollapsedNorm, HyperConnection, mixed
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.rope import TrailingPairs
+from nnxmoe.layers.shared_kv import EntryIndex, SharedKV, SharedKVWidths
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer, LayerOutput
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.tables import Hf
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.router import Router, SqrtSoftplusTopK
+from nnxmoe.moe.token_router import TokenRouter
+
+WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+HASHED, ROUTED = "hash_moe", "moe"
+OF_RATIO = {0: WINDOW, 4: SPARSE, 128: HEAVY}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSeekV4Config(DecoderConfig):
+    """``layer_types``: the attention of each layer, as ``compress_ratios`` (0, 4 or 128) in DeepSeek's own files; both
+    null: two heavily compressed layers, then heavily compressed and sparse ones in turn. ``compress_rates``: tokens per
+    entry. The first ``num_hash_layers`` choose experts by token ids, unless ``mlp_layer_types`` says which.
+    ``hc_mult``: residual streams. Rotations: ``rope_theta`` alone in layers without entries; in others the rope
+    object with ``compress_rope_theta``."""
+
+    model_type = "deepseek_v4"
+    architecture = "DeepseekV4ForCausalLM"
+    scale_in_queries = False
+    rope_field = "qk_rope_head_dim"
+    aliases = {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}
+    fixed = {"scoring_func": ("sqrtsoftplus",), "attention_bias": (False,), "mlp_bias": (False,),
+             "norm_topk_prob": (True,), "topk_method": ("noaux_tc",), "n_shared_experts": (1,)}  # fmt: skip
+    ignored = "output_router_logits router_aux_loss_coef router_jitter_noise expert_dtype"
+
+    vocab_size: int = 129280
+    hidden_size: int = 4096
+    num_hidden_layers: int = 43
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 1
+    head_dim: int | None = 512
+    max_position_embeddings: int = 1048576
+    q_lora_rank: int = count(1024, most=2**20)
+    qk_rope_head_dim: int | None = count(None, most=2**16)
+    partial_rotary_factor: float | None = number(None, above=0.0, most=1.0)
+    compress_rope_theta: float = number(160000.0, above=1.0, most=1e15)
+    layer_types: Sequence[str] | None = per_layer(WINDOW, SPARSE, HEAVY)
+    compress_ratios: Sequence[int] | None = None
+    compress_rates: Mapping[str, int] | None = None
+    compress_rate_csa: int | None = count(None, most=2**16)
+    compress_rate_hca: int | None = count(None, most=2**16)
+    mlp_layer_types: Sequence[str] | None = per_layer(HASHED, ROUTED)
+    num_hash_layers: int = count(3, least=0)
+    sliding_window: int = count(128)
+    o_groups: int = count(8, most=2**14)
+    o_lora_rank: int = count(1024, most=2**20)
+    index_n_heads: int = count(64, most=2**14)
+    index_head_dim: int = count(128, most=2**16)
+    index_topk: int = count(512)
+    hc_mult: int = count(4, most=64)
+    hc_sinkhorn_iters: int = count(20, most=1000)
+    hc_eps: float = number(1e-6, above=0.0, most=1.0)
+    moe_intermediate_size: int = count(2048, most=2**24)
+    n_routed_experts: int = count(256, most=4096)
+    num_experts_per_tok: int = 6
+    routed_scaling_factor: float = 1.5
+    swiglu_limit: float = number(10.0, above=0.0, most=1e6)
+    num_nextn_predict_layers: int = count(1, least=0, most=1024)
+    bos_token_id: int | None = 0
+    eos_token_id: int | Sequence[int] | None = 1
+
+    def __post_init__(self) -> None:
+        for name in ("layer_types", "compress_ratios", "mlp_layer_types"):
+            if isinstance(value := getattr(self, name), list | tuple):  # those of prediction layers follow
+                object.__setattr__(self, name, tuple(value[: self.num_hidden_layers]))
+        if isinstance(self.compress_rates, Mapping):
+            object.__setattr__(self, "compress_rates", FrozenDict(self.compress_rates))
+        super().__post_init__()
+
+    def _check(self) -> None:
+        super()._check()
+        check_at_most(self, "num_experts_per_tok", "n_routed_experts")
+        ratios = self.compress_ratios or ()
+        if odd := [ratio for ratio in ratios if ratio not in OF_RATIO]:
+            raise ConfigError(f"compress_ratios: {short(odd[0])} is not supported; supported: 0, 4 and 128")
+        if ratios and len(ratios) < self.num_hidden_layers:
+            raise ConfigError(
+                f"compress_ratios lists {len(ratios)} layers, not {self.num_hidden_layers} as num_hidden_layers says"
+            )
+        if self.kv_heads != 1:
+            raise ConfigError(f"num_key_value_heads {self.kv_heads} is not supported; supported: 1")
+        if self.num_attention_heads % self.o_groups:
+            raise ConfigError(
+                f"o_groups {self.o_groups} does not divide num_attention_heads {self.num_attention_heads}"
+            )
+        if self.rope_dim > min(self.head_width, self.index_head_dim):
+            raise ConfigError(f"{self.rope_field} {self.rope_dim} is more than head_dim or index_head_dim")
+        _ = self.compressed_rope, self.rates
+
+    @classmethod
+    def undeclared(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        both = {f"rope_parameters.{kind}" for kind in ("main", "compress")}
+        return {name: value for name, value in super().undeclared(fields).items() if name not in both}
+
+    def to_hf(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_hf().items() if name != "intermediate_size"}
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """The attention of each layer."""
+        if self.layer_types is not None:
+            return self.layer_types
+        if self.compress_ratios is not None:
+            return [OF_RATIO[ratio] for ratio in self.compress_ratios]
+        return [SPARSE if i > 2 and i % 2 else HEAVY for i in range(self.num_hidden_layers)]
+
+    @property
+    def rates(self) -> Mapping[str, int]:
+        """Tokens per entry of both kinds."""
+        given = dict(self.compress_rates or {SPARSE: 4, HEAVY: 128})
+        given |= {
+            kind: rate for kind, rate in ((SPARSE, self.compress_rate_csa), (HEAVY, self.compress_rate_hca)) if rate
+        }
+        for kind in {SPARSE, HEAVY} & set(self.kinds):
+            rate = given.get(kind)
+            if type(rate) is not int or not 0 < rate <= 2**16:
+                raise ConfigError(f"compress_rates: {kind} must be a positive integer, got {short(rate)}")
+        return given
+
+    @property
+    def hashed_layers(self) -> Sequence[bool]:
+        """Whether each layer routes by token ids."""
+        if self.mlp_layer_types is not None:
+            return [kind == HASHED for kind in self.mlp_layer_types]
+        return [i < self.num_hash_layers for i in range(self.num_hidden_layers)]
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        return [self.sliding_window if kind == WINDOW else None for kind in self.kinds]
+
+    @property
+    def experts(self) -> int:
+        return self.n_routed_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
+    @property
+    def rope_dim(self) -> int:
+        return self.qk_rope_head_dim or int(self.head_width * (self.partial_rotary_factor or 0.125))
+
+    def _rope(self, kind: str, flat: Mapping[str, Any]) -> Rope:
+        given = self.rope_fields
+        fields = dict(given[kind]) if isinstance(given.get(kind), Mapping) else dict(flat)
+        fields.pop("partial_rotary_factor", None)
+        positions = self.max_position_embeddings, self.original_max_position_embeddings
+        return rope_from_fields(fields, self.rope_dim, self.rope_theta, *positions, self.rope_field)
+
+    @property
+    def rope(self) -> Rope:
+        """The rotation of layers without entries."""
+        return self._rope("main", {})
+
+    @property
+    def compressed_rope(self) -> Rope:
+        """The rotation of layers with entries; YaRN's factor of cosines and sines is 1 unless given."""
+        flat = {k: v for k, v in self.rope_fields.items() if not isinstance(v, Mapping)}
+        return self._rope("compress", {"attention_factor": 1.0} | flat | {"rope_theta": self.compress_rope_theta})
+
+
+class Streamed(Layer):
+    """A layer whose halves read from several residual streams and add to them."""
+
+    def __init__(self, *parts: Any, connections: tuple[HyperConnection, HyperConnection]):
+        super().__init__(*parts)
+        self.attention_streams, self.feed_forward_streams = connections
+
+    def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
+        one = self.attention_streams(x)
+        y, cache = self.mix(one.x, context=context, cache=cache)
+        x = mixed(context.asked(x), y, one.asked(context))
+        other = self.feed_forward_streams(x)
+        y, info = self.feed(other.x, context=context)
+        return LayerOutput(mixed(x, y, other), cache, info)
+
+
+_FLASH = DeepSeekV4Config(
+    compress_ratios=(0, 0, *(4 if i % 2 == 0 else 128 for i in range(41))),
+    rope_scaling={
+        "type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65536, "beta_fast": 32.0, "beta_slow": 1.0
+    },
+    qk_rope_head_dim=64,
+    dtype="bfloat16",
+)  # fmt: skip
+
+# Our parameter -> its name in DeepSeek's files, and in transformers.
+_LAYER = {
+    "attention_norm.scale": ("attn_norm.weight", "input_layernorm.weight"),
+    "moe_norm.scale": ("ffn_norm.weight", "post_attention_layernorm.weight"),
+    "attention.sinks.scores": ("attn.attn_sink", "self_attn.sinks"),
+    "attention.q_norm.scale": ("attn.q_norm.weight", "self_attn.q_a_norm.weight"),
+    "attention.kv_norm.scale": ("attn.norm.weight", "self_attn.kv_norm.weight"),
+    "attention.indexer.q.kernel": ("attn.indexer.wq_b.weight", "self_attn.compressor.indexer.q_b_proj.weight"),
+    "attention.indexer.weights.kernel": (
+        "attn.indexer.weights_proj.weight", "self_attn.compressor.indexer.scorer.weights_proj.weight"
+    ),
+    "moe.router.kernel": ("ffn.gate.weight", "mlp.gate.weight"),
+    "moe.router.bias": ("ffn.gate.bias", "mlp.gate.e_score_correction_bias"),
+    "moe.router.table": ("ffn.gate.tid2eid", "mlp.gate.tid2eid"),
+}  # fmt: skip
+_LAYER |= {
+    f"attention.{ours}.kernel": (f"attn.{first}.weight", f"self_attn.{second}.weight")
+    for ours, first, second in (
+        ("q_a", "wq_a", "q_a_proj"), ("q_b", "wq_b", "q_b_proj"), ("kv", "wkv", "kv_proj"), ("o_a", "wo_a", "o_a_proj"),
+        ("o_b", "wo_b", "o_b_proj"),
+    )
+}  # fmt: skip
+_LAYER |= {
+    f"attention.{ours}.{part}": (f"attn.{first}.{one}", f"self_attn.{second}.{other}")
+    for ours, first, second in (
+        ("compressor", "compressor", "compressor"), ("indexer.keys", "indexer.compressor", "compressor.indexer")
+    )
+    for part, one, other in (
+        ("kv.kernel", "wkv.weight", "kv_proj.weight"), ("gate.kernel", "wgate.weight", "gate_proj.weight"),
+        ("norm.scale", "norm.weight", "kv_norm.weight"), ("place", "ape", "position_bias"),
+    )
+}  # fmt: skip
+_LAYER |= {
+    f"{ours}_streams.weights.{part}": (f"hc_{first}_{end}", f"{first}_hc.{end}")
+    for ours, first in (("attention", "attn"), ("moe", "ffn"))
+    for part, end in (("fn.kernel", "fn"), ("base", "base"), ("scale", "scale"))
+}
+_LAYER |= {
+    f"moe.shared.{ours}.kernel": (f"ffn.shared_experts.{first}.weight", f"mlp.shared_experts.{ours}_proj.weight")
+    for ours, first in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+_EXPERTS, _GATE_UP = W("ffn.experts"), W("mlp.experts.gate_up_proj")
+HF_TABLE: Hf = {
+    "embed.table": (W("model.embed_tokens.weight"), W("model.embed.weight")),
+    "norm.scale": W("model.norm.weight"),
+    "head.kernel": (W("head.weight"), W("lm_head.weight")),
+    "layer.moe.experts.gate": (_EXPERTS.each("w1.weight"), _GATE_UP.rows(0, 2)),
+    "layer.moe.experts.up": (_EXPERTS.each("w3.weight"), _GATE_UP.rows(1, 2)),
+    "layer.moe.experts.down": (_EXPERTS.each("w2.weight"), W("mlp.experts.down_proj")),
+}
+HF_TABLE |= {
+    f"norm.weights.{part}": (W(f"model.hc_head.hc_{end}"), W(f"model.hc_head_{end}"))
+    for part, end in (("fn.kernel", "fn"), ("base", "base"), ("scale", "scale"))
+}
+HF_TABLE |= {f"layer.{ours}": (W(first), W(second)) for ours, (first, second) in _LAYER.items()}
+
+
+class DeepSeekV4(CausalLM):
+    """DeepSeek-V4."""
+
+    configs = (DeepSeekV4Config,)
+    presets = {"deepseek-v4-flash": _FLASH}
+    hub_ids = {"deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash"}
+    hub_notes = {"deepseek-v4-flash": "FP8 blocks and FP4 experts under names that are not read yet"}
+    hf_table = HF_TABLE
+
+    def kind(self, index: int) -> Any:
+        return self.config.kinds[index], self.config.hashed_layers[index]
+
+    def enter(self, x: Any) -> Any:
+        return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))
+
+    def layer(self, index: int, form: type[Layer] = Streamed, **kw: Any) -> Layer:
+        return super().layer(
+            index, form, connections=(self._connection(kw["rngs"]), self._connection(kw["rngs"])), **kw
+        )
+
+    def _connection(self, rngs: Any) -> HyperConnection:
+        c = self.config
+        return HyperConnection(
+            c.hidden_size, c.hc_mult, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps, rngs=rngs
+        )
+
+    def final_norm(self, config: Any, **kw: Any) -> CollapsedNorm:
+        c = config
+        return CollapsedNorm(c.hidden_size, c.hc_mult, eps=c.hc_eps, norm_eps=c.rms_norm_eps, **kw)
+
+    def attention(self, index: int, **kw: Any) -> SharedKV:
+        c, kind = self.config, self.config.kinds[index]
+        rope = c.rope if kind == WINDOW else c.compressed_rope
+
+        def compressor(width: int) -> Compressor:
+            return Compressor(
+                c.hidden_size, width, rate=c.rates[kind], series=2 if kind == SPARSE else 1, eps=c.rms_norm_eps,
+                rotary=rope, rotate=TrailingPairs(rope.dim), **kw,
+            )  # fmt: skip
+
+        chooser = None
+        if kind == SPARSE:
+            keys = compressor(c.index_head_dim)
+            chooser = EntryIndex(c.hidden_size, c.q_lora_rank, c.index_n_heads, k=c.index_topk, keys=keys, **kw)
+        return SharedKV(
+            c.hidden_size,
+            SharedKVWidths(c.num_attention_heads, c.head_width, c.q_lora_rank, c.o_lora_rank, c.o_groups),
+            window=c.sliding_window,
+            eps=c.rms_norm_eps,
+            rotary=rope,
+            attend=self.strategy.attend,
+            compressor=None if kind == WINDOW else compressor(c.head_width),
+            indexer=chooser,
+            **kw,
+        )
+
+    def feed_forward(self, index: int, **kw: Any) -> MoE:
+        c, dim = self.config, self.config.hidden_size
+        select = SqrtSoftplusTopK(c.num_experts_per_tok, c.routed_scaling_factor)
+        if c.hashed_layers[index]:
+            router = TokenRouter(dim, c.n_routed_experts, select, c.vocab_size, **kw)
+        else:
+            router = Router(dim, c.n_routed_experts, select, bias=True, **kw)
+        clamped = LimitedSwiGLU(c.swiglu_limit)
+        shared = MLP(dim, c.moe_intermediate_size, bias=False, activation=clamped, **kw)
+        return self.moe(router, c.moe_intermediate_size, shared, activation=clamped, **kw)

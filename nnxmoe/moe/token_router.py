@@ -1,0 +1,42 @@
+"""Routing by token ids (Roller et al. 2021; the first layers of DeepSeek-V4, 2026)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from nnxmoe.axes import AnyMesh, parameter
+from nnxmoe.layers.context import Context
+from nnxmoe.moe.router import Router, Routing, SqrtSoftplusTopK
+
+
+class TokenExperts(nnx.Variable):
+    """The experts of every token id ``[V, X]``, int32, which nothing trains."""
+
+
+class TokenRouter(Router):
+    """The experts of a token are those of its id; the activations give their weights.
+
+    Raises ValueError without a context that has the ids.
+    """
+
+    select: SqrtSoftplusTopK
+
+    def __init__(
+        self, dim: int, experts: int, select: SqrtSoftplusTopK, vocab: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None
+    ):
+        super().__init__(dim, experts, select, bias=False, dtype=dtype, rngs=rngs)
+        kw = {"dtype": jnp.dtype(jnp.int32), "rngs": rngs, "kind": TokenExperts, "keeps_dtype": True}
+        self.table = parameter((vocab, select.k), (None, None), nnx.initializers.zeros, **kw)
+
+    def __call__(
+        self, x: Float[Array, "*rows D"], context: Context | None = None, mesh: AnyMesh | None = None
+    ) -> Routing:
+        if context is None or context.tokens is None:
+            raise ValueError(
+                "a router by token ids needs a context with tokens: call the model, or give Context(tokens=…)"
+            )
+        found = super().__call__(x, context, mesh)
+        routing = self.select.chosen(self.table[...][context.tokens], found.scores, found.logits)
+        return dataclasses.replace(routing, valid=found.valid)

@@ -1,0 +1,175 @@
+"""Compressed keys, residual streams and routing by token ids: DeepSeek-V4's parts, with the frozen outputs of
+transformers (`tests.support.families`)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnxmoe
+from nnxmoe import Int8Cache
+from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.request import Wanted
+from nnxmoe.layers import compressed, hyper, shared_kv
+from nnxmoe.layers.context import Context
+from nnxmoe.layers.rope import TrailingPairs
+from nnxmoe.moe.router import SqrtSoftplusTopK
+from tests.support.arrays import max_error
+from tests.support.families import NEW, PROMPT, load
+from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed
+from tests.support.tiny import ORACLE, build
+
+KIND = "deepseek_v4"
+CASE = load(KIND)
+TOKENS, LOGITS = CASE.arrays["tokens"], CASE.arrays["logits"]
+
+
+@pytest.fixture(scope="module")
+def model() -> nnxmoe.CausalLM:
+    return build(CASE.fields, CASE.weights, ORACLE)
+
+
+@pytest.mark.parametrize("chunks", [(5, 1, 1, 7, 3), pytest.param((2, 9, 6), marks=pytest.mark.slow)])
+def test_any_split_of_a_prompt(model: nnxmoe.CausalLM, chunks: tuple[int, ...]) -> None:
+    """Windows of entries begin in one pass and end in another."""
+    logits, _ = feed(model, TOKENS, chunks, mask=None, capacity=20)
+    assert max_error(logits, LOGITS) < MODEL_TOLERANCE
+
+
+def test_packed_segments_equal_separate_rows(model: nnxmoe.CausalLM) -> None:
+    """Windows of entries are counted from the start of a segment, with a cache too."""
+    lengths = 7, 10
+    packed = np.concatenate([TOKENS[:1, :7], TOKENS[1:, :10]], axis=1)
+    segments, positions = np.repeat([3, 1], lengths)[None], np.concatenate([np.arange(n) for n in lengths])[None]
+    wanted = np.concatenate([LOGITS[:1, :7], LOGITS[1:, :10]], axis=1)
+    out = model(packed, segment_ids=segments, positions=positions)
+    assert max_error(out.logits, wanted) < MODEL_TOLERANCE
+    cache, found = model.empty_cache(1, 17), []
+    for part in (slice(0, 6), slice(6, 15), slice(15, 17)):
+        out = model(packed[:, part], segment_ids=segments[:, part], positions=positions[:, part], cache=cache)
+        cache = out.cache
+        found.append(out.logits)
+    assert max_error(jnp.concatenate(found, axis=1), wanted) < MODEL_TOLERANCE
+
+
+def test_tokens_taken_back(model: nnxmoe.CausalLM) -> None:
+    """Entries and windows that rejected tokens have written are as if these had never been."""
+    cache = model(TOKENS[:, :6], cache=model.empty_cache(2, 20, spare=4)).cache
+    tried = model(np.roll(TOKENS, 1, axis=1)[:, 6:10], cache=cache).cache
+    assert tried is not None
+    back = dataclasses.replace(tried, length=tried.length - 4)
+    found = model(TOKENS[:, 6:10], cache=back)
+    assert np.array_equal(found.logits, model(TOKENS[:, 6:10], cache=cache).logits)
+    rest = model(TOKENS[:, 10:], cache=found.cache).logits
+    assert max_error(rest, LOGITS[:, 10:]) < MODEL_TOLERANCE
+
+
+def test_requests_of_an_engine(model: nnxmoe.CausalLM) -> None:
+    """Of different lengths, with drafts that are taken back: each as in transformers, alone."""
+    wanted = CASE.arrays["padded.greedy"]
+    prompts = [
+        row[used > 0].tolist() for row, used in zip(TOKENS[:, :PROMPT], CASE.arrays["mask"][:, :PROMPT], strict=True)
+    ]
+    for draft in (None, nnxmoe.PromptLookup(3)):
+        engine = Engine(model, slots=2, capacity=32, draft=draft)
+        requests = [engine.submit(prompt, Wanted(NEW, stop_ids=None)) for prompt in prompts]
+        engine.run()
+        assert [request.ids for request in requests] == wanted.tolist(), draft
+
+
+def test_blocks_of_queries(model: nnxmoe.CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of long passes is computed a block of queries at a time, each with its part of the window."""
+    mask = CASE.arrays["mask"]
+    wanted = [eager_logits(model, TOKENS, used) for used in (None, mask)]
+    monkeypatch.setattr(shared_kv, "MOST_QUERIES", 8)
+    for used, logits in zip((None, mask), wanted, strict=True):
+        error = max_error(eager_logits(model, TOKENS, used), logits, np.ones_like(mask) if used is None else used)
+        assert error < PART_TOLERANCE
+
+
+def test_memory_of_a_cache() -> None:
+    """A window and an entry for every few tokens, however long the rows; entries are int8 if asked for, the open
+    windows are not."""
+    model = build(CASE.fields, CASE.weights, dataclasses.replace(ORACLE, cache=Int8Cache()))
+    short, long = (sum(a.nbytes for a in jax.tree.leaves(model.empty_cache(1, n).layers)) for n in (600, 1200))
+    rates, width, index = (3, 4, 3), 12 + 4, 10 + 4  # an int8 value per component and a scale per entry
+    assert long - short == sum(600 // rate * width for rate in rates) + 2 * 600 // 3 * index
+    assert max_error(feed(model, TOKENS, [9, *[1] * 8], mask=None, capacity=20)[0], LOGITS) < 0.3
+
+
+def closing_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries exist from the token after their window on."""
+    old = compressed.PassRows.slots
+    monkeypatch.setattr(
+        compressed.PassRows, "slots", lambda self, index: old(self, jnp.where(index < 0, -1, index + 1))
+    )
+
+
+def entries_from_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = shared_kv.SharedKV._block
+
+    def block(self: Any, q: Any, near: Any, mask: Any, far: Any, picked: Any) -> Any:
+        slots = dataclasses.replace(far.slots, index=jnp.minimum(far.slots.index, 0))
+        return old(self, q, near, mask, dataclasses.replace(far, slots=slots), picked)
+
+    monkeypatch.setattr(shared_kv.SharedKV, "_block", block)
+
+
+def index_without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_kv.jax.nn, "relu", lambda x: x)
+
+
+def outputs_stay_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrailingPairs, "back", lambda self, x, rotation: x)
+
+
+def series_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = compressed.by_index
+    monkeypatch.setattr(compressed, "by_index", lambda v, *a: jnp.roll(old(v, *a), v.shape[-1] // 4, axis=-1))
+
+
+def streams_mixed_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = hyper.HyperConnection.__call__
+
+    def turned(self: Any, streams: Any) -> Any:
+        found = old(self, streams)
+        return found._replace(mix=jnp.swapaxes(found.mix, -1, -2))
+
+    monkeypatch.setattr(hyper.HyperConnection, "__call__", turned)
+
+
+def one_round_of_sinkhorn(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = hyper.HyperConnection.__init__
+    monkeypatch.setattr(hyper.HyperConnection, "__init__", lambda self, *a, **k: old(self, *a, **k | {"iterations": 1}))
+
+
+def weights_of_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SqrtSoftplusTopK.chosen
+    monkeypatch.setattr(SqrtSoftplusTopK, "chosen", lambda self, e, s, x: old(self, e, jax.nn.softmax(x, -1), x))
+
+
+def tokens_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Context.of_asked
+
+    def shifted(self: Any) -> Any:
+        found = old(self)
+        return dataclasses.replace(found, tokens=jnp.roll(jnp.asarray(found.tokens), 1, axis=1))
+
+    monkeypatch.setattr(Context, "of_asked", shifted)
+
+
+MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
+    closing_late, entries_from_the_future, index_without_relu, outputs_stay_rotated, series_swapped,
+    streams_mixed_backwards, one_round_of_sinkhorn, weights_of_softmax, tokens_shifted,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", MISTAKES, ids=lambda plant: plant.__name__)
+def test_planted_mistakes_change_the_logits(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    moved = max_error(eager_logits(build(CASE.fields, CASE.weights, ORACLE), TOKENS), LOGITS)
+    assert 1e-3 < moved < np.inf
