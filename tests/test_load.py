@@ -463,7 +463,7 @@ def test_an_axis_of_the_mesh_may_cross_hosts() -> None:
         )
 
     eight = [types.SimpleNamespace(id=i, platform="cpu") for i in range(8)]
-    with mock.patch("nnxmoe.axes.Mesh", lambda devices, *_, **__: types.SimpleNamespace(devices=devices)):
+    with mock.patch("nnxmoe.mesh.Mesh", lambda devices, *_, **__: types.SimpleNamespace(devices=devices)):
         assert laid().squeeze().tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
         assert laid(across="expert").squeeze().tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     with pytest.raises(ValueError, match="across='host' is not a mesh axis"):
