@@ -170,7 +170,8 @@ def test_append_ring_equals_a_list(size: int, spare: int) -> None:
     for count in rng.choice([1, max(1, size - 1), size, 2 * size + 1], 12):
         real = rng.random((rows, count)) < 0.7
         new = rng.integers(0, 999, (rows, count))
-        buffer, (seen, index) = append_ring(buffer, jnp.asarray(new), past(lengths, real), 1, spare)
+        held = past(lengths, real)
+        buffer, (seen, index) = jax.jit(append_ring, static_argnums=(3, 4))(buffer, jnp.asarray(new), held, 1, spare)
         for row in range(rows):
             numbers = lengths[row] + np.cumsum(real[row]) - 1
             wanted = {n: x for n, x in zip(_numbers(lengths[row], size), stored[row], strict=True) if n >= 0}

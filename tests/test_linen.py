@@ -358,7 +358,8 @@ def test_query_initialisation_follows_the_attention_scale() -> None:
     """Initial scores are equal for both scales, and so are outputs after converting the weights."""
     x, context = inputs(LLAMA)
     divided, plain = hand.wrapped_attention(LLAMA), hand.wrapped_attention(LLAMA).blueprint
-    plain = linen.Wrapped(dataclasses.replace(plain, kwargs=tuple(kv for kv in plain.kwargs if kv[0] != "scale")))
+    heads = dataclasses.replace(plain.args[0], scale=None)
+    plain = linen.Wrapped(dataclasses.replace(plain, args=(heads, *plain.args[1:])))
     ours, theirs = (flat(nn.meta.unbox(initial(m, x, context, None))) for m in (divided, plain))
     for name, value in theirs.items():
         wanted = value * LLAMA.head_width**-0.5 if "query" in name else value

@@ -58,9 +58,8 @@ class Mask:
     def gathered(self, slots: Int[Array, "B n"], real: Bool[Array, "B n"]) -> "Mask":
         """The mask of the keys in these slots of each row, of which those are ``real``; keys without ``valid``, whose
         ``index`` is by row."""
-        index, segment = (
-            None if a is None else jnp.take_along_axis(a, slots, axis=1) for a in (self.keys.index, self.keys.segment)
-        )
+        index, segment = jnp.take_along_axis(self.keys.index, slots, axis=1), self.keys.segment
+        segment = None if segment is None else jnp.take_along_axis(segment, slots, axis=1)
         return dataclasses.replace(self, keys=Slots(jnp.where(real, index, -1), None, segment), causal=False)
 
     def hide(self, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:

@@ -20,9 +20,9 @@ from nnxmoe.layers import mlp as ours
 from nnxmoe.layers import norm as norms
 from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.kernel import as_kernel
-from nnxmoe.layers.mla import LATENT_NORM_EPS, MLA, Latents
+from nnxmoe.layers.mla import LATENT_NORM_EPS, MLA, Latents, LatentWidths
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.layer import Layer
 from nnxmoe.moe.block import MoE
@@ -325,18 +325,21 @@ def wrapped_attention(config: Any, **options: Any) -> linen.Wrapped:
     """The package's attention, wrapped, with queries as MaxText stores them."""
     c, kw = config, {"rotary": config.rope, "attend": ATTEND, "dtype": F32, **options}
     if not isinstance(c, nnxmoe.models.DeepSeekV3Config):
-        heads, biased = (c.num_attention_heads, c.kv_heads, c.head_width), getattr(c, "attention_bias", False)
+        sizes, biased = (c.num_attention_heads, c.kv_heads, c.head_width), getattr(c, "attention_bias", False)
         rotate = rotate_pairs if isinstance(c.rope, Llama3Rope) else rotate_halves
-        return linen.wrap(GQA, c.hidden_size, *heads, window=c.window, bias=biased, scale=1.0, rotate=rotate, **kw)
+        heads = Heads(c.hidden_size, *sizes, bias=biased, scale=1.0)
+        return linen.wrap(GQA, heads, window=c.window, rotate=rotate, **kw)
     return linen.wrap(
         MLA,
-        c.hidden_size,
-        c.num_attention_heads,
-        q_rank=c.q_lora_rank,
-        kv_rank=c.kv_lora_rank,
-        nope=c.qk_nope_head_dim,
-        rope=c.qk_rope_head_dim,
-        v_dim=c.v_head_dim,
+        LatentWidths(
+            c.hidden_size,
+            c.num_attention_heads,
+            q_rank=c.q_lora_rank,
+            kv_rank=c.kv_lora_rank,
+            nope=c.qk_nope_head_dim,
+            rope=c.qk_rope_head_dim,
+            v_dim=c.v_head_dim,
+        ),
         scale=c.softmax_scale,
         bias=c.attention_bias,
         rotate=rotate_pairs if c.rope_interleave else rotate_halves,
