@@ -68,6 +68,7 @@ def test_tokens_taken_back(model: nnxmoe.CausalLM) -> None:
     assert max_error(rest, LOGITS[:, 10:]) < MODEL_TOLERANCE
 
 
+@pytest.mark.slow
 def test_requests_of_an_engine(model: nnxmoe.CausalLM) -> None:
     """Of different lengths, with drafts that are taken back: each as in transformers, alone."""
     wanted = CASE.arrays["padded.greedy"]
@@ -81,6 +82,7 @@ def test_requests_of_an_engine(model: nnxmoe.CausalLM) -> None:
         assert [request.ids for request in requests] == wanted.tolist(), draft
 
 
+@pytest.mark.slow
 def test_blocks_of_queries(model: nnxmoe.CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention of long passes is computed a block of queries at a time, each with its part of the window."""
     mask = CASE.arrays["mask"]
@@ -91,6 +93,7 @@ def test_blocks_of_queries(model: nnxmoe.CausalLM, monkeypatch: pytest.MonkeyPat
         assert error < PART_TOLERANCE
 
 
+@pytest.mark.slow
 def test_memory_of_a_cache() -> None:
     """A window and an entry for every few tokens, however long the rows; entries are int8 if asked for, the open
     windows are not."""
