@@ -34,7 +34,9 @@ from nnxmoe.models.mixtral import Mixtral, MixtralConfig
 from nnxmoe.models.olmoe import Olmoe, OlmoeConfig
 from nnxmoe.models.qwen import Qwen2, Qwen2Config, Qwen3, Qwen3Config
 from nnxmoe.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
+from nnxmoe.models.qwen3_5 import Qwen3_5MoeText, Qwen3_5MoeTextConfig, Qwen3_5Text, Qwen3_5TextConfig
 from nnxmoe.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from nnxmoe.models.qwen3_next import Qwen3Next, Qwen3NextConfig
 from nnxmoe.models.qwen3_vl import Qwen3VLMoeText, Qwen3VLMoeTextConfig, Qwen3VLText, Qwen3VLTextConfig
 from nnxmoe.models.sarvam_mla import SarvamMLA, SarvamMLAConfig
 from nnxmoe.models.sarvam_moe import SarvamMoE, SarvamMoEConfig
@@ -51,9 +53,9 @@ RELATIVES = {
     "minimax_m2": "minimax_m3_vl",
     "glm4_moe": "glm4v_moe",
     "mixtral": "minimax phimoe granitemoe jamba",
-    "qwen3_moe": "qwen3_next qwen3_5_moe ernie4_5_moe hunyuan_v1_moe",
+    "qwen3_moe": "ernie4_5_moe hunyuan_v1_moe",
     "olmoe": "flex_olmo",
-    "qwen3": "qwen3_5 olmo2 olmo3 gemma3",
+    "qwen3": "olmo2 olmo3 gemma3",
     "qwen2": "qwen2_vl qwen2_5_vl",
     "mistral": "ministral",
     "llama": "gemma gemma2 granite internlm2 llama4 phi3 smollm3 stablelm",
@@ -75,6 +77,7 @@ for _family in (
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
     *(DeepSeekV32, DeepSeekV4, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
     *(Ministral3, ExaoneMoe, Mellum, Afmoe),
+    *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText),
 ):
     register(_family)
 
@@ -128,10 +131,16 @@ __all__ = [
     "Qwen3Config",
     "Qwen3Moe",
     "Qwen3MoeConfig",
+    "Qwen3Next",
+    "Qwen3NextConfig",
     "Qwen3VLMoeText",
     "Qwen3VLMoeTextConfig",
     "Qwen3VLText",
     "Qwen3VLTextConfig",
+    "Qwen3_5MoeText",
+    "Qwen3_5MoeTextConfig",
+    "Qwen3_5Text",
+    "Qwen3_5TextConfig",
     "SarvamMLA",
     "SarvamMLAConfig",
     "SarvamMoE",

@@ -14,7 +14,7 @@ from nnxmoe.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 
 _EXPERTS, _GATE_UP, _DOWN = (W(f"mlp.experts{end}") for end in ("", ".gate_up_proj", ".down_proj"))
 # How the three dimensions of the positions of images and videos are interleaved.
-_MROPE = " ".join(f"rope_{end}.mrope_{x}" for end in ("scaling", "parameters") for x in ("section", "interleaved"))
+MROPE = " ".join(f"rope_{end}.mrope_{x}" for end in ("scaling", "parameters") for x in ("section", "interleaved"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Qwen3VLTextConfig(Qwen3Config):
 
     model_type = "qwen3_vl_text"
     saved_type = "qwen3"
-    ignored = _MROPE
+    ignored = MROPE
 
     hidden_size: int = 4096
     max_position_embeddings: int = 128000
@@ -37,7 +37,7 @@ class Qwen3VLMoeTextConfig(Qwen3MoeConfig):
 
     model_type = "qwen3_vl_moe_text"
     saved_type = "qwen3_moe"
-    ignored = _MROPE
+    ignored = MROPE
 
     intermediate_size: int = 5632
     num_attention_heads: int = 16

@@ -395,6 +395,8 @@ def test_maxtext_layout(kind: str) -> None:
         ("hy_v3", "no table of MaxText's names for 'hy_v3'"),
         ("sarvam_mla", "no table of MaxText's names for 'sarvam_mla'"),
         ("sarvam_moe", "no table of MaxText's names for 'sarvam_moe'"),
+        ("qwen3_next", "no table of MaxText's names for 'qwen3_next'"),
+        ("qwen3_5_text", "no table of MaxText's names for 'qwen3_5_text'"),
         ("ministral3", "no table of MaxText's names for 'ministral3'"),
         ("exaone_moe", "no table of MaxText's names for 'exaone_moe'"),
         ("mellum", "no table of MaxText's names for 'mellum'"),

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,40 @@ from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.rope import Rotate, rotate_halves
 
 
+class Gate(Protocol):
+    """Factors of the heads' outputs y, from the layer's input x, or from ``beside``: the ``extra`` outputs that the
+    kernel of the queries has per head for it, after those of the query."""
+
+    extra: int
+
+    def __call__(
+        self, x: Float[Array, "B asked D"], beside: Float[Array, "B asked N _"], y: Float[Array, "B asked N H"]
+    ) -> Float[Array, "B asked N H"]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryGate:
+    """``y * sigmoid(g)`` with g from the kernel of the queries, H more outputs per head (Qwen3-Next, 2025)."""
+
+    extra: int
+
+    def __call__(
+        self, x: Float[Array, "B asked D"], beside: Float[Array, "B asked N H"], y: Float[Array, "B asked N H"]
+    ) -> Float[Array, "B asked N H"]:
+        return y * jax.nn.sigmoid(beside)
+
+
 class OutputGate(nnx.Module):
-    """``y * sigmoid(g(x))``: factors of the heads' outputs ``y [B T N H]`` from the layer's input (Qiu et al. 2025)."""
+    """``y * sigmoid(g(x))``, with g's own kernel (Qiu et al. 2025)."""
+
+    extra = 0
 
     def __init__(self, dim: int, heads: int, head_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         self.g = Linear((dim,), (heads, head_dim), ("embed", "heads", "head"), dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B asked D"], y: Float[Array, "B asked N H"]) -> Float[Array, "B asked N H"]:
+    def __call__(
+        self, x: Float[Array, "B asked D"], beside: Float[Array, "B asked N _"], y: Float[Array, "B asked N H"]
+    ) -> Float[Array, "B asked N H"]:
         return y * jax.nn.sigmoid(self.g(x))
 
 
@@ -48,7 +75,7 @@ class Heads:
 
 
 class GQA(nnx.Module):
-    """Grouped-query attention; kernels ``q [D N H]``, ``k v [D K H]``, ``o [N H D]``.
+    """Grouped-query attention; kernels ``q [D N H+extra]``, ``k v [D K H]``, ``o [N H D]``.
 
     Args:
         rotary: rotary position embedding of queries and keys; None: they carry no position.
@@ -56,7 +83,7 @@ class GQA(nnx.Module):
         rotate: how the rotation pairs the components of a head.
         qk_norm: norm of queries and keys before the rotation, a `QKNorm`.
         sinks: a score per head of a key without value, a `Sinks`; None: a softmax over the keys alone.
-        gate: factors of the output of each head; None: no factors.
+        gate: factors of the output of each head, with ``extra`` outputs of q for them; None: no factors.
     """
 
     def __init__(
@@ -69,7 +96,7 @@ class GQA(nnx.Module):
         rotate: Rotate = rotate_halves,
         qk_norm: Callable[[Array, Array], tuple[Array, Array]] | None = None,
         sinks: Callable[[], Array] | None = None,
-        gate: OutputGate | None = None,
+        gate: Gate | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
@@ -78,10 +105,13 @@ class GQA(nnx.Module):
         self.rotary, self.rotate = rotary, rotate
         self.qk_norm, self.sinks, self.gate = qk_norm, sinks, gate
         dim, q, kv = (heads.dim,), (heads.heads, heads.head_dim), (heads.kv_heads, heads.head_dim)
+        extra = 0 if gate is None else gate.extra
         plain = heads.head_dim**-0.5
         self.scale = plain if heads.scale is None else heads.scale
         kw: dict[str, Any] = {"bias": heads.bias, "dtype": dtype, "rngs": rngs}
-        self.q = Linear(dim, q, ("embed", "heads", "head"), gain=plain / self.scale, **kw)
+        self.q = Linear(
+            dim, (heads.heads, heads.head_dim + extra), ("embed", "heads", "head"), gain=plain / self.scale, **kw
+        )
         self.k = Linear(dim, kv, ("embed", "kv_heads", "head"), **kw)
         self.v = Linear(dim, kv, ("embed", "kv_heads", "head"), **kw)
         kw["bias"] = heads.bias if heads.out_bias is None else heads.out_bias
@@ -90,7 +120,8 @@ class GQA(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None = None
     ) -> tuple[Float[Array, "B asked D"], KVCache | None]:
-        q, k = self.q(context.asked(x)), self.k(x)
+        q, beside = jnp.split(self.q(context.asked(x)), (self.k.kernel.outs[1],), axis=-1)
+        k = self.k(x)
         q, k = (q, k) if self.qk_norm is None else self.qk_norm(q, k)
         q = jnp.swapaxes(self.placed(q, context), 1, 2)
         k = jnp.swapaxes(context.rotated(k, self.rotary, self.rotate), 1, 2)
@@ -98,7 +129,7 @@ class GQA(nnx.Module):
         cache, (k, v), mask = context.remember(cache, (k, v), self.window)
         y = self.attend(q, k, v, Scores(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
         y = jnp.swapaxes(y, 1, 2)
-        return self.o(y if self.gate is None else self.gate(context.asked(x), y)), cache
+        return self.o(y if self.gate is None else self.gate(context.asked(x), beside, y)), cache
 
     def placed(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
         """Queries with their positions."""

@@ -25,6 +25,33 @@ class RMSNorm(nnx.Module):
         return unit_rms(x, self.eps) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
 
 
+class OffsetNorm(RMSNorm):
+    """``x / sqrt(mean(x^2) + eps) * (1 + scale)`` in float32, cast back to ``x``'s dtype (Gemma, Qwen3-Next)."""
+
+    def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        self.eps = eps
+        self.scale = parameter((dim,), ("norm",), nnx.initializers.zeros, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        x32 = x.astype(jnp.float32)
+        unit = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (unit * (1 + jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape))).astype(x.dtype)
+
+
+class GatedNorm(nnx.Module):
+    """The output of `RMSNorm`, times ``silu(gate)`` in float32, cast back to ``x``'s dtype (Mamba-2, Dao & Gu 2024)."""
+
+    def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        self.eps = eps
+        self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*rows D"], gate: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        x32 = x.astype(jnp.float32)
+        unit = (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)).astype(x.dtype)
+        scaled = unit * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+        return (scaled.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """``(x - mean(x)) / sqrt(var(x) + eps)`` in float32, times the scale plus the bias, cast back to ``x``'s dtype."""
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from nnxmoe.layers.cache import Past, written
 from nnxmoe.layers.context import Context
@@ -30,6 +30,11 @@ class RecurrentState:
         """The state of rows without tokens, from arrays ``[B, ...]`` of zeros."""
         return cls(jax.tree.map(lambda a: jnp.repeat(a[:, None], 1 + spare, axis=1), zero))
 
+    @property
+    def spare(self) -> int:
+        """How many tokens may be taken back."""
+        return jax.tree.leaves(self.states)[0].shape[1] - 1
+
     def before(self, past: Past) -> Any:
         """The state ``[B, ...]`` before the new tokens."""
 
@@ -40,14 +45,75 @@ class RecurrentState:
 
         return jax.tree.map(one, self.states)
 
-    def written(self, state: Any, index: Int[Array, "B"]) -> Self:
-        """Store the state after the token at ``index`` of each row; nothing for negative indices (padding)."""
+    def written(self, state: Any, index: Int[Array, "B n"]) -> Self:
+        """Store the states ``[B, n, ...]`` after the n tokens of these indices; nothing for negative ones (padding)."""
 
         def one(states: Array, new: Array) -> Array:
             size = states.shape[1]
-            return written(states, new[:, None], jnp.where(index < 0, size, index % size)[:, None], 1)
+            return written(states, new, jnp.where(index < 0, size, index % size), 1)
 
         return type(self)(jax.tree.map(one, self.states, state))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OrderedTokens:
+    """The tokens of a pass with the real tokens of each row first and padding after them, for layers in which a token
+    depends on those before it in the row.
+
+    ``count``: real tokens per row. ``real``: which are real; None: all. ``order``, ``place``: of the tokens in the
+    pass, and back. ``run``: the number of segments that begin up to each token; None: there is only one. ``before``:
+    tokens of each row in the cache.
+    """
+
+    count: Int[Array, "B"]
+    before: Int[Array, "B"]
+    real: Bool[Array, "B T"] | None = None
+    order: Int[Array, "B T"] | None = None
+    place: Int[Array, "B T"] | None = None
+    run: Int[Array, "B T"] | None = None
+
+    @classmethod
+    def of(cls, context: Context, shape: tuple[int, int], cached: bool) -> Self:
+        """The order of the tokens of a context, ``[B, T]`` of them."""
+        batch, length = shape
+        past, valid = context.past if cached else None, context.valid
+        before = jnp.zeros(batch, jnp.int32) if past is None else past.before
+        made = cls(jnp.full(batch, length, jnp.int32), before)
+        if valid is not None:
+            order = jnp.argsort(~valid, axis=1, stable=True)
+            place = jnp.maximum(jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
+            count = jnp.sum(valid, axis=1, dtype=jnp.int32)
+            made = cls(count, before, jnp.arange(length) < count[:, None], order, place)
+        if context.segment is None:
+            return made
+        ordered = made.ordered(context.segment)
+        first = ordered != jnp.concatenate([_last_segment(ordered, past), ordered[:, :-1]], axis=1)
+        first = first if made.real is None else first & made.real
+        return dataclasses.replace(made, run=jnp.cumsum(first, axis=1, dtype=jnp.int32))
+
+    def ordered(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
+        """Real tokens first."""
+        return x if self.order is None else _taken(x, self.order)
+
+    def given(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
+        """The inverse of `ordered`; padding gets values of real tokens."""
+        return x if self.place is None else _taken(x, self.place)
+
+    def index_of(self, at: Int[Array, "B n"]) -> Int[Array, "B n"]:
+        """The index in the row of the tokens at these places; -1 for padding and negative places."""
+        return jnp.where((at >= 0) & (at < self.count[:, None]), self.before[:, None] + at, -1)
+
+
+def _taken(x: Shaped[Array, "B T ..."], at: Int[Array, "B T"]) -> Shaped[Array, "B T ..."]:
+    return jax.vmap(lambda row, places: row[places])(x, at)
+
+
+def _last_segment(segment: Int[Array, "B T"], past: Past | None) -> Int[Array, "B 1"]:
+    """The segment of the token before the first: the newest in the cache."""
+    if past is None:
+        return segment[:, :1]
+    return jnp.take_along_axis(past.segment, jnp.maximum(past.before - 1, 0)[:, None], axis=1)
 
 
 def recurrence(
@@ -72,7 +138,7 @@ def recurrence(
         (state, cache), (x, real, first, index) = carry, given
         new, out = step(masked(first, zero, state), x)
         state = masked(real, new, state)
-        return (state, None if cache is None else cache.written(state, index)), out
+        return (state, None if cache is None else _after(cache, state, index)), out
 
     given = inputs, valid, _first_of_segment(context, past, shape), index
     given = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), given)
@@ -84,8 +150,10 @@ def _first_of_segment(context: Context, past: Past | None, shape: tuple[int, ...
     """Whether a token's segment is not that of the token before it, in its row or in the cache."""
     if context.segment is None:
         return jnp.zeros(shape, bool)
-    if past is None:
-        last = context.segment[:, :1]
-    else:
-        last = jnp.take_along_axis(past.segment, jnp.maximum(past.before - 1, 0)[:, None], axis=1)
+    last = _last_segment(context.segment, past)
     return context.segment != jnp.concatenate([last, context.segment[:, :-1]], axis=1)
+
+
+def _after(cache: RecurrentState, state: Any, index: Int[Array, "B"]) -> RecurrentState:
+    """The cache with the state after one more token."""
+    return cache.written(jax.tree.map(lambda a: a[:, None], state), index[:, None])

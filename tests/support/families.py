@@ -190,6 +190,46 @@ def _qwen2_moe(rng: random.Random) -> Fields:
     return fields
 
 
+def _hybrid(rng: random.Random) -> Fields:
+    """Recurrent layers beside attention; each kind of layer at least once."""
+    layers, (keys, values) = rng.choice([2, 3, 4]), rng.choice([(1, 1), (1, 3), (2, 4), (4, 4)])
+    kinds = ["linear_attention", "full_attention", *rng.choices(["linear_attention", "full_attention"], k=layers - 2)]
+    rng.shuffle(kinds)
+    fields = _grouped(rng, layers) | {
+        "head_dim": rng.choice([8, 16]),
+        "layer_types": rng.choice([kinds, kinds, None]),
+        "linear_conv_kernel_dim": rng.choice([2, 3, 4, 7]),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": rng.choice([4, 7, 10]),
+        "linear_value_head_dim": rng.choice([5, 8]),
+    }
+    factor = rng.choice([None, 0.25, 0.5, 1.0])
+    fields["rope_parameters"] |= {} if factor is None else {"partial_rotary_factor": factor}
+    return fields
+
+
+def _hybrid_moe(rng: random.Random) -> Fields:
+    experts = rng.choice([4, 6, 8])
+    fields = _hybrid(rng) | {
+        "moe_intermediate_size": rng.choice([12, 20]),
+        "shared_expert_intermediate_size": rng.choice([16, 28]),
+        "num_experts": experts,
+        "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+    }
+    del fields["intermediate_size"]
+    return fields
+
+
+def _qwen3_next(rng: random.Random) -> Fields:
+    return _hybrid_moe(rng) | {
+        "intermediate_size": rng.choice([24, 56]),
+        "decoder_sparse_step": rng.choice([1, 1, 2]),
+        "mlp_only_layers": rng.choice([None, [], [0], [1]]),
+        "norm_topk_prob": rng.random() < 0.7,
+    }
+
+
 def _olmoe(rng: random.Random) -> Fields:
     experts = rng.choice([4, 6, 8])
     fields = _grouped(rng, rng.choice([2, 3])) | {
@@ -464,6 +504,22 @@ _ROUTED: Fields = {
     "n_shared_experts": 2,
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
+}
+_HYBRID: Fields = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "full_attention_interval": 3,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+}
+_EXPERTS: Fields = {
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
 }
 _GQA: Fields = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 500.0}
 
@@ -977,6 +1033,38 @@ FAMILIES: dict[str, Family] = {
         },
         _afmoe,
         "afmoe",
+    ),
+}
+
+FAMILIES |= {
+    "qwen3_next": Family(
+        _HUB
+        | _GQA
+        | _HYBRID
+        | _EXPERTS
+        | {
+            "model_type": "qwen3_next",
+            "partial_rotary_factor": 0.25,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [2],
+            "norm_topk_prob": True,
+        },
+        _qwen3_next,
+        "qwen3_next",
+    ),
+    "qwen3_5_text": Family(
+        _HUB | _GQA | _HYBRID | {"model_type": "qwen3_5_text", "partial_rotary_factor": 0.5},
+        _hybrid,
+        "qwen3_5_text",
+    ),
+    "qwen3_5_moe_text": Family(
+        {k: v for k, v in _HUB.items() if k != "intermediate_size"}
+        | _GQA
+        | _HYBRID
+        | _EXPERTS
+        | {"model_type": "qwen3_5_moe_text"},
+        _hybrid_moe,
+        "qwen3_5_moe_text",
     ),
 }
 

@@ -1,0 +1,85 @@
+"""The text models of Qwen3.5 and Qwen3.6 (Qwen team 2026), dense and with experts: the layers of Qwen3-Next, whose
+recurrent ones have a kernel each for z, b and a.
+
+The positions of a text are the same in all three dimensions of their rotary embedding. The layer for multi-token
+prediction is skipped.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.bounds import count, one_of
+from nnxmoe.layers.delta import DeltaHeads, SeparateProjection
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.qwen3_vl import MROPE
+from nnxmoe.models.qwen_hybrid import HF_HYBRID, HF_SHARED, QwenHybrid, QwenHybridConfig
+from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
+from nnxmoe.moe.shared import GatedShared
+
+_OWN = f"{MROPE} mtp_num_hidden_layers mtp_use_dedicated_embeddings attn_output_gate mamba_ssm_dtype"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3_5TextConfig(QwenHybridConfig):
+    """The fields of `QwenHybridConfig`."""
+
+    model_type = "qwen3_5_text"
+    architecture = "Qwen3_5ForCausalLM"
+    ignored = _OWN
+
+    vocab_size: int = 248320
+    intermediate_size: int = 12288
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3_5MoeTextConfig(QwenHybridConfig, QwenMoeConfig):
+    """``shared_expert_intermediate_size``: width of the shared expert. All layers have experts, and the weights of the
+    chosen ones sum to 1."""
+
+    model_type = "qwen3_5_moe_text"
+    architecture = "Qwen3_5MoeForCausalLM"
+    ignored = _OWN
+
+    vocab_size: int = 248320
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 2
+    moe_intermediate_size: int = count(512, most=2**24)
+    shared_expert_intermediate_size: int = count(512, most=2**24)
+    num_experts: int = count(256, most=4096)
+    norm_topk_prob: bool = one_of(True)
+    decoder_sparse_step: int = one_of(1)
+    mlp_only_layers: Sequence[int] | None = one_of(None)
+
+
+_PROJECTIONS = {f"layer.attention.project.{x}.kernel": W(f"linear_attn.in_proj_{x}.weight") for x in ("qkv", *"zba")}
+
+
+class Qwen3_5Text(QwenHybrid):
+    """The text model of dense Qwen3.5."""
+
+    configs = (Qwen3_5TextConfig,)
+    hf_table = {**HF_HYBRID, **_PROJECTIONS}
+
+    def project(self, heads: DeltaHeads, **kw: Any) -> SeparateProjection:
+        return SeparateProjection(heads, **kw)
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP:
+        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, **kw)
+
+
+class Qwen3_5MoeText(QwenHybrid, QwenMoe):
+    """The text model of Qwen3.5 with experts."""
+
+    configs = (Qwen3_5MoeTextConfig,)
+    hf_table = {**HF_HYBRID, **HF_SHARED, **_PROJECTIONS}
+
+    def project(self, heads: DeltaHeads, **kw: Any) -> SeparateProjection:
+        return SeparateProjection(heads, **kw)
+
+    def shared(self, **kw: Any) -> GatedShared:
+        return GatedShared(self.config.hidden_size, self.config.shared_expert_intermediate_size, **kw)

@@ -1,0 +1,57 @@
+"""Qwen3-Next (Qwen team 2025): recurrent layers with an attention every fourth, and a gated shared expert beside many
+small ones. The projections of a recurrent layer are stored in two tensors. Its layer for multi-token prediction is
+skipped."""
+
+import dataclasses
+from typing import Any
+
+from nnxmoe.config.bounds import count
+from nnxmoe.layers.delta import DeltaHeads, FusedProjection
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.qwen_hybrid import HF_HYBRID, HF_SHARED, QwenHybrid, QwenHybridConfig
+from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
+from nnxmoe.moe.shared import GatedShared
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3NextConfig(QwenHybridConfig, QwenMoeConfig):
+    """``shared_expert_intermediate_size``: width of the shared expert. Other fields: of the two bases."""
+
+    model_type = "qwen3_next"
+    architecture = "Qwen3NextForCausalLM"
+
+    num_hidden_layers: int = 48
+    intermediate_size: int = 5632
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 2
+    moe_intermediate_size: int = count(512, most=2**24)
+    shared_expert_intermediate_size: int = count(512, most=2**24)
+    num_experts: int = count(512, most=4096)
+    num_experts_per_tok: int = 10
+    norm_topk_prob: bool = True
+
+
+class Qwen3Next(QwenHybrid, QwenMoe):
+    """Qwen3-Next-80B-A3B."""
+
+    configs = (Qwen3NextConfig,)
+    presets = {
+        "qwen3-next-80b-a3b": Qwen3NextConfig(
+            intermediate_size=5120, max_position_embeddings=262144, rope_theta=1e7, partial_rotary_factor=0.25,
+            mlp_only_layers=(), bos_token_id=151643, eos_token_id=151645, dtype="bfloat16",
+        )
+    }  # fmt: skip
+    hub_ids = {"qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct"}
+    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out")
+    hf_table = {
+        **HF_HYBRID,
+        **HF_SHARED,
+        "layer.attention.project.qkvz.kernel": W("linear_attn.in_proj_qkvz.weight"),
+        "layer.attention.project.ba.kernel": W("linear_attn.in_proj_ba.weight"),
+    }
+
+    def project(self, heads: DeltaHeads, **kw: Any) -> FusedProjection:
+        return FusedProjection(heads, **kw)
+
+    def shared(self, **kw: Any) -> GatedShared:
+        return GatedShared(self.config.hidden_size, self.config.shared_expert_intermediate_size, **kw)

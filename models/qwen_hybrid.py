@@ -1,0 +1,114 @@
+"""The config fields and the layers that Qwen3-Next and Qwen3.5 share (Qwen team 2025, 2026).
+
+Most layers are `GatedDeltaNet`s; every fourth is grouped-query attention with normalised heads, of which a quarter is
+rotated, and a gate on the output. Norms multiply by 1 plus their weight.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer
+from nnxmoe.config.partial_rotary import PartialRotaryConfig
+from nnxmoe.layers.delta import DeltaHeads, DeltaProjection, GatedDeltaNet
+from nnxmoe.layers.gqa import QueryGate
+from nnxmoe.layers.norm import OffsetNorm
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.layers.rope import PartialRotary
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE, HF_QK_NORM
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenHybridConfig(PartialRotaryConfig):
+    """``linear_…``: heads of the recurrent layers, their widths, and the length of the convolution. ``layer_types``
+    null: every ``full_attention_interval``-th layer is attention."""
+
+    default_rotary_factor = 0.25
+    scale_in_queries = False
+
+    max_position_embeddings: int = 32768
+    head_dim: int | None = count(256, most=2**16)
+    attention_bias: bool = one_of(False)
+    linear_conv_kernel_dim: int = count(4, least=2, most=256)
+    linear_key_head_dim: int = count(128, most=2**16)
+    linear_value_head_dim: int = count(128, most=2**16)
+    linear_num_key_heads: int = count(16, most=2**14)
+    linear_num_value_heads: int = count(32, most=2**14)
+    full_attention_interval: int = count(4)
+    layer_types: Sequence[str] | None = per_layer(_LINEAR, _FULL)
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+    def _check(self) -> None:
+        super()._check()
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ConfigError(
+                f"linear_num_value_heads {self.linear_num_value_heads} is not a multiple of linear_num_key_heads "
+                f"{self.linear_num_key_heads}"
+            )
+
+    @property
+    def recurrent_layers(self) -> Sequence[bool]:
+        """Whether each layer is recurrent."""
+        if self.layer_types:
+            return tuple(kind == _LINEAR for kind in self.layer_types)
+        return tuple((i + 1) % self.full_attention_interval > 0 for i in range(self.num_hidden_layers))
+
+    @property
+    def delta_heads(self) -> DeltaHeads:
+        """The heads of the recurrent layers."""
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        return DeltaHeads(self.hidden_size, keys, values, self.linear_key_head_dim, self.linear_value_head_dim)
+
+
+HF_HYBRID = (
+    HF_DECODER
+    | HF_GQA
+    | HF_QK_NORM
+    | HF_MLP
+    | {
+        "layer.attention.conv.weight": W("linear_attn.conv1d.weight"),
+        "layer.attention.a_log": W("linear_attn.A_log"),
+        "layer.attention.dt_bias": W("linear_attn.dt_bias"),
+        "layer.attention.norm.scale": W("linear_attn.norm.weight"),
+        "layer.attention.out.kernel": W("linear_attn.out_proj.weight"),
+    }
+)
+HF_SHARED = {
+    **HF_MOE,
+    **{f"layer.moe.shared.{x}.kernel": W(f"mlp.shared_expert.{x}_proj.weight") for x in ("gate", "up", "down")},
+    "layer.moe.shared.output_gate.kernel": W("mlp.shared_expert_gate.weight"),
+}
+
+
+class QwenHybrid(CausalLM):
+    """The attention of both kinds; each family has feed-forwards and a projection of its own."""
+
+    def kind(self, index: int) -> Any:
+        return self.config.recurrent_layers[index], self.config.sparse_layers[index]
+
+    def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> Layer:
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        one, other = (self.final_norm(self.config, **kw) for _ in range(2))
+        return form(one, self.attention(index, **kw), other, self.feed_forward(index, **kw), **options)
+
+    def final_norm(self, config: Any, **kw: Any) -> OffsetNorm:
+        return OffsetNorm(config.hidden_size, config.rms_norm_eps, **kw)
+
+    def project(self, heads: DeltaHeads, **kw: Any) -> DeltaProjection:
+        """The projection of a recurrent layer."""
+        raise TypeError("a model class must define project(heads, **kw)")
+
+    def attention(self, index: int, **kw: Any) -> Any:
+        c = self.config
+        if c.recurrent_layers[index]:
+            heads, taps = c.delta_heads, c.linear_conv_kernel_dim
+            return GatedDeltaNet(heads, self.project(heads, **kw), taps=taps, eps=c.rms_norm_eps, **kw)
+        norm = QKNorm(*(OffsetNorm(c.head_width, c.rms_norm_eps, **kw) for _ in "qk"))
+        options = {"qk_norm": norm, "gate": QueryGate(c.head_width), "rotate": PartialRotary(c.rope_dim)}
+        return self.gqa(window=None, bias=False, **options, **kw)

@@ -1,0 +1,53 @@
+"""Short causal convolution over the tokens of a row, one filter per channel (Mamba, Gu & Dao 2023)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.axes import parameter
+
+
+class ShortConv(nnx.Module):
+    """``silu(sum_j w[j] x[t - taps + 1 + j])``, in float32; weight ``[channels, 1, taps]`` as in checkpoints."""
+
+    def __init__(self, channels: int, taps: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        init = nnx.initializers.normal(taps**-0.5)
+        self.weight = parameter((channels, 1, taps), ("mlp", None, None), init, dtype=dtype, rngs=rngs)
+
+    @property
+    def taps(self) -> int:
+        """Number of tokens that an output depends on, its own included."""
+        return self.weight.shape[-1]
+
+    def __call__(
+        self, x: Float[Array, "B T channels"], window: Float[Array, "B _ channels"], run: Int[Array, "B T"] | None
+    ) -> tuple[Float[Array, "B T channels"], Float[Array, "B _ channels"]]:
+        """The outputs, and the inputs with the window before them.
+
+        ``window``: the ``taps - 1`` inputs before x. ``run``: the number of segments that begin up to each token, whose
+        output depends on tokens of its own run only; the window is of run 0. None: all are of run 0.
+        """
+        (_, length, _), past = x.shape, self.taps - 1
+        seen = jnp.concatenate([window.astype(x.dtype), x], axis=1)
+        weight, total = self.weight[...].astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
+        runs = None if run is None else jnp.pad(run, ((0, 0), (past, 0)))
+        for tap in range(self.taps):
+            part = seen[:, tap : tap + length].astype(jnp.float32) * weight[:, 0, tap]
+            if run is not None and runs is not None:
+                part = jnp.where((runs[:, tap : tap + length] == run)[:, :, None], part, 0)
+            total += part
+        return jax.nn.silu(total).astype(x.dtype), seen
+
+    def windows(
+        self, seen: Float[Array, "B _ channels"], at: Int[Array, "B n"], run: Int[Array, "B T"] | None
+    ) -> Float[Array, "B n _ channels"]:
+        """The window after each of the tokens ``at``, with zeros for tokens of another run. ``seen``: the inputs that
+        the call returns."""
+        past = self.taps - 1
+        places = jnp.maximum(at, 0)[:, :, None] + 1 + jnp.arange(past)
+        taken = jax.vmap(lambda row, place: row[place])(seen, places)
+        if run is None:
+            return taken
+        runs = jax.vmap(lambda row, place: row[place])(jnp.pad(run, ((0, 0), (past, 0))), places)
+        return jnp.where((runs == runs[:, :, -1:])[..., None], taken, 0)

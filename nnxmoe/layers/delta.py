@@ -1,0 +1,188 @@
+"""GatedDeltaNet (Yang et al. 2024), as in Qwen3-Next and Qwen3.5: attention whose memory has a fixed size."""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from nnxmoe.axes import parameter
+from nnxmoe.layers.context import Context
+from nnxmoe.layers.conv import ShortConv
+from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks, in_steps
+from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.norm import GatedNorm
+from nnxmoe.layers.recurrent import OrderedTokens, RecurrentState
+
+Projected = tuple[Array, Array, Array, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaHeads:
+    """``keys`` heads of queries and keys of width ``key_dim``, and ``values`` heads of width ``value_dim``, a multiple,
+    for activations of width ``dim``."""
+
+    dim: int
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def channels(self) -> int:
+        """Width of queries, keys and values together."""
+        return 2 * self.keys * self.key_dim + self.values * self.value_dim
+
+
+class DeltaProjection(Protocol):
+    """``x [B T D] ->`` queries, keys and values ``[B T channels]``, gates ``z [B T N W]``, and ``b``, ``a [B T N]``."""
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Projected: ...
+
+
+class SeparateProjection(nnx.Module):
+    """A kernel each for queries, keys and values together, for z, b and a (Qwen3.5)."""
+
+    def __init__(self, heads: DeltaHeads, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        dim, count = (heads.dim,), heads.values
+        self.qkv = Linear(dim, (heads.channels,), ("embed", "mlp"), **kw)
+        self.z = Linear(dim, (count, heads.value_dim), ("embed", "heads", "head"), **kw)
+        self.b = Linear(dim, (count,), ("embed", "heads"), **kw)
+        self.a = Linear(dim, (count,), ("embed", "heads"), **kw)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Projected:
+        return self.qkv(x), self.z(x), self.b(x), self.a(x)
+
+
+class FusedProjection(nnx.Module):
+    """Two kernels, whose outputs are sorted by heads of the keys: q, k, v and z of each, and b and a (Qwen3-Next)."""
+
+    def __init__(self, heads: DeltaHeads, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.heads, (groups, axes) = heads, (heads.values // heads.keys, ("embed", "heads", "head"))
+        width = 2 * heads.key_dim + 2 * groups * heads.value_dim
+        self.qkvz = Linear((heads.dim,), (heads.keys, width), axes, **kw)
+        self.ba = Linear((heads.dim,), (heads.keys, 2 * groups), axes, **kw)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Projected:
+        lead, c = x.shape[:2], self.heads
+        groups = c.values // c.keys
+        ends = c.key_dim, 2 * c.key_dim, 2 * c.key_dim + groups * c.value_dim
+        q, k, v, z = jnp.split(self.qkvz(x), ends, axis=-1)
+        b, a = (part.reshape(*lead, c.values) for part in jnp.split(self.ba(x), 2, axis=-1))
+        mixed = jnp.concatenate([part.reshape(*lead, -1) for part in (q, k, v)], axis=-1)
+        return mixed, z.reshape(*lead, c.values, c.value_dim), b, a
+
+
+class GatedDeltaNet(nnx.Module):
+    """``out(norm(delta(conv(q, k, v))) * silu(z))``, with decays ``exp(-exp(a_log) softplus(a + dt_bias))`` and
+    strengths ``sigmoid(b)``, after transformers' Qwen3NextGatedDeltaNet.
+
+    The state of a row is a matrix ``[key_dim value_dim]`` per head in float32, and the last inputs of the convolution.
+    Passes are computed in chunks, up to ``1 + spare`` tokens, and the ``spare`` newest of a longer pass, in steps.
+    """
+
+    def __init__(
+        self,
+        heads: DeltaHeads,
+        project: DeltaProjection,
+        *,
+        taps: int,
+        eps: float,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.heads, self.project = heads, project
+        self.conv = ShortConv(heads.channels, taps, **kw)
+        self.a_log = parameter((heads.values,), ("heads",), _log_rates, **kw)
+        self.dt_bias = parameter((heads.values,), ("heads",), nnx.initializers.ones, **kw)
+        self.norm = GatedNorm(heads.value_dim, eps, **kw)
+        self.out = Linear((heads.values, heads.value_dim), (heads.dim,), ("heads", "head", "embed"), **kw)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, cache: RecurrentState | None = None
+    ) -> tuple[Float[Array, "B asked D"], RecurrentState | None]:
+        tokens = OrderedTokens.of(context, (x.shape[0], x.shape[1]), cached=cache is not None)
+        mixed, z, b, a = self.project(tokens.ordered(x))
+        if cache is None or context.past is None:
+            state, window = self._zero(x.shape[0], x.dtype)
+        else:
+            state, window = cache.before(context.past)
+        mixed, seen = self.conv(mixed, window, tokens.run)
+        inputs = self._inputs(tokens, mixed, b, a)
+        spare = 0 if cache is None else cache.spare
+        out, at, states = _delta(inputs, state, tokens, spare)
+        if cache is not None:
+            cache = cache.written((states, self.conv.windows(seen, at, tokens.run)), tokens.index_of(at))
+        out, z = (context.asked(tokens.given(a)) for a in (out.astype(x.dtype), z))
+        return self.out(self.norm(out, z)), cache
+
+    def _inputs(self, tokens: OrderedTokens, mixed: Array, b: Array, a: Array) -> DeltaInputs:
+        c, lead = self.heads, mixed.shape[:2]
+        width = c.keys * c.key_dim
+        q, k, v = jnp.split(mixed.astype(jnp.float32), (width, 2 * width), axis=-1)
+        q, k = (_unit(part.reshape(*lead, c.keys, c.key_dim)) for part in (q, k))
+        rate, bias = (p[...].astype(jnp.float32) for p in (self.a_log, self.dt_bias))
+        g, beta = -jnp.exp(rate) * jax.nn.softplus(a.astype(jnp.float32) + bias), jax.nn.sigmoid(b.astype(jnp.float32))
+        if tokens.real is not None:
+            g, beta = (jnp.where(tokens.real[:, :, None], part, 0) for part in (g, beta))
+        v = v.reshape(*lead, c.values, c.value_dim)
+        return DeltaInputs(q * c.key_dim**-0.5, k, v, g, beta, tokens.run)
+
+    def _zero(self, batch: int, dtype: Any) -> tuple[Array, Array]:
+        c = self.heads
+        window = jnp.zeros((batch, self.conv.taps - 1, c.channels), dtype)
+        return jnp.zeros((batch, c.values, c.key_dim, c.value_dim), jnp.float32), window
+
+    def scored(self, seen: float) -> list[tuple[int, float]]:
+        """Multiplications of the three products of a token with the state, which do not depend on ``seen``."""
+        c = self.heads
+        return [(3 * c.values * c.key_dim * c.value_dim, 1.0)]
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> RecurrentState:
+        """``1 + spare`` states, whatever the capacity."""
+        return RecurrentState.empty(self._zero(batch, dtype), spare)
+
+
+def _delta(inputs: DeltaInputs, state: Array, tokens: OrderedTokens, spare: int) -> tuple[Array, Array, Array]:
+    """Outputs ``[B T N W]``, and the places ``[B n]`` of the newest tokens (negative: none) with the state after
+    each."""
+    batch, length = inputs.g.shape[:2]
+    places = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    if length <= 1 + spare:
+        out, states = in_steps(inputs, state)
+        return out, places, states
+    end = tokens.count - spare
+    early = (places < end[:, None])[:, :, None]
+    masked = inputs._replace(g=jnp.where(early, inputs.g, 0), beta=jnp.where(early, inputs.beta, 0))
+    if inputs.run is not None:  # segments of the newest tokens begin after those of the others
+        most = jnp.max(jnp.where(early[..., 0], inputs.run, 0), axis=1)
+        masked = masked._replace(run=jnp.minimum(inputs.run, most[:, None]))
+    out, state = in_chunks(masked if spare else inputs, state)
+    at, states = (end - 1)[:, None], state[:, None]
+    if spare:
+        late = end[:, None] + jnp.arange(spare)
+        taken = jax.tree.map(lambda a: jax.vmap(lambda row, i: row[jnp.maximum(i, 0)])(a, late), inputs)
+        real = (late >= 0)[:, :, None]
+        taken = taken._replace(g=jnp.where(real, taken.g, 0), beta=jnp.where(real, taken.beta, 0))
+        run = None
+        if taken.run is not None:
+            run = most
+            taken = taken._replace(run=jnp.where(late >= 0, taken.run, 0))
+        more, later = in_steps(taken, state, run)
+        put = jnp.where(late < 0, length, late)
+        out = jax.vmap(lambda row, new, i: row.at[i].set(new, mode="drop"))(out, more, put)
+        at, states = jnp.concatenate([at, late], axis=1), jnp.concatenate([states, later], axis=1)
+    return out, at, states
+
+
+def _unit(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def _log_rates(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0)).astype(dtype)

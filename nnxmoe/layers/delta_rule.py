@@ -1,0 +1,123 @@
+"""The gated delta rule (Yang et al. 2024): a matrix per head that each token decays and corrects, in float32.
+
+    S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
+
+Values have N heads, queries and keys K, each for N / K consecutive heads of the values.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+CHUNK = 64  # tokens
+
+
+class DeltaInputs(NamedTuple):
+    """Inputs of the rule for ``T`` tokens, all in float32. Tokens with ``beta`` and ``g`` 0, such as padding, leave the
+    state as it is. ``run``: the number of segments that begin up to each token, each with an empty state; None: 0."""
+
+    q: Float[Array, "B T K H"]
+    k: Float[Array, "B T K H"]
+    v: Float[Array, "B T N W"]
+    g: Float[Array, "B T N"]  # logarithm of the decay, at most 0
+    beta: Float[Array, "B T N"]
+    run: Int[Array, "B T"] | None
+
+
+def _einsum(spec: str, *operands: Array) -> Array:
+    return jnp.einsum(spec, *operands, precision=jax.lax.Precision.HIGHEST)
+
+
+def in_steps(
+    inputs: DeltaInputs, state: Float[Array, "B N H W"], run: Int[Array, "B"] | None = None
+) -> tuple[Float[Array, "B T N W"], Float[Array, "B T N H W"]]:
+    """Outputs and the state after each token, a token at a time. ``run``: of the state; None: 0.
+
+    The oracle of `in_chunks`, and the way to decode.
+    """
+    q, k, v, g, beta, of_token = inputs
+    groups = v.shape[2] // k.shape[2]
+    before = jnp.zeros(len(q), jnp.int32) if run is None else run
+
+    def step(carry: tuple[Array, Array], token: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        (state, before), (q, k, v, g, beta, run) = carry, token
+        q, k = (jnp.repeat(a, groups, axis=1)[..., None] for a in (q, k))
+        keep = jnp.exp(g) * (run == before)[:, None]
+        state = state * keep[:, :, None, None]
+        more = beta[..., None] * (v - jnp.sum(state * k, axis=2))
+        state = state + k * more[:, :, None]
+        return (state, run), (jnp.sum(state * q, axis=2), state)
+
+    of_token = jnp.broadcast_to(before[:, None], q.shape[:2]) if of_token is None else of_token
+    tokens = tuple(jnp.moveaxis(a, 1, 0) for a in (q, k, v, g, beta, of_token))
+    if len(tokens[0]) == 1:
+        _, found = step((state, before), tuple(a[0] for a in tokens))
+        return found[0][:, None], found[1][:, None]
+    _, (out, states) = jax.lax.scan(step, (state, before), tokens)
+    return jnp.moveaxis(out, 0, 1), jnp.moveaxis(states, 0, 1)
+
+
+def in_chunks(
+    inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK
+) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
+    """Outputs, and the state after all tokens, by products of matrices (the WY form): the corrections of a chunk solve
+    a triangular system, and only the state goes from chunk to chunk. ``state``: of run 0."""
+    (batch, length, keys, _), (heads, width) = inputs.k.shape, inputs.v.shape[2:]
+    size = min(chunk, 1 << max(length - 1, 1).bit_length())
+    count, groups = -(-length // size), heads // keys
+
+    def cut(a: Array, *shape: int) -> Array:
+        """``[B T …]`` as ``[n B … C]``, or ``[n B … C W]``, with n chunks of C tokens."""
+        a = jnp.pad(a, ((0, 0), (0, count * size - length), *((0, 0),) * (a.ndim - 2)))
+        return jnp.moveaxis(a.reshape(batch, count, size, *shape), (1, 2), (0, 2 + len(shape) - (a.ndim == 4)))
+
+    q, k = (cut(a, keys, a.shape[-1]) for a in (inputs.q, inputs.k))
+    v, g, beta = cut(inputs.v, keys, groups, width), cut(inputs.g, keys, groups), cut(inputs.beta, keys, groups)
+    total, causal = jnp.cumsum(g, axis=-1), jnp.tril(jnp.ones((size, size), bool))
+    apart, first, last = total[..., :, None] - total[..., None, :], jnp.exp(total), total[..., -1:] - total
+    if inputs.run is not None:  # what tokens of other runs have stored does not count
+        run = jnp.pad(inputs.run, ((0, 0), (0, count * size - length)), mode="edge")
+        run = jnp.moveaxis(run.reshape(batch, count, size), 1, 0)
+        before = jnp.concatenate([jnp.zeros((1, batch, 1), run.dtype), run[:-1, :, -1:]])
+        causal = causal & (run[..., :, None] == run[..., None, :])[:, :, None, None]
+        first = first * (run == before)[:, :, None, None]
+        last = jnp.where((run == run[..., -1:])[:, :, None, None], last, -jnp.inf)
+    decay, last, whole = jnp.exp(jnp.where(causal, apart, -jnp.inf)), jnp.exp(last), first[..., -1]
+    system = beta[..., None] * _einsum("nbkch,nbkdh->nbkcd", k, k)[:, :, :, None] * decay
+    inverse = _unit_lower_inverse(jnp.tril(system, -1))
+    values = _einsum("nbkgcd,nbkgdw->nbkgcw", inverse * beta[..., None, :], v)
+    seen = _einsum("nbkgcd,nbkdh->nbkgch", inverse * (beta * first)[..., None, :], k)
+    scores = _einsum("nbkch,nbkdh->nbkcd", q, k)[:, :, :, None] * decay
+
+    def one(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, values, seen, scores, first, last, whole = given
+        new = values - _einsum("bkgch,bkghw->bkgcw", seen, state)
+        out = first[..., None] * _einsum("bkch,bkghw->bkgcw", q, state) + _einsum("bkgcd,bkgdw->bkgcw", scores, new)
+        more = _einsum("bkch,bkgcw->bkghw", k, last[..., None] * new)
+        return whole[..., None, None] * state + more, out
+
+    state = state.reshape(batch, keys, groups, *state.shape[2:])
+    state, out = jax.lax.scan(one, state, (q, k, values, seen, scores, first, last, whole))
+    out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, count * size, heads, width)
+    return out[:, :length], state.reshape(batch, heads, *state.shape[3:])
+
+
+def _unit_lower_inverse(lower: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
+    """``(I + lower)^-1`` for a strictly lower triangle, from the inverses of diagonal blocks, each of two half as
+    large: ``[[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]``. C is a power of 2. Unlike powers of ``lower``,
+    products of these blocks do not grow where keys are nearly equal."""
+    size = lower.shape[-1]
+    row, column = jnp.arange(size)[:, None], jnp.arange(size)
+    found, block = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape), 1
+    while block < size:
+        corner = (row // block == column // block + 1) & (row // block % 2 == 1)
+        between = jnp.where(corner, lower, 0)
+        more = (
+            between
+            if block == 1
+            else _einsum("...ab,...bc->...ac", _einsum("...ab,...bc->...ac", found, between), found)
+        )
+        found, block = found - more, 2 * block
+    return found
