@@ -934,6 +934,7 @@ SIZES = {
     "deepseek-v3.2-exp": 671.9e9,  # 671.0e9, and 0.85e9 of the indexers
     "deepseek-v3.2": 671.9e9,
     "deepseek-v4-flash": 284e9,
+    "qwen3-next-80b-a3b": 80e9,
     "kimi-k2": 1.03e12,
     "kimi-k2.5": 1.03e12,
     "moonlight-16b-a3b": 16.0e9,

@@ -5,7 +5,7 @@ entry of a window exists once its last token does, in slot ``index of that token
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ class CompressedCache:
     open: OpenTokens
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PassRows:
     """The tokens of a pass and those before it by their index, for parts that look back.
@@ -104,6 +105,14 @@ def by_index(
     return jnp.take_along_axis(values, where[..., None], axis=1, mode="fill", fill_value=0)
 
 
+class Entries(NamedTuple):
+    """The cache of a `Compressor`, all entries of the rows, and the slots of their last tokens."""
+
+    cache: CompressedCache | None
+    values: Float[Array, "B n W"]
+    slots: Slots
+
+
 class Compressor(nnx.Module):
     """Entries ``norm(sum_j softmax_j(gate_j + place_j) * kv_j)`` over the tokens of ``series`` windows each.
 
@@ -140,8 +149,8 @@ class Compressor(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, rows: PassRows, cache: CompressedCache | None
-    ) -> tuple[CompressedCache | None, Float[Array, "B n W"], Slots]:
-        """The cache, all entries of the rows, and the slots of their last tokens."""
+    ) -> "Entries":
+        """Return the entries of the rows, with those of the tokens x."""
         new, index, open_tokens = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), rows.index, None
         length, seen = x.shape[1], new
         if cache is not None:
@@ -154,12 +163,12 @@ class Compressor(nnx.Module):
         last = jnp.where(last >= rows.before[:, None], last, -1)
         entries = self._entries(seen, last, rows, context)
         if cache is None or open_tokens is None:
-            return None, entries, rows.slots(last)
+            return Entries(None, entries, rows.slots(last))
         at = jnp.where(last < 0, closing.shape[1], slots)
         cache = CompressedCache(written(cache.entries, entries, at, 1), OpenTokens(open_tokens))
         if context.fresh:
-            return cache, entries, rows.slots(last)
-        return cache, floats(cache.entries, entries), rows.slots(closing)
+            return Entries(cache, entries, rows.slots(last))
+        return Entries(cache, floats(cache.entries, entries), rows.slots(closing))
 
     def _open(self, stored: Array, new: Array, rows: PassRows) -> tuple[Array, Array, Int[Array, "B S"]]:
         """The stored tokens with the new ones; both before that, one after the other, and the index of each."""

@@ -123,7 +123,7 @@ class GQA(nnx.Module):
         q, beside = jnp.split(self.q(context.asked(x)), (self.k.kernel.outs[1],), axis=-1)
         k = self.k(x)
         q, k = (q, k) if self.qk_norm is None else self.qk_norm(q, k)
-        q = jnp.swapaxes(self.placed(q, context), 1, 2)
+        q = jnp.swapaxes(self.placed(q, context=context), 1, 2)
         k = jnp.swapaxes(context.rotated(k, self.rotary, self.rotate), 1, 2)
         v = jnp.swapaxes(self.v(x), 1, 2)
         cache, (k, v), mask = context.remember(cache, (k, v), self.window)

@@ -158,16 +158,16 @@ class MLA(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None = None
     ) -> tuple[Float[Array, "B asked D"], LatentCache | None]:
-        cache, seen, mask = context.remember(cache, self.latents(x, context), window=None)
-        return self.attended(self.q(context.asked(x)), seen, mask, context, self.attend), cache
+        cache, seen, mask = context.remember(cache, self._latents(x, context), window=None)
+        return self._attended(self.q(context.asked(x)), seen, mask, context, self.attend), cache
 
-    def latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:
+    def _latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:
         """Compute what the cache stores per token: its normalised latent and its rotated key."""
         latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
         k_rope = context.rotated(k_rope[:, :, None, :], self.rotary, self.rotate)[:, :, 0, :]
         return jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
 
-    def attended(
+    def _attended(
         self,
         q: Float[Array, "B asked N H"],
         seen: Float[Array, "B S latent_and_rope"],

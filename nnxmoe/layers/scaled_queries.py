@@ -24,4 +24,4 @@ class ScaledQueries(GQA):
         assert context.positions is not None
         positions = context.positions[:, -q.shape[1] :, None, None]
         factor = 1 + self.beta * jnp.log1p((positions // self.original).astype(jnp.float32))
-        return super().placed(q, context) * factor.astype(q.dtype)
+        return super().placed(q, context=context) * factor.astype(q.dtype)

@@ -79,7 +79,7 @@ class EntryIndex(nnx.Module):
         self.q = Linear((q_rank,), (heads, width), ("q_rank", "heads", "head"), dtype=dtype, rngs=rngs)
         self.weights = Linear((dim,), (heads,), ("embed", "heads"), dtype=dtype, rngs=rngs)
 
-    def queries(
+    def _queries(
         self, x: Float[Array, "B asked D"], low: Float[Array, "B asked q_rank"], context: Context
     ) -> tuple[Float[Array, "B asked h W"], Float[Array, "B asked h"]]:
         """Rotated queries, and the weights of their heads with all factors."""
@@ -87,7 +87,7 @@ class EntryIndex(nnx.Module):
         heads, width = q.shape[2:]
         return q, self.weights(x).astype(jnp.float32) * (heads * width) ** -0.5
 
-    def chosen(
+    def _chosen(
         self, q: Float[Array, "B t h W"], weights: Float[Array, "B t h"], far: Far, seen: Bool[Array, "B t n"]
     ) -> Int[Array, "B t k"]:
         """The slots of the ``k`` best entries among those seen, `NONE` in place of missing ones."""
@@ -149,7 +149,7 @@ class SharedKV(nnx.Module):
             kept, far = self._compressed(x, context, rows, cache)
             picked = ()
             if self.indexer is not None and far.keys is not None:
-                picked = self.indexer.queries(asked, low, context)
+                picked = self.indexer._queries(asked, low, context)
             y = self._attended(q, seen, mask, rows, far, picked)
         y = context.rotated(y, self.rotary, self.rotate.back)
         y = self.o_b(self._grouped(y))
@@ -168,10 +168,10 @@ class SharedKV(nnx.Module):
         """The caches of the entries and of the index, and the entries; with keys if there are more than are chosen."""
         assert self.compressor is not None
         entries, index = (None, None) if cache is None else (cache.entries, cache.index)
-        entries, values, slots = self.compressor(x, context, rows, entries)
+        entries, values, slots = self.compressor(x, context=context, rows=rows, cache=entries)
         if self.indexer is None:
             return (entries, None), Far(values, slots)
-        index, keys, _ = self.indexer.keys(x, context, rows, index)
+        index, keys, _ = self.indexer.keys(x, context=context, rows=rows, cache=index)
         return (entries, index), Far(values, slots, keys if values.shape[1] > self.indexer.k else None)
 
     def _attended(
@@ -216,7 +216,7 @@ class SharedKV(nnx.Module):
             assert self.indexer is not None
             seen = of_far.allowed()
             wanted, weights = picked
-            best = self.indexer.chosen(wanted, weights, far, jnp.broadcast_to(seen, (len(q), *seen.shape[1:])))
+            best = self.indexer._chosen(wanted, weights, far, jnp.broadcast_to(seen, (len(q), *seen.shape[1:])))
             if q.shape[1] == 1:  # one query reads what it attends to, and no more
                 at = jnp.minimum(best[:, 0], entries.shape[1] - 1)
                 entries, of_far = (

@@ -19,7 +19,7 @@ class SparseMLA(MLA):
         self.indexer, self.topk = indexer, topk
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[Any, Any]:
-        y, _, cache = self.choosing(x, None, context, cache)
+        y, _, cache = self.choosing(x, None, context=context, cache=cache)
         return y, cache
 
     def choosing(
@@ -28,20 +28,20 @@ class SparseMLA(MLA):
         """Output, the keys that it attends to, and the cache. ``chosen``: those of the layer before, which are returned
         unchanged where all keys are attended to. Raises ValueError if neither layer has an indexer."""
         assert isinstance(self.q, Query)
-        latent, new, keys = self.q.latent(context.asked(x)), self.latents(x, context), None
+        latent, new, keys = self.q.latent(context.asked(x)), self._latents(x, context), None
         if self.indexer is None:
             cache, seen, mask = context.remember(cache, new, window=None)
         else:
-            new = new, self.indexer.keys(x, context)
+            new = new, self.indexer.keys(x, context=context)
             cache, (seen, keys), mask = context.remember(cache, new, window=None)
         attend, chosen = self.attend, None if chosen is None else context.asked(chosen)
         if seen.shape[1] > self.topk:
             if self.indexer is not None and keys is not None:
-                chosen = self.indexer.choose(context.asked(x), latent, keys, mask, self.topk, context)
+                chosen = self.indexer.choose(context.asked(x), latent, keys, mask=mask, topk=self.topk, context=context)
             if chosen is None:
                 raise ValueError("a layer without an indexer needs the keys that an earlier layer has chosen")
             attend = ChosenAttend(chosen, self.attend)
-        return self.attended(self.q.b(latent), seen, mask, context, attend), chosen, cache
+        return self._attended(self.q.b(latent), seen, mask, context, attend), chosen, cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
         """A slot per token, for its latent, its rotated key, and the indexer's key."""

@@ -36,7 +36,12 @@ def declared() -> dict[str, Any]:
     for kind, (config, _) in MODELS.items():
         theirs = transformers.CONFIG_MAPPING[config.saved_type or kind]
         names = {field.name for field in dataclasses.fields(theirs)} | theirs.attribute_map.keys()
-        names |= _reads(transformers.AutoModelForCausalLM._model_mapping[theirs].__module__)
+        read = _reads(transformers.AutoModelForCausalLM._model_mapping[theirs].__module__)
+        if kind.endswith("_text"):
+            wrapper = transformers.CONFIG_MAPPING[kind.removesuffix("_text")]
+            for around in (wrapper, *wrapper.sub_configs.values()):  # their code is in the same file
+                read -= {field.name for field in dataclasses.fields(around)} | {*wrapper.sub_configs}
+        names |= read
         families[kind] = sorted(names - own - methods)
     return {
         "transformers": transformers.__version__,
