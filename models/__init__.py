@@ -23,6 +23,7 @@ from nnxmoe.models.dots1 import Dots1, Dots1Config
 from nnxmoe.models.exaone_moe import ExaoneMoe, ExaoneMoeConfig
 from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
 from nnxmoe.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
+from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig
 from nnxmoe.models.gpt_oss import GptOss, GptOssConfig
 from nnxmoe.models.hy_v3 import HyV3, HyV3Config
 from nnxmoe.models.kimi_k2 import KimiK2, KimiK2Config
@@ -49,7 +50,7 @@ HUB_IDS: dict[str, str] = {}  # preset -> the published checkpoint
 HUB_NOTES: dict[str, str] = {}  # preset -> how its files differ from what is loaded
 # Supported model_type -> families that are not supported and differ least from it.
 RELATIVES = {
-    "deepseek_v3": "glm_moe_dsa kimi_linear longcat_flash mistral4",
+    "deepseek_v3": "kimi_linear longcat_flash mistral4",
     "minimax_m2": "minimax_m3_vl",
     "glm4_moe": "glm4v_moe",
     "mixtral": "minimax phimoe granitemoe jamba",
@@ -75,7 +76,7 @@ def register(family: type[CausalLM]) -> None:
 for _family in (
     *(Llama, Mixtral, DeepSeekV3, DeepSeekV2, KimiK2, Glm4MoeLite, Glm4Moe, Dots1, SolarOpen, MiniMaxM2),
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
-    *(DeepSeekV32, DeepSeekV4, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
+    *(DeepSeekV32, GlmMoeDsa, DeepSeekV4, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
     *(Ministral3, ExaoneMoe, Mellum, Afmoe),
     *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText),
 ):
@@ -104,6 +105,8 @@ __all__ = [
     "Glm4MoeConfig",
     "Glm4MoeLite",
     "Glm4MoeLiteConfig",
+    "GlmMoeDsa",
+    "GlmMoeDsaConfig",
     "GptOss",
     "GptOssConfig",
     "HyV3",

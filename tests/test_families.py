@@ -95,11 +95,13 @@ def test_outputs_match_transformers(kind: str, folders: Callable[[str], Path]) -
         assert max_error(stepwise, case.arrays[prefix + "logits"], used) < MODEL_TOLERANCE, prefix
 
 
-# Decoding depends on a family by its caches: rings beside whole ones, latent ones, or neither.
+# Decoding depends on a family by its caches: rings beside whole ones, latent ones, with keys of an indexer, or neither.
 @pytest.mark.parametrize(
     "kind",
     [
-        kind if kind in ("qwen3", "glm4_moe_lite", "minimax_m2") else pytest.param(kind, marks=pytest.mark.slow)
+        kind
+        if kind in ("qwen3", "glm4_moe_lite", "glm_moe_dsa", "minimax_m2")
+        else pytest.param(kind, marks=pytest.mark.slow)
         for kind in KINDS
     ],
 )
@@ -256,6 +258,7 @@ PLANS = [
     ("qwen3", "dense", {"fsdp": 4, "tensor": 2}),
     ("qwen3_moe", "ragged", {"expert": 2, "tensor": 2, "data": 2}),
     ("olmoe", "ring", {"expert": 2, "tensor": 4}),
+    ("glm_moe_dsa", "sorted", {"fsdp": 2, "data": 2, "tensor": 2}),
     ("qwen2_moe", "ragged", {"fsdp": 2, "expert": 2, "tensor": 2}),
     ("qwen2", "dense", {"data": 2, "fsdp": 2, "tensor": 2}),
     *((kind, way, {"expert": 4, "tensor": 2}) for kind in ("olmoe", "qwen2_moe") for way in WAYS),
@@ -386,6 +389,7 @@ def test_maxtext_layout(kind: str) -> None:
         ("glm4_moe_lite", "no table of MaxText's names for 'glm4_moe_lite'"),
         ("deepseek_v32", "no table of MaxText's names for 'deepseek_v32'"),
         ("deepseek_v4", "no table of MaxText's names for 'deepseek_v4'"),
+        ("glm_moe_dsa", "no table of MaxText's names for 'glm_moe_dsa'"),
         ("olmoe", "no table of MaxText's names for 'olmoe'"),
         ("qwen2_moe", "no table of MaxText's names for 'qwen2_moe'"),
         ("glm4_moe", "no table of MaxText's names for 'glm4_moe'"),

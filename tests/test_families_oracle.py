@@ -46,8 +46,8 @@ from tests.support.toy_family import Granite  # noqa: E402
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
 EACH = max(4, -(-45 // len(FAMILIES)))  # configurations per family: at least 45 in all
-MECHANISMS = {"deepseek_v4": 24}  # more, of families with parts that no other has
-CASES = [(kind, number) for kind in FAMILIES for number in range(MECHANISMS.get(kind, EACH))]
+MORE = {"deepseek_v4": 24, "deepseek_v32": 20, "glm_moe_dsa": 24}  # at least 40 with an indexer
+CASES = [(kind, number) for kind in FAMILIES for number in range(MORE.get(kind, EACH))]
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from tests.support.tiny import build
 F32: Any = jnp.dtype("float32")
 ROPE = Rope(4, 100.0)
 WIDTHS = LatentWidths(12, 3, q_rank=7, kv_rank=5, nope=6, rope=4, v_dim=7)
-KINDS = ("deepseek_v32",)
+KINDS = ("deepseek_v32", "glm_moe_dsa")
 
 
 @pytest.fixture
@@ -356,6 +356,25 @@ def see_all_keys(model: Any, patch: pytest.MonkeyPatch) -> None:
     keys_by(100)(model, patch)
 
 
+def hand_on_nothing(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Layers without an indexer attend to all keys."""
+    for _, part in nnx.iter_graph(model):
+        if isinstance(part, SparseMLA) and part.indexer is None:
+            part.topk += 100
+
+
+def hand_on_from_the_first(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """The keys that later indexers have chosen are used in their own layer only."""
+    right, first = SparseMLA.choosing, list[Any]()
+
+    def choosing(self: Any, x: Any, chosen: Any, context: Any, cache: Any) -> Any:
+        y, own, cache = right(self, x, first[0] if first and self.indexer is None else chosen, context, cache)
+        first.append(own)
+        return y, own, cache
+
+    patch.setattr(SparseMLA, "choosing", choosing)
+
+
 MISTAKES: dict[str, Plant] = {
     "later keys": see_later_keys,
     "padding": with_mask(lambda mask: dataclasses.replace(mask, keys=dataclasses.replace(mask.keys, valid=None))),
@@ -370,12 +389,15 @@ MISTAKES: dict[str, Plant] = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.parametrize("kind", KINDS)
+HANDED_ON: dict[str, Plant] = {"not handed on": hand_on_nothing, "the first handed on": hand_on_from_the_first}
+ALL = [(kind, name) for kind in KINDS for name in MISTAKES]
+
+
+@pytest.mark.parametrize(("kind", "name"), [*ALL, *(("glm_moe_dsa", name) for name in HANDED_ON)])
 def test_planted_mistakes_change_the_logits(kind: str, name: str, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     case, right = made(kind)
     model = nnx.merge(*nnx.split(right))
-    MISTAKES[name](model, monkeypatch)
+    (MISTAKES | HANDED_ON)[name](model, monkeypatch)
     mask = case.arrays["mask"] if name == "padding" else np.ones_like(case.arrays["mask"])
     prefix = "padded." if name == "padding" else ""
     assert max_error(eager_logits(model, case.arrays["tokens"], mask), case.arrays[prefix + "logits"], mask) > NOTICED

@@ -322,6 +322,14 @@ def _deepseek_v4(rng: random.Random) -> Fields:
     return fields
 
 
+def _glm_moe_dsa(rng: random.Random) -> Fields:
+    fields = _deepseek_v32(rng) | {"num_hidden_layers": (layers := rng.choice([3, 4])), "mlp_layer_types": None}
+    kinds = ["full", *(rng.choice(["full", "shared", "shared"]) for _ in range(layers - 1))]
+    pattern = "".join(kind[0].upper() for kind in kinds)
+    shared = [{}, {"indexer_types": kinds}, {"index_topk_pattern": pattern}]
+    return fields | rng.choice([*shared, {"index_topk_freq": 2, "index_skip_topk_offset": rng.choice([0, 1, 3])}])
+
+
 def _deepseek_v2(rng: random.Random) -> Fields:
     fields = _latent(rng) | {
         "num_attention_heads": (heads := rng.choice([2, 4])),
@@ -642,6 +650,28 @@ FAMILIES: dict[str, Family] = {
         },
         _deepseek_v4,
         "deepseek_v4",
+    ),
+    "glm_moe_dsa": Family(
+        _HUB
+        | _MLA
+        | {
+            "model_type": "glm_moe_dsa",
+            "num_hidden_layers": 4,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "attention_bias": True,
+            "head_dim": 10,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+            "index_topk": 5,
+            "index_topk_freq": 4,
+            "index_head_dim": 9,
+            "index_n_heads": 7,
+            "indexer_rope_interleave": True,
+        },
+        _glm_moe_dsa,
+        "glm_moe_dsa",
     ),
     "qwen2": Family(
         _HUB

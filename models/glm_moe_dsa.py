@@ -1,0 +1,129 @@
+"""GLM-5, 5.1 and 5.2 (Zhipu AI, 2026): DeepSeek-V3.2's layers, whose indexers rotate neighbouring pairs too.
+
+In GLM-5.2 most layers have no indexer: they attend to the keys that the last indexer before them has chosen, which
+layers hand on beside the hidden states. The layer for multi-token prediction of a checkpoint is skipped.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError, count, per_layer
+from nnxmoe.layers.context import Context
+from nnxmoe.layers.indexer import NONE, Indexer, Selection
+from nnxmoe.layers.rope import rotate_pairs
+from nnxmoe.model.layer import Layer, LayerOutput
+from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
+from nnxmoe.models.tables import HF_MTP
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GlmMoeDsaConfig(DeepSeekV32Config):
+    """``indexer_types``: per layer ``full``, with an indexer, or ``shared``, with the keys that the last full layer has
+    chosen. Null: as ``index_topk_pattern`` says, by the letters F and S or by these words; without it every
+    ``index_topk_freq``-th layer from number ``index_skip_topk_offset - 1`` on is full, and all before that."""
+
+    model_type = "glm_moe_dsa"
+    architecture = "GlmMoeDsaForCausalLM"
+    fixed = {"indexer_rope_interleave": (True,)}
+    ignored = "index_share_for_mtp_iteration"
+
+    vocab_size: int = 154880
+    hidden_size: int = 6144
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 78
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 64
+    max_position_embeddings: int = 202752
+    rms_norm_eps: float = 1e-5
+    q_lora_rank: int = count(2048, most=2**20)
+    qk_nope_head_dim: int = count(192, most=2**16)
+    v_head_dim: int = count(256, most=2**16)
+    n_group: int = 1
+    topk_group: int = 1
+    index_n_heads: int = count(32, most=2**14)
+    indexer_types: Sequence[str] | None = per_layer("full", "shared")
+    index_topk_pattern: str | Sequence[str] | None = None
+    index_topk_freq: int = count(1, least=0)
+    index_skip_topk_offset: int = count(2, least=0)
+
+    def _check(self) -> None:
+        super()._check()
+        pattern = self.index_topk_pattern
+        if pattern is not None and (len(pattern) != self.num_hidden_layers or {*pattern} - {*"FS", "full", "shared"}):
+            raise ConfigError(f"index_topk_pattern {pattern!r} must have an F or S for each of the layers")
+        if not self.indexed[0]:
+            raise ConfigError("the first layer is shared, but has no layer before it: its indexer type must be full")
+
+    @property
+    def indexed(self) -> Sequence[bool]:
+        """Whether each layer has an indexer."""
+        if types := self.indexer_types or self.index_topk_pattern:
+            return tuple(kind in ("full", "F") for kind in types)
+        first, every = self.index_skip_topk_offset - 1, max(self.index_topk_freq, 1)
+        return tuple(max(i - first, 0) % every == 0 for i in range(self.num_hidden_layers))
+
+
+class IndexedStreams(NamedTuple):
+    """What layers hand on: the hidden states, and the keys that the last indexer has chosen."""
+
+    x: Float[Array, "B T D"]
+    chosen: Selection
+
+
+class IndexedLayer(Layer):
+    """A pre-norm layer that attends to the chosen keys of the layer before it, or chooses some for the next."""
+
+    def __call__(self, x: IndexedStreams, context: Context, cache: Any = None) -> LayerOutput:
+        attention: Any = self.attention
+        more, chosen, cache = attention.choosing(self.attention_norm(x.x), x.chosen, context=context, cache=cache)
+        hidden = context.asked(x.x) + more
+        more, info = self.feed(hidden, context=context)
+        return LayerOutput(IndexedStreams(hidden + more, chosen), cache, info)
+
+
+_GLM_5 = GlmMoeDsaConfig(rope_theta=1e6, eos_token_id=(154820, 154827, 154829), pad_token_id=154820, dtype="bfloat16")
+PRESETS: dict[str, DecoderConfig] = {
+    "glm-5": _GLM_5,
+    "glm-5.2": dataclasses.replace(
+        _GLM_5,
+        max_position_embeddings=2**20,
+        rope_theta=8e6,
+        index_topk_freq=4,
+        index_skip_topk_offset=3,
+    ),
+}
+
+
+class GlmMoeDsa(DeepSeekV32):
+    """GLM-5, 5.1 and 5.2."""
+
+    configs = (GlmMoeDsaConfig,)
+    presets = PRESETS
+    hub_ids = {"glm-5": "zai-org/GLM-5", "glm-5.2": "zai-org/GLM-5.2"}
+    hub_notes = dict.fromkeys(PRESETS, "the layer for multi-token prediction is left out")
+    hf_table = {name: where for name, where in DeepSeekV32.hf_table.items() if name not in HF_MTP}
+    rotate_index = staticmethod(rotate_pairs)
+
+    def __init__(self, config: GlmMoeDsaConfig, *given: Any, **options: Any):
+        super().__init__(config, *given, **options)
+        self.topk = config.index_topk
+
+    def kind(self, index: int) -> Any:
+        return self.config.sparse_layers[index], self.config.indexed[index]
+
+    def layer(self, index: int, form: type[Layer] = IndexedLayer, **kw: Any) -> Layer:
+        return super().layer(index, form, **kw)
+
+    def indexer(self, index: int, **kw: Any) -> Indexer | None:
+        return super().indexer(index, **kw) if self.config.indexed[index] else None
+
+    def enter(self, x: Float[Array, "B T D"]) -> IndexedStreams:
+        return IndexedStreams(x, jnp.full((*x.shape[:2], self.topk), NONE, jnp.int32))
+
+    def leave(self, x: IndexedStreams) -> Float[Array, "B asked D"]:
+        return x.x
