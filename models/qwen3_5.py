@@ -45,6 +45,7 @@ class Qwen3_5MoeTextConfig(QwenHybridConfig, QwenMoeConfig):
     ignored = _OWN
 
     vocab_size: int = 248320
+    hidden_size: int = 2048
     num_hidden_layers: int = 40
     num_attention_heads: int = 16
     num_key_value_heads: int | None = 2

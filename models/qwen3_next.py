@@ -20,6 +20,8 @@ class Qwen3NextConfig(QwenHybridConfig, QwenMoeConfig):
     model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
 
+    vocab_size: int = 151936
+    hidden_size: int = 2048
     num_hidden_layers: int = 48
     intermediate_size: int = 5632
     num_attention_heads: int = 16

@@ -935,6 +935,8 @@ SIZES = {
     "deepseek-v3.2": 671.9e9,
     "deepseek-v4-flash": 284e9,
     "qwen3-next-80b-a3b": 80e9,
+    "glm-5": 744e9,
+    "glm-5.2": 743e9,
     "kimi-k2": 1.03e12,
     "kimi-k2.5": 1.03e12,
     "moonlight-16b-a3b": 16.0e9,

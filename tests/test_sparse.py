@@ -410,11 +410,11 @@ class Kept(IndexedCache):
         cache, seen, slots = super().append(new, past)
         old = jnp.any(self.keys != 0, axis=-1, keepdims=True)
         keys = jnp.where(old, self.keys, cache.keys)
-        return Kept(cache.latent, keys), (seen[0], keys), slots
+        return Kept(cache.latent, keys=keys), (seen[0], keys), slots
 
 
 def test_keys_that_are_not_taken_back_are_noticed(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    jax.tree_util.register_dataclass(Kept, ["latent", "keys"], [])
+    jax.tree_util.register_dataclass(Kept, ["latent", "keys"], ["spare"])
     _, right = made("deepseek_v32")
     model = nnx.merge(*nnx.split(right))
     wanted = [greedy(model, prompt, 8) for prompt in PROMPTS]
