@@ -287,6 +287,10 @@ class DeepSeekV4(CausalLM):
     def enter(self, x: Any) -> Any:
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))
 
+    def leave(self, x: Any) -> Any:
+        """The streams: the last norm makes one of them."""
+        return x
+
     def layer(self, index: int, form: type[Layer] = Streamed, **kw: Any) -> Layer:
         return super().layer(
             index, form, connections=(self._connection(kw["rngs"]), self._connection(kw["rngs"])), **kw

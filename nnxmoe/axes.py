@@ -194,7 +194,7 @@ def sharded_over(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | No
     return tuple(axis for axis in named if mesh.shape[axis] > 1)
 
 
-def constrain(x: Any, mesh: AnyMesh | None, *axes: str | Sequence[str] | None) -> jax.Array:
+def constrain(x: Any, mesh: AnyMesh | None, *axes: str | Sequence[str] | None) -> Any:
     """``x`` with its first dimensions sharded over these mesh axes; a no-op without axes or mesh."""
     spec = PartitionSpec(*(axis or None for axis in axes))
     if mesh is None or not any(spec):

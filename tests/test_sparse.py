@@ -104,7 +104,7 @@ def test_layer_norm() -> None:
     x: Any = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32) * 4 + 2
     norm: Any = randomise(LayerNorm(5, 1e-3, dtype=F32, rngs=nnx.Rngs(0)))
     wanted = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-3)
-    assert max_error(norm(x), wanted * norm.scale[...] + norm.bias[...]) < PART_TOLERANCE
+    assert max_error(norm(jnp.asarray(x)), wanted * norm.scale[...] + norm.bias[...]) < PART_TOLERANCE
 
 
 # Attention to the chosen keys
@@ -121,7 +121,7 @@ def attention(topk: int | None, form: Any) -> Any:
     return randomise(SparseMLA(WIDTHS, indexer=part, topk=topk, **options), seed=2)
 
 
-X: Any = np.random.default_rng(0).standard_normal((2, 29, 12)).astype(np.float32)
+X: Any = jnp.asarray(np.random.default_rng(0).standard_normal((2, 29, 12)), jnp.float32)
 
 
 class Masked(Reference):

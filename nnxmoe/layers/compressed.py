@@ -179,7 +179,7 @@ class Compressor(nnx.Module):
         return after, jnp.concatenate([stored, new.astype(stored.dtype)], 1), jnp.concatenate([old, rows.index], 1)
 
     def _entries(
-        self, seen: Float[Array, "B S W"], last: Int[Array, "B n"], rows: PassRows, context: Context
+        self, seen: Float[Array, "B S _"], last: Int[Array, "B n"], rows: PassRows, context: Context
     ) -> Float[Array, "B n W"]:
         """The entries whose last tokens have these indices; ``seen``: tokens from ``before - reach`` on."""
         (width,), rate = self.norm.scale.shape[-1:], self.rate

@@ -28,7 +28,7 @@ NONE = np.iinfo(np.int32).max  # slot number of no key, beyond every buffer
 KEY_NORM_EPS = 1e-6
 MOST_PARTS, FEWEST_QUERIES = 8, 64  # parts of a causal pass, each with the keys up to its last query
 BLOCK = 2**23  # scores, or gathered values, of a block of queries
-Selection = Int[Array, "B T X"]
+Selection = Int[Array, "_ _ X"]
 
 
 class Indexer(nnx.Module):

@@ -11,9 +11,10 @@ from nnxmoe.layers.norm import RMSNorm
 
 
 class LayerOutput(NamedTuple):
-    """Hidden states, the layer's cache, and the `MoEInfo` of its feed-forward (None for a dense one)."""
+    """Hidden states ``[B asked D]`` or what the layers hand on in their place, the layer's cache, and the `MoEInfo` of
+    its feed-forward (None for a dense one)."""
 
-    x: Float[Array, "B asked D"]
+    x: Any
     cache: Any
     info: Any
 
