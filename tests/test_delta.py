@@ -126,7 +126,9 @@ def test_layer_is_the_plain_recurrence(kind: Any) -> None:
 
 
 def test_memory_does_not_depend_on_the_length(layer: GatedDeltaNet) -> None:
-    sizes = [sum(a.nbytes for a in jax.tree.leaves(layer.empty_cache(2, n, jnp.dtype("float32"), 1))) for n in (1, 4096)]
+    sizes = [
+        sum(a.nbytes for a in jax.tree.leaves(layer.empty_cache(2, n, jnp.dtype("float32"), 1))) for n in (1, 4096)
+    ]
     assert sizes == [2 * 2 * 4 * (4 * 6 * 5 + 3 * HEADS.channels)] * 2
 
 
