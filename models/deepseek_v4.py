@@ -56,6 +56,7 @@ class DeepSeekV4Config(DecoderConfig):
 
     vocab_size: int = 129280
     hidden_size: int = 4096
+    intermediate_size: int = 2048  # transformers has it as another name of moe_intermediate_size
     num_hidden_layers: int = 43
     num_attention_heads: int = 64
     num_key_value_heads: int | None = 1
