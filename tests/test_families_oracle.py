@@ -163,13 +163,13 @@ def test_defaults_of_absent_fields(kind: str) -> None:
     theirs = transformers.CONFIG_MAPPING[FAMILIES[kind].theirs](**required)
     ours = nnxmoe.config_from_hf({"model_type": kind} | required)
     own = "head_dim layer_types mlp_layer_types mlp_only_layers rope_parameters rope_theta rope_scaling dtype"
-    own += " qk_rope_head_dim partial_rotary_factor indexer_types"
+    own += " qk_rope_head_dim partial_rotary_factor indexer_types compress_rates"
     skipped = {"architectures", "model_type", "num_key_value_heads", *own.split()}
     for name in vars(ours).keys() - skipped:
         if hasattr(theirs, name) and not (name == "sliding_window" and theirs.sliding_window is None):
             assert getattr(ours, name) == getattr(theirs, name), name
     rope = theirs.rope_parameters
-    assert ours.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    assert ours.rope_theta == rope.get("full_attention", rope.get("main", rope))["rope_theta"]
     assert ours.kv_heads == theirs.num_key_value_heads
 
 
