@@ -18,7 +18,7 @@ from nnxmoe.models.qwen_hybrid import HF_HYBRID, HF_SHARED, QwenHybrid, QwenHybr
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
 from nnxmoe.moe.shared import GatedShared
 
-_OWN = f"{MROPE} mtp_num_hidden_layers mtp_use_dedicated_embeddings attn_output_gate mamba_ssm_dtype"
+_OWN = f"{MROPE} mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class Qwen3_5TextConfig(QwenHybridConfig):
     model_type = "qwen3_5_text"
     architecture = "Qwen3_5ForCausalLM"
     ignored = _OWN
+    fixed = {"attn_output_gate": (True,)}
 
     vocab_size: int = 248320
     intermediate_size: int = 12288
@@ -43,6 +44,7 @@ class Qwen3_5MoeTextConfig(QwenHybridConfig, QwenMoeConfig):
     model_type = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"
     ignored = _OWN
+    fixed = {"attn_output_gate": (True,)}
 
     vocab_size: int = 248320
     hidden_size: int = 2048
