@@ -287,7 +287,8 @@ def _deepseek_v32(rng: random.Random) -> Fields:
         "first_k_dense_replace": rng.choice([0, 1, 2]),
         "index_topk": rng.choice([1, 3, 6, 11, 40]),
         "index_head_dim": rng.choice([8, 13]),
-        "index_n_heads": rng.choice([8, 11]),
+        # So many that no key has a score of exactly 0, where any choice between several is right.
+        "index_n_heads": rng.choice([24, 27]),
     }
     del fields["rope_interleave"]
     return fields
@@ -303,7 +304,7 @@ def _deepseek_v4(rng: random.Random) -> Fields:
         "q_lora_rank": rng.choice([12, 20]),
         "o_groups": rng.choice([1, 2, heads]),
         "o_lora_rank": rng.choice([6, 10]),
-        "index_n_heads": rng.choice([8, 12]),
+        "index_n_heads": rng.choice([24, 28]),
         "index_head_dim": rng.choice([16, 20]),
         "index_topk": rng.choice([1, 2, 3, 40]),
         "sliding_window": rng.choice([2, 4, 7, 30]),  # of 1, transformers keeps all
@@ -328,7 +329,7 @@ def _glm_moe_dsa(rng: random.Random) -> Fields:
     kinds = ["full", *(rng.choice(["full", "shared", "shared"]) for _ in range(layers - 1))]
     pattern = "".join(kind[0].upper() for kind in kinds)
     shared = [{}, {"indexer_types": kinds}, {"index_topk_pattern": pattern}]
-    return fields | rng.choice([*shared, {"index_topk_freq": 2, "index_skip_topk_offset": rng.choice([0, 1, 3])}])
+    return fields | rng.choice([*shared, {"index_topk_freq": 2, "index_skip_topk_offset": rng.choice([1, 2, 3])}])
 
 
 def _deepseek_v2(rng: random.Random) -> Fields:

@@ -79,8 +79,8 @@ def parameter_name(model: CausalLM, slot: Slot, layer: int) -> str:
     if slot.name == "head":  # of a tied head too, which has the key of the embedding
         return "lm_head.weight"
     found = options(model.hf_names(model.config), slot.key)
-    named = found[-1] if found[0].whole or found[-1].whole else found[0]
-    return named.tensor(layer if slot.key.startswith("layer.") else None)
+    # Of several the last is of transformers 5, unless the first is part of a parameter that it has (gpt-oss).
+    return found[-1 if found[0].whole else 0].tensor(layer if slot.key.startswith("layer.") else None)
 
 
 def pieces_of(found: Iterable[tuple[Slot, int, Numbers, str]]) -> list[Piece]:
