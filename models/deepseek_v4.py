@@ -279,7 +279,7 @@ class DeepSeekV4(CausalLM):
     configs = (DeepSeekV4Config,)
     presets = {"deepseek-v4-flash": _FLASH}
     hub_ids = {"deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash"}
-    hub_notes = {"deepseek-v4-flash": "FP8 blocks and FP4 experts under names that are not read yet"}
+    hub_notes = {"deepseek-v4-flash": "the layers for multi-token prediction are left out"}
     hf_table = HF_TABLE
 
     def kind(self, index: int) -> Any:

@@ -21,7 +21,7 @@ import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, InChunks, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.axes import BATCH_AXES, sharding_of
 from nnxmoe.layers.embed import Embed
-from nnxmoe.moe import dispatch
+from nnxmoe.moe import capacity
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.blocked import Blocked
 from nnxmoe.moe.experts import Experts
@@ -153,7 +153,7 @@ def sharded(backward: bool) -> Found:
 
 def batch_keeps_the_expert_axis(shape: str, backward: bool) -> Found:
     """Capacity mode, patched so that the batch of dispatched tokens stays sharded over the expert axis."""
-    with mock.patch.object(dispatch, "by_expert", lambda mesh: (None, ("expert",))):
+    with mock.patch.object(capacity, "by_expert", lambda mesh: (None, ("expert",))):
         return compiled("capacity", shape, backward, expert=8)
 
 

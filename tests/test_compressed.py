@@ -2,13 +2,17 @@
 transformers (`tests.support.families`)."""
 
 import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 import nnxmoe
 from nnxmoe import Int8Cache
@@ -16,12 +20,15 @@ from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Wanted
 from nnxmoe.layers import compressed, hyper, shared_kv
 from nnxmoe.layers.context import Context
+from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.layers.rope import TrailingPairs
 from nnxmoe.moe.router import SqrtSoftplusTopK
+from nnxmoe.quantization.kernels import places
 from tests.support.arrays import max_error
 from tests.support.families import NEW, PROMPT, load
+from tests.support.quantised import read_tensors, write_deepseek_v4
 from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed
-from tests.support.tiny import ORACLE, build
+from tests.support.tiny import ORACLE, build, write_checkpoint
 
 KIND = "deepseek_v4"
 CASE = load(KIND)
@@ -176,3 +183,47 @@ def test_planted_mistakes_change_the_logits(plant: Any, monkeypatch: pytest.Monk
     plant(monkeypatch)
     moved = max_error(eager_logits(build(CASE.fields, CASE.weights, ORACLE), TOKENS), LOGITS)
     assert 1e-3 < moved < np.inf
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_deepseek_v4(tmp_path_factory.mktemp("published"))
+
+
+def test_published_codes(published: tuple[Path, Path]) -> None:
+    """FP8 blocks and FP4 experts are exactly the floats that they stand for, and stay codes on request."""
+    codes, floats = published
+    loaded, twin = nnxmoe.from_pretrained(codes, dtype="float32"), nnxmoe.from_pretrained(floats)
+    assert loaded.load_report is not None and [*loaded.load_report.skipped.values()] == [("mtp.0.e_proj.weight",)]
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, nnx.state(twin), nnx.state(loaded)))
+    kept = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)
+    assert {one.weight.kind.kind for one in places(kept) if isinstance(one.weight, QuantizedWeight)} == {"fp4", "fp8"}
+    assert max_error(kept(TOKENS).logits, twin(TOKENS).logits) < MODEL_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts.1.w2.scale": None}, r"experts\.1\.w2\.weight_scale_inv is missing"),
+        ({"experts.1.w2.scale": (64, 2)}, r"w2\.scale .* has shape \[64, 2\]: its scales must be \[64, 1\]"),
+        ({"experts.1.w2.weight": (64, 15)}, "has rows of 15 bytes: FP4 has groups of 16"),
+        ({"gate.tid2eid": (48, 2)}, r"gate\.tid2eid in .* has 6: it must hold integers of 0 … 5"),
+        ({"experts.1.w2.weight_scale_inv": (64, 1)}, "has both weight_scale_inv and scale: remove one of them"),
+    ],
+)
+def test_malformed_codes(
+    published: tuple[Path, Path], tmp_path: Path, change: dict[str, tuple[int, ...] | None], message: str
+) -> None:
+    tensors = read_tensors(published[0])
+    for end, shape in change.items():
+        name = f"model.layers.1.ffn.{end}"
+        if shape is None:
+            del tensors[name]
+        elif end == "gate.tid2eid":
+            tensors[name] = np.full(shape, 6)
+        else:
+            kind = np.int8 if end.endswith("w2.weight") else ml_dtypes.float8_e8m0fnu
+            tensors[name] = np.ones(shape, np.float32).astype(kind)
+    write_checkpoint(tmp_path, json.loads((published[0] / "config.json").read_text()), tensors)
+    with pytest.raises(nnxmoe.CheckpointError, match=message):
+        nnxmoe.from_pretrained(tmp_path)

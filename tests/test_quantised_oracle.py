@@ -10,7 +10,7 @@ import pytest
 import nnxmoe
 from nnxmoe.quantization.methods import parse
 from tests.support.arrays import max_error
-from tests.support.quantised import FIELDS, FORMATS, read_tensors, write_quantised
+from tests.support.quantised import FIELDS, FORMATS, read_tensors, write_deepseek_v4, write_quantised
 from tests.support.running import MODEL_TOLERANCE
 from tests.support.tiny import build, random_tokens, tiny_weights
 
@@ -85,6 +85,15 @@ def test_logits_of_kept_codes_are_those_of_a_float_twin(tmp_path: Path, kind: st
     codes, floats = write_quantised(tmp_path, kind, FORMATS[name], seed=3)
     tokens = random_tokens(2, 9, 48)
     ours = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)(tokens).logits
+    assert max_error(ours, theirs(floats, tokens)) < MODEL_TOLERANCE
+
+
+def test_deepseek_v4_as_published(tmp_path: Path) -> None:
+    """Transformers decodes FP8 blocks and FP4 experts itself."""
+    codes, floats = write_deepseek_v4(tmp_path)
+    tokens = random_tokens(2, 17, 48)
+    ours = nnxmoe.from_pretrained(codes, dtype="float32")(tokens).logits
+    assert max_error(ours, theirs(codes, tokens)) < MODEL_TOLERANCE
     assert max_error(ours, theirs(floats, tokens)) < MODEL_TOLERANCE
 
 

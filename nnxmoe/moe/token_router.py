@@ -12,7 +12,7 @@ from nnxmoe.moe.router import Router, Routing, SqrtSoftplusTopK
 
 
 class TokenExperts(nnx.Variable):
-    """The experts of every token id ``[V, X]``, int32, which nothing trains."""
+    """The experts of every token id ``[V, X]``, int32, which nothing trains; all are less than ``below``."""
 
 
 class TokenRouter(Router):
@@ -29,6 +29,7 @@ class TokenRouter(Router):
         super().__init__(dim, experts, select, bias=False, dtype=dtype, rngs=rngs)
         kw = {"dtype": jnp.dtype(jnp.int32), "rngs": rngs, "kind": TokenExperts, "keeps_dtype": True}
         self.table = parameter((vocab, select.k), (None, None), nnx.initializers.zeros, **kw)
+        self.table.set_metadata(below=experts)
 
     def __call__(
         self, x: Float[Array, "*rows D"], context: Context | None = None, mesh: AnyMesh | None = None

@@ -11,8 +11,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from flax import nnx
 
+import nnxmoe
 from nnxmoe.storage.checkpoint import Checkpoint
+from tests.support.families import load, weights_of
 from tests.support.fp8 import quantise
 from tests.support.tiny import TINY, Fields, tiny_weights, write_checkpoint
 
@@ -114,6 +117,22 @@ def deepseek(block: tuple[int, int], scale_dtype: Any = np.float32, ue8m0: bool 
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
     name = f"deepseek-{block[0]}x{block[1]}{'-ue8m0' if ue8m0 else ''}-{np.dtype(scale_dtype)}"
     return Format(name, "fp8", make, config | ({"scale_fmt": "ue8m0"} if ue8m0 else {}))
+
+
+def fp4_in_pairs() -> Format:
+    """Experts of DeepSeek-V4: groups of 32 with an exponent each, the code of the even input in the low bits."""
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+    def make(weight: np.ndarray) -> Made:
+        groups = weight.reshape(len(weight), -1, 32)
+        scales = 2.0 ** np.ceil(np.log2(np.abs(groups).max(-1) / 6))
+        codes = np.abs(np.abs(groups / scales[..., None])[..., None] - levels).argmin(-1)
+        values = np.sign(groups) * levels[codes] * scales[..., None]
+        octets = (codes + 8 * (groups < 0)).reshape(weight.shape).astype(np.uint8)
+        pairs = (octets[:, ::2] + 16 * octets[:, 1::2]).view(np.int8)
+        return {"weight": pairs, "scale": scales.astype(ml_dtypes.float8_e8m0fnu)}, values.reshape(weight.shape)
+
+    return Format("fp4-in-pairs", "fp4", make, {})
 
 
 def autofp8(static: bool, ending: str = "weight_scale") -> Format:
@@ -326,6 +345,28 @@ def write_quantised(
     stored, plain = form.checkpoint(weights, chosen)
     quantised = write_checkpoint(folder / "codes", {**fields, "quantization_config": dict(form.config)}, stored)
     return quantised, write_checkpoint(folder / "floats", fields, plain)
+
+
+def write_deepseek_v4(folder: Path) -> tuple[Path, Path]:
+    """A tiny DeepSeek-V4 as it is published, FP8 blocks and FP4 experts with exponents as scales, and one with the
+    floats that these stand for."""
+    fields = load("deepseek_v4").fields | {"hidden_size": 64, "moe_intermediate_size": 32, "expert_dtype": "fp4"}
+    untrained = nnxmoe.models.DeepSeekV4(nnxmoe.config_from_hf(fields), rngs=nnx.Rngs(0))
+    nnxmoe.save_pretrained(untrained, folder / "shapes")
+    weights = weights_of({name: tensor.shape for name, tensor in read_tensors(folder / "shapes").items()})
+    blocks, e8m0 = deepseek((4, 4), ml_dtypes.float8_e8m0fnu, ue8m0=True), ("wq", "wkv.", "wo_", "shared_experts")
+    in_blocks, of_blocks = blocks.checkpoint(
+        weights, lambda name: "compressor" not in name and any(part in name for part in e8m0)
+    )
+    in_blocks = {name.replace("weight_scale_inv", "scale"): tensor for name, tensor in in_blocks.items()}
+    experts, floats = fp4_in_pairs().checkpoint(weights, lambda name: ".experts." in name)
+    stored = in_blocks | {name: tensor for name, tensor in experts.items() if ".experts." in name}
+    plain = of_blocks | {name: tensor for name, tensor in floats.items() if ".experts." in name}
+    stored["mtp.0.e_proj.weight"] = np.zeros((4, 4), np.float32)
+    settings = {"quantization_config": dict(blocks.config)}
+    return write_checkpoint(folder / "codes", fields | settings, stored), write_checkpoint(
+        folder / "floats", fields, plain
+    )
 
 
 def read_tensors(folder: Path) -> Tensors:

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Sharding
 
 from nnxmoe.axes import keeps_dtype
+from nnxmoe.config.printable import plain
 from nnxmoe.convert.core.dtypes import activations_dtype, natural_dtype
 from nnxmoe.convert.core.layout import Change, Leaf, Parameter, Path, parameters
 from nnxmoe.convert.core.lazy_array import Box, LazyArray, LazyArrays, overlap, sizes, within
@@ -28,6 +29,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.quantization.kernels import bytes_by_kind
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
 from nnxmoe.runtime.progress import bytes_bar
+from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.host import Blocks, Scratch, copy_into, count_nonfinite, few_threads, transpose_into
 
 AHEAD_BYTES = 128 << 20  # limit on the parameters that are read but not yet placed on devices
@@ -190,6 +192,11 @@ class Filler:
 
         block, bad = array.read_box(box, empty), 0
         assert block.shape == shape, (name, block.shape, shape)
+        below = getattr(self.leaves[name].parts[0].variable, "below", None)
+        if below is not None and (odd := block[(block < 0) | (block >= below)]).size:
+            raise CheckpointError(
+                f"{plain(name)} in {array.file} has {odd[0]}: it must hold integers of 0 … {below - 1}"
+            )
         if straight is not None and block is straight:
             bad = count_nonfinite(block)
         else:

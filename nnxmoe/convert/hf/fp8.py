@@ -1,4 +1,5 @@
-"""FP8 of DeepSeek-V3 (README_WEIGHTS.md), of AutoFP8, and of transformers, which stores the scales of experts fused."""
+"""FP8 of DeepSeek-V3 (README_WEIGHTS.md) and V4, whose experts are FP4, of AutoFP8, and of transformers, which stores
+the scales of experts fused."""
 
 import re
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ import numpy as np
 
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
 from nnxmoe.convert.hf.module_tensors import ModuleTensors
+from nnxmoe.convert.hf.mxfp4 import CODES, OCTETS, of_pairs
 from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Malformed
 from nnxmoe.layers.codes import WHOLE, Codes
@@ -19,22 +21,39 @@ _KERNELS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj
 
 
 def fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """``quant_method: fp8``: blocks with ``weight_scale_inv`` (DeepSeek; Qwen's are bfloat16), or one scale per tensor
-    (AutoFP8's ``weight_scale``; transformers' ``weight_scale_inv``)."""
-    shape, block = files.matrix(info), files.scheme.block()
-    if files.has("weight_scale_inv") and files.has("weight_scale"):
-        raise Malformed(f"{files.module} has both weight_scale_inv and weight_scale: remove one of them")
-    if block is None and (files.has("weight_scale") or files.has("weight_scale_inv")):
-        ending = "weight_scale" if files.has("weight_scale") else "weight_scale_inv"
+    """``quant_method: fp8``: blocks with ``weight_scale_inv`` (DeepSeek-V3; Qwen's are bfloat16) or ``scale``
+    (DeepSeek-V4), or one scale per tensor (AutoFP8's ``weight_scale``; transformers' ``weight_scale_inv``)."""
+    shape, block, ending = files.matrix(info), files.scheme.block(), _ending(files)
+    if block is None and files.has(ending):
         scale = files.tensor(ending, ("F32", "BF16", "F16"), [(), (1,), (1, 1)])
         codes = Codes("fp8", (WHOLE, WHOLE))
         return files.made(codes, shape, {"codes": files.octets(codes, info), "scale": files.scale(scale, (1, 1))})
     if block is None:
         raise Malformed(f"{files.where(info)}: config.json has no weight_block_size, and weight_scale is missing")
     codes = Codes("fp8", block)
-    scale = files.tensor("weight_scale_inv", _dtypes(files), [codes.grid(*shape)])
+    scale = files.tensor(ending, _dtypes(files), [codes.grid(*shape)])
     parts = {"codes": files.octets(codes, info), "scale": files.scale(scale, codes.grid(*shape))}
     return files.made(codes, shape, parts)
+
+
+def fp4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+    """Experts of DeepSeek-V4: ``weight [O, I / 2]`` with two codes in a byte, that of the even input in the low bits,
+    and ``scale [O, I / 32]`` of exponents. The formats are those of `nnxmoe.convert.hf.mxfp4`."""
+    outs, octets = files.matrix(info)
+    if octets % OCTETS:
+        raise Malformed(f"{files.where(info)} has rows of {octets} bytes: FP4 has groups of {OCTETS}")
+    shape = outs, 2 * octets
+    scale = files.tensor(_ending(files), ("F8_E8M0", "U8"), [CODES.grid(*shape)])
+    codes = of_pairs(raw(files.checkpoint, replace(info, dtype="U8")))
+    return files.made(CODES, shape, {"codes": codes, "scale": files.scale(scale, scale.shape)})
+
+
+def _ending(files: ModuleTensors) -> str:
+    """The end of the name of the scales. Raises Malformed if there are several."""
+    found = [ending for ending in ("weight_scale_inv", "weight_scale", "scale") if files.has(ending)]
+    if len(found) > 1:
+        raise Malformed(f"{files.module} has both {found[0]} and {found[1]}: remove one of them")
+    return found[0] if found else "weight_scale_inv"
 
 
 def fused(files: ModuleTensors, info: TensorInfo, kernel: str) -> LazyArray:

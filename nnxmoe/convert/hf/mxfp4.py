@@ -78,12 +78,6 @@ def _weights(
     codes = raw(checkpoint, dataclasses.replace(blocks, shape=(experts, outs, groups * OCTETS)))
     exponents = raw(checkpoint, dataclasses.replace(scales, dtype="U8"))
 
-    def read_codes(box: Box, empty: Empty) -> np.ndarray:
-        *rows, columns = box
-        first, last = columns.start // OCTETS * OCTETS, -(-columns.stop // OCTETS) * OCTETS
-        octets = codes.read_box((*rows, slice(first, last)), np.empty)
-        return _in_memory(octets)[..., columns.start - first : columns.stop - first]
-
     def read_scales(box: Box, empty: Empty) -> np.ndarray:
         found = exponents.read_box(box, np.empty)
         if (found == 255).any():
@@ -92,10 +86,22 @@ def _weights(
         return np.ldexp(np.float32(1), found.astype(np.int32) - 127)
 
     parts = {
-        "codes": dataclasses.replace(codes, read_box=read_codes),
+        "codes": of_pairs(codes),
         "scale": dataclasses.replace(exponents, dtype=np.dtype(np.float32), read_box=read_scales),
     }
     return LazyArray.quantized(CODES, (experts, outs, groups * BLOCK), parts)
+
+
+def of_pairs(codes: LazyArray) -> LazyArray:
+    """Convert codes ``[*E, O, I / 2]`` of bytes that hold neighbours to `CODES` as they are in memory."""
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        *rows, columns = box
+        first, last = columns.start // OCTETS * OCTETS, -(-columns.stop // OCTETS) * OCTETS
+        octets = codes.read_box((*rows, slice(first, last)), np.empty)
+        return _in_memory(octets)[..., columns.start - first : columns.stop - first]
+
+    return dataclasses.replace(codes, read_box=read)
 
 
 def in_blocks(arrays: LazyArrays, leaves: Mapping[str, Leaf]) -> dict[str, LazyArray]:

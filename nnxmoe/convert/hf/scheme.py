@@ -10,7 +10,7 @@ from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.source import spellings
 
 METHODS = {
-    "fp8": "FP8 in blocks, as DeepSeek-V3, or per tensor",
+    "fp8": "FP8 in blocks, as DeepSeek-V3 and V4, or per tensor",
     "compressed-tensors": "its formats float-quantized, int-quantized and pack-quantized",
     "awq": "version gemm, 4 bits",
     "gptq": "4 or 8 bits",

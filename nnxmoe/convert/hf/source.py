@@ -93,6 +93,7 @@ def _weight(files: ModuleTensors) -> LazyArray:
 _FP8_OR_INT = {"F8_E4M3": "FP8", "I8": "int8"}
 _READERS: dict[tuple[str, str], Callable[[ModuleTensors, TensorInfo], LazyArray]] = {
     ("FP8", "fp8"): fp8.fp8,
+    ("int8", "fp8"): fp8.fp4,
     ("FP8", "compressed-tensors"): compressed_reader.plain_codes,
     ("int8", "compressed-tensors"): compressed_reader.plain_codes,
     ("weight_packed", "compressed-tensors"): compressed_reader.packed,
