@@ -20,6 +20,7 @@ from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.deepseek_v4 import DeepSeekV4, DeepSeekV4Config
 from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
 from nnxmoe.models.dots1 import Dots1, Dots1Config
+from nnxmoe.models.ernie4_5_moe import Ernie45Moe, Ernie45MoeConfig
 from nnxmoe.models.exaone_moe import ExaoneMoe, ExaoneMoeConfig
 from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
 from nnxmoe.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
@@ -31,6 +32,7 @@ from nnxmoe.models.llama import Llama, LlamaConfig, MistralConfig
 from nnxmoe.models.mellum import Mellum, MellumConfig
 from nnxmoe.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
 from nnxmoe.models.ministral3 import Ministral3, Ministral3Config
+from nnxmoe.models.mistral4 import Mistral4, Mistral4Config
 from nnxmoe.models.mixtral import Mixtral, MixtralConfig
 from nnxmoe.models.olmoe import Olmoe, OlmoeConfig
 from nnxmoe.models.qwen import Qwen2, Qwen2Config, Qwen3, Qwen3Config
@@ -50,11 +52,11 @@ HUB_IDS: dict[str, str] = {}  # preset -> the published checkpoint
 HUB_NOTES: dict[str, str] = {}  # preset -> how its files differ from what is loaded
 # Supported model_type -> families that are not supported and differ least from it.
 RELATIVES = {
-    "deepseek_v3": "kimi_linear longcat_flash mistral4",
+    "deepseek_v3": "kimi_linear longcat_flash",
     "minimax_m2": "minimax_m3_vl",
     "glm4_moe": "glm4v_moe",
     "mixtral": "minimax phimoe granitemoe jamba",
-    "qwen3_moe": "ernie4_5_moe hunyuan_v1_moe",
+    "qwen3_moe": "hunyuan_v1_moe",
     "olmoe": "flex_olmo",
     "qwen3": "olmo2 olmo3 gemma3",
     "qwen2": "qwen2_vl qwen2_5_vl",
@@ -77,7 +79,7 @@ for _family in (
     *(Llama, Mixtral, DeepSeekV3, DeepSeekV2, KimiK2, Glm4MoeLite, Glm4Moe, Dots1, SolarOpen, MiniMaxM2),
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
     *(DeepSeekV32, GlmMoeDsa, DeepSeekV4, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
-    *(Ministral3, ExaoneMoe, Mellum, Afmoe),
+    *(Ministral3, Mistral4, ExaoneMoe, Mellum, Afmoe, Ernie45Moe),
     *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText),
 ):
     register(_family)
@@ -99,6 +101,8 @@ __all__ = [
     "DeepSeekV32Config",
     "Dots1",
     "Dots1Config",
+    "Ernie45Moe",
+    "Ernie45MoeConfig",
     "ExaoneMoe",
     "ExaoneMoeConfig",
     "Glm4Moe",
@@ -121,6 +125,8 @@ __all__ = [
     "MiniMaxM2Config",
     "Ministral3",
     "Ministral3Config",
+    "Mistral4",
+    "Mistral4Config",
     "MistralConfig",
     "Mixtral",
     "MixtralConfig",

@@ -56,11 +56,7 @@ class Ministral3Config(DecoderConfig):
 
     def _check(self) -> None:
         super()._check()
-        beta, original = self.rope_fields.get(BETA), self.rope_fields.get(ORIGINAL)
-        if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta <= 100:
-            raise ConfigError(f"rope: {BETA} must be a number from 0 to 100, got {short(beta)}; 0 scales no queries")
-        if original is None:
-            raise ConfigError(f"rope: {ORIGINAL} is missing: the scale of the queries depends on it")
+        position_scale(self.rope_fields)
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
@@ -69,6 +65,16 @@ class Ministral3Config(DecoderConfig):
     @property
     def window(self) -> int | None:
         return self.sliding_window
+
+
+def position_scale(rope_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `ScaledQueries` that a rope object has. Raises ConfigError without them."""
+    beta, original = rope_fields.get(BETA), rope_fields.get(ORIGINAL)
+    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta <= 100:
+        raise ConfigError(f"rope: {BETA} must be a number from 0 to 100, got {short(beta)}; 0 scales no queries")
+    if original is None:
+        raise ConfigError(f"rope: {ORIGINAL} is missing: the scale of the queries depends on it")
+    return {"beta": float(beta), "original": original}
 
 
 class Ministral3(CausalLM):
@@ -81,9 +87,8 @@ class Ministral3(CausalLM):
     hf_table = HF_DECODER | HF_GQA | HF_MLP
 
     def attention(self, index: int, **kw: Any) -> GQA:
-        c = self.config
-        scaled = {"form": ScaledQueries, "beta": float(c.rope_fields[BETA]), "original": c.rope_fields[ORIGINAL]}
-        return self.gqa(window=c.window, bias=False, **scaled, **kw)
+        scaled = position_scale(self.config.rope_fields)
+        return self.gqa(window=self.config.window, bias=False, form=ScaledQueries, **scaled, **kw)
 
     def feed_forward(self, index: int, **kw: Any) -> MLP:
         return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, **kw)

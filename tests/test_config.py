@@ -921,6 +921,8 @@ def test_equal_configs_have_equal_hashes() -> None:
 # Presets
 
 SIZES = {
+    "ernie-4.5-21b-a3b": 21.8e9,
+    "mistral-small-4": 119e9,
     "llama-3.1-8b": 8.03e9,
     "llama-3.1-70b": 70.6e9,
     "llama-3.1-405b": 405.9e9,

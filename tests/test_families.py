@@ -402,6 +402,8 @@ def test_maxtext_layout(kind: str) -> None:
         ("qwen3_next", "no table of MaxText's names for 'qwen3_next'"),
         ("qwen3_5_text", "no table of MaxText's names for 'qwen3_5_text'"),
         ("ministral3", "no table of MaxText's names for 'ministral3'"),
+        ("mistral4", "no table of MaxText's names for 'mistral4'"),
+        ("ernie4_5_moe", "no table of MaxText's names for 'ernie4_5_moe'"),
         ("exaone_moe", "no table of MaxText's names for 'exaone_moe'"),
         ("mellum", "no table of MaxText's names for 'mellum'"),
         ("afmoe", "no table of MaxText's names for 'afmoe'"),
@@ -596,6 +598,11 @@ def scale_a_token_late(model: Any) -> None:
         x.original += 1
 
 
+def rotate_by_halves(model: Any) -> None:
+    for x in attentions(model):
+        x.rotate = rotate_halves
+
+
 def rotate_everywhere(model: Any) -> None:
     for x in attentions(model):
         x.rotary = model.config.rope
@@ -654,7 +661,10 @@ MISTAKES: list[tuple[str, Plant]] = [
         for plant in (*ROTARY_MISTAKES, norm_after_rotation, forget_norm, per_head_instead_of_whole)
     ),
     *(("minimax_m2", plant) for plant in (forget_correction, select_with(normalise=False))),
-    *(("ministral3", plant) for plant in (forget_scale, scale_a_token_late)),
+    *((kind, plant) for kind in ("ministral3", "mistral4") for plant in (forget_scale, scale_a_token_late)),
+    *(("mistral4", plant) for plant in (forget_mscale, rotate_by_halves, select_with(normalise=False))),
+    *(("ernie4_5_moe", plant) for plant in (rotate_by_halves, forget_correction, forget_shared, shift_runs)),
+    ("ernie4_5_moe", select_with(least=0.0)),
     *(("afmoe", plant) for plant in (rotate_everywhere, window_by(-1), norm_after_rotation, forget_correction)),
     *(("afmoe", plant) for plant in (forget_output_gate, forget_post_norms, forget_embedding_scale)),
     *(("mellum", plant) for plant in (rotate_everywhere, windows_of_other_layers, norm_after_rotation, shift_runs)),

@@ -63,7 +63,8 @@ def hub_style(fields: Fields, kind: Any) -> Fields:
     defaults = kind().to_dict()
     left = {k: v for k, v in fields.items() if k == "model_type" or v != defaults.get(k, ...)}
     rope = dict(left.get("rope_parameters", defaults["rope_parameters"]))
-    if "full_attention" in rope or "main" in rope:  # one for each kind of layers, which only the new style has
+    new = "full_attention", "main", "llama_4_scaling_beta"  # a rope object per kind of layers, and with more fields
+    if any(name in rope for name in new):
         return left
     left.pop("rope_parameters", None)
     left["rope_theta"] = rope.pop("rope_theta")
@@ -163,7 +164,7 @@ def test_defaults_of_absent_fields(kind: str) -> None:
     theirs = transformers.CONFIG_MAPPING[FAMILIES[kind].theirs](**required)
     ours = nnxmoe.config_from_hf({"model_type": kind} | required)
     own = "head_dim layer_types mlp_layer_types mlp_only_layers rope_parameters rope_theta rope_scaling dtype"
-    own += " qk_rope_head_dim partial_rotary_factor indexer_types compress_rates"
+    own += " qk_rope_head_dim partial_rotary_factor indexer_types compress_rates moe_layer_end_index"
     skipped = {"architectures", "model_type", "num_key_value_heads", *own.split()}
     for name in vars(ours).keys() - skipped:
         if hasattr(theirs, name) and not (name == "sliding_window" and theirs.sliding_window is None):

@@ -63,19 +63,25 @@ class LogitBias(nnx.Module):
 @dataclasses.dataclass(frozen=True)
 class SoftmaxTopK:
     """Softmax over all experts, then top ``k``, with weights rescaled to sum to 1 if ``normalise`` (Mixtral; Jiang et
-    al. 2024), times ``scale``. With rescaling this equals a softmax over the top ``k`` logits."""
+    al. 2024), times ``scale``. With rescaling this equals a softmax over the top ``k`` logits.
+
+    A correction bias affects the choice only, not the weights, whose sum is taken as at least ``least`` (ERNIE 4.5)."""
 
     by_row: ClassVar[bool] = True
 
     k: int
     normalise: bool = True
     scale: float = 1.0
+    least: float = 0.0
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
         scores = jax.nn.softmax(logits, axis=-1)
-        weights, experts = jax.lax.top_k(scores, self.k)
+        weights, experts = jax.lax.top_k(_biased(scores, bias), self.k)
+        if bias is not None:
+            weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.normalise:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+            total = jnp.sum(weights, axis=-1, keepdims=True)
+            weights = weights / (jnp.maximum(total, self.least) if self.least else total)
         return Routing(experts, weights * self.scale, scores, logits)
 
 
@@ -115,7 +121,7 @@ class SigmoidGroupTopK:
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
         scores = jax.nn.sigmoid(logits)
-        choice = scores if bias is None else scores + jnp.broadcast_to(jax.lax.stop_gradient(bias), scores.shape)
+        choice = _biased(scores, bias)
         grouped = choice.reshape(*choice.shape[:-1], self.groups, -1)
         group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
         kept = _highest(group_scores, self.top_groups)
@@ -165,13 +171,17 @@ class SqrtSoftplusTopK:
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
         scores = jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), 1e-30))  # without the bound 0 has an infinite slope
-        choice = scores if bias is None else scores + jnp.broadcast_to(jax.lax.stop_gradient(bias), scores.shape)
+        choice = _biased(scores, bias)
         return self.chosen(jax.lax.top_k(choice, self.k)[1], scores, logits)
 
     def chosen(self, experts: Array, scores: Array, logits: Array) -> Routing:
         """The routing to these experts ``[*rows, X]``."""
         weights = _normalised(jnp.take_along_axis(scores, experts, axis=-1))
         return Routing(experts, weights * self.scale, scores, logits)
+
+
+def _biased(scores: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Float[Array, "*rows E"]:
+    return scores if bias is None else scores + jnp.broadcast_to(jax.lax.stop_gradient(bias), scores.shape)
 
 
 def _highest(values: Float[Array, "*rows groups"], count: int) -> Bool[Array, "*rows groups"]:

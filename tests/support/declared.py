@@ -29,6 +29,8 @@ def declared() -> dict[str, Any]:
     import transformers
     from transformers import PreTrainedConfig
 
+    from tests.support import reference as reference  # which registers a model that transformers only has in another
+
     own = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     methods = {name for name in dir(PreTrainedConfig) if name not in own}
     shared = set[str]().union(*(_reads(f"transformers.{name}") for name in SHARED)) - methods - own

@@ -96,11 +96,11 @@ def fused(weights: Weights) -> Weights:
     experts = dict[str, dict[tuple[int, str], np.ndarray]]()
     for name, array in weights.items():
         head, _, tail = name.replace("block_sparse_moe", "mlp").partition(".experts.")
-        if tail:
+        if "." in tail:
             head, (number, kind, _) = head.replace("ffn", "mlp"), tail.split(".")
             experts.setdefault(head + ".experts.", {})[int(number), _OLD.get(kind, kind)] = array
         else:
-            found[head] = array
+            found[f"{head}.experts.{tail}" if tail else head] = array
     for head, parts in experts.items():
         count = 1 + max(number for number, _ in parts)
         both = [np.concatenate([parts[e, "gate_proj"], parts[e, "up_proj"]]) for e in range(count)]
@@ -424,6 +424,30 @@ def _ministral3(rng: random.Random) -> Fields:
     fields["rope_parameters"] = rope | {"llama_4_scaling_beta": rng.choice([0.1, 0.5, 0.0])}
     fields["rope_parameters"]["original_max_position_embeddings"] = rng.choice([3, 5, 8])
     return fields | {"sliding_window": rng.choice([None, None, 5])}
+
+
+def _mistral4(rng: random.Random) -> Fields:
+    fields = _latent(rng) | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": rng.choice([0, 0, 1])}
+    rope = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "llama_4_scaling_beta": 0.5}
+    scaled = rng.choice([{}, {"mscale": 1.0, "mscale_all_dim": 1.0}])
+    fields["rope_parameters"] = rope | scaled | {"original_max_position_embeddings": rng.choice([3, 5, 8])}
+    return fields
+
+
+def _ernie4_5_moe(rng: random.Random) -> Fields:
+    layers, experts = rng.choice([2, 3, 4]), rng.choice([5, 8])
+    fields = _grouped(rng, layers) | {
+        "moe_intermediate_size": rng.choice([12, 20]),
+        "moe_num_experts": experts,
+        "moe_k": rng.choice([1, 2, 3, experts]),
+        "moe_num_shared_experts": rng.choice([0, 1, 2]),
+        "moe_layer_start_index": rng.choice([0, 1]),
+        "moe_layer_end_index": rng.choice([-1, layers - 1]),
+        "moe_layer_interval": rng.choice([1, 1, 2]),
+        "moe_norm_min": rng.choice([1e-12, 0.3]),
+    }
+    del fields["head_dim"]
+    return fields
 
 
 def _exaone_moe(rng: random.Random) -> Fields:
@@ -975,6 +999,71 @@ FAMILIES: dict[str, Family] = {
         },
         _ministral3,
         "ministral3",
+    ),
+    "mistral4": Family(
+        _HUB
+        | {
+            "model_type": "mistral4",
+            "hidden_size": 24,
+            "intermediate_size": 28,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 10,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "rope_interleave": True,
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 5,
+                "max_position_embeddings": 20,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+                "partial_rotary_factor": 4 / 12,
+            },
+        },
+        _mistral4,
+        "mistral4",
+    ),
+    "ernie4_5_moe": Family(
+        _HUB
+        | {
+            "model_type": "ernie4_5_moe",
+            "hidden_size": 24,
+            "intermediate_size": 28,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_theta": 700.0,
+            "use_bias": False,
+            "moe_intermediate_size": 16,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+            "moe_layer_interval": 1,
+            "moe_norm_min": 0.7,
+            "tie_word_embeddings": True,
+        },
+        _ernie4_5_moe,
+        "ernie4_5_moe",
     ),
     "exaone_moe": Family(
         _HUB

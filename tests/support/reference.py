@@ -15,6 +15,8 @@ from tests.support.tiny import Fields, Weights
 
 CLOSE = 1e-4  # experts with scores this close may swap due to rounding
 MARGIN = 1e-3  # tokens with logits this close may swap due to rounding
+_MISTRAL4 = transformers.Mistral4Config, transformers.Mistral4ForCausalLM
+transformers.AutoModelForCausalLM.register(*_MISTRAL4, exist_ok=True)  # which it only has inside of mistral3
 ALONE = ("deepseek_v4",)  # whose windows count padding in transformers, so that its rows are run without it
 
 

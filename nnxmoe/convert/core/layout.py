@@ -212,7 +212,7 @@ def _flattened(box: Box, shape: tuple[int, ...]) -> slice:
     if any(part != slice(0, size) for part, size in zip(box[1:], shape[1:], strict=True)):
         raise ValueError(f"only the first of the dimensions {shape} can be split, got {box}: change the rules")
     rest = math.prod(shape[1:])
-    return slice(box[0].start * rest, box[0].stop * rest)
+    return slice(box[0].start * rest, box[0].stop * rest) if box else slice(0, 1)
 
 
 def _inserted(values: tuple[T, ...], axis: int, value: T) -> tuple[T, ...]:

@@ -78,9 +78,9 @@ def parameter_name(model: CausalLM, slot: Slot, layer: int) -> str:
     """The parameter name in transformers 5 of a slot's kernels: ``model.layers.3.self_attn.q_proj.weight``."""
     if slot.name == "head":  # of a tied head too, which has the key of the embedding
         return "lm_head.weight"
-    found = options(model.hf_names(model.config), slot.key)
-    # Of several the last is of transformers 5, unless the first is part of a parameter that it has (gpt-oss).
-    return found[-1 if found[0].whole else 0].tensor(layer if slot.key.startswith("layer.") else None)
+    found = [w for w in options(model.hf_names(model.config), slot.key) if not w.per_expert]
+    # Of several the last is of transformers 5, but for gpt-oss, whose later names are of codes.
+    return found[0 if found[0].turned else -1].tensor(layer if slot.key.startswith("layer.") else None)
 
 
 def pieces_of(found: Iterable[tuple[Slot, int, Numbers, str]]) -> list[Piece]:

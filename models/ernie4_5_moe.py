@@ -1,0 +1,103 @@
+"""ERNIE 4.5 (Baidu, 2025): rotations of neighbouring pairs, and routed experts beside shared ones, chosen by a softmax
+plus a correction bias."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import check_at_most, count, number
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.rope import rotate_pairs
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, grouped_experts
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.router import Router, SoftmaxTopK
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ernie45MoeConfig(DecoderConfig):
+    """Layers from ``moe_layer_start_index`` to ``moe_layer_end_index`` (-1: the last) have experts, of these those
+    whose number, counted from 1, is a multiple of ``moe_layer_interval``. ``moe_k``: experts per token;
+    ``moe_norm_min``: the least sum by which their weights are divided."""
+
+    model_type = "ernie4_5_moe"
+    architecture = "Ernie4_5_MoeForCausalLM"
+    experts_field = "moe_num_experts"
+    scale_in_queries = False
+    aliases = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
+    fixed = {"use_bias": (None, False)}
+    ignored = "output_router_logits router_aux_loss_coef"
+
+    vocab_size: int = 103424
+    hidden_size: int = 2560
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 20
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    tie_word_embeddings: bool = True
+    moe_intermediate_size: int = count(1536, most=2**24)
+    moe_k: int = count(6, most=4096)
+    moe_num_experts: int = count(64, most=4096)
+    moe_num_shared_experts: int = count(2, least=0, most=4096)
+    moe_layer_start_index: int = count(1, least=0)
+    moe_layer_end_index: int = count(-1, least=-1)
+    moe_layer_interval: int = count(1)
+    moe_norm_min: float = number(1e-12, above=0.0, most=1.0)
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | Sequence[int] | None = 2
+
+    def _check(self) -> None:
+        super()._check()
+        check_at_most(self, "moe_k", "moe_num_experts")
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        """The name in other configs."""
+        return self.moe_k
+
+    @property
+    def n_shared_experts(self) -> int:
+        """The name in DeepSeek-V3's config."""
+        return self.moe_num_shared_experts
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        first, every = self.moe_layer_start_index, self.moe_layer_interval
+        last = self.num_hidden_layers if self.moe_layer_end_index == -1 else self.moe_layer_end_index
+        return tuple(first <= i <= last and (i + 1) % every == 0 for i in range(self.num_hidden_layers))
+
+
+class Ernie45Moe(CausalLM):
+    """ERNIE 4.5 with experts."""
+
+    configs = (Ernie45MoeConfig,)
+    presets = {"ernie-4.5-21b-a3b": Ernie45MoeConfig(dtype="bfloat16")}
+    hub_ids = {"ernie-4.5-21b-a3b": "baidu/ERNIE-4.5-21B-A3B-PT"}
+    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out")
+    hf_table = {
+        **HF_DECODER, **HF_GQA, **HF_MLP, **HF_GROUPED_EXPERTS,
+        "layer.moe.router.bias": (
+            W("mlp.moe_statics.e_score_correction_bias"), W("mlp.gate.moe_statics.e_score_correction_bias")
+        ),
+    }  # fmt: skip
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        return self.gqa(window=None, bias=False, rotate=rotate_pairs, **kw)
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        return grouped_experts(self, index, self._router, **kw)
+
+    def _router(self, **kw: Any) -> Router:
+        c = self.config
+        made = Router(c.hidden_size, c.experts, SoftmaxTopK(c.moe_k, least=c.moe_norm_min), bias=True, **kw)
+        assert made.bias is not None
+        made.bias.set_metadata(inputs=1)  # checkpoints have it as a matrix [1, E]
+        return made

@@ -1,0 +1,101 @@
+"""Mistral Small 4 (Mistral AI, 2026), the text model of ``mistral3`` checkpoints: DeepSeek-V3's layers with a softmax
+router, and queries that are scaled by their position."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnxmoe.config.bounds import ConfigError, check_at_most, count, one_of
+from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.printable import short
+from nnxmoe.layers.mla import MLA
+from nnxmoe.layers.scaled_queries import ScaledLatentQueries
+from nnxmoe.model.weight_names import options
+from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
+from nnxmoe.models.ministral3 import BETA, ORIGINAL, position_scale
+from nnxmoe.moe.router import Router, SoftmaxTopK
+
+FACTOR = "partial_rotary_factor"
+_YARN = FrozenDict(
+    {
+        "type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 128.0,
+        ORIGINAL: 8192,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        BETA: 0.1,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mistral4Config(DeepSeekV3Config):
+    """``llama_4_scaling_beta`` of the rope object: how much queries grow with their position. Its
+    ``partial_rotary_factor``, if given, is the rotated part of a query's width."""
+
+    model_type = "mistral4"
+    architecture = "Mistral4ForCausalLM"
+    fixed = {"scoring_func": ("softmax",), "topk_method": ("greedy",)}
+    ignored = """head_dim pretraining_tp rope_parameters.max_position_embeddings rope_scaling.max_position_embeddings"""
+    rope_keys = DeepSeekV3Config.rope_keys | {BETA}
+
+    vocab_size: int = 131072
+    hidden_size: int = 4096
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 32
+    max_position_embeddings: int = 1048576
+    q_lora_rank: int | None = count(1024, most=2**20)
+    kv_lora_rank: int = count(256, most=2**20)
+    qk_nope_head_dim: int = count(64, most=2**16)
+    n_routed_experts: int = count(128, most=4096)
+    num_experts_per_tok: int = 4
+    n_group: int = one_of(1)
+    topk_group: int = one_of(1)
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = count(0, least=0)
+    num_nextn_predict_layers: int = count(0, least=0, most=1024)
+    bos_token_id: int | None = 1
+    eos_token_id: int | Sequence[int] | None = 2
+    pad_token_id: int | None = 11
+
+    def _check(self) -> None:
+        super()._check()
+        position_scale(self.rope_fields)
+        factor, width = super().rope_fields.get(FACTOR), self.qk_nope_head_dim + self.qk_rope_head_dim
+        if factor is not None and factor != self.qk_rope_head_dim / width:
+            part = f"qk_rope_head_dim {self.qk_rope_head_dim} of {width}"
+            raise ConfigError(f"rope: {FACTOR} {short(factor)} must be {part}: remove it")
+
+    def _check_groups(self) -> None:
+        check_at_most(self, "num_experts_per_tok", "n_routed_experts")
+
+    @property
+    def rope_fields(self) -> Mapping[str, Any]:
+        return {name: value for name, value in (super().rope_fields or _YARN).items() if name != FACTOR}
+
+
+class Mistral4(DeepSeekV3):
+    """Mistral Small 4."""
+
+    configs = (Mistral4Config,)
+    presets = {"mistral-small-4": Mistral4Config(rope_parameters=_YARN, dtype="bfloat16")}
+    hub_ids = {"mistral-small-4": "mistralai/Mistral-Small-4-119B-2603"}
+    hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
+    hf_table = DeepSeekV3.hf_table | {  # the experts of a layer in one tensor
+        f"layer.moe.experts.{x}": tuple(reversed(options(DeepSeekV3.hf_table, f"layer.moe.experts.{x}")))
+        for x in ("gate", "up", "down")
+    }
+    maxtext_table = {}
+
+    def router(self, **kw: Any) -> Router:
+        c = self.config
+        select = SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor)
+        return Router(c.hidden_size, c.n_routed_experts, select, bias=False, **kw)
+
+    def attention(self, index: int, **kw: Any) -> MLA:
+        return super().attention(index, form=ScaledLatentQueries, **position_scale(self.config.rope_fields), **kw)
