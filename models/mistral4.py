@@ -16,6 +16,7 @@ from nnxmoe.models.ministral3 import BETA, ORIGINAL, position_scale
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
 FACTOR = "partial_rotary_factor"
+_EXPERTS = tuple(f"layer.moe.experts.{x}" for x in ("gate", "up", "down"))
 _YARN = FrozenDict(
     {
         "type": "yarn",
@@ -86,9 +87,9 @@ class Mistral4(DeepSeekV3):
     presets = {"mistral-small-4": Mistral4Config(rope_parameters=_YARN, dtype="bfloat16")}
     hub_ids = {"mistral-small-4": "mistralai/Mistral-Small-4-119B-2603"}
     hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
-    hf_table = DeepSeekV3.hf_table | {  # the experts of a layer in one tensor
-        f"layer.moe.experts.{x}": tuple(reversed(options(DeepSeekV3.hf_table, f"layer.moe.experts.{x}")))
-        for x in ("gate", "up", "down")
+    hf_table = {
+        **DeepSeekV3.hf_table,
+        **{key: tuple(reversed(options(DeepSeekV3.hf_table, key))) for key in _EXPERTS},  # first in one tensor
     }
     maxtext_table = {}
 

@@ -254,6 +254,7 @@ WAYS: dict[str, Any] = {
     "ring": RING,
     "chunked ring": Chunked(RING, 3),
 }
+MECHANISMS = "qwen3_next", "deepseek_v32", "deepseek_v4"  # recurrent, sparse and compressed attention
 PLANS = [
     ("qwen3", "dense", {"fsdp": 4, "tensor": 2}),
     ("qwen3_moe", "ragged", {"expert": 2, "tensor": 2, "data": 2}),
@@ -262,6 +263,7 @@ PLANS = [
     ("qwen2_moe", "ragged", {"fsdp": 2, "expert": 2, "tensor": 2}),
     ("qwen2", "dense", {"data": 2, "fsdp": 2, "tensor": 2}),
     *((kind, way, {"expert": 4, "tensor": 2}) for kind in ("olmoe", "qwen2_moe") for way in WAYS),
+    *((kind, way, {"data": 2, "expert": 2, "tensor": 2}) for kind in MECHANISMS for way in WAYS),
     *((kind, "ragged", {"fsdp": 4, "expert": 2}) for kind in SPARSE),
 ]
 
@@ -283,6 +285,28 @@ def on_mesh(kind: str, way: str, sizes: dict[str, int]) -> float:
 )
 def test_meshes_match_one_device(eight: Callable[..., Any], kind: str, way: str, sizes: dict[str, int]) -> None:
     assert eight(on_mesh, kind, way, sizes) < PART_TOLERANCE
+
+
+def gradients_on_mesh(kind: str) -> float:
+    """The largest relative error of the gradients of all float parameters on a mesh, in its own expert exchange."""
+    case, mesh = load(kind), nnxmoe.make_mesh(fsdp=2, expert=2, tensor=2)
+    tokens = np.tile(case.arrays["tokens"], (2, 1))
+    found = []
+    for strategy in (None, Strategy(dispatch=RAGGED, mesh=mesh)):
+        graph, params, rest = nnx.split(build(case.fields, case.weights, strategy), nnx.Param, ...)
+
+        def loss(params: Any, graph: Any = graph, rest: Any = rest) -> Any:
+            return jnp.mean(jnp.sin(nnx.merge(graph, params, rest)(tokens).logits))
+
+        found.append(jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
+    assert len(found[0]) == len(found[1]) > 20
+    return max(max_error(a, b) / max(1e-3, float(jnp.abs(b).max())) for a, b in zip(found[1], found[0], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MECHANISMS)
+def test_gradients_on_meshes_match_one_device(eight: Callable[..., Any], kind: str) -> None:
+    assert eight(gradients_on_mesh, kind) < 10 * PART_TOLERANCE
 
 
 class InParts(RMSNorm):

@@ -7,15 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import nnxmoe
 from nnxmoe import models
+from nnxmoe.train import lora
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 
 from safetensors.numpy import load_file  # noqa: E402
 
+from tests.support.adapters import fill  # noqa: E402
 from tests.support.arrays import max_error  # noqa: E402
 from tests.support.declared import FILE, declared  # noqa: E402
 from tests.support.families import (  # noqa: E402
@@ -47,6 +51,8 @@ pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
 EACH = max(4, -(-45 // len(FAMILIES)))  # configurations per family: at least 45 in all
 MORE = {"deepseek_v4": 24, "deepseek_v32": 20, "glm_moe_dsa": 24}  # at least 40 with an indexer
+ADAPTED = """sarvam_moe hy_v3 qwen3_next qwen3_5_moe_text deepseek_v32 deepseek_v4 mistral4 ernie4_5_moe afmoe
+qwen3_vl_moe_text""".split()  # whose names, or the order of these, differ
 CASES = [(kind, number) for kind in FAMILIES for number in range(MORE.get(kind, EACH))]
 
 
@@ -141,6 +147,25 @@ def test_random_configurations(kind: str, number: int, tmp_path: Path, record_pr
     assert all(saved[name].tobytes() == weights[name].tobytes() for name in weights)
     again = load_theirs(tmp_path / "again", family.theirs)
     assert max_error(run_theirs(again, tokens, mask).logits, theirs.logits, mask) < MODEL_TOLERANCE / 4
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_peft_loads_adapters(kind: str, tmp_path: Path) -> None:
+    """Of the default targets, with transformers' names."""
+    family = FAMILIES[kind]
+    given = family.draw(random.Random(f"{kind} 1"))
+    write_theirs(tmp_path, family.theirs, given, seed=1)
+    reference = load_theirs(tmp_path, family.theirs)
+    write_config(tmp_path, json.loads((tmp_path / "config.json").read_text()) | {"model_type": kind})
+    model, (tokens, _) = nnxmoe.from_pretrained(tmp_path), tokens_of(given["vocab_size"])
+    before = np.asarray(model(tokens).logits)
+    lora.add(model, 4, alpha=6, rngs=nnx.Rngs(0))
+    fill(model)
+    lora.save(model, tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter")
+    ours = model(tokens).logits
+    assert max_error(run_theirs(theirs.base_model.model, tokens, np.ones_like(tokens)).logits, ours) < MODEL_TOLERANCE
+    assert max_error(ours, before) > 0.1
 
 
 def test_enough_configurations() -> None:
