@@ -22,6 +22,7 @@ from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
 from nnxmoe.models.dots1 import Dots1, Dots1Config
 from nnxmoe.models.ernie4_5_moe import Ernie45Moe, Ernie45MoeConfig
 from nnxmoe.models.exaone_moe import ExaoneMoe, ExaoneMoeConfig
+from nnxmoe.models.gemma4 import Gemma4Text, Gemma4TextConfig
 from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
 from nnxmoe.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
 from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig
@@ -79,7 +80,7 @@ for _family in (
     *(Llama, Mixtral, DeepSeekV3, DeepSeekV2, KimiK2, Glm4MoeLite, Glm4Moe, Dots1, SolarOpen, MiniMaxM2),
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
     *(DeepSeekV32, GlmMoeDsa, DeepSeekV4, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
-    *(Ministral3, Mistral4, ExaoneMoe, Mellum, Afmoe, Ernie45Moe),
+    *(Ministral3, Mistral4, ExaoneMoe, Mellum, Afmoe, Ernie45Moe, Gemma4Text),
     *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText),
 ):
     register(_family)
@@ -105,6 +106,8 @@ __all__ = [
     "Ernie45MoeConfig",
     "ExaoneMoe",
     "ExaoneMoeConfig",
+    "Gemma4Text",
+    "Gemma4TextConfig",
     "Glm4Moe",
     "Glm4MoeConfig",
     "Glm4MoeLite",

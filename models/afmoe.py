@@ -9,11 +9,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import Array, Float, Int
-
 from nnxmoe.config.bounds import check_at_most, count
 from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
-from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.gqa import GQA, OutputGate
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -103,13 +101,6 @@ _MINI = dataclasses.replace(
     _NANO, hidden_size=2048, intermediate_size=6144, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=4, moe_intermediate_size=1024, layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 8,
 )  # fmt: skip
-
-
-class MuPEmbed(Embed):
-    """Embeddings multiplied by the root of their width; the tied head is not."""
-
-    def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
-        return super().__call__(tokens, dtype) * self.table.shape[1] ** 0.5
 
 
 class Afmoe(CausalLM):

@@ -40,7 +40,7 @@ class Mistral4Config(DeepSeekV3Config):
     model_type = "mistral4"
     architecture = "Mistral4ForCausalLM"
     fixed = {"scoring_func": ("softmax",), "topk_method": ("greedy",)}
-    ignored = """head_dim pretraining_tp rope_parameters.max_position_embeddings rope_scaling.max_position_embeddings"""
+    ignored = """pretraining_tp rope_parameters.max_position_embeddings rope_scaling.max_position_embeddings"""
     rope_keys = DeepSeekV3Config.rope_keys | {BETA}
 
     vocab_size: int = 131072
@@ -68,6 +68,8 @@ class Mistral4Config(DeepSeekV3Config):
         super()._check()
         position_scale(self.rope_fields)
         factor, width = super().rope_fields.get(FACTOR), self.qk_nope_head_dim + self.qk_rope_head_dim
+        if self.head_dim not in (None, width):
+            raise ConfigError(f"head_dim {self.head_dim} must be the width of a query, {width}: remove it")
         if factor is not None and factor != self.qk_rope_head_dim / width:
             part = f"qk_rope_head_dim {self.qk_rope_head_dim} of {width}"
             raise ConfigError(f"rope: {FACTOR} {short(factor)} must be {part}: remove it")

@@ -671,7 +671,7 @@ def test_errors_name_the_field_and_the_value(kind: str, fields: dict[str, Any], 
 
 def test_unknown_model_type_error_lists_the_supported_ones() -> None:
     """A relative is named as where to begin with a new family, never so that somebody changes the model_type."""
-    relatives = {"longcat_flash": "deepseek_v3", "ernie4_5_moe": "qwen3_moe", "flex_olmo": "olmoe", "olmo2": "qwen3"}
+    relatives = {"longcat_flash": "deepseek_v3", "hunyuan_v1_moe": "qwen3_moe", "flex_olmo": "olmoe", "olmo2": "qwen3"}
     for kind in ("gpt2", None, 3, "Llama", *relatives):
         with pytest.raises(ConfigError, match=rf"model_type {kind!r} .*llama, mistral, mixtral, deepseek_v3") as error:
             config_from_hf({"model_type": kind})
@@ -921,6 +921,8 @@ def test_equal_configs_have_equal_hashes() -> None:
 # Presets
 
 SIZES = {
+    "gemma-4-26b-a4b": 25.2e9,
+    "gemma-4-31b": 30.7e9,
     "ernie-4.5-21b-a3b": 21.8e9,
     "mistral-small-4": 119e9,
     "llama-3.1-8b": 8.03e9,

@@ -25,7 +25,7 @@ from nnxmoe.config.rope import Rope
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.layout import layout
 from nnxmoe.layers.gqa import GQA, Heads
-from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.norm import RMSNorm, unit_rms
 from nnxmoe.layers.qk_norm import QKNorm, WholeNorm
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.linen import LinenCausalLM
@@ -254,7 +254,8 @@ WAYS: dict[str, Any] = {
     "ring": RING,
     "chunked ring": Chunked(RING, 3),
 }
-MECHANISMS = "qwen3_next", "deepseek_v32", "deepseek_v4"  # recurrent, sparse and compressed attention
+# Recurrent, sparse and compressed attention; experts beside a dense feed-forward.
+MECHANISMS = "qwen3_next", "deepseek_v32", "deepseek_v4", "gemma4_text"
 PLANS = [
     ("qwen3", "dense", {"fsdp": 4, "tensor": 2}),
     ("qwen3_moe", "ragged", {"expert": 2, "tensor": 2, "data": 2}),
@@ -426,6 +427,7 @@ def test_maxtext_layout(kind: str) -> None:
         ("qwen3_next", "no table of MaxText's names for 'qwen3_next'"),
         ("qwen3_5_text", "no table of MaxText's names for 'qwen3_5_text'"),
         ("ministral3", "no table of MaxText's names for 'ministral3'"),
+        ("gemma4_text", "no table of MaxText's names for 'gemma4_text'"),
         ("mistral4", "no table of MaxText's names for 'mistral4'"),
         ("ernie4_5_moe", "no table of MaxText's names for 'ernie4_5_moe'"),
         ("exaone_moe", "no table of MaxText's names for 'exaone_moe'"),
@@ -622,6 +624,58 @@ def scale_a_token_late(model: Any) -> None:
         x.original += 1
 
 
+def forget_values_norm(model: Any) -> None:
+    for x in attentions(model):
+        x.keys_and_values = lambda h, x=x: (x.k(h), x.k(h) if x.keys_as_values else x.v(h))
+
+
+def normalised_keys_as_values(model: Any) -> None:
+    """As if values were taken after the norm of the keys."""
+    for x in attentions(model):
+        if x.keys_as_values:
+            x.keys_and_values = lambda h, x=x: (x.k(h), unit_rms(x.qk_norm.k(x.k(h)), 1e-6))
+
+
+def each_layer(model: Any) -> list[Any]:
+    return [layer for stack in model.stacks for layer in stack.layers]
+
+
+def forget_output_scale(model: Any) -> None:
+    each_layer(model)[1].output_scale.factor.set_value(jnp.ones(1))
+
+
+def forget_expert_factors(model: Any) -> None:
+    for x in routed(model):
+        x.router.per_expert.set_value(jnp.ones_like(x.router.per_expert[...]))
+
+
+def route_by_normed(model: Any) -> None:
+    """As if the router read what the experts read."""
+    for x in routed(model):
+        x.router = lambda h, context, mesh, router=x.router, norm=x.norm: router(norm(h), context, mesh)
+
+
+def experts_without_norm(model: Any) -> None:
+    for x in routed(model):
+        x.norm = None
+
+
+def swap_post_norms(model: Any) -> None:
+    for layer in each_layer(model):
+        layer.dense_post_norm, layer.experts_post_norm = layer.experts_post_norm, layer.dense_post_norm
+
+
+def forget_logit_cap(model: Any) -> None:
+    model.logit_cap = None
+
+
+def swap_ropes(model: Any) -> None:
+    """Rotate whole layers like those with a window, by the frequencies of their own width."""
+    for x in attentions(model):
+        if x.window is None:
+            x.rotary = Rope(x.rotary.dim, x.rotary.theta)
+
+
 def rotate_by_halves(model: Any) -> None:
     for x in attentions(model):
         x.rotate = rotate_halves
@@ -687,6 +741,10 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("minimax_m2", plant) for plant in (forget_correction, select_with(normalise=False))),
     *((kind, plant) for kind in ("ministral3", "mistral4") for plant in (forget_scale, scale_a_token_late)),
     *(("mistral4", plant) for plant in (forget_mscale, rotate_by_halves, select_with(normalise=False))),
+    *(("gemma4_text", plant) for plant in (forget_values_norm, normalised_keys_as_values, forget_output_scale)),
+    *(("gemma4_text", plant) for plant in (forget_expert_factors, route_by_normed, experts_without_norm)),
+    *(("gemma4_text", plant) for plant in (swap_post_norms, forget_logit_cap, swap_ropes, forget_embedding_scale)),
+    *(("gemma4_text", plant) for plant in (forget_post_norms, norm_after_rotation, window_by(1))),
     *(("ernie4_5_moe", plant) for plant in (rotate_by_halves, forget_correction, forget_shared, shift_runs)),
     ("ernie4_5_moe", select_with(least=0.0)),
     *(("afmoe", plant) for plant in (rotate_everywhere, window_by(-1), norm_after_rotation, forget_correction)),

@@ -50,9 +50,9 @@ from tests.support.toy_family import Granite  # noqa: E402
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
 EACH = max(4, -(-45 // len(FAMILIES)))  # configurations per family: at least 45 in all
-MORE = {"deepseek_v4": 24, "deepseek_v32": 20, "glm_moe_dsa": 24}  # at least 40 with an indexer
+MORE = {"deepseek_v4": 24, "deepseek_v32": 20, "glm_moe_dsa": 24, "gemma4_text": 8}  # at least 40 with an indexer
 ADAPTED = """sarvam_moe hy_v3 qwen3_next qwen3_5_moe_text deepseek_v32 deepseek_v4 mistral4 ernie4_5_moe afmoe
-qwen3_vl_moe_text""".split()  # whose names, or the order of these, differ
+qwen3_vl_moe_text gemma4_text""".split()  # whose names, or the order of these, differ
 CASES = [(kind, number) for kind in FAMILIES for number in range(MORE.get(kind, EACH))]
 
 
@@ -189,7 +189,7 @@ def test_defaults_of_absent_fields(kind: str) -> None:
     theirs = transformers.CONFIG_MAPPING[FAMILIES[kind].theirs](**required)
     ours = nnxmoe.config_from_hf({"model_type": kind} | required)
     own = "head_dim layer_types mlp_layer_types mlp_only_layers rope_parameters rope_theta rope_scaling dtype"
-    own += " qk_rope_head_dim partial_rotary_factor indexer_types compress_rates moe_layer_end_index"
+    own += " qk_rope_head_dim partial_rotary_factor indexer_types compress_rates moe_layer_end_index per_layer_config"
     skipped = {"architectures", "model_type", "num_key_value_heads", *own.split()}
     for name in vars(ours).keys() - skipped:
         if hasattr(theirs, name) and not (name == "sliding_window" and theirs.sliding_window is None):

@@ -250,21 +250,30 @@ def test_random_text_models_equal_those_of_transformers(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "inner"),
-    [("llava", "llama"), ("kimi_k25", "deepseek_v3"), ("mistral3", "mistral"), ("mistral3", "ministral3")],
+    [
+        ("llava", "llama"),
+        ("kimi_k25", "deepseek_v3"),
+        ("mistral3", "mistral"),
+        ("mistral3", "ministral3"),
+        ("mistral3", "mistral4"),
+        ("gemma4", "gemma4_text"),
+    ],
 )
 def test_logits_of_a_text_equal_those_of_transformers(tmp_path: Path, kind: str, inner: str) -> None:
     """As transformers writes them, and Kimi K2.5 as it is in memory."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    text = FAMILIES[inner].frozen if inner == "ministral3" else TINY["llama" if inner == "mistral" else inner]
+    text = FAMILIES[inner].frozen if inner in FAMILIES else TINY["llama" if inner == "mistral" else inner]
     text = text | {"moe_intermediate_size": 16}  # torch's grouped matmul requires rows that are multiples of 16 bytes
-    text |= {"model_type": inner, "head_dim": 8}
-    if inner != "ministral3":
-        text |= {"rope_parameters": {"rope_type": "default", "rope_theta": text["rope_theta"]}}
+    text |= {"model_type": inner}
+    if inner not in FAMILIES:
+        text |= {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": text["rope_theta"]}}
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    if kind != "kimi_k25":
+    if kind == "gemma4":
+        vision |= {"num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 16}
+    elif kind != "kimi_k25":
         vision |= {"image_size": 16, "patch_size": 8, "head_dim": 8}
         vision["model_type"] = "clip_vision_model" if kind == "llava" else "pixtral"
-    around = {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}
+    around = {"text_config": text, "vision_config": vision, "tie_word_embeddings": kind == "gemma4"}
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **around)
     theirs = transformers.AutoModelForImageTextToText.from_config(config).eval()

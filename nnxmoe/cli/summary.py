@@ -251,11 +251,11 @@ def _part(key: str) -> str:
         return "residual streams"
     if names[0] != "layer":
         return {"embed": "embedding", "head": "head", "norm": "norms"}[names[0]]
-    if "norm" in key:
+    if "norm" in key or key.startswith("layer.output_scale."):
         return "norms"
     if names[1] == "moe":
         return {"router": "router", "experts": "routed experts", "shared": "shared experts"}[names[2]]
-    return {"attention": "attention", "mlp": "dense mlp"}[names[1]]
+    return {"attention": "attention", "mlp": "dense mlp", "dense": "dense mlp"}[names[1]]
 
 
 def _common_dtype(arrays: LazyArrays, config: DecoderConfig) -> str:

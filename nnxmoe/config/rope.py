@@ -42,6 +42,19 @@ class LinearRope(Rope):
 
 
 @dataclasses.dataclass(frozen=True)
+class ProportionalRope(Rope):
+    """The first ``rotated`` pairs turn with the frequencies of the whole width, divided by ``scale``; the others do not
+    turn (Gemma 4, 2026)."""
+
+    rotated: int
+    scale: float = 1.0
+
+    def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
+        turns = np.where(np.arange(self.dim // 2) < self.rotated, self._plain() / self.scale, 0.0)
+        return jnp.asarray(turns, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
 class DynamicRope(Rope):
     """NTK scaling that grows with the length once it exceeds ``max_positions``; keys in a cache keep their rotation."""
 

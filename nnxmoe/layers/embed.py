@@ -74,3 +74,10 @@ class Embed(nnx.Module):
         table = self.table[...]
         kernel = DenseKernel(table.T, ins_first=True) if self.ins_first else DenseKernel(table)
         return with_adapter(kernel, self.lora_head)
+
+
+class MuPEmbed(Embed):
+    """Embeddings multiplied by the root of their width (Gemma, Trinity); the tied head is not."""
+
+    def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
+        return super().__call__(tokens, dtype) * self.table.shape[1] ** 0.5

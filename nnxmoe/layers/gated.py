@@ -39,6 +39,14 @@ class ClampedSwiGLU:
 
 
 @dataclasses.dataclass(frozen=True)
+class GeGLU:
+    """``gelu(gate) * up``, with the approximation by tanh (Shazeer 2020; Gemma)."""
+
+    def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+        return jax.nn.gelu(gate, approximate=True) * up
+
+
+@dataclasses.dataclass(frozen=True)
 class LimitedSwiGLU:
     """``silu(gate) * up``, with gate at most ``limit`` and up within ``±limit`` (DeepSeek-V4, 2026)."""
 

@@ -121,15 +121,18 @@ class GQA(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None = None
     ) -> tuple[Float[Array, "B asked D"], KVCache | None]:
         q, beside = jnp.split(self.q(context.asked(x)), (self.k.kernel.outs[1],), axis=-1)
-        k = self.k(x)
+        k, v = self.keys_and_values(x)
         q, k = (q, k) if self.qk_norm is None else self.qk_norm(q, k)
         q = jnp.swapaxes(self.placed(q, context=context), 1, 2)
         k = jnp.swapaxes(context.rotated(k, self.rotary, self.rotate), 1, 2)
-        v = jnp.swapaxes(self.v(x), 1, 2)
-        cache, (k, v), mask = context.remember(cache, (k, v), self.window)
+        cache, (k, v), mask = context.remember(cache, (k, jnp.swapaxes(v, 1, 2)), self.window)
         y = self.attend(q, k, v, Scores(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
         y = jnp.swapaxes(y, 1, 2)
         return self.o(y if self.gate is None else self.gate(context.asked(x), beside, y)), cache
+
+    def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Keys before their norm and rotation, and values."""
+        return self.k(x), self.v(x)
 
     def placed(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
         """Queries with their positions."""

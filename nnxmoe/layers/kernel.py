@@ -60,6 +60,10 @@ class Kernel:
         """``x @ kernel`` with the kernel cast to ``x``'s dtype, returned in float32 as accumulated."""
         return matmul_f32(x, self.dense(x.dtype), precision=precision)
 
+    def before(self, d: Float[Array, "*rows O"], y: Float[Array, "*rows O"]) -> Float[Array, "*rows O"]:
+        """The gradient of the linear map's output, given that of `float32`, ``d``, and its result ``y``."""
+        return d
+
     def back(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
         """``d @ kernel.T`` in ``d``'s dtype, accumulated in float32: the gradient with respect to the input."""
         return matmul(d, self.dense(d.dtype), True)

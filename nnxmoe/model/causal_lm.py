@@ -99,10 +99,11 @@ class CausalLM(nnx.Module):
 
     def moe(self, router: Router, width: int, shared: Any = None, **options: Any) -> MoE:
         """A feed-forward with an expert of ``width`` for each logit of the router, computed as the strategy says.
-        ``options``: dtype and rngs of its `Experts`, and their activation and biases."""
+        ``options``: dtype and rngs of its `Experts`, their activation and biases, and the norm of the `MoE`."""
         s, (dim,), (count,) = self.strategy, router.kernel.ins, router.kernel.outs
+        norm = options.pop("norm", None)
         experts = Experts(dim, width, count, matmul=s.matmul, rules=s.rules, **options)
-        return MoE(router, experts, s.dispatch, shared, s.mesh)
+        return MoE(router, experts, s.dispatch, shared, s.mesh, norm)
 
     def embedding(self, config: Any, strategy: Strategy, **kw: Any) -> Embed:
         """The embedding, which is also the head if the two are tied."""

@@ -1,6 +1,7 @@
 """The feed-forward block of a mixture-of-experts layer."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -24,7 +25,9 @@ class MoEInfo:
 
 
 class MoE(nnx.Module):
-    """``x[B T D] -> y``: routed experts, plus an optional shared expert applied to every token."""
+    """``x[B T D] -> y``: routed experts, plus an optional shared expert applied to every token.
+
+    ``norm``: of what experts read, but not their router; None: both read x."""
 
     name: ClassVar[str] = "moe"
 
@@ -35,16 +38,19 @@ class MoE(nnx.Module):
         dispatch: Dispatch,
         shared: FeedForward | None,
         mesh: AnyMesh | None = None,
+        norm: Callable[[Array], Array] | None = None,
     ):
         self.router = router
         self.experts = experts
         self.dispatch = dispatch
         self.shared = shared
         self.mesh = mesh
+        self.norm = norm
 
     def __call__(self, x: Float[Array, "B T D"], context: Context | None = None) -> Fed:
         """The output ``y`` and ``info``. Without a context all tokens are real, and nothing is random."""
         routing, keep = self.router(x, context=context, mesh=self.mesh), None if context is None else context.of_routing
+        x = x if self.norm is None else self.norm(x)
         y, info = self.dispatch(x, routing, self.experts, self.mesh)
         if self.shared is not None:
             y = y + self.shared(x)

@@ -42,6 +42,7 @@ ELSEWHERE = {
     "glm_moe_dsa": (WIDER,),
     "sarvam_mla": (WIDER,),
     "sarvam_moe": (WIDER, GROUPED),
+    "gemma4_text": ("a layer with a window of null",),  # it is a whole one, whose heads have another width
     "mistral4": ("more groups chosen than there are",),  # it has one
     "exaone_moe": ("a layer with a window of null",),
     "hy_v3": ("a dense down projection transposed", "one dense layer more"),  # which is square

@@ -56,7 +56,7 @@ def weights_of(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> Weights:
         if name.endswith("tid2eid"):  # experts of token ids, of at least five
             made[name] = (rng.randint(0, 5, (shape[0], 1)) + np.arange(shape[1])) % 5
             continue
-        if "norm" in name:
+        if "norm" in name or name.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
             value = (0.4 + 1.2 * rng.random_sample(tuple(shape))) * np.sign(value)
         elif name.endswith("bias"):
             value *= 0.3 if "correction" in name else 0.6
@@ -424,6 +424,35 @@ def _ministral3(rng: random.Random) -> Fields:
     fields["rope_parameters"] = rope | {"llama_4_scaling_beta": rng.choice([0.1, 0.5, 0.0])}
     fields["rope_parameters"]["original_max_position_embeddings"] = rng.choice([3, 5, 8])
     return fields | {"sliding_window": rng.choice([None, None, 5])}
+
+
+def _gemma4_text(rng: random.Random) -> Fields:
+    layers, experts = rng.choice([2, 3, 4]), rng.choice([5, 8])
+    fields = _grouped(rng, layers) | {
+        "num_attention_heads": 4,
+        "num_key_value_heads": rng.choice([1, 2, 4]),
+        "head_dim": rng.choice([6, 8]),
+        "global_head_dim": rng.choice([8, 12]),
+        "attention_k_eq_v": rng.random() < 0.6,
+        "num_global_key_value_heads": rng.choice([None, 1, 2]),
+        "attention_bias": rng.random() < 0.3,
+        "sliding_window": rng.choice([2, 5, 8]),
+        "layer_types": [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers - 1)],
+        "final_logit_softcapping": rng.choice([None, 3.0, 30.0]),
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": rng.choice([0.25, 0.5, 1.0]),
+                "rope_theta": 500.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": rng.choice([37.5, 1e4])},
+        },
+    }
+    fields["layer_types"].append("full_attention")
+    routed = {"enable_moe_block": True, "num_experts": experts, "top_k_experts": rng.choice([1, 2, 3])}
+    routed["moe_intermediate_size"] = rng.choice([12, 20])
+    return fields | rng.choice([{}, routed, routed])
 
 
 def _mistral4(rng: random.Random) -> Fields:
@@ -999,6 +1028,42 @@ FAMILIES: dict[str, Family] = {
         },
         _ministral3,
         "ministral3",
+    ),
+    "gemma4_text": Family(
+        _HUB
+        | {
+            "model_type": "gemma4_text",
+            "hidden_size": 24,
+            "intermediate_size": 28,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 900.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "final_logit_softcapping": 5.0,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 56,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "use_bidirectional_attention": None,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+        _gemma4_text,
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 0},
     ),
     "mistral4": Family(
         _HUB

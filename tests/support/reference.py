@@ -63,7 +63,7 @@ def run_theirs(model: Any, tokens: np.ndarray, mask: np.ndarray) -> Seen:
         return lambda gate, inputs, output: routed.__setitem__(layer, output)
 
     layers = enumerate(model.model.layers)
-    gates = [(i, getattr(x.mlp, "gate", getattr(x.mlp, "router", None))) for i, x in layers]
+    gates = [(i, getattr(x.mlp, "gate", getattr(x.mlp, "router", getattr(x, "router", None)))) for i, x in layers]
     hooks = [gate.register_forward_hook(listen(i)) for i, gate in gates if gate is not None]
     with torch.no_grad():
         given = {"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(positions_of(mask))}

@@ -96,7 +96,7 @@ def _with_slopes(x: Array, kernel: Kernel, targets: Array, weights: Array, step:
         hit = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
         shares = jnp.exp(logits - norm[..., None])
         by_logits = (shares * (1 + 2 * z * norm)[..., None] - hit) * weights[..., None]
-        by_logits = by_logits.astype(x.dtype)
+        by_logits = cast.before(by_logits, logits).astype(x.dtype)
         if slope is not None:
             slope = jax.tree.map(jnp.add, slope, kernel.outer(x, by_logits))
         sums = total + jnp.sum(each * weights), entropies + jnp.sum(entropy * weights)

@@ -1,0 +1,300 @@
+"""Gemma 4 (Google, 2026): the text model, dense or with experts beside a dense feed-forward.
+
+Layers with a window and whole ones differ in the width of heads and in rotation; in whole ones the keys may be the
+values too. What attention and feed-forward add is normalised, and each layer's output has a factor.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, one_of
+from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.config.printable import short
+from nnxmoe.config.rope import ProportionalRope, Rope
+from nnxmoe.config.rope_fields import kind_of, rope_from_fields
+from nnxmoe.layers.capped import CappedKernel
+from nnxmoe.layers.context import Context, Fed
+from nnxmoe.layers.embed import Embed, MuPEmbed
+from nnxmoe.layers.gated import GeGLU
+from nnxmoe.layers.gqa import Heads
+from nnxmoe.layers.kernel import Kernel
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.normed_values import NormedValues
+from nnxmoe.layers.output_scale import OutputScale
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer, LayerOutput
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM, Hf
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.router import SoftmaxTopK
+from nnxmoe.moe.scaled_router import ScaledRouter
+
+FACTOR, PROPORTIONAL, WIDTH, KV_HEADS = "partial_rotary_factor", "proportional", "head_dim", "num_key_value_heads"
+_ROPES = FrozenDict(
+    {
+        FULL: {"rope_type": PROPORTIONAL, FACTOR: 0.25, "rope_theta": 1e6},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4TextConfig(LayerWindowsConfig):
+    """``layer_types`` null: every sixth layer is whole, as the last one always is. Whole layers have heads of
+    ``global_head_dim``, and with ``attention_k_eq_v`` ``num_global_key_value_heads`` of them for keys, which are the
+    values too. ``per_layer_config``: the same for each whole layer, as transformers saves it. ``rope_parameters``: a
+    rope object for each of the layer types. ``enable_moe_block``: each layer has ``num_experts`` beside its dense
+    feed-forward. ``final_logit_softcapping``: the logits' bound."""
+
+    model_type = "gemma4_text"
+    architecture = "Gemma4ForCausalLM"
+    experts_field = "num_experts"
+    scale_in_queries = False
+    ignored = "vocab_size_per_layer_input use_double_wide_mlp"
+    fixed = {"use_bidirectional_attention": (None, "vision")}
+
+    vocab_size: int = 262144
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 30
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = count(256, most=2**16)
+    global_head_dim: int = count(512, most=2**16)
+    num_global_key_value_heads: int | None = count(None, most=2**14)
+    per_layer_config: Mapping[str, Any] | None = None
+    hidden_activation: str = one_of("gelu_pytorch_tanh")
+    max_position_embeddings: int = 131072
+    attention_bias: bool = False
+    attention_k_eq_v: bool = False
+    tie_word_embeddings: bool = True
+    sliding_window: int | None = count(512)
+    rope_theta: float = 1e6
+    final_logit_softcapping: float | None = number(None, above=0.0, most=1e6)
+    hidden_size_per_layer_input: int = count(256, least=0)
+    num_kv_shared_layers: int = one_of(0)
+    enable_moe_block: bool = False
+    num_experts: int | None = count(None, most=4096)
+    top_k_experts: int | None = count(None, most=4096)
+    moe_intermediate_size: int | None = count(None, most=2**24)
+    bos_token_id: int | None = 2
+    eos_token_id: int | Sequence[int] | None = 1
+    pad_token_id: int | None = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(given := self.per_layer_config, Mapping):
+            width, kv_heads = self._whole(given)
+            object.__setattr__(self, "global_head_dim", width)
+            object.__setattr__(self, "num_global_key_value_heads", kv_heads)
+            object.__setattr__(self, "per_layer_config", None)
+        super().__post_init__()
+
+    def _whole(self, given: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The width and the number of key heads of whole layers. Raises ConfigError for fields of other layers, or if
+        whole layers differ."""
+        whole = {str(i) for i, kind in enumerate(self.layer_kinds) if kind == FULL}
+        names = {WIDTH, KV_HEADS} if self.attention_k_eq_v else {WIDTH}
+        found = [given[name] for name in given]
+        alike = all(isinstance(one, Mapping) and one == found[0] and {*one} <= names for one in found)
+        if not alike or given.keys() not in (whole, set()):
+            raise ConfigError(
+                f"per_layer_config {short(given)} is not supported: it must give {' and '.join(sorted(names))} alike "
+                f"for the whole layers {', '.join(sorted(whole))}"
+            )
+        fields = found[0] if found else {}
+        return fields.get(WIDTH, self.head_dim), fields.get(KV_HEADS)
+
+    def _check(self) -> None:
+        if self.rope_scaling is not None:
+            raise ConfigError(
+                f"rope_scaling {short(self.rope_scaling)} is not supported: give rope_parameters per type"
+            )
+        super()._check()
+        if self.hidden_size_per_layer_input:
+            raise ConfigError(
+                f"hidden_size_per_layer_input {self.hidden_size_per_layer_input} is not supported: embeddings per "
+                "layer, as Gemma 4 E2B and E4B have them; supported: 0"
+            )
+        if self.num_attention_heads % self.whole_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_global_key_value_heads "
+                f"{self.whole_kv_heads}"
+            )
+        if self.enable_moe_block:
+            for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+                if getattr(self, name) is None:
+                    raise ConfigError(f"enable_moe_block needs {name}, which is null or missing")
+            check_at_most(self, "top_k_experts", "num_experts")
+        for kind in {*self.layer_kinds}:
+            self.rope_of(kind)
+
+    def to_hf(self) -> dict[str, Any]:
+        unused = "hidden_act", "per_layer_config"  # the second wins over other fields, null too
+        return {name: value for name, value in super().to_hf().items() if name not in unused}
+
+    def rope_of(self, kind: str) -> Rope:
+        """The rotary embedding of layers of this type."""
+        given = (self.rope_parameters or _ROPES).get(kind)
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"rope_parameters has no object for {kind!r} layers, got {short(given)}")
+        fields = {name: value for name, value in given.items() if name != FACTOR}
+        width, length = self.width_of(kind), self.max_position_embeddings
+        if kind_of(fields) != PROPORTIONAL:
+            return rope_from_fields(fields, width, self.rope_theta, length, None, self.rope_field)
+        linear = rope_from_fields(fields | {"rope_type": "linear", "factor": fields.get("factor", 1.0)}, width,
+                                  self.rope_theta, length, None, self.rope_field)  # fmt: skip
+        part = given.get(FACTOR, 1.0)
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part <= 1:
+            raise ConfigError(f"rope: {FACTOR} must be a number from 0 to 1, got {short(part)}")
+        return ProportionalRope(width, linear.theta, int(part * width // 2), linear.scale)  # pyright: ignore
+
+    def width_of(self, kind: str) -> int:
+        """The width of a head in layers of this type."""
+        return self.global_head_dim if kind == FULL else self.head_width
+
+    @property
+    def whole_kv_heads(self) -> int:
+        """Heads for keys in whole layers."""
+        return (self.num_global_key_value_heads if self.attention_k_eq_v else None) or self.kv_heads
+
+    @property
+    def rope(self) -> Rope:
+        return self.rope_of(FULL)
+
+    @property
+    def layer_kinds(self) -> Sequence[str]:
+        kinds = self.layer_types or [SLIDING if (i + 1) % 6 else FULL for i in range(self.num_hidden_layers)]
+        return (*kinds[:-1], FULL)  # whatever the list says, as in transformers
+
+    @property
+    def experts(self) -> int:
+        return (self.num_experts or 0) if self.enable_moe_block else 0
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        """The name in other configs."""
+        return (self.top_k_experts or 0) if self.enable_moe_block else 0
+
+
+class GemmaLayer(Layer):
+    """A `Layer` with post norms whose output has a factor, and with experts beside its dense feed-forward or not.
+
+    ``dense``: the feed-forward beside the experts, and the norms after it and after the experts; None: without
+    experts. `feed_forward_norm` is that of the dense one; the experts have theirs.
+    """
+
+    def __init__(
+        self, *parts: Any, dense: tuple[MLP, RMSNorm, RMSNorm] | None, output_scale: OutputScale, **options: Any
+    ):
+        super().__init__(*parts, **options)
+        self.dense, self.dense_post_norm, self.experts_post_norm = (None, None, None) if dense is None else dense
+        self.output_scale = output_scale
+
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
+        out = super().__call__(x, context=context, cache=cache)
+        return out._replace(x=self.output_scale(out.x))
+
+    def feed(self, x: Float[Array, "B asked D"], context: Context) -> Fed:
+        if self.dense is None or self.dense_post_norm is None or self.experts_post_norm is None:
+            return super().feed(x, context=context)
+        routed = self.feed_forward(x, context=context.of_asked())
+        both = self.dense_post_norm(self.dense(self.feed_forward_norm(x))) + self.experts_post_norm(routed.y)
+        return Fed(self._added(both, self.feed_forward_post_norm), routed.info)
+
+
+_26B = Gemma4TextConfig(
+    hidden_size=2816, intermediate_size=2112, num_attention_heads=16, num_key_value_heads=8,
+    num_global_key_value_heads=2, max_position_embeddings=262144, attention_k_eq_v=True, sliding_window=1024,
+    final_logit_softcapping=30.0, hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=128,
+    top_k_experts=8, moe_intermediate_size=704, dtype="bfloat16",
+)  # fmt: skip
+
+_31B = dataclasses.replace(
+    _26B, hidden_size=5376, intermediate_size=21504, num_hidden_layers=60, num_attention_heads=32,
+    num_key_value_heads=16, num_global_key_value_heads=4, enable_moe_block=False, num_experts=None,
+    top_k_experts=None, moe_intermediate_size=None,
+)  # fmt: skip
+
+_GATE_UP = W("experts.gate_up_proj")
+_NORMS = {
+    "attention_post_norm": "post_attention_layernorm",
+    **dict.fromkeys(("mlp_norm", "moe_norm"), "pre_feedforward_layernorm"),
+    **dict.fromkeys(("mlp_post_norm", "moe_post_norm"), "post_feedforward_layernorm"),
+    "dense_post_norm": "post_feedforward_layernorm_1",
+    "experts_post_norm": "post_feedforward_layernorm_2",
+    "moe.norm": "pre_feedforward_layernorm_2",
+}
+_HF_TABLE: Hf = {
+    **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP,
+    **{f"layer.{ours}.scale": W(f"{theirs}.weight") for ours, theirs in _NORMS.items()},
+    **{f"layer.dense.{x}.kernel": W(f"mlp.{x}_proj.weight") for x in ("gate", "up", "down")},
+    "layer.output_scale.factor": W("layer_scalar"),
+    "layer.moe.router.kernel": W("router.proj.weight"),
+    "layer.moe.router.scale": W("router.scale"),
+    "layer.moe.router.per_expert": W("router.per_expert_scale"),
+    "layer.moe.experts.gate": _GATE_UP.rows(0, 2),
+    "layer.moe.experts.up": _GATE_UP.rows(1, 2),
+    "layer.moe.experts.down": W("experts.down_proj"),
+}  # fmt: skip
+
+
+class Gemma4Text(CausalLM):
+    """The text model of Gemma 4."""
+
+    configs = (Gemma4TextConfig,)
+    presets = {"gemma-4-26b-a4b": _26B, "gemma-4-31b": _31B}
+    hub_ids = {"gemma-4-26b-a4b": "google/gemma-4-26B-A4B-it", "gemma-4-31b": "google/gemma-4-31B-it"}
+    hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
+    hf_table = _HF_TABLE
+
+    def embedding(self, config: Gemma4TextConfig, strategy: Strategy, **kw: Any) -> Embed:
+        return MuPEmbed(config.vocab_size, config.hidden_size, mesh=strategy.mesh, rules=strategy.rules, **kw)
+
+    def __init__(self, config: Gemma4TextConfig, *given: Any, **options: Any):
+        super().__init__(config, *given, **options)
+        self.logit_cap = config.final_logit_softcapping
+
+    def head_weight(self) -> Kernel:
+        kernel = super().head_weight()
+        return kernel if self.logit_cap is None else CappedKernel(kernel, self.logit_cap)
+
+    def layer(self, index: int, form: type[Layer] = GemmaLayer, *, dtype: Any, rngs: Any, **options: Any) -> Layer:
+        c, kw = self.config, {"dtype": dtype, "rngs": rngs}
+        norms = [RMSNorm(c.hidden_size, c.rms_norm_eps, **kw) for _ in range(4 if c.experts else 2)]
+        dense = (self._dense(**kw), norms[2], norms[3]) if c.experts else None
+        own = {"post_norms": (norms[0], norms[1]), "dense": dense, "output_scale": OutputScale(**kw)}
+        return super().layer(index, form, **kw, **own, **options)
+
+    def attention(self, index: int, **kw: Any) -> NormedValues:
+        c, kind = self.config, self.config.layer_kinds[index]
+        whole, width = kind == FULL, self.config.width_of(kind)
+        kv_heads = c.whole_kv_heads if whole else c.kv_heads
+        heads = Heads(c.hidden_size, c.num_attention_heads, kv_heads, width, c.attention_bias, scale=1.0)
+        return NormedValues(
+            heads,
+            keys_as_values=whole and c.attention_k_eq_v,
+            eps=c.rms_norm_eps,
+            rotary=c.rope_of(kind),
+            window=c.windows[index],
+            attend=self.strategy.attend,
+            qk_norm=QKNorm.per_head(width, c.rms_norm_eps, **kw),
+            **kw,
+        )
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        c = self.config
+        if not c.experts:
+            return self._dense(**kw)
+        router = ScaledRouter(c.hidden_size, c.experts, SoftmaxTopK(c.num_experts_per_tok), eps=c.rms_norm_eps, **kw)
+        norm = RMSNorm(c.hidden_size, c.rms_norm_eps, **kw)
+        return self.moe(router, c.moe_intermediate_size, None, activation=GeGLU(), norm=norm, **kw)
+
+    def _dense(self, **kw: Any) -> MLP:
+        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, activation=GeGLU(), **kw)
