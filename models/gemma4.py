@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, one_of
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.config.layer_ropes import LayerRopesConfig
+from nnxmoe.config.layer_windows import FULL, SLIDING
 from nnxmoe.config.printable import short
 from nnxmoe.config.rope import ProportionalRope, Rope
 from nnxmoe.config.rope_fields import kind_of, rope_from_fields
@@ -37,16 +38,10 @@ from nnxmoe.moe.router import SoftmaxTopK
 from nnxmoe.moe.scaled_router import ScaledRouter
 
 FACTOR, PROPORTIONAL, WIDTH, KV_HEADS = "partial_rotary_factor", "proportional", "head_dim", "num_key_value_heads"
-_ROPES = FrozenDict(
-    {
-        FULL: {"rope_type": PROPORTIONAL, FACTOR: 0.25, "rope_theta": 1e6},
-        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma4TextConfig(LayerWindowsConfig):
+class Gemma4TextConfig(LayerRopesConfig):
     """``layer_types`` null: every sixth layer is whole, as the last one always is. Whole layers have heads of
     ``global_head_dim``, and with ``attention_k_eq_v`` ``num_global_key_value_heads`` of them for keys, which are the
     values too. ``per_layer_config``: the same for each whole layer, as transformers saves it. ``rope_parameters``: a
@@ -56,7 +51,12 @@ class Gemma4TextConfig(LayerWindowsConfig):
     model_type = "gemma4_text"
     architecture = "Gemma4ForCausalLM"
     experts_field = "num_experts"
-    scale_in_queries = False
+    default_ropes = FrozenDict(
+        {
+            FULL: {"rope_type": PROPORTIONAL, FACTOR: 0.25, "rope_theta": 1e6},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        }
+    )
     ignored = "vocab_size_per_layer_input use_double_wide_mlp"
     fixed = {"use_bidirectional_attention": (None, "vision")}
 
@@ -112,10 +112,6 @@ class Gemma4TextConfig(LayerWindowsConfig):
         return fields.get(WIDTH, self.head_dim), fields.get(KV_HEADS)
 
     def _check(self) -> None:
-        if self.rope_scaling is not None:
-            raise ConfigError(
-                f"rope_scaling {short(self.rope_scaling)} is not supported: give rope_parameters per type"
-            )
         super()._check()
         if self.hidden_size_per_layer_input:
             raise ConfigError(
@@ -132,18 +128,13 @@ class Gemma4TextConfig(LayerWindowsConfig):
                 if getattr(self, name) is None:
                     raise ConfigError(f"enable_moe_block needs {name}, which is null or missing")
             check_at_most(self, "top_k_experts", "num_experts")
-        for kind in {*self.layer_kinds}:
-            self.rope_of(kind)
 
     def to_hf(self) -> dict[str, Any]:
         unused = "hidden_act", "per_layer_config"  # the second wins over other fields, null too
         return {name: value for name, value in super().to_hf().items() if name not in unused}
 
     def rope_of(self, kind: str) -> Rope:
-        """The rotary embedding of layers of this type."""
-        given = (self.rope_parameters or _ROPES).get(kind)
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"rope_parameters has no object for {kind!r} layers, got {short(given)}")
+        given = self.rope_fields_of(kind)
         fields = {name: value for name, value in given.items() if name != FACTOR}
         width, length = self.width_of(kind), self.max_position_embeddings
         if kind_of(fields) != PROPORTIONAL:
@@ -163,10 +154,6 @@ class Gemma4TextConfig(LayerWindowsConfig):
     def whole_kv_heads(self) -> int:
         """Heads for keys in whole layers."""
         return (self.num_global_key_value_heads if self.attention_k_eq_v else None) or self.kv_heads
-
-    @property
-    def rope(self) -> Rope:
-        return self.rope_of(FULL)
 
     @property
     def layer_kinds(self) -> Sequence[str]:

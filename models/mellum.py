@@ -1,25 +1,21 @@
 """Mellum 2 (JetBrains, 2026): Qwen3's layers with experts, of which some attend to a window and rotate otherwise."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import ConfigError, check_at_most, count, per_layer
+from nnxmoe.config.bounds import check_at_most, count, per_layer
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
-from nnxmoe.config.printable import short
-from nnxmoe.config.rope import Rope
-from nnxmoe.config.rope_fields import rope_from_fields
+from nnxmoe.config.layer_ropes import LayerRopesConfig
+from nnxmoe.config.layer_windows import FULL, SLIDING
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.models.qwen_moe import QwenMoe
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE, HF_QK_NORM
 
-_ROPES = FrozenDict({FULL: {"rope_type": "default", "rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}})
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MellumConfig(LayerWindowsConfig):
+class MellumConfig(LayerRopesConfig):
     """``layer_types`` null: no layer has a window. ``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: all
     have experts. ``rope_parameters``: a rope object for each of the layer types. ``attention_bias``: biases of q, k, v
     and o. ``norm_topk_prob``: rescale the weights of the chosen experts to sum to 1."""
@@ -27,7 +23,7 @@ class MellumConfig(LayerWindowsConfig):
     model_type = "mellum"
     architecture = "MellumForCausalLM"
     experts_field = "num_experts"
-    scale_in_queries = False
+    default_ropes = FrozenDict({FULL: {"rope_type": "default", "rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}})
     aliases = {"num_local_experts": "num_experts"}
     ignored = """use_sliding_window max_window_layers output_router_logits router_aux_loss_coef num_mtp_layers
         num_nextn_predict_layers mtp_layer_types mtp_mlp_layer_types"""
@@ -50,34 +46,9 @@ class MellumConfig(LayerWindowsConfig):
     bos_token_id: int | None = None
     eos_token_id: int | Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        inner = (self.rope_parameters or {}).get(FULL)
-        theta = inner.get("rope_theta") if isinstance(inner, Mapping) else None
-        if theta is not None:
-            object.__setattr__(self, "rope_theta", theta)
-        super().__post_init__()
-
     def _check(self) -> None:
-        if self.rope_scaling is not None:
-            raise ConfigError(
-                f"rope_scaling {short(self.rope_scaling)} is not supported: give rope_parameters per type"
-            )
         super()._check()
         check_at_most(self, "num_experts_per_tok", "num_experts")
-        for kind in {*self.layer_kinds}:
-            self.rope_of(kind)
-
-    def rope_of(self, kind: str) -> Rope:
-        """The rotary embedding of layers of this type."""
-        fields = (self.rope_parameters or _ROPES).get(kind)
-        if not isinstance(fields, Mapping):
-            raise ConfigError(f"rope_parameters has no object for {kind!r} layers, got {short(fields)}")
-        length = self.max_position_embeddings
-        return rope_from_fields(fields, self.rope_dim, self.rope_theta, length, None, self.rope_field)
-
-    @property
-    def rope(self) -> Rope:
-        return self.rope_of(FULL)
 
     @property
     def layer_kinds(self) -> Sequence[str]:

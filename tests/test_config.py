@@ -734,6 +734,17 @@ def test_undeclared_fields_are_reported_and_dropped(caplog: pytest.LogCaptureFix
         assert "use_cache" not in text and "ep_plan" not in text
 
 
+@pytest.mark.parametrize("kind", ["mellum", "gemma4_text"])
+def test_rope_objects_of_two_kinds_of_layers_are_read(kind: str) -> None:
+    """Only what a rope object has beyond its known fields is reported."""
+    fields = FAMILIES[kind].frozen
+    assert not type(config_from_hf(fields)).notes(fields)
+    ropes = fields["rope_parameters"]
+    odd = fields | {"rope_parameters": ropes | {"full_attention": ropes["full_attention"] | {"mrope_section": [1]}}}
+    (note,) = type(config_from_hf(fields)).notes(odd)
+    assert note.endswith("rope_parameters.full_attention.mrope_section [1]")
+
+
 LAYERS = {"num_hidden_layers": 2}
 # Undeclared fields, with values that change nothing, and values with which transformers computes something else.
 SHARED: dict[str, tuple[list[Any], list[Any]]] = {

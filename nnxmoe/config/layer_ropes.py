@@ -1,0 +1,59 @@
+"""Config of decoders whose layers with a window rotate otherwise than the others."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nnxmoe.config.bounds import ConfigError
+from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.config.printable import short
+from nnxmoe.config.rope import Rope
+from nnxmoe.config.rope_fields import rope_from_fields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerRopesConfig(LayerWindowsConfig):
+    """``rope_parameters``: a rope object for each of the types in ``layer_types``; null: `default_ropes`."""
+
+    default_ropes: ClassVar[Mapping[str, Mapping[str, Any]]]
+    scale_in_queries = False
+
+    def __post_init__(self) -> None:
+        whole = self.rope_parameters.get(FULL) if isinstance(self.rope_parameters, Mapping) else None
+        if isinstance(whole, Mapping) and whole.get("rope_theta") is not None:
+            object.__setattr__(self, "rope_theta", whole["rope_theta"])
+        super().__post_init__()
+
+    def _check(self) -> None:
+        if self.rope_scaling is not None:
+            raise ConfigError(
+                f"rope_scaling {short(self.rope_scaling)} is not supported: give rope_parameters per type"
+            )
+        super()._check()
+        for kind in {*self.layer_kinds}:
+            self.rope_of(kind)
+
+    def rope_fields_of(self, kind: str) -> Mapping[str, Any]:
+        """The rope object of layers of this type. Raises ConfigError if there is none."""
+        fields = (self.rope_parameters or self.default_ropes).get(kind)
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"rope_parameters has no object for {kind!r} layers, got {short(fields)}")
+        return fields
+
+    def rope_of(self, kind: str) -> Rope:
+        """The rotary embedding of layers of this type."""
+        fields, length = self.rope_fields_of(kind), self.max_position_embeddings
+        return rope_from_fields(fields, self.rope_dim, self.rope_theta, length, None, self.rope_field)
+
+    @property
+    def rope(self) -> Rope:
+        return self.rope_of(FULL)
+
+    @classmethod
+    def undeclared(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().undeclared(fields)
+        for name in {f"rope_parameters.{kind}" for kind in (FULL, SLIDING)} & found.keys():
+            if isinstance(inner := found[name], Mapping):
+                del found[name]
+                found |= {f"{name}.{key}": inner[key] for key in inner.keys() - cls.rope_keys}
+        return found
