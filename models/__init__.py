@@ -15,6 +15,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.reads import refuse_unread
 from nnxmoe.models.afmoe import Afmoe, AfmoeConfig
+from nnxmoe.models.bailing_hybrid import BailingHybrid, BailingHybridConfig
 from nnxmoe.models.deepseek_v2 import DeepSeekV2, DeepSeekV2Config
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.deepseek_v4 import DeepSeekV4, DeepSeekV4Config
@@ -29,6 +30,7 @@ from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig
 from nnxmoe.models.gpt_oss import GptOss, GptOssConfig
 from nnxmoe.models.hy_v3 import HyV3, HyV3Config
 from nnxmoe.models.kimi_k2 import KimiK2, KimiK2Config
+from nnxmoe.models.kimi_linear import KimiLinear, KimiLinearConfig
 from nnxmoe.models.llama import Llama, LlamaConfig, MistralConfig
 from nnxmoe.models.mellum import Mellum, MellumConfig
 from nnxmoe.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
@@ -53,7 +55,7 @@ HUB_IDS: dict[str, str] = {}  # preset -> the published checkpoint
 HUB_NOTES: dict[str, str] = {}  # preset -> how its files differ from what is loaded
 # Supported model_type -> families that are not supported and differ least from it.
 RELATIVES = {
-    "deepseek_v3": "kimi_linear longcat_flash",
+    "deepseek_v3": "longcat_flash",
     "minimax_m2": "minimax_m3_vl",
     "glm4_moe": "glm4v_moe",
     "mixtral": "minimax phimoe granitemoe jamba",
@@ -81,7 +83,7 @@ for _family in (
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
     *(DeepSeekV32, GlmMoeDsa, DeepSeekV4, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
     *(Ministral3, Mistral4, ExaoneMoe, Mellum, Afmoe, Ernie45Moe, Gemma4Text),
-    *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText),
+    *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText, KimiLinear, BailingHybrid),
 ):
     register(_family)
 
@@ -92,6 +94,8 @@ __all__ = [
     "PRESETS",
     "Afmoe",
     "AfmoeConfig",
+    "BailingHybrid",
+    "BailingHybridConfig",
     "DeepSeekV2",
     "DeepSeekV2Config",
     "DeepSeekV3",
@@ -120,6 +124,8 @@ __all__ = [
     "HyV3Config",
     "KimiK2",
     "KimiK2Config",
+    "KimiLinear",
+    "KimiLinearConfig",
     "Llama",
     "LlamaConfig",
     "Mellum",

@@ -94,8 +94,9 @@ class DeepSeekV3(CausalLM):
         """The router of a layer with experts."""
         return corrected_router(self.config, **kw)
 
-    def attention(self, index: int, form: Callable[..., MLA] = MLA, **kw: Any) -> MLA:
+    def attention(self, index: int, form: Callable[..., MLA] = MLA, **options: Any) -> MLA:
         c = self.config
+        options = {"rotary": c.rope} | options
         return form(
             LatentWidths(
                 c.hidden_size,
@@ -108,11 +109,10 @@ class DeepSeekV3(CausalLM):
             ),
             scale=c.softmax_scale,
             bias=c.attention_bias,
-            rotary=c.rope,
             rotate=rotate_pairs if c.rope_interleave else rotate_halves,
             form=self.strategy.latent,
             attend=self.strategy.attend,
-            **kw,
+            **options,
         )
 
     def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:

@@ -11,14 +11,18 @@ import pytest
 from flax import nnx
 
 import nnxmoe
+from nnxmoe.config.rope import Rope
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Wanted
-from nnxmoe.layers import delta
+from nnxmoe.layers import delta, kimi_delta
 from nnxmoe.layers.cache import Cache
-from nnxmoe.layers.conv import ShortConv
+from nnxmoe.layers.channel_decay import in_chunks_by_channel
+from nnxmoe.layers.conv import SeparateConvs, ShortConv
 from nnxmoe.layers.delta import DeltaHeads, FusedProjection, GatedDeltaNet, SeparateProjection
 from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks, in_steps
 from nnxmoe.layers.gqa import QueryGate
+from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta, KimiProjection
+from nnxmoe.layers.mla import MLA, GatedLatent
 from nnxmoe.layers.norm import GatedNorm, OffsetNorm, RMSNorm
 from nnxmoe.layers.recurrent import RecurrentState
 from tests.support.arrays import max_error
@@ -69,38 +73,41 @@ def plain(layer: GatedDeltaNet, x: np.ndarray, first: np.ndarray) -> np.ndarray:
     return np.asarray(layer.out(jnp.asarray(np.stack(found)[None], jnp.float32)))[0]
 
 
-def random_inputs(length: int, seed: int, segments: bool) -> tuple[DeltaInputs, jax.Array]:
-    """Slow and fast decays, and equal keys in the second half."""
-    rng, (batch, keys, values) = np.random.default_rng(seed), (2, 2, 6)
+def random_inputs(length: int, seed: int, segments: bool, channels: bool = False) -> tuple[DeltaInputs, jax.Array]:
+    """Slow and fast decays, and equal keys in the second half. ``channels``: a decay each, as many heads of keys."""
+    rng, (batch, keys, values) = np.random.default_rng(seed), (2, 6 if channels else 2, 6)
     q, k = (rng.standard_normal((batch, length, keys, 8)) for _ in range(2))
     k[:, length // 2 :] = k[:, length // 2 : length // 2 + 1]
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     v, b = rng.standard_normal((batch, length, values, 5)), rng.standard_normal((batch, length, values))
-    g = -np.exp(rng.standard_normal((batch, length, values)) - 2)
+    g = -np.exp(rng.standard_normal((batch, length, values, 8) if channels else (batch, length, values)) - 2)
+    g[:, 5::40] *= 200  # exp(-g) is infinite
     run = jnp.asarray(np.cumsum(rng.random((batch, length)) < 0.1, axis=1), jnp.int32) if segments else None
     arrays = (jnp.asarray(a, jnp.float32) for a in (q / 4, k, v, g, 1 / (1 + np.exp(-b))))
     return DeltaInputs._make((*arrays, run)), jnp.asarray(rng.standard_normal((batch, values, 8, 5)), jnp.float32)
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("segments", [False, True])
-def test_chunks_are_steps(segments: bool) -> None:
+def test_chunks_are_steps(segments: bool, channels: bool) -> None:
     """For lengths around a chunk's, and chunks that do not divide them; the state after them too."""
     for length, chunk in ((2, 64), (9, 4), (64, 64), (TOKENS, 64), (TOKENS, 16)):
-        inputs, state = random_inputs(length, length, segments)
+        inputs, state = random_inputs(length, length, segments, channels)
         out, states = in_steps(inputs, state)
-        found, last = in_chunks(inputs, state, chunk)
+        found, last = (in_chunks_by_channel if channels else in_chunks)(inputs, state, chunk)
         assert max(max_error(found, out), max_error(last, states[:, -1])) < PART_TOLERANCE, length
 
 
-def test_gradients_of_chunks_are_those_of_steps() -> None:
-    inputs, state = random_inputs(9, 1, True)
+@pytest.mark.parametrize(("run", "length", "chunk"), [(in_chunks, 9, 4), (in_chunks_by_channel, 37, 32)])
+def test_gradients_of_chunks_are_those_of_steps(run: Callable[..., Any], length: int, chunk: int) -> None:
+    inputs, state = random_inputs(length, 1, True, channels=run is in_chunks_by_channel)
 
     def loss(run: Callable[..., Any], arrays: Any) -> Any:
         *given, state = arrays
         return jnp.sum(jnp.sin(run(DeltaInputs._make((*given, inputs.run)), state)[0]))
 
     arrays = (*inputs[:5], state)
-    ours = jax.grad(lambda arrays: loss(lambda i, s: in_chunks(i, s, 4), arrays))(arrays)
+    ours = jax.grad(lambda arrays: loss(lambda i, s: run(i, s, chunk), arrays))(arrays)
     wanted = jax.grad(lambda arrays: loss(in_steps, arrays))(arrays)
     for one, other in zip(ours, wanted, strict=True):
         assert max_error(one, other) < 5 * PART_TOLERANCE and float(jnp.abs(other).max()) > 1e-3
@@ -223,12 +230,71 @@ def test_mistakes_in_a_model_are_noticed(plant: Plant, monkeypatch: pytest.Monke
     assert max_error(eager_logits(model, case.arrays["tokens"]), case.arrays["logits"]) > NOTICED
 
 
+def of_channels(change: Callable[[DeltaInputs], DeltaInputs]) -> Plant:
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        right = kimi_delta.in_chunks_by_channel
+        patch.setattr(kimi_delta, "in_chunks_by_channel", lambda inputs, state: right(change(inputs), state))
+
+    return plant
+
+
+def in_layers(kind: type[Any], change: Callable[[Any], None]) -> Plant:
+    """Changes each part of a kind."""
+
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        parts = [part for _, part in nnx.iter_graph(model.stacks) if isinstance(part, kind)]
+        assert parts
+        for part in parts:
+            change(part)
+
+    return plant
+
+
+def exchange(a: str, b: str) -> Callable[[Any], None]:
+    def change(part: Any) -> None:
+        one, other = getattr(part, a), getattr(part, b)
+        setattr(part, a, other)
+        setattr(part, b, one)
+
+    return change
+
+
+def put(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda part: setattr(part, name, value)
+
+
+IN_KIMI: list[tuple[str, str, Plant]] = [
+    ("kimi_linear", "one decay per head", of_channels(lambda i: i._replace(g=i.g.mean(-1, keepdims=True) + 0 * i.g))),
+    ("kimi_linear", "decay of the next token", of_channels(lambda i: i._replace(g=jnp.roll(i.g, -1, axis=1)))),
+    ("kimi_linear", "channels in another order", of_channels(lambda i: i._replace(g=i.g[..., ::-1]))),
+    ("kimi_linear", "bounded decays", in_layers(KimiDelta, put("decays", BoundedDecays(-5.0)))),
+    ("kimi_linear", "gate by silu", in_layers(GatedNorm, put("activation", jax.nn.silu))),
+    ("kimi_linear", "decays for gates", in_layers(KimiProjection, exchange("f", "g"))),
+    ("kimi_linear", "convolutions exchanged", in_layers(SeparateConvs, exchange("q", "v"))),
+    ("kimi_linear", "rotated attention", in_layers(MLA, put("rotary", Rope(4, 1e4)))),
+    ("bailing_hybrid", "decays without a bound", in_layers(KimiDelta, put("decays", FreeDecays()))),
+    ("bailing_hybrid", "no gate of the heads", in_layers(GatedLatent, put("gate", lambda x: x[..., :4] * 0 + 1e9))),
+    ("bailing_hybrid", "attention without rotation", in_layers(MLA, put("rotary", None))),
+    ("bailing_hybrid", "unnormalised keys", unnormalised_keys),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "plant"), IN_KIMI, ids=[f"{kind}-{name}" for kind, name, _ in IN_KIMI])
+def test_mistakes_in_kimis_layers_are_noticed(
+    kind: str, name: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = load(kind)
+    model = build(case.fields, case.weights)
+    plant(model, monkeypatch)
+    assert NOTICED < max_error(eager_logits(model, case.arrays["tokens"]), case.arrays["logits"]) < np.inf
+
+
 IDS = np.random.default_rng(0).integers(3, 56, (2, TOKENS))
 
 
-@pytest.fixture(scope="module")
-def model() -> nnxmoe.CausalLM:
-    case = load("qwen3_5_text")
+@pytest.fixture(scope="module", params=["qwen3_5_text", "kimi_linear"])
+def model(request: pytest.FixtureRequest) -> nnxmoe.CausalLM:
+    case = load(request.param)
     return build(case.fields, case.weights)
 
 

@@ -32,14 +32,15 @@ class Count:
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """Checks that a field is a number above ``above`` and at most ``most``."""
+    """Checks that a field is a number above ``above`` and at most ``most``, and positive unless ``above`` is not."""
 
     above: float = 1e-6
     most: float = 1e6
 
     def __call__(self, name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or value == math.inf:
-            raise ConfigError(f"{name} must be a positive number, got {short(value)}")
+        least, kind = (-math.inf, "finite") if self.above < 0 else (0, "positive")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf:
+            raise ConfigError(f"{name} must be a {kind} number, got {short(value)}")
         if not self.above < value <= self.most:
             raise ConfigError(f"{name} {short(value)} is out of range: above {self.above:g}, at most {self.most:g}")
         return float(value)

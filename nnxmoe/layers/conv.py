@@ -18,7 +18,11 @@ class ShortConv(nnx.Module):
     @property
     def taps(self) -> int:
         """Number of tokens that an output depends on, its own included."""
-        return self.weight.shape[-1]
+        return self.filters().shape[-1]
+
+    def filters(self) -> Float[Array, "channels 1 taps"]:
+        """The filter of each channel."""
+        return self.weight[...]
 
     def __call__(
         self, x: Float[Array, "B T channels"], window: Float[Array, "B _ channels"], run: Int[Array, "B T"] | None
@@ -30,7 +34,7 @@ class ShortConv(nnx.Module):
         """
         (_, length, _), past = x.shape, self.taps - 1
         seen = jnp.concatenate([window.astype(x.dtype), x], axis=1)
-        weight, total = self.weight[...].astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
+        weight, total = self.filters().astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
         runs = None if run is None else jnp.pad(run, ((0, 0), (past, 0)))
         for tap in range(self.taps):
             part = seen[:, tap : tap + length].astype(jnp.float32) * weight[:, 0, tap]
@@ -51,3 +55,13 @@ class ShortConv(nnx.Module):
             return taken
         runs = jax.vmap(lambda row, place: row[place])(jnp.pad(run, ((0, 0), (past, 0))), places)
         return jnp.where((runs == runs[:, :, -1:])[..., None], taken, 0)
+
+
+class SeparateConvs(ShortConv):
+    """`ShortConv` for queries, keys and values of ``channels`` each, with a weight each as in checkpoints."""
+
+    def __init__(self, channels: int, taps: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        self.q, self.k, self.v = (ShortConv(channels, taps, dtype=dtype, rngs=rngs) for _ in "qkv")
+
+    def filters(self) -> Float[Array, "channels 1 taps"]:
+        return jnp.concatenate([part.filters() for part in (self.q, self.k, self.v)])

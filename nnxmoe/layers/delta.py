@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from nnxmoe.axes import parameter
 from nnxmoe.layers.context import Context
@@ -98,7 +98,7 @@ class GatedDeltaNet(nnx.Module):
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         self.heads, self.project = heads, project
         self.conv = ShortConv(heads.channels, taps, **kw)
-        self.a_log = parameter((heads.values,), ("heads",), _log_rates, **kw)
+        self.a_log = parameter((heads.values,), ("heads",), log_rates, **kw)
         self.dt_bias = parameter((heads.values,), ("heads",), nnx.initializers.ones, **kw)
         self.norm = GatedNorm(heads.value_dim, eps, **kw)
         self.out = Linear((heads.values, heads.value_dim), (heads.dim,), ("heads", "head", "embed"), **kw)
@@ -115,7 +115,7 @@ class GatedDeltaNet(nnx.Module):
         mixed, seen = self.conv(mixed, window, tokens.run)
         inputs = self._inputs(tokens, mixed, b, a)
         spare = 0 if cache is None else cache.spare
-        out, at, states = _delta(inputs, state, tokens, spare)
+        out, at, states = self._delta(inputs, state, tokens, spare)
         if cache is not None:
             cache = cache.written((states, self.conv.windows(seen, at, tokens.run)), tokens.index_of(at))
         out, z = (context.asked(tokens.given(a)) for a in (out.astype(x.dtype), z))
@@ -126,12 +126,49 @@ class GatedDeltaNet(nnx.Module):
         width = c.keys * c.key_dim
         q, k, v = jnp.split(mixed.astype(jnp.float32), (width, 2 * width), axis=-1)
         q, k = (_unit(part.reshape(*lead, c.keys, c.key_dim)) for part in (q, k))
-        rate, bias = (p[...].astype(jnp.float32) for p in (self.a_log, self.dt_bias))
-        g, beta = -jnp.exp(rate) * jax.nn.softplus(a.astype(jnp.float32) + bias), jax.nn.sigmoid(b.astype(jnp.float32))
-        if tokens.real is not None:
-            g, beta = (jnp.where(tokens.real[:, :, None], part, 0) for part in (g, beta))
+        g, beta = self.log_decays(a), jax.nn.sigmoid(b.astype(jnp.float32))
         v = v.reshape(*lead, c.values, c.value_dim)
-        return DeltaInputs(q * c.key_dim**-0.5, k, v, g, beta, tokens.run)
+        inputs = DeltaInputs(q * c.key_dim**-0.5, k, v, g, beta, tokens.run)
+        return inputs if tokens.real is None else _only(inputs, tokens.real)
+
+    def log_decays(self, a: Float[Array, "B T N"]) -> Array:
+        """Logarithms of the decays, at most 0, from the projection's last output."""
+        rate, bias = (p[...].astype(jnp.float32) for p in (self.a_log, self.dt_bias))
+        return -jnp.exp(rate) * jax.nn.softplus(a.astype(jnp.float32) + bias)
+
+    def chunked(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
+        """Outputs and the state after all tokens."""
+        return in_chunks(inputs, state)
+
+    def _delta(
+        self, inputs: DeltaInputs, state: Array, tokens: OrderedTokens, spare: int
+    ) -> tuple[Array, Array, Array]:
+        """Outputs ``[B T N W]``, and the places ``[B n]`` of the newest tokens (negative: none) with the state after
+        each."""
+        batch, length = inputs.beta.shape[:2]
+        places = jnp.broadcast_to(jnp.arange(length), (batch, length))
+        if length <= 1 + spare:
+            out, states = in_steps(inputs, state)
+            return out, places, states
+        end = tokens.count - spare
+        early, most = places < end[:, None], None
+        masked = _only(inputs, early)
+        if inputs.run is not None:  # segments of the newest tokens begin after those of the others
+            most = jnp.max(jnp.where(early, inputs.run, 0), axis=1)
+            masked = masked._replace(run=jnp.minimum(inputs.run, most[:, None]))
+        out, state = self.chunked(masked if spare else inputs, state)
+        at, states = (end - 1)[:, None], state[:, None]
+        if spare:
+            late = end[:, None] + jnp.arange(spare)
+            taken = jax.tree.map(lambda a: jax.vmap(lambda row, i: row[jnp.maximum(i, 0)])(a, late), inputs)
+            taken = _only(taken, late >= 0)
+            if taken.run is not None:
+                taken = taken._replace(run=jnp.where(late >= 0, taken.run, 0))
+            more, later = in_steps(taken, state, most)
+            put = jnp.where(late < 0, length, late)
+            out = jax.vmap(lambda row, new, i: row.at[i].set(new, mode="drop"))(out, more, put)
+            at, states = jnp.concatenate([at, late], axis=1), jnp.concatenate([states, later], axis=1)
+        return out, at, states
 
     def _zero(self, batch: int, dtype: Any) -> tuple[Array, Array]:
         c = self.heads
@@ -148,41 +185,16 @@ class GatedDeltaNet(nnx.Module):
         return RecurrentState.empty(self._zero(batch, dtype), spare)
 
 
-def _delta(inputs: DeltaInputs, state: Array, tokens: OrderedTokens, spare: int) -> tuple[Array, Array, Array]:
-    """Outputs ``[B T N W]``, and the places ``[B n]`` of the newest tokens (negative: none) with the state after
-    each."""
-    batch, length = inputs.g.shape[:2]
-    places = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    if length <= 1 + spare:
-        out, states = in_steps(inputs, state)
-        return out, places, states
-    end = tokens.count - spare
-    early = (places < end[:, None])[:, :, None]
-    masked = inputs._replace(g=jnp.where(early, inputs.g, 0), beta=jnp.where(early, inputs.beta, 0))
-    if inputs.run is not None:  # segments of the newest tokens begin after those of the others
-        most = jnp.max(jnp.where(early[..., 0], inputs.run, 0), axis=1)
-        masked = masked._replace(run=jnp.minimum(inputs.run, most[:, None]))
-    out, state = in_chunks(masked if spare else inputs, state)
-    at, states = (end - 1)[:, None], state[:, None]
-    if spare:
-        late = end[:, None] + jnp.arange(spare)
-        taken = jax.tree.map(lambda a: jax.vmap(lambda row, i: row[jnp.maximum(i, 0)])(a, late), inputs)
-        real = (late >= 0)[:, :, None]
-        taken = taken._replace(g=jnp.where(real, taken.g, 0), beta=jnp.where(real, taken.beta, 0))
-        run = None
-        if taken.run is not None:
-            run = most
-            taken = taken._replace(run=jnp.where(late >= 0, taken.run, 0))
-        more, later = in_steps(taken, state, run)
-        put = jnp.where(late < 0, length, late)
-        out = jax.vmap(lambda row, new, i: row.at[i].set(new, mode="drop"))(out, more, put)
-        at, states = jnp.concatenate([at, late], axis=1), jnp.concatenate([states, later], axis=1)
-    return out, at, states
+def _only(inputs: DeltaInputs, kept: Bool[Array, "B T"]) -> DeltaInputs:
+    """Inputs of which the other tokens leave the state as it is."""
+    g, beta = (jnp.where(kept.reshape(*kept.shape, *(1,) * (a.ndim - 2)), a, 0) for a in (inputs.g, inputs.beta))
+    return inputs._replace(g=g, beta=beta)
 
 
 def _unit(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def _log_rates(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+def log_rates(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Initial logarithms of rates."""
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0)).astype(dtype)

@@ -21,12 +21,13 @@ class DeltaInputs(NamedTuple):
     q: Float[Array, "B T K H"]
     k: Float[Array, "B T K H"]
     v: Float[Array, "B T N W"]
-    g: Float[Array, "B T N"]  # logarithm of the decay, at most 0
+    g: Float[Array, "B T N"] | Float[Array, "B T N H"]  # logarithm of the decay, at most 0; H: a channel of the keys
     beta: Float[Array, "B T N"]
     run: Int[Array, "B T"] | None
 
 
-def _einsum(spec: str, *operands: Array) -> Array:
+def product(spec: str, *operands: Array) -> Array:
+    """An einsum in float32, on every device."""
     return jnp.einsum(spec, *operands, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -44,8 +45,8 @@ def in_steps(
     def step(carry: tuple[Array, Array], token: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         (state, before), (q, k, v, g, beta, run) = carry, token
         q, k = (jnp.repeat(a, groups, axis=1)[..., None] for a in (q, k))
-        keep = jnp.exp(g) * (run == before)[:, None]
-        state = state * keep[:, :, None, None]
+        keep = jnp.exp(g) * (run == before).reshape(-1, *(1,) * (g.ndim - 1))
+        state = state * (keep[..., None] if g.ndim == 3 else keep[:, :, None, None])
         more = beta[..., None] * (v - jnp.sum(state * k, axis=2))
         state = state + k * more[:, :, None]
         return (state, run), (jnp.sum(state * q, axis=2), state)
@@ -63,7 +64,7 @@ def in_chunks(
     inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
     """Outputs, and the state after all tokens, by products of matrices (the WY form): the corrections of a chunk solve
-    a triangular system, and only the state goes from chunk to chunk. ``state``: of run 0."""
+    a triangular system, and only the state goes from chunk to chunk. ``state``: of run 0. For ``g [B T N]``."""
     (batch, length, keys, _), (heads, width) = inputs.k.shape, inputs.v.shape[2:]
     size = min(chunk, 1 << max(length - 1, 1).bit_length())
     count, groups = -(-length // size), heads // keys
@@ -85,17 +86,17 @@ def in_chunks(
         first = first * (run == before)[:, :, None, None]
         last = jnp.where((run == run[..., -1:])[:, :, None, None], last, -jnp.inf)
     decay, last, whole = jnp.exp(jnp.where(causal, apart, -jnp.inf)), jnp.exp(last), first[..., -1]
-    system = beta[..., None] * _einsum("nbkch,nbkdh->nbkcd", k, k)[:, :, :, None] * decay
-    inverse = _unit_lower_inverse(jnp.tril(system, -1))
-    values = _einsum("nbkgcd,nbkgdw->nbkgcw", inverse * beta[..., None, :], v)
-    seen = _einsum("nbkgcd,nbkdh->nbkgch", inverse * (beta * first)[..., None, :], k)
-    scores = _einsum("nbkch,nbkdh->nbkcd", q, k)[:, :, :, None] * decay
+    system = beta[..., None] * product("nbkch,nbkdh->nbkcd", k, k)[:, :, :, None] * decay
+    inverse = unit_lower_inverse(jnp.tril(system, -1))
+    values = product("nbkgcd,nbkgdw->nbkgcw", inverse * beta[..., None, :], v)
+    seen = product("nbkgcd,nbkdh->nbkgch", inverse * (beta * first)[..., None, :], k)
+    scores = product("nbkch,nbkdh->nbkcd", q, k)[:, :, :, None] * decay
 
     def one(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, values, seen, scores, first, last, whole = given
-        new = values - _einsum("bkgch,bkghw->bkgcw", seen, state)
-        out = first[..., None] * _einsum("bkch,bkghw->bkgcw", q, state) + _einsum("bkgcd,bkgdw->bkgcw", scores, new)
-        more = _einsum("bkch,bkgcw->bkghw", k, last[..., None] * new)
+        new = values - product("bkgch,bkghw->bkgcw", seen, state)
+        out = first[..., None] * product("bkch,bkghw->bkgcw", q, state) + product("bkgcd,bkgdw->bkgcw", scores, new)
+        more = product("bkch,bkgcw->bkghw", k, last[..., None] * new)
         return whole[..., None, None] * state + more, out
 
     state = state.reshape(batch, keys, groups, *state.shape[2:])
@@ -104,7 +105,7 @@ def in_chunks(
     return out[:, :length], state.reshape(batch, heads, *state.shape[3:])
 
 
-def _unit_lower_inverse(lower: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
+def unit_lower_inverse(lower: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
     """``(I + lower)^-1`` for a strictly lower triangle, from the inverses of diagonal blocks, each of two half as
     large: ``[[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]``. C is a power of 2. Unlike powers of ``lower``,
     products of these blocks do not grow where keys are nearly equal."""
@@ -117,7 +118,7 @@ def _unit_lower_inverse(lower: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]
         more = (
             between
             if block == 1
-            else _einsum("...ab,...bc->...ac", _einsum("...ab,...bc->...ac", found, between), found)
+            else product("...ab,...bc->...ac", product("...ab,...bc->...ac", found, between), found)
         )
         found, block = found - more, 2 * block
     return found

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -176,10 +177,38 @@ class MLA(nnx.Module):
         attend: Attend,
     ) -> Float[Array, "B asked D"]:
         """Compute the attention output for queries before their rotation."""
+        return self.o(self._heads(q, seen, mask, context, attend))
+
+    def _heads(
+        self,
+        q: Float[Array, "B asked N H"],
+        seen: Float[Array, "B S latent_and_rope"],
+        mask: Mask,
+        context: Context,
+        attend: Attend,
+    ) -> Float[Array, "B asked N v"]:
+        """Compute the output of each head."""
         q_nope, q_rope = jnp.split(q, [self.nope], axis=-1)
         q_rope = context.rotated(q_rope, self.rotary, self.rotate)
-        return self.o(self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale), attend))
+        return self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale), attend)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> LatentCache:
         """A slot per token, for its latent and its rotated key."""
         return LatentCache(jnp.zeros((batch, capacity, self.kv_a.kernel.outs[0]), dtype))
+
+
+class GatedLatent(MLA):
+    """`MLA` whose heads are multiplied by a sigmoid of the input each, with a kernel ``gate [N, D]`` (Ling 3, 2026)."""
+
+    def __init__(self, widths: LatentWidths, *, dtype: jnp.dtype, rngs: nnx.Rngs | None, **options: Any):
+        super().__init__(widths, dtype=dtype, rngs=rngs, **options)
+        self.gate = Linear((widths.dim,), (widths.heads,), ("embed", "heads"), dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None = None
+    ) -> tuple[Float[Array, "B asked D"], LatentCache | None]:
+        cache, seen, mask = context.remember(cache, self._latents(x, context), window=None)
+        asked = context.asked(x)
+        heads = self._heads(self.q(asked), seen, mask, context, self.attend)
+        gate = jax.nn.sigmoid(self.gate(asked).astype(jnp.float32)).astype(heads.dtype)
+        return self.o(heads * gate[..., None]), cache

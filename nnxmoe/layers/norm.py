@@ -1,5 +1,7 @@
 """Root mean square normalisation (Zhang & Sennrich 2019), and layer normalisation (Ba et al. 2016)."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -39,17 +41,26 @@ class OffsetNorm(RMSNorm):
 
 
 class GatedNorm(nnx.Module):
-    """The output of `RMSNorm`, times ``silu(gate)`` in float32, cast back to ``x``'s dtype (Mamba-2, Dao & Gu 2024)."""
+    """The output of `RMSNorm`, times ``activation(gate)`` in float32, cast back to ``x``'s dtype (Mamba-2, Dao & Gu
+    2024)."""
 
-    def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        self.eps = eps
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        *,
+        activation: Callable[[Array], Array] = jax.nn.silu,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        self.eps, self.activation = eps, activation
         self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*rows D"], gate: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         x32 = x.astype(jnp.float32)
         unit = (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)).astype(x.dtype)
         scaled = unit * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
-        return (scaled.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+        return (scaled.astype(jnp.float32) * self.activation(gate.astype(jnp.float32))).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

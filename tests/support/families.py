@@ -231,6 +231,37 @@ def _qwen3_next(rng: random.Random) -> Fields:
     }
 
 
+def _kimi(rng: random.Random) -> Fields:
+    fields = _latent(rng) | {"first_k_dense_replace": rng.choice([0, 1]), "rms_norm_eps": rng.choice([1e-5, 1e-2])}
+    for name in ("rope_interleave", "rope_parameters", "rope_theta", "layer_types", "tie_word_embeddings"):
+        fields.pop(name, None)
+    fields["num_local_experts"] = fields.pop("n_routed_experts")
+    return fields | {"num_mtp_layers": 0, "pad_token_id": 0}
+
+
+def _kimi_linear(rng: random.Random) -> Fields:
+    fields = _kimi(rng)
+    del fields["num_mtp_layers"]
+    kinds = [rng.choice(["full_attention", "linear_attention"]) for _ in range(fields["num_hidden_layers"])]
+    return fields | {
+        "linear_head_dim": rng.choice([4, 6]),
+        "linear_num_heads": rng.choice([1, 2, 3]),
+        "linear_conv_kernel_dim": rng.choice([2, 4]),
+        "layer_types": rng.choice([None, kinds]),
+    }
+
+
+def _bailing_hybrid(rng: random.Random) -> Fields:
+    return _kimi(rng) | {
+        "head_dim": rng.choice([4, 6]),
+        "short_conv_kernel_size": rng.choice([2, 4]),
+        "layer_group_size": rng.choice([1, 2, 3]),
+        "kda_safe_gate": rng.random() < 0.6,
+        "kda_lower_bound": rng.choice([-5.0, -1.0]),
+        "rope_theta": rng.choice([50.0, 1e4]),
+    }
+
+
 def _olmoe(rng: random.Random) -> Fields:
     experts = rng.choice([4, 6, 8])
     fields = _grouped(rng, rng.choice([2, 3])) | {
@@ -1237,6 +1268,84 @@ FAMILIES |= {
         },
         _qwen3_next,
         "qwen3_next",
+    ),
+    "kimi_linear": Family(
+        {k: v for k, v in _HUB.items() if k != "max_position_embeddings"}
+        | {
+            "model_type": "kimi_linear",
+            "pad_token_id": 0,
+            "hidden_size": 24,
+            "intermediate_size": 28,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 8,
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 10,
+            "mla_use_nope": True,
+            "linear_attn_config": {
+                "full_attn_layers": [2],
+                "head_dim": 6,
+                "kda_layers": [1, 3, 4],
+                "num_heads": 4,
+                "short_conv_kernel_size": 3,
+            },
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "moe_intermediate_size": 16,
+            "moe_renormalize": True,
+            "moe_router_activation_func": "sigmoid",
+            "num_expert_group": 1,
+            "num_experts": 6,
+            "num_experts_per_token": 2,
+            "num_nextn_predict_layers": 0,
+            "num_shared_experts": 1,
+            "routed_scaling_factor": 2.446,
+            "topk_group": 1,
+            "use_grouped_topk": True,
+            "model_max_length": 64,
+            "rope_theta": 10000.0,
+            "rope_scaling": None,
+        },
+        _kimi_linear,
+        "kimi_linear",
+    ),
+    "bailing_hybrid": Family(
+        _HUB
+        | {
+            "model_type": "bailing_hybrid",
+            "pad_token_id": 0,
+            "hidden_size": 24,
+            "intermediate_size": 28,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 6,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 10,
+            "short_conv_kernel_size": 3,
+            "layer_group_size": 2,
+            "kda_safe_gate": True,
+            "kda_lower_bound": -5.0,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_nextn_predict_layers": 0,
+            "routed_scaling_factor": 2.5,
+            "rope_theta": 700.0,
+        },
+        _bailing_hybrid,
+        "bailing_hybrid",
     ),
     "qwen3_5_text": Family(
         _HUB | _GQA | _HYBRID | {"model_type": "qwen3_5_text", "partial_rotary_factor": 0.5},

@@ -1,0 +1,101 @@
+"""Ling 3 (Ant Group, 2026), after the implementation in transformers.
+
+The layers of Kimi Linear; decays have a lowest value, attention is rotated and has a gate per head, and the experts are
+in groups. Its layer for multi-token prediction is skipped.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.bounds import count, number
+from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta, KimiProjection
+from nnxmoe.layers.mla import GatedLatent
+from nnxmoe.model.weight_names import W, options
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
+from nnxmoe.models.kimi_linear import HF_KIMI_DELTA, LINEAR, KimiHybrid, KimiHybridConfig
+from nnxmoe.models.tables import HF_DECODER, HF_LATENT, HF_MLP, Hf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BailingHybridConfig(KimiHybridConfig):
+    """``head_dim``: width of the heads of recurrent layers, unless ``linear_head_dim`` gives it; likewise
+    ``num_attention_heads`` and ``linear_num_heads``. ``layer_types`` null: every ``layer_group_size``-th is attention.
+    ``kda_safe_gate``: logarithms of decays lie between ``kda_lower_bound`` and 0; else they are not bounded."""
+
+    model_type = "bailing_hybrid"
+    architecture = "BailingHybridForCausalLM"
+    aliases = {"short_conv_kernel_size": "linear_conv_kernel_dim"}
+    fixed = {"no_kda_lora": (None, True)}
+    ignored = "mtp_loss_scaling_factor"
+
+    vocab_size: int = 157184
+    hidden_size: int = 2560
+    intermediate_size: int = 6144
+    num_hidden_layers: int = 42
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 32
+    head_dim: int | None = count(128, most=2**16)
+    max_position_embeddings: int = 262144
+    rope_theta: float = 6e6
+    moe_intermediate_size: int = count(768, most=2**24)
+    n_routed_experts: int = count(512, most=4096)
+    first_k_dense_replace: int = count(2, least=0)
+    linear_head_dim: int | None = count(None, most=2**16)
+    linear_num_heads: int | None = count(None, most=2**14)
+    layer_group_size: int = count(6)
+    kda_safe_gate: bool = True
+    kda_lower_bound: float = number(-5.0, above=-1e3, most=-1e-6)
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = 156895
+    pad_token_id: int | None = 156892
+
+    def __post_init__(self) -> None:
+        width, heads = self.linear_head_dim or self.head_dim, self.linear_num_heads or self.num_attention_heads
+        for name, value in (("linear_head_dim", width), ("head_dim", width), ("linear_num_heads", heads)):
+            object.__setattr__(self, name, value)
+        super().__post_init__()
+
+    @property
+    def recurrent_layers(self) -> Sequence[bool]:
+        """Whether each layer is recurrent."""
+        if self.layer_types:
+            return tuple(kind == LINEAR for kind in self.layer_types)
+        return tuple((i + 1) % self.layer_group_size > 0 for i in range(self.num_hidden_layers))
+
+
+_TABLE: Hf = HF_DECODER | HF_LATENT | HF_MLP | HF_GROUPED_EXPERTS | HF_KIMI_DELTA
+_TABLE |= {"layer.attention.gate.kernel": W("self_attn.g_proj.weight")}
+_RENAMED = {"self_attn.o_proj": "attention.dense", "self_attn": "attention", "embed_tokens": "word_embeddings",
+            "e_score_correction_bias": "expert_bias"}  # fmt: skip
+
+
+def _published(where: W) -> W:
+    name = where.name
+    for theirs, published in _RENAMED.items():
+        name = name.replace(theirs, published)
+    return dataclasses.replace(where, name=name)
+
+
+class BailingHybrid(KimiHybrid):
+    """Ling 3.0 Flash."""
+
+    configs = (BailingHybridConfig,)
+    presets = {"ling-3.0-flash": BailingHybridConfig(dtype="bfloat16")}
+    hub_ids = {"ling-3.0-flash": "inclusionAI/Ling-3.0-Flash"}
+    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out")
+    hf_table = {
+        key: tuple(dict.fromkeys((*map(_published, options(_TABLE, key)), *options(_TABLE, key)))) for key in _TABLE
+    }
+
+    def attention(self, index: int, **kw: Any) -> Any:
+        c = self.config
+        if not c.recurrent_layers[index]:
+            return super().attention(index, form=GatedLatent, **kw)
+        decays = BoundedDecays(c.kda_lower_bound) if c.kda_safe_gate else FreeDecays()
+        project, rates, taps = (
+            KimiProjection(c.delta_heads, None, **kw),
+            (c.linear_num_heads,),
+            c.linear_conv_kernel_dim,
+        )
+        return KimiDelta(c.delta_heads, project, decays, rates=rates, taps=taps, eps=c.rms_norm_eps, **kw)

@@ -1,0 +1,107 @@
+"""Kimi Delta Attention (Kimi Linear, Kimi team 2025): a `GatedDeltaNet` whose decays differ by channel."""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from nnxmoe.axes import parameter
+from nnxmoe.layers.channel_decay import in_chunks_by_channel
+from nnxmoe.layers.conv import SeparateConvs
+from nnxmoe.layers.delta import DeltaHeads, DeltaInputs, GatedDeltaNet, Projected, log_rates
+from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.norm import GatedNorm
+
+
+class LowRank(nnx.Module):
+    """``b(a(x))``: a projection ``[B T D] -> [B T N H]`` by way of ``rank`` numbers per token."""
+
+    def __init__(self, heads: DeltaHeads, rank: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.a = Linear((heads.dim,), (rank,), ("embed", "latent"), **kw)
+        self.b = Linear((rank,), (heads.keys, heads.key_dim), ("q_rank", "heads", "head"), **kw)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        return self.b(self.a(x))
+
+
+class KimiProjection(nnx.Module):
+    """A kernel each for queries, keys, values and strengths; ``f`` for the decays and ``g`` for the gates by way of
+    ``rank`` numbers, or by a kernel each if it is None."""
+
+    def __init__(self, heads: DeltaHeads, rank: int | None, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+
+        def by_head() -> Linear:
+            return Linear((heads.dim,), (heads.keys, heads.key_dim), ("embed", "heads", "head"), **kw)
+
+        self.q, self.k, self.v = (by_head() for _ in "qkv")
+        self.f, self.g = (by_head() if rank is None else LowRank(heads, rank, **kw) for _ in "fg")
+        self.b = Linear((heads.dim,), (heads.keys,), ("embed", "heads"), **kw)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Projected:
+        mixed = jnp.concatenate([part(x).reshape(*x.shape[:2], -1) for part in (self.q, self.k, self.v)], axis=-1)
+        return mixed, self.g(x), self.b(x), self.f(x)
+
+
+class Decays(Protocol):
+    """``(x [B T N H], log rates [N 1]) ->`` logarithms of the decays, at most 0."""
+
+    def __call__(self, x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> Float[Array, "B T N H"]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeDecays:
+    """``-exp(rate) softplus(x)``."""
+
+    def __call__(self, x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> Float[Array, "B T N H"]:
+        return -jnp.exp(rates) * jax.nn.softplus(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundedDecays:
+    """``lowest sigmoid(exp(rate) x)``: between ``lowest``, which is negative, and 0."""
+
+    lowest: float
+
+    def __call__(self, x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> Float[Array, "B T N H"]:
+        return self.lowest * jax.nn.sigmoid(jnp.exp(rates) * x)
+
+
+class KimiDelta(GatedDeltaNet):
+    """`GatedDeltaNet` with a decay per channel of the keys and a gate by sigmoids; as many heads of keys as of values.
+
+    ``rates``: the shape of the logarithms of the rates, one per head, in checkpoints.
+    """
+
+    def __init__(
+        self,
+        heads: DeltaHeads,
+        project: KimiProjection,
+        decays: Decays,
+        *,
+        rates: tuple[int, ...],
+        taps: int,
+        eps: float,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.heads, self.project, self.decays = heads, project, decays
+        width = heads.keys * heads.key_dim
+        self.conv = SeparateConvs(width, taps, **kw)
+        axes = ["heads" if size == heads.keys and size > 1 else None for size in rates]
+        self.a_log = parameter(rates, axes, log_rates, **kw)
+        self.dt_bias = parameter((width,), ("heads",), nnx.initializers.ones, **kw)
+        self.norm = GatedNorm(heads.value_dim, eps, activation=jax.nn.sigmoid, **kw)
+        self.out = Linear((heads.values, heads.value_dim), (heads.dim,), ("heads", "head", "embed"), **kw)
+
+    def log_decays(self, a: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        rates, bias = (p[...].astype(jnp.float32) for p in (self.a_log, self.dt_bias))
+        return self.decays(a.astype(jnp.float32) + bias.reshape(a.shape[2:]), rates.reshape(-1, 1))
+
+    def chunked(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
+        return in_chunks_by_channel(inputs, state)
