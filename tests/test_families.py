@@ -255,7 +255,7 @@ WAYS: dict[str, Any] = {
     "chunked ring": Chunked(RING, 3),
 }
 # Recurrent, sparse and compressed attention; experts beside a dense feed-forward.
-MECHANISMS = "qwen3_next", "deepseek_v32", "deepseek_v4", "gemma4_text"
+MECHANISMS = "qwen3_next", "deepseek_v32", "deepseek_v4", "gemma4_text", "bailing_hybrid"
 PLANS = [
     ("qwen3", "dense", {"fsdp": 4, "tensor": 2}),
     ("qwen3_moe", "ragged", {"expert": 2, "tensor": 2, "data": 2}),
@@ -433,6 +433,8 @@ def test_maxtext_layout(kind: str) -> None:
         ("exaone_moe", "no table of MaxText's names for 'exaone_moe'"),
         ("mellum", "no table of MaxText's names for 'mellum'"),
         ("afmoe", "no table of MaxText's names for 'afmoe'"),
+        ("kimi_linear", "no table of MaxText's names for 'kimi_linear'"),
+        ("bailing_hybrid", "no table of MaxText's names for 'bailing_hybrid'"),
     ],
 )
 def test_what_maxtext_does_not_have_is_refused(kind: str, message: str, folders: Callable[[str], Path]) -> None:

@@ -18,7 +18,7 @@ class ShortConv(nnx.Module):
     @property
     def taps(self) -> int:
         """Number of tokens that an output depends on, its own included."""
-        return self.filters().shape[-1]
+        return self.weight.shape[-1]
 
     def filters(self) -> Float[Array, "channels 1 taps"]:
         """The filter of each channel."""
@@ -62,6 +62,10 @@ class SeparateConvs(ShortConv):
 
     def __init__(self, channels: int, taps: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         self.q, self.k, self.v = (ShortConv(channels, taps, dtype=dtype, rngs=rngs) for _ in "qkv")
+
+    @property
+    def taps(self) -> int:
+        return self.q.taps
 
     def filters(self) -> Float[Array, "channels 1 taps"]:
         return jnp.concatenate([part.filters() for part in (self.q, self.k, self.v)])

@@ -84,7 +84,7 @@ FLOATS: list[tuple[str, Callable[[Weights], object], tuple[str, ...]]] = [
     (
         "an odd number of gates and ups",
         _set(GATE_UP, lambda t: t[..., 1:]),
-        (GATE_UP, SINGLE, "[6, 24, 55]", "2 parameters"),
+        (GATE_UP, SINGLE, "[6, 24, 55]", "2 parts of equal size"),
     ),
     ("one expert's kernel alone", _set(DOWN, lambda t: t[0]), (DOWN, SINGLE, "[28, 24]", "a kernel per expert")),
     ("one less in a tensor for all", _set(DOWN, lambda t: t[1:]), (DOWN, SINGLE, "[5, 24, 28]")),

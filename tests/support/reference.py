@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ CLOSE = 1e-4  # experts with scores this close may swap due to rounding
 MARGIN = 1e-3  # tokens with logits this close may swap due to rounding
 _MISTRAL4 = transformers.Mistral4Config, transformers.Mistral4ForCausalLM
 transformers.AutoModelForCausalLM.register(*_MISTRAL4, exist_ok=True)  # which it only has inside of mistral3
+_DENSE = re.compile("block_sparse_moe(?=.(gate|up|down)_proj)")  # its name of a dense layer, which the hub calls mlp
 ALONE = ("deepseek_v4",)  # whose windows count padding in transformers, so that its rows are run without it
 
 
@@ -35,7 +37,8 @@ def write_theirs(folder: Path, theirs: str, fields: Fields, seed: int) -> Weight
     config = transformers.CONFIG_MAPPING[theirs](**json.loads(json.dumps(fields)))
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     path = folder / "model.safetensors"
-    made = weights_of({name: array.shape for name, array in load_file(path).items()}, seed)
+    shapes = {_DENSE.sub("mlp", name): array.shape for name, array in load_file(path).items()}
+    made = weights_of(shapes, seed)
     save_file(made, path, {"format": "pt"})
     return made
 
