@@ -34,6 +34,8 @@ TENSORS: dict[str, tuple[str, Change | None]] = {
 
 
 WIDER, GROUPED = "heads of four more", "as many key heads as query heads"
+PER_TOKEN = "num_experts_per_token", "top_k_experts", "num_experts_per_tok"
+MORE_EXPERTS = "as many experts again"  # other words where all are in one tensor
 # Faults that are none in a family, or that another field or tensor shows.
 ELSEWHERE = {
     "deepseek_v4": (WIDER, GROUPED, "groups that do not divide the experts", "more groups chosen than there are"),
@@ -42,8 +44,16 @@ ELSEWHERE = {
     "glm_moe_dsa": (WIDER,),
     "sarvam_mla": (WIDER,),
     "sarvam_moe": (WIDER, GROUPED),
-    "gemma4_text": ("a layer with a window of null",),  # it is a whole one, whose heads have another width
-    "mistral4": ("more groups chosen than there are",),  # it has one
+    "kimi_linear": (WIDER,),
+    "bailing_hybrid": (WIDER,),
+    # The last layer is whole whatever the list says, and has other heads.
+    "gemma4_text": ("a layer with a window of null", MORE_EXPERTS, GROUPED),
+    "mistral4": (
+        "more groups chosen than there are",  # it has one
+        "groups that do not divide the experts",
+        "a rotated width of two more",
+        MORE_EXPERTS,
+    ),
     "exaone_moe": ("a layer with a window of null",),
     "hy_v3": ("a dense down projection transposed", "one dense layer more"),  # which is square
 }
@@ -54,7 +64,8 @@ def _changes(fields: Fields) -> Iterator[tuple[str, Fields, tuple[str, ...]]]:
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
     if "kv_lora_rank" in fields:
         yield "one position less in latent keys", {"kv_lora_rank": fields["kv_lora_rank"] - 1}, ("kv_a_layernorm",)
-        yield "a rotated width of two more", {"qk_rope_head_dim": 6}, ("kv_a_proj_with_mqa", "[16, 24]")
+        wanted = f"[{fields['kv_lora_rank'] + 6}, 24]"
+        yield "a rotated width of two more", {"qk_rope_head_dim": 6}, ("kv_a_proj_with_mqa", wanted)
         yield "grouped heads in latent attention", {"num_key_value_heads": 2}, (CONFIG, "num_key_value_heads 2")
     else:
         yield "as many key heads as query heads", {"num_key_value_heads": heads}, ("k_proj.weight",)
@@ -84,8 +95,9 @@ def _changes(fields: Fields) -> Iterator[tuple[str, Fields, tuple[str, ...]]]:
         yield "more groups chosen than there are", {"n_group": 2, "topk_group": 3}, (CONFIG, "topk_group 3")
     for name in ("num_experts", "n_routed_experts", "num_local_experts"):
         if count := fields.get(name):
-            yield "as many experts again", {name: 2 * count}, (f"experts.{count}.", "missing")
-            yield "more experts per token than experts", {"num_experts_per_tok": count + 1}, (CONFIG, f"{count + 1} is")
+            yield MORE_EXPERTS, {name: 2 * count}, (f"experts.{count}.", "missing")
+            per_token = next(name for name in PER_TOKEN if name in fields)
+            yield "more experts per token than experts", {per_token: count + 1}, (CONFIG, f"{count + 1} is")
 
 
 def cases() -> Iterator[Case]:
