@@ -31,8 +31,10 @@ from nnxmoe.models.gpt_oss import GptOss, GptOssConfig
 from nnxmoe.models.hy_v3 import HyV3, HyV3Config
 from nnxmoe.models.kimi_k2 import KimiK2, KimiK2Config
 from nnxmoe.models.kimi_linear import KimiLinear, KimiLinearConfig
+from nnxmoe.models.laguna import Laguna, LagunaConfig
 from nnxmoe.models.llama import Llama, LlamaConfig, MistralConfig
 from nnxmoe.models.mellum import Mellum, MellumConfig
+from nnxmoe.models.mimo_v2_flash import MiMoV2Flash, MiMoV2FlashConfig
 from nnxmoe.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
 from nnxmoe.models.ministral3 import Ministral3, Ministral3Config
 from nnxmoe.models.mistral4 import Mistral4, Mistral4Config
@@ -82,7 +84,7 @@ for _family in (
     *(Llama, Mixtral, DeepSeekV3, DeepSeekV2, KimiK2, Glm4MoeLite, Glm4Moe, Dots1, SolarOpen, MiniMaxM2),
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
     *(DeepSeekV32, GlmMoeDsa, DeepSeekV4, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
-    *(Ministral3, Mistral4, ExaoneMoe, Mellum, Afmoe, Ernie45Moe, Gemma4Text),
+    *(Ministral3, Mistral4, ExaoneMoe, Mellum, Afmoe, Ernie45Moe, Gemma4Text, MiMoV2Flash, Laguna),
     *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText, KimiLinear, BailingHybrid),
 ):
     register(_family)
@@ -126,10 +128,14 @@ __all__ = [
     "KimiK2Config",
     "KimiLinear",
     "KimiLinearConfig",
+    "Laguna",
+    "LagunaConfig",
     "Llama",
     "LlamaConfig",
     "Mellum",
     "MellumConfig",
+    "MiMoV2Flash",
+    "MiMoV2FlashConfig",
     "MiniMaxM2",
     "MiniMaxM2Config",
     "Ministral3",

@@ -562,6 +562,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mellum", {"layer_types": ["sliding_attention"] * 28, "sliding_window": None}, "need a sliding_window"),
     ("mellum", {"mlp_layer_types": ["sparse", 1]}, "mlp_layer_types: 1 is not supported"),
     ("mellum", {"num_experts": 4}, "num_experts_per_tok 8 is more than num_experts 4"),
+    ("mimo_v2_flash", {"rope_parameters": {"full_attention": {}}}, "rope_parameters has no object for 'sliding_atten"),
+    ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts 1 is not supported"),
+    ("mimo_v2_flash", {"n_group": 3}, "n_group 3 must divide n_routed_experts 256"),
+    ("laguna", {"gating": False}, "gating False is not supported; supported: True, 'per-head', 'per-element'"),
+    ("laguna", {"num_attention_heads_per_layer": [48] * 39}, "must have a multiple of num_key_value_heads 8 for each"),
+    ("laguna", {"num_attention_heads_per_layer": [12] * 40}, "must have a multiple of num_key_value_heads 8 for each"),
+    ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input True is not supported"),
+    ("laguna", {"moe_router_logit_softcapping": -1}, "moe_router_logit_softcapping -1 is out of range"),
     ("kimi_linear", {"linear_attn_config": [1]}, r"linear_attn_config must be an object or null, got \[1\]"),
     (
         "kimi_linear",
@@ -748,7 +756,7 @@ def test_undeclared_fields_are_reported_and_dropped(caplog: pytest.LogCaptureFix
         assert "use_cache" not in text and "ep_plan" not in text
 
 
-@pytest.mark.parametrize("kind", ["mellum", "gemma4_text"])
+@pytest.mark.parametrize("kind", ["mellum", "gemma4_text", "laguna"])
 def test_rope_objects_of_two_kinds_of_layers_are_read(kind: str) -> None:
     """Only what a rope object has beyond its known fields is reported."""
     fields = FAMILIES[kind].frozen
@@ -1006,6 +1014,7 @@ SIZES = {
     "ministral-3-8b": 8.4e9,
     "k-exaone-236b-a23b": 236e9,
     "mellum2-12b-a2.5b": 12e9,
+    "mimo-v2-flash": 309e9,
     "kimi-linear-48b-a3b": 49.1e9,
     "ling-3.0-flash": 124.4e9,  # of the defaults in transformers; no published number is known
     "trinity-nano": 6e9,

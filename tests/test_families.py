@@ -433,6 +433,8 @@ def test_maxtext_layout(kind: str) -> None:
         ("exaone_moe", "no table of MaxText's names for 'exaone_moe'"),
         ("mellum", "no table of MaxText's names for 'mellum'"),
         ("afmoe", "no table of MaxText's names for 'afmoe'"),
+        ("mimo_v2_flash", "no table of MaxText's names for 'mimo_v2_flash'"),
+        ("laguna", "no table of MaxText's names for 'laguna'"),
         ("kimi_linear", "no table of MaxText's names for 'kimi_linear'"),
         ("bailing_hybrid", "no table of MaxText's names for 'bailing_hybrid'"),
     ],
@@ -693,6 +695,16 @@ def forget_output_gate(model: Any) -> None:
         x.gate = None
 
 
+def gate_by_sigmoid(model: Any) -> None:
+    for x in attentions(model):
+        x.gate.activation = jax.nn.sigmoid
+
+
+def forget_sinks(model: Any) -> None:
+    for x in attentions(model):
+        x.sinks = None
+
+
 def forget_post_norms(model: Any) -> None:
     for stack in model.stacks:
         for layer in stack.layers:
@@ -749,6 +761,10 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("gemma4_text", plant) for plant in (forget_post_norms, norm_after_rotation, window_by(1))),
     *(("ernie4_5_moe", plant) for plant in (rotate_by_halves, forget_correction, forget_shared, shift_runs)),
     ("ernie4_5_moe", select_with(least=0.0)),
+    *(("mimo_v2_flash", plant) for plant in (forget_output_gate, forget_sinks, window_by(1), forget_correction)),
+    *(("mimo_v2_flash", plant) for plant in (rotate_last_components, windows_of_other_layers)),
+    *(("laguna", plant) for plant in (forget_output_gate, gate_by_sigmoid, select_with(cap=1e9), forget_shared)),
+    *(("laguna", plant) for plant in (norm_after_rotation, rotate_last_components, select_with(scale=1.0))),
     *(("afmoe", plant) for plant in (rotate_everywhere, window_by(-1), norm_after_rotation, forget_correction)),
     *(("afmoe", plant) for plant in (forget_output_gate, forget_post_norms, forget_embedding_scale)),
     *(("mellum", plant) for plant in (rotate_everywhere, windows_of_other_layers, norm_after_rotation, shift_runs)),

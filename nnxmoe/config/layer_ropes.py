@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nnxmoe.config.bounds import ConfigError
+from nnxmoe.config.bounds import ConfigError, Number
 from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.config.partial_rotary import FACTOR
 from nnxmoe.config.printable import short
 from nnxmoe.config.rope import Rope
 from nnxmoe.config.rope_fields import rope_from_fields
@@ -19,7 +20,8 @@ class LayerRopesConfig(LayerWindowsConfig):
     scale_in_queries = False
 
     def __post_init__(self) -> None:
-        whole = self.rope_parameters.get(FULL) if isinstance(self.rope_parameters, Mapping) else None
+        ropes = self.rope_parameters or self.default_ropes
+        whole = ropes.get(FULL) if isinstance(ropes, Mapping) else None
         if isinstance(whole, Mapping) and whole.get("rope_theta") is not None:
             object.__setattr__(self, "rope_theta", whole["rope_theta"])
         super().__post_init__()
@@ -57,3 +59,16 @@ class LayerRopesConfig(LayerWindowsConfig):
                 del found[name]
                 found |= {f"{name}.{key}": inner[key] for key in inner.keys() - cls.rope_keys}
         return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartialRopesConfig(LayerRopesConfig):
+    """Each rope object may have a ``partial_rotary_factor``: the fraction of the head width that is rotated, rounded
+    down to an integer width; absent: ``default_rotary_factor``."""
+
+    default_rotary_factor: ClassVar[float] = 1.0
+
+    def rope_of(self, kind: str) -> Rope:
+        fields, length = dict(self.rope_fields_of(kind)), self.max_position_embeddings
+        factor = Number(0.0, 1.0)(f"rope: {FACTOR}", fields.pop(FACTOR, self.default_rotary_factor))
+        return rope_from_fields(fields, int(self.head_width * factor), self.rope_theta, length, None, f"rope: {FACTOR}")

@@ -41,17 +41,40 @@ class QueryGate:
 
 
 class OutputGate(nnx.Module):
-    """``y * sigmoid(g(x))``, with g's own kernel (Qiu et al. 2025)."""
+    """``y * activation(g(x))``, with g's own kernel (Qiu et al. 2025); ``width`` 1: a factor per head, else H."""
 
     extra = 0
 
-    def __init__(self, dim: int, heads: int, head_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        self.g = Linear((dim,), (heads, head_dim), ("embed", "heads", "head"), dtype=dtype, rngs=rngs)
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        width: int,
+        *,
+        activation: Callable[[Array], Array] = jax.nn.sigmoid,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        self.activation = activation
+        self.g = Linear((dim,), (heads, width), ("embed", "heads", "head"), dtype=dtype, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "B asked D"], beside: Float[Array, "B asked N _"], y: Float[Array, "B asked N H"]
     ) -> Float[Array, "B asked N H"]:
-        return y * jax.nn.sigmoid(self.g(x))
+        return y * self.activation(self.g(x).astype(jnp.float32)).astype(y.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputFactor:
+    """``y`` times a number, which is also a factor of the values."""
+
+    factor: float
+    extra: int = 0
+
+    def __call__(
+        self, x: Float[Array, "B asked D"], beside: Float[Array, "B asked N _"], y: Float[Array, "B asked N H"]
+    ) -> Float[Array, "B asked N H"]:
+        return y * self.factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +86,7 @@ class Heads:
         out_bias: whether o has one; None: as ``bias``.
         scale: factor of the scores; None: ``H ** -0.5``. With another scale the query kernel is initialised so that the
             scores have the same variance (MaxText folds the scale into that kernel and uses 1).
+        value_dim: width of the values; None: H.
     """
 
     dim: int
@@ -72,6 +96,7 @@ class Heads:
     bias: bool
     out_bias: bool | None = None
     scale: float | None = None
+    value_dim: int | None = None
 
 
 class GQA(nnx.Module):
@@ -104,7 +129,7 @@ class GQA(nnx.Module):
         self.attend = attend
         self.rotary, self.rotate = rotary, rotate
         self.qk_norm, self.sinks, self.gate = qk_norm, sinks, gate
-        dim, q, kv = (heads.dim,), (heads.heads, heads.head_dim), (heads.kv_heads, heads.head_dim)
+        dim, width = (heads.dim,), heads.value_dim or heads.head_dim
         extra = 0 if gate is None else gate.extra
         plain = heads.head_dim**-0.5
         self.scale = plain if heads.scale is None else heads.scale
@@ -112,10 +137,10 @@ class GQA(nnx.Module):
         self.q = Linear(
             dim, (heads.heads, heads.head_dim + extra), ("embed", "heads", "head"), gain=plain / self.scale, **kw
         )
-        self.k = Linear(dim, kv, ("embed", "kv_heads", "head"), **kw)
-        self.v = Linear(dim, kv, ("embed", "kv_heads", "head"), **kw)
+        self.k = Linear(dim, (heads.kv_heads, heads.head_dim), ("embed", "kv_heads", "head"), **kw)
+        self.v = Linear(dim, (heads.kv_heads, width), ("embed", "kv_heads", "head"), **kw)
         kw["bias"] = heads.bias if heads.out_bias is None else heads.out_bias
-        self.o = Linear(q, dim, ("heads", "head", "embed"), **kw)
+        self.o = Linear((heads.heads, width), dim, ("heads", "head", "embed"), **kw)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None = None
@@ -140,8 +165,8 @@ class GQA(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> KVCache:
         """A ring of the window's size and ``spare`` slots more if there is a window, else one slot per token."""
-        kv_heads, head_dim = self.k.kernel.outs
+        kv_heads, widths = self.k.kernel.outs[0], (self.k.kernel.outs[1], self.o.kernel.ins[1])
         slots = capacity if self.window is None else min(self.window + spare, capacity)
         kind = KVCache if self.window is None else RingCache
-        k, v = (jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(2))
+        k, v = (jnp.zeros((batch, kv_heads, slots, width), dtype) for width in widths)
         return kind(k, v, spare)

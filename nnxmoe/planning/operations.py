@@ -63,7 +63,7 @@ def _width(attention: GQA | MLA | Any, train: bool) -> int:
         heads, values = attention.kv_b.kernel.outs
         rope = attention.kv_a.kernel.outs[0] - attention.kv_rank
         return heads * (values + rope) if train else 2 * heads * (attention.kv_rank + rope)
-    return 2 * attention.q.kernel.outs[0] * attention.k.kernel.outs[1]
+    return attention.q.kernel.outs[0] * (attention.k.kernel.outs[1] + attention.o.kernel.ins[1])
 
 
 def counted(jaxpr: Any, devices: int = 1) -> float:

@@ -45,6 +45,8 @@ ELSEWHERE = {
     "sarvam_mla": (WIDER,),
     "sarvam_moe": (WIDER, GROUPED),
     "kimi_linear": (WIDER,),
+    "mimo_v2_flash": (WIDER,),  # the outputs have the width of the values
+    "laguna": (GROUPED,),  # its layers have numbers of heads of their own
     "bailing_hybrid": (WIDER,),
     # The last layer is whole whatever the list says, and has other heads.
     "gemma4_text": ("a layer with a window of null", MORE_EXPERTS, GROUPED),

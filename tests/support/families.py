@@ -231,6 +231,70 @@ def _qwen3_next(rng: random.Random) -> Fields:
     }
 
 
+def _two_ropes(rng: random.Random, layers: int, *factors: float) -> Fields:
+    """Layers of both types, and a rope object for each."""
+    kinds = ["full_attention", "sliding_attention"]
+    thetas = {kind: {"rope_type": "default", "rope_theta": rng.choice([37.5, 500.0, 1e4])} for kind in kinds}
+    for rope in thetas.values():
+        rope["partial_rotary_factor"] = rng.choice(factors)
+    if rng.random() < 0.3:
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+        thetas["full_attention"] |= yarn
+    return {
+        "layer_types": [*kinds, *(rng.choice(kinds) for _ in range(layers - 2))],
+        "sliding_window": rng.choice([3, 5]),
+        "rope_parameters": thetas,
+    }
+
+
+def _mimo_v2_flash(rng: random.Random) -> Fields:
+    layers = rng.choice([2, 3, 4])
+    experts, groups, kept = rng.choice([(8, 1, 1), (8, 4, 2), (6, 3, 2)])
+    return (
+        _grouped(rng, layers)
+        | _two_ropes(rng, layers, 0.334, 0.5, 1.0)
+        | {
+            "num_attention_heads": 4,
+            "num_key_value_heads": rng.choice([1, 2]),
+            "head_dim": rng.choice([12, 16]),
+            "v_head_dim": rng.choice([6, 20]),
+            "attention_bias": rng.random() < 0.5,
+            "attention_value_scale": rng.choice([0.707, None, 1.5]),
+            "moe_intermediate_size": rng.choice([12, 20]),
+            "n_routed_experts": experts,
+            "n_group": groups,
+            "topk_group": kept,
+            "num_experts_per_tok": rng.choice([1, 2, 3]),
+            "norm_topk_prob": rng.random() < 0.7,
+            "routed_scaling_factor": rng.choice([1.0, 2.5]),
+            "mlp_layer_types": rng.choice([None, [rng.choice(["dense", "sparse"]) for _ in range(layers)]]),
+        }
+    )
+
+
+def _laguna(rng: random.Random) -> Fields:
+    layers, experts = rng.choice([2, 3, 4]), rng.choice([5, 8])
+    return (
+        _grouped(rng, layers)
+        | _two_ropes(rng, layers, 0.5, 1.0)
+        | {
+            "num_key_value_heads": 2,
+            "num_attention_heads_per_layer": rng.choice([None, [rng.choice([2, 4, 6]) for _ in range(layers)]]),
+            "num_attention_heads": 4,
+            "head_dim": rng.choice([8, 12]),
+            "attention_bias": rng.random() < 0.5,
+            "gating": rng.choice([True, "per-head", "per-element"]),
+            "moe_intermediate_size": rng.choice([12, 20]),
+            "shared_expert_intermediate_size": rng.choice([12, 20]),
+            "num_experts": experts,
+            "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+            "moe_routed_scaling_factor": rng.choice([1.0, 2.5]),
+            "moe_router_logit_softcapping": rng.choice([0.0, 1.5]),
+            "mlp_layer_types": rng.choice([None, [rng.choice(["dense", "sparse"]) for _ in range(layers)]]),
+        }
+    )
+
+
 def _kimi(rng: random.Random) -> Fields:
     fields = _latent(rng) | {"first_k_dense_replace": rng.choice([0, 1]), "rms_norm_eps": rng.choice([1e-5, 1e-2])}
     for name in ("rope_interleave", "rope_parameters", "rope_theta", "layer_types", "tie_word_embeddings"):
@@ -1268,6 +1332,74 @@ FAMILIES |= {
         },
         _qwen3_next,
         "qwen3_next",
+    ),
+    "mimo_v2_flash": Family(
+        _HUB
+        | {
+            "model_type": "mimo_v2_flash",
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "v_head_dim": 10,
+            "attention_bias": False,
+            "attention_value_scale": 0.707,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "sliding_window": 4,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": None,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 900.0, "partial_rotary_factor": 0.334},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+            },
+        },
+        _mimo_v2_flash,
+        "mimo_v2_flash",
+    ),
+    "laguna": Family(
+        _HUB
+        | {
+            "model_type": "laguna",
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_attention_heads_per_layer": [4, 6, 4],
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "attention_bias": False,
+            "gating": "per-head",
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "sliding_window": 4,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 20,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_routed_scaling_factor": 2.5,
+            "moe_apply_router_weight_on_input": False,
+            "moe_router_logit_softcapping": 1.5,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 900.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "partial_rotary_factor": 0.5,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 1.0},
+            },
+        },
+        _laguna,
+        "laguna",
     ),
     "kimi_linear": Family(
         {k: v for k, v in _HUB.items() if k != "max_position_embeddings"}

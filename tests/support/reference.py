@@ -74,10 +74,11 @@ def run_theirs(model: Any, tokens: np.ndarray, mask: np.ndarray) -> Seen:
     for hook in hooks:
         hook.remove()
     experts, weights = {}, {}
+    scale = getattr(model.config, "moe_routed_scaling_factor", 1.0)  # which Laguna applies to the sum of the experts
     for layer, (_, values, indices) in routed.items():
         order = np.argsort(indices.numpy(), axis=-1)
         experts[layer] = np.take_along_axis(indices.numpy(), order, -1).reshape(*tokens.shape, -1)
-        weights[layer] = np.take_along_axis(values.numpy(), order, -1).reshape(*tokens.shape, -1)
+        weights[layer] = scale * np.take_along_axis(values.numpy(), order, -1).reshape(*tokens.shape, -1)
     return Seen(logits, experts, weights)
 
 

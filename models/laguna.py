@@ -1,0 +1,155 @@
+"""Laguna (Poolside, 2026), after the implementation in transformers.
+
+Grouped-query attention with normalised heads, as many as the layer has, each with a factor by softplus; layers with a
+window rotate otherwise. The experts are DeepSeek-V3's in one group, beside a shared one; their logits may be capped.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, one_of, per_layer
+from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.layer_ropes import PartialRopesConfig
+from nnxmoe.config.layer_windows import FULL, SLIDING
+from nnxmoe.config.printable import short
+from nnxmoe.layers.gqa import GQA, Heads, OutputGate
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.layers.rope import PartialRotary
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.router import Router, Routing, SigmoidGroupTopK
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LagunaConfig(PartialRopesConfig):
+    """``layer_types`` null: no layer has a window. ``num_attention_heads_per_layer`` null: ``num_attention_heads`` in
+    all. ``gating``: a factor per head (true, ``per-head``) or per component (``per-element``). ``mlp_layer_types``:
+    ``dense`` or ``sparse`` per layer; null: all but the first are sparse. ``moe_router_logit_softcapping``: bound of
+    the router's logits; 0: none. ``moe_routed_scaling_factor`` multiplies the weights of the chosen experts, which sum
+    to 1."""
+
+    model_type = "laguna"
+    architecture = "LagunaForCausalLM"
+    experts_field = "num_experts"
+    aliases = {"num_local_experts": "num_experts"}
+    fixed = {"moe_apply_router_weight_on_input": (False,)}
+    ignored = "output_router_logits router_aux_loss_coef"
+    default_ropes = FrozenDict(
+        {FULL: {"rope_theta": 5e5, "partial_rotary_factor": 0.5}, SLIDING: {"rope_theta": 1e4}}
+    )  # fmt: skip
+
+    vocab_size: int = 100352
+    hidden_size: int = 2048
+    intermediate_size: int = 8192
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 48
+    num_key_value_heads: int | None = 8
+    num_attention_heads_per_layer: Sequence[int] | None = None
+    head_dim: int | None = count(128, most=2**16)
+    max_position_embeddings: int = 131072
+    attention_bias: bool = False
+    rope_theta: float = 5e5
+    gating: bool | str = one_of(True, "per-head", "per-element")
+    sliding_window: int | None = count(512)
+    mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
+    moe_intermediate_size: int = count(512, most=2**24)
+    shared_expert_intermediate_size: int = count(512, most=2**24)
+    num_experts: int = count(256, most=4096)
+    num_experts_per_tok: int = 8
+    moe_routed_scaling_factor: float = 1.0
+    moe_router_logit_softcapping: float = number(0.0, above=-1e-9, most=1e6)
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+
+    def _check(self) -> None:
+        super()._check()
+        check_at_most(self, "num_experts_per_tok", "num_experts")
+        counts, most = self.heads_per_layer, 2**14
+        if len(counts) != self.num_hidden_layers or any(
+            type(n) is not int or not 0 < n <= most or n % self.kv_heads for n in counts
+        ):
+            raise ConfigError(
+                f"num_attention_heads_per_layer {short(self.num_attention_heads_per_layer)} must have a multiple of "
+                f"num_key_value_heads {self.kv_heads} for each of the {self.num_hidden_layers} layers"
+            )
+
+    @property
+    def heads_per_layer(self) -> Sequence[int]:
+        """Query heads of each layer."""
+        given = self.num_attention_heads_per_layer
+        return (self.num_attention_heads,) * self.num_hidden_layers if given is None else given
+
+    @property
+    def layer_kinds(self) -> Sequence[str]:
+        return self.layer_types or [FULL] * self.num_hidden_layers
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        kinds = self.mlp_layer_types or ["dense", *["sparse"] * (self.num_hidden_layers - 1)]
+        return tuple(kind == "sparse" for kind in kinds)
+
+
+@dataclasses.dataclass(frozen=True)
+class CappedTopK(SigmoidGroupTopK):
+    """`SigmoidGroupTopK` of ``cap * tanh(logits / cap)``."""
+
+    cap: float
+
+    def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
+        return super().__call__(self.cap * jnp.tanh(logits / self.cap), bias)
+
+
+_BIAS, _SHARED = "e_score_correction_bias", ("shared_expert", "shared_experts")
+
+
+class Laguna(CausalLM):
+    """Laguna."""
+
+    configs = (LagunaConfig,)
+    presets = {}
+    hub_ids = {}
+    hf_table = {
+        **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP, **HF_GROUPED_EXPERTS,
+        "layer.attention.gate.g.kernel": W("self_attn.g_proj.weight"),
+        "layer.moe.router.bias": (W(f"mlp.experts.{_BIAS}"), W(f"mlp.gate.{_BIAS}")),
+        **{
+            f"layer.moe.shared.{x}.kernel": tuple(W(f"mlp.{name}.{x}_proj.weight") for name in _SHARED)
+            for x in ("gate", "up", "down")
+        },
+    }  # fmt: skip
+
+    def kind(self, index: int) -> Any:
+        c = self.config
+        return c.layer_kinds[index], c.sparse_layers[index], c.heads_per_layer[index]
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c, count = self.config, self.config.heads_per_layer[index]
+        rope, width = c.rope_of(c.layer_kinds[index]), c.head_width if c.gating == "per-element" else 1
+        return GQA(
+            Heads(c.hidden_size, count, c.kv_heads, c.head_width, c.attention_bias),
+            rotary=rope,
+            rotate=PartialRotary(rope.dim),
+            window=c.windows[index],
+            attend=self.strategy.attend,
+            qk_norm=QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw),
+            gate=OutputGate(c.hidden_size, count, width, activation=jax.nn.softplus, **kw),
+            **kw,
+        )
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        c, dim, cap = self.config, self.config.hidden_size, self.config.moe_router_logit_softcapping
+        if not c.sparse_layers[index]:
+            return MLP(dim, c.intermediate_size, bias=False, **kw)
+        rule = c.num_experts_per_tok, 1, 1, True, c.moe_routed_scaling_factor
+        select = CappedTopK(*rule, cap=cap) if cap else SigmoidGroupTopK(*rule)
+        shared = MLP(dim, c.shared_expert_intermediate_size, bias=False, **kw)
+        return self.moe(Router(dim, c.num_experts, select, bias=True, **kw), c.moe_intermediate_size, shared, **kw)

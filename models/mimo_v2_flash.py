@@ -1,0 +1,127 @@
+"""MiMo-V2-Flash (Xiaomi, 2025), after the implementation in transformers.
+
+Grouped-query attention whose values are narrower than its keys; layers with a window have twice as many heads for them,
+and sinks. The experts are DeepSeek-V3's without a shared one. Layers for multi-token prediction are skipped.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.bounds import count, number, per_layer
+from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.layer_ropes import PartialRopesConfig
+from nnxmoe.config.layer_windows import FULL, SLIDING
+from nnxmoe.layers.gqa import GQA, Heads, OutputFactor
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.rope import PartialRotary
+from nnxmoe.layers.sinks import Sinks
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, check_groups, corrected_router, grouped_experts
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP
+from nnxmoe.moe.block import MoE
+
+_FACTOR = {"partial_rotary_factor": 0.334}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MiMoV2FlashConfig(PartialRopesConfig):
+    """``layer_types`` null: the first layer and every sixth attend to all keys. ``mlp_layer_types``: ``dense`` or
+    ``sparse`` per layer; null: all but the first are sparse. ``v_head_dim``: width of the values, which are multiplied
+    by ``attention_value_scale``; null: by 1. ``sliding_window_size``: the window without the query's own key."""
+
+    model_type = "mimo_v2_flash"
+    architecture = "MiMoV2FlashForCausalLM"
+    experts_field = "n_routed_experts"
+    aliases = {"num_local_experts": "n_routed_experts"}
+    fixed = {"n_shared_experts": (None,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+    default_ropes = FrozenDict({FULL: {"rope_theta": 5e6, **_FACTOR}, SLIDING: {"rope_theta": 1e4, **_FACTOR}})
+    default_rotary_factor = 0.334
+    least_group = 2
+    n_shared_experts = None
+
+    vocab_size: int = 152576
+    intermediate_size: int = 16384
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = count(192, most=2**16)
+    v_head_dim: int = count(128, most=2**16)
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 5e6
+    attention_bias: bool = False
+    attention_value_scale: float | None = number(0.707, above=0.0, most=1e6)
+    sliding_window: int | None = count(129)
+    sliding_window_size: int | None = count(None)
+    mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
+    moe_intermediate_size: int = count(2048, most=2**24)
+    n_routed_experts: int = count(256, most=4096)
+    num_experts_per_tok: int = 8
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float | None = 1.0
+    bos_token_id: int | None = 1
+    eos_token_id: int | Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(size := self.sliding_window_size, int):
+            object.__setattr__(self, "sliding_window", size + 1)
+            object.__setattr__(self, "sliding_window_size", None)
+        if self.routed_scaling_factor is None:
+            object.__setattr__(self, "routed_scaling_factor", 1.0)
+        super().__post_init__()
+
+    def _check(self) -> None:
+        super()._check()
+        check_groups(self, "n_routed_experts")
+
+    @property
+    def layer_kinds(self) -> Sequence[str]:
+        return self.layer_types or [FULL if i == 0 or i % 6 == 5 else SLIDING for i in range(self.num_hidden_layers)]
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        return tuple(
+            kind == "sparse" for kind in self.mlp_layer_types or ["dense"] + ["sparse"] * (self.num_hidden_layers - 1)
+        )
+
+
+class MiMoV2Flash(CausalLM):
+    """MiMo-V2-Flash."""
+
+    configs = (MiMoV2FlashConfig,)
+    presets = {"mimo-v2-flash": MiMoV2FlashConfig(dtype="bfloat16")}
+    hub_ids = {"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"}
+    hub_notes = {"mimo-v2-flash": "FP8 blocks, loaded as bfloat16; the layers for multi-token prediction are left out"}
+    hf_table = {
+        **HF_DECODER, **HF_GQA, **HF_MLP, **HF_GROUPED_EXPERTS,
+        "layer.attention.sinks.scores": (W("self_attn.attention_sink_bias"), W("self_attn.sinks")),
+    }  # fmt: skip
+
+    def kind(self, index: int) -> Any:
+        return self.config.layer_kinds[index], self.config.sparse_layers[index]
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c, kind, window = self.config, self.config.layer_kinds[index], self.config.windows[index]
+        rope, kv_heads = c.rope_of(kind), c.kv_heads if window is None else 2 * c.kv_heads
+        heads = Heads(
+            c.hidden_size, c.num_attention_heads, kv_heads, c.head_width, c.attention_bias, False,
+            value_dim=c.v_head_dim,
+        )  # fmt: skip
+        return GQA(
+            heads,
+            rotary=rope,
+            rotate=PartialRotary(rope.dim),
+            window=window,
+            attend=self.strategy.attend,
+            sinks=None if window is None else Sinks(c.num_attention_heads, **kw),
+            gate=None if c.attention_value_scale is None else OutputFactor(c.attention_value_scale),
+            **kw,
+        )
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        return grouped_experts(self, index, functools.partial(corrected_router, self.config), **kw)
