@@ -126,13 +126,17 @@ class KimiLinearConfig(KimiHybridConfig):
 
 
 HF_KIMI_DELTA: Hf = {
-    **{f"layer.attention.project.{x}.kernel": W(f"self_attn.{x}_proj.weight") for x in "qkvfgb"},
-    **{f"layer.attention.project.{x}.{y}.kernel": W(f"self_attn.{x}_{y}_proj.weight") for x in "fg" for y in "ab"},
+    **{f"layer.attention.project.{x}.kernel": W(f"self_attn.{x}_proj.weight") for x in "qkvgb"},
+    **{f"layer.attention.project.g.{x}.kernel": W(f"self_attn.g_{x}_proj.weight") for x in "ab"},
     **{f"layer.attention.conv.{x}.weight": W(f"self_attn.{x}_conv1d.weight") for x in "qkv"},
-    "layer.attention.a_log": W("self_attn.A_log"),
-    "layer.attention.dt_bias": W("self_attn.dt_bias"),
     "layer.attention.norm.scale": W("self_attn.o_norm.weight"),
     "layer.attention.out.kernel": W("self_attn.o_proj.weight"),
+}
+_FORGET = {"a_log": "A_log", "dt_bias": "dt_bias", "project.f.kernel": "f_proj.weight"}
+_FORGET |= {f"project.f.{x}.kernel": f"f_{x}_proj.weight" for x in "ab"}
+HF_KIMI_DELTA |= {  # the second names are those of transformers in memory
+    f"layer.attention.{ours}": (W(f"self_attn.{theirs}"), W(f"self_attn.forget_gate.{theirs}"))
+    for ours, theirs in _FORGET.items()
 }
 _SPARSE, _PARTS = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
 _NAMES = {
@@ -143,10 +147,9 @@ _NAMES = {
 }
 _TABLE: Hf = HF_DECODER | HF_LATENT | HF_MLP | HF_GROUPED_EXPERTS | HF_KIMI_DELTA
 _TABLE |= {key: (name, *options(_TABLE, key)) for key, name in _NAMES.items()}
-# transformers 5.24 saves dense layers under these names too.
-_TABLE |= {
-    f"layer.mlp.{x}.kernel": (W(f"mlp.{x}_proj.weight"), W(f"{_SPARSE}.{x}_proj.weight")) for x in _PARTS
-}  # fmt: skip
+# Dense layers are saved as the second by transformers 5.24, whose name in memory is the last.
+_DENSE = "mlp", _SPARSE, "mlp"
+_TABLE |= {f"layer.mlp.{x}.kernel": tuple(W(f"{name}.{x}_proj.weight") for name in _DENSE) for x in _PARTS}
 
 
 class KimiHybrid(DeepSeekV3):

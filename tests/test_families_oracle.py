@@ -50,7 +50,8 @@ from tests.support.toy_family import Granite  # noqa: E402
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
 EACH = max(4, -(-45 // len(FAMILIES)))  # configurations per family: at least 45 in all
-MORE = {"deepseek_v4": 24, "deepseek_v32": 20, "glm_moe_dsa": 24, "gemma4_text": 8}  # at least 40 with an indexer
+MORE = {"deepseek_v4": 40, "deepseek_v32": 20, "glm_moe_dsa": 24, "gemma4_text": 8}  # at least 40 with an indexer
+MORE |= {"qwen3_next": 12, **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid"), 8)}
 ADAPTED = """sarvam_moe hy_v3 qwen3_next qwen3_5_moe_text deepseek_v32 deepseek_v4 mistral4 ernie4_5_moe afmoe
 qwen3_vl_moe_text gemma4_text kimi_linear bailing_hybrid""".split()  # whose names, or the order of these, differ
 CASES = [(kind, number) for kind in FAMILIES for number in range(MORE.get(kind, EACH))]
@@ -68,9 +69,9 @@ def hub_style(fields: Fields, kind: Any) -> Fields:
     """config.json of transformers 5 as the hub has it: the older names, without fields that have their defaults."""
     defaults = kind().to_dict()
     left = {k: v for k, v in fields.items() if k == "model_type" or v != defaults.get(k, ...)}
-    rope = dict(left.get("rope_parameters", defaults["rope_parameters"]))
+    rope = dict(left.get("rope_parameters", defaults.get("rope_parameters", {})))
     new = "full_attention", "main", "llama_4_scaling_beta"  # a rope object per kind of layers, and with more fields
-    if any(name in rope for name in new):
+    if not rope or any(name in rope for name in new):
         return left
     left.pop("rope_parameters", None)
     left["rope_theta"] = rope.pop("rope_theta")
@@ -190,12 +191,13 @@ def test_defaults_of_absent_fields(kind: str) -> None:
     ours = nnxmoe.config_from_hf({"model_type": kind} | required)
     own = "head_dim layer_types mlp_layer_types mlp_only_layers rope_parameters rope_theta rope_scaling dtype"
     own += " qk_rope_head_dim partial_rotary_factor indexer_types compress_rates moe_layer_end_index per_layer_config"
+    own += " num_attention_heads_per_layer"
     skipped = {"architectures", "model_type", "num_key_value_heads", *own.split()}
     for name in vars(ours).keys() - skipped:
         if hasattr(theirs, name) and not (name == "sliding_window" and theirs.sliding_window is None):
             assert getattr(ours, name) == getattr(theirs, name), name
-    rope = theirs.rope_parameters
-    assert ours.rope_theta == rope.get("full_attention", rope.get("main", rope))["rope_theta"]
+    if (rope := getattr(theirs, "rope_parameters", None)) is not None:
+        assert ours.rope_theta == rope.get("full_attention", rope.get("main", rope))["rope_theta"]
     assert ours.kv_heads == theirs.num_key_value_heads
 
 

@@ -2,13 +2,17 @@
 
 import ast
 import collections
+import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+
+from nnxmoe.models import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nnxmoe"
@@ -347,3 +351,15 @@ def test_tests_import_only_from_support() -> None:
                 if isinstance(node, ast.ImportFrom):
                     names = [str(node.module), *(f"{node.module}.{name}" for name in names)]
                 assert not any(name.startswith("tests.test_") for name in names), f"{path}:{node.lineno}"
+
+
+def test_the_table_of_families_is_current() -> None:
+    """Every registered family has a row, with the number of lines of its file."""
+    text = (ROOT / "models" / "README.md").read_text()
+    rows = [row.split(" | ") for row in text.partition("| family")[2].partition("\n\n")[0].splitlines()[2:]]
+    kinds = [re.findall(r"`(\w+)`", row[0]) for row in rows]
+    assert sorted(kind for row in kinds for kind in row) == sorted(MODELS)
+    for row, (kind, *_) in zip(rows, kinds, strict=True):
+        file = inspect.getsourcefile(MODELS[kind][1])
+        assert file is not None
+        assert int(row[2]) == len(Path(file).read_text().splitlines()), kind

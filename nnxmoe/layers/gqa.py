@@ -21,7 +21,8 @@ class Gate(Protocol):
     """Factors of the heads' outputs y, from the layer's input x, or from ``beside``: the ``extra`` outputs that the
     kernel of the queries has per head for it, after those of the query."""
 
-    extra: int
+    @property
+    def extra(self) -> int: ...
 
     def __call__(
         self, x: Float[Array, "B asked D"], beside: Float[Array, "B asked N _"], y: Float[Array, "B asked N H"]

@@ -256,7 +256,7 @@ def _mimo_v2_flash(rng: random.Random) -> Fields:
         | {
             "num_attention_heads": 4,
             "num_key_value_heads": rng.choice([1, 2]),
-            "head_dim": rng.choice([12, 16]),
+            "head_dim": rng.choice([12, 24]),
             "v_head_dim": rng.choice([6, 20]),
             "attention_bias": rng.random() < 0.5,
             "attention_value_scale": rng.choice([0.707, None, 1.5]),
@@ -295,7 +295,7 @@ def _laguna(rng: random.Random) -> Fields:
     )
 
 
-def _kimi(rng: random.Random) -> Fields:
+def _kimi_hybrid(rng: random.Random) -> Fields:
     fields = _latent(rng) | {"first_k_dense_replace": rng.choice([0, 1]), "rms_norm_eps": rng.choice([1e-5, 1e-2])}
     for name in ("rope_interleave", "rope_parameters", "rope_theta", "layer_types", "tie_word_embeddings"):
         fields.pop(name, None)
@@ -304,22 +304,23 @@ def _kimi(rng: random.Random) -> Fields:
 
 
 def _kimi_linear(rng: random.Random) -> Fields:
-    fields = _kimi(rng)
+    fields = _kimi_hybrid(rng)
     del fields["num_mtp_layers"]
     kinds = [rng.choice(["full_attention", "linear_attention"]) for _ in range(fields["num_hidden_layers"])]
+    kinds[rng.randrange(len(kinds))] = "full_attention"  # without any transformers has no generation
     return fields | {
         "linear_head_dim": rng.choice([4, 6]),
         "linear_num_heads": rng.choice([1, 2, 3]),
         "linear_conv_kernel_dim": rng.choice([2, 4]),
-        "layer_types": rng.choice([None, kinds]),
+        "layer_types": kinds,
     }
 
 
 def _bailing_hybrid(rng: random.Random) -> Fields:
-    return _kimi(rng) | {
+    return _kimi_hybrid(rng) | {
         "head_dim": rng.choice([4, 6]),
         "short_conv_kernel_size": rng.choice([2, 4]),
-        "layer_group_size": rng.choice([1, 2, 3]),
+        "layer_group_size": rng.choice([1, 2, 2]),  # without attention transformers has no generation
         "kda_safe_gate": rng.random() < 0.6,
         "kda_lower_bound": rng.choice([-5.0, -1.0]),
         "rope_theta": rng.choice([50.0, 1e4]),
