@@ -36,6 +36,7 @@ class MiMoV2FlashConfig(PartialRopesConfig):
     architecture = "MiMoV2FlashForCausalLM"
     experts_field = "n_routed_experts"
     aliases = {"num_local_experts": "n_routed_experts"}
+    ignored = "output_router_logits router_aux_loss_coef"
     fixed = {"n_shared_experts": (None,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     default_ropes = FrozenDict({FULL: {"rope_theta": 5e6, **_FACTOR}, SLIDING: {"rope_theta": 1e4, **_FACTOR}})
     default_rotary_factor = 0.334
