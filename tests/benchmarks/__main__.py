@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks [--only decode,prefill,load,train,moe] [--models …] [--dtypes …] [--out FILE] …
 
-Random models of 156M to 277M parameters, and narrow ones for training; then the mixture-of-experts layer alone, whose
+Random models of 129M to 277M parameters, and narrow ones for training; then the mixture-of-experts layer alone, whose
 limit is one dense product of the same work. The other side needs the 'oracle' extra. Prints medians in Markdown, also
 when it is interrupted; the same command with the same --out continues.
 """
