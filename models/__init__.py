@@ -26,6 +26,7 @@ from nnxmoe.models.exaone_moe import ExaoneMoe, ExaoneMoeConfig
 from nnxmoe.models.gemma4 import Gemma4Text, Gemma4TextConfig
 from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
 from nnxmoe.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
+from nnxmoe.models.glm5_next import Glm5NextText, Glm5NextTextConfig
 from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig
 from nnxmoe.models.gpt_oss import GptOss, GptOssConfig
 from nnxmoe.models.hy_v3 import HyV3, HyV3Config
@@ -85,7 +86,7 @@ for _family in (
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
     *(DeepSeekV32, GlmMoeDsa, DeepSeekV4, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
     *(Ministral3, Mistral4, ExaoneMoe, Mellum, Afmoe, Ernie45Moe, Gemma4Text, MiMoV2Flash, Laguna),
-    *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText, KimiLinear, BailingHybrid),
+    *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText, KimiLinear, BailingHybrid, Glm5NextText),
 ):
     register(_family)
 
@@ -118,6 +119,8 @@ __all__ = [
     "Glm4MoeConfig",
     "Glm4MoeLite",
     "Glm4MoeLiteConfig",
+    "Glm5NextText",
+    "Glm5NextTextConfig",
     "GlmMoeDsa",
     "GlmMoeDsaConfig",
     "GptOss",

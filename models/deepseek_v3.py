@@ -94,9 +94,8 @@ class DeepSeekV3(CausalLM):
         """The router of a layer with experts."""
         return corrected_router(self.config, **kw)
 
-    def attention(self, index: int, form: Callable[..., MLA] = MLA, **options: Any) -> MLA:
+    def attention(self, index: int, form: Callable[..., MLA] = MLA, **kw: Any) -> MLA:
         c = self.config
-        options = {"rotary": c.rope} | options
         return form(
             LatentWidths(
                 c.hidden_size,
@@ -106,13 +105,15 @@ class DeepSeekV3(CausalLM):
                 nope=c.qk_nope_head_dim,
                 rope=c.qk_rope_head_dim,
                 v_dim=c.v_head_dim,
+                eps=c.latent_norm_eps,
             ),
             scale=c.softmax_scale,
             bias=c.attention_bias,
+            rotary=c.rotary,
             rotate=rotate_pairs if c.rope_interleave else rotate_halves,
             form=self.strategy.latent,
             attend=self.strategy.attend,
-            **options,
+            **kw,
         )
 
     def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:

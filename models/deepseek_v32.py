@@ -48,6 +48,11 @@ class DeepSeekV32Config(LatentMoEConfig):
         check_at_most(self, "qk_rope_head_dim", "index_head_dim")
 
     @property
+    def keys_per_query(self) -> int:
+        """The most keys that a query attends to."""
+        return self.index_topk
+
+    @property
     def sparse_layers(self) -> Sequence[bool]:
         if self.mlp_layer_types is None:
             return super().sparse_layers
@@ -84,7 +89,7 @@ class DeepSeekV32(DeepSeekV3):
     rotate_index = staticmethod(rotate_halves)
 
     def attention(self, index: int, **kw: Any) -> Any:
-        form = functools.partial(SparseMLA, indexer=self.indexer(index, **kw), topk=self.config.index_topk)
+        form = functools.partial(SparseMLA, indexer=self.indexer(index, **kw), topk=self.config.keys_per_query)
         return super().attention(index, form, **kw)
 
     def indexer(self, index: int, **kw: Any) -> Indexer | None:

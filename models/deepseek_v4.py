@@ -273,17 +273,8 @@ HF_TABLE |= {
 HF_TABLE |= {f"layer.{ours}": (W(first), W(second)) for ours, (first, second) in _LAYER.items()}
 
 
-class DeepSeekV4(CausalLM):
-    """DeepSeek-V4."""
-
-    configs = (DeepSeekV4Config,)
-    presets = {"deepseek-v4-flash": _FLASH}
-    hub_ids = {"deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash"}
-    hub_notes = {"deepseek-v4-flash": "the layers for multi-token prediction are left out"}
-    hf_table = HF_TABLE
-
-    def kind(self, index: int) -> Any:
-        return self.config.kinds[index], self.config.hashed_layers[index]
+class StreamedLM(CausalLM):
+    """A model with several residual streams, ``hc_mult`` in its config, which its last norm makes one of."""
 
     def enter(self, x: Any) -> Any:
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))
@@ -302,6 +293,19 @@ class DeepSeekV4(CausalLM):
         return HyperConnection(
             c.hidden_size, c.hc_mult, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps, rngs=rngs
         )
+
+
+class DeepSeekV4(StreamedLM):
+    """DeepSeek-V4."""
+
+    configs = (DeepSeekV4Config,)
+    presets = {"deepseek-v4-flash": _FLASH}
+    hub_ids = {"deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash"}
+    hub_notes = {"deepseek-v4-flash": "the layers for multi-token prediction are left out"}
+    hf_table = HF_TABLE
+
+    def kind(self, index: int) -> Any:
+        return self.config.kinds[index], self.config.hashed_layers[index]
 
     def final_norm(self, config: Any, **kw: Any) -> CollapsedNorm:
         c = config

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count
+from nnxmoe.layers.gated import SWIGLU, Gated
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
@@ -82,14 +83,16 @@ def corrected_router(config: Any, **kw: Any) -> Router:
     return Router(c.hidden_size, c.experts, select, bias=True, **kw)
 
 
-def grouped_experts(model: CausalLM, index: int, router: Callable[..., Router], **kw: Any) -> MLP | MoE:
+def grouped_experts(
+    model: CausalLM, index: int, router: Callable[..., Router], activation: Gated = SWIGLU, **kw: Any
+) -> MLP | MoE:
     """The feed-forward of a layer: dense, or with experts. ``kw``: dtype and rngs."""
-    c, dim = model.config, model.config.hidden_size
+    c, dim, options = model.config, model.config.hidden_size, {"activation": activation, **kw}
     if not c.sparse_layers[index]:
-        return MLP(dim, c.intermediate_size, bias=False, **kw)
+        return MLP(dim, c.intermediate_size, bias=False, **options)
     made, width = router(**kw), c.moe_intermediate_size
-    shared = MLP(dim, width * c.n_shared_experts, bias=False, **kw) if c.n_shared_experts else None
-    return model.moe(made, width, shared, **kw)
+    shared = MLP(dim, width * c.n_shared_experts, bias=False, **options) if c.n_shared_experts else None
+    return model.moe(made, width, shared, **options)
 
 
 HF_GROUPED_EXPERTS = (

@@ -19,8 +19,20 @@ from nnxmoe.models.latent import LatentMoEConfig
 from nnxmoe.models.tables import HF_DECODER, HF_LATENT, HF_MLP, Hf
 
 LINEAR, FULL = "linear_attention", "full_attention"
-_NESTED = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
-_NESTED |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
+NESTED = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+NESTED |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
+
+
+def unfolded(config: Any, names: Mapping[str, str]) -> Mapping[str, Any]:
+    """``linear_attn_config`` of a config, which becomes null: its fields win over those that have these names. Raises
+    ConfigError if it is no object."""
+    nested = config.linear_attn_config
+    if nested is not None and not isinstance(nested, Mapping):
+        raise ConfigError(f"linear_attn_config must be an object or null, got {short(nested)}")
+    for theirs, ours in names.items():
+        object.__setattr__(config, ours, (nested or {}).get(theirs, getattr(config, ours)))
+    object.__setattr__(config, "linear_attn_config", None)
+    return nested or {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,14 +102,9 @@ class KimiLinearConfig(KimiHybridConfig):
     pad_token_id: int | None = 163839
 
     def __post_init__(self) -> None:
-        if (nested := self.linear_attn_config) is not None:
-            if not isinstance(nested, Mapping):
-                raise ConfigError(f"linear_attn_config must be an object or null, got {short(nested)}")
-            for theirs, ours in _NESTED.items():
-                object.__setattr__(self, ours, nested.get(theirs, getattr(self, ours)))
-            if self.layer_types is None and {"full_attn_layers", "kda_layers"} <= nested.keys():
-                object.__setattr__(self, "layer_types", self._kinds(nested["kda_layers"], nested["full_attn_layers"]))
-            object.__setattr__(self, "linear_attn_config", None)
+        nested = unfolded(self, NESTED)
+        if self.layer_types is None and {"full_attn_layers", "kda_layers"} <= nested.keys():
+            object.__setattr__(self, "layer_types", self._kinds(nested["kda_layers"], nested["full_attn_layers"]))
         super().__post_init__()
 
     def _kinds(self, linear: Any, full: Any) -> Sequence[str]:
@@ -115,7 +122,11 @@ class KimiLinearConfig(KimiHybridConfig):
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
-        return {}  # nothing is rotated
+        return {}  # nothing is rotated, whatever the file says
+
+    @property
+    def rotary(self) -> None:
+        return None
 
     @property
     def recurrent_layers(self) -> Sequence[bool]:
@@ -178,7 +189,7 @@ class KimiLinear(KimiHybrid):
     def attention(self, index: int, **kw: Any) -> Any:
         c = self.config
         if not c.recurrent_layers[index]:
-            return super().attention(index, rotary=None, **kw)
+            return super().attention(index, **kw)
         project, taps = KimiProjection(c.delta_heads, c.linear_head_dim, **kw), c.linear_conv_kernel_dim
         rates = 1, 1, c.linear_num_heads, 1
         return KimiDelta(c.delta_heads, project, FreeDecays(), rates=rates, taps=taps, eps=c.rms_norm_eps, **kw)

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from nnxmoe.config.bounds import ConfigError, count
-from nnxmoe.config.rope import yarn_mscale
+from nnxmoe.config.rope import Rope, yarn_mscale
 from nnxmoe.config.rope_fields import kind_of
+from nnxmoe.layers.mla import LATENT_NORM_EPS
 from nnxmoe.models.grouped_experts import GroupedExpertsConfig
 
 
@@ -53,6 +54,16 @@ class LatentMoEConfig(GroupedExpertsConfig):
     @property
     def head_width(self) -> int:
         return self.qk_rope_head_dim
+
+    @property
+    def rotary(self) -> Rope | None:
+        """The rotation of attention; None: there is none."""
+        return self.rope
+
+    @property
+    def latent_norm_eps(self) -> float:
+        """Of the norms of latents."""
+        return LATENT_NORM_EPS
 
     @property
     def softmax_scale(self) -> float:

@@ -44,6 +44,15 @@ ONE_LAYER: dict[str, dict[str, Any]] = {  # presets cut to one layer of each kin
     "gpt-oss-20b": {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention")},
     "qwen3-30b-a3b": {"num_hidden_layers": 1},
 }
+NEWER: dict[str, dict[str, Any]] = {  # recurrent, sparse and compressed attention; layers of two widths
+    "qwen3-next-80b-a3b": {"num_hidden_layers": 4, "num_experts": 64},
+    "kimi-linear-48b-a3b": {"num_hidden_layers": 4, "layer_types": None, "n_routed_experts": 64},
+    "deepseek-v3.2": {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 64},
+    "deepseek-v4-flash": {
+        "num_hidden_layers": 3, "compress_ratios": (0, 4, 128), "num_hash_layers": 1, "n_routed_experts": 64,
+    },
+    "gemma-4-26b-a4b": {"num_hidden_layers": 2},
+}  # fmt: skip
 QUICK_ON_TPU = {("mixtral-8x7b", "forward"), ("mixtral-8x7b", "train"), *((preset, "decode") for preset in ONE_LAYER)}
 
 
@@ -121,7 +130,7 @@ def _installed(name: str) -> bool:
 def test_tiny_models_compile(compile_for: Callable[..., Compiled], platform: str, kind: str) -> None:
     """On one device, with 128 tokens, so that kernels take them."""
     fields = TINY.get(kind) or FAMILIES[kind].frozen
-    config = config_from_hf(fields | {"max_position_embeddings": 512})
+    config = dataclasses.replace(config_from_hf(fields), max_position_embeddings=512)
     for step in STEPS:
         made = compile_for(platform, config, {}, Work(2, 128, train=step == "train"), step)
         assert 0 < made.total < 1e9
@@ -133,15 +142,18 @@ def test_tiny_models_compile(compile_for: Callable[..., Compiled], platform: str
     ("platform", "preset", "step"),
     [
         # libtpu compiles a training step in one to three minutes
-        pytest.param(*each, marks=[pytest.mark.slow] * (each[0] == "tpu" and (each[1], each[2]) not in QUICK_ON_TPU))
-        for each in itertools.product(DEVICES, ONE_LAYER, STEPS)
+        *(
+            pytest.param(*each, marks=[pytest.mark.slow] * (each[0] == "tpu" and each[1:] not in QUICK_ON_TPU))
+            for each in itertools.product(DEVICES, ONE_LAYER, STEPS)
+        ),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in itertools.product(DEVICES, NEWER, STEPS)),
     ],
 )
 def test_layers_of_real_width_compile_and_fit(
     compile_for: Callable[..., Compiled], platform: str, preset: str, step: str
 ) -> None:
     """On four devices, experts over two of them: rows travel by the native exchange, and products are kernels."""
-    config: Any = dataclasses.replace(PRESETS[preset], **ONE_LAYER[preset])
+    config: Any = dataclasses.replace(PRESETS[preset], **(ONE_LAYER | NEWER)[preset])
     made = compile_for(platform, config, {"fsdp": 2, "expert": 2}, Work(4, 1024, train=step == "train"), step)
     assert made.total < MEMORY[platform]
     assert made.ragged == bool(config.experts)

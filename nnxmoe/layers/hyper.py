@@ -87,6 +87,17 @@ def mixed(
     return by.post.astype(y.dtype)[..., None] * y[:, :, None] + moved.astype(y.dtype)
 
 
+class MeanNorm(RMSNorm):
+    """The norm after the last layer, of the mean of the streams (GLM-5.3, 2026)."""
+
+    def __init__(self, dim: int, streams: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        super().__init__(dim, eps, dtype=dtype, rngs=rngs)
+        self.streams = streams
+
+    def __call__(self, x: Float[Array, "B T streams D"]) -> Float[Array, "B T D"]:
+        return super().__call__(jnp.mean(x, axis=2))
+
+
 class CollapsedNorm(RMSNorm):
     """The norm after the last layer, of the streams collapsed to one."""
 

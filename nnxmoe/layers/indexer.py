@@ -35,9 +35,10 @@ class Indexer(nnx.Module):
     """Chooses for each query the keys with the highest ``sum_n weights(x)_n relu(q_n · key)``.
 
     ``q``: ``heads`` queries of width ``head_dim`` from the query latents of MLA. One key per token, normalised. The
-    first components of both, as many as ``rotary`` has, are rotated by ``rotate``. The reference also multiplies scores
-    by positive constants, which change no choice. Of equal scores the earlier key is chosen, which torch leaves open.
-    The choice has no gradient: a loss of the model's output does not train an indexer, as in transformers.
+    first components of both, as many as ``rotary`` has, are rotated by ``rotate``; None: nothing is. The reference also
+    multiplies scores by positive constants, which change no choice. Of equal scores the earlier key is chosen, which
+    torch leaves open. The choice has no gradient: a loss of the model's output does not train an indexer, as in
+    transformers.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Indexer(nnx.Module):
         heads: int,
         head_dim: int,
         *,
-        rotary: Rope,
+        rotary: Rope | None,
         rotate: Rotate,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
@@ -58,6 +59,11 @@ class Indexer(nnx.Module):
         self.k = Linear((dim,), (head_dim,), ("embed", "latent"), **kw)
         self.k_norm = LayerNorm(head_dim, KEY_NORM_EPS, **kw)
         self.weights = Linear((dim,), (heads,), ("embed", None), **kw)
+
+    @property
+    def key_width(self) -> int:
+        """Numbers per token in the cache."""
+        return self.k.kernel.outs[0]
 
     def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H"]:
         """Compute one key per token."""
@@ -78,6 +84,8 @@ class Indexer(nnx.Module):
         return chosen_keys(*jax.lax.stop_gradient(given), mask, topk)
 
     def _rotated(self, x: Float[Array, "B T N H"], context: Context) -> Float[Array, "B T N H"]:
+        if self.rotary is None:
+            return x
         turned, plain = jnp.split(x, [self.rotary.dim], axis=-1)
         return jnp.concatenate([context.rotated(turned, self.rotary, self.rotate), plain], axis=-1)
 

@@ -94,10 +94,19 @@ class Query(nnx.Module):
     """Low-rank query projection: ``b(norm(a(x)))``."""
 
     def __init__(
-        self, dim: int, rank: int, heads: int, head_dim: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs | None
+        self,
+        dim: int,
+        rank: int,
+        heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        eps: float = LATENT_NORM_EPS,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
     ):
         self.a = Linear((dim,), (rank,), ("embed", "latent"), bias=bias, dtype=dtype, rngs=rngs)
-        self.norm = RMSNorm(rank, LATENT_NORM_EPS, dtype=dtype, rngs=rngs)
+        self.norm = RMSNorm(rank, eps, dtype=dtype, rngs=rngs)
         self.b = Linear((rank,), (heads, head_dim), ("q_rank", "heads", "head"), dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
@@ -112,7 +121,7 @@ class Query(nnx.Module):
 class LatentWidths:
     """Sizes of `MLA`: ranks of the latents, and widths of a head's parts without and with rotation and of its values.
 
-    ``q_rank`` None: queries are one full-rank projection.
+    ``q_rank`` None: queries are one full-rank projection. ``eps``: of the norms of the latents.
     """
 
     dim: int
@@ -122,6 +131,7 @@ class LatentWidths:
     nope: int
     rope: int
     v_dim: int
+    eps: float = LATENT_NORM_EPS
 
 
 class MLA(nnx.Module):
@@ -150,9 +160,9 @@ class MLA(nnx.Module):
         if w.q_rank is None:
             self.q = Linear((dim,), (heads, w.nope + w.rope), ("embed", "heads", "head"), **kw)
         else:
-            self.q = Query(dim, w.q_rank, heads, w.nope + w.rope, bias=bias, **kw)
+            self.q = Query(dim, w.q_rank, heads, w.nope + w.rope, bias=bias, eps=w.eps, **kw)
         self.kv_a = Linear((dim,), (w.kv_rank + w.rope,), ("embed", "latent"), bias=bias, **kw)
-        self.kv_norm = RMSNorm(w.kv_rank, LATENT_NORM_EPS, **kw)
+        self.kv_norm = RMSNorm(w.kv_rank, w.eps, **kw)
         self.kv_b = Linear((w.kv_rank,), (heads, w.nope + w.v_dim), ("kv_rank", "heads", "head"), **kw)
         self.o = Linear((heads, w.v_dim), (dim,), ("heads", "head", "embed"), bias=bias, **kw)
 

@@ -48,4 +48,4 @@ class SparseMLA(MLA):
         cache = super().empty_cache(batch, capacity, dtype, spare)
         if self.indexer is None:
             return cache
-        return IndexedCache(cache.latent, keys=jnp.zeros((batch, capacity, *self.indexer.k.kernel.outs), dtype))
+        return IndexedCache(cache.latent, keys=jnp.zeros((batch, capacity, self.indexer.key_width), dtype))

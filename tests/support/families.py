@@ -316,6 +316,33 @@ def _kimi_linear(rng: random.Random) -> Fields:
     }
 
 
+def _glm5_next_text(rng: random.Random) -> Fields:
+    fields = _kimi_hybrid(rng) | {"n_routed_experts": rng.choice([8, 12]), "n_group": 1, "topk_group": 1}
+    for name in ("num_local_experts", "first_k_dense_replace"):
+        del fields[name]
+    layers, pool = rng.choice([2, 3, 4]), rng.choice([2, 3, 4])
+    kinds = [rng.choice(["indexed_attention", "linear_attention"]) for _ in range(layers)]
+    kinds[rng.randrange(layers)] = "indexed_attention"
+    return fields | {
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(layers)],
+        "q_lora_rank": 12,
+        "qk_rope_head_dim": 0,
+        "index_n_heads": rng.choice([24, 32]),
+        "index_head_dim": rng.choice([6, 8]),
+        "index_topk": pool * rng.choice([1, 2, 3]),
+        "index_kpool": pool,
+        "linear_head_dim": rng.choice([4, 6]),
+        "linear_num_heads": rng.choice([1, 2, 3]),
+        "linear_conv_kernel_dim": rng.choice([2, 4]),
+        "linear_lower_bound": rng.choice([-5.0, -1.0]),
+        "hc_mult": rng.choice([2, 3]),
+        "hc_sinkhorn_iters": rng.choice([2, 5]),
+        "swiglu_limit": rng.choice([0.5, 10.0]),
+    }
+
+
 def _bailing_hybrid(rng: random.Random) -> Fields:
     return _kimi_hybrid(rng) | {
         "head_dim": rng.choice([4, 6]),
@@ -1445,6 +1472,49 @@ FAMILIES |= {
         },
         _kimi_linear,
         "kimi_linear",
+    ),
+    "glm5_next_text": Family(
+        {k: v for k, v in _HUB.items() if k != "max_position_embeddings"}
+        | {
+            "model_type": "glm5_next_text",
+            "pad_token_id": 0,
+            "hidden_size": 24,
+            "intermediate_size": 28,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 0,
+            "v_head_dim": 10,
+            "index_n_heads": 24,
+            "index_head_dim": 8,
+            "index_topk": 6,
+            "index_kpool": 3,
+            "index_kpool_always_select_tail": True,
+            "linear_attn_config": {
+                "head_dim": 6,
+                "num_heads": 4,
+                "short_conv_kernel_size": 3,
+                "gate_lower_bound": -5.0,
+            },
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 5,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+            "swiglu_limit": 0.5,
+            "rms_norm_eps": 1e-5,
+        },
+        _glm5_next_text,
+        "glm5_next_text",
     ),
     "bailing_hybrid": Family(
         _HUB

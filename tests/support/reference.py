@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.glm5_next import modeling_glm5_next as glm5_next
 
 from tests.support.families import NEW, PROMPT, positions_of, weights_of, write_config
 from tests.support.tiny import Fields, Weights
@@ -18,6 +20,25 @@ CLOSE = 1e-4  # experts with scores this close may swap due to rounding
 MARGIN = 1e-3  # tokens with logits this close may swap due to rounding
 _MISTRAL4 = transformers.Mistral4Config, transformers.Mistral4ForCausalLM
 transformers.AutoModelForCausalLM.register(*_MISTRAL4, exist_ok=True)  # which it only has inside of mistral3
+
+
+class _Glm5Next(glm5_next.Glm5NextPreTrainedModel, transformers.GenerationMixin):
+    """The text model of GLM-5.3 with a head, which transformers only has beside a vision tower."""
+
+    config_class = glm5_next.Glm5NextTextConfig
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model = glm5_next.Glm5NextTextModel(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, **given: Any) -> Any:
+        out = self.model(input_ids, **{k: v for k, v in given.items() if k not in ("return_dict", "logits_to_keep")})
+        return CausalLMOutputWithPast(logits=self.lm_head(out.last_hidden_state), past_key_values=out.cache)
+
+
+transformers.AutoModelForCausalLM.register(glm5_next.Glm5NextTextConfig, _Glm5Next, exist_ok=True)
 _DENSE = re.compile("block_sparse_moe(?=.(gate|up|down)_proj)")  # its name of a dense layer, which the hub calls mlp
 ALONE = ("deepseek_v4",)  # whose windows count padding in transformers, so that its rows are run without it
 

@@ -18,6 +18,7 @@ from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS
 from nnxmoe.layers.quantized import ARRAYS
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import Table, W, layer_of, options
+from nnxmoe.models.tables import HF_MTP
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.source import towers
 
@@ -144,8 +145,8 @@ def _skip_rules(
     config, table = model.config, model.hf_table
     first = config.num_hidden_layers
     numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
-    # Only prediction layers have these tensors; a surplus layer has not.
-    own = {w.name for key in table if key.startswith(_MTP) for w in options(table, key)}
+    # Only prediction layers have these tensors; a surplus layer has not. Not every family has names for its own.
+    own = {w.name for rows in (HF_MTP, table) for key in rows if key.startswith(_MTP) for w in options(rows, key)}
     marked = {layer for layer, name in map(layer_of, left) if layer in numbers and name in own}
     built = {layer for layer, name in map(layer_of, leaves) if layer in numbers and name in own}
     repeated = {name for layer in built if layer is not None for name in _repeated(table, layer)}

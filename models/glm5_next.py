@@ -1,0 +1,167 @@
+"""GLM-5.3 Flash (Zhipu AI, 2026), the text model, after the implementation in transformers.
+
+Three of four layers are Kimi Linear's with bounded decays; the others have GLM-5's sparse attention without rotation,
+whose indexers choose pools of keys. Layers read from DeepSeek-V4's residual streams, of which the last norm takes the
+mean. The layer for multi-token prediction is skipped.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnxmoe.config.bounds import ConfigError, count, number, one_of, per_layer
+from nnxmoe.layers.delta import DeltaHeads
+from nnxmoe.layers.gated import LimitedSwiGLU
+from nnxmoe.layers.hyper import MeanNorm
+from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta, KimiProjection
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.pooled_indexer import PooledIndexer
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.deepseek_v4 import StreamedLM
+from nnxmoe.models.deepseek_v32 import DeepSeekV32
+from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig
+from nnxmoe.models.grouped_experts import corrected_router, grouped_experts
+from nnxmoe.models.kimi_linear import HF_KIMI_DELTA, LINEAR, NESTED, unfolded
+from nnxmoe.moe.block import MoE
+
+_INDEXED = "indexed_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Glm5NextTextConfig(GlmMoeDsaConfig):
+    """``linear_…``: of the recurrent layers, as in `KimiLinearConfig`; ``linear_lower_bound``: the lowest logarithm of
+    a decay, null: there is none. ``layer_types`` null: every fourth layer is attention. ``index_kpool``: keys per pool,
+    which divides ``index_topk``, the keys in the pools that a query attends to. ``hc_…``: the residual streams.
+    ``swiglu_limit``: bound of gates and ups. ``indexer_types``: ``full`` for all layers with attention."""
+
+    model_type = "glm5_next_text"
+    architecture = "Glm5NextForCausalLM"
+    fixed = {"index_kpool_always_select_tail": (True,)}
+
+    num_hidden_layers: int = 45
+    hidden_size: int = 4096
+    max_position_embeddings: int = 1048576
+    q_lora_rank: int = count(1536, most=2**20)
+    qk_nope_head_dim: int = count(256, most=2**16)
+    qk_rope_head_dim: int = one_of(0)
+    n_routed_experts: int = count(288, most=4096)
+    layer_types: Sequence[str] | None = per_layer(LINEAR, _INDEXED, "full_attention")
+    linear_head_dim: int = count(128, most=2**16)
+    linear_num_heads: int = count(64, most=2**14)
+    linear_conv_kernel_dim: int = count(4, least=2, most=256)
+    linear_lower_bound: float | None = number(-5.0, above=-1e3, most=-1e-6)
+    linear_attn_config: Mapping[str, Any] | None = None
+    index_kpool: int = count(16, most=2**16)
+    hc_mult: int = count(4, most=64)
+    hc_eps: float = number(1e-6, above=0.0, most=1.0)
+    hc_sinkhorn_iters: int = count(20, most=1000)
+    swiglu_limit: float = 10.0
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = 154820
+
+    def __post_init__(self) -> None:
+        nested = unfolded(self, NESTED | {"gate_lower_bound": "linear_lower_bound"})
+        if nested and nested.get("safe_gate", True) and self.linear_lower_bound is None:
+            object.__setattr__(self, "linear_lower_bound", -5.0)
+        super().__post_init__()
+
+    def _check(self) -> None:
+        super()._check()
+        if self.index_topk % self.index_kpool:
+            raise ConfigError(f"index_topk {self.index_topk} is not a multiple of index_kpool {self.index_kpool}")
+        shared = [i for i, recurrent in enumerate(self.recurrent_layers) if not recurrent and not self.indexed[i]]
+        if shared:
+            raise ConfigError(
+                f"layer {shared[0]} has a shared indexer, which is not supported: the layer before it may be recurrent "
+                "and then hands on no keys. Supported: full"
+            )
+
+    def to_hf(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_hf().items() if name != "linear_attn_config"}
+
+    @property
+    def rope_fields(self) -> Mapping[str, Any]:
+        return {}  # nothing is rotated, whatever the file says
+
+    @property
+    def rotary(self) -> None:
+        return None
+
+    @property
+    def latent_norm_eps(self) -> float:
+        return self.rms_norm_eps
+
+    @property
+    def keys_per_query(self) -> int:
+        return self.index_topk + self.index_kpool - 1
+
+    @property
+    def recurrent_layers(self) -> Sequence[bool]:
+        """Whether each layer is recurrent."""
+        if self.layer_types:
+            return tuple(kind == LINEAR for kind in self.layer_types)
+        return tuple(i % 4 != 3 for i in range(self.num_hidden_layers))
+
+    @property
+    def delta_heads(self) -> DeltaHeads:
+        """The heads of the recurrent layers."""
+        heads, width = self.linear_num_heads, self.linear_head_dim
+        return DeltaHeads(self.hidden_size, heads, heads, width, width)
+
+
+_STREAMS = {"fn.kernel": "fn", "base": "base", "scale": "scale"}
+_HALVES = (("attention", "attn"), ("mlp", "ffn"), ("moe", "ffn"))
+
+
+class Glm5NextText(StreamedLM, DeepSeekV32):
+    """The text model of GLM-5.3 Flash."""
+
+    configs = (Glm5NextTextConfig,)
+    presets = {"glm-5.3-flash": Glm5NextTextConfig(dtype="bfloat16")}
+    hub_ids = {"glm-5.3-flash": "zai-org/GLM-5.3-Flash"}
+    hub_notes = dict.fromkeys(presets, "the vision tower and the layer for multi-token prediction are left out")
+    hf_table = {
+        **GlmMoeDsa.hf_table,
+        **HF_KIMI_DELTA,
+        "layer.attention.indexer.gate.kernel": W("self_attn.indexer.index_kpool_compress_gate"),
+        "layer.attention.indexer.place": W("self_attn.indexer.index_kpool_compress_ape"),
+        **{
+            f"layer.{half}_streams.weights.{part}": (W(f"hc_{theirs}_{end}"), W(f"{theirs}_hc.{end}"))
+            for half, theirs in _HALVES
+            for part, end in _STREAMS.items()
+        },
+    }
+
+    def kind(self, index: int) -> Any:
+        return self.config.recurrent_layers[index], self.config.sparse_layers[index]
+
+    def final_norm(self, config: Any, **kw: Any) -> MeanNorm:
+        return MeanNorm(config.hidden_size, config.hc_mult, config.rms_norm_eps, **kw)
+
+    def attention(self, index: int, **kw: Any) -> Any:
+        c = self.config
+        if not c.recurrent_layers[index]:
+            return super().attention(index, **kw)
+        low = c.linear_lower_bound
+        decays, project = FreeDecays() if low is None else BoundedDecays(low), c.linear_head_dim
+        return KimiDelta(
+            c.delta_heads,
+            KimiProjection(c.delta_heads, project, **kw),
+            decays,
+            rates=(c.linear_num_heads,),
+            taps=c.linear_conv_kernel_dim,
+            eps=c.rms_norm_eps,
+            **kw,
+        )
+
+    def indexer(self, index: int, **kw: Any) -> PooledIndexer:
+        c = self.config
+        return PooledIndexer(
+            c.hidden_size, c.q_lora_rank, c.index_n_heads, c.index_head_dim, pool=c.index_kpool, **kw
+        )  # fmt: skip
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        router = functools.partial(corrected_router, self.config)
+        return grouped_experts(self, index, router, LimitedSwiGLU(self.config.swiglu_limit), **kw)
