@@ -199,6 +199,8 @@ def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
     if not isinstance(fields, Mapping):
         raise ConfigError(f"config.json must hold an object, got {type(fields).__name__}")
     kind = fields.get("model_type")
+    if isinstance(kind, str) and f"{kind}_text" in MODELS:  # the text model of a multimodal one, without its own type
+        kind = f"{kind}_text"
     if not isinstance(kind, str) or kind not in MODELS:
         raise ConfigError(f"model_type {short(kind)} is not supported{_relative(kind)}; supported: {', '.join(MODELS)}")
     return MODELS[kind][0]

@@ -45,6 +45,7 @@ class Glm5NextTextConfig(GlmMoeDsaConfig):
     q_lora_rank: int = count(1536, most=2**20)
     qk_nope_head_dim: int = count(256, most=2**16)
     qk_rope_head_dim: int = one_of(0)
+    head_dim: int | None = count(None, least=0, most=2**16)  # ignored; transformers saves the rotated width
     n_routed_experts: int = count(288, most=4096)
     layer_types: Sequence[str] | None = per_layer(LINEAR, _INDEXED, "full_attention")
     linear_head_dim: int = count(128, most=2**16)

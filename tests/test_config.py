@@ -581,6 +581,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported"),
     ("kimi_linear", {"layer_types": ["linear"] * 27}, "layer_types: 'linear' is not supported"),
     ("kimi_linear", {"num_experts": 4, "n_routed_experts": 8}, "num_experts 4 and n_routed_experts 8 are one field"),
+    ("glm5_next_text", {"index_topk": 100}, "index_topk 100 is not a multiple of index_kpool 16"),
+    ("glm5_next_text", {"indexer_types": ["full"] * 3 + ["shared"] * 42}, "layer 3 has a shared indexer, which is not"),
+    ("glm5_next_text", {"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail False is not supp"),
+    ("glm5_next_text", {"qk_rope_head_dim": 64}, "qk_rope_head_dim 64 is not supported; supported: 0"),
+    ("glm5_next_text", {"linear_attn_config": {"gate_lower_bound": 1}}, "linear_lower_bound 1 is out of range"),
+    ("glm5_next_text", {"layer_types": ["window"] * 45}, "layer_types: 'window' is not supported"),
     ("bailing_hybrid", {"kda_lower_bound": 0.5}, "kda_lower_bound 0.5 is out of range: above -1000"),
     ("bailing_hybrid", {"kda_lower_bound": "-5"}, "kda_lower_bound must be a finite number, got '-5'"),
     ("bailing_hybrid", {"layer_group_size": 0}, "layer_group_size must be a positive integer, got 0"),
@@ -697,10 +703,18 @@ def test_unknown_model_type_error_lists_the_supported_ones() -> None:
     for kind in ("gpt2", None, 3, "Llama", *relatives):
         with pytest.raises(ConfigError, match=rf"model_type {kind!r} .*llama, mistral, mixtral, deepseek_v3") as error:
             config_from_hf({"model_type": kind})
-        assert str(error.value).endswith(f", {list(MODELS)[-1]}") and len(str(error.value)) < 700
+        assert str(error.value).endswith(f", {list(MODELS)[-1]}") and len(str(error.value)) < 800
         relative = relatives.get(kind)
         assert ("would compute something else" in str(error.value)) == (relative is not None)
         assert relative is None or f"its layers are not those of {relative}," in str(error.value)
+
+
+def test_text_models_without_a_type_of_their_own() -> None:
+    """Nested in a multimodal config, or flat under its type, as files of GLM-5.3 without a vision tower."""
+    fields = FAMILIES["glm5_next_text"].frozen
+    inner = {name: value for name, value in fields.items() if name != "model_type"}
+    for given in (inner | {"model_type": "glm5_next"}, {"model_type": "glm5_next", "text_config": inner}):
+        assert config_from_hf(given) == config_from_hf(fields)
 
 
 def test_a_declared_field_that_nothing_reads_is_an_error() -> None:
@@ -1016,6 +1030,7 @@ SIZES = {
     "mellum2-12b-a2.5b": 12e9,
     "mimo-v2-flash": 309e9,
     "kimi-linear-48b-a3b": 49.1e9,
+    "glm-5.3-flash": 313e9,  # 321 with the layer for multi-token prediction
     "ling-3.0-flash": 124.4e9,  # of the defaults in transformers; no published number is known
     "trinity-nano": 6e9,
     "trinity-mini": 26e9,

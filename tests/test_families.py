@@ -266,6 +266,7 @@ PLANS = [
     *((kind, way, {"expert": 4, "tensor": 2}) for kind in ("olmoe", "qwen2_moe") for way in WAYS),
     *((kind, way, {"data": 2, "expert": 2, "tensor": 2}) for kind in MECHANISMS for way in WAYS),
     *((kind, "ragged", {"fsdp": 4, "expert": 2}) for kind in SPARSE),
+    ("glm5_next_text", "ragged", {"data": 2, "expert": 2, "tensor": 2}),
 ]
 
 
@@ -435,6 +436,7 @@ def test_maxtext_layout(kind: str) -> None:
         ("afmoe", "no table of MaxText's names for 'afmoe'"),
         ("mimo_v2_flash", "no table of MaxText's names for 'mimo_v2_flash'"),
         ("laguna", "no table of MaxText's names for 'laguna'"),
+        ("glm5_next_text", "no table of MaxText's names for 'glm5_next_text'"),
         ("kimi_linear", "no table of MaxText's names for 'kimi_linear'"),
         ("bailing_hybrid", "no table of MaxText's names for 'bailing_hybrid'"),
     ],

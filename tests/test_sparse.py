@@ -16,13 +16,16 @@ from nnxmoe import Absorbed, ByLength, Naive, Reference
 from nnxmoe.config.rope import Rope
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Wanted
-from nnxmoe.layers import indexer
+from nnxmoe.layers import indexer, pooled_indexer
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.context import Context
+from nnxmoe.layers.gated import LimitedSwiGLU
+from nnxmoe.layers.hyper import MeanNorm
 from nnxmoe.layers.indexer import NONE, IndexedCache, Indexer, chosen_keys, highest
 from nnxmoe.layers.mla import MLA, LatentWidths
-from nnxmoe.layers.norm import LayerNorm
+from nnxmoe.layers.norm import LayerNorm, RMSNorm
+from nnxmoe.layers.pooled_indexer import PooledIndexer
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.layers.sparse_mla import SparseMLA
 from tests.support.arrays import max_error
@@ -34,6 +37,7 @@ F32: Any = jnp.dtype("float32")
 ROPE = Rope(4, 100.0)
 WIDTHS = LatentWidths(12, 3, q_rank=7, kv_rank=5, nope=6, rope=4, v_dim=7)
 KINDS = ("deepseek_v32", "glm_moe_dsa")
+POOLED = "glm5_next_text"
 
 
 @pytest.fixture
@@ -214,7 +218,7 @@ def made() -> Made:
     return make
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, POOLED])
 def test_every_split_of_a_prompt(kind: str, made: Made) -> None:
     """Cached chunks, padded on either side; packed segments are separate rows; the last token alone."""
     case, model = made(kind)
@@ -258,14 +262,14 @@ def engine_ids(model: Any, draft: Any) -> list[list[int]]:
     return [request.ids for request in requests]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, POOLED])
 def test_rows_of_an_engine_and_drafts_that_are_taken_back(kind: str, made: Made) -> None:
     _, model = made(kind)
     wanted = [greedy(model, prompt, 8) for prompt in PROMPTS]
     assert engine_ids(model, None) == engine_ids(model, nnxmoe.PromptLookup(3)) == wanted
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, POOLED])
 def test_tokens_taken_back_leave_nothing(kind: str, made: Made) -> None:
     """The logits after rejected tokens are those without them, to the last bit."""
     case, model = made(kind)
@@ -401,6 +405,46 @@ def test_planted_mistakes_change_the_logits(kind: str, name: str, made: Made, mo
     mask = case.arrays["mask"] if name == "padding" else np.ones_like(case.arrays["mask"])
     prefix = "padded." if name == "padding" else ""
     assert max_error(eager_logits(model, case.arrays["tokens"], mask), case.arrays[prefix + "logits"], mask) > NOTICED
+
+
+def pools_of_plain_means(model: Any, patch: pytest.MonkeyPatch) -> None:
+    for x in indexers(model):
+        x.gate.kernel.set_value(jnp.zeros_like(x.gate.kernel[...]))
+
+
+def places_forgotten(model: Any, patch: pytest.MonkeyPatch) -> None:
+    for x in indexers(model):
+        x.place.set_value(jnp.zeros_like(x.place[...]))
+
+
+def own_pool_not_seen(model: Any, patch: pytest.MonkeyPatch) -> None:
+    right = PooledIndexer._own
+    patch.setattr(PooledIndexer, "_own", lambda self, *given: jnp.full_like(right(self, *given), NONE))
+
+
+def pools_from_the_second_token(model: Any, patch: pytest.MonkeyPatch) -> None:
+    right = pooled_indexer._offsets
+    patch.setattr(pooled_indexer, "_offsets", lambda segment, real: jnp.maximum(right(segment, real) - 1, 0))
+
+
+def one_stream_instead_of_the_mean(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MeanNorm, "__call__", lambda self, x: RMSNorm.__call__(self, x[:, :, 0]))
+
+
+def unbounded_gates(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LimitedSwiGLU, "__call__", lambda self, gate, up: jax.nn.silu(gate) * up)
+
+
+OF_POOLS = [pools_of_plain_means, places_forgotten, own_pool_not_seen, pools_from_the_second_token]
+OF_POOLS += [one_stream_instead_of_the_mean, unbounded_gates]
+
+
+@pytest.mark.parametrize("plant", OF_POOLS)
+def test_mistakes_with_pools_change_the_logits(plant: Plant, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, right = made(POOLED)
+    model = nnx.merge(*nnx.split(right))
+    plant(model, monkeypatch)
+    assert NOTICED < max_error(eager_logits(model, case.arrays["tokens"]), case.arrays["logits"]) < np.inf
 
 
 class Kept(IndexedCache):

@@ -45,6 +45,7 @@ ELSEWHERE = {
     "sarvam_mla": (WIDER,),
     "sarvam_moe": (WIDER, GROUPED),
     "kimi_linear": (WIDER,),
+    "glm5_next_text": ("a rotated width of two more", "a layer with a window of null"),  # it has neither
     "mimo_v2_flash": (WIDER,),  # the outputs have the width of the values
     "laguna": (GROUPED,),  # its layers have numbers of heads of their own
     "bailing_hybrid": (WIDER,),

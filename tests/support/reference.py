@@ -22,7 +22,7 @@ _MISTRAL4 = transformers.Mistral4Config, transformers.Mistral4ForCausalLM
 transformers.AutoModelForCausalLM.register(*_MISTRAL4, exist_ok=True)  # which it only has inside of mistral3
 
 
-class _Glm5Next(glm5_next.Glm5NextPreTrainedModel, transformers.GenerationMixin):
+class Glm5NextForCausalLM(glm5_next.Glm5NextPreTrainedModel, transformers.GenerationMixin):
     """The text model of GLM-5.3 with a head, which transformers only has beside a vision tower."""
 
     config_class = glm5_next.Glm5NextTextConfig
@@ -38,7 +38,8 @@ class _Glm5Next(glm5_next.Glm5NextPreTrainedModel, transformers.GenerationMixin)
         return CausalLMOutputWithPast(logits=self.lm_head(out.last_hidden_state), past_key_values=out.cache)
 
 
-transformers.AutoModelForCausalLM.register(glm5_next.Glm5NextTextConfig, _Glm5Next, exist_ok=True)
+Glm5NextForCausalLM.__module__ = glm5_next.__name__  # whose code the list of fields looks at
+transformers.AutoModelForCausalLM.register(glm5_next.Glm5NextTextConfig, Glm5NextForCausalLM, exist_ok=True)
 _DENSE = re.compile("block_sparse_moe(?=.(gate|up|down)_proj)")  # its name of a dense layer, which the hub calls mlp
 ALONE = ("deepseek_v4",)  # whose windows count padding in transformers, so that its rows are run without it
 
