@@ -46,6 +46,7 @@ from tests.benchmarks.models import MIDSIZE
 from tests.benchmarks.processes import call
 from tests.support.arrays import max_error
 from tests.support.cases import load_case
+from tests.support.families import load
 from tests.support.fp8 import FP8, quantise
 from tests.support.tiny import TINY, stacking_of, tiny_weights, write_checkpoint
 
@@ -233,6 +234,20 @@ def test_multi_token_prediction_layers_are_skipped_and_reported(tmp_path: Path) 
     assert "prediction" in rule and set(model.load_report.skipped[rule]) == set(extra)
     assert model.load_report.unexpected == tuple(beyond)
     np.testing.assert_allclose(logits(model, "deepseek_basic"), reference("deepseek_basic"), atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["glm_moe_dsa", "bailing_hybrid"])
+def test_prediction_layers_that_a_family_cannot_have_are_skipped(kind: str, tmp_path: Path) -> None:
+    """The file of GLM-5 has one more layer than ``num_hidden_layers`` says."""
+    case = load(kind)
+    fields = case.fields | {"num_nextn_predict_layers": 1}
+    count, dim = fields["num_hidden_layers"], fields["hidden_size"]
+    last, beyond = (f"model.layers.{number}." for number in (count - 1, count))
+    more = {name.replace(last, beyond): tensor for name, tensor in case.weights.items() if name.startswith(last)}
+    more |= {f"{beyond}{name}.weight": np.ones(dim, np.float32) for name in ("enorm", "hnorm", "shared_head.norm")}
+    more[f"{beyond}eh_proj.weight"] = np.ones((dim, 2 * dim), np.float32)
+    report = nnxmoe.from_pretrained(write_checkpoint(tmp_path, fields, case.weights | more)).load_report
+    assert not report.unexpected and [set(names) for names in report.skipped.values()] == [more.keys()]
 
 
 def test_tied_heads(tmp_path: Path) -> None:
