@@ -5,11 +5,11 @@ S <- diag(exp(g)) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from nnxmoe.layers.delta_rule import CHUNK, DeltaInputs, product, unit_lower_inverse
 
-BLOCK = 16  # tokens whose decays between each other are computed for every pair and channel
+FEWEST_ROWS = 8  # of a product of matrices: smaller ones are sums, which XLA:CPU computes faster
 
 
 def in_chunks_by_channel(
@@ -26,19 +26,19 @@ def in_chunks_by_channel(
         return jnp.moveaxis(a.reshape(batch, count, size, *a.shape[2:]), (1, 3), (0, 2))
 
     q, k, v, g, beta = map(cut, inputs[:5])
-    total, causal = jnp.cumsum(g, axis=-2), jnp.tril(jnp.ones((size, size), bool))
+    total = jnp.cumsum(g, axis=-2)
+    pairs = _pairs(jnp.stack([k, q]), k, total)
     first, last = jnp.exp(total), jnp.exp(total[..., -1:, :] - total)
     if inputs.run is not None:  # what tokens of other runs have stored does not count
         run = jnp.pad(inputs.run, ((0, 0), (0, count * size - length)), mode="edge")
         run = jnp.moveaxis(run.reshape(batch, count, size), 1, 0)[:, :, None]
         before = jnp.concatenate([jnp.zeros((1, batch, 1, 1), run.dtype), run[:-1, ..., -1:]])
-        causal = causal & (run[..., :, None] == run[..., None, :])
+        pairs = jnp.where(run[..., :, None] == run[..., None, :], pairs, 0)
         first = first * (run == before)[..., None]
         last = last * (run == run[..., -1:])[..., None]
-    system = beta[..., None] * _pairs(k, k, total, causal)
+    system, scores = beta[..., None] * pairs[0], pairs[1]
     weights = unit_lower_inverse(jnp.tril(system, -1)) * beta[..., None, :]
     values, seen = product("nbkcd,nbkdw->nbkcw", weights, v), product("nbkcd,nbkdh->nbkch", weights, k * first)
-    scores = _pairs(q, k, total, causal)
 
     def one(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, values, seen, scores, whole = given
@@ -52,27 +52,31 @@ def in_chunks_by_channel(
 
 
 def _pairs(
-    x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], total: Float[Array, "*b C H"], causal: Bool[Array, "..."]
-) -> Float[Array, "*b C C"]:
-    """``sum_h x[c, h] k[d, h] exp(total[c, h] - total[d, h])`` for the pairs that are causal, 0 for others.
+    x: Float[Array, "2 *b C H"], k: Float[Array, "*b C H"], total: Float[Array, "*b C H"]
+) -> Float[Array, "2 *b C C"]:
+    """``sum_h x[c, h] k[d, h] exp(total[c, h] - total[d, h])`` for d <= c, 0 for others. C is a power of 2.
 
-    The exponent of tokens in different blocks is taken in two parts that are both at most 0: from d to the first token
-    of c's block, and from there to c. So nothing overflows, and only pairs within a block need a value per channel.
+    From the diagonal to larger and larger blocks, each of two half as large. For c in the later half and d in the
+    earlier one the exponent is taken in two parts: from d to the first token of the later half, and from there to c.
+    Both are at most 0, so that nothing overflows and both halves are factors of a product of matrices.
     """
-    size = x.shape[-2]
-    block = min(BLOCK, size)
-    lead, blocks = x.shape[:-2], size // block
+    lead, (size, width) = k.shape[:-2], k.shape[-2:]
+    found, block = jnp.sum(x * k, axis=-1)[..., None, None], 1
+    while block < size:
 
-    def parts(a: Array) -> Array:
-        return a.reshape(*lead, blocks, block, a.shape[-1])
+        def halves(a: Array, block: int = block) -> tuple[Array, Array]:
+            parts = a.reshape(*a.shape[:-2], size // (2 * block), 2, block, width)
+            return parts[..., 0, :, :], parts[..., 1, :, :]
 
-    sums = parts(total)
-    start = sums[..., :1, :]
-    earlier = (jnp.arange(size) < block * jnp.arange(blocks)[:, None])[..., None]
-    far = k[..., None, :, :] * jnp.exp(jnp.where(earlier, start - total[..., None, :, :], -jnp.inf))
-    between = product("...ch,...dh->...cd", parts(x) * jnp.exp(sums - start), far)
-    apart = sums[..., :, None, :] - sums[..., None, :, :]
-    near = jnp.exp(jnp.where(jnp.tril(jnp.ones((block, block), bool))[..., None], apart, -jnp.inf))
-    within = jnp.sum(parts(x)[..., :, None, :] * parts(k)[..., None, :, :] * near, axis=-1)
-    placed = within[..., None, :] * jnp.eye(blocks, dtype=x.dtype)[:, None, :, None]
-    return jnp.where(causal, (between + placed.reshape(between.shape)).reshape(*lead, size, size), 0)
+        early, late = halves(total)
+        first = late[..., :1, :]
+        rows, columns = halves(x)[1] * jnp.exp(late - first), halves(k)[0] * jnp.exp(first - early)
+        if block < FEWEST_ROWS:
+            corner = jnp.sum(rows[..., :, None, :] * columns[..., None, :, :], axis=-1)
+        else:
+            corner = product("p...ch,...dh->p...cd", rows, columns)
+        inner = found.reshape(2, *lead, size // (2 * block), 2, block, block)
+        upper = jnp.concatenate([inner[..., 0, :, :], jnp.zeros_like(corner)], axis=-1)
+        found = jnp.concatenate([upper, jnp.concatenate([corner, inner[..., 1, :, :]], axis=-1)], axis=-2)
+        block *= 2
+    return found.reshape(2, *lead, size, size)

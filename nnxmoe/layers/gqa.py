@@ -101,7 +101,7 @@ class Heads:
 
 
 class GQA(nnx.Module):
-    """Grouped-query attention; kernels ``q [D N H+extra]``, ``k v [D K H]``, ``o [N H D]``.
+    """Grouped-query attention; kernels ``q [D N H+extra]``, ``k [D K H]``, ``v [D K W]``, ``o [N W D]``.
 
     Args:
         rotary: rotary position embedding of queries and keys; None: they carry no position.
@@ -156,7 +156,7 @@ class GQA(nnx.Module):
         y = jnp.swapaxes(y, 1, 2)
         return self.o(y if self.gate is None else self.gate(context.asked(x), beside, y)), cache
 
-    def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:
         """Keys before their norm and rotation, and values."""
         return self.k(x), self.v(x)
 

@@ -20,6 +20,6 @@ class NormedValues(GQA):
         if keys_as_values:
             del self.v
 
-    def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:
         k = self.k(x)
         return k, unit_rms(k if self.keys_as_values else self.v(x), self.eps)

@@ -34,7 +34,7 @@ class PooledIndexer(Indexer):
         """The key and the gate."""
         return 2 * super().key_width
 
-    def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T 2H"]:
+    def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T both"]:
         """A key and a gate per token."""
         return jnp.concatenate([super().keys(x, context=context), self.gate(x)], axis=-1)
 
@@ -42,7 +42,7 @@ class PooledIndexer(Indexer):
         self,
         x: Float[Array, "B asked D"],
         latent: Float[Array, "B asked q_rank"],
-        keys: Float[Array, "B S 2H"],
+        keys: Float[Array, "B S both"],
         mask: Mask,
         topk: int,
         context: Context,
@@ -76,7 +76,7 @@ class PooledIndexer(Indexer):
         own = self._own(jnp.broadcast_to(mask.query_index, best.shape[:2]), offset, order)
         return jnp.concatenate([chosen.reshape(*best.shape[:2], -1), own], axis=-1).astype(jnp.int32)
 
-    def _pooled(self, keys: Float[Array, "B P pool 2H"]) -> Float[Array, "B P H"]:
+    def _pooled(self, keys: Float[Array, "B P pool both"]) -> Float[Array, "B P H"]:
         keys, gates = jnp.split(keys, 2, axis=-1)
         weights = jax.nn.softmax(gates.astype(jnp.float32) + self.place[...].astype(jnp.float32), axis=2)
         return jnp.sum(weights.astype(keys.dtype) * keys, axis=2)
