@@ -9,8 +9,6 @@ from jaxtyping import Array, Float
 
 from nnxmoe.layers.delta_rule import CHUNK, DeltaInputs, product, unit_lower_inverse
 
-FEWEST_ROWS = 8  # of a product of matrices: smaller ones are sums, which XLA:CPU computes faster
-
 
 def in_chunks_by_channel(
     inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK
@@ -27,17 +25,17 @@ def in_chunks_by_channel(
 
     q, k, v, g, beta = map(cut, inputs[:5])
     total = jnp.cumsum(g, axis=-2)
-    pairs = _pairs(jnp.stack([k, q]), k, total)
+    system, scores = _pairs(k, k, total), _pairs(q, k, total)
     first, last = jnp.exp(total), jnp.exp(total[..., -1:, :] - total)
     if inputs.run is not None:  # what tokens of other runs have stored does not count
         run = jnp.pad(inputs.run, ((0, 0), (0, count * size - length)), mode="edge")
         run = jnp.moveaxis(run.reshape(batch, count, size), 1, 0)[:, :, None]
         before = jnp.concatenate([jnp.zeros((1, batch, 1, 1), run.dtype), run[:-1, ..., -1:]])
-        pairs = jnp.where(run[..., :, None] == run[..., None, :], pairs, 0)
+        same = run[..., :, None] == run[..., None, :]
+        system, scores = jnp.where(same, system, 0), jnp.where(same, scores, 0)
         first = first * (run == before)[..., None]
         last = last * (run == run[..., -1:])[..., None]
-    system, scores = beta[..., None] * pairs[0], pairs[1]
-    weights = unit_lower_inverse(jnp.tril(system, -1)) * beta[..., None, :]
+    weights = unit_lower_inverse(jnp.tril(beta[..., None] * system, -1)) * beta[..., None, :]
     values, seen = product("nbkcd,nbkdw->nbkcw", weights, v), product("nbkcd,nbkdh->nbkch", weights, k * first)
 
     def one(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -51,32 +49,29 @@ def in_chunks_by_channel(
     return out[:, :length], state
 
 
-def _pairs(
-    x: Float[Array, "2 *b C H"], k: Float[Array, "*b C H"], total: Float[Array, "*b C H"]
-) -> Float[Array, "2 *b C C"]:
-    """``sum_h x[c, h] k[d, h] exp(total[c, h] - total[d, h])`` for d <= c, 0 for others. C is a power of 2.
+def _pairs(x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], total: Float[Array, "*b C H"]) -> Array:
+    """``sum_h x[c, h] k[d, h] exp(total[c, h] - total[d, h])`` for d <= c, 0 for others, ``[*b C C]``. C is a power of
+    2.
 
     From the diagonal to larger and larger blocks, each of two half as large. For c in the later half and d in the
     earlier one the exponent is taken in two parts: from d to the first token of the later half, and from there to c.
-    Both are at most 0, so that nothing overflows and both halves are factors of a product of matrices.
+    Both are at most 0, so that nothing overflows and both halves are factors of a product of matrices. Small products
+    as sums, or those of two x in one, made XLA:CPU's gradients write outside of their arrays (jax 0.10.2).
     """
-    lead, (size, width) = k.shape[:-2], k.shape[-2:]
+    lead, size = k.shape[:-2], k.shape[-2]
     found, block = jnp.sum(x * k, axis=-1)[..., None, None], 1
     while block < size:
 
         def halves(a: Array, block: int = block) -> tuple[Array, Array]:
-            parts = a.reshape(*a.shape[:-2], size // (2 * block), 2, block, width)
+            parts = a.reshape(*lead, size // (2 * block), 2, block, -1)
             return parts[..., 0, :, :], parts[..., 1, :, :]
 
         early, late = halves(total)
         first = late[..., :1, :]
         rows, columns = halves(x)[1] * jnp.exp(late - first), halves(k)[0] * jnp.exp(first - early)
-        if block < FEWEST_ROWS:
-            corner = jnp.sum(rows[..., :, None, :] * columns[..., None, :, :], axis=-1)
-        else:
-            corner = product("p...ch,...dh->p...cd", rows, columns)
-        inner = found.reshape(2, *lead, size // (2 * block), 2, block, block)
-        upper = jnp.concatenate([inner[..., 0, :, :], jnp.zeros_like(corner)], axis=-1)
-        found = jnp.concatenate([upper, jnp.concatenate([corner, inner[..., 1, :, :]], axis=-1)], axis=-2)
+        corner = product("...ch,...dh->...cd", rows, columns)
+        one, other = halves(found)
+        upper = jnp.concatenate([one, jnp.zeros_like(corner)], axis=-1)
+        found = jnp.concatenate([upper, jnp.concatenate([corner, other], axis=-1)], axis=-2)
         block *= 2
-    return found.reshape(2, *lead, size, size)
+    return found.reshape(*lead, size, size)
