@@ -1,7 +1,7 @@
 """Ling 3 (Ant Group, 2026), after the implementation in transformers.
 
-The layers of Kimi Linear; decays have a lowest value, attention is rotated and has a gate per head, and the experts are
-in groups. Its layer for multi-token prediction is skipped.
+Kimi Linear with a lower bound of the decays, rotary embedding and an output gate per head in attention, and experts in
+groups. The layer for multi-token prediction is skipped.
 """
 
 import dataclasses
@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import count, number
-from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta, KimiProjection
-from nnxmoe.layers.mla import GatedLatent
+from nnxmoe.layers.gqa import OutputGate
+from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta
+from nnxmoe.layers.mla import MLA
 from nnxmoe.model.weight_names import W, options
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
-from nnxmoe.models.kimi_linear import HF_KIMI_DELTA, LINEAR, KimiHybrid, KimiHybridConfig
+from nnxmoe.models.kimi_hybrid import HF_KIMI_DELTA, KimiHybrid
+from nnxmoe.models.kimi_linear import KimiMoEConfig
 from nnxmoe.models.tables import HF_DECODER, HF_LATENT, HF_MLP, Hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BailingHybridConfig(KimiHybridConfig):
+class BailingHybridConfig(KimiMoEConfig):
     """``head_dim``: width of the heads of recurrent layers, unless ``linear_head_dim`` gives it; likewise
     ``num_attention_heads`` and ``linear_num_heads``. ``layer_types`` null: every ``layer_group_size``-th is attention.
     ``kda_safe_gate``: logarithms of decays lie between ``kda_lower_bound`` and 0; else they are not bounded."""
@@ -56,16 +58,12 @@ class BailingHybridConfig(KimiHybridConfig):
             object.__setattr__(self, name, value)
         super().__post_init__()
 
-    @property
-    def recurrent_layers(self) -> Sequence[bool]:
-        """Whether each layer is recurrent."""
-        if self.layer_types:
-            return tuple(kind == LINEAR for kind in self.layer_types)
-        return tuple((i + 1) % self.layer_group_size > 0 for i in range(self.num_hidden_layers))
+    def recurrent_by_default(self, index: int) -> bool:
+        return (index + 1) % self.layer_group_size > 0
 
 
 _TABLE: Hf = HF_DECODER | HF_LATENT | HF_MLP | HF_GROUPED_EXPERTS | HF_KIMI_DELTA
-_TABLE |= {"layer.attention.gate.kernel": W("self_attn.g_proj.weight")}
+_TABLE |= {"layer.attention.gate.g.kernel": W("self_attn.g_proj.weight")}
 _RENAMED = {"self_attn.o_proj": "attention.dense", "self_attn": "attention", "embed_tokens": "word_embeddings",
             "e_score_correction_bias": "expert_bias"}  # fmt: skip
 
@@ -88,14 +86,13 @@ class BailingHybrid(KimiHybrid):
         key: tuple(dict.fromkeys((*map(_published, options(_TABLE, key)), *options(_TABLE, key)))) for key in _TABLE
     }
 
-    def attention(self, index: int, **kw: Any) -> Any:
+    def attention(self, index: int, **kw: Any) -> KimiDelta | MLA:
         c = self.config
         if not c.recurrent_layers[index]:
-            return super().attention(index, form=GatedLatent, **kw)
+            kw["gate"] = OutputGate(c.hidden_size, c.num_attention_heads, 1, **kw)
+        return super().attention(index, **kw)
+
+    def recurrent(self, **kw: Any) -> KimiDelta:
+        c = self.config
         decays = BoundedDecays(c.kda_lower_bound) if c.kda_safe_gate else FreeDecays()
-        project, rates, taps = (
-            KimiProjection(c.delta_heads, None, **kw),
-            (c.linear_num_heads,),
-            c.linear_conv_kernel_dim,
-        )
-        return KimiDelta(c.delta_heads, project, decays, rates=rates, taps=taps, eps=c.rms_norm_eps, **kw)
+        return self.delta(decays, None, (c.linear_num_heads,), **kw)

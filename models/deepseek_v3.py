@@ -109,7 +109,7 @@ class DeepSeekV3(CausalLM):
             ),
             scale=c.softmax_scale,
             bias=c.attention_bias,
-            rotary=c.rotary,
+            rotary=c.rope if c.rotates else None,
             rotate=rotate_pairs if c.rope_interleave else rotate_halves,
             form=self.strategy.latent,
             attend=self.strategy.attend,

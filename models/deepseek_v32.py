@@ -49,7 +49,7 @@ class DeepSeekV32Config(LatentMoEConfig):
 
     @property
     def keys_per_query(self) -> int:
-        """The most keys that a query attends to."""
+        """Maximum number of keys per query."""
         return self.index_topk
 
     @property

@@ -274,7 +274,7 @@ HF_TABLE |= {f"layer.{ours}": (W(first), W(second)) for ours, (first, second) in
 
 
 class StreamedLM(CausalLM):
-    """A model with several residual streams, ``hc_mult`` in its config, which its last norm makes one of."""
+    """A decoder with ``hc_mult`` residual streams, which its final norm reduces to one."""
 
     def enter(self, x: Any) -> Any:
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))

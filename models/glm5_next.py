@@ -1,8 +1,8 @@
 """GLM-5.3 Flash (Zhipu AI, 2026), the text model, after the implementation in transformers.
 
-Three of four layers are Kimi Linear's with bounded decays; the others have GLM-5's sparse attention without rotation,
-whose indexers choose pools of keys. Layers read from DeepSeek-V4's residual streams, of which the last norm takes the
-mean. The layer for multi-token prediction is skipped.
+Three of four layers are Kimi Linear's recurrent ones, with bounded decays; the others have GLM-5's sparse attention
+without rotary embedding, and indexers that choose pools of keys. There are several residual streams as in DeepSeek-V4;
+the final norm is applied to their mean. The layer for multi-token prediction is skipped.
 """
 
 import dataclasses
@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, count, number, one_of, per_layer
-from nnxmoe.layers.delta import DeltaHeads
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import MeanNorm
-from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta, KimiProjection
+from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.pooled_indexer import PooledIndexer
 from nnxmoe.model.weight_names import W
@@ -22,22 +21,22 @@ from nnxmoe.models.deepseek_v4 import StreamedLM
 from nnxmoe.models.deepseek_v32 import DeepSeekV32
 from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig
 from nnxmoe.models.grouped_experts import corrected_router, grouped_experts
-from nnxmoe.models.kimi_linear import HF_KIMI_DELTA, LINEAR, NESTED, unfolded
+from nnxmoe.models.kimi_hybrid import FULL, HF_KIMI_DELTA, LINEAR, KimiHybrid, NestedDeltaConfig
 from nnxmoe.moe.block import MoE
-
-_INDEXED = "indexed_attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Glm5NextTextConfig(GlmMoeDsaConfig):
-    """``linear_…``: of the recurrent layers, as in `KimiLinearConfig`; ``linear_lower_bound``: the lowest logarithm of
-    a decay, null: there is none. ``layer_types`` null: every fourth layer is attention. ``index_kpool``: keys per pool,
-    which divides ``index_topk``, the keys in the pools that a query attends to. ``hc_…``: the residual streams.
-    ``swiglu_limit``: bound of gates and ups. ``indexer_types``: ``full`` for all layers with attention."""
+class Glm5NextTextConfig(GlmMoeDsaConfig, NestedDeltaConfig):
+    """``linear_lower_bound``: lower bound of the logarithms of decays; null: unbounded. ``index_kpool``: keys per pool;
+    ``index_topk`` is a multiple of it. ``hc_mult``, ``hc_sinkhorn_iters``, ``hc_eps``: the residual streams, as in
+    `DeepSeekV4Config`. ``swiglu_limit``: bound of gate and up projections. ``indexer_types``: must be ``full`` for all
+    layers with attention."""
 
     model_type = "glm5_next_text"
     architecture = "Glm5NextForCausalLM"
     fixed = {"index_kpool_always_select_tail": (True,)}
+    nested = {**NestedDeltaConfig.nested, "gate_lower_bound": "linear_lower_bound"}
+    rotates = False
 
     num_hidden_layers: int = 45
     hidden_size: int = 4096
@@ -47,12 +46,9 @@ class Glm5NextTextConfig(GlmMoeDsaConfig):
     qk_rope_head_dim: int = one_of(0)
     head_dim: int | None = count(None, least=0, most=2**16)  # ignored; transformers saves the rotated width
     n_routed_experts: int = count(288, most=4096)
-    layer_types: Sequence[str] | None = per_layer(LINEAR, _INDEXED, "full_attention")
-    linear_head_dim: int = count(128, most=2**16)
-    linear_num_heads: int = count(64, most=2**14)
-    linear_conv_kernel_dim: int = count(4, least=2, most=256)
+    layer_types: Sequence[str] | None = per_layer(LINEAR, "indexed_attention", FULL)
+    linear_num_heads: int | None = count(64, most=2**14)
     linear_lower_bound: float | None = number(-5.0, above=-1e3, most=-1e-6)
-    linear_attn_config: Mapping[str, Any] | None = None
     index_kpool: int = count(16, most=2**16)
     hc_mult: int = count(4, most=64)
     hc_eps: float = number(1e-6, above=0.0, most=1.0)
@@ -62,11 +58,11 @@ class Glm5NextTextConfig(GlmMoeDsaConfig):
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = 154820
 
-    def __post_init__(self) -> None:
-        nested = unfolded(self, NESTED | {"gate_lower_bound": "linear_lower_bound"})
-        if nested and nested.get("safe_gate", True) and self.linear_lower_bound is None:
-            object.__setattr__(self, "linear_lower_bound", -5.0)
-        super().__post_init__()
+    def unnested(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().unnested(given)
+        if given.get("safe_gate", True) and found.get("linear_lower_bound", self.linear_lower_bound) is None:
+            found["linear_lower_bound"] = -5.0
+        return found
 
     def _check(self) -> None:
         super()._check()
@@ -75,20 +71,9 @@ class Glm5NextTextConfig(GlmMoeDsaConfig):
         shared = [i for i, recurrent in enumerate(self.recurrent_layers) if not recurrent and not self.indexed[i]]
         if shared:
             raise ConfigError(
-                f"layer {shared[0]} has a shared indexer, which is not supported: the layer before it may be recurrent "
-                "and then hands on no keys. Supported: full"
+                f"layer {shared[0]} has a shared indexer, which is not supported: recurrent layers between two "
+                "layers with attention do not pass on the chosen keys. Supported: full"
             )
-
-    def to_hf(self) -> dict[str, Any]:
-        return {name: value for name, value in super().to_hf().items() if name != "linear_attn_config"}
-
-    @property
-    def rope_fields(self) -> Mapping[str, Any]:
-        return {}  # nothing is rotated, whatever the file says
-
-    @property
-    def rotary(self) -> None:
-        return None
 
     @property
     def latent_norm_eps(self) -> float:
@@ -98,25 +83,12 @@ class Glm5NextTextConfig(GlmMoeDsaConfig):
     def keys_per_query(self) -> int:
         return self.index_topk + self.index_kpool - 1
 
-    @property
-    def recurrent_layers(self) -> Sequence[bool]:
-        """Whether each layer is recurrent."""
-        if self.layer_types:
-            return tuple(kind == LINEAR for kind in self.layer_types)
-        return tuple(i % 4 != 3 for i in range(self.num_hidden_layers))
-
-    @property
-    def delta_heads(self) -> DeltaHeads:
-        """The heads of the recurrent layers."""
-        heads, width = self.linear_num_heads, self.linear_head_dim
-        return DeltaHeads(self.hidden_size, heads, heads, width, width)
-
 
 _STREAMS = {"fn.kernel": "fn", "base": "base", "scale": "scale"}
 _HALVES = (("attention", "attn"), ("mlp", "ffn"), ("moe", "ffn"))
 
 
-class Glm5NextText(StreamedLM, DeepSeekV32):
+class Glm5NextText(StreamedLM, KimiHybrid, DeepSeekV32):
     """The text model of GLM-5.3 Flash."""
 
     configs = (Glm5NextTextConfig,)
@@ -135,27 +107,13 @@ class Glm5NextText(StreamedLM, DeepSeekV32):
         },
     }
 
-    def kind(self, index: int) -> Any:
-        return self.config.recurrent_layers[index], self.config.sparse_layers[index]
-
     def final_norm(self, config: Any, **kw: Any) -> MeanNorm:
         return MeanNorm(config.hidden_size, config.hc_mult, config.rms_norm_eps, **kw)
 
-    def attention(self, index: int, **kw: Any) -> Any:
-        c = self.config
-        if not c.recurrent_layers[index]:
-            return super().attention(index, **kw)
-        low = c.linear_lower_bound
-        decays, project = FreeDecays() if low is None else BoundedDecays(low), c.linear_head_dim
-        return KimiDelta(
-            c.delta_heads,
-            KimiProjection(c.delta_heads, project, **kw),
-            decays,
-            rates=(c.linear_num_heads,),
-            taps=c.linear_conv_kernel_dim,
-            eps=c.rms_norm_eps,
-            **kw,
-        )
+    def recurrent(self, **kw: Any) -> KimiDelta:
+        c, bound = self.config, self.config.linear_lower_bound
+        decays = FreeDecays() if bound is None else BoundedDecays(bound)
+        return self.delta(decays, c.linear_head_dim, (c.linear_num_heads,), **kw)
 
     def indexer(self, index: int, **kw: Any) -> PooledIndexer:
         c = self.config

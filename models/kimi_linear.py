@@ -1,7 +1,7 @@
 """Kimi Linear (Moonshot AI, 2025), after the implementation in transformers.
 
-Most layers are `KimiDelta`s; the others have DeepSeek-V3's attention without rotation. The experts are DeepSeek-V3's in
-one group, under Mixtral's names.
+Most layers are recurrent (`KimiDelta`); the others have DeepSeek-V3's attention without rotary embedding. The experts
+are DeepSeek-V3's in one group, under Mixtral's names.
 """
 
 import dataclasses
@@ -10,35 +10,18 @@ from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer
 from nnxmoe.config.printable import short
-from nnxmoe.layers.delta import DeltaHeads
-from nnxmoe.layers.kimi_delta import FreeDecays, KimiDelta, KimiProjection
+from nnxmoe.layers.kimi_delta import FreeDecays, KimiDelta
 from nnxmoe.model.weight_names import W, options
-from nnxmoe.models.deepseek_v3 import DeepSeekV3
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
+from nnxmoe.models.kimi_hybrid import FULL, HF_KIMI_DELTA, LINEAR, KimiHybrid, KimiHybridConfig, NestedDeltaConfig
 from nnxmoe.models.latent import LatentMoEConfig
 from nnxmoe.models.tables import HF_DECODER, HF_LATENT, HF_MLP, Hf
 
-LINEAR, FULL = "linear_attention", "full_attention"
-NESTED = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
-NESTED |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
-
-
-def unfolded(config: Any, names: Mapping[str, str]) -> Mapping[str, Any]:
-    """``linear_attn_config`` of a config, which becomes null: its fields win over those that have these names. Raises
-    ConfigError if it is no object."""
-    nested = config.linear_attn_config
-    if nested is not None and not isinstance(nested, Mapping):
-        raise ConfigError(f"linear_attn_config must be an object or null, got {short(nested)}")
-    for theirs, ours in names.items():
-        object.__setattr__(config, ours, (nested or {}).get(theirs, getattr(config, ours)))
-    object.__setattr__(config, "linear_attn_config", None)
-    return nested or {}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KimiHybridConfig(LatentMoEConfig):
-    """``layer_types``, ``mlp_layer_types``: the kinds of each layer's attention and feed-forward. ``linear_…``: heads
-    of the recurrent layers, their width, and the length of the convolutions."""
+class KimiMoEConfig(LatentMoEConfig, KimiHybridConfig):
+    """The fields of Kimi Linear and Ling 3, under the names that both publish. ``mlp_layer_types``: ``dense`` or
+    ``sparse`` per layer; null: the first ``first_k_dense_replace`` are dense."""
 
     aliases = {
         "model_max_length": "max_position_embeddings",
@@ -51,12 +34,8 @@ class KimiHybridConfig(LatentMoEConfig):
     fixed = {"moe_router_activation_func": (None, "sigmoid"), "use_grouped_topk": (None, True)}
 
     q_lora_rank: int | None = count(None, most=2**20)
-    tie_word_embeddings: bool = one_of(False)  # which transformers does not do, whatever the file says
+    tie_word_embeddings: bool = one_of(False)  # transformers never ties these models
     rope_interleave: bool = one_of(True)
-    linear_head_dim: int = count(128, most=2**16)
-    linear_num_heads: int = count(32, most=2**14)
-    linear_conv_kernel_dim: int = count(4, least=2, most=256)
-    layer_types: Sequence[str] | None = per_layer(LINEAR, FULL)
     mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
     first_k_dense_replace: int = count(1, least=0)
 
@@ -65,23 +44,20 @@ class KimiHybridConfig(LatentMoEConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        return super().sparse_layers if self.mlp_layer_types is None else [x == "sparse" for x in self.mlp_layer_types]
-
-    @property
-    def delta_heads(self) -> DeltaHeads:
-        """The heads of the recurrent layers."""
-        heads, width = self.linear_num_heads, self.linear_head_dim
-        return DeltaHeads(self.hidden_size, heads, heads, width, width)
+        if self.mlp_layer_types is None:
+            return super().sparse_layers
+        return tuple(kind == "sparse" for kind in self.mlp_layer_types)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KimiLinearConfig(KimiHybridConfig):
-    """``linear_attn_config``: the fields ``linear_…`` and the recurrent layers, counted from 1, as published; kept as
-    the other fields. ``layer_types`` null, without it too: every fourth from the fifth on is attention."""
+class KimiLinearConfig(KimiMoEConfig, NestedDeltaConfig):
+    """``linear_attn_config`` may also list the layers of both kinds, counted from 1. Without it and ``layer_types``,
+    every fourth layer from the fifth on is attention."""
 
     model_type = "kimi_linear"
     architecture = "KimiLinearForCausalLM"
     fixed = {"mla_use_nope": (None, True)}
+    rotates = False
 
     vocab_size: int = 163840
     hidden_size: int = 2304
@@ -96,16 +72,15 @@ class KimiLinearConfig(KimiHybridConfig):
     topk_group: int = 1
     routed_scaling_factor: float = 2.446
     num_nextn_predict_layers: int = one_of(0)
-    linear_attn_config: Mapping[str, Any] | None = None
     bos_token_id: int | None = 163584
     eos_token_id: int | Sequence[int] | None = 163586
     pad_token_id: int | None = 163839
 
-    def __post_init__(self) -> None:
-        nested = unfolded(self, NESTED)
-        if self.layer_types is None and {"full_attn_layers", "kda_layers"} <= nested.keys():
-            object.__setattr__(self, "layer_types", self._kinds(nested["kda_layers"], nested["full_attn_layers"]))
-        super().__post_init__()
+    def unnested(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().unnested(given)
+        if self.layer_types is None and {"full_attn_layers", "kda_layers"} <= given.keys():
+            found["layer_types"] = self._kinds(given["kda_layers"], given["full_attn_layers"])
+        return found
 
     def _kinds(self, linear: Any, full: Any) -> Sequence[str]:
         numbers = range(1, self.num_hidden_layers + 1) if isinstance(self.num_hidden_layers, int) else ()
@@ -117,38 +92,10 @@ class KimiLinearConfig(KimiHybridConfig):
             )
         return tuple(LINEAR if i in linear else FULL for i in numbers)
 
-    def to_hf(self) -> dict[str, Any]:
-        return {name: value for name, value in super().to_hf().items() if name != "linear_attn_config"}
-
-    @property
-    def rope_fields(self) -> Mapping[str, Any]:
-        return {}  # nothing is rotated, whatever the file says
-
-    @property
-    def rotary(self) -> None:
-        return None
-
-    @property
-    def recurrent_layers(self) -> Sequence[bool]:
-        """Whether each layer is recurrent."""
-        if self.layer_types:
-            return tuple(kind == LINEAR for kind in self.layer_types)
-        return tuple(i % 4 > 0 or i == 0 for i in range(self.num_hidden_layers))
+    def recurrent_by_default(self, index: int) -> bool:
+        return index % 4 > 0 or index == 0
 
 
-HF_KIMI_DELTA: Hf = {
-    **{f"layer.attention.project.{x}.kernel": W(f"self_attn.{x}_proj.weight") for x in "qkvgb"},
-    **{f"layer.attention.project.g.{x}.kernel": W(f"self_attn.g_{x}_proj.weight") for x in "ab"},
-    **{f"layer.attention.conv.{x}.weight": W(f"self_attn.{x}_conv1d.weight") for x in "qkv"},
-    "layer.attention.norm.scale": W("self_attn.o_norm.weight"),
-    "layer.attention.out.kernel": W("self_attn.o_proj.weight"),
-}
-_FORGET = {"a_log": "A_log", "dt_bias": "dt_bias", "project.f.kernel": "f_proj.weight"}
-_FORGET |= {f"project.f.{x}.kernel": f"f_{x}_proj.weight" for x in "ab"}
-HF_KIMI_DELTA |= {  # the second names are those of transformers in memory
-    f"layer.attention.{ours}": (W(f"self_attn.{theirs}"), W(f"self_attn.forget_gate.{theirs}"))
-    for ours, theirs in _FORGET.items()
-}
 _SPARSE, _PARTS = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
 _NAMES = {
     "layer.moe.router.kernel": W(f"{_SPARSE}.gate.weight"),
@@ -158,18 +105,9 @@ _NAMES = {
 }
 _TABLE: Hf = HF_DECODER | HF_LATENT | HF_MLP | HF_GROUPED_EXPERTS | HF_KIMI_DELTA
 _TABLE |= {key: (name, *options(_TABLE, key)) for key, name in _NAMES.items()}
-# Dense layers are saved as the second by transformers 5.24, whose name in memory is the last.
+# The hub's name, the name that transformers 5.24 saves, and its name in memory, which has to be the last.
 _DENSE = "mlp", _SPARSE, "mlp"
 _TABLE |= {f"layer.mlp.{x}.kernel": tuple(W(f"{name}.{x}_proj.weight") for name in _DENSE) for x in _PARTS}
-
-
-class KimiHybrid(DeepSeekV3):
-    """Layers of two kinds of attention; each family has a recurrent one of its own."""
-
-    maxtext_table = {}
-
-    def kind(self, index: int) -> Any:
-        return self.config.recurrent_layers[index], self.config.sparse_layers[index]
 
 
 class KimiLinear(KimiHybrid):
@@ -186,10 +124,5 @@ class KimiLinear(KimiHybrid):
     hub_notes = {}
     hf_table = _TABLE
 
-    def attention(self, index: int, **kw: Any) -> Any:
-        c = self.config
-        if not c.recurrent_layers[index]:
-            return super().attention(index, **kw)
-        project, taps = KimiProjection(c.delta_heads, c.linear_head_dim, **kw), c.linear_conv_kernel_dim
-        rates = 1, 1, c.linear_num_heads, 1
-        return KimiDelta(c.delta_heads, project, FreeDecays(), rates=rates, taps=taps, eps=c.rms_norm_eps, **kw)
+    def recurrent(self, **kw: Any) -> KimiDelta:
+        return self.delta(FreeDecays(), self.config.linear_head_dim, (1, 1, self.config.linear_num_heads, 1), **kw)

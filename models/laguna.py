@@ -1,7 +1,8 @@
 """Laguna (Poolside, 2026), after the implementation in transformers.
 
-Grouped-query attention with normalised heads, as many as the layer has, each with a factor by softplus; layers with a
-window rotate otherwise. The experts are DeepSeek-V3's in one group, beside a shared one; their logits may be capped.
+Grouped-query attention with normalised heads, a number of heads per layer, softplus output gates, and another rotary
+embedding in layers with a window. The experts are DeepSeek-V3's in one group, with a shared one; router logits may be
+soft-capped.
 """
 
 import dataclasses
@@ -100,7 +101,7 @@ class LagunaConfig(PartialRopesConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CappedTopK(SigmoidGroupTopK):
-    """`SigmoidGroupTopK` of ``cap * tanh(logits / cap)``."""
+    """`SigmoidGroupTopK` of soft-capped logits, ``cap * tanh(logits / cap)``."""
 
     cap: float
 

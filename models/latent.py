@@ -1,10 +1,11 @@
 """The config of families with latent attention and routed experts in groups (DeepSeek-V3 and its relatives)."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from nnxmoe.config.bounds import ConfigError, count
-from nnxmoe.config.rope import Rope, yarn_mscale
+from nnxmoe.config.rope import yarn_mscale
 from nnxmoe.config.rope_fields import kind_of
 from nnxmoe.layers.mla import LATENT_NORM_EPS
 from nnxmoe.models.grouped_experts import GroupedExpertsConfig
@@ -19,6 +20,7 @@ class LatentMoEConfig(GroupedExpertsConfig):
 
     rope_field = "qk_rope_head_dim"
     ignored = "qk_head_dim"
+    rotates: ClassVar[bool] = True  # False: no rotary embedding; the rope fields are ignored
 
     vocab_size: int = 129280
     hidden_size: int = 7168
@@ -56,13 +58,12 @@ class LatentMoEConfig(GroupedExpertsConfig):
         return self.qk_rope_head_dim
 
     @property
-    def rotary(self) -> Rope | None:
-        """The rotation of attention; None: there is none."""
-        return self.rope
+    def rope_fields(self) -> Mapping[str, Any]:
+        return super().rope_fields if self.rotates else {}
 
     @property
     def latent_norm_eps(self) -> float:
-        """Of the norms of latents."""
+        """Epsilon of the norms of the query and key/value latents."""
         return LATENT_NORM_EPS
 
     @property

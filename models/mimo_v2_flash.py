@@ -1,7 +1,7 @@
 """MiMo-V2-Flash (Xiaomi, 2025), after the implementation in transformers.
 
-Grouped-query attention whose values are narrower than its keys; layers with a window have twice as many heads for them,
-and sinks. The experts are DeepSeek-V3's without a shared one. Layers for multi-token prediction are skipped.
+Grouped-query attention with values narrower than the keys. Layers with a window have twice as many key/value heads, and
+attention sinks. The experts are DeepSeek-V3's, without a shared one. Layers for multi-token prediction are skipped.
 """
 
 import dataclasses
@@ -86,9 +86,8 @@ class MiMoV2FlashConfig(PartialRopesConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        return tuple(
-            kind == "sparse" for kind in self.mlp_layer_types or ["dense"] + ["sparse"] * (self.num_hidden_layers - 1)
-        )
+        kinds = self.mlp_layer_types or ["dense", *["sparse"] * (self.num_hidden_layers - 1)]
+        return tuple(kind == "sparse" for kind in kinds)
 
 
 class MiMoV2Flash(CausalLM):

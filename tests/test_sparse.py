@@ -424,7 +424,7 @@ def own_pool_not_seen(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 def pools_from_the_second_token(model: Any, patch: pytest.MonkeyPatch) -> None:
     right = pooled_indexer._offsets
-    patch.setattr(pooled_indexer, "_offsets", lambda segment, real: jnp.maximum(right(segment, real) - 1, 0))
+    patch.setattr(pooled_indexer, "_offsets", lambda segment, shape: jnp.maximum(right(segment, shape) - 1, 0))
 
 
 def one_stream_instead_of_the_mean(model: Any, patch: pytest.MonkeyPatch) -> None:

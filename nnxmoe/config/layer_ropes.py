@@ -1,4 +1,4 @@
-"""Config of decoders whose layers with a window rotate otherwise than the others."""
+"""Config of decoders with one rotary embedding for windowed layers and another for the others."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from nnxmoe.config.rope_fields import rope_from_fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRopesConfig(LayerWindowsConfig):
-    """``rope_parameters``: a rope object for each of the types in ``layer_types``; null: `default_ropes`."""
+    """``rope_parameters``: one rope object per layer type in ``layer_types``; null: `default_ropes`."""
 
     default_ropes: ClassVar[Mapping[str, Mapping[str, Any]]]
     scale_in_queries = False
@@ -36,14 +36,14 @@ class LayerRopesConfig(LayerWindowsConfig):
             self.rope_of(kind)
 
     def rope_fields_of(self, kind: str) -> Mapping[str, Any]:
-        """The rope object of layers of this type. Raises ConfigError if there is none."""
+        """Return the rope object of a layer type. Raises ConfigError if it is missing."""
         fields = (self.rope_parameters or self.default_ropes).get(kind)
         if not isinstance(fields, Mapping):
             raise ConfigError(f"rope_parameters has no object for {kind!r} layers, got {short(fields)}")
         return fields
 
     def rope_of(self, kind: str) -> Rope:
-        """The rotary embedding of layers of this type."""
+        """Return the rotary embedding of a layer type."""
         fields, length = self.rope_fields_of(kind), self.max_position_embeddings
         return rope_from_fields(fields, self.rope_dim, self.rope_theta, length, None, self.rope_field)
 
@@ -63,8 +63,8 @@ class LayerRopesConfig(LayerWindowsConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialRopesConfig(LayerRopesConfig):
-    """Each rope object may have a ``partial_rotary_factor``: the fraction of the head width that is rotated, rounded
-    down to an integer width; absent: ``default_rotary_factor``."""
+    """``partial_rotary_factor`` of a rope object: rotated fraction of the head width, rounded down to an integer width.
+    Defaults to `default_rotary_factor`."""
 
     default_rotary_factor: ClassVar[float] = 1.0
 

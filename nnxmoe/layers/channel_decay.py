@@ -1,6 +1,8 @@
 """The gated delta rule with a decay per channel of the keys (Kimi Delta Attention, Kimi team 2025), in chunks.
 
-S <- diag(exp(g)) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
+    S <- diag(exp(g)) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
+
+The rule of `delta_rule`, with a vector g per key instead of a number per head.
 """
 
 import jax
@@ -50,13 +52,14 @@ def in_chunks_by_channel(
 
 
 def _pairs(x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], total: Float[Array, "*b C H"]) -> Array:
-    """``sum_h x[c, h] k[d, h] exp(total[c, h] - total[d, h])`` for d <= c, 0 for others, ``[*b C C]``. C is a power of
-    2.
+    """Compute ``[*b C C]``: ``sum_h x[c, h] k[d, h] exp(total[c, h] - total[d, h])`` for d <= c, else 0.
 
-    From the diagonal to larger and larger blocks, each of two half as large. For c in the later half and d in the
-    earlier one the exponent is taken in two parts: from d to the first token of the later half, and from there to c.
-    Both are at most 0, so that nothing overflows and both halves are factors of a product of matrices. Small products
-    as sums, or those of two x in one, made XLA:CPU's gradients write outside of their arrays (jax 0.10.2).
+    C is a power of 2. Blocks on the diagonal are joined in pairs until one is left. For c in the later block of a pair
+    and d in the earlier one, the exponent is split at the first token of the later block: both parts are at most 0, so
+    that neither overflows, and each is a factor of one operand of a matrix product.
+
+    Do not write the small products as sums, nor batch two x in one call: gradients of both segfault on XLA:CPU with jax
+    0.10.2, because the program writes out of bounds (not with jax 0.12.0).
     """
     lead, size = k.shape[:-2], k.shape[-2]
     found, block = jnp.sum(x * k, axis=-1)[..., None, None], 1

@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import parameter
+from nnxmoe.layers.recurrent import taken
 
 
 class ShortConv(nnx.Module):
@@ -50,11 +51,11 @@ class ShortConv(nnx.Module):
         the call returns."""
         past = self.taps - 1
         places = jnp.maximum(at, 0)[:, :, None] + 1 + jnp.arange(past)
-        taken = jax.vmap(lambda row, place: row[place])(seen, places)
+        found = taken(seen, places)
         if run is None:
-            return taken
-        runs = jax.vmap(lambda row, place: row[place])(jnp.pad(run, ((0, 0), (past, 0))), places)
-        return jnp.where((runs == runs[:, :, -1:])[..., None], taken, 0)
+            return found
+        runs = taken(jnp.pad(run, ((0, 0), (past, 0))), places)
+        return jnp.where((runs == runs[:, :, -1:])[..., None], found, 0)
 
 
 class SeparateConvs(ShortConv):

@@ -14,7 +14,7 @@ from nnxmoe.layers.conv import ShortConv
 from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks, in_steps
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import GatedNorm
-from nnxmoe.layers.recurrent import OrderedTokens, RecurrentState
+from nnxmoe.layers.recurrent import OrderedTokens, RecurrentState, taken
 
 Projected = tuple[Array, Array, Array, Array]
 
@@ -160,11 +160,10 @@ class GatedDeltaNet(nnx.Module):
         at, states = (end - 1)[:, None], state[:, None]
         if spare:
             late = end[:, None] + jnp.arange(spare)
-            taken = jax.tree.map(lambda a: jax.vmap(lambda row, i: row[jnp.maximum(i, 0)])(a, late), inputs)
-            taken = _only(taken, late >= 0)
-            if taken.run is not None:
-                taken = taken._replace(run=jnp.where(late >= 0, taken.run, 0))
-            more, later = in_steps(taken, state, most)
+            newest = _only(jax.tree.map(lambda a: taken(a, jnp.maximum(late, 0)), inputs), late >= 0)
+            if newest.run is not None:
+                newest = newest._replace(run=jnp.where(late >= 0, newest.run, 0))
+            more, later = in_steps(newest, state, most)
             put = jnp.where(late < 0, length, late)
             out = jax.vmap(lambda row, new, i: row.at[i].set(new, mode="drop"))(out, more, put)
             at, states = jnp.concatenate([at, late], axis=1), jnp.concatenate([states, later], axis=1)
@@ -186,7 +185,7 @@ class GatedDeltaNet(nnx.Module):
 
 
 def _only(inputs: DeltaInputs, kept: Bool[Array, "B T"]) -> DeltaInputs:
-    """Inputs of which the other tokens leave the state as it is."""
+    """Mask the inputs so that tokens outside of ``kept`` leave the state unchanged."""
     g, beta = (jnp.where(kept.reshape(*kept.shape, *(1,) * (a.ndim - 2)), a, 0) for a in (inputs.g, inputs.beta))
     return inputs._replace(g=g, beta=beta)
 

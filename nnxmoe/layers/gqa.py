@@ -67,7 +67,7 @@ class OutputGate(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class OutputFactor:
-    """``y`` times a number, which is also a factor of the values."""
+    """``y * factor``: equal to values scaled by ``factor``."""
 
     factor: float
     extra: int = 0

@@ -17,7 +17,7 @@ from nnxmoe.layers.norm import GatedNorm
 
 
 class LowRank(nnx.Module):
-    """``b(a(x))``: a projection ``[B T D] -> [B T N H]`` by way of ``rank`` numbers per token."""
+    """Low-rank projection ``b(a(x))``: ``[B T D] -> [B T rank] -> [B T N H]``."""
 
     def __init__(self, heads: DeltaHeads, rank: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
@@ -29,8 +29,10 @@ class LowRank(nnx.Module):
 
 
 class KimiProjection(nnx.Module):
-    """A kernel each for queries, keys, values and strengths; ``f`` for the decays and ``g`` for the gates by way of
-    ``rank`` numbers, or by a kernel each if it is None."""
+    """The projections of `KimiDelta`: ``q``, ``k``, ``v``, the strengths ``b``, the decays ``f`` and the gates ``g``.
+
+    ``rank``: of ``f`` and ``g``, which are `LowRank`; None: full rank.
+    """
 
     def __init__(self, heads: DeltaHeads, rank: int | None, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
@@ -63,7 +65,7 @@ class FreeDecays:
 
 @dataclasses.dataclass(frozen=True)
 class BoundedDecays:
-    """``lowest sigmoid(exp(rate) x)``: between ``lowest``, which is negative, and 0."""
+    """``lowest * sigmoid(exp(rate) x)``: between the negative number ``lowest`` and 0."""
 
     lowest: float
 
@@ -72,9 +74,10 @@ class BoundedDecays:
 
 
 class KimiDelta(GatedDeltaNet):
-    """`GatedDeltaNet` with a decay per channel of the keys and a gate by sigmoids; as many heads of keys as of values.
+    """`GatedDeltaNet` with one decay per head and key channel, sigmoid output gates, and as many key as value heads.
 
-    ``rates``: the shape of the logarithms of the rates, one per head, in checkpoints.
+    ``decays``: the decays' function of the projection and the rates. ``rates``: shape of the logarithms of the rates
+    in checkpoints, with one entry per head. Source: ``KimiLinearDeltaAttention`` in transformers 5.24.
     """
 
     def __init__(

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -18,6 +17,7 @@ from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.cache import LatentCache
 from nnxmoe.layers.context import Context
+from nnxmoe.layers.gqa import Gate
 from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
@@ -137,7 +137,8 @@ class LatentWidths:
 class MLA(nnx.Module):
     """Latent attention; kernels ``kv_a [kv_rank + rope, D]``, ``kv_b [N, nope + v, kv_rank]``, ``o [D, N, v]``.
 
-    ``rotary``, ``rotate``: as in `GQA`. ``bias``: on the down-projections and the output only.
+    ``rotary``, ``rotate``, ``gate``: as in `GQA`, but the query kernel has no outputs for the gate. ``bias``: on the
+    down-projections and the output only.
     """
 
     def __init__(
@@ -150,12 +151,13 @@ class MLA(nnx.Module):
         rotate: Rotate,
         form: LatentAttend,
         attend: Attend,
+        gate: Gate | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
         w, dim, heads = widths, widths.dim, widths.heads
         self.nope, self.kv_rank, self.scale = w.nope, w.kv_rank, scale
-        self.rotary, self.rotate, self.form, self.attend = rotary, rotate, form, attend
+        self.rotary, self.rotate, self.form, self.attend, self.gate = rotary, rotate, form, attend, gate
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         if w.q_rank is None:
             self.q = Linear((dim,), (heads, w.nope + w.rope), ("embed", "heads", "head"), **kw)
@@ -170,7 +172,8 @@ class MLA(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None = None
     ) -> tuple[Float[Array, "B asked D"], LatentCache | None]:
         cache, seen, mask = context.remember(cache, self._latents(x, context), window=None)
-        return self._attended(self.q(context.asked(x)), seen, mask, context, self.attend), cache
+        asked = context.asked(x)
+        return self._out(asked, self._attended(self.q(asked), seen, mask, context, self.attend)), cache
 
     def _latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:
         """Compute what the cache stores per token: its normalised latent and its rotated key."""
@@ -185,40 +188,16 @@ class MLA(nnx.Module):
         mask: Mask,
         context: Context,
         attend: Attend,
-    ) -> Float[Array, "B asked D"]:
-        """Compute the attention output for queries before their rotation."""
-        return self.o(self._heads(q, seen, mask, context, attend))
-
-    def _heads(
-        self,
-        q: Float[Array, "B asked N H"],
-        seen: Float[Array, "B S latent_and_rope"],
-        mask: Mask,
-        context: Context,
-        attend: Attend,
     ) -> Float[Array, "B asked N v"]:
-        """Compute the output of each head."""
+        """Compute the output of each head for queries before their rotation."""
         q_nope, q_rope = jnp.split(q, [self.nope], axis=-1)
         q_rope = context.rotated(q_rope, self.rotary, self.rotate)
         return self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale), attend)
 
+    def _out(self, x: Float[Array, "B asked D"], heads: Float[Array, "B asked N v"]) -> Float[Array, "B asked D"]:
+        """Compute the layer's output from its input and the outputs of the heads."""
+        return self.o(heads if self.gate is None else self.gate(x, heads[..., :0], heads))
+
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> LatentCache:
         """A slot per token, for its latent and its rotated key."""
         return LatentCache(jnp.zeros((batch, capacity, self.kv_a.kernel.outs[0]), dtype))
-
-
-class GatedLatent(MLA):
-    """`MLA` whose heads are multiplied by a sigmoid of the input each, with a kernel ``gate [N, D]`` (Ling 3, 2026)."""
-
-    def __init__(self, widths: LatentWidths, *, dtype: jnp.dtype, rngs: nnx.Rngs | None, **options: Any):
-        super().__init__(widths, dtype=dtype, rngs=rngs, **options)
-        self.gate = Linear((widths.dim,), (widths.heads,), ("embed", "heads"), dtype=dtype, rngs=rngs)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None = None
-    ) -> tuple[Float[Array, "B asked D"], LatentCache | None]:
-        cache, seen, mask = context.remember(cache, self._latents(x, context), window=None)
-        asked = context.asked(x)
-        heads = self._heads(self.q(asked), seen, mask, context, self.attend)
-        gate = jax.nn.sigmoid(self.gate(asked).astype(jnp.float32)).astype(heads.dtype)
-        return self.o(heads * gate[..., None]), cache

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import parameter
 from nnxmoe.layers.attend import Mask
@@ -13,14 +13,16 @@ from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.indexer import NONE, Indexer, Selection, chosen_keys
 from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.recurrent import taken
 from nnxmoe.layers.rope import rotate_halves
 
 
 class PooledIndexer(Indexer):
-    """Chooses pools of ``pool`` consecutive tokens of a segment, of which the first begins with its first token.
+    """Chooses pools of ``pool`` consecutive keys. Each segment is divided into pools from its first token on.
 
-    A pool's key is the mean of its tokens' keys, weighted per component by a softmax of ``gate(x) + place``. Each query
-    also attends to the tokens of its own pool up to itself, while the pool is not complete. No key is rotated.
+    The key of a pool is the weighted mean of its keys, with a softmax over the pool of ``gate(x) + place`` as weights
+    per component. A query in an incomplete pool also attends to the tokens of that pool up to itself. Keys are not
+    rotated. Source: ``Glm5NextTextIndexer`` in transformers 5.24.
     """
 
     def __init__(self, dim: int, q_rank: int, heads: int, head_dim: int, *, pool: int, **kw: Any):
@@ -47,32 +49,35 @@ class PooledIndexer(Indexer):
         topk: int,
         context: Context,
     ) -> Selection:
-        """As in `Indexer`, but for the order. ``topk``: ``pool`` for each pool that may be chosen, and ``pool - 1``."""
+        """The slots of the keys in the chosen pools, then those of the query's own pool; in no particular order.
+
+        ``topk``: keys per query: ``pool`` times the number of pools to choose, plus ``pool - 1``.
+        """
         batch, size = keys.shape[:2]
         index, segment = (
             None if a is None else jnp.broadcast_to(a, (batch, size)) for a in (mask.keys.index, mask.keys.segment)
         )
         assert index is not None
-        # Tokens by their index in the row: padding of a pass without a cache is last. A cache is in this order.
+        # Sort the tokens of each row by their index, padding last. The slots of a cache are in this order.
         real, order = index >= 0, jnp.broadcast_to(jnp.arange(size), (batch, size))
         if mask.keys.valid is not None:
             real = real & mask.keys.valid
             order = jnp.argsort(~real, axis=1, stable=True)
         count = jnp.sum(real, axis=1, keepdims=True)
-        segment = None if segment is None else _taken(segment, order)
-        offset = _offsets(segment, jnp.arange(size) < count)
+        segment = None if segment is None else taken(segment, order)
+        offset = _offsets(segment, (batch, size))
         last = (offset % self.pool == self.pool - 1) & (jnp.arange(size) < count)
         ends = jax.vmap(lambda row: jnp.nonzero(row, size=size // self.pool, fill_value=NONE)[0])(last)
         found = ends != NONE
         places = jnp.where(found, ends, self.pool - 1)[..., None] - jnp.arange(self.pool - 1, -1, -1)
-        slots = _taken(order, places.reshape(batch, -1)).reshape(places.shape)
-        given = self.q(latent), self.weights(x), self._pooled(_taken(keys, slots))
+        slots = taken(order, places)
+        given = self.q(latent), self.weights(x), self._pooled(taken(keys, slots))
         of_pools = Slots(
-            jnp.where(found, places[..., -1], -1), None, None if segment is None else _taken(segment, places[..., -1])
+            jnp.where(found, places[..., -1], -1), None, None if segment is None else taken(segment, places[..., -1])
         )
         pools = Mask(mask.query_index, mask.query_segment, of_pools, None)
         best = chosen_keys(*jax.lax.stop_gradient(given), pools, (topk - self.pool + 1) // self.pool)
-        chosen = jnp.where((best == NONE)[..., None], NONE, _taken(slots, jnp.where(best == NONE, 0, best)))
+        chosen = jnp.where((best == NONE)[..., None], NONE, taken(slots, jnp.where(best == NONE, 0, best)))
         own = self._own(jnp.broadcast_to(mask.query_index, best.shape[:2]), offset, order)
         return jnp.concatenate([chosen.reshape(*best.shape[:2], -1), own], axis=-1).astype(jnp.int32)
 
@@ -84,19 +89,15 @@ class PooledIndexer(Indexer):
     def _own(self, index: Int[Array, "B T"], offset: Int[Array, "B S"], order: Int[Array, "B S"]) -> Selection:
         """The slots of the tokens of each query's pool up to itself; none if it completes the pool."""
         back = jnp.arange(self.pool - 1)
-        count = (_taken(offset, jnp.maximum(index, 0)) + 1) % self.pool
-        slots = _taken(order, jnp.maximum(index[..., None] - back, 0))
+        count = (taken(offset, jnp.maximum(index, 0)) + 1) % self.pool
+        slots = taken(order, jnp.maximum(index[..., None] - back, 0))
         return jnp.where((back < count[..., None]) & (index >= 0)[..., None], slots, NONE)
 
 
-def _taken(x: Array, at: Int[Array, "B ..."]) -> Array:
-    return jax.vmap(lambda row, places: row[places])(x, at)
-
-
-def _offsets(segment: Int[Array, "B S"] | None, real: Bool[Array, "B S"]) -> Int[Array, "B S"]:
-    """The number of tokens before each in its segment."""
-    places = jnp.broadcast_to(jnp.arange(real.shape[1]), real.shape)
+def _offsets(segment: Int[Array, "B S"] | None, shape: tuple[int, int]) -> Int[Array, "B S"]:
+    """The number of tokens before each token in its segment."""
+    places = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     if segment is None:
         return places
-    first = jnp.concatenate([jnp.ones_like(real[:, :1]), segment[:, 1:] != segment[:, :-1]], axis=1)
+    first = jnp.concatenate([jnp.ones((shape[0], 1), bool), segment[:, 1:] != segment[:, :-1]], axis=1)
     return places - jax.lax.cummax(jnp.where(first, places, 0), axis=1)

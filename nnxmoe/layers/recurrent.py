@@ -94,18 +94,19 @@ class OrderedTokens:
 
     def ordered(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
         """Real tokens first."""
-        return x if self.order is None else _taken(x, self.order)
+        return x if self.order is None else taken(x, self.order)
 
     def given(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
         """The inverse of `ordered`; padding gets values of real tokens."""
-        return x if self.place is None else _taken(x, self.place)
+        return x if self.place is None else taken(x, self.place)
 
     def index_of(self, at: Int[Array, "B n"]) -> Int[Array, "B n"]:
         """The index in the row of the tokens at these places; -1 for padding and negative places."""
         return jnp.where((at >= 0) & (at < self.count[:, None]), self.before[:, None] + at, -1)
 
 
-def _taken(x: Shaped[Array, "B T ..."], at: Int[Array, "B T"]) -> Shaped[Array, "B T ..."]:
+def taken(x: Shaped[Array, "B S ..."], at: Int[Array, "B ..."]) -> Shaped[Array, "B ..."]:
+    """Gather the places ``at`` of each row."""
     return jax.vmap(lambda row, places: row[places])(x, at)
 
 

@@ -36,7 +36,7 @@ class ScaledLatentQueries(MLA):
 
     def _attended(
         self, q: Float[Array, "B asked N H"], seen: Array, mask: Mask, context: Context, attend: Attend
-    ) -> Float[Array, "B asked D"]:
+    ) -> Float[Array, "B asked N v"]:
         return super()._attended(_scaled(q, context, self.beta, self.original), seen, mask, context, attend)
 
 

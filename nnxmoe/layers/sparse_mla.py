@@ -34,14 +34,14 @@ class SparseMLA(MLA):
         else:
             new = new, self.indexer.keys(x, context=context)
             cache, (seen, keys), mask = context.remember(cache, new, window=None)
-        attend, chosen = self.attend, None if chosen is None else context.asked(chosen)
+        asked, attend, chosen = context.asked(x), self.attend, None if chosen is None else context.asked(chosen)
         if seen.shape[1] > self.topk:
             if self.indexer is not None and keys is not None:
-                chosen = self.indexer.choose(context.asked(x), latent, keys, mask=mask, topk=self.topk, context=context)
+                chosen = self.indexer.choose(asked, latent, keys, mask=mask, topk=self.topk, context=context)
             if chosen is None:
                 raise ValueError("a layer without an indexer needs the keys that an earlier layer has chosen")
             attend = ChosenAttend(chosen, self.attend)
-        return self._attended(self.q.b(latent), seen, mask, context, attend), chosen, cache
+        return self._out(asked, self._attended(self.q.b(latent), seen, mask, context, attend)), chosen, cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
         """A slot per token, for its latent, its rotated key, and the indexer's key."""

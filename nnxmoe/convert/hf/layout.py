@@ -145,7 +145,7 @@ def _skip_rules(
     config, table = model.config, model.hf_table
     first = config.num_hidden_layers
     numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
-    # Only prediction layers have these tensors; a surplus layer has not. Not every family has names for its own.
+    # Tensors that only prediction layers have, not surplus layers. HF_MTP: for families whose table lacks such names.
     own = {w.name for rows in (HF_MTP, table) for key in rows if key.startswith(_MTP) for w in options(rows, key)}
     marked = {layer for layer, name in map(layer_of, left) if layer in numbers and name in own}
     built = {layer for layer, name in map(layer_of, leaves) if layer in numbers and name in own}
