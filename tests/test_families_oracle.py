@@ -54,7 +54,7 @@ MORE = {"deepseek_v4": 40, "deepseek_v32": 20, "glm_moe_dsa": 24, "gemma4_text":
 MORE |= {"qwen3_next": 12, **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid"), 8)}
 # Families whose names, or the order of these, differ.
 ADAPTED = """sarvam_moe hy_v3 qwen3_next qwen3_5_moe_text deepseek_v32 deepseek_v4 mistral4 ernie4_5_moe afmoe
-qwen3_vl_moe_text gemma4_text kimi_linear bailing_hybrid glm5_next_text""".split()
+gemma4_text kimi_linear bailing_hybrid glm5_next_text""".split()
 CASES = [(kind, number) for kind in FAMILIES for number in range(MORE.get(kind, EACH))]
 
 
