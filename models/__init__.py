@@ -50,12 +50,14 @@ from nnxmoe.models.qwen3_vl import Qwen3VLMoeText, Qwen3VLMoeTextConfig, Qwen3VL
 from nnxmoe.models.sarvam_mla import SarvamMLA, SarvamMLAConfig
 from nnxmoe.models.sarvam_moe import SarvamMoE, SarvamMoEConfig
 from nnxmoe.models.solar_open import SolarOpen, SolarOpenConfig
+from nnxmoe.models.step3p5 import Step3p5, Step3p5Config
 
 logger = logging.getLogger(__name__)
 MODELS: dict[str, tuple[type[DecoderConfig], type[CausalLM]]] = {}
 PRESETS: dict[str, DecoderConfig] = {}
 HUB_IDS: dict[str, str] = {}  # preset -> the published checkpoint
 HUB_NOTES: dict[str, str] = {}  # preset -> how its files differ from what is loaded
+TEXT_OF = {"step3p7": "step3p5"}  # multimodal model_type -> that of its text model, where it is not `…_text`
 # Supported model_type -> families that are not supported and differ least from it.
 RELATIVES = {
     "deepseek_v3": "longcat_flash",
@@ -85,7 +87,7 @@ for _family in (
     *(Llama, Mixtral, DeepSeekV3, DeepSeekV2, KimiK2, Glm4MoeLite, Glm4Moe, Dots1, SolarOpen, MiniMaxM2),
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
     *(DeepSeekV32, GlmMoeDsa, DeepSeekV4, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
-    *(Ministral3, Mistral4, ExaoneMoe, Mellum, Afmoe, Ernie45Moe, Gemma4Text, MiMoV2Flash, Laguna),
+    *(Ministral3, Mistral4, ExaoneMoe, Mellum, Afmoe, Ernie45Moe, Gemma4Text, MiMoV2Flash, Laguna, Step3p5),
     *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText, KimiLinear, BailingHybrid, Glm5NextText),
 ):
     register(_family)
@@ -174,6 +176,8 @@ __all__ = [
     "SarvamMoEConfig",
     "SolarOpen",
     "SolarOpenConfig",
+    "Step3p5",
+    "Step3p5Config",
     "config_class",
     "config_from_hf",
     "model_class",
@@ -199,8 +203,8 @@ def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
     if not isinstance(fields, Mapping):
         raise ConfigError(f"config.json must hold an object, got {type(fields).__name__}")
     kind = fields.get("model_type")
-    if isinstance(kind, str) and f"{kind}_text" in MODELS:  # the text model of a multimodal one, without its own type
-        kind = f"{kind}_text"
+    if isinstance(kind, str):  # the text model of a multimodal one, without its own type
+        kind = TEXT_OF.get(kind, f"{kind}_text" if f"{kind}_text" in MODELS else kind)
     if not isinstance(kind, str) or kind not in MODELS:
         raise ConfigError(f"model_type {short(kind)} is not supported{_relative(kind)}; supported: {', '.join(MODELS)}")
     return MODELS[kind][0]

@@ -16,7 +16,6 @@ from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.layer import Layer
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE, HF_QK_NORM
 
@@ -89,16 +88,10 @@ HF_SHARED = {
 class QwenHybrid(CausalLM):
     """The attention of both kinds; each family has feed-forwards and a projection of its own."""
 
+    norm_class = OffsetNorm
+
     def kind(self, index: int) -> Any:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]
-
-    def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> Layer:
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        one, other = (self.final_norm(self.config, **kw) for _ in range(2))
-        return form(one, self.attention(index, **kw), other, self.feed_forward(index, **kw), **options)
-
-    def final_norm(self, config: Any, **kw: Any) -> OffsetNorm:
-        return OffsetNorm(config.hidden_size, config.rms_norm_eps, **kw)
 
     def project(self, heads: DeltaHeads, **kw: Any) -> DeltaProjection:
         """The projection of a recurrent layer."""

@@ -565,6 +565,28 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mimo_v2_flash", {"rope_parameters": {"full_attention": {}}}, "rope_parameters has no object for 'sliding_atten"),
     ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts 1 is not supported"),
     ("mimo_v2_flash", {"n_group": 3}, "n_group 3 must divide n_routed_experts 256"),
+    ("step3p5", {"swiglu_limits": [1.0]}, "swiglu_limits .* must list 45 numbers, one per layer"),
+    ("step3p5", {"swiglu_limits_shared": [-1.0] * 45}, "swiglu_limits_shared must be a positive number, got -1.0"),
+    (
+        "step3p5",
+        {"attention_other_setting": {"num_attention_heads": 12}},
+        "num_sliding_attention_heads 12 is not a mul",
+    ),
+    (
+        "step3p5",
+        {"per_layer_config": {"0": {"num_attention_heads": 8}}},
+        "differs from num_sliding_attention_heads None",
+    ),
+    ("step3p5", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters has no object for 'full_attention' layers"),
+    ("step3p5", {"moe_layers_enum": "3,x"}, "moe_layers_enum must list numbers of layers, got '3,x'"),
+    ("step3p5", {"moe_layers_enum": 3}, "moe_layers_enum must list numbers of layers, got 3"),
+    ("step3p5", {"rope_theta": [1e4]}, "rope_theta lists 1 layers, not 45 as num_hidden_layers says"),
+    ("step3p5", {"partial_rotary_factors": ["x"] * 45}, "partial_rotary_factor must be a positive number, got 'x'"),
+    ("step3p5", {"attention_other_setting": 3}, "attention_other_setting must be an object or null, got 3"),
+    ("step3p5", {"num_hidden_layers": "x", "layer_types": 3}, "num_hidden_layers must be a positive integer"),
+    ("step3p5", {"layer_types": "full"}, "layer_types must list the kind of each layer, got 'full'"),
+    ("step3p5", {"rope_scaling": "linear"}, "rope_scaling must be an object or null, got 'linear'"),
+    ("step3p5", {"sink": True}, "sink True is not supported"),
     ("laguna", {"gating": False}, "gating False is not supported; supported: True, 'per-head', 'per-element'"),
     ("laguna", {"num_attention_heads_per_layer": [48] * 39}, "must have a multiple of num_key_value_heads 8 for each"),
     ("laguna", {"num_attention_heads_per_layer": [12] * 40}, "must have a multiple of num_key_value_heads 8 for each"),
@@ -711,10 +733,11 @@ def test_unknown_model_type_error_lists_the_supported_ones() -> None:
 
 def test_text_models_without_a_type_of_their_own() -> None:
     """Nested in a multimodal config, or flat under its type, as files of GLM-5.3 without a vision tower."""
-    fields = FAMILIES["glm5_next_text"].frozen
-    inner = {name: value for name, value in fields.items() if name != "model_type"}
-    for given in (inner | {"model_type": "glm5_next"}, {"model_type": "glm5_next", "text_config": inner}):
-        assert config_from_hf(given) == config_from_hf(fields)
+    for kind, around in (("glm5_next_text", "glm5_next"), ("step3p5", "step3p7")):
+        fields = FAMILIES[kind].frozen
+        inner = {name: value for name, value in fields.items() if name != "model_type"}
+        for given in (inner | {"model_type": around}, {"model_type": around, "text_config": inner}):
+            assert config_from_hf(given) == config_from_hf(fields)
 
 
 def test_a_declared_field_that_nothing_reads_is_an_error() -> None:
@@ -1029,6 +1052,7 @@ SIZES = {
     "k-exaone-236b-a23b": 236e9,
     "mellum2-12b-a2.5b": 12e9,
     "mimo-v2-flash": 309e9,
+    "step-3.5-flash": 196e9,
     "kimi-linear-48b-a3b": 49.1e9,
     "glm-5.3-flash": 313e9,  # 321 with the layer for multi-token prediction
     "ling-3.0-flash": 124.4e9,  # of the defaults in transformers; no published number is known

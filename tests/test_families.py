@@ -24,6 +24,7 @@ from nnxmoe.cli.summary import summarise
 from nnxmoe.config.rope import Rope
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.layout import layout
+from nnxmoe.layers.gated import SWIGLU, LimitedSwiGLU
 from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.norm import RMSNorm, unit_rms
 from nnxmoe.layers.qk_norm import QKNorm, WholeNorm
@@ -436,6 +437,7 @@ def test_maxtext_layout(kind: str) -> None:
         ("afmoe", "no table of MaxText's names for 'afmoe'"),
         ("mimo_v2_flash", "no table of MaxText's names for 'mimo_v2_flash'"),
         ("laguna", "no table of MaxText's names for 'laguna'"),
+        ("step3p5", "no table of MaxText's names for 'step3p5'"),
         ("glm5_next_text", "no table of MaxText's names for 'glm5_next_text'"),
         ("kimi_linear", "no table of MaxText's names for 'kimi_linear'"),
         ("bailing_hybrid", "no table of MaxText's names for 'bailing_hybrid'"),
@@ -702,6 +704,20 @@ def gate_by_sigmoid(model: Any) -> None:
         x.gate.activation = jax.nn.sigmoid
 
 
+def bound_before_the_activation(model: Any) -> None:
+    """As DeepSeek-V4 does."""
+    dense = (layer.mlp for stack in model.stacks for layer in stack.layers if hasattr(layer, "mlp"))
+    for part in (*dense, *(part for x in routed(model) for part in (x.experts, x.shared))):
+        if part.activation != SWIGLU:
+            part.activation = LimitedSwiGLU(part.activation.limit)
+
+
+def bounds_of_other_experts(model: Any) -> None:
+    """The routed experts' for the shared ones, and the other way round."""
+    for x in routed(model):
+        x.experts.activation, x.shared.activation = x.shared.activation, x.experts.activation
+
+
 def forget_sinks(model: Any) -> None:
     for x in attentions(model):
         x.sinks = None
@@ -767,6 +783,9 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("mimo_v2_flash", plant) for plant in (rotate_last_components, windows_of_other_layers)),
     *(("laguna", plant) for plant in (forget_output_gate, gate_by_sigmoid, select_with(cap=1e9), forget_shared)),
     *(("laguna", plant) for plant in (norm_after_rotation, rotate_last_components, select_with(scale=1.0))),
+    *(("step3p5", plant) for plant in (bound_before_the_activation, bounds_of_other_experts, forget_output_gate)),
+    *(("step3p5", plant) for plant in (norm_after_rotation, rotate_last_components, select_with(scale=1.0))),
+    *(("step3p5", plant) for plant in (swap_ropes, window_by(1), forget_correction, forget_shared)),
     *(("afmoe", plant) for plant in (rotate_everywhere, window_by(-1), norm_after_rotation, forget_correction)),
     *(("afmoe", plant) for plant in (forget_output_gate, forget_post_norms, forget_embedding_scale)),
     *(("mellum", plant) for plant in (rotate_everywhere, windows_of_other_layers, norm_after_rotation, shift_runs)),

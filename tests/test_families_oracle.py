@@ -54,7 +54,7 @@ MORE = {"deepseek_v4": 40, "deepseek_v32": 20, "glm_moe_dsa": 24, "gemma4_text":
 MORE |= {"qwen3_next": 12, **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid"), 8)}
 # Families whose names, or the order of these, differ.
 ADAPTED = """sarvam_moe hy_v3 qwen3_next qwen3_5_moe_text deepseek_v32 deepseek_v4 mistral4 ernie4_5_moe afmoe
-gemma4_text kimi_linear bailing_hybrid glm5_next_text""".split()
+gemma4_text kimi_linear bailing_hybrid glm5_next_text step3p5""".split()
 CASES = [(kind, number) for kind in FAMILIES for number in range(MORE.get(kind, EACH))]
 
 
@@ -192,7 +192,7 @@ def test_defaults_of_absent_fields(kind: str) -> None:
     ours = nnxmoe.config_from_hf({"model_type": kind} | required)
     own = "head_dim layer_types mlp_layer_types mlp_only_layers rope_parameters rope_theta rope_scaling dtype"
     own += " qk_rope_head_dim partial_rotary_factor indexer_types compress_rates moe_layer_end_index per_layer_config"
-    own += " num_attention_heads_per_layer"
+    own += " num_attention_heads_per_layer num_sliding_attention_heads query_pre_attn_scalar"
     skipped = {"architectures", "model_type", "num_key_value_heads", *own.split()}
     for name in vars(ours).keys() - skipped:
         if hasattr(theirs, name) and not (name == "sliding_window" and theirs.sliding_window is None):

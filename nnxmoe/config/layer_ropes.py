@@ -49,7 +49,7 @@ class LayerRopesConfig(LayerWindowsConfig):
 
     @property
     def rope(self) -> Rope:
-        return self.rope_of(FULL)
+        return self.rope_of(FULL if FULL in self.layer_kinds else SLIDING)
 
     @classmethod
     def undeclared(cls, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class CausalLM(nnx.Module):
     maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]] = {}  # -> name and logical axes there
     maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # groups of dense layers, of layers with experts
     maxtext_block: ClassVar[Sequence[bool]] = ()  # for each layer of a block scanned there: whether it has a window
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # of the norms before attention and feed-forward, and of the last one
     config: Any
 
     @classmethod
@@ -80,7 +81,7 @@ class CausalLM(nnx.Module):
         """A layer of this ``form``, with its ``options``."""
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         attention, fed = self.attention(index, **kw), self.feed_forward(index, **kw)
-        one, other = (RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
+        one, other = (self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
         return form(one, attention, other, fed, **options)
 
     def enter(self, x: Float[Array, "B T D"]) -> Any:
@@ -111,7 +112,7 @@ class CausalLM(nnx.Module):
 
     def final_norm(self, config: Any, **kw: Any) -> RMSNorm:
         """The norm after the layers."""
-        return RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+        return self.norm_class(config.hidden_size, config.rms_norm_eps, **kw)
 
     def output_head(self, config: Any, **kw: Any) -> Linear | None:
         """The output head; None if it is the embedding."""

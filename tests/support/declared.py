@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nnxmoe.models import MODELS
+from nnxmoe.models import MODELS, TEXT_OF
 
 FILE = Path(__file__).parents[1] / "data" / "declared_fields.json"
 # Files of transformers through which every causal language model runs.
@@ -34,13 +34,13 @@ def declared() -> dict[str, Any]:
     own = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     methods = {name for name in dir(PreTrainedConfig) if name not in own}
     shared = set[str]().union(*(_reads(f"transformers.{name}") for name in SHARED)) - methods - own
-    families = {}
+    families, outside = {}, {text: outer for outer, text in TEXT_OF.items()}
     for kind, (config, _) in MODELS.items():
         theirs = transformers.CONFIG_MAPPING[config.saved_type or kind]
         names = {field.name for field in dataclasses.fields(theirs)} | theirs.attribute_map.keys()
         read = _reads(transformers.AutoModelForCausalLM._model_mapping[theirs].__module__)
-        if kind.endswith("_text"):
-            wrapper = transformers.CONFIG_MAPPING[kind.removesuffix("_text")]
+        if (outer := outside.get(kind, kind.removesuffix("_text"))) != kind:
+            wrapper = transformers.CONFIG_MAPPING[outer]
             for around in (wrapper, *wrapper.sub_configs.values()):  # their code is in the same file
                 read -= {field.name for field in dataclasses.fields(around)} | {*wrapper.sub_configs}
         names |= read

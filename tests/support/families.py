@@ -295,6 +295,35 @@ def _laguna(rng: random.Random) -> Fields:
     )
 
 
+def _step3p5(rng: random.Random) -> Fields:
+    layers, experts = rng.choice([2, 3, 4]), rng.choice([5, 8])
+    limits = [rng.choice([None, 0.0, 0.3, 1.5]) for _ in range(layers)]
+    fields = (
+        _grouped(rng, layers)
+        | _two_ropes(rng, layers, 0.5, 1.0)
+        | {
+            "num_key_value_heads": 2,
+            "num_attention_heads": 4,
+            "num_sliding_attention_heads": rng.choice([None, 2, 6]),
+            "head_dim": rng.choice([8, 12]),
+            "attention_bias": rng.random() < 0.5,
+            "mlp_bias": rng.random() < 0.5,
+            "query_pre_attn_scalar": rng.choice([None, 5.0]),
+            "moe_intermediate_size": rng.choice([12, 20]),
+            "share_expert_dim": rng.choice([12, 20]),
+            "n_routed_experts": experts,
+            "num_local_experts": experts,
+            "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+            "moe_router_scaling_factor": rng.choice([1.0, 2.5]),
+            "mlp_layer_types": rng.choice([None, [rng.choice(["dense", "sparse"]) for _ in range(layers)]]),
+            "swiglu_limits": rng.choice([None, limits]),
+            "swiglu_limits_shared": rng.choice([None, limits[::-1]]),
+        }
+    )
+    del fields["tie_word_embeddings"]
+    return fields
+
+
 def _kimi_hybrid(rng: random.Random) -> Fields:
     fields = _latent(rng) | {"first_k_dense_replace": rng.choice([0, 1]), "rms_norm_eps": rng.choice([1e-5, 1e-2])}
     for name in ("rope_interleave", "rope_parameters", "rope_theta", "layer_types", "tie_word_embeddings"):
@@ -1428,6 +1457,45 @@ FAMILIES |= {
         },
         _laguna,
         "laguna",
+    ),
+    "step3p5": Family(
+        {k: v for k, v in _HUB.items() if k != "torch_dtype"}
+        | {
+            "model_type": "step3p5",
+            "num_hidden_layers": 3,
+            "num_nextn_predict_layers": 1,
+            "num_attention_heads": 4,
+            "num_attention_groups": 2,
+            "head_dim": 8,
+            "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 6},
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "moe_layers_enum": "1,2",
+            "sliding_window": 4,
+            "moe_intermediate_size": 16,
+            "share_expert_dim": 20,
+            "moe_num_experts": 6,
+            "moe_top_k": 2,
+            "moe_router_scaling_factor": 2.5,
+            "moe_router_activation": "sigmoid",
+            "norm_expert_weight": True,
+            "use_qk_norm": True,
+            "use_rope_layers": [],
+            "yarn_only_types": ["full_attention"],
+            "rope_theta": [900.0, 50.0, 50.0, 900.0],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "original_max_position_embeddings": 16,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 32.0,
+            },
+            "swiglu_limits": [0.0, 0.0, 0.4, 0.0],
+            "swiglu_limits_shared": [0.5, 0.0, 0.6, 0.0],
+            "dtype": "float32",
+        },
+        _step3p5,
+        "step3p5",
     ),
     "kimi_linear": Family(
         {k: v for k, v in _HUB.items() if k != "max_position_embeddings"}

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.glm5_next import modeling_glm5_next as glm5_next
+from transformers.models.step3p7 import modeling_step3p7 as step3p7
 
 from tests.support.families import NEW, PROMPT, positions_of, weights_of, write_config
 from tests.support.tiny import Fields, Weights
@@ -22,24 +24,36 @@ _MISTRAL4 = transformers.Mistral4Config, transformers.Mistral4ForCausalLM
 transformers.AutoModelForCausalLM.register(*_MISTRAL4, exist_ok=True)  # which it only has inside of mistral3
 
 
-class Glm5NextForCausalLM(glm5_next.Glm5NextPreTrainedModel, transformers.GenerationMixin):
-    """The text model of GLM-5.3 with a head, which transformers only has beside a vision tower."""
+def _with_head(module: Any, name: str, config_type: Any, body: Any, base: Any) -> None:
+    """Registers the text model ``body`` with a head, which transformers only has beside a vision tower."""
 
-    config_class = glm5_next.Glm5NextTextConfig
-
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.model = glm5_next.Glm5NextTextModel(config)
+    def __init__(self: Any, config: Any) -> None:
+        base.__init__(self, config)
+        self.model = body(config)
         self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(self, input_ids: Any = None, **given: Any) -> Any:
+    def forward(self: Any, input_ids: Any = None, **given: Any) -> Any:
         out = self.model(input_ids, **{k: v for k, v in given.items() if k not in ("return_dict", "logits_to_keep")})
         return CausalLMOutputWithPast(logits=self.lm_head(out.last_hidden_state), past_key_values=out.cache)
 
+    more = {"config_class": config_type, "__init__": __init__, "forward": forward}
+    more["__module__"] = module.__name__  # whose code the list of fields looks at
+    made = type(name, (base, transformers.GenerationMixin), more)
+    transformers.AutoModelForCausalLM.register(config_type, made, exist_ok=True)
 
-Glm5NextForCausalLM.__module__ = glm5_next.__name__  # whose code the list of fields looks at
-transformers.AutoModelForCausalLM.register(glm5_next.Glm5NextTextConfig, Glm5NextForCausalLM, exist_ok=True)
+
+_with_head(
+    glm5_next, "Glm5NextForCausalLM", glm5_next.Glm5NextTextConfig, glm5_next.Glm5NextTextModel,
+    glm5_next.Glm5NextPreTrainedModel,
+)  # fmt: skip
+_with_head(
+    step3p7, "Step3p5ForCausalLM", step3p7.Step3p7TextConfig, step3p7.Step3p7TextModel, step3p7.Step3p7PreTrainedModel
+)  # fmt: skip
+_RULES = get_checkpoint_conversion_mapping("step3p7")  # without those for names in the multimodal model
+register_checkpoint_conversion_mapping(
+    "step3p5", [rule for rule in _RULES if "mlp." in str(rule.target_patterns)], overwrite=True
+)
 _DENSE = re.compile("block_sparse_moe(?=.(gate|up|down)_proj)")  # its name of a dense layer, which the hub calls mlp
 ALONE = ("deepseek_v4",)  # whose windows count padding in transformers, so that its rows are run without it
 
@@ -96,7 +110,8 @@ def run_theirs(model: Any, tokens: np.ndarray, mask: np.ndarray) -> Seen:
     for hook in hooks:
         hook.remove()
     experts, weights = {}, {}
-    scale = getattr(model.config, "moe_routed_scaling_factor", 1.0)  # which Laguna applies to the sum of the experts
+    names = "moe_routed_scaling_factor", "moe_router_scaling_factor"  # applied to the sum of the experts in some
+    scale = next((getattr(model.config, name) for name in names if hasattr(model.config, name)), 1.0)
     for layer, (_, values, indices) in routed.items():
         order = np.argsort(indices.numpy(), axis=-1)
         experts[layer] = np.take_along_axis(indices.numpy(), order, -1).reshape(*tokens.shape, -1)

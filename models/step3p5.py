@@ -1,0 +1,279 @@
+"""The text model of Step-3.5-Flash and Step-3.7-Flash (StepFun 2026), after the implementation in transformers.
+
+Grouped-query attention with normalised heads and a factor per head; layers with a window have more heads than the
+others, and another rotary embedding. The experts are DeepSeek-V3's in one group, with a shared one, and the last layers
+clamp their activations. Layers for multi-token prediction are skipped.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from nnxmoe.config.bounds import ConfigError, Number, check_at_most, count, per_layer
+from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.layer_ropes import PartialRopesConfig
+from nnxmoe.config.layer_windows import FULL, SLIDING
+from nnxmoe.config.printable import short
+from nnxmoe.layers.gated import SWIGLU, Gated
+from nnxmoe.layers.gqa import GQA, Heads, OutputGate
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import OffsetNorm
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.layers.rope import PartialRotary
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.router import Router, SigmoidGroupTopK
+
+# Lists with an entry more for each prediction layer in published files.
+_PADDED = "layer_types mlp_layer_types swiglu_limits swiglu_limits_shared rope_theta partial_rotary_factors".split()
+
+
+def _translated(given: dict[str, Any], layers: int, more: int) -> dict[str, Any]:
+    """The fields of a config.json, those of published files among them, as fields of `Step3p5Config`."""
+    if type(layers) is not int or type(more) is not int:
+        return given  # which is refused later
+    for name in _PADDED:
+        if more and isinstance(value := given.get(name), list) and len(value) == layers + more:
+            given[name] = value[:layers]
+    kinds = given.get("layer_types") or [FULL] * layers
+    if (listed := given.get("moe_layers_enum")) is not None and given.get("mlp_layer_types") is None:
+        sparse = _numbers(listed)
+        given["mlp_layer_types"] = ["sparse" if i in sparse else "dense" for i in range(layers)]
+    if other := given.get("attention_other_setting"):
+        if not isinstance(other, Mapping):
+            raise ConfigError(f"attention_other_setting must be an object or null, got {short(other)}")
+        if given.get("num_sliding_attention_heads") is None:
+            given["num_sliding_attention_heads"] = other.get("num_attention_heads")
+    heads, overrides = given.get("num_sliding_attention_heads"), given.get("per_layer_config")
+    same = heads is None or heads == given.get("num_attention_heads", Step3p5Config.num_attention_heads)
+    wanted = {str(i): {"num_attention_heads": heads} for i, kind in enumerate(kinds) if kind == SLIDING and not same}
+    if overrides is not None and overrides != wanted:
+        raise ConfigError(f"per_layer_config {short(overrides)} differs from num_sliding_attention_heads {heads}")
+    scaling = given.get("rope_scaling") or {}
+    if not given.get("rope_parameters") and isinstance(kinds, list) and isinstance(scaling, Mapping):
+        given["rope_parameters"] = ropes = {}
+        for kind in {*map(str, kinds), FULL}:
+            i = kinds.index(kind) if kind in kinds else 0
+            theta, factor = (_of_layer(given, name, i, layers) for name in ("rope_theta", "partial_rotary_factors"))
+            ropes[kind] = {"rope_theta": 1e4 if theta is None else theta} | (
+                {} if factor is None else {"partial_rotary_factor": factor}
+            )
+        ropes[FULL] |= scaling
+        given |= {"rope_scaling": None, "rope_theta": None}
+    return given
+
+
+def _numbers(listed: Any) -> set[int]:
+    items = listed.split(",") if isinstance(listed, str) else listed
+    texts = [str(item).strip() for item in items] if isinstance(items, list) else ["?"]
+    if any(text and not text.isdecimal() for text in texts):
+        raise ConfigError(f"moe_layers_enum must list numbers of layers, got {short(listed)}")
+    return {int(text) for text in texts if text}
+
+
+def _of_layer(given: Mapping[str, Any], name: str, index: int, layers: int) -> Any:
+    value = given.get(name)
+    if isinstance(value, list) and len(value) != layers:
+        raise ConfigError(f"{name} lists {len(value)} layers, not {layers} as num_hidden_layers says")
+    return value[index] if isinstance(value, list) else value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step3p5Config(PartialRopesConfig):
+    """``layer_types`` null: no layer has a window. ``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: all
+    but the first three are sparse. ``num_sliding_attention_heads``: query heads of layers with a window; null: as many
+    as the others have. ``moe_router_scaling_factor`` multiplies the weights of the chosen experts, which sum to 1.
+    ``swiglu_limits``: bound of the activations of each layer's routed experts, null or 0 without one;
+    ``swiglu_limits_shared``: likewise of dense layers and shared experts. ``mlp_bias``: biases of these two.
+
+    Published files give some of it in other fields: ``moe_layers_enum``, ``attention_other_setting``, lists of
+    ``rope_theta`` and ``partial_rotary_factors``, and a ``rope_scaling`` of the layers without a window.
+    """
+
+    model_type = "step3p5"
+    architecture = "Step3p5ForCausalLM"
+    experts_field = "n_routed_experts"
+    aliases = {
+        **dict.fromkeys(("num_local_experts", "moe_num_experts"), "n_routed_experts"),
+        "moe_top_k": "num_experts_per_tok",
+        "num_attention_groups": "num_key_value_heads",
+        "num_mtp_layers": "num_nextn_predict_layers",
+        "share_expert_dims": "share_expert_dim",
+    }
+    fixed = {
+        "gating": (True, "per-head"),
+        "use_bidirectional_attention": (False,),
+        # Fields of the published code, with the only values that transformers computes.
+        "att_impl_type": (None, "GQA"),
+        "moe_every_n_layer": (None, 1),
+        "moe_layer_offset": (None, 0),
+        "moe_router_activation": (None, "sigmoid"),
+        "norm_expert_weight": (None, True),
+        "sink": (None, False),
+        "use_head_wise_attn_gate": (None, True),
+        "use_moe": (None, True),
+        "use_moe_router_bias": (None, True),
+        "use_qk_norm": (None, True),
+        "use_rope_layers": (None, []),
+        "yarn_only_types": (None, [FULL]),
+        "zero_centered": (None, True),
+    }
+    ignored = """output_router_logits max_seq_len need_fp32_gate mtp_layer_types mtp_mlp_layer_types moe_layers_enum
+        attention_other_setting partial_rotary_factors per_layer_config"""  # the last four: see `_translated`
+    default_ropes = FrozenDict({kind: {"rope_theta": 1e4} for kind in (FULL, SLIDING)})
+    scale_in_queries = True
+
+    vocab_size: int = 128815
+    intermediate_size: int = 11264
+    num_hidden_layers: int = 45
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 8
+    num_sliding_attention_heads: int | None = count(None, most=2**14)
+    head_dim: int | None = count(128, most=2**16)
+    max_position_embeddings: int = 128000
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = count(None)
+    mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
+    moe_intermediate_size: int = count(1280, most=2**24)
+    share_expert_dim: int = count(1280, most=2**24)
+    n_routed_experts: int = count(288, most=4096)
+    num_experts_per_tok: int = 8
+    moe_router_scaling_factor: float = 1.0
+    swiglu_limits: Sequence[float | None] | None = None
+    swiglu_limits_shared: Sequence[float | None] | None = None
+    num_nextn_predict_layers: int = count(0, least=0, most=1024)
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = 1
+
+    @classmethod
+    def _given(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        given = super()._given(fields)
+        counts = (given.get(name, getattr(cls, name)) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
+        return _translated(given, *counts)
+
+    def _check(self) -> None:
+        super()._check()
+        check_at_most(self, "num_experts_per_tok", "n_routed_experts")
+        if self.heads_of(SLIDING) % self.kv_heads:
+            raise ConfigError(
+                f"num_sliding_attention_heads {self.num_sliding_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.kv_heads}"
+            )
+        for name in ("swiglu_limits", "swiglu_limits_shared"):
+            limits = getattr(self, name)
+            if limits is not None and (not isinstance(limits, tuple) or len(limits) != self.num_hidden_layers):
+                raise ConfigError(f"{name} {short(limits)} must list {self.num_hidden_layers} numbers, one per layer")
+            for limit in limits or ():
+                _ = limit and Number(0.0)(name, limit)
+
+    def folded(self) -> tuple[Self, float]:
+        """The config itself: transformers reads query_pre_attn_scalar here."""
+        return self, 1.0
+
+    def heads_of(self, kind: str) -> int:
+        """Query heads of the layers of a type."""
+        return (kind == SLIDING and self.num_sliding_attention_heads) or self.num_attention_heads
+
+    @property
+    def layer_kinds(self) -> Sequence[str]:
+        return self.layer_types or [FULL] * self.num_hidden_layers
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        kinds = self.mlp_layer_types or ["dense" if i < 3 else "sparse" for i in range(self.num_hidden_layers)]
+        return tuple(kind == "sparse" for kind in kinds)
+
+    def activation(self, index: int, *, shared: bool) -> Gated:
+        """The activation of a layer's routed experts, or of its shared expert or dense feed-forward."""
+        limits = self.swiglu_limits_shared if shared else self.swiglu_limits
+        limit = limits[index] if limits else None
+        return BoundedSwiGLU(limit) if limit else SWIGLU
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundedSwiGLU:
+    """``min(silu(gate), limit) * up``, with up within ``±limit``."""
+
+    limit: float
+
+    def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+        return jnp.minimum(jax.nn.silu(gate), self.limit) * jnp.clip(up, -self.limit, self.limit)
+
+
+_ROPES = FrozenDict({FULL: {"rope_theta": 5e6, "partial_rotary_factor": 0.5}, SLIDING: {"rope_theta": 1e4}})
+_FLASH = Step3p5Config(
+    vocab_size=128896, max_position_embeddings=262144, sliding_window=512, num_sliding_attention_heads=96,
+    layer_types=tuple(FULL if i % 4 == 0 else SLIDING for i in range(45)), moe_router_scaling_factor=3.0,
+    swiglu_limits=(0.0,) * 43 + (7.0, 7.0), swiglu_limits_shared=(0.0,) * 43 + (16.0, 16.0),
+    rope_parameters={
+        FULL: {**_ROPES[FULL], "rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131072,
+               "low_freq_factor": 1.0, "high_freq_factor": 32.0},
+        SLIDING: _ROPES[SLIDING],
+    },
+    bos_token_id=0, eos_token_id=(1, 2, 128007), dtype="bfloat16",
+)  # fmt: skip
+_GATE_UP = W("mlp.experts.gate_up_proj")
+
+
+class Step3p5(CausalLM):
+    """Step-3.5-Flash, and the text model of Step-3.7-Flash."""
+
+    norm_class = OffsetNorm
+    configs = (Step3p5Config,)
+    presets = {"step-3.5-flash": _FLASH}
+    hub_ids = {"step-3.5-flash": "stepfun-ai/Step-3.5-Flash"}
+    hub_notes = {"step-3.5-flash": "the layers for multi-token prediction are left out"}
+    hf_table = {
+        **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP,
+        "layer.attention.gate.g.kernel": W("self_attn.g_proj.weight"),
+        "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
+        "layer.moe.router.kernel": (W("moe.gate.weight"), W("mlp.gate.weight")),
+        "layer.moe.router.bias": (W("moe.router_bias"), W("mlp.gate.e_score_correction_bias")),
+        "layer.moe.experts.gate": (W("moe.gate_proj.weight"), _GATE_UP.rows(0, 2)),
+        "layer.moe.experts.up": (W("moe.up_proj.weight"), _GATE_UP.rows(1, 2)),
+        "layer.moe.experts.down": (W("moe.down_proj.weight"), W("mlp.experts.down_proj")),
+        **{
+            f"layer.moe.shared.{x}.{ours}": (W(f"share_expert.{x}_proj.{end}"), W(f"mlp.shared_experts.{x}_proj.{end}"))
+            for x in ("gate", "up", "down")
+            for ours, end in (("kernel", "weight"), ("bias", "bias"))
+        },
+    }  # fmt: skip
+
+    def kind(self, index: int) -> Any:
+        c = self.config
+        activations = (c.activation(index, shared=shared) for shared in (False, True))
+        return c.layer_kinds[index], c.sparse_layers[index], *activations
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c, kind = self.config, self.config.layer_kinds[index]
+        rope, count = c.rope_of(kind), c.heads_of(kind)
+        return GQA(
+            Heads(c.hidden_size, count, c.kv_heads, c.head_width, c.attention_bias, scale=c.query_scale),
+            rotary=rope,
+            rotate=PartialRotary(rope.dim),
+            window=c.windows[index],
+            attend=self.strategy.attend,
+            qk_norm=QKNorm(*(OffsetNorm(c.head_width, c.rms_norm_eps, **kw) for _ in "qk")),
+            gate=OutputGate(c.hidden_size, count, 1, **kw),
+            **kw,
+        )
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        c, dim = self.config, self.config.hidden_size
+        dense = functools.partial(MLP, dim, bias=c.mlp_bias, activation=c.activation(index, shared=True), **kw)
+        if not c.sparse_layers[index]:
+            return dense(width=c.intermediate_size)
+        select = SigmoidGroupTopK(c.num_experts_per_tok, 1, 1, True, c.moe_router_scaling_factor)
+        router = Router(dim, c.experts, select, bias=True, **kw)
+        activation = c.activation(index, shared=False)
+        return self.moe(router, c.moe_intermediate_size, dense(width=c.share_expert_dim), activation=activation, **kw)
