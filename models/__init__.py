@@ -37,6 +37,7 @@ from nnxmoe.models.llama import Llama, LlamaConfig, MistralConfig
 from nnxmoe.models.mellum import Mellum, MellumConfig
 from nnxmoe.models.mimo_v2_flash import MiMoV2Flash, MiMoV2FlashConfig
 from nnxmoe.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
+from nnxmoe.models.minimax_m3 import MiniMaxM3VLText, MiniMaxM3VLTextConfig
 from nnxmoe.models.ministral3 import Ministral3, Ministral3Config
 from nnxmoe.models.mistral4 import Mistral4, Mistral4Config
 from nnxmoe.models.mixtral import Mixtral, MixtralConfig
@@ -61,7 +62,6 @@ TEXT_OF = {"step3p7": "step3p5"}  # multimodal model_type -> that of its text mo
 # Supported model_type -> families that are not supported and differ least from it.
 RELATIVES = {
     "deepseek_v3": "longcat_flash",
-    "minimax_m2": "minimax_m3_vl",
     "glm4_moe": "glm4v_moe",
     "mixtral": "minimax phimoe granitemoe jamba",
     "qwen3_moe": "hunyuan_v1_moe",
@@ -88,6 +88,7 @@ for _family in (
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
     *(DeepSeekV32, GlmMoeDsa, DeepSeekV4, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
     *(Ministral3, Mistral4, ExaoneMoe, Mellum, Afmoe, Ernie45Moe, Gemma4Text, MiMoV2Flash, Laguna, Step3p5),
+    MiniMaxM3VLText,
     *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText, KimiLinear, BailingHybrid, Glm5NextText),
 ):
     register(_family)
@@ -143,6 +144,8 @@ __all__ = [
     "MiMoV2FlashConfig",
     "MiniMaxM2",
     "MiniMaxM2Config",
+    "MiniMaxM3VLText",
+    "MiniMaxM3VLTextConfig",
     "Ministral3",
     "Ministral3Config",
     "Mistral4",

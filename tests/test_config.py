@@ -565,6 +565,24 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mimo_v2_flash", {"rope_parameters": {"full_attention": {}}}, "rope_parameters has no object for 'sliding_atten"),
     ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts 1 is not supported"),
     ("mimo_v2_flash", {"n_group": 3}, "n_group 3 must divide n_routed_experts 256"),
+    (
+        "minimax_m3_vl_text",
+        {"layer_types": ["minimax_m3_sparse"] * 60, "index_n_heads": 2},
+        "index_n_heads 2 is not su",
+    ),
+    (
+        "minimax_m3_vl_text",
+        {"layer_types": ["minimax_m3_sparse"] * 60, "index_head_dim": 64},
+        "index_head_dim 64 is le",
+    ),
+    (
+        "minimax_m3_vl_text",
+        {"sparse_attention_config": {"sparse_attention_freq": [1] * 60, "sparse_local_block": 17}},
+        "index_local_blocks 17 is more than index_topk_blocks 16",
+    ),
+    ("minimax_m3_vl_text", {"sparse_attention_config": 3}, "sparse_attention_config must be an object or null, got 3"),
+    ("minimax_m3_vl_text", {"sparse_attention_config": {"sparse_attention_freq": [1]}}, "layer_types lists 1 layers"),
+    ("minimax_m3_vl_text", {"moe_layer_freq": 1}, "mlp_layer_types: expected a list of 0 and 1 per layer, got 1"),
     ("step3p5", {"swiglu_limits": [1.0]}, "swiglu_limits .* must list 45 numbers, one per layer"),
     ("step3p5", {"swiglu_limits_shared": [-1.0] * 45}, "swiglu_limits_shared must be a positive number, got -1.0"),
     (

@@ -24,6 +24,7 @@ from nnxmoe.cli.summary import summarise
 from nnxmoe.config.rope import Rope
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.layout import layout
+from nnxmoe.layers.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
 from nnxmoe.layers.gated import SWIGLU, LimitedSwiGLU
 from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.norm import RMSNorm, unit_rms
@@ -438,6 +439,7 @@ def test_maxtext_layout(kind: str) -> None:
         ("mimo_v2_flash", "no table of MaxText's names for 'mimo_v2_flash'"),
         ("laguna", "no table of MaxText's names for 'laguna'"),
         ("step3p5", "no table of MaxText's names for 'step3p5'"),
+        ("minimax_m3_vl_text", "no table of MaxText's names for 'minimax_m3_vl_text'"),
         ("glm5_next_text", "no table of MaxText's names for 'glm5_next_text'"),
         ("kimi_linear", "no table of MaxText's names for 'kimi_linear'"),
         ("bailing_hybrid", "no table of MaxText's names for 'bailing_hybrid'"),
@@ -718,6 +720,47 @@ def bounds_of_other_experts(model: Any) -> None:
         x.experts.activation, x.shared.activation = x.shared.activation, x.experts.activation
 
 
+def indexers(model: Any) -> Iterator[BlockIndexer]:
+    return (x.indexer for x in attentions(model) if isinstance(x, IndexedGQA))
+
+
+def forget_indexer(model: Any) -> None:
+    for x in attentions(model):
+        x.topk = 1 << 30
+
+
+def no_local_block(model: Any) -> None:
+    for x in indexers(model):
+        x.blocks = dataclasses.replace(x.blocks, local=0)
+
+
+def blocks_of_the_first_head(model: Any) -> None:
+    """The same for all heads."""
+    for x in indexers(model):
+        kernel = x.q.kernel
+        kernel.set_value(jnp.broadcast_to(kernel[...][:, :1], kernel.shape))
+
+
+def blocks_of_other_sizes(model: Any) -> None:
+    """As many keys in smaller blocks."""
+    for x in indexers(model):
+        x.blocks = KeyBlocks(x.blocks.count, x.blocks.size, x.blocks.local)
+
+
+def blocks_from_the_end(model: Any) -> None:
+    """Without the keys that complete the last block."""
+    for x in indexers(model):
+        x.places = lambda q, keys, allowed, *rest, p=x.places: p(q, keys, allowed & (rest[0][:, None] % 3 < 2), *rest)
+
+
+def rank_by_the_last_keys(model: Any) -> None:
+    """Instead of the best of each block."""
+    for x in indexers(model):
+        x.places = lambda q, keys, allowed, offset, packed, p=x.places: p(
+            q, jnp.where((offset % 3 == 2)[..., None], keys, -jnp.abs(keys)), allowed, offset, packed
+        )
+
+
 def forget_sinks(model: Any) -> None:
     for x in attentions(model):
         x.sinks = None
@@ -786,6 +829,9 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("step3p5", plant) for plant in (bound_before_the_activation, bounds_of_other_experts, forget_output_gate)),
     *(("step3p5", plant) for plant in (norm_after_rotation, rotate_last_components, select_with(scale=1.0))),
     *(("step3p5", plant) for plant in (swap_ropes, window_by(1), forget_correction, forget_shared)),
+    *(("minimax_m3_vl_text", plant) for plant in (forget_indexer, no_local_block, blocks_of_the_first_head)),
+    *(("minimax_m3_vl_text", plant) for plant in (blocks_of_other_sizes, blocks_from_the_end, rank_by_the_last_keys)),
+    *(("minimax_m3_vl_text", plant) for plant in (norm_after_rotation, forget_correction, forget_shared)),
     *(("afmoe", plant) for plant in (rotate_everywhere, window_by(-1), norm_after_rotation, forget_correction)),
     *(("afmoe", plant) for plant in (forget_output_gate, forget_post_norms, forget_embedding_scale)),
     *(("mellum", plant) for plant in (rotate_everywhere, windows_of_other_layers, norm_after_rotation, shift_runs)),

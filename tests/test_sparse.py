@@ -18,6 +18,7 @@ from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Wanted
 from nnxmoe.layers import indexer, pooled_indexer
 from nnxmoe.layers.attend import Mask
+from nnxmoe.layers.block_indexer import BlockIndexer, KeyBlocks
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gated import LimitedSwiGLU
@@ -26,7 +27,7 @@ from nnxmoe.layers.indexer import NONE, IndexedCache, Indexer, chosen_keys, high
 from nnxmoe.layers.mla import MLA, LatentWidths
 from nnxmoe.layers.norm import LayerNorm, RMSNorm
 from nnxmoe.layers.pooled_indexer import PooledIndexer
-from nnxmoe.layers.rope import rotate_halves, rotate_pairs
+from nnxmoe.layers.rope import PartialRotary, rotate_halves, rotate_pairs
 from nnxmoe.layers.sparse_mla import SparseMLA
 from tests.support.arrays import max_error
 from tests.support.families import load
@@ -37,7 +38,7 @@ F32: Any = jnp.dtype("float32")
 ROPE = Rope(4, 100.0)
 WIDTHS = LatentWidths(12, 3, q_rank=7, kv_rank=5, nope=6, rope=4, v_dim=7)
 KINDS = ("deepseek_v32", "glm_moe_dsa")
-POOLED = "glm5_next_text"
+POOLED, BLOCKS = "glm5_next_text", "minimax_m3_vl_text"
 
 
 @pytest.fixture
@@ -102,6 +103,40 @@ def test_an_indexer_chooses_by_its_formula() -> None:
             allowed = (index <= t) & valid[b] & (segment[b] == segment[b, t])
             wanted = [NONE] * 3 if causal and t < 3 else best(scores[b, t], allowed, 3)
             assert np.array_equal(found[b, t], wanted), (b, t)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_are_chosen_by_their_best_keys(packed: bool, small_blocks: None) -> None:
+    """For each group of heads; padding on either side and in between, and segments, move the blocks."""
+    rope, turn = Rope(4, 100.0), PartialRotary(4)
+    part: Any = BlockIndexer(
+        9, 2, 6, blocks=KeyBlocks(3, 2, 1), eps=1e-3, rotary=rope, rotate=turn, dtype=F32, rngs=nnx.Rngs(0)
+    )
+    part, size = randomise(part), 23
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((3, size, 9)), jnp.float32)
+    context = Context.of_rows(rope, 3, size)
+    keys = np.asarray(part.keys(x, context))
+    q = np.asarray(context.rotated(part.q_norm(part.q(x)), rope, turn))
+    scores = np.einsum("btnh,bsh->btns", q.astype(np.float64), keys)
+    valid = np.ones((3, size), bool)
+    valid[1, :4], valid[2, [5, 6, 19, 22]] = False, False
+    segment = np.repeat([0, 1, 2], [4, 12, 7])[None].repeat(3, 0) if packed else np.zeros((3, size), int)
+    index = np.cumsum(valid, axis=1) - 1
+    of_slots = jnp.asarray(segment) if packed else None
+    slots = Slots(jnp.asarray(index, jnp.int32), jnp.asarray(valid), of_slots)
+    for causal in (True, False):
+        mask = Mask(slots.index, of_slots, slots, None, causal)
+        found = np.asarray(part.choose(x, jnp.asarray(keys), mask, context))
+        for b, t, n in np.ndindex(3, size, 2):
+            if not valid[b, t] or (causal and t < 6):
+                continue
+            near = np.flatnonzero(valid[b] & (np.arange(size) <= t) & (segment[b] == segment[b, t]))
+            blocks = [near[i : i + 3] for i in range(0, len(near), 3)]
+            high = [scores[b, t, n, block].max() for block in blocks[:-1]] + [np.inf]
+            kept = np.sort(np.argsort(high)[-2:])
+            wanted = np.concatenate([blocks[i] for i in kept])
+            row = found[2 * b + n, t]
+            assert np.array_equal(np.sort(row[row != NONE]), wanted), (b, t, n)
 
 
 def test_layer_norm() -> None:
@@ -218,7 +253,7 @@ def made() -> Made:
     return make
 
 
-@pytest.mark.parametrize("kind", [*KINDS, POOLED])
+@pytest.mark.parametrize("kind", [*KINDS, POOLED, BLOCKS])
 def test_every_split_of_a_prompt(kind: str, made: Made) -> None:
     """Cached chunks, padded on either side; packed segments are separate rows; the last token alone."""
     case, model = made(kind)
@@ -262,14 +297,14 @@ def engine_ids(model: Any, draft: Any) -> list[list[int]]:
     return [request.ids for request in requests]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, POOLED])
+@pytest.mark.parametrize("kind", [*KINDS, POOLED, BLOCKS])
 def test_rows_of_an_engine_and_drafts_that_are_taken_back(kind: str, made: Made) -> None:
     _, model = made(kind)
     wanted = [greedy(model, prompt, 8) for prompt in PROMPTS]
     assert engine_ids(model, None) == engine_ids(model, nnxmoe.PromptLookup(3)) == wanted
 
 
-@pytest.mark.parametrize("kind", [*KINDS, POOLED])
+@pytest.mark.parametrize("kind", [*KINDS, POOLED, BLOCKS])
 def test_tokens_taken_back_leave_nothing(kind: str, made: Made) -> None:
     """The logits after rejected tokens are those without them, to the last bit."""
     case, model = made(kind)
@@ -319,7 +354,7 @@ def see_later_keys(model: Any, patch: pytest.MonkeyPatch) -> None:
     def choose(q: Any, weights: Any, keys: Any, mask: Mask, topk: int) -> Any:
         return chosen_keys(q, weights, keys, dataclasses.replace(mask, query_index=mask.query_index + 1), topk)
 
-    patch.setattr(indexer, "_parts", lambda mask, length, topk: [(slice(topk, None), slice(None))])
+    patch.setattr(indexer, "_parts", lambda mask, length, topk: [(slice(topk, None), slice(0, length))])
     patch.setattr(indexer, "chosen_keys", choose)
 
 
@@ -423,8 +458,11 @@ def own_pool_not_seen(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def pools_from_the_second_token(model: Any, patch: pytest.MonkeyPatch) -> None:
-    right = pooled_indexer._offsets
-    patch.setattr(pooled_indexer, "_offsets", lambda segment, shape: jnp.maximum(right(segment, shape) - 1, 0))
+    def in_order(keys: Slots, shape: tuple[int, ...]) -> Any:
+        order, tokens, offset = indexer.in_order(keys, shape)
+        return order, tokens, jnp.maximum(offset - 1, 0)
+
+    patch.setattr(pooled_indexer, "in_order", in_order)
 
 
 def one_stream_instead_of_the_mean(model: Any, patch: pytest.MonkeyPatch) -> None:

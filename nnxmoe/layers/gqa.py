@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.attend import Attend, Scores
+from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.cache import KVCache, RingCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import Linear
@@ -151,14 +151,26 @@ class GQA(nnx.Module):
         q, k = (q, k) if self.qk_norm is None else self.qk_norm(q, k)
         q = jnp.swapaxes(self.placed(q, context=context), 1, 2)
         k = jnp.swapaxes(context.rotated(k, self.rotary, self.rotate), 1, 2)
-        cache, (k, v), mask = context.remember(cache, (k, jnp.swapaxes(v, 1, 2)), self.window)
-        y = self.attend(q, k, v, Scores(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
+        cache, k, v, mask, attend = self.seen(x, k, jnp.swapaxes(v, 1, 2), context=context, cache=cache)
+        y = attend(q, k, v, Scores(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
         y = jnp.swapaxes(y, 1, 2)
         return self.o(y if self.gate is None else self.gate(context.asked(x), beside, y)), cache
 
     def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:
         """Keys before their norm and rotation, and values."""
         return self.k(x), self.v(x)
+
+    def seen(
+        self,
+        x: Float[Array, "B T D"],
+        k: Float[Array, "B K T H"],
+        v: Float[Array, "B K T W"],
+        context: Context,
+        cache: Any,
+    ) -> tuple[Any, Array, Array, Mask, Attend]:
+        """The cache, the keys and values that the tokens may attend to, the mask over them, and how they attend."""
+        cache, (k, v), mask = context.remember(cache, (k, v), self.window)
+        return cache, k, v, mask, self.attend
 
     def placed(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
         """Queries with their positions."""

@@ -94,22 +94,52 @@ def chosen_keys(
     q: Float[Array, "B T N H"], weights: Float[Array, "B T N"], keys: Float[Array, "B S H"], mask: Mask, topk: int
 ) -> Selection:
     """See `Indexer.choose`."""
-    batch, length, heads, _ = q.shape
-    outs = [jnp.full((batch, _dense_queries(mask, topk), topk), NONE, jnp.int32)]
-    for queries, seen in _parts(mask, length, topk):
-        part, near = mask.part(queries, seen), keys[:, seen]
 
-        def run(q: Array, weights: Array, *of_queries: Array, slots: Slots = part.keys, near: Array = near) -> Array:
-            products = dot_f32(q.reshape(batch, -1, q.shape[-1]), near, -1, -1).reshape(*q.shape[:3], -1)
-            scores = jnp.sum(jax.nn.relu(products) * weights.astype(jnp.float32)[..., None], axis=2)
-            index, segment = of_queries if len(of_queries) > 1 else (*of_queries, None)
-            return highest(scores, Mask(index, segment, slots, None).allowed(), topk)
+    def run(allowed: Bool[Array, "B T S"], seen: slice, q: Array, weights: Array) -> Selection:
+        products = dot_f32(q.reshape(q.shape[0], -1, q.shape[-1]), keys[:, seen], -1, -1).reshape(*q.shape[:3], -1)
+        scores = jnp.sum(jax.nn.relu(products) * weights.astype(jnp.float32)[..., None], axis=2)
+        return highest(scores, allowed, topk)
+
+    return choose_in_blocks(run, mask, topk, topk, q.shape[2], q, weights)
+
+
+def choose_in_blocks(
+    run: Callable[..., Selection], mask: Mask, topk: int, width: int, heads: int, *of_queries: Float[Array, "B T ..."]
+) -> Int[Array, "B T width"]:
+    """``run(allowed, seen, *of_queries)`` for blocks of queries, with the slice of the keys that they may see; `NONE`
+    for the first ``topk`` queries of a causal pass. ``heads``: scores per query and key."""
+    batch, length = of_queries[0].shape[:2]
+    outs = [jnp.full((batch, _dense_queries(mask, topk), width), NONE, jnp.int32)]
+    for queries, seen in _parts(mask, length, topk):
+        part = mask.part(queries, seen)
+
+        def some(index: Array, *given: Array, slots: Slots = part.keys, seen: slice = seen) -> Selection:
+            segment, mine = (None, given) if mask.query_segment is None else (given[0], given[1:])
+            return run(Mask(index, segment, slots, None).allowed(), seen, *mine)
 
         index = jnp.broadcast_to(part.query_index, (batch, part.query_index.shape[-1]))
-        of_queries = (index,) if part.query_segment is None else (index, part.query_segment)
-        block = BLOCK // (batch * heads * near.shape[1])
-        outs.append(_in_blocks(run, block, q[:, queries], weights[:, queries], *of_queries))
+        segments = () if part.query_segment is None else (part.query_segment,)
+        block = BLOCK // (batch * heads * (seen.stop - seen.start))
+        outs.append(_in_blocks(some, block, index, *segments, *(a[:, queries] for a in of_queries)))
     return jnp.concatenate(outs, axis=1)
+
+
+def in_order(keys: Slots, shape: tuple[int, ...]) -> tuple[Int[Array, "B S"], Slots, Int[Array, "B S"]]:
+    """The slots in the order of their tokens, padding last; these tokens; and the number of tokens before each in its
+    segment. The slots of a cache are in order. ``shape``: ``B, S``."""
+    index, segment = (None if a is None else jnp.broadcast_to(a, shape) for a in (keys.index, keys.segment))
+    assert index is not None
+    order = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    if keys.valid is not None:
+        index = jnp.where(keys.valid, index, -1)
+        order = jnp.argsort(index < 0, axis=1, stable=True)
+        index = jnp.take_along_axis(index, order, axis=1)
+        segment = None if segment is None else jnp.take_along_axis(segment, order, axis=1)
+    places = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    if segment is None:
+        return order, Slots(index, None, None), places
+    first = jnp.concatenate([jnp.ones((shape[0], 1), bool), segment[:, 1:] != segment[:, :-1]], axis=1)
+    return order, Slots(index, None, segment), places - jax.lax.cummax(jnp.where(first, places, 0), axis=1)
 
 
 def highest(scores: Float[Array, "*rows S"], allowed: Bool[Array, "*#rows S"], count: int) -> Int[Array, "*rows X"]:

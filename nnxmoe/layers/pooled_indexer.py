@@ -11,7 +11,7 @@ from nnxmoe.axes import parameter
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.indexer import NONE, Indexer, Selection, chosen_keys
+from nnxmoe.layers.indexer import NONE, Indexer, Selection, chosen_keys, in_order
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.recurrent import taken
 from nnxmoe.layers.rope import rotate_halves
@@ -54,18 +54,8 @@ class PooledIndexer(Indexer):
         ``topk``: keys per query: ``pool`` times the number of pools to choose, plus ``pool - 1``.
         """
         batch, size = keys.shape[:2]
-        index, segment = (
-            None if a is None else jnp.broadcast_to(a, (batch, size)) for a in (mask.keys.index, mask.keys.segment)
-        )
-        assert index is not None
-        # Sort the tokens of each row by their index, padding last. The slots of a cache are in this order.
-        real, order = index >= 0, jnp.broadcast_to(jnp.arange(size), (batch, size))
-        if mask.keys.valid is not None:
-            real = real & mask.keys.valid
-            order = jnp.argsort(~real, axis=1, stable=True)
-        count = jnp.sum(real, axis=1, keepdims=True)
-        segment = None if segment is None else taken(segment, order)
-        offset = _offsets(segment, (batch, size))
+        order, tokens, offset = in_order(mask.keys, (batch, size))
+        segment, count = tokens.segment, jnp.sum(tokens.index >= 0, axis=1, keepdims=True)
         last = (offset % self.pool == self.pool - 1) & (jnp.arange(size) < count)
         ends = jax.vmap(lambda row: jnp.nonzero(row, size=size // self.pool, fill_value=NONE)[0])(last)
         found = ends != NONE
@@ -92,12 +82,3 @@ class PooledIndexer(Indexer):
         count = (taken(offset, jnp.maximum(index, 0)) + 1) % self.pool
         slots = taken(order, jnp.maximum(index[..., None] - back, 0))
         return jnp.where((back < count[..., None]) & (index >= 0)[..., None], slots, NONE)
-
-
-def _offsets(segment: Int[Array, "B S"] | None, shape: tuple[int, int]) -> Int[Array, "B S"]:
-    """The number of tokens before each token in its segment."""
-    places = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-    if segment is None:
-        return places
-    first = jnp.concatenate([jnp.ones((shape[0], 1), bool), segment[:, 1:] != segment[:, :-1]], axis=1)
-    return places - jax.lax.cummax(jnp.where(first, places, 0), axis=1)

@@ -42,7 +42,10 @@ def declared() -> dict[str, Any]:
         if (outer := outside.get(kind, kind.removesuffix("_text"))) != kind:
             wrapper = transformers.CONFIG_MAPPING[outer]
             for around in (wrapper, *wrapper.sub_configs.values()):  # their code is in the same file
-                read -= {field.name for field in dataclasses.fields(around)} | {*wrapper.sub_configs}
+                read -= {field.name for field in dataclasses.fields(around)} | {
+                    *around.attribute_map,
+                    *wrapper.sub_configs,
+                }
         names |= read
         families[kind] = sorted(names - own - methods)
     return {

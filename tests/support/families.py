@@ -324,6 +324,34 @@ def _step3p5(rng: random.Random) -> Fields:
     return fields
 
 
+def _minimax_m3(rng: random.Random) -> Fields:
+    layers, experts, kv_heads = rng.choice([2, 3, 4]), rng.choice([5, 8]), rng.choice([1, 2, 4])
+    kinds, chosen = ["minimax_m3_sparse", "full_attention"], rng.choice([1, 2, 3])
+    rope = {"rope_type": "default", "rope_theta": rng.choice([37.5, 500.0]), "partial_rotary_factor": 0.5}
+    fields = _grouped(rng, layers) | {
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+        "dense_intermediate_size": rng.choice([20, 28]),
+        "shared_intermediate_size": rng.choice([12, 20]),
+        "num_local_experts": experts,
+        "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+        "swiglu_alpha": rng.choice([1.0, 1.702]),
+        "swiglu_limit": rng.choice([0.5, 7.0]),
+        "layer_types": [kinds[0], *(rng.choice(kinds) for _ in range(layers - 1))],
+        "mlp_layer_types": rng.choice([None, [rng.choice(["dense", "sparse"]) for _ in range(layers)]]),
+        "index_n_heads": kv_heads,
+        "index_head_dim": rng.choice([8, 12]),
+        "index_block_size": rng.choice([1, 2, 3, 4]),
+        "index_topk_blocks": chosen,
+        "index_local_blocks": rng.choice([0, 1, chosen]),
+        "rope_parameters": rope | {"partial_rotary_factor": rng.choice([0.5, 1.0])},
+    }
+    del fields["tie_word_embeddings"]
+    return fields
+
+
 def _kimi_hybrid(rng: random.Random) -> Fields:
     fields = _latent(rng) | {"first_k_dense_replace": rng.choice([0, 1]), "rms_norm_eps": rng.choice([1e-5, 1e-2])}
     for name in ("rope_interleave", "rope_parameters", "rope_theta", "layer_types", "tie_word_embeddings"):
@@ -1496,6 +1524,39 @@ FAMILIES |= {
         },
         _step3p5,
         "step3p5",
+    ),
+    "minimax_m3_vl_text": Family(
+        _HUB
+        | {
+            "model_type": "minimax_m3_vl_text",
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "hidden_act": "swigluoai",
+            "intermediate_size": 16,
+            "dense_intermediate_size": 32,
+            "shared_intermediate_size": 24,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 2.5,
+            "swiglu_limit": 1.5,
+            "moe_layer_freq": [0, 1, 1],
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.5,
+            "rotary_dim": 4,
+            "use_qk_norm": True,
+            "sparse_attention_config": {
+                "sparse_num_index_heads": 2,
+                "sparse_index_dim": 6,
+                "sparse_block_size": 3,
+                "sparse_topk_blocks": 2,
+                "sparse_local_block": 1,
+                "sparse_attention_freq": [0, 1, 1],
+            },
+        },
+        _minimax_m3,
+        "minimax_m3_vl_text",
     ),
     "kimi_linear": Family(
         {k: v for k, v in _HUB.items() if k != "max_position_embeddings"}

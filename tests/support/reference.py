@@ -54,8 +54,13 @@ _RULES = get_checkpoint_conversion_mapping("step3p7")  # without those for names
 register_checkpoint_conversion_mapping(
     "step3p5", [rule for rule in _RULES if "mlp." in str(rule.target_patterns)], overwrite=True
 )
+AFTER = {  # what multiplies the sum of the experts in transformers, and their weights here
+    "laguna": "moe_routed_scaling_factor",
+    "step3p5": "moe_router_scaling_factor",
+    "minimax_m3_vl_text": "routed_scaling_factor",
+}
 _DENSE = re.compile("block_sparse_moe(?=.(gate|up|down)_proj)")  # its name of a dense layer, which the hub calls mlp
-ALONE = ("deepseek_v4",)  # whose windows count padding in transformers, so that its rows are run without it
+ALONE = "deepseek_v4", "minimax_m3_vl_text"  # which divide padding too in transformers: their rows are run without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +115,7 @@ def run_theirs(model: Any, tokens: np.ndarray, mask: np.ndarray) -> Seen:
     for hook in hooks:
         hook.remove()
     experts, weights = {}, {}
-    names = "moe_routed_scaling_factor", "moe_router_scaling_factor"  # applied to the sum of the experts in some
-    scale = next((getattr(model.config, name) for name in names if hasattr(model.config, name)), 1.0)
+    scale = getattr(model.config, AFTER.get(model.config.model_type, ""), 1.0)
     for layer, (_, values, indices) in routed.items():
         order = np.argsort(indices.numpy(), axis=-1)
         experts[layer] = np.take_along_axis(indices.numpy(), order, -1).reshape(*tokens.shape, -1)

@@ -1,0 +1,189 @@
+"""The text model of MiniMax-M3 (MiniMax 2026), after the implementation in transformers.
+
+Grouped-query attention with normalised heads, of which the first part is rotated; most layers attend to blocks of keys
+that an indexer chooses per key/value head. The experts are DeepSeek-V3's in one group, with a shared one and gpt-oss's
+activation.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, per_layer
+from nnxmoe.config.partial_rotary import PartialRotaryConfig
+from nnxmoe.config.printable import short
+from nnxmoe.layers.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
+from nnxmoe.layers.gated import ClampedSwiGLU
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.layers.norm import OffsetNorm
+from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.layers.rope import PartialRotary
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_QK_NORM
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.router import Router, SigmoidGroupTopK
+
+_SPARSE = "minimax_m3_sparse"
+# Fields inside of sparse_attention_config in published files -> fields of transformers.
+_NESTED = {
+    "sparse_num_index_heads": "index_n_heads",
+    "sparse_index_dim": "index_head_dim",
+    "sparse_block_size": "index_block_size",
+    "sparse_topk_blocks": "index_topk_blocks",
+    "sparse_local_block": "index_local_blocks",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MiniMaxM3VLTextConfig(PartialRotaryConfig):
+    """``intermediate_size``: width of an expert; ``shared_intermediate_size``: of the shared one;
+    ``dense_intermediate_size``: of a dense layer. ``layer_types``: ``full_attention``, or ``minimax_m3_sparse`` with an
+    indexer; null: no layer has one. ``mlp_layer_types``: ``dense`` or ``sparse``; null: all have experts.
+    ``index_topk_blocks`` blocks of ``index_block_size`` keys are chosen, the ``index_local_blocks`` last ones always.
+    ``routed_scaling_factor`` multiplies the weights of the chosen experts, which sum to 1.
+
+    Published files have the fields of the indexer in ``sparse_attention_config``, and ``moe_layer_freq``.
+    """
+
+    model_type = "minimax_m3_vl_text"
+    architecture = "MiniMaxM3VLForCausalLM"
+    experts_field = "num_local_experts"
+    scale_in_queries = False
+    aliases = {"num_experts": "num_local_experts"}
+    fixed = {"scoring_func": ("sigmoid",), "use_qk_norm": (True,), "use_routing_bias": (True,)}
+    # Fields of the published code that transformers does not read; the last two: see `_given`.
+    ignored = """rotary_dim router_jitter_noise output_router_logits router_aux_loss_coef qk_norm_type use_gemma_norm
+        merged_hidden_size use_mtp num_mtp_modules mtp_transformer_layers max_model_len
+        sparse_attention_config moe_layer_freq"""
+
+    vocab_size: int = 200064
+    hidden_size: int = 6144
+    intermediate_size: int = 3072
+    dense_intermediate_size: int = count(12288, most=2**24)
+    shared_intermediate_size: int = count(3072, most=2**24)
+    num_hidden_layers: int = 60
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = count(128, most=2**16)
+    max_position_embeddings: int = 524288
+    rope_theta: float = 5e6
+    layer_types: Sequence[str] | None = per_layer("full_attention", _SPARSE)
+    mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
+    num_local_experts: int = count(128, most=4096)
+    num_experts_per_tok: int = 4
+    routed_scaling_factor: float = 2.0
+    swiglu_alpha: float = number(1.702, above=0.0, most=1e6)
+    swiglu_limit: float = number(7.0, above=0.0, most=1e6)
+    index_n_heads: int = count(4, most=2**14)
+    index_head_dim: int = count(128, most=2**16)
+    index_block_size: int = count(128, most=2**16)
+    index_topk_blocks: int = count(16, most=2**16)
+    index_local_blocks: int = count(1, least=0, most=2**16)
+    bos_token_id: int | None = 200034
+    eos_token_id: int | Sequence[int] | None = 200020
+
+    @classmethod
+    def _given(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        given = super()._given(fields) | {"hidden_act": "silu"}  # whatever the file says, as in transformers
+        nested = given.get("sparse_attention_config") or {}
+        if not isinstance(nested, Mapping):
+            raise ConfigError(f"sparse_attention_config must be an object or null, got {short(nested)}")
+        given |= {name: nested[theirs] for theirs, name in _NESTED.items() if theirs in nested}
+        listed = ("layer_types", nested.get("sparse_attention_freq"), "full_attention", _SPARSE)
+        for name, flags, zero, one in (listed, ("mlp_layer_types", given.get("moe_layer_freq"), "dense", "sparse")):
+            if flags is not None and not isinstance(flags, list):
+                raise ConfigError(f"{name}: expected a list of 0 and 1 per layer, got {short(flags)}")
+            if flags is not None and given.get(name) is None:
+                given[name] = [one if flag else zero for flag in flags]
+        return given
+
+    def _check(self) -> None:
+        super()._check()
+        check_at_most(self, "num_experts_per_tok", "num_local_experts")
+        if _SPARSE not in (self.layer_types or ()):
+            return
+        if self.index_n_heads != self.kv_heads:
+            raise ConfigError(
+                f"index_n_heads {self.index_n_heads} is not supported: as many as num_key_value_heads {self.kv_heads}"
+            )
+        check_at_most(self, "index_local_blocks", "index_topk_blocks")
+        if self.index_head_dim < self.rope_dim:
+            raise ConfigError(f"index_head_dim {self.index_head_dim} is less than the rotated width {self.rope_dim}")
+
+    @property
+    def indexed(self) -> Sequence[bool]:
+        """Whether each layer has an indexer."""
+        return tuple(kind == _SPARSE for kind in self.layer_types or [""] * self.num_hidden_layers)
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        return tuple(kind == "sparse" for kind in self.mlp_layer_types or ["sparse"] * self.num_hidden_layers)
+
+
+_MOE, _GATE_UP = "block_sparse_moe", W("mlp.experts.gate_up_proj")
+_PARTS = (("gate", "w1", 0), ("up", "w3", 1))
+
+
+def _mlp(theirs: str, published: str) -> dict[str, tuple[W, ...]]:
+    """The rows of a dense or shared feed-forward, in which transformers has gate and up in one tensor."""
+    rows = {x: (W(f"{theirs}.gate_up_proj.weight").rows(i, 2), W(f"{published}.{x}_proj.weight")) for x, _, i in _PARTS}
+    return rows | {"down": (W(f"{theirs}.down_proj.weight"), W(f"{published}.down_proj.weight"))}
+
+
+class MiniMaxM3VLText(CausalLM):
+    """The text model of MiniMax-M3."""
+
+    norm_class = OffsetNorm
+    configs = (MiniMaxM3VLTextConfig,)
+    # The first names are those of the text model in transformers, the others those of published files.
+    hf_table = {
+        **HF_DECODER, **HF_GQA, **HF_QK_NORM,
+        **{
+            f"layer.attention.indexer.{x}{ours}": (W(f"self_attn.indexer.{x}_{end}"), W(f"self_attn.index_{x}_{end}"))
+            for x in "qk"
+            for ours, end in ((".kernel", "proj.weight"), ("_norm.scale", "norm.weight"))
+        },
+        **{f"layer.{kind}_norm.scale": W("post_attention_layernorm.weight") for kind in ("mlp", "moe")},
+        **{f"layer.mlp.{x}.kernel": row for x, row in _mlp("mlp", "mlp").items()},
+        **{
+            f"layer.moe.shared.{x}.kernel": row
+            for x, row in _mlp("mlp.shared_experts", f"{_MOE}.shared_experts").items()
+        },
+        "layer.moe.router.kernel": (W("mlp.gate.weight"), W(f"{_MOE}.gate.weight")),
+        "layer.moe.router.bias": (W("mlp.gate.e_score_correction_bias"), W(f"{_MOE}.e_score_correction_bias")),
+        **{
+            f"layer.moe.experts.{x}": (_GATE_UP.rows(i, 2), W(f"{_MOE}.experts").each(f"{w}.weight"))
+            for x, w, i in _PARTS
+        },
+        "layer.moe.experts.down": (W("mlp.experts.down_proj"), W(f"{_MOE}.experts").each("w2.weight")),
+    }  # fmt: skip
+
+    def kind(self, index: int) -> Any:
+        return self.config.indexed[index], self.config.sparse_layers[index]
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c, rotate = self.config, PartialRotary(self.config.rope_dim)
+        norm = QKNorm(*(OffsetNorm(c.head_width, c.rms_norm_eps, **kw) for _ in "qk"))
+        options: dict[str, Any] = {"bias": False, "qk_norm": norm, "rotate": rotate, **kw}
+        if not c.indexed[index]:
+            return self.gqa(window=None, **options)
+        indexer = BlockIndexer(
+            c.hidden_size, c.index_n_heads, c.index_head_dim,
+            blocks=KeyBlocks(c.index_block_size, c.index_topk_blocks, c.index_local_blocks),
+            eps=c.rms_norm_eps, rotary=c.rope, rotate=rotate, **kw,
+        )  # fmt: skip
+        return self.gqa(form=IndexedGQA, indexer=indexer, **options)
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        c, dim = self.config, self.config.hidden_size
+        clamped = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)
+        dense = functools.partial(MLP, dim, bias=False, activation=clamped, **kw)
+        if not c.sparse_layers[index]:
+            return dense(width=c.dense_intermediate_size)
+        select = SigmoidGroupTopK(c.num_experts_per_tok, 1, 1, True, c.routed_scaling_factor)
+        router = Router(dim, c.num_local_experts, select, bias=True, **kw)
+        shared = dense(width=c.shared_intermediate_size)
+        return self.moe(router, c.intermediate_size, shared, activation=clamped, **kw)

@@ -1,0 +1,189 @@
+"""Grouped-query attention to blocks of keys that an indexer chooses (MiniMax-M3, 2026)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from nnxmoe.config.rope import Rope
+from nnxmoe.layers.attend import Attend, Mask, Scores
+from nnxmoe.layers.cache import KVCache, Past, Slots
+from nnxmoe.layers.context import Context
+from nnxmoe.layers.dots import dot_f32
+from nnxmoe.layers.gqa import GQA, Heads
+from nnxmoe.layers.indexer import NONE, ChosenAttend, Selection, choose_in_blocks, highest, in_order
+from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.norm import OffsetNorm
+from nnxmoe.layers.recurrent import taken
+from nnxmoe.layers.rope import Rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyBlocks:
+    """KeyBlocks of ``size`` consecutive keys, of which a query attends to ``count``: always to its own and those before
+    it, ``local`` together."""
+
+    size: int
+    count: int
+    local: int
+
+
+class BlockIndexer(nnx.Module):
+    """Chooses blocks of keys for each query and each of ``heads`` groups of heads.
+
+    The score of a block is the highest ``q · key`` of its keys up to the query. Each segment is divided into blocks
+    from its first token on, where transformers also counts padding. ``q``: ``heads`` queries of width
+    ``head_dim``; one key per token; both are normalised and rotated. The choice has no gradient. Source:
+    ``MiniMaxM3VLIndexer`` in transformers 5.24.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        head_dim: int,
+        *,
+        blocks: KeyBlocks,
+        eps: float,
+        rotary: Rope,
+        rotate: Rotate,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        self.blocks = blocks
+        self.rotary, self.rotate = rotary, rotate
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.q = Linear((dim,), (heads, head_dim), ("embed", "kv_heads", "head"), **kw)
+        self.k = Linear((dim,), (head_dim,), ("embed", "latent"), **kw)
+        self.q_norm, self.k_norm = (OffsetNorm(head_dim, eps, **kw) for _ in "qk")
+
+    @property
+    def topk(self) -> int:
+        """Keys per query."""
+        return self.blocks.size * self.blocks.count
+
+    def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H"]:
+        """Compute one key per token."""
+        return context.rotated(self.k_norm(self.k(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
+
+    def choose(
+        self, x: Float[Array, "B asked D"], keys: Float[Array, "B S H"], mask: Mask, context: Context
+    ) -> Selection:
+        """The slots of the keys in the chosen blocks up to each query, ``[B * heads, T, topk]``, in ascending
+        order. Of a causal pass the first `topk` queries have none, since they attend to all keys before them."""
+        q = context.rotated(self.q_norm(self.q(x)), self.rotary, self.rotate)
+        order, tokens, offset = in_order(mask.keys, keys.shape[:2])
+        moved, packed = mask.keys.valid is not None, tokens.segment is not None
+        q, keys = jax.lax.stop_gradient((q, taken(keys, order) if moved else keys))
+
+        def run(allowed: Bool[Array, "B T S"], seen: slice, q: Float[Array, "B T N H"]) -> Int[Array, "B T X*N"]:
+            chosen = self.places(q, keys[:, seen], allowed, offset[:, seen], packed)
+            if moved:
+                chosen = jnp.where(chosen == NONE, NONE, taken(order, jnp.where(chosen == NONE, 0, chosen)))
+            return chosen.reshape(*chosen.shape[:2], -1)
+
+        width = q.shape[2] * self.topk
+        mask = dataclasses.replace(mask, keys=tokens)
+        chosen = choose_in_blocks(run, mask, self.topk, width, q.shape[2] * keys.shape[1], q)
+        split = chosen.reshape(*chosen.shape[:2], q.shape[2], self.topk)
+        return jnp.moveaxis(split, 2, 1).reshape(-1, chosen.shape[1], self.topk)
+
+    def places(
+        self,
+        q: Float[Array, "B T N H"],
+        keys: Float[Array, "B S H"],
+        allowed: Bool[Array, "B T S"],
+        offset: Int[Array, "B S"],
+        packed: bool,
+    ) -> Int[Array, "B T N X"]:
+        """The places of the chosen keys among all that are in order. ``offset``: of each key in its segment."""
+        blocks, size, places = self.blocks, keys.shape[1], jnp.arange(keys.shape[1])
+        scores = dot_f32(q.reshape(q.shape[0], -1, q.shape[-1]), keys, -1, -1).reshape(*q.shape[:3], size)
+        scores = jnp.where(allowed[:, :, None], scores, -jnp.inf)
+        if packed:  # a block may begin anywhere
+            first, best = places, running_max(scores, blocks.size)
+        else:
+            first, pad = places[:: blocks.size], -size % blocks.size
+            wide = jnp.pad(scores, ((0, 0),) * 3 + ((0, pad),), constant_values=-jnp.inf)
+            best = wide.reshape(*scores.shape[:3], -1, blocks.size).max(axis=-1)
+        starts = allowed[..., first] & (offset[:, None, first] % blocks.size == 0)
+        own = jnp.sum(allowed, axis=-1, keepdims=True) - 1  # the query's offset, and its place among all keys
+        near = own // blocks.size - offset[:, None, first] // blocks.size < blocks.local
+        best = jnp.where((near & starts)[:, :, None], jnp.inf, best)
+        chosen = highest(best, starts[:, :, None], blocks.count)
+        begin = jnp.where(chosen == NONE, size, first[jnp.where(chosen == NONE, 0, chosen)])
+        last = jnp.max(jnp.where(allowed, places, -1), axis=-1)
+        found = begin[..., None] + jnp.arange(blocks.size)
+        found = jnp.where(found <= last[:, :, None, None, None], found, NONE)
+        return found.reshape(*found.shape[:3], -1)
+
+
+def running_max(x: Float[Array, "*rows S"], width: int) -> Float[Array, "*rows S"]:
+    """The maximum of each number and the ``width - 1`` after it."""
+    done = 1
+    while done < width:
+        step = min(done, width - done)
+        later = jnp.pad(x[..., step:], ((0, 0),) * (x.ndim - 1) + ((0, step),), constant_values=-jnp.inf)
+        x, done = jnp.maximum(x, later), done + step
+    return x
+
+
+class IndexedGQA(GQA):
+    """`GQA` whose queries attend to the blocks of keys that a `BlockIndexer` chooses for each key/value head. Equal to
+    `GQA`, also in the last bit, where no more keys than these are there."""
+
+    def __init__(self, heads: Heads, *, indexer: BlockIndexer, **options: Any):
+        super().__init__(heads, window=None, **options)
+        self.indexer, self.topk = indexer, indexer.topk
+
+    def seen(
+        self, x: Float[Array, "B T D"], k: Array, v: Array, context: Context, cache: Any
+    ) -> tuple[Any, Array, Array, Mask, Attend]:
+        cache, (k, v, near), mask = context.remember(cache, (k, v, self.indexer.keys(x, context=context)), None)
+        attend = self.attend
+        if near.shape[1] > self.topk:
+            chosen = self.indexer.choose(context.asked(x), near, mask=mask, context=context)
+            attend = HeadsApart(ChosenAttend(chosen, attend))
+        return cache, k, v, mask, attend
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> "IndexedKVCache":
+        """A slot per token, for its keys and values, and the indexer's key."""
+        cache, width = super().empty_cache(batch, capacity, dtype, spare), self.indexer.k.kernel.outs[0]
+        return IndexedKVCache(cache.k, cache.v, cache.spare, jnp.zeros((batch, capacity, width), dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadsApart:
+    """Attention of each key/value head as of a row of its own, for an ``attend`` that treats them differently."""
+
+    attend: Attend
+
+    def __call__(
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
+    ) -> Float[Array, "B N T Hv"]:
+        batch, groups = k.shape[:2]
+        assert scores.sinks is None, "sinks are per head"
+
+        def of_rows(a: Array) -> Array:
+            return jnp.repeat(a, groups, axis=0) if a.ndim > 1 and a.shape[0] == batch else a
+
+        q, k, v = (a.reshape(batch * groups, -1, *a.shape[2:]) for a in (q, k, v))
+        out = self.attend(q, k, v, dataclasses.replace(scores, mask=jax.tree.map(of_rows, scores.mask)))
+        return out.reshape(batch, -1, *out.shape[2:])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexedKVCache(KVCache):
+    """A `KVCache` and the indexer's key of each token, ``[*L, B, S, H]``."""
+
+    keys: Any = None
+
+    def append(self, new: tuple[Array, ...], past: Past) -> tuple["IndexedKVCache", tuple[Array, ...], Slots]:
+        """Add keys and values ``[B, K, T, H]``, and the indexer's keys ``[B, T, H]``."""
+        cache, seen, slots = super().append((new[0], new[1]), past)
+        keys, (seen_keys, _) = self.write(self.keys, new[2], past, 1, self.spare)
+        return dataclasses.replace(cache, keys=keys), (*seen, seen_keys), slots
