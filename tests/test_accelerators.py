@@ -130,6 +130,8 @@ def _installed(name: str) -> bool:
 def test_tiny_models_compile(compile_for: Callable[..., Compiled], platform: str, kind: str) -> None:
     """On one device, with 128 tokens, so that kernels take them."""
     fields = TINY.get(kind) or FAMILIES[kind].frozen
+    if kind == "glm_moe_dsa":  # XLA's compiler for GPUs fails where it merges so narrow columns (jax 0.10.2)
+        fields = fields | {"qk_rope_head_dim": 8}
     config = dataclasses.replace(config_from_hf(fields), max_position_embeddings=512)
     for step in STEPS:
         made = compile_for(platform, config, {}, Work(2, 128, train=step == "train"), step)
