@@ -46,6 +46,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few queries, and causal parts of three, as for passes of thousands of tokens."""
     monkeypatch.setattr(indexer, "BLOCK", 2**8)
     monkeypatch.setattr(indexer, "FEWEST_QUERIES", 3)
+    monkeypatch.setattr(indexer, "GATHERING", 0)
 
 
 # The choice
