@@ -2,7 +2,7 @@
 recurrent ones have a kernel each for z, b and a.
 
 The positions of a text are the same in all three dimensions of their rotary embedding. The layer for multi-token
-prediction is skipped.
+prediction is skipped unless asked for with ``mtp=True``.
 """
 
 import dataclasses
@@ -18,38 +18,46 @@ from nnxmoe.models.qwen_hybrid import HF_HYBRID, HF_SHARED, QwenHybrid, QwenHybr
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
 from nnxmoe.moe.shared import GatedShared
 
-_OWN = f"{MROPE} mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3_5TextConfig(QwenHybridConfig):
-    """The fields of `QwenHybridConfig`."""
+class Qwen3_5Config(QwenHybridConfig):
+    """``mtp_num_hidden_layers``: number of layers for multi-token prediction; 1 by default, as in all published files.
+    Other fields: of `QwenHybridConfig`."""
 
-    model_type = "qwen3_5_text"
-    architecture = "Qwen3_5ForCausalLM"
-    ignored = _OWN
+    ignored = f"{MROPE} mtp_use_dedicated_embeddings mamba_ssm_dtype"
     fixed = {"attn_output_gate": (True,)}
 
     vocab_size: int = 248320
-    intermediate_size: int = 12288
     num_attention_heads: int = 16
+    mtp_num_hidden_layers: int = count(1, least=0, most=1)
+
+    @property
+    def num_nextn_predict_layers(self) -> int:
+        """The name of other families."""
+        return self.mtp_num_hidden_layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3_5TextConfig(Qwen3_5Config):
+    """The fields of `Qwen3_5Config`."""
+
+    model_type = "qwen3_5_text"
+    architecture = "Qwen3_5ForCausalLM"
+
+    intermediate_size: int = 12288
     num_key_value_heads: int | None = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3_5MoeTextConfig(QwenHybridConfig, QwenMoeConfig):
+class Qwen3_5MoeTextConfig(Qwen3_5Config, QwenMoeConfig):
     """``shared_expert_intermediate_size``: width of the shared expert. All layers have experts, and the weights of the
     chosen ones sum to 1."""
 
     model_type = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"
-    ignored = _OWN
-    fixed = {"attn_output_gate": (True,)}
 
-    vocab_size: int = 248320
     hidden_size: int = 2048
     num_hidden_layers: int = 40
-    num_attention_heads: int = 16
     num_key_value_heads: int | None = 2
     moe_intermediate_size: int = count(512, most=2**24)
     shared_expert_intermediate_size: int = count(512, most=2**24)

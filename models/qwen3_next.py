@@ -1,6 +1,6 @@
 """Qwen3-Next (Qwen team 2025): recurrent layers with an attention every fourth, and a gated shared expert beside many
 small ones. The projections of a recurrent layer are stored in two tensors. Its layer for multi-token prediction is
-skipped."""
+skipped unless asked for with ``mtp=True``."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,8 @@ from nnxmoe.moe.shared import GatedShared
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3NextConfig(QwenHybridConfig, QwenMoeConfig):
-    """``shared_expert_intermediate_size``: width of the shared expert. Other fields: of the two bases."""
+    """``shared_expert_intermediate_size``: width of the shared expert. ``num_nextn_predict_layers`` is 1 by default,
+    because published files lack it. Other fields: of the two bases."""
 
     model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
@@ -31,6 +32,7 @@ class Qwen3NextConfig(QwenHybridConfig, QwenMoeConfig):
     num_experts: int = count(512, most=4096)
     num_experts_per_tok: int = 10
     norm_topk_prob: bool = True
+    num_nextn_predict_layers: int = count(1, least=0, most=1)
 
 
 class Qwen3Next(QwenHybrid, QwenMoe):
@@ -44,7 +46,7 @@ class Qwen3Next(QwenHybrid, QwenMoe):
         )
     }  # fmt: skip
     hub_ids = {"qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct"}
-    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out")
+    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out without mtp=True")
     hf_table = {
         **HF_HYBRID,
         **HF_SHARED,

@@ -76,6 +76,10 @@ HF_HYBRID = (
         "layer.attention.dt_bias": W("linear_attn.dt_bias"),
         "layer.attention.norm.scale": W("linear_attn.norm.weight"),
         "layer.attention.out.kernel": W("linear_attn.out_proj.weight"),
+        "layer.mtp.token_norm.scale": W("pre_fc_norm_embedding.weight"),
+        "layer.mtp.hidden_norm.scale": W("pre_fc_norm_hidden.weight"),
+        "layer.mtp.project.kernel": W("fc.weight"),
+        "layer.mtp.norm.scale": W("norm.weight"),
     }
 )
 HF_SHARED = {
@@ -89,6 +93,16 @@ class QwenHybrid(CausalLM):
     """The attention of both kinds; each family has feed-forwards and a projection of its own."""
 
     norm_class = OffsetNorm
+    mtp_prefix = "mtp"
+
+    @property
+    def predicting(self) -> int:
+        c = self.config
+        kinds = enumerate(zip(c.recurrent_layers, c.sparse_layers, strict=True))
+        like = [i for i, (recurrent, sparse) in kinds if not recurrent and sparse == (c.experts > 0)]
+        if not like:
+            raise ConfigError("no layer has both attention and the feed-forward of prediction layers: load without them")
+        return like[-1]
 
     def kind(self, index: int) -> Any:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]

@@ -66,7 +66,7 @@ def _translated(given: dict[str, Any], layers: int, more: int) -> dict[str, Any]
                 {} if factor is None else {"partial_rotary_factor": factor}
             )
         ropes[FULL] |= scaling
-        given |= {"rope_scaling": None, "rope_theta": None}
+        given = {name: value for name, value in given.items() if name not in ("rope_scaling", "rope_theta")}
     return given
 
 

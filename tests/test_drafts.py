@@ -15,7 +15,7 @@ from nnxmoe.cli import commands
 from nnxmoe.generation import draft_cost
 from nnxmoe.generation.draft_cost import acceptance
 from nnxmoe.models import PRESETS, model_class
-from tests.support.mtp import tiny_mtp, with_mtp
+from tests.support.mtp import load_mtp, tiny_mtp, with_mtp
 from tests.support.tiny import build_tiny, write_checkpoint
 
 PROMPT = [3, 9, 14, 21, 30, 2, 8] * 3
@@ -159,7 +159,9 @@ def test_auto_loads_prediction_layers_where_the_files_have_them(
 ) -> None:
     fields, weights = tiny_mtp(1)
     main = {name: array for name, array in weights.items() if ".layers.3." not in name}
+    apart = load_mtp("qwen3_next")
     folders = {
+        "apart": write_checkpoint(tmp_path / "apart", apart.fields, apart.weights),
         "whole": write_checkpoint(tmp_path / "whole", fields, weights),
         "without": write_checkpoint(tmp_path / "without", fields, main),
         "none": write_checkpoint(tmp_path / "none", fields | {"num_nextn_predict_layers": 0}, main),
@@ -176,7 +178,14 @@ def test_auto_loads_prediction_layers_where_the_files_have_them(
         assert cli.main(["generate", str(folder), "x", "--draft", "auto"]) == 1
     for draft in ("mtp:2", "prompt"):
         assert cli.main(["generate", str(folders["whole"]), "x", "--draft", draft]) == 1
-    assert seen == [("whole", True), ("without", False), ("none", False), ("whole", True), ("whole", False)]
+    assert seen == [
+        ("apart", True),
+        ("whole", True),
+        ("without", False),
+        ("none", False),
+        ("whole", True),
+        ("whole", False),
+    ]
 
 
 def test_inspect_prints_the_bytes_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,8 +44,9 @@ def needs_mtp(choice: Choice | None, model: str, options: argparse.Namespace) ->
     from nnxmoe.models import model_class
 
     config, arrays = find(model, options.revision, options.local_files_only)
-    stored = any(name.startswith(f"model.layers.{config.num_hidden_layers}.") for name in arrays)
-    return stored and has_mtp(config, model_class(config).hf_table)
+    kind = model_class(config)
+    prefix = kind.mtp_prefix or f"model.layers.{config.num_hidden_layers}"
+    return has_mtp(config, kind.hf_table) and any(name.startswith(f"{prefix}.") for name in arrays)
 
 
 def draft_of(choice: Choice | None, model: nnxmoe.CausalLM) -> Any:

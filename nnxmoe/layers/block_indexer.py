@@ -79,7 +79,7 @@ class BlockIndexer(nnx.Module):
         moved, packed = mask.keys.valid is not None, tokens.segment is not None
         q, keys = jax.lax.stop_gradient((q, taken(keys, order) if moved else keys))
 
-        def run(allowed: Bool[Array, "B T S"], seen: slice, q: Float[Array, "B T N H"]) -> Int[Array, "B T X*N"]:
+        def run(allowed: Bool[Array, "B T S"], seen: slice, q: Float[Array, "B T N H"]) -> Int[Array, "B T _"]:
             chosen = self.places(q, keys[:, seen], allowed, offset[:, seen], packed)
             if moved:
                 chosen = jnp.where(chosen == NONE, NONE, taken(order, jnp.where(chosen == NONE, 0, chosen)))

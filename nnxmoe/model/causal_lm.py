@@ -24,7 +24,7 @@ from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.inputs import as_array, call
-from nnxmoe.model.layer import Layer, MakeLayer
+from nnxmoe.model.layer import Layer
 from nnxmoe.model.output import Body, Ids, Output, TokenMask
 from nnxmoe.model.runs import runs_of, stacks_of
 from nnxmoe.model.stack import in_turn
@@ -58,6 +58,7 @@ class CausalLM(nnx.Module):
     maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # groups of dense layers, of layers with experts
     maxtext_block: ClassVar[Sequence[bool]] = ()  # for each layer of a block scanned there: whether it has a window
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # of the norms before attention and feed-forward, and of the last one
+    mtp_prefix: ClassVar[str] = ""  # of prediction layers' tensors, if they are not those of layers after the others
     config: Any
 
     @classmethod
@@ -132,7 +133,7 @@ class CausalLM(nnx.Module):
         check_arguments(type(self), config, strategy, rngs)
         self.config, self.strategy = config, strategy
         layers = runs_of(self, dtype)
-        ahead = self._prediction_layers(layers[-1][1]) if mtp else lambda **kw: []
+        ahead = self._prediction_layers(dtype) if mtp else lambda **kw: []
         self.generation_config = {}
         self.load_report: Any = None
         self.merged: Any = None  # adapters, by `nnxmoe.train.lora.merge`
@@ -157,12 +158,18 @@ class CausalLM(nnx.Module):
         if strategy.mesh is not None:
             strategy.initialise(self, parts, key)
 
-    def _prediction_layers(self, make: MakeLayer) -> Callable[..., list[Any]]:
-        """``(dtype, rngs) -> list[MTP]``, with layers of ``make``; imported here, since few models have them."""
+    @property
+    def predicting(self) -> int:
+        """The number of the layer that prediction layers are made like."""
+        return self.config.num_hidden_layers - 1
+
+    def _prediction_layers(self, dtype: Any) -> Callable[..., list[Any]]:
+        """``(dtype, rngs) -> list[MTP]``; imported here, since few models have them."""
         from nnxmoe.model.mtp import check_mtp, make_mtp
 
         check_mtp(depths := getattr(self.config, "num_nextn_predict_layers", 0), self)
-        return functools.partial(make_mtp, depths, self.config, make, self.strategy.remat)
+        make = functools.partial(self.layer, self.predicting)
+        return functools.partial(make_mtp, depths, self.config, make, self.strategy.remat, self.norm_class)
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(nnx.state(self, nnx.Param))

@@ -13,7 +13,7 @@ from nnxmoe.config.bounds import ConfigError
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.model.layer import Layer, MakeLayer
+from nnxmoe.model.layer import Layer
 from nnxmoe.model.output import Body, ByLayer, Ids, TokenMask
 from nnxmoe.model.stack import Remat
 from nnxmoe.moe.router import Routing
@@ -29,13 +29,20 @@ class MTP(nnx.Module):
     """
 
     def __init__(
-        self, dim: int, eps: float, layer: Layer, remat: Remat | None, *, dtype: jnp.dtype, rngs: nnx.Rngs | None
+        self,
+        dim: int,
+        eps: float,
+        layer: Layer,
+        remat: Remat | None,
+        norm: type[RMSNorm] = RMSNorm,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
     ):
-        self.token_norm = RMSNorm(dim, eps, dtype=dtype, rngs=rngs)
-        self.hidden_norm = RMSNorm(dim, eps, dtype=dtype, rngs=rngs)
+        self.token_norm, self.hidden_norm = (norm(dim, eps, dtype=dtype, rngs=rngs) for _ in range(2))
         self.project = Linear((2 * dim,), (dim,), ("embed", "norm"), dtype=dtype, rngs=rngs)
         self.layer = layer
-        self.norm = RMSNorm(dim, eps, dtype=dtype, rngs=rngs)
+        self.norm = norm(dim, eps, dtype=dtype, rngs=rngs)
         self.remat = remat
 
     def __call__(
@@ -89,12 +96,19 @@ def check_mtp(depths: int, model: Any) -> None:
 
 
 def make_mtp(
-    count: int, config: Any, make: MakeLayer, remat: Remat | None, *, dtype: jnp.dtype, rngs: nnx.Rngs | None
+    count: int,
+    config: Any,
+    make: Callable[..., Layer],
+    remat: Remat | None,
+    norm: type[RMSNorm],
+    *,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs | None,
 ) -> list[MTP]:
-    """Depths with layers of ``make``, that of the model's last. Raises ConfigError if that one has no experts."""
-    dim, eps = config.hidden_size, config.rms_norm_eps
-    depths = [MTP(dim, eps, make(rngs), remat, dtype=dtype, rngs=rngs) for _ in range(count)]
-    if any(depth.layer.feed_forward.name != "moe" for depth in depths):
+    """Depths with layers of ``make(dtype, rngs)``. Raises ConfigError if these have no experts in a model with some."""
+    dim, eps, kw = config.hidden_size, config.rms_norm_eps, {"dtype": dtype, "rngs": rngs}
+    depths = [MTP(dim, eps, make(**kw), remat, norm, **kw) for _ in range(count)]
+    if config.experts and any(depth.layer.feed_forward.name != "moe" for depth in depths):
         raise ConfigError(
             "the last layer is dense, and multi-token prediction layers have experts: check the number of dense layers"
         )

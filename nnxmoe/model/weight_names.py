@@ -54,8 +54,11 @@ class W:
 
     def tensor(self, layer: int | None, expert: int | str | None = None) -> str:
         """Name of the tensor in a checkpoint; ``layer`` None: outside of the layers."""
-        name = f"{self.name}.{expert}.{self.per_expert}" if self.per_expert else self.name
-        return name if layer is None else f"{LAYERS}.{layer}.{name}"
+        return self.under("" if layer is None else f"{LAYERS}.{layer}.", expert)
+
+    def under(self, prefix: str, expert: int | str | None = None) -> str:
+        """The same with another beginning."""
+        return prefix + (f"{self.name}.{expert}.{self.per_expert}" if self.per_expert else self.name)
 
     def label(self, tensor: str) -> str:
         """A name for the part of a tensor: ``….gate_up_proj.T[0::2]``, ``….gate_up_proj[0/2]`` or ``….qkv[0+4/6]``."""

@@ -13,8 +13,11 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from tests.support.families import FAMILIES, tokens_of, weights_of, write_config
-from tests.support.mtp import CASES, FOLDER, fields_of, shapes_of, with_copies
+from tests.support.mtp import APART, CASES, FOLDER, fields_of, published, shapes_of
 from tests.support.tiny import Fields, Weights
+
+for _name, _value in (("num_mtp_layers", 1), ("mtp_layer_types", ["full_attention"])):  # which it has not been told
+    setattr(transformers.Qwen3NextConfig, _name, _value)
 
 
 def write_theirs(folder: Path, theirs: str, fields: Fields, seed: int) -> Weights:
@@ -23,7 +26,8 @@ def write_theirs(folder: Path, theirs: str, fields: Fields, seed: int) -> Weight
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     shapes = {name: list(array.shape) for name, array in load_file(folder / "model.safetensors").items()}
     made = weights_of(shapes | shapes_of(fields, shapes), seed)
-    save_file(with_copies(fields, made), folder / "model.safetensors", {"format": "pt"})
+    stored = made if theirs in APART else published(fields, made)  # transformers reads the numbers of layers only
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
     return made
 
 

@@ -21,13 +21,23 @@ from tests.support.families import FAMILIES, Frozen, weights_of
 from tests.support.tiny import TINY, Fields, Weights, tiny_weights
 
 FOLDER = Path(__file__).parents[1] / "data" / "mtp"
-CASES = {"kimi_k2": 1, "glm4_moe": 2}  # family -> number of depths
+CASES = {"kimi_k2": 1, "glm4_moe": 2, "qwen3_next": 1}  # family -> number of depths
+# Families whose published files have these tensors apart from the layers -> the names of those of no layer.
+APART = {
+    "qwen3_next": {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "shared_head.norm": "norm",
+    }
+}
 OWN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")  # the tensors that other layers do not have
 
 
 def fields_of(kind: str, depths: int) -> Fields:
     """The frozen config of a family, with prediction layers. Kimi K2 is DeepSeek-V3 under another name."""
-    return FAMILIES[kind].frozen | {"num_nextn_predict_layers": depths}
+    more = {"full_attention_interval": 2} if kind == "qwen3_next" else {}  # the last layer has attention
+    return FAMILIES[kind].frozen | {"num_nextn_predict_layers": depths} | more
 
 
 def shapes_of(fields: Fields, main: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -40,8 +50,12 @@ def shapes_of(fields: Fields, main: dict[str, list[int]]) -> dict[str, list[int]
     return found
 
 
-def with_copies(fields: Fields, weights: Weights) -> Weights:
-    """The tensors, and the copies of embedding and head that published prediction layers have."""
+def published(fields: Fields, weights: Weights) -> Weights:
+    """The tensors, under the names of published files and with the copies of embedding and head that most have."""
+    if (apart := APART.get(fields["model_type"])) is not None:
+        first = f"model.layers.{fields['num_hidden_layers']}."
+        own = {f"{first}{old}.weight": f"mtp.{new}.weight" for old, new in apart.items()}
+        return {own.get(name, name.replace(first, "mtp.layers.0.")): array for name, array in weights.items()}
     found = dict(weights)
     for k in range(fields["num_nextn_predict_layers"]):
         layer = f"model.layers.{fields['num_hidden_layers'] + k}."
@@ -76,7 +90,7 @@ def load_mtp(kind: str) -> Frozen:
     """A frozen case, with the logits of depth k = 0, 1, … as ``logits.{k}``."""
     stored = json.loads((FOLDER / f"{kind}.json").read_text())
     fields, weights = stored["config"], weights_of(stored["shapes"])
-    return Frozen(fields, with_copies(fields, weights), load_file(FOLDER / f"{kind}.safetensors"))
+    return Frozen(fields, published(fields, weights), load_file(FOLDER / f"{kind}.safetensors"))
 
 
 def ahead(model: nnxmoe.CausalLM, tokens: jax.Array) -> list[jax.Array]:

@@ -17,7 +17,7 @@ from nnxmoe.convert.core.views import View
 from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS
 from nnxmoe.layers.quantized import ARRAYS
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.weight_names import Table, W, layer_of, options
+from nnxmoe.model.weight_names import LAYERS, Table, W, layer_of, options
 from nnxmoe.models.tables import HF_MTP
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.source import towers
@@ -40,7 +40,8 @@ def layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0
             raise TableError(f"the parameter {key} has no row in the table of {type(model).__name__}")
         change = Change(times=times if parameter.takes_query_scalar else 1.0)
         for layer, one in parameter.layers():
-            rows = [_named(w, layer, one, change) for w in options(table, key)]
+            prefix = _prefix(model, key, layer)
+            rows = [_named(w, prefix, one, change) for w in options(table, key)]
             chosen = [row for row in rows if any(name in names for name, _, _ in row)]
             fit = [row for row in chosen if len(chosen) == 1 or _fit(row, names)]
             for name, leaf, part in (fit or chosen or rows)[0]:
@@ -50,15 +51,24 @@ def layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0
     return {HEAD if swap and name == EMBED else name: leaf for name, leaf in found.items()}
 
 
-def _named(w: W, layer: int | None, parameter: Parameter, change: Change) -> list[tuple[str, Leaf, Parameter]]:
+def _prefix(model: CausalLM, key: str, layer: int | None) -> str:
+    """What the names of tensors begin with: those of a layer, and of a prediction layer, which some families keep apart
+    from the others."""
+    depth, apart = -1 if layer is None else layer - model.config.num_hidden_layers, model.mtp_prefix
+    if depth >= 0 and apart:
+        return f"{apart}." if key.startswith(_MTP) else f"{apart}.layers.{depth}."
+    return "" if layer is None else f"{LAYERS}.{layer}."
+
+
+def _named(w: W, prefix: str, parameter: Parameter, change: Change) -> list[tuple[str, Leaf, Parameter]]:
     """The arrays of one layer of a parameter: one, or one per expert."""
     inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
     flat = inner if inputs is None else (math.prod(inner[:-inputs]), math.prod(inner[-inputs:]))
-    view = None if w.whole else View(w.tensor(layer), w, int(experts is not None))
+    view = None if w.whole else View(w.under(prefix), w, int(experts is not None))
     axis = None if experts is None or w.per_expert else 0
     leaf = Leaf(parameter.key, flat, axis=axis, flat=True, change=change, part_of=view)
     parts = [dataclasses.replace(parameter, at=(*parameter.at, e)) for e in range(experts)] if experts else [parameter]
-    names = [w.tensor(layer, e) if w.per_expert else w.label(w.tensor(layer)) for e in range(len(parts))]
+    names = [w.under(prefix, e) if w.per_expert else w.label(w.under(prefix)) for e in range(len(parts))]
     return [(name + parameter.ending, leaf, part) for name, part in zip(names, parts, strict=True)]
 
 
