@@ -101,7 +101,9 @@ class QwenHybrid(CausalLM):
         kinds = enumerate(zip(c.recurrent_layers, c.sparse_layers, strict=True))
         like = [i for i, (recurrent, sparse) in kinds if not recurrent and sparse == (c.experts > 0)]
         if not like:
-            raise ConfigError("no layer has both attention and the feed-forward of prediction layers: load without them")
+            raise ConfigError(
+                "no layer has both attention and the feed-forward of prediction layers: load without them"
+            )
         return like[-1]
 
     def kind(self, index: int) -> Any:

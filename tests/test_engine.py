@@ -686,6 +686,14 @@ def test_scores_do_not_depend_on_longer_texts() -> None:
         np.testing.assert_allclose(found.logprobs, nnxmoe.score(model, [text])[0].logprobs, atol=1e-6)
 
 
+def test_capacities_are_not_rounded_beyond_fixed_positions() -> None:
+    """37 tokens fit in the 40 positions of a dynamic rotary embedding, and the 64 that would be allotted do not."""
+    rope: dict[str, Any] = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40}
+    model, prompt = build_tiny("llama", nnxmoe.Strategy(), **rope), list(range(3, 28))
+    (found,) = nnxmoe.complete(model, [prompt], max_new_tokens=12, eos_token_id=None)
+    assert found.ids == tuple(nnxmoe.generate(model, [prompt], max_new_tokens=12, eos_token_id=None)[0, 25:].tolist())
+
+
 # A mesh
 
 
