@@ -6,7 +6,7 @@ layers hand on beside the hidden states. The layer for multi-token prediction of
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -68,22 +68,20 @@ class GlmMoeDsaConfig(DeepSeekV32Config):
         return tuple(max(i - first, 0) % every == 0 for i in range(self.num_hidden_layers))
 
 
-class IndexedStreams(NamedTuple):
-    """What layers hand on: the hidden states, and the keys that the last indexer has chosen."""
-
-    x: Float[Array, "B T D"]
-    chosen: Selection
+# What layers hand on: the hidden states, and the keys that the last indexer has chosen.
+Indexed = tuple[Float[Array, "B T D"], Selection]
 
 
 class IndexedLayer(Layer):
     """A pre-norm layer that attends to the chosen keys of the layer before it, or chooses some for the next."""
 
-    def __call__(self, x: IndexedStreams, context: Context, cache: Any = None) -> LayerOutput:
+    def __call__(self, x: Indexed, context: Context, cache: Any = None) -> LayerOutput:
         attention: Any = self.attention
-        more, chosen, cache = attention.choosing(self.attention_norm(x.x), x.chosen, context=context, cache=cache)
-        hidden = context.asked(x.x) + more
+        before, chosen = x
+        more, chosen, cache = attention.choosing(self.attention_norm(before), chosen, context=context, cache=cache)
+        hidden = context.asked(before) + more
         more, info = self.feed(hidden, context=context)
-        return LayerOutput(IndexedStreams(hidden + more, chosen), cache, info)
+        return LayerOutput((hidden + more, chosen), cache, info)
 
 
 _GLM_5 = GlmMoeDsaConfig(rope_theta=1e6, eos_token_id=(154820, 154827, 154829), pad_token_id=154820, dtype="bfloat16")
@@ -122,8 +120,8 @@ class GlmMoeDsa(DeepSeekV32):
     def indexer(self, index: int, **kw: Any) -> Indexer | None:
         return super().indexer(index, **kw) if self.config.indexed[index] else None
 
-    def enter(self, x: Float[Array, "B T D"]) -> IndexedStreams:
-        return IndexedStreams(x, jnp.full((*x.shape[:2], self.topk), NONE, jnp.int32))
+    def enter(self, x: Float[Array, "B T D"]) -> Indexed:
+        return x, jnp.full((*x.shape[:2], self.topk), NONE, jnp.int32)
 
-    def leave(self, x: IndexedStreams) -> Float[Array, "B asked D"]:
-        return x.x
+    def leave(self, x: Indexed) -> Float[Array, "B asked D"]:
+        return x[0]

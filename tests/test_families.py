@@ -212,6 +212,14 @@ def test_fp8_blocks(kind: str, tmp_path: Path) -> None:
         assert max_error(found, wanted) < MODEL_TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "glm_moe_dsa", "minimax_m3_vl_text"])
+def test_tables_of_modules(kind: str) -> None:
+    """`nnx.tabulate` compiles every public method, and takes no named tuple inside of a tuple."""
+    case = load(kind)
+    assert "Linear" in nnx.tabulate(build(case.fields, case.weights), case.arrays["tokens"])
+
+
 @pytest.mark.parametrize(
     "kind", [kind if kind == "qwen3" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
@@ -750,13 +758,13 @@ def blocks_of_other_sizes(model: Any) -> None:
 def blocks_from_the_end(model: Any) -> None:
     """Without the keys that complete the last block."""
     for x in indexers(model):
-        x.places = lambda q, keys, allowed, *rest, p=x.places: p(q, keys, allowed & (rest[0][:, None] % 3 < 2), *rest)
+        x._places = lambda q, keys, allowed, *rest, p=x._places: p(q, keys, allowed & (rest[0][:, None] % 3 < 2), *rest)
 
 
 def rank_by_the_last_keys(model: Any) -> None:
     """Instead of the best of each block."""
     for x in indexers(model):
-        x.places = lambda q, keys, allowed, offset, packed, p=x.places: p(
+        x._places = lambda q, keys, allowed, offset, packed, p=x._places: p(
             q, jnp.where((offset % 3 == 2)[..., None], keys, -jnp.abs(keys)), allowed, offset, packed
         )
 

@@ -80,7 +80,7 @@ class BlockIndexer(nnx.Module):
         q, keys = jax.lax.stop_gradient((q, taken(keys, order) if moved else keys))
 
         def run(allowed: Bool[Array, "B T S"], seen: slice, q: Float[Array, "B T N H"]) -> Int[Array, "B T _"]:
-            chosen = self.places(q, keys[:, seen], allowed, offset[:, seen], packed)
+            chosen = self._places(q, keys[:, seen], allowed, offset[:, seen], packed)
             if moved:
                 chosen = jnp.where(chosen == NONE, NONE, taken(order, jnp.where(chosen == NONE, 0, chosen)))
             return chosen.reshape(*chosen.shape[:2], -1)
@@ -91,7 +91,7 @@ class BlockIndexer(nnx.Module):
         split = chosen.reshape(*chosen.shape[:2], q.shape[2], self.topk)
         return jnp.moveaxis(split, 2, 1).reshape(-1, chosen.shape[1], self.topk)
 
-    def places(
+    def _places(
         self,
         q: Float[Array, "B T N H"],
         keys: Float[Array, "B S H"],
@@ -139,7 +139,7 @@ class IndexedGQA(GQA):
         super().__init__(heads, window=None, **options)
         self.indexer, self.topk = indexer, indexer.topk
 
-    def seen(
+    def _seen(
         self, x: Float[Array, "B T D"], k: Array, v: Array, context: Context, cache: Any
     ) -> tuple[Any, Array, Array, Mask, Attend]:
         cache, (k, v, near), mask = context.remember(cache, (k, v, self.indexer.keys(x, context=context)), None)

@@ -136,7 +136,7 @@ class GatedDeltaNet(nnx.Module):
         rate, bias = (p[...].astype(jnp.float32) for p in (self.a_log, self.dt_bias))
         return -jnp.exp(rate) * jax.nn.softplus(a.astype(jnp.float32) + bias)
 
-    def chunked(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
+    def _chunked(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
         """Outputs and the state after all tokens."""
         return in_chunks(inputs, state)
 
@@ -156,7 +156,7 @@ class GatedDeltaNet(nnx.Module):
         if inputs.run is not None:  # segments of the newest tokens begin after those of the others
             most = jnp.max(jnp.where(early, inputs.run, 0), axis=1)
             masked = masked._replace(run=jnp.minimum(inputs.run, most[:, None]))
-        out, state = self.chunked(masked if spare else inputs, state)
+        out, state = self._chunked(masked if spare else inputs, state)
         at, states = (end - 1)[:, None], state[:, None]
         if spare:
             late = end[:, None] + jnp.arange(spare)

@@ -151,7 +151,7 @@ class GQA(nnx.Module):
         q, k = (q, k) if self.qk_norm is None else self.qk_norm(q, k)
         q = jnp.swapaxes(self.placed(q, context=context), 1, 2)
         k = jnp.swapaxes(context.rotated(k, self.rotary, self.rotate), 1, 2)
-        cache, k, v, mask, attend = self.seen(x, k, jnp.swapaxes(v, 1, 2), context=context, cache=cache)
+        cache, k, v, mask, attend = self._seen(x, k, jnp.swapaxes(v, 1, 2), context=context, cache=cache)
         y = attend(q, k, v, Scores(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
         y = jnp.swapaxes(y, 1, 2)
         return self.o(y if self.gate is None else self.gate(context.asked(x), beside, y)), cache
@@ -160,7 +160,7 @@ class GQA(nnx.Module):
         """Keys before their norm and rotation, and values."""
         return self.k(x), self.v(x)
 
-    def seen(
+    def _seen(
         self,
         x: Float[Array, "B T D"],
         k: Float[Array, "B K T H"],

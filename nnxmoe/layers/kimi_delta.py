@@ -106,5 +106,5 @@ class KimiDelta(GatedDeltaNet):
         rates, bias = (p[...].astype(jnp.float32) for p in (self.a_log, self.dt_bias))
         return self.decays(a.astype(jnp.float32) + bias.reshape(a.shape[2:]), rates.reshape(-1, 1))
 
-    def chunked(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
+    def _chunked(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
         return in_chunks_by_channel(inputs, state)
