@@ -1,10 +1,11 @@
 """Checkpoints of multimodal models, of which the text model is loaded, listed, saved and adapted."""
 
+import itertools
 import json
 import logging
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, fused, load, tokens_of, weights_of
 from tests.support.published import PUBLISHED_TEXTS
 from tests.support.quantised import FORMATS
-from tests.support.tiny import TINY, random_tokens, tiny_weights, write_checkpoint
+from tests.support.running import MODEL_TOLERANCE
+from tests.support.tiny import TINY, Weights, random_tokens, tiny_weights, write_checkpoint
 
 TEXT = TINY["mixtral"] | {"architectures": ["MixtralForCausalLM"]}
 OTHERS = {
@@ -133,6 +135,50 @@ def test_what_is_no_text_model_is_refused(tmp_path: Path) -> None:
     folder = nested(folder, "language_model.model.", "lm_head.weight")
     save_file(weights, folder / "model.safetensors")
     assert nnxmoe.from_pretrained(folder).load_report.unexpected == ("tower_of_babel.weight",)
+
+
+def _as_minimax_publishes(name: str) -> str:
+    moe, sparse = ".mlp.experts." in name or ".mlp.shared_experts." in name or ".mlp.gate." in name, "block_sparse_moe"
+    name = name.replace(".indexer.", ".index_").replace(".mlp.", f".{sparse}." if moe else ".mlp.")
+    name = name.replace(f"{sparse}.gate.e_score", f"{sparse}.e_score")
+    return "language_model." + name
+
+
+def _parts(name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """What transformers joins: gate and up, and the experts."""
+    for end, ours in ((".gate_up_proj", ("w1", "w3")), (".down_proj", ("w2",))):
+        if name.endswith("experts" + end):
+            for e, (expert, w) in itertools.product(range(len(array)), enumerate(ours)):
+                yield name.replace(end, f".{e}.{w}.weight"), np.split(array[e], len(ours))[expert]
+            return
+    for part, half in zip(("gate", "up"), np.split(array, 2) if ".gate_up_proj." in name else (), strict=False):
+        yield name.replace("gate_up", part), half
+    if ".gate_up_proj." not in name:
+        yield name, array
+
+
+@pytest.mark.parametrize("kind", ["minimax_m3_vl", "step3p7"])
+def test_published_files_of_newer_families(kind: str, tmp_path: Path) -> None:
+    """With their names and towers, nested: MiniMax-M3 and Step-3.7. What is saved has transformers' names."""
+    case = load("minimax_m3_vl_text" if kind.startswith("minimax") else "step3p5")
+    text = {name: value for name, value in case.fields.items() if name != "model_type"}
+    weights: Weights = dict(case.weights)
+    if kind == "minimax_m3_vl":
+        pairs = ((_as_minimax_publishes(name), a) for name, a in case.weights.items())
+        weights = {name: a for pair in pairs for name, a in _parts(*pair)}
+        assert "language_model.model.layers.1.block_sparse_moe.experts.7.w3.weight" in weights
+        assert "language_model.model.layers.1.self_attn.index_q_proj.weight" in weights
+    towers = "vision_tower.x", "vision_model.x", "patch_merge_mlp.linear_1", "vit_large_projector", "model.mtp.fc"
+    weights |= {f"{name}.weight": np.ones(3, np.float32) for name in towers}
+    fields = {"model_type": kind, "architectures": [f"{kind}ForConditionalGeneration"], "text_config": text}
+    model = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "nested", fields, weights))
+    assert not model.load_report.unexpected and set(model.load_report.towers) == {n.split(".")[0] for n in towers[:4]}
+    tokens = case.arrays["tokens"]
+    np.testing.assert_allclose(model(tokens).logits, case.arrays["logits"], atol=MODEL_TOLERANCE)
+    nnxmoe.save_pretrained(model, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == case.weights.keys()
+    assert all(np.array_equal(saved[name], case.weights[name]) for name in saved)
 
 
 MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}

@@ -42,7 +42,7 @@ WRAPPERS = [old for old, new in _PREFIXES.items() if "_model." in old and new ==
 _TOWER = re.compile(
     r"(?:model\.)?((?:vision|image|audio|speech)_(?:tower|model|encoder|embed_tokens)|visual|vit|mlp1|image_newline"
     r"|(?:multi_modal|multimodal|mm|vision|audio|patch_merger)_?(?:projector|projection|adapter|connector)|connector"
-    r"|embed_(?:vision|audio)|patch_merger|aligner)(?=\.|$)"
+    r"|embed_(?:vision|audio)|patch_merge(?:r|_mlp)|vit_large_projector|aligner)(?=\.|$)"
 )
 _ADAPTER = "adapter_config.json"
 _TO_ADAPT = "call nnxmoe.train.lora.load(model, folder) with this folder, or give it to a command as --adapter"

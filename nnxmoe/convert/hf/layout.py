@@ -162,7 +162,7 @@ def _skip_rules(
     repeated = {name for layer in built if layer is not None for name in _repeated(table, layer)}
     return {
         "multi-token prediction layers (not part of the model)": lambda name: (
-            layer_of(name)[0] in marked - built or name.startswith("mtp.")
+            layer_of(name)[0] in marked - built or name.removeprefix("model.").startswith("mtp.")
         ),
         "copies of the embedding and the head (those of the model are used)": lambda name: name in repeated,
         "empty tensors": lambda name: 0 in arrays[name].shape,
