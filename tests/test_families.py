@@ -213,7 +213,7 @@ def test_fp8_blocks(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "glm_moe_dsa", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "glm_moe_dsa", "deepseek_v4", "minimax_m3_vl_text"])
 def test_tables_of_modules(kind: str) -> None:
     """`nnx.tabulate` compiles every public method, and takes no named tuple inside of a tuple."""
     case = load(kind)

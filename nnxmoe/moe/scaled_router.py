@@ -26,6 +26,6 @@ class ScaledRouter(Router):
         self, x: Float[Array, "*rows D"], context: Context | None = None, mesh: AnyMesh | None = None
     ) -> Routing:
         scale = self.scale[...].astype(x.dtype) * x.shape[-1] ** -0.5
-        routing = super().__call__(unit_rms(x, self.eps) * jnp.broadcast_to(scale, x.shape), context, mesh)
+        routing = super().__call__(unit_rms(x, self.eps) * jnp.broadcast_to(scale, x.shape), context=context, mesh=mesh)
         factors = self.per_expert[...].astype(jnp.float32)[routing.experts]
         return dataclasses.replace(routing, weights=routing.weights * factors)

@@ -38,6 +38,6 @@ class TokenRouter(Router):
             raise ValueError(
                 "a router by token ids needs a context with tokens: call the model, or give Context(tokens=…)"
             )
-        found = super().__call__(x, context, mesh)
+        found = super().__call__(x, context=context, mesh=mesh)
         routing = self.select.chosen(self.table[...][context.tokens], found.scores, found.logits)
         return dataclasses.replace(routing, valid=found.valid)
