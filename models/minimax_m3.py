@@ -105,9 +105,11 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
         check_at_most(self, "num_experts_per_tok", "num_local_experts")
         if _SPARSE not in (self.layer_types or ()):
             return
-        if self.index_n_heads != self.kv_heads:
+        (more, fewer), heads = sorted((self.index_n_heads, self.kv_heads), reverse=True), self.num_attention_heads
+        if more % fewer or heads % more:
             raise ConfigError(
-                f"index_n_heads {self.index_n_heads} is not supported: as many as num_key_value_heads {self.kv_heads}"
+                f"index_n_heads {self.index_n_heads} must divide num_key_value_heads {self.kv_heads}, or be a multiple "
+                f"of them that divides num_attention_heads {heads}"
             )
         check_at_most(self, "index_local_blocks", "index_topk_blocks")
         if self.index_head_dim < self.rope_dim:

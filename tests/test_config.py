@@ -567,8 +567,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mimo_v2_flash", {"n_group": 3}, "n_group 3 must divide n_routed_experts 256"),
     (
         "minimax_m3_vl_text",
-        {"layer_types": ["minimax_m3_sparse"] * 60, "index_n_heads": 2},
-        "index_n_heads 2 is not su",
+        {"layer_types": ["minimax_m3_sparse"] * 60, "index_n_heads": 3},
+        "index_n_heads 3 must divide num_key_value_heads 4, or be a multiple of them that divides num_attention",
     ),
     (
         "minimax_m3_vl_text",

@@ -276,7 +276,7 @@ PLANS = [
     *((kind, way, {"expert": 4, "tensor": 2}) for kind in ("olmoe", "qwen2_moe") for way in WAYS),
     *((kind, way, {"data": 2, "expert": 2, "tensor": 2}) for kind in MECHANISMS for way in WAYS),
     *((kind, "ragged", {"fsdp": 4, "expert": 2}) for kind in SPARSE),
-    ("glm5_next_text", "ragged", {"data": 2, "expert": 2, "tensor": 2}),
+    *((kind, "ragged", {"data": 2, "expert": 2, "tensor": 2}) for kind in ("glm5_next_text", "minimax_m3_vl_text")),
 ]
 
 

@@ -23,8 +23,8 @@ from nnxmoe.layers.rope import Rotate
 
 @dataclasses.dataclass(frozen=True)
 class KeyBlocks:
-    """KeyBlocks of ``size`` consecutive keys, of which a query attends to ``count``: always to its own and those before
-    it, ``local`` together."""
+    """Blocks of ``size`` consecutive keys, of which a query attends to ``count``: always to the ``local`` last ones,
+    its own among them."""
 
     size: int
     count: int
@@ -56,7 +56,7 @@ class BlockIndexer(nnx.Module):
         self.blocks = blocks
         self.rotary, self.rotate = rotary, rotate
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        self.q = Linear((dim,), (heads, head_dim), ("embed", "kv_heads", "head"), **kw)
+        self.q = Linear((dim,), (heads, head_dim), ("embed", None, "head"), **kw)
         self.k = Linear((dim,), (head_dim,), ("embed", "latent"), **kw)
         self.q_norm, self.k_norm = (OffsetNorm(head_dim, eps, **kw) for _ in "qk")
 
@@ -110,7 +110,7 @@ class BlockIndexer(nnx.Module):
             wide = jnp.pad(scores, ((0, 0),) * 3 + ((0, pad),), constant_values=-jnp.inf)
             best = wide.reshape(*scores.shape[:3], -1, blocks.size).max(axis=-1)
         starts = allowed[..., first] & (offset[:, None, first] % blocks.size == 0)
-        own = jnp.sum(allowed, axis=-1, keepdims=True) - 1  # the query's offset, and its place among all keys
+        own = jnp.sum(allowed, axis=-1, keepdims=True) - 1  # the query's offset in its segment
         near = own // blocks.size - offset[:, None, first] // blocks.size < blocks.local
         best = jnp.where((near & starts)[:, :, None], jnp.inf, best)
         chosen = highest(best, starts[:, :, None], blocks.count)
@@ -132,7 +132,7 @@ def running_max(x: Float[Array, "*rows S"], width: int) -> Float[Array, "*rows S
 
 
 class IndexedGQA(GQA):
-    """`GQA` whose queries attend to the blocks of keys that a `BlockIndexer` chooses for each key/value head. Equal to
+    """`GQA` whose queries attend to the blocks of keys that a `BlockIndexer` chooses for groups of heads. Equal to
     `GQA`, also in the last bit, where no more keys than these are there."""
 
     def __init__(self, heads: Heads, *, indexer: BlockIndexer, **options: Any):
@@ -146,7 +146,7 @@ class IndexedGQA(GQA):
         attend = self.attend
         if near.shape[1] > self.topk:
             chosen = self.indexer.choose(context.asked(x), near, mask=mask, context=context)
-            attend = HeadsApart(ChosenAttend(chosen, attend))
+            attend = HeadsApart(ChosenAttend(chosen, attend), self.indexer.q.kernel.outs[0])
         return cache, k, v, mask, attend
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> "IndexedKVCache":
@@ -157,15 +157,19 @@ class IndexedGQA(GQA):
 
 @dataclasses.dataclass(frozen=True)
 class HeadsApart:
-    """Attention of each key/value head as of a row of its own, for an ``attend`` that treats them differently."""
+    """Attention of ``groups`` groups of heads as of rows of their own, for an ``attend`` that treats them differently.
+    They divide the key/value heads, or are a multiple of them."""
 
     attend: Attend
+    groups: int
 
     def __call__(
         self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
     ) -> Float[Array, "B N T Hv"]:
-        batch, groups = k.shape[:2]
+        (batch, heads), groups = k.shape[:2], self.groups
         assert scores.sinks is None, "sinks are per head"
+        if groups > heads:
+            k, v = (jnp.repeat(a, groups // heads, axis=1) for a in (k, v))
 
         def of_rows(a: Array) -> Array:
             return jnp.repeat(a, groups, axis=0) if a.ndim > 1 and a.shape[0] == batch else a

@@ -49,7 +49,7 @@ ELSEWHERE = {
     "mimo_v2_flash": (WIDER,),  # the outputs have the width of the values
     "laguna": (GROUPED,),  # its layers have numbers of heads of their own
     "bailing_hybrid": (WIDER,),
-    "minimax_m3_vl_text": (MORE_EXPERTS, GROUPED),  # as many as the indexer has
+    "minimax_m3_vl_text": (MORE_EXPERTS,),
     "step3p5": (GROUPED, "a kind of attention too many"),  # which is a prediction layer's
     # The last layer is whole whatever the list says, and has other heads.
     "gemma4_text": ("a layer with a window of null", MORE_EXPERTS, GROUPED),

@@ -341,7 +341,7 @@ def _minimax_m3(rng: random.Random) -> Fields:
         "swiglu_limit": rng.choice([0.5, 7.0]),
         "layer_types": [kinds[0], *(rng.choice(kinds) for _ in range(layers - 1))],
         "mlp_layer_types": rng.choice([None, [rng.choice(["dense", "sparse"]) for _ in range(layers)]]),
-        "index_n_heads": kv_heads,
+        "index_n_heads": rng.choice([1, 2, 4]),
         "index_head_dim": rng.choice([8, 12]),
         "index_block_size": rng.choice([1, 2, 3, 4]),
         "index_topk_blocks": chosen,
