@@ -12,9 +12,17 @@ from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.cache import KVCache, Past, Slots
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.dots import dot_f32
 from nnxmoe.layers.gqa import GQA, Heads
-from nnxmoe.layers.indexer import NONE, ChosenAttend, Selection, choose_in_blocks, highest, in_order
+from nnxmoe.layers.indexer import (
+    NONE,
+    ChosenAttend,
+    Selection,
+    choose_in_blocks,
+    highest,
+    in_order,
+    products,
+    taken_or_none,
+)
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.recurrent import taken
@@ -81,14 +89,12 @@ class BlockIndexer(nnx.Module):
 
         def run(allowed: Bool[Array, "B T S"], seen: slice, q: Float[Array, "B T N H"]) -> Int[Array, "B T _"]:
             chosen = self._places(q, keys[:, seen], allowed, offset[:, seen], packed)
-            if moved:
-                chosen = jnp.where(chosen == NONE, NONE, taken(order, jnp.where(chosen == NONE, 0, chosen)))
+            chosen = taken_or_none(order, chosen) if moved else chosen
             return chosen.reshape(*chosen.shape[:2], -1)
 
-        width = q.shape[2] * self.topk
-        mask = dataclasses.replace(mask, keys=tokens)
-        chosen = choose_in_blocks(run, mask, self.topk, width, q.shape[2] * keys.shape[1], q)
-        split = chosen.reshape(*chosen.shape[:2], q.shape[2], self.topk)
+        heads, mask = q.shape[2], dataclasses.replace(mask, keys=tokens)
+        chosen = choose_in_blocks(run, mask, self.topk, heads * self.topk, heads, q)
+        split = chosen.reshape(*chosen.shape[:2], heads, self.topk)
         return jnp.moveaxis(split, 2, 1).reshape(-1, chosen.shape[1], self.topk)
 
     def _places(
@@ -101,8 +107,7 @@ class BlockIndexer(nnx.Module):
     ) -> Int[Array, "B T N X"]:
         """The places of the chosen keys among all that are in order. ``offset``: of each key in its segment."""
         blocks, size, places = self.blocks, keys.shape[1], jnp.arange(keys.shape[1])
-        scores = dot_f32(q.reshape(q.shape[0], -1, q.shape[-1]), keys, -1, -1).reshape(*q.shape[:3], size)
-        scores = jnp.where(allowed[:, :, None], scores, -jnp.inf)
+        scores = jnp.where(allowed[:, :, None], products(q, keys), -jnp.inf)
         if packed:  # a block may begin anywhere
             first, best = places, running_max(scores, blocks.size)
         else:
@@ -157,8 +162,10 @@ class IndexedGQA(GQA):
 
 @dataclasses.dataclass(frozen=True)
 class HeadsApart:
-    """Attention of ``groups`` groups of heads as of rows of their own, for an ``attend`` that treats them differently.
-    They divide the key/value heads, or are a multiple of them."""
+    """Computes ``attend`` with each group of heads as a row of the batch, so that groups may attend to other keys.
+
+    ``groups``: number of groups; it divides the number of key/value heads, or is a multiple of it.
+    """
 
     attend: Attend
     groups: int

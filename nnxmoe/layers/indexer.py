@@ -22,12 +22,13 @@ from nnxmoe.layers.context import Context
 from nnxmoe.layers.dots import dot_f32
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import LayerNorm
+from nnxmoe.layers.recurrent import taken
 from nnxmoe.layers.rope import Rotate
 
 NONE = np.iinfo(np.int32).max  # slot number of no key, beyond every buffer
 KEY_NORM_EPS = 1e-6
 MOST_PARTS, FEWEST_QUERIES = 8, 64  # parts of a causal pass, each with the keys up to its last query
-GATHERING = 80  # heads whose products cost as much as gathering a key and a value of theirs, on two cores
+GATHERING = 80  # gathering a key and its value costs as much as their products with so many heads, on two cores
 BLOCK = 2**23  # scores, or gathered values, of a block of queries
 Selection = Int[Array, "_ _ X"]
 
@@ -97,18 +98,24 @@ def chosen_keys(
     """See `Indexer.choose`."""
 
     def run(allowed: Bool[Array, "B T S"], seen: slice, q: Array, weights: Array) -> Selection:
-        products = dot_f32(q.reshape(q.shape[0], -1, q.shape[-1]), keys[:, seen], -1, -1).reshape(*q.shape[:3], -1)
-        scores = jnp.sum(jax.nn.relu(products) * weights.astype(jnp.float32)[..., None], axis=2)
+        of_heads = jax.nn.relu(products(q, keys[:, seen]))
+        scores = jnp.sum(of_heads * weights.astype(jnp.float32)[..., None], axis=2)
         return highest(scores, allowed, topk)
 
     return choose_in_blocks(run, mask, topk, topk, q.shape[2], q, weights)
 
 
+def products(q: Float[Array, "B T N H"], keys: Float[Array, "B S H"]) -> Float[Array, "B T N S"]:
+    """Products of the queries of all heads with the keys, in float32."""
+    return dot_f32(q.reshape(q.shape[0], -1, q.shape[-1]), keys, -1, -1).reshape(*q.shape[:3], -1)
+
+
 def choose_in_blocks(
     run: Callable[..., Selection], mask: Mask, topk: int, width: int, heads: int, *of_queries: Float[Array, "B T ..."]
 ) -> Int[Array, "B T width"]:
-    """``run(allowed, seen, *of_queries)`` for blocks of queries, with the slice of the keys that they may see; `NONE`
-    for the first ``topk`` queries of a causal pass. ``heads``: scores per query and key."""
+    """Calls ``run(allowed, seen, *of_queries) -> [B, t, width]`` for blocks of t queries. ``seen``: the slice of the
+    keys that they may attend to; ``allowed [B, t, seen]``: to which. The first ``topk`` queries of a causal pass get
+    `NONE`. ``heads``: scores that ``run`` computes per query and key, which sets t."""
     batch, length = of_queries[0].shape[:2]
     outs = [jnp.full((batch, _dense_queries(mask, topk), width), NONE, jnp.int32)]
     for queries, seen in _parts(mask, length, topk):
@@ -127,20 +134,24 @@ def choose_in_blocks(
 
 def in_order(keys: Slots, shape: tuple[int, ...]) -> tuple[Int[Array, "B S"], Slots, Int[Array, "B S"]]:
     """The slots in the order of their tokens, padding last; these tokens; and the number of tokens before each in its
-    segment. The slots of a cache are in order. ``shape``: ``B, S``."""
+    segment. The slots of a cache are in order already. ``shape``: ``B, S``."""
     index, segment = (None if a is None else jnp.broadcast_to(a, shape) for a in (keys.index, keys.segment))
     assert index is not None
-    order = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    order = places = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     if keys.valid is not None:
         index = jnp.where(keys.valid, index, -1)
         order = jnp.argsort(index < 0, axis=1, stable=True)
-        index = jnp.take_along_axis(index, order, axis=1)
-        segment = None if segment is None else jnp.take_along_axis(segment, order, axis=1)
-    places = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+        index, segment = taken(index, order), None if segment is None else taken(segment, order)
     if segment is None:
         return order, Slots(index, None, None), places
     first = jnp.concatenate([jnp.ones((shape[0], 1), bool), segment[:, 1:] != segment[:, :-1]], axis=1)
     return order, Slots(index, None, segment), places - jax.lax.cummax(jnp.where(first, places, 0), axis=1)
+
+
+def taken_or_none(x: Int[Array, "B S ..."], at: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
+    """Gather the places ``at`` of each row, and `NONE` for places that are `NONE`."""
+    none = at == NONE
+    return jnp.where(none.reshape(*at.shape, *(1,) * (x.ndim - 2)), NONE, taken(x, jnp.where(none, 0, at)))
 
 
 def highest(scores: Float[Array, "*rows S"], allowed: Bool[Array, "*#rows S"], count: int) -> Int[Array, "*rows X"]:

@@ -11,7 +11,7 @@ from nnxmoe.axes import parameter
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.indexer import NONE, Indexer, Selection, chosen_keys, in_order
+from nnxmoe.layers.indexer import NONE, Indexer, Selection, chosen_keys, in_order, taken_or_none
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.recurrent import taken
 from nnxmoe.layers.rope import rotate_halves
@@ -67,7 +67,7 @@ class PooledIndexer(Indexer):
         )
         pools = Mask(mask.query_index, mask.query_segment, of_pools, None)
         best = chosen_keys(*jax.lax.stop_gradient(given), pools, (topk - self.pool + 1) // self.pool)
-        chosen = jnp.where((best == NONE)[..., None], NONE, taken(slots, jnp.where(best == NONE, 0, best)))
+        chosen = taken_or_none(slots, best)
         own = self._own(jnp.broadcast_to(mask.query_index, best.shape[:2]), offset, order)
         return jnp.concatenate([chosen.reshape(*best.shape[:2], -1), own], axis=-1).astype(jnp.int32)
 
