@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import check_at_most, count, one_of, per_layer
+from nnxmoe.config.bounds import check_at_most, count, one_of, per_layer, sparse_by_kind
 from nnxmoe.layers.indexer import Indexer
 from nnxmoe.layers.rope import rotate_halves
 from nnxmoe.layers.sparse_mla import SparseMLA
@@ -54,9 +54,7 @@ class DeepSeekV32Config(LatentMoEConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        if self.mlp_layer_types is None:
-            return super().sparse_layers
-        return tuple(kind == "sparse" for kind in self.mlp_layer_types)
+        return sparse_by_kind(self, self.first_k_dense_replace)
 
 
 _OF_V3 = ("rope_scaling", "dtype")

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import ConfigError, count, per_layer
+from nnxmoe.config.bounds import ConfigError, count, per_layer, sparse_by_kind
 from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
@@ -72,9 +72,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        if self.mlp_layer_types is None:
-            return tuple(i >= self.first_k_dense_replace for i in range(self.num_hidden_layers))
-        return tuple(kind == "sparse" for kind in self.mlp_layer_types)
+        return sparse_by_kind(self, self.first_k_dense_replace)
 
 
 class ExaoneMoe(CausalLM):

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import count, per_layer
+from nnxmoe.config.bounds import count, per_layer, sparse_by_kind
 from nnxmoe.models.deepseek_v3 import DeepSeekV3
 from nnxmoe.models.latent import LatentMoEConfig
 
@@ -39,9 +39,7 @@ class Glm4MoeLiteConfig(LatentMoEConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        if self.mlp_layer_types is None:
-            return tuple(i > 0 for i in range(self.num_hidden_layers))
-        return tuple(kind == "sparse" for kind in self.mlp_layer_types)
+        return sparse_by_kind(self, dense=1)
 
 
 PRESETS: dict[str, DecoderConfig] = {

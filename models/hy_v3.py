@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import check_at_most, count, per_layer
+from nnxmoe.config.bounds import check_at_most, count, per_layer, sparse_by_kind
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.qk_norm import QKNorm
@@ -83,8 +83,7 @@ class HyV3Config(DecoderConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        kinds = self.mlp_layer_types or ["dense", *["sparse"] * (self.num_hidden_layers - 1)]
-        return tuple(kind == "sparse" for kind in kinds)
+        return sparse_by_kind(self, dense=1)
 
 
 PRESETS: dict[str, DecoderConfig] = {

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer
+from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer, sparse_by_kind
 from nnxmoe.config.printable import short
 from nnxmoe.layers.kimi_delta import FreeDecays, KimiDelta
 from nnxmoe.model.weight_names import W, options
@@ -44,9 +44,7 @@ class KimiMoEConfig(LatentMoEConfig, KimiHybridConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        if self.mlp_layer_types is None:
-            return super().sparse_layers
-        return tuple(kind == "sparse" for kind in self.mlp_layer_types)
+        return sparse_by_kind(self, self.first_k_dense_replace)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

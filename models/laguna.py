@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, one_of, per_layer
+from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, one_of, per_layer, sparse_by_kind
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_ropes import PartialRopesConfig
 from nnxmoe.config.layer_windows import FULL, SLIDING
@@ -95,8 +95,7 @@ class LagunaConfig(PartialRopesConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        kinds = self.mlp_layer_types or ["dense", *["sparse"] * (self.num_hidden_layers - 1)]
-        return tuple(kind == "sparse" for kind in kinds)
+        return sparse_by_kind(self, dense=1)
 
 
 @dataclasses.dataclass(frozen=True)

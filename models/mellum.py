@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import check_at_most, count, per_layer
+from nnxmoe.config.bounds import check_at_most, count, per_layer, sparse_by_kind
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_ropes import LayerRopesConfig
 from nnxmoe.config.layer_windows import FULL, SLIDING
@@ -56,7 +56,7 @@ class MellumConfig(LayerRopesConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        return tuple(kind == "sparse" for kind in self.mlp_layer_types or ["sparse"] * self.num_hidden_layers)
+        return sparse_by_kind(self, dense=0)
 
 
 _YARN = {

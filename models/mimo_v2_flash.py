@@ -9,7 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import count, number, per_layer
+from nnxmoe.config.bounds import count, number, per_layer, sparse_by_kind
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_ropes import PartialRopesConfig
 from nnxmoe.config.layer_windows import FULL, SLIDING
@@ -86,8 +86,7 @@ class MiMoV2FlashConfig(PartialRopesConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        kinds = self.mlp_layer_types or ["dense", *["sparse"] * (self.num_hidden_layers - 1)]
-        return tuple(kind == "sparse" for kind in kinds)
+        return sparse_by_kind(self, dense=1)
 
 
 class MiMoV2Flash(CausalLM):

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, per_layer
+from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, per_layer, sparse_by_kind
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.config.printable import short
 from nnxmoe.layers.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
@@ -45,7 +45,8 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
     ``index_topk_blocks`` blocks of ``index_block_size`` keys are chosen, the ``index_local_blocks`` last ones always.
     ``routed_scaling_factor`` multiplies the weights of the chosen experts, which sum to 1.
 
-    Published files have the fields of the indexer in ``sparse_attention_config``, and ``moe_layer_freq``.
+    Published files have the fields of the indexer in ``sparse_attention_config``, and ``moe_layer_freq`` instead of
+    ``mlp_layer_types``.
     """
 
     model_type = "minimax_m3_vl_text"
@@ -54,7 +55,7 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
     scale_in_queries = False
     aliases = {"num_experts": "num_local_experts"}
     fixed = {"scoring_func": ("sigmoid",), "use_qk_norm": (True,), "use_routing_bias": (True,)}
-    # Fields of the published code that transformers does not read; the last two: see `_given`.
+    # Fields of published files that transformers does not read; `_given` reads the last two.
     ignored = """rotary_dim router_jitter_noise output_router_logits router_aux_loss_coef qk_norm_type use_gemma_norm
         merged_hidden_size use_mtp num_mtp_modules mtp_transformer_layers max_model_len
         sparse_attention_config moe_layer_freq"""
@@ -87,17 +88,19 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
 
     @classmethod
     def _given(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        given = super()._given(fields) | {"hidden_act": "silu"}  # whatever the file says, as in transformers
+        given = super()._given(fields) | {"hidden_act": "silu"}  # transformers ignores the field
         nested = given.get("sparse_attention_config") or {}
         if not isinstance(nested, Mapping):
             raise ConfigError(f"sparse_attention_config must be an object or null, got {short(nested)}")
         given |= {name: nested[theirs] for theirs, name in _NESTED.items() if theirs in nested}
-        listed = ("layer_types", nested.get("sparse_attention_freq"), "full_attention", _SPARSE)
-        for name, flags, zero, one in (listed, ("mlp_layer_types", given.get("moe_layer_freq"), "dense", "sparse")):
+        for name, flags, kinds in (
+            ("layer_types", nested.get("sparse_attention_freq"), ("full_attention", _SPARSE)),
+            ("mlp_layer_types", given.get("moe_layer_freq"), ("dense", "sparse")),
+        ):
             if flags is not None and not isinstance(flags, list):
                 raise ConfigError(f"{name}: expected a list of 0 and 1 per layer, got {short(flags)}")
             if flags is not None and given.get(name) is None:
-                given[name] = [one if flag else zero for flag in flags]
+                given[name] = [kinds[bool(flag)] for flag in flags]
         return given
 
     def _check(self) -> None:
@@ -122,7 +125,7 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        return tuple(kind == "sparse" for kind in self.mlp_layer_types or ["sparse"] * self.num_hidden_layers)
+        return sparse_by_kind(self, dense=0)
 
 
 _MOE, _GATE_UP = "block_sparse_moe", W("mlp.experts.gate_up_proj")
@@ -168,7 +171,7 @@ class MiniMaxM3VLText(CausalLM):
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c, rotate = self.config, PartialRotary(self.config.rope_dim)
-        norm = QKNorm(*(OffsetNorm(c.head_width, c.rms_norm_eps, **kw) for _ in "qk"))
+        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=OffsetNorm, **kw)
         options: dict[str, Any] = {"bias": False, "qk_norm": norm, "rotate": rotate, **kw}
         if not c.indexed[index]:
             return self.gqa(window=None, **options)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.config.bounds import ConfigError, Number, check_at_most, count, per_layer
+from nnxmoe.config.bounds import ConfigError, Number, check_at_most, count, per_layer, sparse_by_kind
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_ropes import PartialRopesConfig
 from nnxmoe.config.layer_windows import FULL, SLIDING
@@ -31,12 +31,14 @@ from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SigmoidGroupTopK
 
-# Lists with an entry more for each prediction layer in published files.
+# Lists to which published files append an entry per prediction layer.
 _PADDED = "layer_types mlp_layer_types swiglu_limits swiglu_limits_shared rope_theta partial_rotary_factors".split()
+_ROPE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factors"}  # rope object -> config.json
 
 
 def _translated(given: dict[str, Any], layers: int, more: int) -> dict[str, Any]:
-    """The fields of a config.json, those of published files among them, as fields of `Step3p5Config`."""
+    """The fields of `Step3p5Config` for those of a config.json, which may be a published one. ``more``: number of
+    prediction layers."""
     if type(layers) is not int or type(more) is not int:
         return given  # which is refused later
     for name in _PADDED:
@@ -61,16 +63,15 @@ def _translated(given: dict[str, Any], layers: int, more: int) -> dict[str, Any]
         given["rope_parameters"] = ropes = {}
         for kind in {*map(str, kinds), FULL}:
             i = kinds.index(kind) if kind in kinds else 0
-            theta, factor = (_of_layer(given, name, i, layers) for name in ("rope_theta", "partial_rotary_factors"))
-            ropes[kind] = {"rope_theta": 1e4 if theta is None else theta} | (
-                {} if factor is None else {"partial_rotary_factor": factor}
-            )
+            rope = {ours: _of_layer(given, name, i, layers) for ours, name in _ROPE.items()}
+            ropes[kind] = {"rope_theta": 1e4} | {name: value for name, value in rope.items() if value is not None}
         ropes[FULL] |= scaling
         given = {name: value for name, value in given.items() if name not in ("rope_scaling", "rope_theta")}
     return given
 
 
 def _numbers(listed: Any) -> set[int]:
+    """The numbers in ``moe_layers_enum``, a list or a text with commas."""
     items = listed.split(",") if isinstance(listed, str) else listed
     texts = [str(item).strip() for item in items] if isinstance(items, list) else ["?"]
     if any(text and not text.isdecimal() for text in texts):
@@ -79,6 +80,7 @@ def _numbers(listed: Any) -> set[int]:
 
 
 def _of_layer(given: Mapping[str, Any], name: str, index: int, layers: int) -> Any:
+    """The value of a field for a layer; the field has one for all layers, or a list."""
     value = given.get(name)
     if isinstance(value, list) and len(value) != layers:
         raise ConfigError(f"{name} lists {len(value)} layers, not {layers} as num_hidden_layers says")
@@ -93,8 +95,9 @@ class Step3p5Config(PartialRopesConfig):
     ``swiglu_limits``: bound of the activations of each layer's routed experts, null or 0 without one;
     ``swiglu_limits_shared``: likewise of dense layers and shared experts. ``mlp_bias``: biases of these two.
 
-    Published files give some of it in other fields: ``moe_layers_enum``, ``attention_other_setting``, lists of
-    ``rope_theta`` and ``partial_rotary_factors``, and a ``rope_scaling`` of the layers without a window.
+    Published files have ``moe_layers_enum`` instead of ``mlp_layer_types``, ``attention_other_setting`` instead of
+    ``num_sliding_attention_heads``, and instead of ``rope_parameters`` the lists ``rope_theta`` and
+    ``partial_rotary_factors``, with a ``rope_scaling`` of the layers without a window.
     """
 
     model_type = "step3p5"
@@ -126,7 +129,7 @@ class Step3p5Config(PartialRopesConfig):
         "zero_centered": (None, True),
     }
     ignored = """output_router_logits max_seq_len need_fp32_gate mtp_layer_types mtp_mlp_layer_types moe_layers_enum
-        attention_other_setting partial_rotary_factors per_layer_config"""  # the last four: see `_translated`
+        attention_other_setting partial_rotary_factors per_layer_config"""  # `_translated` reads the last four
     default_ropes = FrozenDict({kind: {"rope_theta": 1e4} for kind in (FULL, SLIDING)})
     scale_in_queries = True
 
@@ -173,8 +176,8 @@ class Step3p5Config(PartialRopesConfig):
             limits = getattr(self, name)
             if limits is not None and (not isinstance(limits, tuple) or len(limits) != self.num_hidden_layers):
                 raise ConfigError(f"{name} {short(limits)} must list {self.num_hidden_layers} numbers, one per layer")
-            for limit in limits or ():
-                _ = limit and Number(0.0)(name, limit)
+            for limit in filter(None, limits or ()):
+                Number(0.0)(name, limit)
 
     def folded(self) -> tuple[Self, float]:
         """The config itself: transformers reads query_pre_attn_scalar here."""
@@ -190,8 +193,7 @@ class Step3p5Config(PartialRopesConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        kinds = self.mlp_layer_types or ["dense" if i < 3 else "sparse" for i in range(self.num_hidden_layers)]
-        return tuple(kind == "sparse" for kind in kinds)
+        return sparse_by_kind(self, dense=3)
 
     def activation(self, index: int, *, shared: bool) -> Gated:
         """The activation of a layer's routed experts, or of its shared expert or dense feed-forward."""
@@ -210,15 +212,16 @@ class BoundedSwiGLU:
         return jnp.minimum(jax.nn.silu(gate), self.limit) * jnp.clip(up, -self.limit, self.limit)
 
 
-_ROPES = FrozenDict({FULL: {"rope_theta": 5e6, "partial_rotary_factor": 0.5}, SLIDING: {"rope_theta": 1e4}})
 _FLASH = Step3p5Config(
     vocab_size=128896, max_position_embeddings=262144, sliding_window=512, num_sliding_attention_heads=96,
     layer_types=tuple(FULL if i % 4 == 0 else SLIDING for i in range(45)), moe_router_scaling_factor=3.0,
     swiglu_limits=(0.0,) * 43 + (7.0, 7.0), swiglu_limits_shared=(0.0,) * 43 + (16.0, 16.0),
     rope_parameters={
-        FULL: {**_ROPES[FULL], "rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131072,
-               "low_freq_factor": 1.0, "high_freq_factor": 32.0},
-        SLIDING: _ROPES[SLIDING],
+        FULL: {
+            "rope_theta": 5e6, "partial_rotary_factor": 0.5, "rope_type": "llama3", "factor": 2.0,
+            "original_max_position_embeddings": 131072, "low_freq_factor": 1.0, "high_freq_factor": 32.0,
+        },
+        SLIDING: {"rope_theta": 1e4},
     },
     bos_token_id=0, eos_token_id=(1, 2, 128007), dtype="bfloat16",
 )  # fmt: skip
@@ -263,7 +266,7 @@ class Step3p5(CausalLM):
             rotate=PartialRotary(rope.dim),
             window=c.windows[index],
             attend=self.strategy.attend,
-            qk_norm=QKNorm(*(OffsetNorm(c.head_width, c.rms_norm_eps, **kw) for _ in "qk")),
+            qk_norm=QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=OffsetNorm, **kw),
             gate=OutputGate(c.hidden_size, count, 1, **kw),
             **kw,
         )

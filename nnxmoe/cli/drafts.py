@@ -41,12 +41,13 @@ def needs_mtp(choice: Choice | None, model: str, options: argparse.Namespace) ->
         return choice is not None and choice.source == "mtp"
     from nnxmoe.cli.summary import find
     from nnxmoe.model.mtp import has_mtp
+    from nnxmoe.model.weight_names import prefix_of
     from nnxmoe.models import model_class
 
     config, arrays = find(model, options.revision, options.local_files_only)
     kind = model_class(config)
-    prefix = kind.mtp_prefix or f"model.layers.{config.num_hidden_layers}"
-    return has_mtp(config, kind.hf_table) and any(name.startswith(f"{prefix}.") for name in arrays)
+    prefix = f"{kind.mtp_prefix}." if kind.mtp_prefix else prefix_of(config.num_hidden_layers)
+    return has_mtp(config, kind.hf_table) and any(name.startswith(prefix) for name in arrays)
 
 
 def draft_of(choice: Choice | None, model: nnxmoe.CausalLM) -> Any:

@@ -27,9 +27,17 @@ class QKNorm(nnx.Module):
         self.q, self.k = q, k
 
     @classmethod
-    def per_head(cls, head_dim: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> Self:
+    def per_head(
+        cls,
+        head_dim: int,
+        eps: float,
+        *,
+        norm: type[RMSNorm] = RMSNorm,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ) -> Self:
         """Every head on its own, with one scale ``[H]`` for all of them (Qwen3 technical report, 2025)."""
-        return cls(*(RMSNorm(head_dim, eps, dtype=dtype, rngs=rngs) for _ in "qk"))
+        return cls(*(norm(head_dim, eps, dtype=dtype, rngs=rngs) for _ in "qk"))
 
     @classmethod
     def whole(

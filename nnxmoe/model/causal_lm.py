@@ -57,8 +57,8 @@ class CausalLM(nnx.Module):
     maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]] = {}  # -> name and logical axes there
     maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # groups of dense layers, of layers with experts
     maxtext_block: ClassVar[Sequence[bool]] = ()  # for each layer of a block scanned there: whether it has a window
-    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # of the norms before attention and feed-forward, and of the last one
-    mtp_prefix: ClassVar[str] = ""  # of prediction layers' tensors, if they are not those of layers after the others
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # before attention and feed-forward, and after all layers
+    mtp_prefix: ClassVar[str] = ""  # of the tensors of prediction layers; empty: stored as layers after the others
     config: Any
 
     @classmethod
@@ -133,7 +133,7 @@ class CausalLM(nnx.Module):
         check_arguments(type(self), config, strategy, rngs)
         self.config, self.strategy = config, strategy
         layers = runs_of(self, dtype)
-        ahead = self._prediction_layers(dtype) if mtp else lambda **kw: []
+        ahead = self._prediction_layers() if mtp else lambda **kw: []
         self.generation_config = {}
         self.load_report: Any = None
         self.merged: Any = None  # adapters, by `nnxmoe.train.lora.merge`
@@ -160,16 +160,15 @@ class CausalLM(nnx.Module):
 
     @property
     def predicting(self) -> int:
-        """The number of the layer that prediction layers are made like."""
+        """Number of the layer whose parts a layer for multi-token prediction has: the last one."""
         return self.config.num_hidden_layers - 1
 
-    def _prediction_layers(self, dtype: Any) -> Callable[..., list[Any]]:
+    def _prediction_layers(self) -> Callable[..., list[Any]]:
         """``(dtype, rngs) -> list[MTP]``; imported here, since few models have them."""
         from nnxmoe.model.mtp import check_mtp, make_mtp
 
         check_mtp(depths := getattr(self.config, "num_nextn_predict_layers", 0), self)
-        make = functools.partial(self.layer, self.predicting)
-        return functools.partial(make_mtp, depths, self.config, make, self.strategy.remat, self.norm_class)
+        return functools.partial(make_mtp, self, depths)
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(nnx.state(self, nnx.Param))

@@ -34,7 +34,7 @@ class MTP(nnx.Module):
         eps: float,
         layer: Layer,
         remat: Remat | None,
-        norm: type[RMSNorm] = RMSNorm,
+        norm: type[RMSNorm],
         *,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
@@ -95,19 +95,11 @@ def check_mtp(depths: int, model: Any) -> None:
         raise ConfigError(f"num_nextn_predict_layers {depths}: the model has no multi-token prediction layers")
 
 
-def make_mtp(
-    count: int,
-    config: Any,
-    make: Callable[..., Layer],
-    remat: Remat | None,
-    norm: type[RMSNorm],
-    *,
-    dtype: jnp.dtype,
-    rngs: nnx.Rngs | None,
-) -> list[MTP]:
-    """Depths with layers of ``make(dtype, rngs)``. Raises ConfigError if these have no experts in a model with some."""
-    dim, eps, kw = config.hidden_size, config.rms_norm_eps, {"dtype": dtype, "rngs": rngs}
-    depths = [MTP(dim, eps, make(**kw), remat, norm, **kw) for _ in range(count)]
+def make_mtp(model: Any, count: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> list[MTP]:
+    """``count`` depths for a `CausalLM`. Raises ConfigError if their layers have no experts in a model with some."""
+    config, kw = model.config, {"dtype": dtype, "rngs": rngs}
+    sizes, more = (config.hidden_size, config.rms_norm_eps), (model.strategy.remat, model.norm_class)
+    depths = [MTP(*sizes, model.layer(model.predicting, **kw), *more, **kw) for _ in range(count)]
     if config.experts and any(depth.layer.feed_forward.name != "moe" for depth in depths):
         raise ConfigError(
             "the last layer is dense, and multi-token prediction layers have experts: check the number of dense layers"

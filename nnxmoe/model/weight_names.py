@@ -54,10 +54,10 @@ class W:
 
     def tensor(self, layer: int | None, expert: int | str | None = None) -> str:
         """Name of the tensor in a checkpoint; ``layer`` None: outside of the layers."""
-        return self.under("" if layer is None else f"{LAYERS}.{layer}.", expert)
+        return self.under(prefix_of(layer), expert)
 
     def under(self, prefix: str, expert: int | str | None = None) -> str:
-        """The same with another beginning."""
+        """Name of the tensor after a prefix, such as ``mtp.layers.0.``."""
         return prefix + (f"{self.name}.{expert}.{self.per_expert}" if self.per_expert else self.name)
 
     def label(self, tensor: str) -> str:
@@ -74,6 +74,11 @@ def options(table: Table, key: str) -> tuple[W, ...]:
     """The alternatives in the row of a key."""
     row = table[key]
     return (row,) if isinstance(row, W) else row
+
+
+def prefix_of(layer: int | None) -> str:
+    """What the names of a layer's tensors begin with; empty outside of the layers."""
+    return "" if layer is None else f"{LAYERS}.{layer}."
 
 
 def layer_of(name: str) -> tuple[int | None, str]:

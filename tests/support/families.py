@@ -327,7 +327,7 @@ def _step3p5(rng: random.Random) -> Fields:
 def _minimax_m3(rng: random.Random) -> Fields:
     layers, experts, kv_heads = rng.choice([2, 3, 4]), rng.choice([5, 8]), rng.choice([1, 2, 4])
     kinds, chosen = ["minimax_m3_sparse", "full_attention"], rng.choice([1, 2, 3])
-    rope = {"rope_type": "default", "rope_theta": rng.choice([37.5, 500.0]), "partial_rotary_factor": 0.5}
+    rope = {"rope_type": "default", "rope_theta": rng.choice([37.5, 500.0])}
     fields = _grouped(rng, layers) | {
         "num_key_value_heads": kv_heads,
         "num_attention_heads": 4,

@@ -17,7 +17,7 @@ from nnxmoe.convert.core.views import View
 from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS
 from nnxmoe.layers.quantized import ARRAYS
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.weight_names import LAYERS, Table, W, layer_of, options
+from nnxmoe.model.weight_names import Table, W, layer_of, options, prefix_of
 from nnxmoe.models.tables import HF_MTP
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.source import towers
@@ -52,12 +52,12 @@ def layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0
 
 
 def _prefix(model: CausalLM, key: str, layer: int | None) -> str:
-    """What the names of tensors begin with: those of a layer, and of a prediction layer, which some families keep apart
-    from the others."""
-    depth, apart = -1 if layer is None else layer - model.config.num_hidden_layers, model.mtp_prefix
-    if depth >= 0 and apart:
-        return f"{apart}." if key.startswith(_MTP) else f"{apart}.layers.{depth}."
-    return "" if layer is None else f"{LAYERS}.{layer}."
+    """What the name of a parameter's tensor begins with; some families store prediction layers apart from the others
+    (`CausalLM.mtp_prefix`)."""
+    apart, first = model.mtp_prefix, model.config.num_hidden_layers
+    if layer is None or layer < first or not apart:
+        return prefix_of(layer)
+    return f"{apart}." if key.startswith(_MTP) else f"{apart}.layers.{layer - first}."
 
 
 def _named(w: W, prefix: str, parameter: Parameter, change: Change) -> list[tuple[str, Leaf, Parameter]]:
