@@ -41,6 +41,7 @@ from nnxmoe.models.minimax_m3 import MiniMaxM3VLText, MiniMaxM3VLTextConfig
 from nnxmoe.models.ministral3 import Ministral3, Ministral3Config
 from nnxmoe.models.mistral4 import Mistral4, Mistral4Config
 from nnxmoe.models.mixtral import Mixtral, MixtralConfig
+from nnxmoe.models.nemotron_h import NemotronH, NemotronHConfig
 from nnxmoe.models.olmoe import Olmoe, OlmoeConfig
 from nnxmoe.models.qwen import Qwen2, Qwen2Config, Qwen3, Qwen3Config
 from nnxmoe.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
@@ -88,7 +89,7 @@ for _family in (
     *(Qwen2, Qwen3, Qwen2Moe, Qwen3Moe, Olmoe, GptOss, HyV3),
     *(DeepSeekV32, GlmMoeDsa, DeepSeekV4, Qwen3VLText, Qwen3VLMoeText, SarvamMLA, SarvamMoE),
     *(Ministral3, Mistral4, ExaoneMoe, Mellum, Afmoe, Ernie45Moe, Gemma4Text, MiMoV2Flash, Laguna, Step3p5),
-    MiniMaxM3VLText,
+    *(MiniMaxM3VLText, NemotronH),
     *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText, KimiLinear, BailingHybrid, Glm5NextText),
 ):
     register(_family)
@@ -153,6 +154,8 @@ __all__ = [
     "MistralConfig",
     "Mixtral",
     "MixtralConfig",
+    "NemotronH",
+    "NemotronHConfig",
     "Olmoe",
     "OlmoeConfig",
     "Qwen2",

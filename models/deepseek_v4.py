@@ -303,6 +303,7 @@ class DeepSeekV4(StreamedLM):
     hub_ids = {"deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash"}
     hub_notes = {"deepseek-v4-flash": "the layers for multi-token prediction are left out"}
     hf_table = HF_TABLE
+    not_for_peft = ("attention.o_a",)  # in groups of heads
 
     def kind(self, index: int) -> Any:
         return self.config.kinds[index], self.config.hashed_layers[index]

@@ -627,6 +627,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm5_next_text", {"qk_rope_head_dim": 64}, "qk_rope_head_dim 64 is not supported; supported: 0"),
     ("glm5_next_text", {"linear_attn_config": {"gate_lower_bound": 1}}, "linear_lower_bound 1 is out of range"),
     ("glm5_next_text", {"layer_types": ["window"] * 45}, "layer_types: 'window' is not supported"),
+    ("nemotron_h", {"hybrid_override_pattern": "MEX"}, r"hybrid_override_pattern must have one of M \* - E per layer"),
+    ("nemotron_h", {"hybrid_override_pattern": ["M"]}, r"hybrid_override_pattern must have .*, got \['M'\]"),
+    ("nemotron_h", {"layers_block_type": ["mamba", "window"]}, "layer_types: 'window' is not supported"),
+    ("nemotron_h", {"layers_block_type": []}, "layer_types must list the kind of each layer"),
+    ("nemotron_h", {"mamba_num_heads": 12}, "mamba_num_heads 12 is not a multiple of n_groups 8"),
+    ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported; supported: 'relu2'"),
+    ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts 2 is not supported"),
+    ("nemotron_h", {"time_step_min": -1}, "time_step_min -1 is out of range"),
+    ("nemotron_h", {"time_step_min": float("inf")}, "time_step_min must be a finite number, got inf"),
     ("bailing_hybrid", {"kda_lower_bound": 0.5}, "kda_lower_bound 0.5 is out of range: above -1000"),
     ("bailing_hybrid", {"kda_lower_bound": "-5"}, "kda_lower_bound must be a finite number, got '-5'"),
     ("bailing_hybrid", {"layer_group_size": 0}, "layer_group_size must be a positive integer, got 0"),
@@ -1072,6 +1081,7 @@ SIZES = {
     "mimo-v2-flash": 309e9,
     "step-3.5-flash": 196e9,
     "kimi-linear-48b-a3b": 49.1e9,
+    "nemotron-3-nano-30b-a3b": 31.6e9,
     "glm-5.3-flash": 313e9,  # 321 with the layer for multi-token prediction
     "ling-3.0-flash": 124.4e9,  # of the defaults in transformers; no published number is known
     "trinity-nano": 6e9,

@@ -1,6 +1,7 @@
 """GatedDeltaNet: chunks against single steps and a plain recurrence, and a hybrid model in every mode of a cache."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,14 @@ from nnxmoe.layers.channel_decay import in_chunks_by_channel
 from nnxmoe.layers.conv import SeparateConvs, ShortConv
 from nnxmoe.layers.delta import DeltaHeads, FusedProjection, GatedDeltaNet, SeparateProjection
 from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks, in_steps
-from nnxmoe.layers.gqa import QueryGate
+from nnxmoe.layers.gqa import GQA, QueryGate
 from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta, KimiProjection
+from nnxmoe.layers.mamba2 import GroupedGatedNorm, Mamba2
 from nnxmoe.layers.mla import MLA
+from nnxmoe.layers.mlp import UngatedMLP
 from nnxmoe.layers.norm import GatedNorm, OffsetNorm, RMSNorm
 from nnxmoe.layers.recurrent import RecurrentState
+from nnxmoe.moe.experts import UngatedExperts
 from tests.support.arrays import max_error
 from tests.support.families import load
 from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed, randomise
@@ -87,15 +91,16 @@ def random_inputs(length: int, seed: int, segments: bool, channels: bool = False
     return DeltaInputs._make((*arrays, run)), jnp.asarray(rng.standard_normal((batch, values, 8, 5)), jnp.float32)
 
 
-@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("rule", [in_chunks, functools.partial(in_chunks, corrects=False), in_chunks_by_channel])
 @pytest.mark.parametrize("segments", [False, True])
-def test_chunks_are_steps(segments: bool, channels: bool) -> None:
+def test_chunks_are_steps(segments: bool, rule: Callable[..., Any]) -> None:
     """For lengths around a chunk's, and chunks that do not divide them; the state after them too."""
     for length, chunk in ((2, 64), (9, 4), (64, 64), (TOKENS, 64), (TOKENS, 16)):
-        inputs, state = random_inputs(length, length, segments, channels)
-        out, states = in_steps(inputs, state)
-        found, last = (in_chunks_by_channel if channels else in_chunks)(inputs, state, chunk)
-        assert max(max_error(found, out), max_error(last, states[:, -1])) < PART_TOLERANCE, length
+        inputs, state = random_inputs(length, length, segments, rule is in_chunks_by_channel)
+        out, states = in_steps(inputs, state, **getattr(rule, "keywords", {}))
+        found, last = rule(inputs, state, chunk)
+        most = PART_TOLERANCE * max(1.0, float(jnp.abs(out).max()))
+        assert max(max_error(found, out), max_error(last, states[:, -1])) < most, length
 
 
 @pytest.mark.parametrize(("run", "length", "chunk"), [(in_chunks, 9, 4), (in_chunks_by_channel, 37, 32)])
@@ -142,9 +147,9 @@ def test_memory_does_not_depend_on_the_length(layer: GatedDeltaNet) -> None:
 Plant = Callable[[Any, pytest.MonkeyPatch], None]
 
 
-def rule(change: Callable[[DeltaInputs], DeltaInputs]) -> Plant:
+def changed(change: Callable[[DeltaInputs], DeltaInputs]) -> Plant:
     def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(delta, "in_chunks", lambda inputs, state: in_chunks(change(inputs), state))
+        patch.setattr(delta, "in_chunks", lambda inputs, state, **kw: in_chunks(change(inputs), state, **kw))
 
     return plant
 
@@ -158,9 +163,9 @@ def convolution(change: Callable[..., Any]) -> Plant:
     return plant
 
 
-def tiled(inputs: DeltaInputs) -> DeltaInputs:
+def tiled(inputs: DeltaInputs, times: int = 2) -> DeltaInputs:
     """Value head n uses key head n % K."""
-    return inputs._replace(q=jnp.tile(inputs.q, (1, 1, 2, 1)), k=jnp.tile(inputs.k, (1, 1, 2, 1)))
+    return inputs._replace(q=jnp.tile(inputs.q, (1, 1, times, 1)), k=jnp.tile(inputs.k, (1, 1, times, 1)))
 
 
 def gate_before_norm(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -176,12 +181,12 @@ def unnormalised_keys(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 MISTAKES: dict[str, Plant] = {
-    "decay sign": rule(lambda i: i._replace(g=jnp.minimum(-i.g, 0.1))),
-    "no decay": rule(lambda i: i._replace(g=jnp.zeros_like(i.g))),
-    "no strength": rule(lambda i: i._replace(beta=jnp.ones_like(i.beta))),
-    "decay of the next token": rule(lambda i: i._replace(g=jnp.roll(i.g, -1, axis=1))),
-    "key heads in turn": rule(tiled),
-    "state kept at a segment": rule(lambda i: i._replace(run=None)),
+    "decay sign": changed(lambda i: i._replace(g=jnp.minimum(-i.g, 0.1))),
+    "no decay": changed(lambda i: i._replace(g=jnp.zeros_like(i.g))),
+    "no strength": changed(lambda i: i._replace(beta=jnp.ones_like(i.beta))),
+    "decay of the next token": changed(lambda i: i._replace(g=jnp.roll(i.g, -1, axis=1))),
+    "key heads in turn": changed(tiled),
+    "state kept at a segment": changed(lambda i: i._replace(run=None)),
     "window kept at a segment": convolution(lambda x, window, run: (x, window, None)),
     "convolution a token late": convolution(lambda x, window, run: (jnp.roll(x, 1, axis=1), window, run)),
     "reversed taps": reversed_taps,
@@ -263,7 +268,16 @@ def put(name: str, value: Any) -> Callable[[Any], None]:
     return lambda part: setattr(part, name, value)
 
 
-IN_KIMI: list[tuple[str, str, Plant]] = [
+def zero(name: str) -> Callable[[Any], None]:
+    return lambda part: getattr(part, name).set_value(jnp.zeros_like(getattr(part, name)[...]))
+
+
+def in_mamba(name: str, value: Any) -> Plant:
+    """Changes an attribute of the class."""
+    return lambda model, patch: patch.setattr(Mamba2, name, value)
+
+
+PLANTED: list[tuple[str, str, Plant]] = [
     ("kimi_linear", "one decay per head", of_channels(lambda i: i._replace(g=i.g.mean(-1, keepdims=True) + 0 * i.g))),
     ("kimi_linear", "decay of the next token", of_channels(lambda i: i._replace(g=jnp.roll(i.g, -1, axis=1)))),
     ("kimi_linear", "channels in another order", of_channels(lambda i: i._replace(g=i.g[..., ::-1]))),
@@ -276,11 +290,23 @@ IN_KIMI: list[tuple[str, str, Plant]] = [
     ("bailing_hybrid", "no gate of the heads", in_layers(MLA, put("gate", None))),
     ("bailing_hybrid", "attention without rotation", in_layers(MLA, put("rotary", None))),
     ("bailing_hybrid", "unnormalised keys", unnormalised_keys),
+    ("nemotron_h", "corrected as by the delta rule", in_mamba("corrects", True)),
+    ("nemotron_h", "short steps", in_layers(Mamba2, put("least_step", 0.5))),
+    ("nemotron_h", "no skipped input", in_layers(Mamba2, zero("d"))),
+    ("nemotron_h", "no bias of the steps", in_layers(Mamba2, zero("dt_bias"))),
+    ("nemotron_h", "no bias of the convolution", in_layers(ShortConv, zero("bias"))),
+    ("nemotron_h", "a norm of all heads", in_layers(GroupedGatedNorm, put("groups", 1))),
+    ("nemotron_h", "decay of the next token", changed(lambda i: i._replace(g=jnp.roll(i.g, -1, axis=1)))),
+    ("nemotron_h", "into and out of the state exchanged", changed(lambda i: i._replace(q=i.k, k=i.q))),
+    ("nemotron_h", "groups in turn", changed(lambda i: tiled(i, 3))),
+    ("nemotron_h", "rotated attention", in_layers(GQA, put("rotary", Rope(10, 1e4)))),
+    ("nemotron_h", "relu", in_layers(UngatedExperts, put("activation", jax.nn.relu))),
+    ("nemotron_h", "shared experts with relu", in_layers(UngatedMLP, put("activation", jax.nn.relu))),
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "plant"), IN_KIMI, ids=[f"{kind}-{name}" for kind, name, _ in IN_KIMI])
-def test_mistakes_in_kimis_layers_are_noticed(
+@pytest.mark.parametrize(("kind", "name", "plant"), PLANTED, ids=[f"{kind}-{name}" for kind, name, _ in PLANTED])
+def test_mistakes_in_other_layers_are_noticed(
     kind: str, name: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = load(kind)
@@ -292,7 +318,7 @@ def test_mistakes_in_kimis_layers_are_noticed(
 IDS = np.random.default_rng(0).integers(3, 56, (2, TOKENS))
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "kimi_linear"])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "kimi_linear", "nemotron_h"])
 def model(request: pytest.FixtureRequest) -> nnxmoe.CausalLM:
     case = load(request.param)
     return build(case.fields, case.weights)
@@ -350,7 +376,8 @@ def test_tokens_taken_back_leave_no_trace(model: nnxmoe.CausalLM) -> None:
         cache = model(IDS[:, rest], cache=begun).cache
         assert cache is not None
         found.append(states(dataclasses.replace(cache, length=cache.length - len(rest) + 1)))
-    assert len(found[0]) == 2 * sum(model.config.recurrent_layers)
+    recurrent = [part for _, part in nnx.iter_graph(model.stacks) if isinstance(part, GatedDeltaNet)]
+    assert len(found[0]) == 2 * len(recurrent) > 0
     for one, other, alone in zip(*found, strict=True):
         assert np.array_equal(one, other) and max_error(one, alone) < PART_TOLERANCE
 

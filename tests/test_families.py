@@ -213,7 +213,9 @@ def test_fp8_blocks(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "glm_moe_dsa", "deepseek_v4", "minimax_m3_vl_text"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "kimi_linear", "glm_moe_dsa", "deepseek_v4", "minimax_m3_vl_text", "nemotron_h"]
+)
 def test_tables_of_modules(kind: str) -> None:
     """`nnx.tabulate` compiles every public method, and takes no named tuple inside of a tuple."""
     case = load(kind)
@@ -265,7 +267,7 @@ WAYS: dict[str, Any] = {
     "chunked ring": Chunked(RING, 3),
 }
 # Recurrent, sparse and compressed attention; experts beside a dense feed-forward.
-MECHANISMS = "qwen3_next", "deepseek_v32", "deepseek_v4", "gemma4_text", "bailing_hybrid"
+MECHANISMS = "qwen3_next", "deepseek_v32", "deepseek_v4", "gemma4_text", "bailing_hybrid", "nemotron_h"
 PLANS = [
     ("qwen3", "dense", {"fsdp": 4, "tensor": 2}),
     ("qwen3_moe", "ragged", {"expert": 2, "tensor": 2, "data": 2}),
@@ -450,6 +452,7 @@ def test_maxtext_layout(kind: str) -> None:
         ("minimax_m3_vl_text", "no table of MaxText's names for 'minimax_m3_vl_text'"),
         ("glm5_next_text", "no table of MaxText's names for 'glm5_next_text'"),
         ("kimi_linear", "no table of MaxText's names for 'kimi_linear'"),
+        ("nemotron_h", "no table of MaxText's names for 'nemotron_h'"),
         ("bailing_hybrid", "no table of MaxText's names for 'bailing_hybrid'"),
     ],
 )

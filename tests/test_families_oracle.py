@@ -52,11 +52,11 @@ pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 EACH = max(4, -(-45 // len(FAMILIES)))  # configurations per family: at least 45 in all
 MORE = {"deepseek_v4": 40, "deepseek_v32": 20, "glm_moe_dsa": 24, "gemma4_text": 8}  # at least 40 with an indexer
 MORE |= {"qwen3_next": 12, **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid"), 8)}
-MORE["minimax_m3_vl_text"] = 24
+MORE |= {"minimax_m3_vl_text": 24, "nemotron_h": 40}
 # Families whose names, or the order of these, differ.
 ADAPTED = """sarvam_moe hy_v3 qwen3_next qwen3_5_moe_text deepseek_v32 deepseek_v4 mistral4 ernie4_5_moe afmoe
 gemma4_text kimi_linear bailing_hybrid glm5_next_text step3p5
-minimax_m3_vl_text""".split()
+nemotron_h minimax_m3_vl_text""".split()
 # Its other adapters have the names of published files, where gate and up are modules of their own.
 TARGETS = {"minimax_m3_vl_text": ["experts", *(f"attention.{x}" for x in "qkvo")]}
 CASES = [(kind, number) for kind in FAMILIES for number in range(MORE.get(kind, EACH))]

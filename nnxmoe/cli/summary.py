@@ -254,7 +254,8 @@ def _part(key: str) -> str:
     if "norm" in key or key.startswith("layer.output_scale."):
         return "norms"
     if names[1] == "moe":
-        return {"router": "router", "experts": "routed experts", "shared": "shared experts"}[names[2]]
+        parts = {"router": "router", "experts": "routed experts", "shared": "shared experts"}
+        return parts.get(names[2], "projections around experts")
     return {"attention": "attention", "mlp": "dense mlp", "dense": "dense mlp"}[names[1]]
 
 

@@ -1,5 +1,7 @@
 """Short causal convolution over the tokens of a row, one filter per channel (Mamba, Gu & Dao 2023)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,11 +12,14 @@ from nnxmoe.layers.recurrent import taken
 
 
 class ShortConv(nnx.Module):
-    """``silu(sum_j w[j] x[t - taps + 1 + j])``, in float32; weight ``[channels, 1, taps]`` as in checkpoints."""
+    """``silu(sum_j w[j] x[t - taps + 1 + j] + bias)``, in float32; weight ``[channels, 1, taps]`` as in checkpoints."""
 
-    def __init__(self, channels: int, taps: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        init = nnx.initializers.normal(taps**-0.5)
+    bias: Any = None
+
+    def __init__(self, channels: int, taps: int, *, bias: bool = False, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        init, zeros = nnx.initializers.normal(taps**-0.5), nnx.initializers.zeros
         self.weight = parameter((channels, 1, taps), ("mlp", None, None), init, dtype=dtype, rngs=rngs)
+        self.bias = parameter((channels,), ("mlp",), zeros, dtype=dtype, rngs=rngs) if bias else None
 
     @property
     def taps(self) -> int:
@@ -42,6 +47,8 @@ class ShortConv(nnx.Module):
             if run is not None and runs is not None:
                 part = jnp.where((runs[:, tap : tap + length] == run)[:, :, None], part, 0)
             total += part
+        if self.bias is not None:
+            total += jnp.broadcast_to(self.bias[...].astype(jnp.float32), total.shape)
         return jax.nn.silu(total).astype(x.dtype), seen
 
     def windows(

@@ -1,7 +1,7 @@
 """GatedDeltaNet (Yang et al. 2024), as in Qwen3-Next and Qwen3.5: attention whose memory has a fixed size."""
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,8 @@ class GatedDeltaNet(nnx.Module):
     Passes are computed in chunks, up to ``1 + spare`` tokens, and the ``spare`` newest of a longer pass, in steps.
     """
 
+    corrects: ClassVar[bool] = True  # as in `in_steps`
+
     def __init__(
         self,
         heads: DeltaHeads,
@@ -129,7 +131,7 @@ class GatedDeltaNet(nnx.Module):
         g, beta = self.log_decays(a), jax.nn.sigmoid(b.astype(jnp.float32))
         v = v.reshape(*lead, c.values, c.value_dim)
         inputs = DeltaInputs(q * c.key_dim**-0.5, k, v, g, beta, tokens.run)
-        return inputs if tokens.real is None else _only(inputs, tokens.real)
+        return inputs if tokens.real is None else only(inputs, tokens.real)
 
     def log_decays(self, a: Float[Array, "B T N"]) -> Array:
         """Logarithms of the decays, at most 0, from the projection's last output."""
@@ -138,7 +140,7 @@ class GatedDeltaNet(nnx.Module):
 
     def _chunked(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
         """Outputs and the state after all tokens."""
-        return in_chunks(inputs, state)
+        return in_chunks(inputs, state, corrects=self.corrects)
 
     def _delta(
         self, inputs: DeltaInputs, state: Array, tokens: OrderedTokens, spare: int
@@ -148,11 +150,11 @@ class GatedDeltaNet(nnx.Module):
         batch, length = inputs.beta.shape[:2]
         places = jnp.broadcast_to(jnp.arange(length), (batch, length))
         if length <= 1 + spare:
-            out, states = in_steps(inputs, state)
+            out, states = in_steps(inputs, state, corrects=self.corrects)
             return out, places, states
         end = tokens.count - spare
         early, most = places < end[:, None], None
-        masked = _only(inputs, early)
+        masked = only(inputs, early)
         if inputs.run is not None:  # segments of the newest tokens begin after those of the others
             most = jnp.max(jnp.where(early, inputs.run, 0), axis=1)
             masked = masked._replace(run=jnp.minimum(inputs.run, most[:, None]))
@@ -160,10 +162,10 @@ class GatedDeltaNet(nnx.Module):
         at, states = (end - 1)[:, None], state[:, None]
         if spare:
             late = end[:, None] + jnp.arange(spare)
-            newest = _only(jax.tree.map(lambda a: taken(a, jnp.maximum(late, 0)), inputs), late >= 0)
+            newest = only(jax.tree.map(lambda a: taken(a, jnp.maximum(late, 0)), inputs), late >= 0)
             if newest.run is not None:
                 newest = newest._replace(run=jnp.where(late >= 0, newest.run, 0))
-            more, later = in_steps(newest, state, most)
+            more, later = in_steps(newest, state, most, corrects=self.corrects)
             put = jnp.where(late < 0, length, late)
             out = jax.vmap(lambda row, new, i: row.at[i].set(new, mode="drop"))(out, more, put)
             at, states = jnp.concatenate([at, late], axis=1), jnp.concatenate([states, later], axis=1)
@@ -175,16 +177,16 @@ class GatedDeltaNet(nnx.Module):
         return jnp.zeros((batch, c.values, c.key_dim, c.value_dim), jnp.float32), window
 
     def scored(self, seen: float) -> list[tuple[int, float]]:
-        """Multiplications of the three products of a token with the state, which do not depend on ``seen``."""
+        """Multiplications of the products of a token with the state, which do not depend on ``seen``."""
         c = self.heads
-        return [(3 * c.values * c.key_dim * c.value_dim, 1.0)]
+        return [((2 + self.corrects) * c.values * c.key_dim * c.value_dim, 1.0)]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> RecurrentState:
         """``1 + spare`` states, whatever the capacity."""
         return RecurrentState.empty(self._zero(batch, dtype), spare)
 
 
-def _only(inputs: DeltaInputs, kept: Bool[Array, "B T"]) -> DeltaInputs:
+def only(inputs: DeltaInputs, kept: Bool[Array, "B T"]) -> DeltaInputs:
     """Mask the inputs so that tokens outside of ``kept`` leave the state unchanged."""
     g, beta = (jnp.where(kept.reshape(*kept.shape, *(1,) * (a.ndim - 2)), a, 0) for a in (inputs.g, inputs.beta))
     return inputs._replace(g=g, beta=beta)

@@ -2,10 +2,11 @@
 
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
 
-Values have N heads, queries and keys K, each for N / K consecutive heads of the values.
+Values have N heads, queries and keys K, each for N / K consecutive heads of the values. Without the correction
+``- S^T k`` it is the recurrence of Mamba-2 (Dao & Gu 2024).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,10 @@ def product(spec: str, *operands: Array) -> Array:
 
 
 def in_steps(
-    inputs: DeltaInputs, state: Float[Array, "B N H W"], run: Int[Array, "B"] | None = None
+    inputs: DeltaInputs, state: Float[Array, "B N H W"], run: Int[Array, "B"] | None = None, *, corrects: bool = True
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B T N H W"]]:
-    """Outputs and the state after each token, a token at a time. ``run``: of the state; None: 0.
+    """Outputs and the state after each token, a token at a time. ``run``: of the state; None: 0. ``corrects``: False
+    leaves the correction out.
 
     The oracle of `in_chunks`, and the way to decode.
     """
@@ -47,7 +49,7 @@ def in_steps(
         q, k = (jnp.repeat(a, groups, axis=1)[..., None] for a in (q, k))
         keep = jnp.exp(g) * (run == before).reshape(-1, *(1,) * (g.ndim - 1))
         state = state * (keep[..., None] if g.ndim == 3 else keep[:, :, None, None])
-        more = beta[..., None] * (v - jnp.sum(state * k, axis=2))
+        more = beta[..., None] * (v - jnp.sum(state * k, axis=2) if corrects else v)
         state = state + k * more[:, :, None]
         return (state, run), (jnp.sum(state * q, axis=2), state)
 
@@ -61,10 +63,11 @@ def in_steps(
 
 
 def in_chunks(
-    inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK
+    inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK, *, corrects: bool = True
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
     """Outputs, and the state after all tokens, by products of matrices (the WY form): the corrections of a chunk solve
-    a triangular system, and only the state goes from chunk to chunk. ``state``: of run 0. For ``g [B T N]``."""
+    a triangular system, and only the state goes from chunk to chunk. ``state``: of run 0. For ``g [B T N]``.
+    ``corrects``: as in `in_steps`."""
     (batch, length, keys, _), (heads, width) = inputs.k.shape, inputs.v.shape[2:]
     size = min(chunk, 1 << max(length - 1, 1).bit_length())
     count, groups = -(-length // size), heads // keys
@@ -86,15 +89,17 @@ def in_chunks(
         first = first * (run == before)[:, :, None, None]
         last = jnp.where((run == run[..., -1:])[:, :, None, None], last, -jnp.inf)
     decay, last, whole = jnp.exp(jnp.where(causal, apart, -jnp.inf)), jnp.exp(last), first[..., -1]
-    system = beta[..., None] * product("nbkch,nbkdh->nbkcd", k, k)[:, :, :, None] * decay
-    inverse = unit_lower_inverse(jnp.tril(system, -1))
-    values = product("nbkgcd,nbkgdw->nbkgcw", inverse * beta[..., None, :], v)
-    seen = product("nbkgcd,nbkdh->nbkgch", inverse * (beta * first)[..., None, :], k)
+    values, seen = beta[..., None] * v, None
+    if corrects:
+        system = beta[..., None] * product("nbkch,nbkdh->nbkcd", k, k)[:, :, :, None] * decay
+        inverse = unit_lower_inverse(jnp.tril(system, -1))
+        values = product("nbkgcd,nbkgdw->nbkgcw", inverse, values)
+        seen = product("nbkgcd,nbkdh->nbkgch", inverse * (beta * first)[..., None, :], k)
     scores = product("nbkch,nbkdh->nbkcd", q, k)[:, :, :, None] * decay
 
-    def one(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
+    def one(state: Array, given: Any) -> tuple[Array, Array]:
         q, k, values, seen, scores, first, last, whole = given
-        new = values - product("bkgch,bkghw->bkgcw", seen, state)
+        new = values if seen is None else values - product("bkgch,bkghw->bkgcw", seen, state)
         out = first[..., None] * product("bkch,bkghw->bkgcw", q, state) + product("bkgcd,bkgdw->bkgcw", scores, new)
         more = product("bkch,bkgcw->bkghw", k, last[..., None] * new)
         return whole[..., None, None] * state + more, out

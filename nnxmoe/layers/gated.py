@@ -1,4 +1,5 @@
-"""Gated activations: how gate and up become the input of the down projection (Shazeer 2020)."""
+"""Activations of feed-forward networks: how gate and up become the input of the down projection (Shazeer 2020), and
+that of networks without gate."""
 
 import dataclasses
 from typing import Protocol
@@ -54,3 +55,8 @@ class LimitedSwiGLU:
 
     def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
         return jax.nn.silu(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)
+
+
+def relu2(up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+    """``max(up, 0)^2`` (Primer, So et al. 2021)."""
+    return jnp.square(jax.nn.relu(up))

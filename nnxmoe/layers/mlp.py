@@ -1,5 +1,6 @@
-"""Gated feed-forward network (SwiGLU, Shazeer 2020)."""
+"""Feed-forward networks, with a gate (SwiGLU, Shazeer 2020) and without."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -37,3 +38,24 @@ class MLP(nnx.Module):
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """Always True."""
         return True
+
+
+class UngatedMLP(MLP):
+    """``down(activation(up(x)))``."""
+
+    def __init__(
+        self,
+        dim: int,
+        width: int,
+        *,
+        bias: bool,
+        activation: Callable[[Array], Array],
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        self.activation = activation
+        self.up = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear((width,), (dim,), ("mlp", "embed"), bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*rows D"], context: Context | None = None) -> Float[Array, "*rows D"]:
+        return self.down(self.activation(self.up(x)))

@@ -59,6 +59,8 @@ class CausalLM(nnx.Module):
     maxtext_block: ClassVar[Sequence[bool]] = ()  # for each layer of a block scanned there: whether it has a window
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # before attention and feed-forward, and after all layers
     mtp_prefix: ClassVar[str] = ""  # of the tensors of prediction layers; empty: stored as layers after the others
+    hub_root: ClassVar[str] = "model."  # begins the names of a saved checkpoint, in place of ``model.``
+    not_for_peft: ClassVar[tuple[str, ...]] = ()  # projections that PEFT cannot adapt, or refuses to
     config: Any
 
     @classmethod

@@ -1,10 +1,11 @@
 """One decoder layer."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from nnxmoe.layers.context import Attention, Context, Fed, FeedForward
 from nnxmoe.layers.norm import RMSNorm
@@ -71,6 +72,41 @@ class Layer(nnx.Module):
     def _added(self, y: Float[Array, "B asked D"], norm: RMSNorm | None) -> Float[Array, "B asked D"]:
         y = y if norm is None else norm(y)
         return y if self.scale == 1 else y * self.scale
+
+
+class Absent(nnx.Module):
+    """The half that a `SingleLayer` lacks: it stores nothing."""
+
+    name: ClassVar[str] = "mlp"
+
+    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+        """Always True."""
+        return True
+
+    def scored(self, seen: float) -> list[tuple[int, float]]:
+        """No products of scores."""
+        return []
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> tuple[()]:
+        """An empty pytree."""
+        return ()
+
+
+class SingleLayer(Layer):
+    """``x + part(norm(x))``: attention alone, or a feed-forward alone (Nemotron-H, 2025)."""
+
+    def __init__(self, norm: RMSNorm, part: Any):
+        absent: Any = Absent()
+        attends = not hasattr(part, "separates_tokens")
+        super().__init__(norm, *((part, norm, absent) if attends else (absent, norm, part)))
+        self.attention_norm, self.feed_forward_norm = (norm, None) if attends else (None, norm)
+
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
+        if isinstance(self.attention, Absent):
+            more, info = self.feed(x := context.asked(x), context=context)
+            return LayerOutput(x + more, cache, info)
+        more, cache = self.mix(x, context=context, cache=cache)
+        return LayerOutput(context.asked(x) + more, cache, None)
 
 
 MakeLayer = Callable[[nnx.Rngs | None], Layer]

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Key
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.layers.context import Context, Fed, FeedForward
+from nnxmoe.layers.linear import Linear
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.router import Router
+from nnxmoe.moe.router import Router, Routing
 
 
 @jax.tree_util.register_dataclass
@@ -51,11 +52,28 @@ class MoE(nnx.Module):
         """The output ``y`` and ``info``. Without a context all tokens are real, and nothing is random."""
         routing, keep = self.router(x, context=context, mesh=self.mesh), None if context is None else context.of_routing
         x = x if self.norm is None else self.norm(x)
-        y, info = self.dispatch(x, routing, self.experts, self.mesh)
+        y, info = self._routed(x, routing)
         if self.shared is not None:
             y = y + self.shared(x)
         return Fed(y, MoEInfo(routing if keep is None else keep(routing), info))
 
+    def _routed(self, x: Float[Array, "B T D"], routing: Routing) -> tuple[Float[Array, "B T D"], DispatchInfo]:
+        """The weighted sum of each token's experts, and the dispatch's statistics."""
+        return self.dispatch(x, routing, self.experts, self.mesh)
+
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """False if tokens compete for capacity, or if routing depends on a token's index in the batch."""
         return getattr(self.dispatch, "by_token", False) and self.router.separates_tokens(key)
+
+
+class LatentMoE(MoE):
+    """`MoE` whose routed experts read ``reduce(x)``, of a smaller width; ``expand`` maps their sum back (Nemotron 3
+    Super, 2026)."""
+
+    def __init__(self, *args: Any, reduce: Linear, expand: Linear):
+        super().__init__(*args)
+        self.reduce, self.expand = reduce, expand
+
+    def _routed(self, x: Float[Array, "B T D"], routing: Routing) -> tuple[Float[Array, "B T D"], DispatchInfo]:
+        y, info = super()._routed(self.reduce(x), routing)
+        return self.expand(y), info

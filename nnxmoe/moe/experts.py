@@ -1,7 +1,7 @@
-"""Experts: gated feed-forward networks, one per group of rows."""
+"""Experts: feed-forward networks, one per group of rows."""
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax.numpy as jnp
 from flax import nnx
@@ -65,12 +65,10 @@ class Experts(nnx.Module):
     @property
     def count(self) -> int:
         """Number of experts, E."""
-        return self.gate.lead[-1]
+        return self.up.lead[-1]
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
-        def product(rows: Float[Array, "..."], kernel: Kernel) -> Float[Array, "..."]:
-            return equal_groups(rows, kernel) if sizes is None else self.matmul(rows, kernel, sizes)
-
+        product = self._product(sizes)
         gate, up = product(rows, self.gate.read()), product(rows, self.up.read())
         if self.lora_gate_up is not None:
             more, over = self.lora_gate_up.each(rows, product)
@@ -79,3 +77,41 @@ class Experts(nnx.Module):
             gate, up = self.biases("gate", gate, sizes), self.biases("up", up, sizes)
         y = with_adapter(self.down.read(), self.lora_down).apply(self.activation(gate, up), product)
         return y if self.biases is None else self.biases("down", y, sizes)
+
+    def _product(self, sizes: Int[Array, "E"] | None) -> Callable[[Array, Kernel], Array]:
+        """The product of the rows with each expert's kernel."""
+
+        def product(rows: Float[Array, "..."], kernel: Kernel) -> Float[Array, "..."]:
+            return equal_groups(rows, kernel) if sizes is None else self.matmul(rows, kernel, sizes)
+
+        return product
+
+
+class UngatedExperts(Experts):
+    """`Experts` without gate: ``down(activation(up(rows)))`` (Nemotron 3, 2025)."""
+
+    adapted = {"lora_up": ("up",), "lora_down": ("down",)}
+
+    def __init__(
+        self,
+        dim: int,
+        width: int,
+        experts: int,
+        *,
+        matmul: GroupedMatmul,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+        rules: Rules = RULES,
+        activation: Callable[[Array], Array],
+    ):
+        self.lora_up: Adapter | None = None
+        self.lora_down: Adapter | None = None
+        self.matmul, self.rules, self.activation = matmul, rules, activation
+        kw: dict[str, Any] = {"lead": (experts,), "dtype": dtype, "rngs": rngs}
+        self.up = kernel_param((dim,), (width,), ("expert", "embed", "mlp"), **kw)
+        self.down = kernel_param((width,), (dim,), ("expert", "mlp", "embed"), **kw)
+
+    def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
+        product = self._product(sizes)
+        up = with_adapter(self.up.read(), self.lora_up).apply(rows, product)
+        return with_adapter(self.down.read(), self.lora_down).apply(self.activation(up), product)

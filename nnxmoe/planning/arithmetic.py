@@ -232,9 +232,9 @@ def cache_per_token(model: CausalLM) -> dict[int | None, int]:
     for stack in model.stacks:
         assert isinstance(stack, UnrolledStack), "the default of models without a strategy"
         for layer in stack.layers:
-            token = size(layer.attention, 1)
-            slots = size(layer.attention, plenty) // token
-            found[None if slots == plenty else slots] += token
+            if token := size(layer.attention, 1):
+                slots = size(layer.attention, plenty) // token
+                found[None if slots == plenty else slots] += token
     return dict(found)
 
 

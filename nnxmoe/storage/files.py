@@ -56,17 +56,19 @@ def read_bounded(path: Path, limit: int, remedy: str, error: type[ValueError]) -
     return data
 
 
-def read_object(path: Path, remedy: str, error: type[ValueError], limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object that a file holds."""
+def read_object(
+    path: Path, remedy: str, error: type[ValueError], limit: int = MAX_JSON_BYTES, *, strict: bool = True
+) -> dict[str, Any]:
+    """The JSON object that a file holds. ``strict``: as in `parse_json`."""
     data = read_bounded(path, limit, remedy, error)
-    value = parse_json(data.removeprefix(b"\xef\xbb\xbf"), path, remedy, error)
+    value = parse_json(data.removeprefix(b"\xef\xbb\xbf"), path, remedy, error, strict=strict)
     if not isinstance(value, dict):
         raise error(f"{path} must hold a JSON object, got {short(value)}; {remedy}")
     return value
 
 
-def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueError]) -> object:
-    """Parse JSON strictly: names must be unique within their object; NaN and Infinity are refused."""
+def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueError], *, strict: bool = True) -> object:
+    """Parse JSON, in which names must be unique within their object. ``strict``: refuse NaN and Infinity."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -83,7 +85,8 @@ def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueErr
         return float(text) if math.isfinite(float(text)) else refuse(short(text))
 
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
+        numbers = {"parse_constant": refuse, "parse_float": finite} if strict else {}
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, **numbers)
     except error:
         raise
     except (ValueError, RecursionError) as failure:

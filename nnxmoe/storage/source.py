@@ -31,6 +31,7 @@ _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".
 _GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings, in checkpoints older than quantization_config
 _PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers", "norm")} | {
     "model.model.": "model.",
+    "backbone.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.lm_head.": "lm_head.",
@@ -38,7 +39,8 @@ _PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers",
     "model.text_model.": "model.",
     "language_model.": "model.",
 }
-WRAPPERS = [old for old, new in _PREFIXES.items() if "_model." in old and new == "model."]  # of multimodal models
+# Prefixes of the text model in other checkpoints, mostly of multimodal models.
+WRAPPERS = [old for old, new in _PREFIXES.items() if new == "model." and old != "model.model."]
 _TOWER = re.compile(
     r"(?:model\.)?((?:vision|image|audio|speech)_(?:tower|model|encoder|embed_tokens)|visual|vit|mlp1|image_newline"
     r"|(?:multi_modal|multimodal|mm|vision|audio|patch_merger)_?(?:projector|projection|adapter|connector)|connector"
@@ -94,7 +96,8 @@ def find_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not os.path.lexists(path):
         raise CheckpointError(f"{folder} has no config.json: {_adapter_in(folder) or 'it holds no checkpoint'}")
-    found = read_object(path, "a checkpoint needs a readable config.json", CheckpointError)
+    # Nemotron-H has Infinity in a field; those that are read refuse it.
+    found = read_object(path, "a checkpoint needs a readable config.json", CheckpointError, strict=False)
     if "quantization_config" not in found and os.path.lexists(folder / _GPTQ_FILE):
         settings = read_object(folder / _GPTQ_FILE, "fetch it again", CheckpointError)
         found["quantization_config"] = {"quant_method": "gptq", **settings}
@@ -242,7 +245,7 @@ def remote_headers(repo_id: str, revision: str | None) -> tuple[dict[str, Any], 
 
     config = hub_call(repo_id, revision, config_file, CheckpointError)
     tensors = hub_call(repo_id, revision, lambda: _fetch_headers(repo_id, revision), CheckpointError)
-    return text_fields(read_object(Path(config), "fetch it again", CheckpointError)), tensors
+    return text_fields(read_object(Path(config), "fetch it again", CheckpointError, strict=False)), tensors
 
 
 def _fetch_headers(repo_id: str, revision: str | None) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -90,8 +90,7 @@ TEXTS: list[tuple[str, bytes, tuple[str, ...]]] = [
     ("in UTF-16", '{"model_type": "llama"}'.encode("utf-16"), ("JSON",)),
     ("nested 100,000 deep", b'{"model_type":' * 100_000, ("JSON",)),
     ("a field twice", b'{"model_type": "llama", "model_type": "mixtral"}', ("model_type", "twice")),
-    ("NaN", b'{"model_type": "llama", "rms_norm_eps": NaN}', ("NaN",)),
-    ("Infinity in a field nobody reads", b'{"model_type": "llama", "initializer_range": -Infinity}', ("-Infinity",)),
+    ("NaN", b'{"model_type": "llama", "rms_norm_eps": NaN}', ("rms_norm_eps", "nan")),
     ("a number of 5000 digits", b'{"model_type": "llama", "hidden_size": ' + b"9" * 5000 + b"}", ("JSON",)),
     ("a Git LFS pointer", b"version https://git-lfs.github.com/spec/v1\n", ("git lfs pull",)),
 ]
@@ -169,6 +168,7 @@ WHOLE: list[tuple[str, Verdict, dict[str, Any], tuple[str, ...]]] = [
     ("known, with code of its own", "accept", {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, ()),
     ("transformers' internal hook", "accept", {"_attn_implementation_internal": "os.system"}, ()),
     ("unknown fields", "report", {"quantum": 3, "nested": {"a": [1] * 1000}}, (CONFIG, "quantum", "nested")),
+    ("infinities in fields that nothing reads", "report", {"quantum": [0.0, float("inf")]}, (CONFIG, "quantum")),
     ("an unknown field of a million letters", "report", {"quantum": "x" * 10**6}, (CONFIG, "quantum")),
     ("unknown fields that the repository's code may read", "refuse", {"quantum": 3, "auto_map": {"AutoModel": "a.B"}}, (CONFIG, "quantum", "auto_map")),
     ("no causal mask", "refuse", {"is_causal": False}, (CONFIG, "is_causal")),

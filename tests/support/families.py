@@ -103,8 +103,9 @@ def fused(weights: Weights) -> Weights:
             found[f"{head}.experts.{tail}" if tail else head] = array
     for head, parts in experts.items():
         count = 1 + max(number for number, _ in parts)
-        both = [np.concatenate([parts[e, "gate_proj"], parts[e, "up_proj"]]) for e in range(count)]
-        found[head + "gate_up_proj"] = np.stack(both)
+        into = [kind for kind in ("gate_proj", "up_proj") if (0, kind) in parts]
+        both = [np.concatenate([parts[e, kind] for kind in into]) for e in range(count)]
+        found[head + ("gate_up_proj" if len(into) > 1 else "up_proj")] = np.stack(both)
         found[head + "down_proj"] = np.stack([parts[e, "down_proj"] for e in range(count)])
     return found
 
@@ -397,6 +398,41 @@ def _glm5_next_text(rng: random.Random) -> Fields:
         "hc_mult": rng.choice([2, 3]),
         "hc_sinkhorn_iters": rng.choice([2, 5]),
         "swiglu_limit": rng.choice([0.5, 10.0]),
+    }
+
+
+def _nemotron_h(rng: random.Random) -> Fields:
+    """Each kind of part at least once, in any order."""
+    fields = {k: v for k, v in _grouped(rng, 2).items() if k not in ("rope_parameters", "num_hidden_layers")}
+    fields["layer_norm_epsilon"] = fields.pop("rms_norm_eps")
+    kinds = ["linear_attention", "full_attention", "moe", "mlp"]
+    kinds += rng.choices(kinds, k=rng.choice([0, 1, 2, 3]))
+    rng.shuffle(kinds)
+    groups, size = rng.choice([(1, 8), (2, 4), (4, 3)])
+    experts = groups * size
+    heads, per = rng.choice([(1, 3), (2, 2), (4, 1)])
+    top = rng.randint(1, groups)
+    return fields | {
+        "tie_word_embeddings": False,
+        "layers_block_type": kinds,
+        "mlp_bias": rng.random() < 0.5,
+        "use_bias": rng.random() < 0.5,
+        "use_conv_bias": rng.random() < 0.7,
+        "ssm_state_size": rng.choice([4, 7, 10]),
+        "mamba_num_heads": heads * per,
+        "mamba_head_dim": rng.choice([4, 6]),
+        "n_groups": heads,
+        "conv_kernel": rng.choice([2, 3, 4, 6]),
+        "chunk_size": rng.choice([4, 16]),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": rng.randint(1, min(4, top * size)),
+        "n_group": groups,
+        "topk_group": top,
+        "moe_intermediate_size": rng.choice([12, 20]),
+        "moe_shared_expert_intermediate_size": rng.choice([12, 28]),
+        "moe_latent_size": rng.choice([None, 16, 24]),
+        "norm_topk_prob": rng.random() < 0.7,
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
     }
 
 
@@ -1644,6 +1680,50 @@ FAMILIES |= {
         },
         _glm5_next_text,
         "glm5_next_text",
+    ),
+    "nemotron_h": Family(
+        {k: v for k, v in _HUB.items() if k not in ("rms_norm_eps", "tie_word_embeddings")}
+        | {
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": "MEM*E-M",
+            "num_hidden_layers": 7,
+            "layer_norm_epsilon": 1e-5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 10,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "ssm_state_size": 7,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 4,
+            "n_groups": 2,
+            "conv_kernel": 4,
+            "chunk_size": 8,
+            "expand": 2,
+            "time_step_limit": [0.0, float("inf")],
+            "time_step_min": 0.001,
+            "mlp_hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+            "moe_intermediate_size": 12,
+            "moe_shared_expert_intermediate_size": 20,
+            "moe_latent_size": 16,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "norm_eps": 1e-5,
+            "rope_theta": 10000,
+            "partial_rotary_factor": 1.0,
+            "residual_in_fp32": False,
+            "sliding_window": None,
+        },
+        _nemotron_h,
+        "nemotron_h",
     ),
     "bailing_hybrid": Family(
         _HUB

@@ -60,7 +60,13 @@ AFTER = {  # what multiplies the sum of the experts in transformers, and their w
     "minimax_m3_vl_text": "routed_scaling_factor",
 }
 _DENSE = re.compile("block_sparse_moe(?=.(gate|up|down)_proj)")  # its name of a dense layer, which the hub calls mlp
-ALONE = "deepseek_v4", "minimax_m3_vl_text"  # which divide padding too in transformers: their rows are run without
+ALONE = "deepseek_v4", "minimax_m3_vl_text"  # which divide padding too in transformers
+
+
+def _alone(model: Any) -> bool:
+    """Whether padding changes other tokens in transformers, so that rows are run without it; also in a `Mamba2` with a
+    bias, whose convolution reads the bias of padding."""
+    return model.config.model_type in ALONE or getattr(model.config, "use_bias", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +105,15 @@ def load_theirs(folder: Path, theirs: str) -> Any:
 
 def run_theirs(model: Any, tokens: np.ndarray, mask: np.ndarray) -> Seen:
     """One pass, with the routing of every layer that has a router."""
-    if model.config.model_type in ALONE and not mask.all():
+    if _alone(model) and not mask.all():
         return _row_by_row(model, tokens, mask)
     routed: dict[int, tuple[Any, ...]] = {}
 
     def listen(layer: int) -> Any:
         return lambda gate, inputs, output: routed.__setitem__(layer, output)
 
-    layers = enumerate(model.model.layers)
-    gates = [(i, getattr(x.mlp, "gate", getattr(x.mlp, "router", getattr(x, "router", None)))) for i, x in layers]
+    layers = [(i, x, getattr(x, "mlp", getattr(x, "mixer", None))) for i, x in enumerate(model.model.layers)]
+    gates = [(i, getattr(mlp, "gate", getattr(mlp, "router", getattr(x, "router", None)))) for i, x, mlp in layers]
     hooks = [gate.register_forward_hook(listen(i)) for i, gate in gates if gate is not None]
     with torch.no_grad():
         given = {"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(positions_of(mask))}
@@ -144,12 +150,12 @@ def _row_by_row(model: Any, tokens: np.ndarray, mask: np.ndarray) -> Seen:
 
 def greedy_theirs(model: Any, tokens: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The new tokens after the first `PROMPT` ones, and the margin of each over the second best."""
-    if model.config.model_type in ALONE and len(tokens) > 1:
+    if _alone(model) and len(tokens) > 1:
         rows = [greedy_theirs(model, row[None], used[None]) for row, used in zip(tokens, mask, strict=True)]
         return np.concatenate([ids for ids, _ in rows]), np.concatenate([margins for _, margins in rows])
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     given = torch.tensor(tokens[:, :PROMPT]).long(), torch.tensor(mask[:, :PROMPT])
-    if model.config.model_type in ALONE:
+    if _alone(model):
         given = tuple(a[:, given[1][0] > 0] for a in given)
     with torch.no_grad():
         out = model.generate(

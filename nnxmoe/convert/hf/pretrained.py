@@ -191,7 +191,8 @@ def arrays(model: CausalLM) -> dict[str, LazyArray]:
 def _written(model: CausalLM) -> dict[str, Leaf]:
     """The tensors of a saved model, with the copies that prediction layers have."""
     leaves = layout(model, times=model.config.folded()[1])
-    return leaves | {name: leaves[main] for name, main in copies(model, leaves).items()}
+    leaves |= {name: leaves[main] for name, main in copies(model, leaves).items()}
+    return {re.sub(r"^model\.", model.hub_root, name): leaf for name, leaf in leaves.items()}
 
 
 def _shares(found: LazyArrays, bar: Any) -> list[tuple[int | None, Tensors]]:

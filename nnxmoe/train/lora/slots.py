@@ -98,10 +98,10 @@ def slots(model: CausalLM) -> list[Slot]:
 
 def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
     """The slots whose names equal a target or start with ``target.``; None: all but router, embedding, head, indexers,
-    which have no gradient, and projections in groups of heads, which PEFT cannot adapt."""
+    which have no gradient, and those of `CausalLM.not_for_peft`."""
     every = slots(model)
     if targets is None:
-        left_out = "router", "embed", "head", "attention.indexer", "attention.o_a"
+        left_out = "router", "embed", "head", "attention.indexer", *model.not_for_peft
         return [slot for slot in every if not slot.name.startswith(left_out)]
     asked, names = [targets] if isinstance(targets, str) else list(targets), sorted({slot.name for slot in every})
     known = {target: [name for name in names if f"{name}.".startswith(f"{target}.")] for target in asked}

@@ -1,0 +1,229 @@
+"""Nemotron-H and Nemotron 3 (NVIDIA, 2025), after the implementation in transformers.
+
+A layer is one part with its norm: a Mamba-2 recurrence, attention without rotation, a feed-forward or experts, all
+without gates. The experts are chosen as DeepSeek-V3's, beside a shared one, and may work in a narrower space. The
+layers for multi-token prediction are skipped.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from nnxmoe.config.bounds import ConfigError, count, number, one_of, per_layer
+from nnxmoe.config.printable import short
+from nnxmoe.layers.delta import DeltaHeads
+from nnxmoe.layers.gated import relu2
+from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.mamba2 import Mamba2
+from nnxmoe.layers.mlp import UngatedMLP
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer, SingleLayer
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.grouped_experts import GroupedExpertsConfig, corrected_router
+from nnxmoe.models.tables import Hf
+from nnxmoe.moe.block import LatentMoE, MoE
+from nnxmoe.moe.experts import UngatedExperts
+from nnxmoe.moe.router import Router
+
+MAMBA, ATTENTION, DENSE, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
+_LETTERS = {"M": MAMBA, "*": ATTENTION, "-": DENSE, "E": EXPERTS}
+_OLD = {"mamba": MAMBA, "mamba2": MAMBA, "attention": ATTENTION}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NemotronHConfig(GroupedExpertsConfig):
+    """``layer_types``: the part of each layer, ``linear_attention`` (Mamba-2), ``full_attention``, ``mlp`` or ``moe``,
+    in config.json ``layers_block_type``, or a letter each (M, *, -, E) in ``hybrid_override_pattern``. Their number is
+    that of the layers, whatever ``num_hidden_layers`` says.
+
+    ``mamba_num_heads``, ``mamba_head_dim``: heads of the recurrence and their width; ``ssm_state_size``: width of its
+    keys, in ``n_groups`` groups of heads; ``conv_kernel``: taps of its convolution; ``time_step_min``: the least step.
+    ``moe_latent_size``: width that experts read and write; null: ``hidden_size``.
+    """
+
+    model_type = "nemotron_h"
+    architecture = "NemotronHForCausalLM"
+    aliases = {
+        "layer_norm_epsilon": "rms_norm_eps",
+        "layers_block_type": "layer_types",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_dt_min": "time_step_min",
+        "mamba_n_groups": "n_groups",
+    }
+    fixed = {"attention_bias": (False,), "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",)}
+    ignored = (  # of training and of kernels, or read by nothing in transformers
+        "chunk_size mamba_chunk_size expand mamba_expand time_step_max mamba_dt_max time_step_limit mamba_dt_limit "
+        "time_step_floor mamba_dt_init_floor use_mamba_kernels mamba_ssm_cache_dtype mamba_proj_bias "
+        "moe_shared_expert_overlap rescale_prenorm_residual residual_in_fp32 hidden_dropout num_logits_to_keep "
+        "mtp_layers_block_type mtp_hybrid_override_pattern hybrid_override_pattern norm_eps partial_rotary_factor "
+        "sliding_window"
+    )
+
+    vocab_size: int = 131072
+    hidden_size: int = 4096
+    intermediate_size: int = 21504
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = count(128, most=2**16)
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = one_of(False)  # transformers never ties these models
+    bos_token_id: int | None = 1
+    eos_token_id: int | Sequence[int] | None = 2
+    pad_token_id: int | None = 0
+    mlp_bias: bool = False
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    layer_types: Sequence[str] | None = per_layer(*_LETTERS.values())
+    mamba_num_heads: int = count(128, most=2**14)
+    mamba_head_dim: int = count(64, most=2**16)
+    ssm_state_size: int = count(128, most=2**16)
+    n_groups: int = count(8, most=2**14)
+    conv_kernel: int = count(4, least=2, most=256)
+    time_step_min: float = number(0.001, above=-1e-9, most=1e6)
+    n_routed_experts: int = count(8, least=2, most=4096)
+    n_shared_experts: int | None = one_of(1)
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = count(7688, most=2**24)
+    moe_shared_expert_intermediate_size: int = count(7688, most=2**24)
+    moe_latent_size: int | None = count(None, most=2**20)
+
+    def _check(self) -> None:
+        super()._check()
+        if self.mamba_num_heads % self.n_groups:
+            raise ConfigError(f"mamba_num_heads {self.mamba_num_heads} is not a multiple of n_groups {self.n_groups}")
+
+    @classmethod
+    def _given(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        given = super()._given(fields)
+        pattern, kinds = given.pop("hybrid_override_pattern", None), given.get("layer_types")
+        if kinds is None and pattern is not None:
+            if not isinstance(pattern, str) or set(pattern) - set(_LETTERS):
+                letters = " ".join(_LETTERS)
+                raise ConfigError(f"hybrid_override_pattern must have one of {letters} per layer, got {short(pattern)}")
+            kinds = [_LETTERS[letter] for letter in pattern]
+        if kinds is None:
+            kinds = [MAMBA, EXPERTS, ATTENTION, DENSE]
+        if kinds and isinstance(kinds, list | tuple):
+            kinds = [_OLD.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+            given["num_hidden_layers"] = len(kinds)
+        return given | {"layer_types": kinds}
+
+    def to_hf(self) -> dict[str, Any]:
+        fields = super().to_hf()
+        del fields["layer_types"]
+        letters = {kind: letter for letter, kind in _LETTERS.items()}
+        pattern = "".join(letters[kind] for kind in self.kinds)
+        named = {"layers_block_type": list(self.kinds), "hybrid_override_pattern": pattern}
+        return fields | named | {"layer_norm_epsilon": fields.pop("rms_norm_eps")}
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """The part of each layer."""
+        return self.layer_types or (MAMBA, EXPERTS, ATTENTION, DENSE)
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        return tuple(kind == EXPERTS for kind in self.kinds)
+
+    @property
+    def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
+        return {}
+
+
+_PARTS = ("up", "down")
+_HF: Hf = {
+    "embed.table": W("model.embeddings.weight"),
+    "norm.scale": W("model.norm_f.weight"),
+    "head.kernel": W("lm_head.weight"),
+    **{f"layer.{part}_norm.scale": W("norm.weight") for part in ("attention", "mlp", "moe")},
+    "layer.attention.project.kernel": W("mixer.in_proj.weight"),
+    "layer.attention.project.bias": W("mixer.in_proj.bias"),
+    "layer.attention.conv.weight": W("mixer.conv1d.weight"),
+    "layer.attention.conv.bias": W("mixer.conv1d.bias"),
+    "layer.attention.a_log": W("mixer.A_log"),
+    "layer.attention.dt_bias": W("mixer.dt_bias"),
+    "layer.attention.d": W("mixer.D"),
+    "layer.attention.norm.scale": W("mixer.norm.weight"),
+    "layer.attention.out.kernel": W("mixer.out_proj.weight"),
+    "layer.attention.out.bias": W("mixer.out_proj.bias"),
+    "layer.moe.router.kernel": W("mixer.gate.weight"),
+    "layer.moe.router.bias": W("mixer.gate.e_score_correction_bias"),
+    **{
+        f"layer.moe.experts.{x}": (W("mixer.experts").each(f"{x}_proj.weight"), W(f"mixer.experts.{x}_proj"))
+        for x in _PARTS
+    },
+}
+_LINEAR = {f"layer.attention.{x}": f"{x}_proj" for x in "qkvo"} | {f"layer.mlp.{x}": f"{x}_proj" for x in _PARTS}
+_LINEAR |= {f"layer.moe.shared.{x}": f"shared_experts.{x}_proj" for x in _PARTS}
+_LINEAR |= {"layer.moe.reduce": "fc1_latent_proj", "layer.moe.expand": "fc2_latent_proj"}
+_HF |= {
+    f"{ours}.{end}": W(f"mixer.{theirs}.{other}")
+    for ours, theirs in _LINEAR.items()
+    for end, other in (("kernel", "weight"), ("bias", "bias"))
+}
+
+
+class NemotronH(CausalLM):
+    """Nemotron-H and Nemotron 3."""
+
+    configs = (NemotronHConfig,)
+    presets = {
+        "nemotron-3-nano-30b-a3b": NemotronHConfig(
+            hidden_size=2688, intermediate_size=1856, num_hidden_layers=52, num_key_value_heads=2,
+            max_position_embeddings=262144, mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6,
+            moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
+            layer_types=tuple(_LETTERS[x] for x in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
+            dtype="bfloat16",
+        )
+    }  # fmt: skip
+    hub_ids = {"nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"}
+    hub_root = "backbone."
+    not_for_peft = ("attention.out",)
+    hf_table = _HF
+
+    def kind(self, index: int) -> str:
+        return self.config.kinds[index]
+
+    def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> SingleLayer:
+        c, kw = self.config, {"dtype": dtype, "rngs": rngs}
+        make = {MAMBA: self._mamba, ATTENTION: self._attention, DENSE: self._dense, EXPERTS: self._experts}
+        return SingleLayer(self.norm_class(c.hidden_size, c.rms_norm_eps, **kw), make[self.kind(index)](**kw))
+
+    def _mamba(self, **kw: Any) -> Mamba2:
+        c = self.config
+        heads = DeltaHeads(c.hidden_size, c.n_groups, c.mamba_num_heads, c.ssm_state_size, c.mamba_head_dim)
+        options = {"taps": c.conv_kernel, "bias": c.use_bias, "conv_bias": c.use_conv_bias, **kw}
+        return Mamba2(heads, eps=c.rms_norm_eps, least_step=c.time_step_min, **options)
+
+    def _attention(self, **kw: Any) -> GQA:
+        return self.gqa(bias=False, window=None, rotary=None, **kw)
+
+    def _dense(self, width: int | None = None, **kw: Any) -> UngatedMLP:
+        c = self.config
+        return UngatedMLP(c.hidden_size, width or c.intermediate_size, bias=c.mlp_bias, activation=relu2, **kw)
+
+    def _experts(self, **kw: Any) -> MoE:
+        c, s, latent = self.config, self.strategy, self.config.moe_latent_size
+        experts = UngatedExperts(
+            latent or c.hidden_size, c.moe_intermediate_size, c.experts, matmul=s.matmul, rules=s.rules,
+            activation=relu2, **kw,
+        )  # fmt: skip
+        shared = self._dense(c.moe_shared_expert_intermediate_size, **kw)
+        parts = self._router(**kw), experts, s.dispatch, shared, s.mesh
+        if latent is None:
+            return MoE(*parts)
+        reduce = Linear((c.hidden_size,), (latent,), ("embed", "latent"), bias=c.mlp_bias, **kw)
+        expand = Linear((latent,), (c.hidden_size,), ("latent", "embed"), bias=c.mlp_bias, **kw)
+        return LatentMoE(*parts, reduce=reduce, expand=expand)
+
+    def _router(self, dtype: Any, rngs: Any) -> Router:
+        """Its kernel stays in float32, as in transformers."""
+        made = corrected_router(self.config, dtype=jnp.dtype(jnp.float32), rngs=rngs)
+        made.kernel.set_metadata(keeps_dtype=True)
+        return made
