@@ -52,6 +52,9 @@ NEWER: dict[str, dict[str, Any]] = {  # recurrent, sparse and compressed attenti
         "num_hidden_layers": 3, "compress_ratios": (0, 4, 128), "num_hash_layers": 1, "n_routed_experts": 64,
     },
     "gemma-4-26b-a4b": {"num_hidden_layers": 2},
+    "nemotron-3-nano-30b-a3b": {
+        "num_hidden_layers": 3, "layer_types": ("linear_attention", "moe", "full_attention"), "n_routed_experts": 64,
+    },
 }  # fmt: skip
 QUICK_ON_TPU = {("mixtral-8x7b", "forward"), ("mixtral-8x7b", "train"), *((preset, "decode") for preset in ONE_LAYER)}
 

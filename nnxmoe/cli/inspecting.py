@@ -35,11 +35,14 @@ def inspect(options: argparse.Namespace) -> None:
     _print_sizes(s, batch, context)
     if s.stored:
         _print_files(s)
-    bounded = {slots: size for slots, size in s.cache.items() if slots is not None}
+    fixed, per_token = s.cache.get(1, 0), s.cache_token - s.cache.get(1, 0)  # states do not grow with the length
     limits = "".join(
-        f", {bytes_text(size)} of it for {n} tokens at most (sliding window)" for n, size in bounded.items()
+        f", {bytes_text(size)} of it for {n} tokens at most (sliding window)"
+        for n, size in s.cache.items()
+        if n is not None and n > 1
     )
-    print(f"cache       {bytes_text(s.cache_token)} per token{limits}")
+    states = f", and {bytes_text(fixed)} of states per row" if fixed else ""
+    print(f"cache       {bytes_text(per_token)} per token{limits}{states}")
     if options.fields:
         print("config.json")
         for name, value in s.config.to_hf().items():

@@ -113,7 +113,8 @@ def cases() -> Iterator[Case]:
             if fault in ELSEWHERE.get(kind, ()):
                 continue
             if name := next((name for name in reversed(stored["shapes"]) if name.endswith(ending)), None):
-                names = (name, "missing" if change is None else SINGLE)
+                shown = name.replace("backbone.", "model.")  # whatever the prefix in the file, as in transformers
+                names = (shown, "missing" if change is None else SINGLE)
                 yield Case(kind, f"family, {fault}", "refuse", _tensor(name, change), names)
         for fault, fields, names in _changes(stored["config"]):
             if fault in ELSEWHERE.get(kind, ()):
