@@ -276,7 +276,7 @@ HF_TABLE |= {f"layer.{ours}": (W(first), W(second)) for ours, (first, second) in
 class StreamedLM(CausalLM):
     """A decoder with ``hc_mult`` residual streams, which its final norm reduces to one."""
 
-    def enter(self, x: Any) -> Any:
+    def enter(self, x: Any, tokens: Any) -> Any:
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))
 
     def leave(self, x: Any) -> Any:

@@ -1,14 +1,17 @@
 """Gemma 4 (Google, 2026): the text model, dense or with experts beside a dense feed-forward.
 
 Layers with a window and whole ones differ in the width of heads and in rotation; in whole ones the keys may be the
-values too. What attention and feed-forward add is normalised, and each layer's output has a factor.
+values too. What attention and feed-forward add is normalised, and each layer's output has a factor. In E2B and E4B
+every layer has an input of its own beside the hidden states, and the last layers attend to the keys of earlier ones.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jaxtyping import Array, Float
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, one_of
 from nnxmoe.config.frozen import FrozenDict
@@ -27,9 +30,12 @@ from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.normed_values import NormedValues
 from nnxmoe.layers.output_scale import OutputScale
+from nnxmoe.layers.per_layer import PerLayerEmbed, PerLayerInput
 from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.layers.reused_keys import Kept, ReusedKeys
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer, LayerOutput
+from nnxmoe.model.output import Ids
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM, Hf
@@ -46,7 +52,10 @@ class Gemma4TextConfig(LayerRopesConfig):
     ``global_head_dim``, and with ``attention_k_eq_v`` ``num_global_key_value_heads`` of them for keys, which are the
     values too. ``per_layer_config``: the same for each whole layer, as transformers saves it. ``rope_parameters``: a
     rope object for each of the layer types. ``enable_moe_block``: each layer has ``num_experts`` beside its dense
-    feed-forward. ``final_logit_softcapping``: the logits' bound."""
+    feed-forward. ``final_logit_softcapping``: the logits' bound. ``hidden_size_per_layer_input``: width of each layer's
+    own input, 0: none; ``vocab_size_per_layer_input``: rows of its table. ``num_kv_shared_layers``: how many layers,
+    the last ones, attend to the keys and values of the last layer of their kind before them; ``use_double_wide_mlp``:
+    whether their feed-forward is twice as wide."""
 
     model_type = "gemma4_text"
     architecture = "Gemma4ForCausalLM"
@@ -57,7 +66,6 @@ class Gemma4TextConfig(LayerRopesConfig):
             SLIDING: {"rope_type": "default", "rope_theta": 1e4},
         }
     )
-    ignored = "vocab_size_per_layer_input use_double_wide_mlp"
     fixed = {"use_bidirectional_attention": (None, "vision")}
 
     vocab_size: int = 262144
@@ -79,7 +87,9 @@ class Gemma4TextConfig(LayerRopesConfig):
     rope_theta: float = 1e6
     final_logit_softcapping: float | None = number(None, above=0.0, most=1e6)
     hidden_size_per_layer_input: int = count(256, least=0)
-    num_kv_shared_layers: int = one_of(0)
+    vocab_size_per_layer_input: int = 262144
+    num_kv_shared_layers: int = count(0, least=0)
+    use_double_wide_mlp: bool = False
     enable_moe_block: bool = False
     num_experts: int | None = count(None, most=4096)
     top_k_experts: int | None = count(None, most=4096)
@@ -114,9 +124,12 @@ class Gemma4TextConfig(LayerRopesConfig):
     def _check(self) -> None:
         super()._check()
         if self.hidden_size_per_layer_input:
+            check_at_most(self, "vocab_size", "vocab_size_per_layer_input")
+        first, kinds = self.first_shared, self.layer_kinds
+        if lost := [i for i in range(max(first, 0), len(kinds)) if kinds[i] not in kinds[: max(first, 0)]]:
             raise ConfigError(
-                f"hidden_size_per_layer_input {self.hidden_size_per_layer_input} is not supported: embeddings per "
-                "layer, as Gemma 4 E2B and E4B have them; supported: 0"
+                f"num_kv_shared_layers {self.num_kv_shared_layers}: layer {lost[0]} has no {kinds[lost[0]]} layer "
+                f"before layer {first} whose keys it could share"
             )
         if self.num_attention_heads % self.whole_kv_heads:
             raise ConfigError(
@@ -149,6 +162,28 @@ class Gemma4TextConfig(LayerRopesConfig):
     def width_of(self, kind: str) -> int:
         """The width of a head in layers of this type."""
         return self.global_head_dim if kind == FULL else self.head_width
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether layers hand on more than hidden states."""
+        return bool(self.hidden_size_per_layer_input or self.num_kv_shared_layers)
+
+    @property
+    def first_shared(self) -> int:
+        """The number of the first layer that attends to another's keys."""
+        return self.num_hidden_layers - self.num_kv_shared_layers
+
+    @property
+    def storing(self) -> Sequence[bool]:
+        """Whether each layer's keys are those of later ones."""
+        kinds, first = self.layer_kinds, self.first_shared
+        last = {max(i for i in range(first) if kinds[i] == kind) for kind in set(kinds[first:])}
+        return tuple(i in last for i in range(self.num_hidden_layers))
+
+    @property
+    def unused_tensors(self) -> Collection[str]:
+        shared, parts = range(self.first_shared, self.num_hidden_layers), ("k_proj", "v_proj", "k_norm", "v_norm")
+        return {f"model.layers.{i}.self_attn.{part}.weight" for i in shared for part in parts}
 
     @property
     def whole_kv_heads(self) -> int:
@@ -196,6 +231,37 @@ class GemmaLayer(Layer):
         return Fed(self._added(both, self.feed_forward_post_norm), routed.info)
 
 
+Handed = tuple[Float[Array, "B T D"], Float[Array, "B T L P"] | None, Int[Array, ""], dict[str, Kept]]
+
+
+class EdgeLayer(GemmaLayer):
+    """A `GemmaLayer` of E2B and E4B. Layers hand on the hidden states, the inputs of all layers, the number of the
+    layer, and by kind what later layers attend to.
+
+    ``kind``: its type; ``stores``: whether later ones use its keys; ``own``: adds its own input, None: it has none.
+    """
+
+    def __init__(self, *parts: Any, kind: str, stores: bool, own: PerLayerInput | None, **options: Any):
+        super().__init__(*parts, **options)
+        self.kind, self.stores, self.own = kind, stores, own
+
+    def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
+        hidden, inputs, place, kept = x
+        attention: Any = self.attention
+        if isinstance(attention, ReusedKeys):
+            more = attention(self.attention_norm(hidden), kept[self.kind], context=context)
+        else:
+            more, cache, seen = attention.keeping(self.attention_norm(hidden), context=context, cache=cache)
+            kept = kept | {self.kind: seen} if self.stores else kept
+        hidden = context.asked(hidden) + self._added(more, self.attention_post_norm)
+        more, info = self.feed(hidden, context=context)
+        hidden = hidden + more
+        if self.own is not None:
+            mine = jax.lax.dynamic_index_in_dim(inputs, place, axis=2, keepdims=False)
+            hidden = hidden + self.own(hidden, context.asked(mine))
+        return LayerOutput((self.output_scale(hidden), inputs, place + 1, kept), cache, info)
+
+
 _26B = Gemma4TextConfig(
     hidden_size=2816, intermediate_size=2112, num_attention_heads=16, num_key_value_heads=8,
     num_global_key_value_heads=2, max_position_embeddings=262144, attention_k_eq_v=True, sliding_window=1024,
@@ -223,6 +289,13 @@ _HF_TABLE: Hf = {
     **{f"layer.{ours}.scale": W(f"{theirs}.weight") for ours, theirs in _NORMS.items()},
     **{f"layer.dense.{x}.kernel": W(f"mlp.{x}_proj.weight") for x in ("gate", "up", "down")},
     "layer.output_scale.factor": W("layer_scalar"),
+    "embed.per_layer.table": W("model.embed_tokens_per_layer.weight"),
+    "embed.project.kernel": W("model.per_layer_model_projection.weight"),
+    "embed.norm.scale": W("model.per_layer_projection_norm.weight"),
+    "layer.own.gate.kernel": W("per_layer_input_gate.weight"),
+    "layer.own.project.kernel": W("per_layer_projection.weight"),
+    "layer.own.norm.scale": W("post_per_layer_input_norm.weight"),
+    "layer.attention.q_norm.scale": W("self_attn.q_norm.weight"),
     "layer.moe.router.kernel": W("router.proj.weight"),
     "layer.moe.router.scale": W("router.scale"),
     "layer.moe.router.per_expert": W("router.per_expert_scale"),
@@ -242,11 +315,26 @@ class Gemma4Text(CausalLM):
     hf_table = _HF_TABLE
 
     def embedding(self, config: Gemma4TextConfig, strategy: Strategy, **kw: Any) -> Embed:
-        return MuPEmbed(config.vocab_size, config.hidden_size, mesh=strategy.mesh, rules=strategy.rules, **kw)
+        c, kw = config, {"mesh": strategy.mesh, "rules": strategy.rules, **kw}
+        if not (width := c.hidden_size_per_layer_input):
+            return MuPEmbed(c.vocab_size, c.hidden_size, **kw)
+        own = {"own_vocab": c.vocab_size_per_layer_input, "layers": c.num_hidden_layers, "width": width}
+        return PerLayerEmbed(c.vocab_size, c.hidden_size, eps=c.rms_norm_eps, **own, **kw)
 
     def __init__(self, config: Gemma4TextConfig, *given: Any, **options: Any):
         super().__init__(config, *given, **options)
-        self.logit_cap = config.final_logit_softcapping
+        self.logit_cap, self.hands_on = config.final_logit_softcapping, config.hands_on
+
+    def kind(self, index: int) -> Any:
+        c = self.config
+        return c.layer_kinds[index], index >= c.first_shared, c.storing[index]
+
+    def enter(self, x: Float[Array, "B T D"], tokens: Ids) -> Any:
+        inputs = self.embed.inputs(x, jnp.asarray(tokens)) if isinstance(self.embed, PerLayerEmbed) else None
+        return (x, inputs, jnp.int32(0), {}) if self.hands_on else x
+
+    def leave(self, x: Any) -> Float[Array, "B asked D"]:
+        return x[0] if self.hands_on else x
 
     def head_weight(self) -> Kernel:
         kernel = super().head_weight()
@@ -255,33 +343,35 @@ class Gemma4Text(CausalLM):
     def layer(self, index: int, form: type[Layer] = GemmaLayer, *, dtype: Any, rngs: Any, **options: Any) -> Layer:
         c, kw = self.config, {"dtype": dtype, "rngs": rngs}
         norms = [RMSNorm(c.hidden_size, c.rms_norm_eps, **kw) for _ in range(4 if c.experts else 2)]
-        dense = (self._dense(**kw), norms[2], norms[3]) if c.experts else None
-        own = {"post_norms": (norms[0], norms[1]), "dense": dense, "output_scale": OutputScale(**kw)}
-        return super().layer(index, form, **kw, **own, **options)
+        dense = (self._dense(index, **kw), norms[2], norms[3]) if c.experts else None
+        options |= {"post_norms": (norms[0], norms[1]), "dense": dense, "output_scale": OutputScale(**kw)}
+        if c.hands_on:
+            form, width = EdgeLayer, c.hidden_size_per_layer_input
+            own = PerLayerInput(c.hidden_size, width, c.rms_norm_eps, **kw) if width else None
+            options |= {"kind": c.layer_kinds[index], "stores": c.storing[index], "own": own}
+        return super().layer(index, form, **kw, **options)
 
-    def attention(self, index: int, **kw: Any) -> NormedValues:
+    def attention(self, index: int, **kw: Any) -> NormedValues | ReusedKeys:
         c, kind = self.config, self.config.layer_kinds[index]
         whole, width = kind == FULL, self.config.width_of(kind)
         kv_heads = c.whole_kv_heads if whole else c.kv_heads
         heads = Heads(c.hidden_size, c.num_attention_heads, kv_heads, width, c.attention_bias, scale=1.0)
-        return NormedValues(
-            heads,
-            keys_as_values=whole and c.attention_k_eq_v,
-            eps=c.rms_norm_eps,
-            rotary=c.rope_of(kind),
-            window=c.windows[index],
-            attend=self.strategy.attend,
-            qk_norm=QKNorm.per_head(width, c.rms_norm_eps, **kw),
-            **kw,
-        )
+        norm = QKNorm.per_head(width, c.rms_norm_eps, **kw)
+        kw |= {"eps": c.rms_norm_eps, "rotary": c.rope_of(kind)}
+        kw |= {"window": c.windows[index], "attend": self.strategy.attend}
+        if index >= c.first_shared:
+            return ReusedKeys(heads, **kw)
+        return NormedValues(heads, keys_as_values=whole and c.attention_k_eq_v, qk_norm=norm, **kw)
 
     def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
         c = self.config
         if not c.experts:
-            return self._dense(**kw)
+            return self._dense(index, **kw)
         router = ScaledRouter(c.hidden_size, c.experts, SoftmaxTopK(c.num_experts_per_tok), eps=c.rms_norm_eps, **kw)
         norm = RMSNorm(c.hidden_size, c.rms_norm_eps, **kw)
         return self.moe(router, c.moe_intermediate_size, None, activation=GeGLU(), norm=norm, **kw)
 
-    def _dense(self, **kw: Any) -> MLP:
-        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, activation=GeGLU(), **kw)
+    def _dense(self, index: int, **kw: Any) -> MLP:
+        c = self.config
+        times = 2 if c.use_double_wide_mlp and index >= c.first_shared else 1
+        return MLP(c.hidden_size, times * c.intermediate_size, bias=False, activation=GeGLU(), **kw)

@@ -17,6 +17,7 @@ from nnxmoe.layers.context import Context
 from nnxmoe.layers.indexer import NONE, Indexer, Selection
 from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.model.layer import Layer, LayerOutput
+from nnxmoe.model.output import Ids
 from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
 from nnxmoe.models.tables import HF_MTP
 
@@ -120,7 +121,7 @@ class GlmMoeDsa(DeepSeekV32):
     def indexer(self, index: int, **kw: Any) -> Indexer | None:
         return super().indexer(index, **kw) if self.config.indexed[index] else None
 
-    def enter(self, x: Float[Array, "B T D"]) -> Indexed:
+    def enter(self, x: Float[Array, "B T D"], tokens: Ids) -> Indexed:
         return x, jnp.full((*x.shape[:2], self.topk), NONE, jnp.int32)
 
     def leave(self, x: Indexed) -> Float[Array, "B asked D"]:

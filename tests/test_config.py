@@ -627,6 +627,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm5_next_text", {"qk_rope_head_dim": 64}, "qk_rope_head_dim 64 is not supported; supported: 0"),
     ("glm5_next_text", {"linear_attn_config": {"gate_lower_bound": 1}}, "linear_lower_bound 1 is out of range"),
     ("glm5_next_text", {"layer_types": ["window"] * 45}, "layer_types: 'window' is not supported"),
+    ("gemma4_text", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 9}, "vocab_size .* is more than"),
+    ("gemma4_text", {"num_kv_shared_layers": 30}, "layer 0 has no sliding_attention layer before layer 0"),
+    (
+        "gemma4_text",
+        {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention"] * 30},
+        "num_kv_shared_layers 1: layer 29 has no full_attention layer before layer 29",
+    ),
     ("nemotron_h", {"hybrid_override_pattern": "MEX"}, r"hybrid_override_pattern must have one of M \* - E per layer"),
     ("nemotron_h", {"hybrid_override_pattern": ["M"]}, r"hybrid_override_pattern must have .*, got \['M'\]"),
     ("nemotron_h", {"layers_block_type": ["mamba", "window"]}, "layer_types: 'window' is not supported"),

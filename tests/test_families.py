@@ -29,6 +29,7 @@ from nnxmoe.layers.gated import SWIGLU, LimitedSwiGLU
 from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.norm import RMSNorm, unit_rms
 from nnxmoe.layers.qk_norm import QKNorm, WholeNorm
+from nnxmoe.layers.reused_keys import ReusedKeys
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.models import model_class
@@ -41,7 +42,7 @@ from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, NEW, PROMPT, Frozen, fused, load, positions_of, tokens_of, weights_of
 from tests.support.fp8 import quantise
 from tests.support.maxtext_cases import LLAMA_3
-from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed, set_rope
+from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed, randomise, set_rope
 from tests.support.tiny import ORACLE, build, write_checkpoint
 
 KINDS = tuple(FAMILIES)
@@ -253,6 +254,20 @@ def test_adapters_have_the_names_of_transformers_in_memory() -> None:
         model = build(load(kind).fields, load(kind).weights)
         names = {parameter_name(model, slot, 1) for slot in slots(model) if 1 in slot.layers}
         assert {f"model.layers.1.{end}.weight" for end in ends} <= names
+
+
+def test_gemma_without_inputs_per_layer() -> None:
+    """Layers that hand on hidden states alone are those whose own inputs add nothing."""
+    case = load("gemma4_text")
+    fields = case.fields | {"num_kv_shared_layers": 0}
+    config, other = (nnxmoe.config_from_hf(fields | more) for more in ({}, {"hidden_size_per_layer_input": 0}))
+    whole = randomise(model_class(config)(config, rngs=nnx.Rngs(0)))
+    for layer in each_layer(whole):
+        layer.own.norm.scale.set_value(jnp.zeros_like(layer.own.norm.scale[...]))
+    plain, given = model_class(config)(other, rngs=nnx.Rngs(1)), dict(nnx.to_flat_state(nnx.state(whole)))
+    nnx.update(plain, nnx.from_flat_state([(path, given[path]) for path, _ in nnx.to_flat_state(nnx.state(plain))]))
+    tokens = case.arrays["tokens"]
+    assert max_error(whole(tokens).logits, plain(tokens).logits) < PART_TOLERANCE
 
 
 # Meshes
@@ -475,7 +490,7 @@ def routed(model: Any) -> Iterator[MoE]:
 
 
 def norm_after_rotation(model: Any) -> None:
-    for x in attentions(model):
+    for x in (x for x in attentions(model) if hasattr(x, "qk_norm")):
         norm, turn, heads = x.qk_norm, x.rotate, x.q.kernel.outs[0]
         x.qk_norm = None
         x.rotate = lambda a, r, n=norm, t=turn, h=heads: (n.q if a.shape[2] == h else n.k)(t(a, r))
@@ -653,7 +668,7 @@ def forget_values_norm(model: Any) -> None:
 def normalised_keys_as_values(model: Any) -> None:
     """As if values were taken after the norm of the keys."""
     for x in attentions(model):
-        if x.keys_as_values:
+        if getattr(x, "keys_as_values", False):
             x.keys_and_values = lambda h, x=x: (x.k(h), unit_rms(x.qk_norm.k(x.k(h)), 1e-6))
 
 
@@ -663,6 +678,31 @@ def each_layer(model: Any) -> list[Any]:
 
 def forget_output_scale(model: Any) -> None:
     each_layer(model)[1].output_scale.factor.set_value(jnp.ones(1))
+
+
+def forget_own_inputs(model: Any) -> None:
+    each_layer(model)[1].own = None
+
+
+def inputs_of_other_layers(model: Any) -> None:
+    """Only the part that is looked up."""
+    table = model.embed.per_layer.table
+    table.set_value(jnp.roll(table[...], model.embed.norm.scale.shape[0], axis=1))
+
+
+def unscaled_own_inputs(model: Any) -> None:
+    model.embed.norm.scale.set_value(2 * model.embed.norm.scale[...])
+
+
+def keys_of_an_earlier_layer(model: Any) -> None:
+    """The first layer with a window instead of the last one that has keys."""
+    each_layer(model)[0].stores, each_layer(model)[2].stores = True, False
+
+
+def forget_norm_of_queries(model: Any) -> None:
+    for x in attentions(model):
+        if isinstance(x, ReusedKeys):
+            x.q_norm = lambda q: q
 
 
 def forget_expert_factors(model: Any) -> None:
@@ -830,7 +870,9 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("gemma4_text", plant) for plant in (forget_values_norm, normalised_keys_as_values, forget_output_scale)),
     *(("gemma4_text", plant) for plant in (forget_expert_factors, route_by_normed, experts_without_norm)),
     *(("gemma4_text", plant) for plant in (swap_post_norms, forget_logit_cap, swap_ropes, forget_embedding_scale)),
-    *(("gemma4_text", plant) for plant in (forget_post_norms, norm_after_rotation, window_by(1))),
+    *(("gemma4_text", plant) for plant in (forget_post_norms, norm_after_rotation, window_by(1), forget_own_inputs)),
+    *(("gemma4_text", plant) for plant in (inputs_of_other_layers, unscaled_own_inputs, keys_of_an_earlier_layer)),
+    ("gemma4_text", forget_norm_of_queries),
     *(("ernie4_5_moe", plant) for plant in (rotate_by_halves, forget_correction, forget_shared, shift_runs)),
     ("ernie4_5_moe", select_with(least=0.0)),
     *(("mimo_v2_flash", plant) for plant in (forget_output_gate, forget_sinks, window_by(1), forget_correction)),

@@ -50,7 +50,7 @@ from tests.support.toy_family import Granite  # noqa: E402
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
 EACH = max(4, -(-45 // len(FAMILIES)))  # configurations per family: at least 45 in all
-MORE = {"deepseek_v4": 40, "deepseek_v32": 20, "glm_moe_dsa": 24, "gemma4_text": 8}  # at least 40 with an indexer
+MORE = {"deepseek_v4": 40, "deepseek_v32": 20, "glm_moe_dsa": 24, "gemma4_text": 16}  # at least 40 with an indexer
 MORE |= {"qwen3_next": 12, **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid"), 8)}
 MORE |= {"minimax_m3_vl_text": 24, "nemotron_h": 40}
 # Families whose names, or the order of these, differ.

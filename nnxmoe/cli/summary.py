@@ -256,7 +256,8 @@ def _part(key: str) -> str:
     if names[1] == "moe":
         parts = {"router": "router", "experts": "routed experts", "shared": "shared experts"}
         return parts.get(names[2], "projections around experts")
-    return {"attention": "attention", "mlp": "dense mlp", "dense": "dense mlp"}[names[1]]
+    kinds = {"attention": "attention", "mlp": "dense mlp", "dense": "dense mlp", "own": "inputs of layers"}
+    return kinds[names[1]]
 
 
 def _common_dtype(arrays: LazyArrays, config: DecoderConfig) -> str:

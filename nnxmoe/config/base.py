@@ -4,7 +4,7 @@ A config determines the numbers. Its fields are validated when it is created, in
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from nnxmoe.config.bounds import (
@@ -254,6 +254,11 @@ class DecoderConfig:
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
         """Names of tensors without values that transformers stores in each layer with experts, with their shapes."""
         return {}
+
+    @property
+    def unused_tensors(self) -> Collection[str]:
+        """Names of tensors that files may have and the family's reference ignores."""
+        return ()
 
     @property
     def sparse_layers(self) -> Sequence[bool]:

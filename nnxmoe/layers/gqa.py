@@ -146,6 +146,13 @@ class GQA(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None = None
     ) -> tuple[Float[Array, "B asked D"], KVCache | None]:
+        y, cache, _ = self._attended(x, context=context, cache=cache)
+        return y, cache
+
+    def _attended(
+        self, x: Float[Array, "B T D"], context: Context, cache: Any
+    ) -> tuple[Float[Array, "B asked D"], Any, tuple[Array, Array, Any]]:
+        """Output, cache, and the keys, values and mask of the tokens that were attended to."""
         q, beside = jnp.split(self.q(context.asked(x)), (self.k.kernel.outs[1],), axis=-1)
         k, v = self.keys_and_values(x)
         q, k = (q, k) if self.qk_norm is None else self.qk_norm(q, k)
@@ -154,7 +161,7 @@ class GQA(nnx.Module):
         cache, k, v, mask, attend = self._seen(x, k, jnp.swapaxes(v, 1, 2), context=context, cache=cache)
         y = attend(q, k, v, Scores(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
         y = jnp.swapaxes(y, 1, 2)
-        return self.o(y if self.gate is None else self.gate(context.asked(x), beside, y)), cache
+        return self.o(y if self.gate is None else self.gate(context.asked(x), beside, y)), cache, (k, v, mask)
 
     def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:
         """Keys before their norm and rotation, and values."""

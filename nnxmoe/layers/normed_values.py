@@ -4,8 +4,10 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.norm import unit_rms
+from nnxmoe.layers.reused_keys import Kept
 
 
 class NormedValues(GQA):
@@ -23,3 +25,9 @@ class NormedValues(GQA):
     def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:
         k = self.k(x)
         return k, unit_rms(k if self.keys_as_values else self.v(x), self.eps)
+
+    def keeping(
+        self, x: Float[Array, "B T D"], context: Context, cache: Any = None
+    ) -> tuple[Float[Array, "B asked D"], Any, Kept]:
+        """Output, cache, and what `ReusedKeys` of later layers attend to."""
+        return self._attended(x, context=context, cache=cache)

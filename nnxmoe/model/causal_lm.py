@@ -87,8 +87,9 @@ class CausalLM(nnx.Module):
         one, other = (self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
         return form(one, attention, other, fed, **options)
 
-    def enter(self, x: Float[Array, "B T D"]) -> Any:
-        """The input of the first layer: the embedding, or a pytree of it and of what layers hand on beside it."""
+    def enter(self, x: Float[Array, "B T D"], tokens: Ids) -> Any:
+        """The input of the first layer: the embedding ``x`` of the ``tokens``, or a pytree of it and of what layers
+        hand on beside it."""
         return x
 
     def leave(self, x: Any) -> Float[Array, "B asked D"]:
@@ -272,7 +273,7 @@ class CausalLM(nnx.Module):
     def _begin(self, tokens: Ids, *given: Any) -> tuple[Any, Context, Cache | None]:
         """Inputs of the layers: the embedded tokens, and the results of `Context.of_pass`."""
         context, moved = Context.of_pass(self.ropes, tokens := jnp.asarray(tokens), *given)
-        return self.enter(split_batch(self.embed(tokens, self.dtype), self.mesh)), context, moved
+        return self.enter(split_batch(self.embed(tokens, self.dtype), self.mesh), tokens), context, moved
 
     def _end(self, x: Any, cache: Cache | None, last: bool) -> Float[Array, "B asked D"]:
         """The norm after the layers, of all tokens or the last one; NaN in rows that do not fit in the cache."""

@@ -115,6 +115,10 @@ def scan_layers(
         caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
         return (x, caches), (info, x if context.keep_hidden else None)
 
+    if count == 1:  # what it hands on may be of another form than what it got
+        (x, cache), found = step((x, cache), (jax.tree.map(lambda a: a[0], state), jnp.int32(0)))
+        infos, hidden = jax.tree.map(lambda a: a[None], found)
+        return x, cache, infos, hidden
     (x, cache), (infos, hidden) = jax.lax.scan(step, (x, cache), (state, jnp.arange(count)))
     return x, cache, infos, hidden
 

@@ -666,6 +666,16 @@ def _gemma4_text(rng: random.Random) -> Fields:
         },
     }
     fields["layer_types"].append("full_attention")
+    fields["vocab_size_per_layer_input"] = fields["vocab_size"] + rng.choice([0, 3])
+    if rng.random() < 0.6:
+        before = fields["layer_types"][: layers - 1]
+        shared = [n for n in range(1, layers) if {*fields["layer_types"][-n:]} <= {*before[: layers - n]}]
+        fields |= {
+            "hidden_size_per_layer_input": (width := rng.choice([0, 12, 16])),
+            # Transformers fails with shared keys and without inputs per layer.
+            "num_kv_shared_layers": rng.choice([0, *shared, *shared]) if width else 0,
+            "use_double_wide_mlp": rng.random() < 0.5,
+        }
     routed = {"enable_moe_block": True, "num_experts": experts, "top_k_experts": rng.choice([1, 2, 3])}
     routed["moe_intermediate_size"] = rng.choice([12, 20])
     return fields | rng.choice([{}, routed, routed])
@@ -1252,24 +1262,24 @@ FAMILIES: dict[str, Family] = {
             "hidden_size": 24,
             "intermediate_size": 28,
             "moe_intermediate_size": 16,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 5,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "head_dim": 8,
             "global_head_dim": 16,
             "num_global_key_value_heads": 2,
             "attention_k_eq_v": True,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
             "sliding_window": 5,
             "rope_parameters": {
                 "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 900.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             },
             "final_logit_softcapping": 5.0,
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 56,
-            "num_kv_shared_layers": 0,
-            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 60,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
             "use_bidirectional_attention": None,
             "enable_moe_block": True,
             "num_experts": 6,
@@ -1279,7 +1289,6 @@ FAMILIES: dict[str, Family] = {
         },
         _gemma4_text,
         "gemma4_text",
-        {"hidden_size_per_layer_input": 0},
     ),
     "mistral4": Family(
         _HUB

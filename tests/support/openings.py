@@ -131,7 +131,7 @@ class Openings(CausalLM):
     def kind(self, index: int) -> str:
         return self.config.forms[index]
 
-    def enter(self, x: Any) -> Streams:
+    def enter(self, x: Any, tokens: Any) -> Streams:
         return Streams(x, jnp.zeros_like(x))
 
     def leave(self, x: Streams) -> Any:

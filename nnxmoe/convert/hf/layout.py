@@ -166,6 +166,7 @@ def _skip_rules(
         ),
         "copies of the embedding and the head (those of the model are used)": lambda name: name in repeated,
         "empty tensors": lambda name: 0 in arrays[name].shape,
+        "keys and values of layers that use those of others": lambda name: name in config.unused_tensors,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
         "scales of activations and caches (neither is quantised)": lambda name: name.endswith(OF_ACTIVATIONS),
         "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,

@@ -1,0 +1,45 @@
+"""Inputs of every layer beside the hidden states (Gemma 3n, 2025; Gemma 4 E2B and E4B)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.layers.embed import Embed, MuPEmbed
+from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.norm import RMSNorm
+
+
+class PerLayerEmbed(MuPEmbed):
+    """`MuPEmbed` with a second table: ``width`` inputs of each of ``layers`` layers per token.
+
+    ``more``: options of `Embed`, with dtype and rngs.
+    """
+
+    def __init__(self, vocab: int, dim: int, *, own_vocab: int, layers: int, width: int, eps: float, **more: Any):
+        super().__init__(vocab, dim, **more)
+        kw = {"dtype": more["dtype"], "rngs": more["rngs"]}
+        self.per_layer = Embed(own_vocab, layers * width, **more)
+        self.project = Linear((dim,), (layers, width), ("embed", None, "latent"), **kw)
+        self.norm = RMSNorm(width, eps, **kw)
+
+    def inputs(self, x: Float[Array, "B T D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T L P"]:
+        """``(norm(project(x) / sqrt(D)) + sqrt(P) table[token]) / sqrt(2)``; ``x``: the embedded tokens."""
+        projected = self.norm(self.project(x) * x.shape[-1] ** -0.5)
+        looked_up = self.per_layer(tokens, x.dtype).reshape(projected.shape) * projected.shape[-1] ** 0.5
+        return (projected + looked_up) * 2**-0.5
+
+
+class PerLayerInput(nnx.Module):
+    """What a layer adds because of its own input: ``norm(project(gelu(gate(x)) * own))``."""
+
+    def __init__(self, dim: int, width: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.gate = Linear((dim,), (width,), ("embed", "latent"), **kw)
+        self.project = Linear((width,), (dim,), ("latent", "embed"), **kw)
+        self.norm = RMSNorm(dim, eps, **kw)
+
+    def __call__(self, x: Float[Array, "B asked D"], own: Float[Array, "B asked P"]) -> Float[Array, "B asked D"]:
+        return self.norm(self.project(jax.nn.gelu(self.gate(x), approximate=True) * own))

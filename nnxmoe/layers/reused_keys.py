@@ -1,0 +1,58 @@
+"""Attention to the keys and values of an earlier layer (Gemma 3n, 2025; Gemma 4 E2B and E4B)."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from nnxmoe.config.rope import Rope
+from nnxmoe.layers.attend import Attend, Mask, Scores
+from nnxmoe.layers.context import Context
+from nnxmoe.layers.gqa import Heads
+from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.rope import rotate_halves
+
+Kept = tuple[Float[Array, "B K S H"], Float[Array, "B K S W"], Mask]
+
+
+class ReusedKeys(nnx.Module):
+    """Queries alone, which attend to what an earlier layer of the same kind attended to; it has no cache.
+
+    Other arguments are those of `GQA`.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        *,
+        rotary: Rope,
+        window: int | None,
+        attend: Attend,
+        eps: float,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        self.rotary, self.window, self.attend = rotary, window, attend
+        self.scale = heads.head_dim**-0.5 if heads.scale is None else heads.scale
+        size, axes = (heads.heads, heads.head_dim), ("heads", "head")
+        kw: dict[str, Any] = {"bias": heads.bias, "dtype": dtype, "rngs": rngs}
+        self.q = Linear((heads.dim,), size, ("embed", *axes), **kw)
+        self.q_norm = RMSNorm(heads.head_dim, eps, dtype=dtype, rngs=rngs)
+        self.o = Linear(size, (heads.dim,), (*axes, "embed"), **kw)
+
+    def __call__(self, x: Float[Array, "B T D"], kept: Kept, context: Context) -> Float[Array, "B asked D"]:
+        k, v, mask = kept
+        mask = mask.part(slice(-1, None), slice(None)) if context.last else mask
+        q = context.rotated(self.q_norm(self.q(context.asked(x))), self.rotary, rotate_halves)
+        return self.o(jnp.swapaxes(self.attend(jnp.swapaxes(q, 1, 2), k, v, Scores(mask, self.scale)), 1, 2))
+
+    def scored(self, seen: float) -> list[tuple[int, float]]:
+        """Multiplications per query and key, and the keys of a query."""
+        heads, width = self.q.kernel.outs
+        return [(2 * heads * width, min(self.window or seen, seen))]
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> tuple[()]:
+        """An empty pytree."""
+        return ()
