@@ -98,6 +98,10 @@ class NemotronHConfig(GroupedExpertsConfig):
         if self.mamba_num_heads % self.n_groups:
             raise ConfigError(f"mamba_num_heads {self.mamba_num_heads} is not a multiple of n_groups {self.n_groups}")
 
+    def _check_groups(self) -> None:
+        if self.experts:
+            super()._check_groups()
+
     @classmethod
     def _given(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         given = super()._given(fields)
@@ -130,6 +134,10 @@ class NemotronHConfig(GroupedExpertsConfig):
     @property
     def sparse_layers(self) -> Sequence[bool]:
         return tuple(kind == EXPERTS for kind in self.kinds)
+
+    @property
+    def experts(self) -> int:
+        return self.n_routed_experts if any(self.sparse_layers) else 0  # Nemotron-H has none
 
     @property
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:

@@ -96,10 +96,13 @@ class SingleLayer(Layer):
     """``x + part(norm(x))``: attention alone, or a feed-forward alone (Nemotron-H, 2025)."""
 
     def __init__(self, norm: RMSNorm, part: Any):
-        absent: Any = Absent()
+        one: tuple[Any, Any] = part, norm
+        other: tuple[Any, Any] = Absent(), None
         attends = not hasattr(part, "separates_tokens")
-        super().__init__(norm, *((part, norm, absent) if attends else (absent, norm, part)))
-        self.attention_norm, self.feed_forward_norm = (norm, None) if attends else (None, norm)
+        self.attention, self.attention_norm = one if attends else other
+        self.feed_forward, self.feed_forward_norm = other if attends else one
+        self.attention_post_norm = self.feed_forward_post_norm = None
+        self.scale = 1.0
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
         if isinstance(self.attention, Absent):

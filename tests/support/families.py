@@ -402,10 +402,10 @@ def _glm5_next_text(rng: random.Random) -> Fields:
 
 
 def _nemotron_h(rng: random.Random) -> Fields:
-    """Each kind of part at least once, in any order."""
+    """Each kind of part at least once, in any order, mostly with experts."""
     fields = {k: v for k, v in _grouped(rng, 2).items() if k not in ("rope_parameters", "num_hidden_layers")}
     fields["layer_norm_epsilon"] = fields.pop("rms_norm_eps")
-    kinds = ["linear_attention", "full_attention", "moe", "mlp"]
+    kinds = ["linear_attention", "full_attention", "mlp", *(["moe"] if rng.random() < 0.8 else [])]
     kinds += rng.choices(kinds, k=rng.choice([0, 1, 2, 3]))
     rng.shuffle(kinds)
     groups, size = rng.choice([(1, 8), (2, 4), (4, 3)])
@@ -423,7 +423,6 @@ def _nemotron_h(rng: random.Random) -> Fields:
         "mamba_head_dim": rng.choice([4, 6]),
         "n_groups": heads,
         "conv_kernel": rng.choice([2, 3, 4, 6]),
-        "chunk_size": rng.choice([4, 16]),
         "n_routed_experts": experts,
         "num_experts_per_tok": rng.randint(1, min(4, top * size)),
         "n_group": groups,
