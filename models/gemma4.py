@@ -9,9 +9,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, one_of
 from nnxmoe.config.frozen import FrozenDict
@@ -21,7 +20,6 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.rope import ProportionalRope, Rope
 from nnxmoe.config.rope_fields import kind_of, rope_from_fields
 from nnxmoe.layers.capped import CappedKernel
-from nnxmoe.layers.context import Context, Fed
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.gated import GeGLU
 from nnxmoe.layers.gqa import Heads
@@ -32,12 +30,13 @@ from nnxmoe.layers.normed_values import NormedValues
 from nnxmoe.layers.output_scale import OutputScale
 from nnxmoe.layers.per_layer import PerLayerEmbed, PerLayerInput
 from nnxmoe.layers.qk_norm import QKNorm
-from nnxmoe.layers.reused_keys import Kept, ReusedKeys
+from nnxmoe.layers.reused_keys import ReusedKeys
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.layer import Layer, LayerOutput
+from nnxmoe.model.layer import Layer
 from nnxmoe.model.output import Ids
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.weight_names import W
+from nnxmoe.models.gemma_layers import EdgeLayer, GemmaLayer
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM, Hf
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import SoftmaxTopK
@@ -203,63 +202,6 @@ class Gemma4TextConfig(LayerRopesConfig):
     def num_experts_per_tok(self) -> int:
         """The name in other configs."""
         return (self.top_k_experts or 0) if self.enable_moe_block else 0
-
-
-class GemmaLayer(Layer):
-    """A `Layer` with post norms whose output has a factor, and with experts beside its dense feed-forward or not.
-
-    ``dense``: the feed-forward beside the experts, and the norms after it and after the experts; None: without
-    experts. `feed_forward_norm` is that of the dense one; the experts have theirs.
-    """
-
-    def __init__(
-        self, *parts: Any, dense: tuple[MLP, RMSNorm, RMSNorm] | None, output_scale: OutputScale, **options: Any
-    ):
-        super().__init__(*parts, **options)
-        self.dense, self.dense_post_norm, self.experts_post_norm = (None, None, None) if dense is None else dense
-        self.output_scale = output_scale
-
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
-        out = super().__call__(x, context=context, cache=cache)
-        return out._replace(x=self.output_scale(out.x))
-
-    def feed(self, x: Float[Array, "B asked D"], context: Context) -> Fed:
-        if self.dense is None or self.dense_post_norm is None or self.experts_post_norm is None:
-            return super().feed(x, context=context)
-        routed = self.feed_forward(x, context=context.of_asked())
-        both = self.dense_post_norm(self.dense(self.feed_forward_norm(x))) + self.experts_post_norm(routed.y)
-        return Fed(self._added(both, self.feed_forward_post_norm), routed.info)
-
-
-Handed = tuple[Float[Array, "B T D"], Float[Array, "B T L P"] | None, Int[Array, ""], dict[str, Kept]]
-
-
-class EdgeLayer(GemmaLayer):
-    """A `GemmaLayer` of E2B and E4B. Layers hand on the hidden states, the inputs of all layers, the number of the
-    layer, and by kind what later layers attend to.
-
-    ``kind``: its type; ``stores``: whether later ones use its keys; ``own``: adds its own input, None: it has none.
-    """
-
-    def __init__(self, *parts: Any, kind: str, stores: bool, own: PerLayerInput | None, **options: Any):
-        super().__init__(*parts, **options)
-        self.kind, self.stores, self.own = kind, stores, own
-
-    def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
-        hidden, inputs, place, kept = x
-        attention: Any = self.attention
-        if isinstance(attention, ReusedKeys):
-            more = attention(self.attention_norm(hidden), kept[self.kind], context=context)
-        else:
-            more, cache, seen = attention.keeping(self.attention_norm(hidden), context=context, cache=cache)
-            kept = kept | {self.kind: seen} if self.stores else kept
-        hidden = context.asked(hidden) + self._added(more, self.attention_post_norm)
-        more, info = self.feed(hidden, context=context)
-        hidden = hidden + more
-        if self.own is not None:
-            mine = jax.lax.dynamic_index_in_dim(inputs, place, axis=2, keepdims=False)
-            hidden = hidden + self.own(hidden, context.asked(mine))
-        return LayerOutput((self.output_scale(hidden), inputs, place + 1, kept), cache, info)
 
 
 _26B = Gemma4TextConfig(

@@ -1703,7 +1703,7 @@ FAMILIES |= {
             "mlp_bias": False,
             "use_bias": False,
             "use_conv_bias": True,
-            "ssm_state_size": 7,
+            "ssm_state_size": 5,
             "mamba_num_heads": 6,
             "mamba_head_dim": 4,
             "n_groups": 2,
