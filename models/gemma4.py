@@ -124,8 +124,8 @@ class Gemma4TextConfig(LayerRopesConfig):
         super()._check()
         if self.hidden_size_per_layer_input:
             check_at_most(self, "vocab_size", "vocab_size_per_layer_input")
-        first, kinds = self.first_shared, self.layer_kinds
-        if lost := [i for i in range(max(first, 0), len(kinds)) if kinds[i] not in kinds[: max(first, 0)]]:
+        first, kinds = max(self.first_shared, 0), self.layer_kinds
+        if lost := [i for i in range(first, len(kinds)) if kinds[i] not in kinds[:first]]:
             raise ConfigError(
                 f"num_kv_shared_layers {self.num_kv_shared_layers}: layer {lost[0]} has no {kinds[lost[0]]} layer "
                 f"before layer {first} whose keys it could share"
@@ -174,7 +174,7 @@ class Gemma4TextConfig(LayerRopesConfig):
 
     @property
     def storing(self) -> Sequence[bool]:
-        """Whether each layer's keys are those of later ones."""
+        """Whether later layers attend to the keys of each layer."""
         kinds, first = self.layer_kinds, self.first_shared
         last = {max(i for i in range(first) if kinds[i] == kind) for kind in set(kinds[first:])}
         return tuple(i in last for i in range(self.num_hidden_layers))
@@ -298,12 +298,12 @@ class Gemma4Text(CausalLM):
         whole, width = kind == FULL, self.config.width_of(kind)
         kv_heads = c.whole_kv_heads if whole else c.kv_heads
         heads = Heads(c.hidden_size, c.num_attention_heads, kv_heads, width, c.attention_bias, scale=1.0)
-        norm = QKNorm.per_head(width, c.rms_norm_eps, **kw)
-        kw |= {"eps": c.rms_norm_eps, "rotary": c.rope_of(kind)}
-        kw |= {"window": c.windows[index], "attend": self.strategy.attend}
+        options = {"eps": c.rms_norm_eps, "rotary": c.rope_of(kind), "window": c.windows[index]}
+        options |= {"attend": self.strategy.attend, **kw}
         if index >= c.first_shared:
-            return ReusedKeys(heads, **kw)
-        return NormedValues(heads, keys_as_values=whole and c.attention_k_eq_v, qk_norm=norm, **kw)
+            return ReusedKeys(heads, **options)
+        norm = QKNorm.per_head(width, c.rms_norm_eps, **kw)
+        return NormedValues(heads, keys_as_values=whole and c.attention_k_eq_v, qk_norm=norm, **options)
 
     def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
         c = self.config

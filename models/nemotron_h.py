@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from nnxmoe.config.bounds import ConfigError, count, number, one_of, per_layer
+from nnxmoe.config.bounds import ConfigError, Kinds, count, number, one_of
 from nnxmoe.config.printable import short
 from nnxmoe.layers.delta import DeltaHeads
 from nnxmoe.layers.gated import relu2
@@ -36,8 +36,8 @@ _OLD = {"mamba": MAMBA, "mamba2": MAMBA, "attention": ATTENTION}
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(GroupedExpertsConfig):
     """``layer_types``: the part of each layer, ``linear_attention`` (Mamba-2), ``full_attention``, ``mlp`` or ``moe``,
-    in config.json ``layers_block_type``, or a letter each (M, *, -, E) in ``hybrid_override_pattern``. Their number is
-    that of the layers, whatever ``num_hidden_layers`` says.
+    in config.json ``layers_block_type``, or a letter each (M, *, -, E) in ``hybrid_override_pattern``. They give the
+    number of layers; ``num_hidden_layers`` of a config.json is not read.
 
     ``mamba_num_heads``, ``mamba_head_dim``: heads of the recurrence and their width; ``ssm_state_size``: width of its
     keys, in ``n_groups`` groups of heads; ``conv_kernel``: taps of its convolution; ``time_step_min``: the least step.
@@ -79,7 +79,9 @@ class NemotronHConfig(GroupedExpertsConfig):
     mlp_bias: bool = False
     use_bias: bool = False
     use_conv_bias: bool = True
-    layer_types: Sequence[str] | None = per_layer(*_LETTERS.values())
+    layer_types: Sequence[str] = dataclasses.field(
+        default=(MAMBA, EXPERTS, ATTENTION, DENSE), metadata={"check": Kinds(tuple(_LETTERS.values()))}
+    )
     mamba_num_heads: int = count(128, most=2**14)
     mamba_head_dim: int = count(64, most=2**16)
     ssm_state_size: int = count(128, most=2**16)
@@ -111,8 +113,7 @@ class NemotronHConfig(GroupedExpertsConfig):
                 letters = " ".join(_LETTERS)
                 raise ConfigError(f"hybrid_override_pattern must have one of {letters} per layer, got {short(pattern)}")
             kinds = [_LETTERS[letter] for letter in pattern]
-        if kinds is None:
-            kinds = [MAMBA, EXPERTS, ATTENTION, DENSE]
+        kinds = cls.layer_types if kinds is None else kinds
         if kinds and isinstance(kinds, list | tuple):
             kinds = [_OLD.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
             given["num_hidden_layers"] = len(kinds)
@@ -122,18 +123,13 @@ class NemotronHConfig(GroupedExpertsConfig):
         fields = super().to_hf()
         del fields["layer_types"]
         letters = {kind: letter for letter, kind in _LETTERS.items()}
-        pattern = "".join(letters[kind] for kind in self.kinds)
-        named = {"layers_block_type": list(self.kinds), "hybrid_override_pattern": pattern}
+        pattern = "".join(letters[kind] for kind in self.layer_types)
+        named = {"layers_block_type": list(self.layer_types), "hybrid_override_pattern": pattern}
         return fields | named | {"layer_norm_epsilon": fields.pop("rms_norm_eps")}
 
     @property
-    def kinds(self) -> Sequence[str]:
-        """The part of each layer."""
-        return self.layer_types or (MAMBA, EXPERTS, ATTENTION, DENSE)
-
-    @property
     def sparse_layers(self) -> Sequence[bool]:
-        return tuple(kind == EXPERTS for kind in self.kinds)
+        return tuple(kind == EXPERTS for kind in self.layer_types)
 
     @property
     def experts(self) -> int:
@@ -196,7 +192,7 @@ class NemotronH(CausalLM):
     hf_table = _HF
 
     def kind(self, index: int) -> str:
-        return self.config.kinds[index]
+        return self.config.layer_types[index]
 
     def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> SingleLayer:
         c, kw = self.config, {"dtype": dtype, "rngs": rngs}

@@ -257,7 +257,7 @@ def test_adapters_have_the_names_of_transformers_in_memory() -> None:
 
 
 def test_gemma_without_inputs_per_layer() -> None:
-    """Layers that hand on hidden states alone are those whose own inputs add nothing."""
+    """A model without inputs per layer equals one in which these add nothing."""
     case = load("gemma4_text")
     fields = case.fields | {"num_kv_shared_layers": 0}
     config, other = (nnxmoe.config_from_hf(fields | more) for more in ({}, {"hidden_size_per_layer_input": 0}))
@@ -268,6 +268,15 @@ def test_gemma_without_inputs_per_layer() -> None:
     nnx.update(plain, nnx.from_flat_state([(path, given[path]) for path, _ in nnx.to_flat_state(nnx.state(plain))]))
     tokens = case.arrays["tokens"]
     assert max_error(whole(tokens).logits, plain(tokens).logits) < PART_TOLERANCE
+
+
+def test_unused_keys_of_gemma_are_skipped(tmp_path: Path) -> None:
+    """Of layers that attend to the keys of others, which published files may have all the same."""
+    case = load("gemma4_text")
+    name = "model.layers.4.self_attn.k_proj.weight"
+    weights = case.weights | {name: np.ones((32, 24), np.float32)}
+    report = nnxmoe.from_pretrained(write_checkpoint(tmp_path, case.fields, weights)).load_report
+    assert report.skipped == {"tensors that the family does not use": (name,)} and not report.unexpected
 
 
 # Meshes

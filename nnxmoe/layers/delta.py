@@ -116,6 +116,7 @@ class GatedDeltaNet(nnx.Module):
             state, window = cache.before(context.past)
         mixed, seen = self.conv(mixed, window, tokens.run)
         inputs = self._inputs(tokens, mixed, b, a)
+        inputs = inputs if tokens.real is None else _only(inputs, tokens.real)
         spare = 0 if cache is None else cache.spare
         out, at, states = self._delta(inputs, state, tokens, spare)
         if cache is not None:
@@ -130,13 +131,15 @@ class GatedDeltaNet(nnx.Module):
         q, k = (_unit(part.reshape(*lead, c.keys, c.key_dim)) for part in (q, k))
         g, beta = self.log_decays(a), jax.nn.sigmoid(b.astype(jnp.float32))
         v = v.reshape(*lead, c.values, c.value_dim)
-        inputs = DeltaInputs(q * c.key_dim**-0.5, k, v, g, beta, tokens.run)
-        return inputs if tokens.real is None else only(inputs, tokens.real)
+        return DeltaInputs(q * c.key_dim**-0.5, k, v, g, beta, tokens.run)
 
     def log_decays(self, a: Float[Array, "B T N"]) -> Array:
         """Logarithms of the decays, at most 0, from the projection's last output."""
-        rate, bias = (p[...].astype(jnp.float32) for p in (self.a_log, self.dt_bias))
-        return -jnp.exp(rate) * jax.nn.softplus(a.astype(jnp.float32) + bias)
+        return -jnp.exp(self.a_log[...].astype(jnp.float32)) * self.steps(a)
+
+    def steps(self, a: Float[Array, "B T N"]) -> Array:
+        """Positive step sizes, which multiply the rates of the decays."""
+        return jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
 
     def _chunked(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
         """Outputs and the state after all tokens."""
@@ -154,7 +157,7 @@ class GatedDeltaNet(nnx.Module):
             return out, places, states
         end = tokens.count - spare
         early, most = places < end[:, None], None
-        masked = only(inputs, early)
+        masked = _only(inputs, early)
         if inputs.run is not None:  # segments of the newest tokens begin after those of the others
             most = jnp.max(jnp.where(early, inputs.run, 0), axis=1)
             masked = masked._replace(run=jnp.minimum(inputs.run, most[:, None]))
@@ -162,7 +165,7 @@ class GatedDeltaNet(nnx.Module):
         at, states = (end - 1)[:, None], state[:, None]
         if spare:
             late = end[:, None] + jnp.arange(spare)
-            newest = only(jax.tree.map(lambda a: taken(a, jnp.maximum(late, 0)), inputs), late >= 0)
+            newest = _only(jax.tree.map(lambda a: taken(a, jnp.maximum(late, 0)), inputs), late >= 0)
             if newest.run is not None:
                 newest = newest._replace(run=jnp.where(late >= 0, newest.run, 0))
             more, later = in_steps(newest, state, most, corrects=self.corrects)
@@ -186,7 +189,7 @@ class GatedDeltaNet(nnx.Module):
         return RecurrentState.empty(self._zero(batch, dtype), spare)
 
 
-def only(inputs: DeltaInputs, kept: Bool[Array, "B T"]) -> DeltaInputs:
+def _only(inputs: DeltaInputs, kept: Bool[Array, "B T"]) -> DeltaInputs:
     """Mask the inputs so that tokens outside of ``kept`` leave the state unchanged."""
     g, beta = (jnp.where(kept.reshape(*kept.shape, *(1,) * (a.ndim - 2)), a, 0) for a in (inputs.g, inputs.beta))
     return inputs._replace(g=g, beta=beta)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import parameter
 from nnxmoe.layers.conv import ShortConv
-from nnxmoe.layers.delta import DeltaHeads, GatedDeltaNet, Projected, log_rates, only
+from nnxmoe.layers.delta import DeltaHeads, GatedDeltaNet, Projected, log_rates
 from nnxmoe.layers.delta_rule import DeltaInputs
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import unit_rms
@@ -83,11 +83,11 @@ class Mamba2(GatedDeltaNet):
         width = c.values * c.value_dim
         x, into, out = jnp.split(mixed, (width, width + c.keys * c.key_dim), axis=-1)
         into, out = (part.reshape(*lead, c.keys, c.key_dim) for part in (into, out))
-        rate, bias = (p[...].astype(jnp.float32) for p in (self.a_log, self.dt_bias))
-        step = jnp.maximum(jax.nn.softplus(a.astype(jnp.float32) + bias), self.least_step)
         x = x.reshape(*lead, c.values, c.value_dim)
-        inputs = DeltaInputs(out, into, x, -jnp.exp(rate) * step, step, tokens.run)
-        return inputs if tokens.real is None else only(inputs, tokens.real)
+        return DeltaInputs(out, into, x, self.log_decays(a), self.steps(a), tokens.run)
+
+    def steps(self, a: Float[Array, "B T N"]) -> Array:
+        return jnp.maximum(super().steps(a), self.least_step)
 
     def _delta(
         self, inputs: DeltaInputs, state: Array, tokens: OrderedTokens, spare: int

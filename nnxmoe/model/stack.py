@@ -115,7 +115,7 @@ def scan_layers(
         caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
         return (x, caches), (info, x if context.keep_hidden else None)
 
-    if count == 1:  # what it hands on may be of another form than what it got
+    if count == 1:  # a layer alone may return a pytree of another structure, which a loop may not
         (x, cache), found = step((x, cache), (jax.tree.map(lambda a: a[0], state), jnp.int32(0)))
         infos, hidden = jax.tree.map(lambda a: a[None], found)
         return x, cache, infos, hidden

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, Rules
 from nnxmoe.layers.gated import SWIGLU, Gated
-from nnxmoe.layers.kernel import Adapter, Kernel, kernel_param, with_adapter
+from nnxmoe.layers.kernel import Adapter, Kernel, Product, kernel_param, with_adapter
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
 
 
@@ -78,7 +78,7 @@ class Experts(nnx.Module):
         y = with_adapter(self.down.read(), self.lora_down).apply(self.activation(gate, up), product)
         return y if self.biases is None else self.biases("down", y, sizes)
 
-    def _product(self, sizes: Int[Array, "E"] | None) -> Callable[[Array, Kernel], Array]:
+    def _product(self, sizes: Int[Array, "E"] | None) -> Product:
         """The product of the rows with each expert's kernel."""
 
         def product(rows: Float[Array, "..."], kernel: Kernel) -> Float[Array, "..."]:

@@ -96,7 +96,7 @@ def find_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not os.path.lexists(path):
         raise CheckpointError(f"{folder} has no config.json: {_adapter_in(folder) or 'it holds no checkpoint'}")
-    # Nemotron-H has Infinity in a field; those that are read refuse it.
+    # Nemotron-H has Infinity in a field that nothing reads; the checks of the fields that are read refuse it.
     found = read_object(path, "a checkpoint needs a readable config.json", CheckpointError, strict=False)
     if "quantization_config" not in found and os.path.lexists(folder / _GPTQ_FILE):
         settings = read_object(folder / _GPTQ_FILE, "fetch it again", CheckpointError)

@@ -113,7 +113,7 @@ def cases() -> Iterator[Case]:
             if fault in ELSEWHERE.get(kind, ()):
                 continue
             if name := next((name for name in reversed(stored["shapes"]) if name.endswith(ending)), None):
-                shown = name.replace("backbone.", "model.")  # whatever the prefix in the file, as in transformers
+                shown = name.replace("backbone.", "model.")  # errors have transformers' prefix
                 names = (shown, "missing" if change is None else SINGLE)
                 yield Case(kind, f"family, {fault}", "refuse", _tensor(name, change), names)
         for fault, fields, names in _changes(stored["config"]):

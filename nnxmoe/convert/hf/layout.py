@@ -152,7 +152,7 @@ def _skip_rules(
     model: CausalLM, left: Set[str], leaves: Iterable[str], arrays: LazyArrays
 ) -> dict[str, Callable[[str], bool]]:
     """Rules for tensors that are skipped on purpose: description -> predicate of a tensor's name."""
-    config, table = model.config, model.hf_table
+    config, table, unused = model.config, model.hf_table, model.config.unused_tensors
     first = config.num_hidden_layers
     numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
     # Tensors that only prediction layers have, not surplus layers. HF_MTP: for families whose table lacks such names.
@@ -166,7 +166,7 @@ def _skip_rules(
         ),
         "copies of the embedding and the head (those of the model are used)": lambda name: name in repeated,
         "empty tensors": lambda name: 0 in arrays[name].shape,
-        "keys and values of layers that use those of others": lambda name: name in config.unused_tensors,
+        "tensors that the family does not use": lambda name: name in unused,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
         "scales of activations and caches (neither is quantised)": lambda name: name.endswith(OF_ACTIVATIONS),
         "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,
