@@ -1,5 +1,6 @@
 """A model's sizes and memory, from its config and the headers of its files alone."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.printable import did_you_mean
 from nnxmoe.convert.core.layout import Parameter, parameters
 from nnxmoe.convert.core.lazy_array import LazyArrays
@@ -25,7 +27,6 @@ from nnxmoe.convert.hf.side_files import generation_fields, parse_config
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.mtp import has_mtp
 from nnxmoe.models import HUB_IDS, HUB_NOTES, PRESETS, model_class, preset
 from nnxmoe.planning.arithmetic import cache_per_token
 from nnxmoe.quantization.kernels import places, quantized_weights
@@ -125,7 +126,7 @@ def summarise(
         active += size * _share(parameter, config)
     buffer = _buffer(model, config) * jnp.dtype(kept).itemsize
     weights, active_bytes = _in_memory(model, config, jnp.dtype(kept), arrays, quantize, keep_quantized)
-    if has_mtp(config, kind.hf_table):  # after everything was counted, which leaves these layers out
+    with contextlib.suppress(ConfigError):  # models without prediction layers; the counts above leave them out
         model.mtp = kind(config, rngs=None, dtype=kept, mtp=True).mtp
     published = filter(None, (HUB_IDS.get(str(name).lower()), HUB_NOTES.get(str(name).lower())))
     return Summary(

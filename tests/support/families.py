@@ -800,7 +800,7 @@ _HYBRID: Fields = {
     "linear_conv_kernel_dim": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
+    "linear_key_head_dim": 32,
     "linear_value_head_dim": 8,
 }
 _EXPERTS: Fields = {
