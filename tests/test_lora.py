@@ -499,6 +499,12 @@ def test_invalid_adapters_are_refused(tmp_path: Path, what: str) -> None:
     assert not adapted(model)
 
 
+def test_whole_models_are_no_adapters(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(nnxmoe.CheckpointError, match="holds a whole model and no adapter: load it as the model"):
+        lora.load(build_tiny("llama"), tmp_path)
+
+
 DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
     "no config": ("adapter_config.json", lambda data: None),
     "empty config": ("adapter_config.json", lambda data: b""),

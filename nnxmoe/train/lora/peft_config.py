@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -72,6 +73,8 @@ class Settings:
     @classmethod
     def read(cls, path: Path) -> Self:
         """The settings in a file. Raises CheckpointError for anything but plain LoRA."""
+        if not os.path.lexists(path) and os.path.lexists(path.with_name("config.json")):
+            raise CheckpointError(f"{path.parent} holds a whole model and no adapter: load it as the model")
         fields = read_object(path, "every adapter folder has this file", CheckpointError)
         if "fine_tune_type" in fields:
             raise CheckpointError(f"{path} is of an adapter in mlx-lm's format: fuse it with mlx_lm.fuse")
