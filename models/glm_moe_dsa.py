@@ -1,7 +1,7 @@
 """GLM-5, 5.1 and 5.2 (Zhipu AI, 2026): DeepSeek-V3.2's layers, whose indexers rotate neighbouring pairs too.
 
 In GLM-5.2 most layers have no indexer: they attend to the keys that the last indexer before them has chosen, which
-layers hand on beside the hidden states. The layer for multi-token prediction of a checkpoint is skipped.
+layers hand on beside the hidden states. A layer for multi-token prediction has an indexer of its own.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from nnxmoe.layers.context import Context
 from nnxmoe.layers.indexer import NONE, Indexer, Selection
 from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.model.layer import Layer, LayerOutput
+from nnxmoe.model.mtp import last_layer
 from nnxmoe.model.output import Ids
 from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
-from nnxmoe.models.tables import HF_MTP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,13 +104,18 @@ class GlmMoeDsa(DeepSeekV32):
     configs = (GlmMoeDsaConfig,)
     presets = PRESETS
     hub_ids = {"glm-5": "zai-org/GLM-5", "glm-5.2": "zai-org/GLM-5.2"}
-    hub_notes = dict.fromkeys(PRESETS, "the layer for multi-token prediction is left out")
-    hf_table = {name: where for name, where in DeepSeekV32.hf_table.items() if name not in HF_MTP}
+    hub_notes = dict.fromkeys(PRESETS, "the layer for multi-token prediction is left out without mtp=True")
     rotate_index = staticmethod(rotate_pairs)
 
     def __init__(self, config: GlmMoeDsaConfig, *given: Any, **options: Any):
         super().__init__(config, *given, **options)
         self.topk = config.index_topk
+
+    @property
+    def predicting(self) -> int:
+        c = self.config
+        kinds = zip(c.indexed, c.sparse_layers, strict=True)
+        return last_layer(indexed and sparse == any(c.sparse_layers) for indexed, sparse in kinds)
 
     def kind(self, index: int) -> Any:
         return self.config.sparse_layers[index], self.config.indexed[index]

@@ -16,6 +16,7 @@ from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.mtp import last_layer
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE, HF_QK_NORM
 
@@ -98,13 +99,8 @@ class QwenHybrid(CausalLM):
     @property
     def predicting(self) -> int:
         c = self.config
-        kinds = enumerate(zip(c.recurrent_layers, c.sparse_layers, strict=True))
-        like = [i for i, (recurrent, sparse) in kinds if not recurrent and sparse == (c.experts > 0)]
-        if not like:
-            raise ConfigError(
-                "no layer has both attention and the feed-forward of prediction layers: load without them"
-            )
-        return like[-1]
+        kinds = zip(c.recurrent_layers, c.sparse_layers, strict=True)
+        return last_layer(not recurrent and sparse == (c.experts > 0) for recurrent, sparse in kinds)
 
     def kind(self, index: int) -> Any:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]

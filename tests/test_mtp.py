@@ -215,10 +215,11 @@ def test_names_apart_from_the_layers(kind: str) -> None:
     assert {name for name in names if name.startswith("mtp.")} == wanted
 
 
-def test_drafts_and_training_of_recurrent_models(loaded: Loaded) -> None:
-    """An engine gives the same ids with drafts of the layer, which are taken back from recurrent states; and the layer
-    has a gradient."""
-    case, _, model = loaded("qwen3_next")
+@pytest.mark.parametrize("kind", ["qwen3_next", "glm_moe_dsa"])
+def test_drafts_and_training(kind: str, loaded: Loaded) -> None:
+    """An engine gives the same ids with drafts of the layer, which are taken back from recurrent states and from the
+    keys of indexers; and the layer has a gradient."""
+    case, _, model = loaded(kind)
     prompts = [[3, 4, 5, 3, 4, 5, 3, 4, 5], [7, 1, 30], [9, 9, 2]]
 
     def ids(draft: Any) -> list[list[int]]:
@@ -362,7 +363,11 @@ def test_what_cannot_have_them_is_refused() -> None:
     with pytest.raises(nnxmoe.ConfigError, match="the last layer is dense"):
         DeepSeekV3(config_from_hf(fields | {"first_k_dense_replace": 3}), rngs=None, mtp=True)
     config: Any = config_from_hf(FAMILIES["qwen3_next"].frozen)
-    with pytest.raises(nnxmoe.ConfigError, match="no layer has both attention and the feed-forward of prediction"):
+    with pytest.raises(nnxmoe.ConfigError, match="no layer has both the attention and the feed-forward of prediction"):
+        model_class(config)(config, rngs=None, mtp=True)
+    shared = {"num_nextn_predict_layers": 1, "indexer_types": ["full", *["shared"] * 3]}  # after a dense layer
+    config = config_from_hf(FAMILIES["glm_moe_dsa"].frozen | shared)
+    with pytest.raises(nnxmoe.ConfigError, match="no layer has both the attention and the feed-forward of prediction"):
         model_class(config)(config, rngs=None, mtp=True)
 
 

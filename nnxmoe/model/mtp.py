@@ -1,7 +1,7 @@
 """Multi-token prediction (DeepSeek-V3 technical report, 2024, section 2.2): layers that predict later tokens."""
 
 import dataclasses
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -71,7 +71,9 @@ class MTP(nnx.Module):
         embedded, context = model.leave(embedded), dataclasses.replace(context, of_routing=of_routing)
         both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden.astype(embedded.dtype))], axis=-1)
         run = self.layer if self.remat is None else self.remat(self.layer, scanned=False)
-        x, stored, info = run(self.project(both), context=context, cache=None if cache is None else cache.layers[0])
+        x = model.enter(self.project(both), tokens)
+        x, stored, info = run(x, context=context, cache=None if cache is None else cache.layers[0])
+        x = model.leave(x)
         x = self.norm(x if moved is None else moved.nan_if_full(x))
         moved = None if moved is None else dataclasses.replace(moved, layers=(stored,))
         return Body(x, moved, ByLayer({} if info is None else {0: info}), ())
@@ -93,6 +95,15 @@ def check_mtp(depths: int, model: Any) -> None:
         raise ConfigError(f"{model.config.model_type} models have no multi-token prediction layers")
     if depths < 1:
         raise ConfigError(f"num_nextn_predict_layers {depths}: the model has no multi-token prediction layers")
+
+
+def last_layer(fits: Iterable[bool]) -> int:
+    """Number of the last layer that has the parts of prediction layers. Raises ConfigError if none has."""
+    if (last := max((i for i, fit in enumerate(fits) if fit), default=None)) is None:
+        raise ConfigError(
+            "no layer has both the attention and the feed-forward of prediction layers: load without them"
+        )
+    return last
 
 
 def make_mtp(model: Any, count: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> list[MTP]:

@@ -16,8 +16,14 @@ from tests.support.families import FAMILIES, tokens_of, weights_of, write_config
 from tests.support.mtp import APART, CASES, FOLDER, fields_of, published, shapes_of
 from tests.support.tiny import Fields, Weights
 
-for _name, _value in (("num_mtp_layers", 1), ("mtp_layer_types", ["full_attention"])):  # which it has not been told
-    setattr(transformers.Qwen3NextConfig, _name, _value)
+for _config, _kind in (
+    (transformers.Qwen3NextConfig, "full_attention"),
+    (transformers.GlmMoeDsaConfig, "indexed_attention"),
+):
+    # What they have not been told.
+    _told = {"num_mtp_layers": 1, "mtp_layer_types": [_kind], "mtp_mlp_layer_types": ["sparse"]}
+    for _name, _value in _told.items():
+        setattr(_config, _name, _value)
 
 
 def write_theirs(folder: Path, theirs: str, fields: Fields, seed: int) -> Weights:
@@ -58,7 +64,12 @@ def _load(folder: Path, theirs: str) -> tuple[Any, Any]:
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
         main, info = kind.from_pretrained(folder, output_loading_info=True, **options)
         assert not any(info.values()), info
-        return main.eval(), MtpModel.from_pretrained(main).eval()
+        ahead = MtpModel.from_pretrained(main).eval()
+        ahead.config.layer_types = None  # it has no mask for indexed attention, whose mask is the usual one
+        layers: Any = ahead.layers
+        for layer in layers:  # those of GLM-5 hand on the chosen keys too
+            layer.mtp_block.register_forward_hook(lambda _, __, out: out[0] if isinstance(out, tuple) else out)
+        return main.eval(), ahead
     finally:
         kind._keys_to_ignore_on_load_unexpected = published
         write_config(folder, config)

@@ -21,7 +21,7 @@ from tests.support.families import FAMILIES, Frozen, weights_of
 from tests.support.tiny import TINY, Fields, Weights, tiny_weights
 
 FOLDER = Path(__file__).parents[1] / "data" / "mtp"
-CASES = {"kimi_k2": 1, "glm4_moe": 2, "qwen3_next": 1}  # family -> number of depths
+CASES = {"kimi_k2": 1, "glm4_moe": 2, "qwen3_next": 1, "glm_moe_dsa": 1}  # family -> number of depths
 # Families whose published files have these tensors apart from the layers -> the names of those of no layer.
 APART = {
     "qwen3_next": {
@@ -43,9 +43,10 @@ def fields_of(kind: str, depths: int) -> Fields:
 def shapes_of(fields: Fields, main: dict[str, list[int]]) -> dict[str, list[int]]:
     """Names and shapes of the prediction layers, for those of the model without them."""
     last, dim, found = fields["num_hidden_layers"] - 1, fields["hidden_size"], dict[str, list[int]]()
+    like = max((i for i, kind in enumerate(fields.get("indexer_types", ())) if kind == "full"), default=last)
     for k in range(fields["num_nextn_predict_layers"]):
         layer = f"model.layers.{last + 1 + k}."
-        found |= {n.replace(f"model.layers.{last}.", layer): s for n, s in main.items() if f".layers.{last}." in n}
+        found |= {n.replace(f"model.layers.{like}.", layer): s for n, s in main.items() if f".layers.{like}." in n}
         found |= {f"{layer}{name}.weight": [dim, 2 * dim] if name == "eh_proj" else [dim] for name in OWN}
     return found
 
