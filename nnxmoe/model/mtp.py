@@ -99,11 +99,12 @@ def check_mtp(depths: int, model: Any) -> None:
 
 def last_layer(fits: Iterable[bool]) -> int:
     """Number of the last layer that has the parts of prediction layers. Raises ConfigError if none has."""
-    if (last := max((i for i, fit in enumerate(fits) if fit), default=None)) is None:
+    numbers = [i for i, fit in enumerate(fits) if fit]
+    if not numbers:
         raise ConfigError(
             "no layer has both the attention and the feed-forward of prediction layers: load without them"
         )
-    return last
+    return numbers[-1]
 
 
 def make_mtp(model: Any, count: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> list[MTP]:

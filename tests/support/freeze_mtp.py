@@ -20,9 +20,9 @@ for _config, _kind in (
     (transformers.Qwen3NextConfig, "full_attention"),
     (transformers.GlmMoeDsaConfig, "indexed_attention"),
 ):
-    # What they have not been told.
-    _told = {"num_mtp_layers": 1, "mtp_layer_types": [_kind], "mtp_mlp_layer_types": ["sparse"]}
-    for _name, _value in _told.items():
+    # Fields that these configs of transformers lack, and that its MtpModel needs.
+    _missing = {"num_mtp_layers": 1, "mtp_layer_types": [_kind], "mtp_mlp_layer_types": ["sparse"]}
+    for _name, _value in _missing.items():
         setattr(_config, _name, _value)
 
 
