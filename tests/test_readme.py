@@ -38,7 +38,7 @@ def test_git_ignores_what_commands_write() -> None:
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()}
     for path in (ROOT / name for name in ("README.md", "nnxmoe/convert/README.md", "nnxmoe/runtime/README.md")):
         for block in re.findall(r"^```(?:bash|sh)\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S):
-            for name in re.findall(r"(?:[^<|]> |--out |smollm )(\w[^ \n]*)", block):
+            for name in re.findall(r"(?:[^<|]> |--out |whl )(\w[^ \n]*)", block):
                 assert name.partition("/")[0] in ignored, (path, name)
 
 

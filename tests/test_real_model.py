@@ -1,6 +1,5 @@
 """A published model that answers: SmolLM2-135M-Instruct beside transformers reading the same file."""
 
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import train
-from tests.support.smollm import convert, download
+from tests.support.smollm import download
 from tests.support.tasks import CAPITALS, evaluate, quiet_harness, write_tasks
 
 pytestmark = [pytest.mark.oracle, pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
@@ -27,23 +26,31 @@ QUESTIONS += ["Who are you?", "Name three colours.", "¿Dónde está Madrid?", "
 
 
 @pytest.fixture(scope="module")
-def sides(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """transformers' model and tokenizer of the GGUF file, and the folder that they are saved in."""
+def file() -> Path:
+    """The GGUF file, weights of 4 bits."""
     CACHE.mkdir(parents=True, exist_ok=True)
     try:
-        file = download(CACHE)
+        return download(CACHE)
     except subprocess.CalledProcessError as error:
         if not any(sign in error.stderr for sign in ("connection", "resolution", "timed out", "ProxyError")):
             raise
         pytest.skip(f"the package index was not reached: {error.stderr.strip().splitlines()[-1]}")
-    folder = tmp_path_factory.mktemp("smollm")
-    yield *convert(file, folder), folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
-def ours(sides: Any) -> tuple[nnxmoe.CausalLM, nnxmoe.Tokenizer]:
-    return nnxmoe.from_pretrained(sides[2]), nnxmoe.Tokenizer.from_pretrained(sides[2])
+def sides(file: Path) -> Any:
+    """transformers' model and tokenizer of the file."""
+    import torch
+    import transformers
+
+    named = {"gguf_file": file.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **named)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(file.parent, **named)
+
+
+@pytest.fixture(scope="module")
+def ours(file: Path) -> tuple[nnxmoe.CausalLM, nnxmoe.Tokenizer]:
+    return nnxmoe.from_pretrained(file), nnxmoe.Tokenizer.from_pretrained(file)
 
 
 def test_logits_and_greedy_answers_equal_those_of_transformers(sides: Any, ours: Any) -> None:
@@ -69,6 +76,14 @@ def test_logits_and_greedy_answers_equal_those_of_transformers(sides: Any, ours:
     assert completions[0].text == "The capital of France is Paris."
 
 
+def test_codes_that_are_kept_give_the_same_answers(file: Path, ours: Any) -> None:
+    kept = nnxmoe.from_pretrained(file, keep_quantized=True)
+    assert kept.load_report is not None and kept.load_report.weights["int4"] > 0
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:8]]
+    wanted, found = (list(nnxmoe.complete(model, chats, ours[1], max_new_tokens=NEW)) for model in (ours[0], kept))
+    assert [done.ids for done in found] == [done.ids for done in wanted]
+
+
 def test_a_task_scores_as_in_the_harness(sides: Any, ours: Any, tmp_path: Path) -> None:
     quiet_harness(tmp_path)
     from lm_eval.models.huggingface import HFLM
@@ -83,8 +98,8 @@ def test_a_task_scores_as_in_the_harness(sides: Any, ours: Any, tmp_path: Path) 
         np.testing.assert_allclose(np.array(one, float), np.array(other, float), rtol=1e-4, atol=1e-3)
 
 
-def test_lora_lowers_the_loss(sides: Any, ours: Any) -> None:
-    model = nnxmoe.from_pretrained(sides[2], strategy=nnxmoe.Strategy(stacking=nnxmoe.Scanned()))
+def test_lora_lowers_the_loss(file: Path, ours: Any) -> None:
+    model = nnxmoe.from_pretrained(file, strategy=nnxmoe.Strategy(stacking=nnxmoe.Scanned()))
     chats = [
         [{"role": "user", "content": q}, {"role": "assistant", "content": "Arr, ask the parrot."}] for q in QUESTIONS
     ]

@@ -35,6 +35,7 @@ from nnxmoe.quantization.rounding import quantize_shapes
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.checkpoint import Checkpoint, hub_headers
 from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.gguf import is_gguf
 from nnxmoe.storage.hub import local_folder
 from nnxmoe.storage.safetensors import TensorInfo, dtype_code
 from nnxmoe.storage.source import find_config, has_weights
@@ -198,6 +199,7 @@ def find(
     if found := preset(name):
         return found, {}
     where, folder = f"{name}/config.json", local_folder(name, CheckpointError)
+    where = str(name) if folder is not None and is_gguf(folder) else where
     if folder is not None:
         if not has_weights(folder):
             fields = find_config(folder)
@@ -274,5 +276,6 @@ def _stored(arrays: LazyArrays) -> dict[str, int]:
     for array in arrays.values():
         parts = [array] if array.codes is None else array.parts.values()
         kind = dtype_code(array.dtype) if array.codes is None else array.kind
-        size[kind] += sum(part.nbytes for part in parts)
+        kind, count = array.stored or (kind, sum(part.nbytes for part in parts))
+        size[kind] += count
     return dict(size.most_common())

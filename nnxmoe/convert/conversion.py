@@ -34,6 +34,7 @@ from nnxmoe.storage.atomic_dir import refuse_unless_empty
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute
+from nnxmoe.storage.gguf import is_gguf
 from nnxmoe.storage.hub import local_folder
 from nnxmoe.storage.source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE
 
@@ -59,7 +60,7 @@ class Kind:
 @contextlib.contextmanager
 def _tensors(folder: str) -> Iterator[LazyArrays]:
     with Checkpoint.open(folder) as checkpoint:
-        yield stored(checkpoint.tensors, checkpoint.config, str(checkpoint.folder / "config.json"), checkpoint)
+        yield stored(checkpoint.tensors, checkpoint.config, checkpoint.config_file, checkpoint)
 
 
 @contextlib.contextmanager
@@ -104,7 +105,7 @@ KINDS = {
 def kind_of(path_or_hub_id: str) -> str:
     """The key in `KINDS` of a folder's format; a hub id is ``hf``. Raises CheckpointError for unknown formats."""
     folder = local_folder(path_or_hub_id, CheckpointError)
-    if folder is None or (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
+    if folder is None or is_gguf(folder) or (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
         return "hf"
     if (folder / NATIVE_FILE).exists():
         return "orbax"

@@ -22,6 +22,7 @@ from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.generation.tokenizer_files import TOKENIZER
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import bucket
+from nnxmoe.storage.gguf import is_gguf
 
 Prompt = str | Ids | Sequence[Any]  # a text, token ids, or messages: dicts, dataclasses or pydantic models
 
@@ -293,6 +294,6 @@ def encoded(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
 def tokenizer_of(model: CausalLM) -> Tokenizer | None:
     """The tokenizer in the folder that the model was loaded from; None if there is none."""
     folder = Path(model.load_report.files) if model.load_report and model.load_report.files else None
-    if folder is None or not (os.path.exists(folder / TOKENIZER) or has_merges(folder)):
+    if folder is None or not (is_gguf(folder) or os.path.exists(folder / TOKENIZER) or has_merges(folder)):
         return None
     return Tokenizer.from_pretrained(folder)

@@ -26,7 +26,7 @@ from nnxmoe.generation.tokenizer_files import (
     find_folder,
     read_backend,
     read_chat_templates,
-    read_json,
+    read_config,
 )
 from nnxmoe.runtime.progress import logger
 
@@ -72,9 +72,10 @@ class Tokenizer:
     def from_pretrained(
         cls, path_or_hub_id: str | Path, revision: str | None = None, local_files_only: bool = False
     ) -> Self:
-        """Read the tokenizer files of a local folder or a Hugging Face repository. Raises TokenizerError."""
+        """Read the tokenizer files of a local folder or a Hugging Face repository, or the tokenizer in a GGUF file.
+        Raises TokenizerError, for a malformed GGUF file CheckpointError (both ValueErrors)."""
         folder = find_folder(path_or_hub_id, revision, local_files_only)
-        config = read_json(folder / CONFIG)
+        config = read_config(folder)
         merges = byte_level.has_merges(folder)
         backend, defaults = byte_level.build(folder, config) if merges else (read_backend(folder), {})
         named = named_tokens(folder, config, defaults)

@@ -18,6 +18,8 @@ from nnxmoe.storage.files import (
     read_bounded,
     read_object,
 )
+from nnxmoe.storage.gguf import GGUF, is_gguf
+from nnxmoe.storage.gguf_tokenizer import tokenizer_files
 from nnxmoe.storage.hub import TOKENIZER_FILES, local_folder, snapshot
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -42,7 +44,7 @@ class TokenizerError(ValueError):
 
 
 def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_only: bool) -> Path:
-    """The local folder, or the hub's cache folder after downloading only the tokenizer's files."""
+    """The local folder or GGUF file, or the hub's cache folder after downloading only the tokenizer's files."""
     folder = local_folder(path_or_hub_id, TokenizerError)
     if folder is not None:
         return folder
@@ -50,16 +52,27 @@ def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_on
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer in tokenizer.json. Raises TokenizerError if it is missing or invalid."""
+    """The tokenizer in tokenizer.json, or in a GGUF file. Raises TokenizerError if it is missing or invalid."""
     path = folder / TOKENIZER
+    if is_gguf(folder):
+        return _parsed(path, json.dumps(tokenizer_files(GGUF.open(folder))[TOKENIZER]).encode())
     if not os.path.lexists(path):
         raise TokenizerError(f"{path} is missing. {_found_instead(folder)}")
-    data = read_bounded(path, MAX_BYTES, REMEDY, TokenizerError)
+    return _parsed(path, read_bounded(path, MAX_BYTES, REMEDY, TokenizerError))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json, empty if missing, or what stands for it in a GGUF file."""
+    return tokenizer_files(GGUF.open(folder))[CONFIG] if is_gguf(folder) else read_json(folder / CONFIG)
+
+
+def _parsed(path: Path, data: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer of the content of a tokenizer.json."""
     _check_precompiled(path, data)
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except BaseException as error:
-        if len(data) < EXPLAINED_BYTES:
+        if len(data) < EXPLAINED_BYTES and os.path.lexists(path):
             _explain(path)
         raise backend_failure(
             error, f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads"

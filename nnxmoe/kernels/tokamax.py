@@ -72,9 +72,9 @@ class Tokamax:
 
 def _qarray(kernel: QuantizedKernel, dtype: Any) -> Any:
     """The kernel ``[E, I, O]`` as qwix's array, from whose codes tokamax computes on GPUs; as floats if its tiles do
-    not divide the inputs, and for kinds whose values are looked up."""
+    not divide the inputs, for kinds whose values are looked up, and with offsets."""
     codes, (rows, columns), (_, ins, outs) = kernel.kind, kernel.kind.tile, kernel.shape
-    if (kernel.scale.shape[-1] > 1 and ins % columns) or codes.kind in LEVELS:
+    if (kernel.scale.shape[-1] > 1 and ins % columns) or codes.kind in LEVELS or codes.offset:
         return kernel.dense(dtype)
     values = codes.unpack(kernel.codes)
     if codes.kind == "fp8":

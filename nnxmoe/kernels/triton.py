@@ -224,11 +224,11 @@ def _add_codes(rows_ref, index, kernel, group, column, tiles, i, total):
 
     for half, part in enumerate((codes & 15, codes >> 4) if kind.halves else (codes,)):
         values = _value(kind, part)
-        if kernel.zero is not None:
+        if kernel.zero is not None and not kind.offset:
             values = values - of_tile(kernel.zero)
-        elif kind.kind == "int4":
+        elif kind.kind == "int4" and not kind.offset:
             values = values - MIDDLE
-        weights = values * of_tile(kernel.scale)
+        weights = values * of_tile(kernel.scale) + (of_tile(kernel.zero) if kind.offset else 0.0)
         first = block * inside * (1 + kind.halves) + half * inside + within
         x = rows_ref[index, pl.ds(first, depth)]
         total = total + _dot(x, weights.astype(x.dtype), 1, 1)

@@ -2,13 +2,14 @@
 
     w[o, i] = (value(code[o, i]) - zero[o // rows, i // columns]) * scale[o // rows, i // columns]
 
-A *tile* of ``rows`` outputs by ``columns`` inputs shares a scale and, if there is one, a zero point. All functions take
-arrays of NumPy and of JAX, with any leading dimensions.
+A *tile* of ``rows`` outputs by ``columns`` inputs shares a scale and, if there is one, a zero point or an offset. All
+functions take arrays of NumPy and of JAX, with any leading dimensions.
 """
 
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any, Literal
 
 import jax
@@ -54,11 +55,13 @@ class Codes:
     ``fp8``: the bits of ``float8_e4m3fn``. ``tile`` (rows, columns) may reach beyond the kernel's edges, except in
     columns of 4-bit codes.
     ``rounded``: the dtype to which weights are rounded, where the tool that made the codes does that; None: float32.
+    ``offset``: ``zero`` is a float that is added after the scale, as in GGUF's types with a minimum.
     """
 
     kind: Kind
     tile: tuple[int, int]
     rounded: str | None = None
+    offset: bool = False
 
     @property
     def bits(self) -> int:
@@ -139,11 +142,12 @@ class Codes:
         found = []
         for part in self._one_each(codes):
             values = self._values(part)
-            if zero is not None:
+            if zero is not None and not self.offset:
                 values = self._with(values, zero, rows, "minus")
-            elif self.kind == "int4":
+            elif self.kind == "int4" and not self.offset:
                 values = values - np.float32(MIDDLE)
-            found.append(self._round(self._with(values, scale, rows, "times")))
+            values = self._with(values, scale, rows, "times")
+            found.append(self._round(self._with(values, zero, rows, "plus") if self.offset else values))
         return tuple(found)
 
     def values(self, codes: Any) -> Any:
@@ -166,15 +170,16 @@ class Codes:
         numbers = xp.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         return xp.take(grid, numbers // self.tile[0], axis=-2).astype(np.float32)
 
-    def _with(self, values: Any, grid: Any, rows: Any, what: Literal["minus", "times"]) -> Any:
-        """Subtract a tile's zero point from all of its values, or multiply them by its scale."""
+    def _with(self, values: Any, grid: Any, rows: Any, what: Literal["minus", "times", "plus"]) -> Any:
+        """Subtract a tile's zero point from all of its values, multiply them by its scale, or add its offset."""
         lines, ins, columns = self.of_rows(grid, rows), values.shape[-1], self.tile[1] // (1 + self.halves)
         shape = values.shape
         if lines.shape[-1] > 1 and ins % columns:
             lines = lines.__array_namespace__().repeat(lines, columns, axis=-1)[..., :ins]
         elif lines.shape[-1] > 1:
             values, lines = values.reshape(*shape[:-1], -1, columns), lines[..., None]
-        return (values - lines if what == "minus" else values * lines).reshape(shape)
+        run = {"minus": operator.sub, "times": operator.mul, "plus": operator.add}[what]
+        return run(values, lines).reshape(shape)
 
     def _round(self, weights: Any) -> Any:
         """Rounded to the dtype of the tool; `reduce_precision`, because XLA drops casts to fewer bits and back."""

@@ -108,7 +108,7 @@ def exchange(
     made = QuantizedWeight(
         variable(codes.stored(*sizes), STORED[codes.kind], both),
         variable(grid, scale, of_grid),
-        variable(grid, STORED[codes.kind], of_grid) if zero else None,
+        variable(grid, scale if codes.offset else STORED[codes.kind], of_grid) if zero else None,
         variable(sizes[1:], np.int32, (None,)) if order else None,
         ins=ins,
         outs=outs,
@@ -204,7 +204,8 @@ def exchange_described(model: CausalLM, description: Any) -> None:
         for entry in description:
             if entry["kind"] not in STORED:
                 raise ValueError(f"{entry['kind']!r} is an unknown kind of code")
-            codes = Codes(entry["kind"], (entry["tile"][0], entry["tile"][1]), entry["rounded"])
+            tile = entry["tile"][0], entry["tile"][1]
+            codes = Codes(entry["kind"], tile, entry["rounded"], bool(entry.get("offset")))
             form = codes, jnp.dtype(entry["scale"]), bool(entry["zero"]), bool(entry["order"])
             forms |= {(key, layer): form for key, layers in entry["kernels"].items() for layer in layers}
         positive = all(min(form[0].tile) > 0 for form in forms.values())

@@ -16,6 +16,7 @@ import numpy as np
 from nnxmoe.config.printable import short, some
 from nnxmoe.storage import source
 from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.gguf import GGUF, is_gguf
 from nnxmoe.storage.safetensors import DTYPES, MAX_HEADER, TensorInfo, header_length, read_header
 from nnxmoe.storage.source import INDEX_FILE, Source, prefixed
 
@@ -32,6 +33,7 @@ class Checkpoint:
     def __init__(self, found: Source) -> None:
         """Read and check the headers of the files that were found; use `Checkpoint.open`."""
         self.folder = found.folder
+        self.config_file = str(found.folder if is_gguf(found.folder) else found.folder / "config.json")
         self.config = found.config
         self.files: list[Path] = list(found.files)
         self.notes: list[str] = list(found.notes)
@@ -61,6 +63,10 @@ class Checkpoint:
 
     def _collect(self, weight_map: dict[str, str]) -> None:
         """Merge the files' headers and check them against the index."""
+        if is_gguf(self.folder):
+            self.tensors |= GGUF.open(self.folder).tensors
+            self._sizes = {file: file.stat().st_size for file in self.files}
+            return
         lengths, lost, replaced = 0, list[str](), dict[str, list[str]]()
         for file in self.files:
             lengths += header_length(file)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nnxmoe.config.printable import did_you_mean
+from nnxmoe.storage.gguf import is_gguf
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]) -> Path | None:
-    """Return the local folder, or None for a hub id; raise if the argument can be neither.
+    """Return the local folder or GGUF file, or None for a hub id; raise if the argument can be neither.
 
     The text ``demo`` names the checkpoint within the package, ``./demo`` a folder.
     """
@@ -53,7 +54,7 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]
     if not text or "\0" in text:
         raise error(f"{text!r} is neither a folder nor a hub id such as 'org/name'")
     path = Path(os.path.expanduser(text))
-    if os.path.isdir(path):
+    if os.path.isdir(path) or is_gguf(path):
         return path
     if os.path.lexists(path):
         raise error(f"{path} is not a folder; give the folder that holds the checkpoint")

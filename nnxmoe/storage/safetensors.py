@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -56,7 +56,7 @@ class TensorInfo:
         """The stored dtype; BF16 and FP8 are those of ml_dtypes."""
         return DTYPES[self.dtype]
 
-    def at(self, index: int) -> "TensorInfo":
+    def at(self, index: int) -> Self:
         """The part at an index of the first dimension."""
         size = self.nbytes // self.shape[0]
         begin = self.begin + index * size

@@ -16,6 +16,8 @@ from nnxmoe.config.nested import text_fields
 from nnxmoe.config.printable import short, some
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import read_object
+from nnxmoe.storage.gguf import GGUF, is_gguf
+from nnxmoe.storage.gguf_config import config_fields
 from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot
 
 T = TypeVar("T")
@@ -81,7 +83,12 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None, local_fil
 
 
 def find_in_folder(folder: Path) -> Source:
-    """Read the JSON files of a local folder and decide which weight files make up the checkpoint."""
+    """Read the JSON files of a local folder and decide which weight files make up the checkpoint. ``folder`` may be a
+    GGUF file, whose metadata holds the config."""
+    if is_gguf(folder):
+        model = GGUF.open(folder)
+        fields, notes = config_fields(model)
+        return Source(folder, fields, model.files, {}, notes)
     if not os.path.isdir(folder):
         raise CheckpointError(f"no such folder: {folder}; give the folder that holds config.json and the weights")
     config = find_config(folder)
@@ -93,6 +100,8 @@ def find_in_folder(folder: Path) -> Source:
 def find_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder, or its text model's part, with the settings of an old GPTQ checkpoint as
     ``quantization_config``."""
+    if is_gguf(folder):
+        return config_fields(GGUF.open(folder))[0]
     path = folder / "config.json"
     if not os.path.lexists(path):
         raise CheckpointError(f"{folder} has no config.json: {_adapter_in(folder) or 'it holds no checkpoint'}")
@@ -115,7 +124,7 @@ def _adapter_in(folder: Path) -> str | None:
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder has weight files of any format."""
-    names = _names(folder)
+    names = [folder.name] if is_gguf(folder) else _names(folder)
     return any(".safetensors" in name or Path(name).suffix in _OTHER_FORMATS for name in names)
 
 

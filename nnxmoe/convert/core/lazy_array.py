@@ -28,7 +28,8 @@ class LazyArray:
     ``read_box(box, empty)`` returns the values of a box; ``empty`` allocates memory that it may read into.
     ``block``: efficient size of a read, in bytes. ``codes``, ``parts``: how the file quantises the values, and its
     arrays by name: ``codes``, ``scale``, perhaps ``zero`` and ``order``. ``file``: its name, for messages; ``tensors``:
-    names of the tensors that it is read from, if they differ from its own. ``fault``: an error message from checking
+    names of the tensors that it is read from, if they differ from its own. ``stored``: the format's own name and the
+    bytes in the file, if ``dtype`` and ``codes`` do not tell them. ``fault``: an error message from checking
     the headers. ``holders``: for an array that spans processes, those that hold all of it; ``joined`` computes it on
     all devices.
     """
@@ -41,6 +42,7 @@ class LazyArray:
     parts: Mapping[str, "LazyArray"] = FrozenDict({})
     file: str = ""
     tensors: tuple[str, ...] = ()
+    stored: tuple[str, int] | None = None
     fault: str | None = None
     holders: tuple[int, ...] | None = None
     joined: Callable[[], jax.Array] | None = None
@@ -61,12 +63,15 @@ class LazyArray:
     @property
     def kind(self) -> str:
         """The dtype in the file, or the kind of code."""
+        if self.stored is not None:
+            return self.stored[0]
         return str(self.dtype) if self.codes is None else self.codes.kind
 
     @property
     def loaded(self) -> np.dtype:
-        """The dtype for loading it if none is asked for: float64 as float32, codes as what their tool defines."""
-        if self.codes is not None:
+        """The dtype for loading it if none is asked for: float64 as float32, codes as what their tool defines,
+        those of formats with types of their own (``stored``) as float32, which is exact."""
+        if self.codes is not None and self.stored is None:
             return jnp.dtype(self.codes.rounded or "bfloat16")
         return np.dtype(np.float32) if self.dtype.itemsize == 8 else self.dtype
 

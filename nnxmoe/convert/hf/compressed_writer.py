@@ -46,8 +46,8 @@ def compressed(
             raise CheckpointError(f"{plain(leaf.key)} is quantised and shares its tensor with others, {WHAT}")
         module = name.removesuffix(".weight.codes")
         parts = {part: found.pop(full) for part in ARRAYS if (full := f"{module}.weight.{part}") in found}
-        if "order" in parts or codes.kind == "nf4":
-            has = "inputs in another order (act order)" if "order" in parts else "NF4 codes"
+        odd = {"inputs in another order (act order)": "order" in parts, "NF4 codes": codes.kind == "nf4"}
+        for has in (what for what, found_here in (odd | {"offsets": codes.offset}).items() if found_here):
             raise CheckpointError(f"{plain(module)} has {has}, {WHAT}")
         stored = _floats(codes, parts) if codes.kind == "fp8" else _words(codes, parts)
         found |= {f"{module}.{ending}": array for ending, array in stored.items()}
@@ -100,7 +100,9 @@ def _floats(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray
 
 
 def _scale(codes: Codes, scale: LazyArray) -> LazyArray:
-    """The scales; that of a whole tensor as a vector."""
+    """The scales; that of a whole tensor as a vector. Readers round weights to the dtype of the scales, so that codes
+    whose weights are not rounded (GGUF's) have them in float32."""
+    scale = scale.cast(np.dtype(np.float32)) if codes.rounded is None else scale
     if codes.tile[0] < WHOLE or scale.shape != (1, 1):
         return scale
     return scale.mapped((1,), scale.dtype, lambda values: values.reshape(1))

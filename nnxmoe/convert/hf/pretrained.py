@@ -81,7 +81,7 @@ def from_pretrained(
                 f"{checkpoint.folder} holds a {config.model_type} model: use {kind.__name__}.from_pretrained "
                 f"or nnxmoe.from_pretrained, not {expect.__name__}.from_pretrained"
             )
-        where = str(checkpoint.folder / "config.json")
+        where = checkpoint.config_file
         found = with_views(kind.hf_names(config), stored(checkpoint.tensors, checkpoint.config, where, checkpoint))
         refuse_unjustified(config, found, where)
         strategy = strategy or Strategy.auto()
@@ -112,7 +112,7 @@ def restore(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
 
 def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, tuple[str, ...]]:
     """The config, with ``tie_word_embeddings`` False if the checkpoint stores a different head, and notes."""
-    config, notes = parse_config(checkpoint.config, str(checkpoint.folder / "config.json"))
+    config, notes = parse_config(checkpoint.config, checkpoint.config_file)
     if untied(config, checkpoint.tensors, checkpoint.same):
         note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are used, untied"
         return dataclasses.replace(config, tie_word_embeddings=False), (*notes, note)

@@ -17,6 +17,8 @@ from nnxmoe.models import config_class
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_bounded, read_object
+from nnxmoe.storage.gguf import GGUF, is_gguf
+from nnxmoe.storage.gguf_tokenizer import tokenizer_files
 from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES
 from nnxmoe.storage.source import find_config
 from nnxmoe.storage.write import write_bytes, write_json
@@ -43,6 +45,16 @@ def write_side_files(
     if model.load_report is None or model.load_report.files is None:
         return
     source = Path(model.load_report.files)
+    if is_gguf(source):
+        try:
+            files = tokenizer_files(GGUF.open(source))
+        except CheckpointError as error:  # as below
+            logger.warning("%s; no tokenizer is written", error)
+            files = {}
+        for name, content in files.items():
+            if not os.path.lexists(absolute(target) / name):
+                write_json(stage / name, content)
+        return
     if not source.is_dir():
         logger.warning("%s no longer exists: the tokenizer's files are not copied", source)
     for path in _companions(source, (*TOKENIZER_FILES, *CODE_FILES)):
@@ -65,7 +77,7 @@ def _companions(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder has any tokenizer file."""
-    return bool(_companions(Path(folder), TOKENIZER_FILES))
+    return is_gguf(folder) or bool(_companions(Path(folder), TOKENIZER_FILES))
 
 
 def read_config(folder: Path) -> DecoderConfig:

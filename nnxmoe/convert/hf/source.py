@@ -9,11 +9,13 @@ from typing import Any
 
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.hf import compressed_reader, fp8, gptq, nf4
+from nnxmoe.convert.hf.gguf_tensors import of_gguf
 from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS, ModuleTensors
 from nnxmoe.convert.hf.mxfp4 import mxfp4
 from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Malformed, Scheme
 from nnxmoe.storage.checkpoint import Checkpoint
+from nnxmoe.storage.gguf import is_gguf
 from nnxmoe.storage.safetensors import TensorInfo
 from nnxmoe.storage.source import towers
 
@@ -29,6 +31,8 @@ def stored(
     ``fields``: config.json, at ``where``; ``checkpoint`` None: headers only, reading fails. Raises CheckpointError for
     quantization that is not supported.
     """
+    if checkpoint is not None and is_gguf(checkpoint.folder):
+        return of_gguf(checkpoint)
     scheme = Scheme.of(fields, where)
     beside = {name for names in towers(tensors).values() for name in names}
     text = {name: info for name, info in tensors.items() if name not in beside}

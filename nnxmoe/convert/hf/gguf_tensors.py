@@ -1,0 +1,205 @@
+"""The tensors of GGUF files as lazy arrays with Hugging Face's names: decoded on reading, or kept as codes.
+
+llama.cpp stores one tensor per kernel of all experts, reorders the rotated rows of queries and keys of Llama's
+architecture, and splits the latent up-projection of DeepSeek. The ``gguf`` library decodes what is not kept.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.hf.raw import raw
+from nnxmoe.convert.hf.side_files import parse_config
+from nnxmoe.layers.codes import Codes
+from nnxmoe.model.weight_names import Table, options
+from nnxmoe.models import model_class
+from nnxmoe.storage.checkpoint import Checkpoint
+from nnxmoe.storage.gguf import GGUF, GGUFInfo, library
+
+_BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
+_PARTS = {"gate": "gate", "up": "up", "down": "down"}
+
+# Name in a block, without its number -> keys of parameters, of which a family has one.
+_KEYS: dict[str, tuple[str, ...]] = {
+    "token_embd.weight": ("embed.table",),
+    "output_norm.weight": ("norm.scale",),
+    "output.weight": ("head.kernel",),
+    "attn_norm.weight": ("layer.attention_norm.scale",),
+    "ffn_norm.weight": ("layer.moe_norm.scale", "layer.mlp_norm.scale"),
+    "post_attention_norm.weight": ("layer.moe_norm.scale", "layer.mlp_norm.scale"),
+    "attn_sinks.weight": ("layer.attention.sinks.scores",),
+    "attn_q_a.weight": ("layer.attention.q.a.kernel",),
+    "attn_q_a_norm.weight": ("layer.attention.q.norm.scale",),
+    "attn_q_b.weight": ("layer.attention.q.b.kernel",),
+    "attn_kv_a_mqa.weight": ("layer.attention.kv_a.kernel",),
+    "attn_kv_a_norm.weight": ("layer.attention.kv_norm.scale",),
+    "attn_kv_b.weight": ("layer.attention.kv_b.kernel",),
+    "ffn_gate_inp.weight": ("layer.moe.router.kernel",),
+    "ffn_gate_inp.bias": ("layer.moe.router.logit_bias.values",),
+    "exp_probs_b.bias": ("layer.moe.router.bias",),
+    **{f"attn_{name}_norm.weight": (f"layer.attention.qk_norm.{name}.scale",) for name in "qk"},
+    **{
+        f"attn_{theirs}.{ending}": (f"layer.attention.{ours}.{what}",)
+        for theirs, ours in {"q": "q", "k": "k", "v": "v", "output": "o"}.items()
+        for ending, what in {"weight": "kernel", "bias": "bias"}.items()
+    },
+    **{f"ffn_{name}.weight": (f"layer.mlp.{name}.kernel",) for name in _PARTS},
+    **{f"ffn_{name}.bias": (f"layer.mlp.{name}.bias",) for name in _PARTS},
+    **{f"ffn_{name}_exps.weight": (f"layer.moe.experts.{name}",) for name in _PARTS},
+    **{f"ffn_{name}_exps.bias": (f"layer.moe.experts.biases.{name}",) for name in _PARTS},
+    **{f"ffn_{name}_shexp.weight": (f"layer.moe.shared.{name}.kernel",) for name in _PARTS},
+    "nextn.eh_proj.weight": ("layer.mtp.project.kernel",),
+    "nextn.embed_tokens.weight": ("layer.mtp.embed.table",),
+    "nextn.enorm.weight": ("layer.mtp.token_norm.scale",),
+    "nextn.hnorm.weight": ("layer.mtp.hidden_norm.scale",),
+    "nextn.shared_head_head.weight": ("layer.mtp.head.kernel",),
+    "nextn.shared_head_norm.weight": ("layer.mtp.norm.scale",),
+}
+
+# Types that can be kept: their codes, and the bytes of a block that hold codes, scale and, added after it, an offset.
+_KEPT = {
+    "Q8_0": (Codes("int8", (1, 32)), {"codes": (2, 34), "scale": (0, 2)}),
+    "Q4_0": (Codes("int4", (1, 32)), {"codes": (2, 18), "scale": (0, 2)}),
+    "Q4_1": (Codes("int4", (1, 32), offset=True), {"codes": (4, 20), "scale": (0, 2), "zero": (2, 4)}),
+    "MXFP4": (Codes("fp4", (1, 32)), {"codes": (1, 17), "scale": (0, 1)}),
+}
+
+
+def of_gguf(checkpoint: Checkpoint) -> dict[str, LazyArray]:
+    """Name -> lazy array. Tensors that no parameter has keep the names of the file."""
+    model = GGUF.open(checkpoint.folder)
+    config, _ = parse_config(checkpoint.config, checkpoint.config_file)
+    table, pairs = model_class(config).hf_names(config), model.text("general.architecture") == "llama"
+    found: dict[str, LazyArray] = {}
+    halves: dict[str, dict[str, LazyArray]] = {}
+    for name, info in model.tensors.items():
+        if name == "rope_freqs.weight":  # the config has it
+            continue
+        match = _BLOCK.match(name)
+        layer, stem = (int(match[1]), name[match.end() :]) if match else (None, name)
+        if stem in ("attn_k_b.weight", "attn_v_b.weight"):
+            halves.setdefault(name[: -len(stem)] + "attn_kv_b.weight", {})[stem[5]] = _array(info, checkpoint)
+            continue
+        key = next((key for key in _KEYS.get(stem, ()) if key in table), None)
+        if key is None:
+            found[name] = dataclasses.replace(_array(info, checkpoint), tensors=(name,))
+        elif pairs and stem.startswith(("attn_q.", "attn_k.")):
+            heads = config.num_attention_heads if stem.startswith("attn_q.") else config.kv_heads
+            found[_name(table, key, layer)] = _turned_back(_array(info, checkpoint), heads, config.head_width)
+        else:
+            found |= _of_experts(table, key, layer, info, checkpoint)
+    for name, both in halves.items():
+        layer = int(name.split(".")[1])
+        found[_name(table, "layer.attention.kv_b.kernel", layer)] = _joined(both, config, name)
+    return found
+
+
+def _name(table: Table, key: str, layer: int | None) -> str:
+    w = options(table, key)[0]
+    return w.label(w.tensor(layer))
+
+
+def _of_experts(
+    table: Table, key: str, layer: int | None, info: GGUFInfo, checkpoint: Checkpoint
+) -> dict[str, LazyArray]:
+    """The array of a parameter, or one per expert if Hugging Face's layout has a tensor per expert."""
+    w = options(table, key)[0]
+    if not w.per_expert:
+        return {_name(table, key, layer): _array(info, checkpoint)}
+    if len(info.values) != 3:
+        fault = f"{info.name} in {info.file.name} has shape {list(info.values)}: it must hold a kernel per expert"
+        return {w.tensor(layer, 0): LazyArray.faulty(fault, (info.name,))}
+    return {w.tensor(layer, e): _array(info.at(e), checkpoint) for e in range(info.values[0])}
+
+
+def _array(info: GGUFInfo, checkpoint: Checkpoint) -> LazyArray:
+    """The tensor, decoded on reading if it holds blocks."""
+    octets = raw(checkpoint, info)
+    if info.kind in _KEPT:
+        codes, places = _KEPT[info.kind]
+        parts = {name: _part(octets, codes, info, name, place) for name, place in places.items()}
+        return dataclasses.replace(LazyArray.quantized(codes, info.values, parts), stored=(info.kind, info.nbytes))
+    if info.shape == info.values:
+        return octets
+    group, width = library().GGML_QUANT_SIZES[library().GGMLQuantizationType[info.kind]]
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        *rows, columns = box
+        first, last = columns.start // group, -(-columns.stop // group)
+        found = octets.read_box((*rows, slice(first * width, last * width)), np.empty)
+        values = library().dequantize(found, library().GGMLQuantizationType[info.kind])
+        return values[..., columns.start - first * group : columns.stop - first * group]
+
+    floats = {"dtype": np.dtype(np.float32), "stored": (info.kind, info.nbytes)}
+    return dataclasses.replace(octets, shape=info.values, read_box=read, **floats)
+
+
+def _part(octets: LazyArray, codes: Codes, info: GGUFInfo, name: str, place: tuple[int, int]) -> LazyArray:
+    """One of the arrays of a quantised kernel: these bytes of every block."""
+    outs, (begin, end) = info.values[:-1], place
+    groups, ins = info.values[-1] // 32, info.values[-1]
+    width = info.shape[-1] // groups
+    if name == "codes":
+        per_block, dtype = ins // groups // (1 + codes.halves), np.dtype(np.int8 if codes.kind == "int8" else np.uint8)
+    else:
+        per_block, dtype = 1, np.dtype(np.float16 if end - begin == 2 else np.uint8)
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        *rows, columns = box
+        first, last = columns.start // per_block, -(-columns.stop // per_block)
+        found = octets.read_box((*rows, slice(first * width, last * width)), np.empty)
+        blocks = found.reshape(*found.shape[:-1], -1, width)[..., begin:end]
+        values = np.ascontiguousarray(blocks).view(dtype).reshape(*found.shape[:-1], -1)
+        values = values[..., columns.start - first * per_block : columns.stop - first * per_block]
+        return (
+            np.ldexp(np.float32(1), values.astype(np.int32) - 127)
+            if name == "scale" and dtype.itemsize == 1
+            else values
+        )
+
+    made = np.dtype(np.float32) if name == "scale" and dtype.itemsize == 1 else dtype
+    return dataclasses.replace(octets, shape=(*outs, groups * per_block), dtype=made, read_box=read)
+
+
+def _turned_back(array: LazyArray, heads: int, width: int) -> LazyArray:
+    """Rows of queries or keys in Hugging Face's order, where the first half of a head rotates with the second;
+    llama.cpp has these pairs side by side."""
+    if array.fault is not None or array.shape[0] != heads * width:
+        return array  # its shape is refused when the model is filled
+    order = np.arange(heads * width).reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(-1)
+
+    def change(part: LazyArray) -> LazyArray:
+        def read(box: Box, empty: Empty) -> np.ndarray:
+            rows = order[box[0]]
+            first, last = int(rows.min()), int(rows.max()) + 1
+            return part.read_box((slice(first, last), *box[1:]), np.empty)[rows - first]
+
+        return dataclasses.replace(part, read_box=read)
+
+    if array.codes is not None:
+        parts = {name: change(part) for name, part in array.parts.items()}
+        return dataclasses.replace(LazyArray.quantized(array.codes, array.shape, parts), stored=array.stored)
+    return change(array)
+
+
+def _joined(both: Mapping[str, LazyArray], config: DecoderConfig, name: str) -> LazyArray:
+    """``kv_b [heads (nope + v), latent]`` of its halves ``k [heads, latent, nope]`` and ``v [heads, v, latent]``."""
+    tensors = tuple(tensor for half in both.values() for tensor in half.tensors)
+    shapes = {half: array.shape for half, array in both.items()}
+    heads = config.num_attention_heads
+    fits = shapes.keys() == {"k", "v"} and all(len(s) == 3 and s[0] == heads for s in shapes.values())
+    if not fits or shapes["k"][1] != shapes["v"][2]:
+        return LazyArray.faulty(f"the halves of {name} do not fit: {shapes}", tensors)
+    outs = shapes["k"][2] + shapes["v"][1]
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        k, v = (np.asarray(both[half], np.float32) for half in "kv")
+        return np.concatenate([k.swapaxes(1, 2), v], axis=1).reshape(heads * outs, -1)[box]
+
+    dtype = both["k"].dtype if both["k"].dtype == both["v"].dtype else np.dtype(np.float32)
+    whole = LazyArray((heads * outs, shapes["k"][1]), np.dtype(np.float32), read, tensors=tensors, file=both["k"].file)
+    return whole.cast(dtype)

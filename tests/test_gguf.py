@@ -1,0 +1,513 @@
+"""GGUF files, written by the ``gguf`` library: every family, type and tokenizer, splits, codes, and malformed files."""
+
+import json
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe.cli import main
+from nnxmoe.convert.core.lazy_array import LazyArray, whole
+from nnxmoe.convert.hf import pretrained
+from nnxmoe.convert.hf.gguf_tensors import _array
+from nnxmoe.models import config_from_hf, model_class
+from nnxmoe.storage.checkpoint import Checkpoint
+from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.gguf import GGUF, GGUFInfo
+from nnxmoe.storage.hub import DEMO
+from tests.support import families
+from tests.support.gguf import quantised, write
+from tests.support.tiny import ORACLE, TINY, Fields, Weights, random_tokens, tiny_weights
+
+# What a GGUF file cannot say: windows, biases that llama.cpp has no name for, constants of gpt-oss.
+_PLAIN: Fields = {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
+_CHANGES: dict[str, Fields] = {
+    "llama": {"mlp_bias": False, "attention_bias": False},
+    **{kind: {"sliding_window": None} for kind in ("mistral", "mixtral")},
+    "deepseek_v3": {"attention_bias": False},
+    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "layer_types": None},
+    **{kind: _PLAIN for kind in ("qwen2", "qwen3")},
+    "qwen3_moe": {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True},
+    "olmoe": {"norm_topk_prob": False},
+    **{kind: {} for kind in ("deepseek_v2", "glm4_moe", "kimi_k2")},
+}
+_SAID = ("hidden_size", "num_hidden_layers", "vocab_size", "head_width", "rms_norm_eps", "rope_theta", "windows")
+
+
+def case(kind: str, **changes: Any) -> tuple[Fields, Weights, nnxmoe.CausalLM]:
+    """Fields, random weights and the model of a family, small."""
+    fields = (TINY[kind] if kind in TINY else families.load(kind).fields) | _CHANGES[kind] | changes
+    config = config_from_hf(fields)
+    fields["rms_norm_eps"] = config.rms_norm_eps
+    model = model_class(config)(config, ORACLE, rngs=nnx.Rngs(0))
+    weights = families.weights_of({name: array.shape for name, array in pretrained.arrays(model).items()})
+    return fields, weights, model
+
+
+def written(model: nnxmoe.CausalLM) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array) for name, array in pretrained.arrays(model).items()}
+
+
+@pytest.mark.parametrize("kind", _CHANGES)
+def test_families_load_to_the_bit(kind: str, tmp_path: Path) -> None:
+    fields, weights, model = case(kind)
+    found = nnxmoe.from_pretrained(write(tmp_path / "model.gguf", fields, weights), strategy=ORACLE)
+    same = written(found)
+    assert same.keys() == weights.keys()
+    for name, values in weights.items():
+        np.testing.assert_array_equal(same[name], values, err_msg=name)
+    assert [getattr(found.config, name) for name in _SAID] == [getattr(model.config, name) for name in _SAID]
+    report = found.load_report
+    assert report is not None and not (report.unexpected or report.notes or report.skipped)
+    nnx.update(model, nnx.state(found))
+    tokens = random_tokens(2, 7, fields["vocab_size"])
+    np.testing.assert_allclose(found(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_the_rotation_of_llama3_is_found_from_its_factors(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}
+    fields, weights, _ = case("llama", rope_parameters=rope)
+    file = write(tmp_path / "model.gguf", fields, weights)
+    found = nnxmoe.from_pretrained(file)
+    assert dict(found.config.rope_fields) == {name: value for name, value in rope.items() if name != "rope_theta"}
+    infos = GGUF.open(file).tensors
+    data = bytearray(file.read_bytes())
+    at = infos["rope_freqs.weight"].begin + 8
+    data[at : at + 4] = struct.pack("<f", 1.5)
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight has factors that are not Llama 3's"):
+        nnxmoe.from_pretrained(file)
+
+
+def test_heads_that_rotate_are_reordered_by_head(tmp_path: Path) -> None:
+    """The order of the file is another one: planting no reordering must show."""
+    fields, weights, _ = case("llama")
+    file = write(tmp_path / "model.gguf", fields, weights)
+    infos = GGUF.open(file).tensors
+    info = infos["blk.0.attn_q.weight"]
+    stored = np.frombuffer(file.read_bytes()[info.begin : info.end], "<f4").reshape(info.values)
+    assert not np.array_equal(stored, weights["model.layers.0.self_attn.q_proj.weight"])
+
+
+def _kinds() -> list[str]:
+    odd = ("Q8_1", "Q8_K", "Q1_0")  # which the library names and does not decode
+    return [kind.name for kind in gguf.GGML_QUANT_SIZES if kind.name not in odd and kind.name[0] in "QITMN"
+            and kind.name not in ("I8", "I16", "I32", "I64")]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in")
+@pytest.mark.parametrize("name", _kinds())
+def test_types_decode_as_in_the_library(name: str, tmp_path: Path) -> None:
+    """Random blocks: every box equals the same box of what the library decodes, infinite scales included."""
+    kind = gguf.GGMLQuantizationType[name]
+    group, width = gguf.GGML_QUANT_SIZES[kind]
+    experts, outs, ins = 3, 5, 4 * group
+    octets = np.random.default_rng(0).integers(0, 256, (experts, outs, 4 * width)).astype(np.uint8)
+    if name == "MXFP4":  # 255 is NaN
+        octets[..., ::width] = octets[..., ::width] % 200 + 20
+    file = tmp_path / "blocks"
+    file.write_bytes(octets.tobytes())
+    info = GGUFInfo("w", file, "U8", octets.shape, 0, octets.nbytes, kind=name, values=(experts, outs, ins))
+    wanted = gguf.dequantize(octets, kind)
+    array = _array(info, _Files(octets))
+    for box in (whole((experts, outs, ins)), (slice(1, 3), slice(2, 4), slice(group + 3, 3 * group - 1))):
+        np.testing.assert_array_equal(array.read_box(box, np.empty), wanted[box])
+    assert (array.kind, array.loaded, array.stored) == (name, np.float32, (name, octets.nbytes))
+
+
+class _Files:
+    """The reads of an opened checkpoint with one tensor."""
+
+    def __init__(self, octets: np.ndarray) -> None:
+        self.octets = octets
+
+    def read_into(self, info: Any, out: np.ndarray, rows: Any = None, cols: Any = None) -> None:
+        expert = info.begin // (self.octets[0].nbytes)
+        part = self.octets if len(info.shape) == 3 else self.octets[expert]
+        out[...] = part if rows is None else part[rows, cols or slice(None)]
+
+
+_WIDE: Fields = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("llama", "Q8_0"), ("llama", "Q4_0"), ("mixtral", "Q4_1"), ("gpt_oss", "MXFP4")]
+)
+def test_kept_codes_change_no_number(kind: str, name: str, tmp_path: Path) -> None:
+    fields, weights, _ = case(kind, **_WIDE)
+    file = write(tmp_path / "model.gguf", fields, weights, quantised(name))
+    floats, kept = (nnxmoe.from_pretrained(file, keep_quantized=keep, strategy=ORACLE) for keep in (False, True))
+    assert floats.load_report is not None and kept.load_report is not None
+    assert set(floats.load_report.weights) == {"float32"} and len(kept.load_report.weights) == 2
+    tokens = random_tokens(2, 9, fields["vocab_size"])
+    wanted = np.asarray(floats(tokens).logits)
+    np.testing.assert_allclose(kept(tokens).logits, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+    again = nnxmoe.quantization.kernels.dequantize(kept)
+    for (path, ours), (_, theirs) in zip(
+        nnx.to_flat_state(nnx.state(again)), nnx.to_flat_state(nnx.state(floats)), strict=True
+    ):
+        np.testing.assert_array_equal(ours.get_value(), theirs.get_value(), err_msg=str(path))
+    nnxmoe.save(kept, tmp_path / "native")
+    loaded = nnxmoe.load(tmp_path / "native", strategy=ORACLE)
+    np.testing.assert_array_equal(loaded(tokens).logits, kept(tokens).logits)
+    if name == "Q4_1":
+        with pytest.raises(CheckpointError, match=r"has offsets, which compressed-tensors cannot store"):
+            nnxmoe.save_pretrained(kept, tmp_path / "hf")
+    elif kind == "llama":
+        nnxmoe.save_pretrained(kept, tmp_path / "hf")
+        back = nnxmoe.from_pretrained(tmp_path / "hf", keep_quantized=True, strategy=ORACLE)
+        np.testing.assert_allclose(back(tokens).logits, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+
+
+def test_types_that_are_not_kept_are_rounded_again_by_name(tmp_path: Path) -> None:
+    fields, weights, _ = case("qwen3_moe", **_WIDE, moe_intermediate_size=32)
+    file = write(tmp_path / "model.gguf", fields, weights, quantised("Q5_1"))
+    kept = nnxmoe.from_pretrained(file, keep_quantized=True)
+    rounded = nnxmoe.from_pretrained(file, quantize=nnxmoe.Int8())
+    assert kept.load_report is not None and set(kept.load_report.weights) == {"float32"}
+    assert rounded.load_report is not None and rounded.load_report.weights["int8"] > 0
+    assert 0 < (rounded.load_report.quantization_error or 0) < 0.02
+
+
+def split(file: Path, most: int) -> list[Path]:
+    """Rewrite a file as several, as `llama-gguf-split` does."""
+    reader = gguf.GGUFReader(file)
+    arch = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(file.with_name("split.gguf"), arch, split_max_tensors=most)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            kind = field.types[0]
+            writer.add_key_value(name, field.contents(), kind, field.types[-1] if kind == 9 else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(file.parent.glob("split-*.gguf"))
+
+
+def test_split_files_are_one_model(tmp_path: Path) -> None:
+    fields, weights, _ = case("mixtral")
+    whole_file = write(tmp_path / "model.gguf", fields, weights)
+    parts = split(whole_file, 8)
+    assert len(parts) > 2
+    wanted = written(nnxmoe.from_pretrained(whole_file))
+    found = written(nnxmoe.from_pretrained(parts[1]))
+    assert all(np.array_equal(found[name], values) for name, values in wanted.items())
+    moved = parts[1].rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(CheckpointError, match=r"split-00002-of-\d+.gguf is not beside it: fetch it"):
+        nnxmoe.from_pretrained(parts[0])
+    moved.rename(parts[1])
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(CheckpointError, match=r"do not rename it"):
+        nnxmoe.from_pretrained(parts[0])
+
+
+# Tokenizers
+
+
+def tokenizer_fields(folder: Path, split_by: str = "gpt-2") -> dict[str, Any]:
+    """The metadata of a byte-level tokenizer."""
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = (folder / "chat_template.jinja").read_text()
+    ids = dict(stored["model"]["vocab"]) | {token["content"]: token["id"] for token in stored["added_tokens"]}
+    special = {token["id"] for token in stored["added_tokens"]}
+    tokens = [text for text, _ in sorted(ids.items(), key=lambda pair: pair[1])]
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in stored["model"]["merges"]]
+    found = {
+        **{"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": split_by, "tokenizer.ggml.tokens": tokens},
+        **{"tokenizer.ggml.token_type": [3 if number in special else 1 for number in range(len(tokens))]},
+        **{"tokenizer.ggml.merges": merges, "tokenizer.chat_template": template},
+    }
+    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    found["tokenizer.ggml.eot_token_id"] = ends[0]  # the end of a turn
+    for name, key in {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}.items():
+        if isinstance(text := config.get(name), str):
+            found[f"tokenizer.ggml.{key}_token_id"] = ids[text]
+    return found
+
+
+@pytest.fixture(scope="module")
+def demo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model as a GGUF file."""
+    from safetensors.numpy import load_file
+
+    fields = json.loads((DEMO / "config.json").read_text())
+    weights = {name: np.asarray(values, np.float32) for name, values in load_file(DEMO / "model.safetensors").items()}
+    file = tmp_path_factory.mktemp("demo") / "demo.gguf"
+    return write(file, fields, weights, metadata=tokenizer_fields(DEMO))
+
+
+def test_a_file_answers_as_its_folder(demo_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = [{"role": "user", "content": "What is 47 + 38?"}]
+    sides = [(nnxmoe.from_pretrained(one), nnxmoe.Tokenizer.from_pretrained(one)) for one in (DEMO, demo_file)]
+    answers = [next(iter(nnxmoe.complete(*pair[:1], [chat], pair[1], max_new_tokens=24))) for pair in sides]
+    assert answers[0].ids == answers[1].ids and answers[1].text == "47 + 38 = 85."
+    assert next(iter(nnxmoe.complete(sides[1][0], [chat], max_new_tokens=4))).ids == answers[0].ids[:4]
+    nnxmoe.save_pretrained(sides[1][0], tmp_path / "saved")
+    saved = nnxmoe.Tokenizer.from_pretrained(tmp_path / "saved")
+    assert saved.apply_chat_template(chat) == sides[0][1].apply_chat_template(chat)
+    assert saved.encode("One,  two: 17 élan") == sides[0][1].encode("One,  two: 17 élan")
+    assert main(["inspect", str(demo_file)]) == 0
+    assert "0 missing, 0 belong to no parameter" in capsys.readouterr().out
+    assert main(["generate", str(demo_file), "Q: ", "--max-new-tokens", "4"]) == 0
+    assert main(["convert", str(demo_file), str(tmp_path / "converted"), "--to", "hf", "--verify"]) == 0
+    assert "verified: all arrays are equal" in capsys.readouterr().out
+
+
+def sentencepiece() -> dict[str, Any]:
+    """A vocabulary with scores, bytes, a control token and one that is matched as a whole."""
+    words = ["▁", "a", "b", "c", "▁a", "ab", "▁ab", "bc", "abc", "▁abc", "1"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{octet:02X}>" for octet in range(256)), *words, "<tool>"]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(words), 4]
+    scores = [0.0] * 259 + [-1.0 * number for number in range(len(words))] + [0.0]
+    return {
+        **{"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds},
+        **{"tokenizer.ggml.scores": scores, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2},
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def test_sentencepiece_merges_come_from_the_scores(tmp_path: Path) -> None:
+    fields, weights, _ = case("llama")
+    file = write(tmp_path / "model.gguf", fields, weights, metadata=sentencepiece())
+    tokenizer = nnxmoe.Tokenizer.from_pretrained(file)
+    texts = [tokenizer.backend.id_to_token(number) for number in tokenizer.encode("abc abc é<tool>bc</s>")]
+    # "ab" scores above "bc", so "abc" is "ab" + "c", which no pair above it forms.
+    assert texts == ["<s>", "▁abc", "▁abc", "▁", "<0xC3>", "<0xA9>", "<tool>", "bc", "</s>"]
+    assert tokenizer.decode(tokenizer.encode("abc é 1")) == "<s> abc é 1"
+    assert tokenizer.decode(tokenizer.encode("abc é 1"), skip_special_tokens=True) == "abc é 1"
+    assert 2 in tokenizer.special_ids and tokenizer.backend.token_to_id("<tool>") not in tokenizer.special_ids
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not read; gpt2 and llama are"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "jina"}, "tokenizer.ggml.pre 'jina' is not known"),
+        ({"tokenizer.ggml.scores": [0.0]}, "tokenizer.ggml.scores has 1 entries, and there are 271 tokens"),
+        ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type has 1 entries"),
+        ({"tokenizer.ggml.eos_token_id": 999}, "tokenizer.ggml.eos_token_id is 999, and there are 271 tokens"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of texts"),
+    ],
+)
+def test_tokenizers_that_are_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    fields, weights, _ = case("llama")
+    file = write(tmp_path / "model.gguf", fields, weights, metadata=sentencepiece() | change)
+    with pytest.raises(CheckpointError, match=says.replace("[", r"\[")):
+        nnxmoe.Tokenizer.from_pretrained(file)
+
+
+# Beside transformers
+
+
+def trained() -> dict[str, Any]:
+    """The metadata of a byte-level vocabulary, trained on the text of this package."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(nnxmoe.__file__).parent.glob("*/*.py"))[:40]]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, special_tokens=["<|end|>"])  # type: ignore[call-arg]
+    backend.train_from_iterator([*texts, *SAMPLES * 20], trainer)
+    stored = json.loads(backend.to_str())["model"]
+    tokens = [text for text, _ in sorted(stored["vocab"].items(), key=lambda pair: pair[1])]
+    return {
+        **{"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 0},
+        **{
+            "tokenizer.ggml.merges": [" ".join(pair) for pair in stored["merges"]],
+            "tokenizer.ggml.add_bos_token": False,
+        },
+        "tokenizer.ggml.token_type": [3, *[1] * (len(tokens) - 1)],
+    }
+
+
+SAMPLES = [
+    "Hello world, it's 12345 o'clock!  I'M  here\n\n\tfoo",
+    "def f(x):\n    return x**2  # ok",
+    "漢字とかな \N{FULLWIDTH DIGIT ONE}23",
+]
+SAMPLES += [
+    "don't DON'T we'll",
+    "مرحبا 한국어 ünïcödé ÀÉ",
+    "a<|end|>b",
+    " leading and trailing  ",
+    "",
+    "\r\n \r\n",
+    "/a//x",
+]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("split_by", ["gpt-2", "llama-bpe", "qwen2", "tekken", "gpt-4o", "llama"])
+def test_tokenizers_give_the_ids_of_transformers(split_by: str, tmp_path: Path) -> None:
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    fields, weights, _ = case("llama")
+    metadata = sentencepiece() if split_by == "llama" else trained() | {"tokenizer.ggml.pre": split_by}
+    file = write(tmp_path / "model.gguf", fields, weights, metadata=metadata)
+    theirs, _ = convert_gguf_tokenizer(*get_gguf_tokenizer(str(file))[:2])
+    ours = nnxmoe.Tokenizer.from_pretrained(file)
+    for text in [*SAMPLES, "abc abc é<tool>bc</s>", "  a  b", "ab\nc"]:
+        assert ours.encode(text, False) == theirs.encode(text, add_special_tokens=False).ids, text
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "Q4_0"),
+        ("llama", "Q5_0"),
+        ("qwen2", "Q8_0"),
+        ("qwen3", "Q5_1"),
+        ("qwen3_moe", "Q8_0"),
+        ("llama", "Q4_1"),
+    ],
+)
+def test_logits_are_those_of_transformers_reading_the_file(kind: str, name: str, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    # What transformers reads of no file: biases, and the widths of Qwen3's heads and experts.
+    unread = {"attention_bias": False, "moe_intermediate_size": 768, "head_dim": 128 if kind == "qwen3" else 16}
+    fields, weights, _ = case(kind, **_WIDE | unread, tie_word_embeddings=False)
+    file = write(tmp_path / "model.gguf", fields, weights, quantised(name), metadata=trained())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    tokens = random_tokens(2, 11, fields["vocab_size"])
+    with torch.no_grad():
+        wanted = theirs.eval()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    found = nnxmoe.from_pretrained(file)(tokens).logits
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-4)
+
+
+# Malformed files
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    fields = TINY["llama"] | _CHANGES["llama"]
+    file = write(tmp_path_factory.mktemp("good") / "model.gguf", fields, tiny_weights(fields), metadata=sentencepiece())
+    return file.read_bytes()
+
+
+def patch(at: int, form: str, *values: Any) -> Callable[[bytes], bytes]:
+    """Replace bytes at an offset."""
+    packed = struct.pack("<" + form, *values)
+    return lambda data: data[:at] + packed + data[at + len(packed) :]
+
+
+def after(text: str, form: str, *values: Any, skip: int = 0) -> Callable[[bytes], bytes]:
+    """Replace the bytes after the first occurrence of a text."""
+    return lambda data: patch(data.index(text.encode()) + len(text) + skip, form, *values)(data)
+
+
+def swap(old: str, new: str) -> Callable[[bytes], bytes]:
+    assert len(old) == len(new)
+    return lambda data: data.replace(old.encode(), new.encode())
+
+
+# A string's length is before it; after a key come its type (4 bytes) and its value; after a tensor's name its rank (4),
+# its sizes (8 each), its type (4) and its offset (8).
+MALFORMED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "an empty file": (lambda _: b"", "takes 4 bytes, and the header can have 0 more"),
+    "another format": (lambda data: b"PK\3\4" + data[4:], "is not a GGUF file"),
+    "only the magic number": (lambda data: data[:4], "the version at byte 4"),
+    "version 1": (patch(4, "I", 1), "version 1 is not read, 2 and 3 are"),
+    "a later version": (patch(4, "I", 9), "version 9 is not read"),
+    "big-endian": (patch(4, "I", 3 << 24), "it is big-endian"),
+    "2**60 tensors": (patch(8, "Q", 1 << 60), "tensors and"),
+    "2**60 fields": (patch(16, "Q", 1 << 60), "fields; at most"),
+    "one field more": (lambda data: patch(16, "Q", struct.unpack("<Q", data[16:24])[0] + 1)(data), "download or write"),
+    "one tensor more": (lambda data: patch(8, "Q", struct.unpack("<Q", data[8:16])[0] + 1)(data), "download or write"),
+    "a key of 2**62 bytes": (patch(24, "Q", 1 << 62), "a key has a length of 4611686018427387904"),
+    "a text of 2**40 bytes": (
+        after("general.architecture", "Q", 1 << 40, skip=4),
+        "general.architecture' has a length",
+    ),
+    "a text beyond the file": (after("general.architecture", "Q", 1 << 27, skip=4), "header can have"),
+    "an unknown type": (after("general.architecture", "I", 77), "has the unknown type 77"),
+    "an array of 2**50": (after("tokenizer.ggml.tokens", "Q", 1 << 50, skip=8), "is an array of 1125899906842624"),
+    "numbers beyond the file": (after("tokenizer.ggml.scores", "Q", 1 << 50, skip=8), "header can have"),
+    "an array of arrays": (after("tokenizer.ggml.tokens", "I", 9, skip=4), "unknown type 9 in an array"),
+    "a key twice": (swap("llama.rope.dimension_count", "llama.attention.key_length"), "occurs twice"),
+    "a missing key": (swap("llama.embedding_length", "llama.embedding_lengtx"), "llama.embedding_length is missing"),
+    "no architecture": (swap("general.architecture", "general.architecturx"), "general.architecture must be text"),
+    "an unknown architecture": (swap("llama", "clipx"), "models of the architecture 'clipx' are not read from GGUF"),
+    "a rank of 9": (after("blk.0.attn_q.weight", "I", 9), "has 9 dimensions, more than 4"),
+    "2**61 columns": (after("blk.0.attn_q.weight", "Q", 1 << 61, skip=4), "is too large"),
+    "2**40 columns": (after("blk.0.attn_q.weight", "Q", 1 << 40, skip=4), "ends beyond the file's"),
+    "other columns": (after("blk.0.attn_q.weight", "Q", 12, skip=4), "begins at"),
+    "an unknown tensor type": (after("blk.0.attn_q.weight", "I", 200, skip=20), "has the type 200"),
+    "a removed tensor type": (after("blk.0.attn_q.weight", "I", 4, skip=20), "has the type 4"),
+    "rows that are no blocks": (after("blk.0.attn_q.weight", "I", 2, skip=20), "are not made of Q4_0 blocks of 32"),
+    "an offset elsewhere": (after("blk.0.attn_q.weight", "Q", 64, skip=24), "begins at 64 instead of"),
+    "an offset of 2**63": (after("blk.0.attn_q.weight", "Q", 1 << 63, skip=24), "begins at"),
+    "a tensor twice": (swap("blk.0.attn_k.weight", "blk.0.attn_q.weight"), "occurs twice"),
+    "a missing tensor": (swap("blk.0.attn_k.weight", "blk.0.attn_z.weight"), "model.layers.0.self_attn.k_proj.weight"),
+    "no embedding": (swap("token_embd.weight", "token_embx.weight"), "token_embd.weight is missing"),
+    "no layers": (after("llama.block_count", "I", 0, skip=4), "num_hidden_layers"),
+    "2**31 layers": (after("llama.block_count", "I", 1 << 31, skip=4), "num_hidden_layers"),
+    "zero heads": (after("llama.attention.head_count", "I", 0, skip=4), "num_attention_heads"),
+    "more heads": (after("llama.attention.head_count", "I", 8, skip=4), "self_attn.q_proj.weight"),
+    "without its end": (lambda data: data[:-40], "ends beyond the file's"),
+    "half of it": (lambda data: data[: len(data) // 2], "ends beyond the file's"),
+    "cut in the header": (lambda data: data[:2000], "download or write it again"),
+    "a pointer of Git LFS": (lambda _: b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_files_are_refused_in_words(name: str, good: bytes, tmp_path: Path) -> None:
+    change, says = MALFORMED[name]
+    data = change(good)
+    assert data != good
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError) as raised:
+            nnxmoe.from_pretrained(file, strategy=ORACLE)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert says in str(raised.value) and "model.gguf" in str(raised.value), raised.value
+    assert peak < 64 << 20, peak
+
+
+def test_what_changes_numbers_and_is_not_built_is_refused(tmp_path: Path) -> None:
+    fields, weights, _ = case("llama")
+    scaled = write(tmp_path / "scaled.gguf", fields, weights, metadata={"logit_scale": 0.5})
+    with pytest.raises(CheckpointError, match=r"llama.logit_scale is 0.5, which is not supported for llama"):
+        nnxmoe.from_pretrained(scaled)
+    unread = write(tmp_path / "unread.gguf", fields, weights, metadata={"some.new.key": 3})
+    report = nnxmoe.from_pretrained(unread).load_report
+    assert report is not None and report.notes == ("metadata without effect: some.new.key",)
+    odd = write(tmp_path / "odd.gguf", fields, weights, metadata={"general.alignment": 3})
+    with pytest.raises(CheckpointError, match=r"general.alignment must be a power of two, got 3"):
+        nnxmoe.from_pretrained(odd)
+    layers = write(tmp_path / "layers.gguf", fields, weights, metadata={"attention.head_count": [4, 2]})
+    with pytest.raises(CheckpointError, match=r"llama.attention.head_count differs between layers.*\(4, 2\)"):
+        nnxmoe.from_pretrained(layers)
+    with pytest.raises(CheckpointError, match=r"no such folder"):
+        Checkpoint.open(tmp_path / "missing.gguf")
+
+
+def test_arrays_are_lazy(tmp_path: Path) -> None:
+    """Opening reads the header alone."""
+    fields, weights, _ = case("llama")
+    file = write(tmp_path / "model.gguf", fields, weights)
+    with Checkpoint.open(file) as checkpoint:
+        assert checkpoint.bytes_read == 0 and checkpoint.tensors.keys() == GGUF.open(file).tensors.keys()
+        assert isinstance(_array(GGUF.open(file).tensors["output.weight"], checkpoint), LazyArray)
