@@ -22,7 +22,7 @@ from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.gguf import GGUF, GGUFInfo
 from nnxmoe.storage.hub import DEMO
-from tests.support import families
+from tests.support import families, mtp
 from tests.support.gguf import quantised, write
 from tests.support.tiny import ORACLE, TINY, Fields, Weights, random_tokens, tiny_weights
 
@@ -306,6 +306,46 @@ def test_tokenizers_that_are_refused(change: dict[str, Any], says: str, tmp_path
     file = write(tmp_path / "model.gguf", fields, weights, metadata=sentencepiece() | change)
     with pytest.raises(CheckpointError, match=says.replace("[", r"\[")):
         nnxmoe.Tokenizer.from_pretrained(file)
+
+
+def test_files_of_the_hub_are_fetched_with_their_splits(
+    demo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        asked.append((repo_id, options["allow_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)  # where no folder has such a name
+    (tmp_path / "Q8_0").mkdir()
+    (tmp_path / "Q8_0" / "demo.gguf").symlink_to(demo_file)
+    model = nnxmoe.from_pretrained("org/demo-GGUF/Q8_0/demo.gguf")
+    assert model.config.model_type == "mixtral" and asked == [("org/demo-GGUF", ["Q8_0/demo.gguf"])]
+    assert nnxmoe.Tokenizer.from_pretrained("org/demo-GGUF/Q8_0/demo.gguf").chat_template
+    with pytest.raises(CheckpointError, match=r"org/demo-GGUF has no file x-00001-of-00003\.gguf at this revision"):
+        nnxmoe.from_pretrained("org/demo-GGUF/x-00001-of-00003.gguf")
+    assert asked[-1] == ("org/demo-GGUF", ["x-*-of-00003.gguf"])
+    with pytest.raises(CheckpointError, match=r"download it \(hf download\) and give its path"):
+        main(["inspect", "org/demo-GGUF/Q8_0/demo.gguf", "--debug"])
+    with pytest.raises(ValueError, match=r"demo\.gguf is a model of its own: give the path of the file"):
+        nnxmoe.from_pretrained(tmp_path / "Q8_0")
+
+
+def test_prediction_layers(tmp_path: Path) -> None:
+    fields = mtp.fields_of("glm4_moe", 1) | {"rms_norm_eps": 1e-5}
+    config = config_from_hf(fields)
+    model = model_class(config)(config, ORACLE, rngs=nnx.Rngs(0), mtp=True)
+    weights = families.weights_of({name: array.shape for name, array in pretrained.arrays(model).items()})
+    file = write(tmp_path / "model.gguf", fields, weights)
+    found, without = (nnxmoe.from_pretrained(file, strategy=ORACLE, mtp=wanted) for wanted in (True, False))
+    assert len(found.mtp) == 1 and not without.mtp and without.load_report is not None
+    assert list(without.load_report.skipped) == ["multi-token prediction layers (not part of the model)"]
+    copied = ("embed_tokens.weight", "shared_head.head.weight")
+    for name, values in written(found).items():
+        if not name.endswith(copied) or name.startswith("model.embed"):
+            np.testing.assert_array_equal(values, weights[name], err_msg=name)
 
 
 # Beside transformers

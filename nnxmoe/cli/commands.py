@@ -5,6 +5,7 @@ import dataclasses
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from nnxmoe.generation.request import eos_ids
 from nnxmoe.generation.sampling import effective_fields, listed
 from nnxmoe.runtime.progress import say
 from nnxmoe.storage.hub import DEMO
+from nnxmoe.storage.source import gguf_in
 
 MODEL_FILES = ("config.json", "adapter_config.json")
 
@@ -32,7 +34,7 @@ def _weights(model: str) -> str:
     refuse_preset(model)
     empty = os.path.isdir(model) and not any(os.path.exists(os.path.join(model, name)) for name in MODEL_FILES)
     if empty and model != "demo":
-        raise ValueError(f"{model} holds no model: config.json is missing")
+        raise ValueError(f"{model} holds no model: {gguf_in(Path(model)) or 'config.json is missing'}")
     return model
 
 

@@ -51,7 +51,7 @@ def _quantization(text: str) -> str:
     return text
 
 
-def add_model(parser: argparse.ArgumentParser, what: str = "a folder, a hub id, or 'demo'") -> None:
+def add_model(parser: argparse.ArgumentParser, what: str = "a folder, a GGUF file, a hub id, or 'demo'") -> None:
     """MODEL, and how its files are found."""
     add = parser.add_argument
     add("model", metavar="MODEL", help=what)

@@ -274,6 +274,9 @@ def hub_headers(
 
     Without the hub, the headers of a snapshot in the local cache are used.
     """
+    if repo_id.endswith(".gguf"):
+        how = "download it (hf download) and give its path"
+        raise CheckpointError(f"{repo_id}: of a GGUF file on the hub the header is not fetched alone: {how}")
     failure: CheckpointError | None = None
     if not local_files_only:
         try:

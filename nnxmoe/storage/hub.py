@@ -25,6 +25,8 @@ TOKENIZER_FILES = (
 )
 CODE_FILES = ("*.py",)
 
+_HUB_FILE = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)/([A-Za-z0-9_][\w./-]*\.gguf)", re.ASCII)
+_SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 _REMEDIES: tuple[tuple[str, str], ...] = (
     ("GatedRepoError", "access is gated: accept its terms at https://huggingface.co/{id} and run `hf auth login`"),
@@ -44,7 +46,8 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]) -> Path | None:
-    """Return the local folder or GGUF file, or None for a hub id; raise if the argument can be neither.
+    """Return the local folder or GGUF file, or None for a hub id or a GGUF file in a hub repository
+    (``org/name/file.gguf``); raise if the argument can be neither.
 
     The text ``demo`` names the checkpoint within the package, ``./demo`` a folder.
     """
@@ -58,6 +61,8 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]
         return path
     if os.path.lexists(path):
         raise error(f"{path} is not a folder; give the folder that holds the checkpoint")
+    if isinstance(path_or_hub_id, str) and _HUB_FILE.fullmatch(text) and ".." not in text:
+        return None
     looks_like_path = text[0] in "./~" or path.is_absolute() or text.count(os.sep) >= 2
     if looks_like_path or not isinstance(path_or_hub_id, str):
         raise error(f"no such folder: {text}{_close_to(path)}")
@@ -90,8 +95,14 @@ def snapshot(
     skip: Sequence[str],
     error: type[ValueError],
 ) -> Path:
-    """Return a repository's folder in the hub cache, after fetching the matching files that it lacks."""
+    """Return a repository's folder in the hub cache, after fetching the matching files that it lacks. Of
+    ``org/name/file.gguf`` the file, with the other splits beside it."""
     import huggingface_hub
+
+    file = ""
+    if match := _HUB_FILE.fullmatch(repo_id):
+        repo_id, file = match.groups()
+        patterns, skip = [_SPLIT.sub(r"-*\1", file)], []
 
     def fetch() -> str:
         return huggingface_hub.snapshot_download(
@@ -102,7 +113,10 @@ def snapshot(
             ignore_patterns=list(skip),
         )
 
-    return Path(hub_call(repo_id, revision, fetch, error))
+    folder = Path(hub_call(repo_id, revision, fetch, error))
+    if file and not os.path.lexists(folder / file):
+        raise error(f"{repo_id} has no file {file} at this revision: give the name of a GGUF file that it has")
+    return folder / file
 
 
 def _online(failure: Exception) -> str:

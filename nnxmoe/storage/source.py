@@ -16,7 +16,7 @@ from nnxmoe.config.nested import text_fields
 from nnxmoe.config.printable import short, some
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import read_object
-from nnxmoe.storage.gguf import GGUF, is_gguf
+from nnxmoe.storage.gguf import GGUF, SUFFIX, is_gguf
 from nnxmoe.storage.gguf_config import config_fields
 from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot
 
@@ -104,7 +104,9 @@ def find_config(folder: Path) -> dict[str, Any]:
         return config_fields(GGUF.open(folder))[0]
     path = folder / "config.json"
     if not os.path.lexists(path):
-        raise CheckpointError(f"{folder} has no config.json: {_adapter_in(folder) or 'it holds no checkpoint'}")
+        raise CheckpointError(
+            f"{folder} has no config.json: {_adapter_in(folder) or gguf_in(folder) or 'it holds no checkpoint'}"
+        )
     # Nemotron-H has Infinity in a field that nothing reads; the checks of the fields that are read refuse it.
     found = read_object(path, "a checkpoint needs a readable config.json", CheckpointError, strict=False)
     if "quantization_config" not in found and os.path.lexists(folder / _GPTQ_FILE):
@@ -120,6 +122,12 @@ def _adapter_in(folder: Path) -> str | None:
     base = read_object(folder / _ADAPTER, "fetch it again", CheckpointError).get("base_model_name_or_path")
     model = short(base) if base else "a model that it does not name"
     return f"it holds an adapter of {model}: load that model, and {_TO_ADAPT}"
+
+
+def gguf_in(folder: Path) -> str | None:
+    """Remedy for a folder that holds a GGUF file instead of a checkpoint; None for other folders."""
+    found = [name for name in _names(folder) if name.endswith(SUFFIX)]
+    return f"{some(found)} is a model of its own: give the path of the file instead of the folder" if found else None
 
 
 def has_weights(folder: Path) -> bool:
@@ -171,6 +179,8 @@ def _no_weights(folder: Path, consolidated: list[str], names: list[str]) -> str:
         return f"{message}; this looks like an Orbax checkpoint: use nnxmoe.convert.maxtext.load if MaxText wrote it"
     if consolidated:
         return f"{message}; {some(consolidated)} is the original layout: get the model in Hugging Face's layout"
+    if inside := gguf_in(folder):
+        return f"{message}; {inside}"
     if other:
         return f"{message}; {some(other)} is never opened (such files can run code): convert it to safetensors first"
     return f"{message}; fetch the model's safetensors files into this folder"

@@ -361,7 +361,7 @@ FOLDERS: list[tuple[str, Verdict, Callable[[Draft], None], tuple[str, ...]]] = [
     ("weights, a pickle only", "refuse", _only("pytorch_model.bin"), ("pytorch_model.bin", "safetensors")),
     ("weights, pickled shards only", "refuse", _only("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"), ("pytorch_model", "convert")),
     ("weights, a .pth only", "refuse", _only("consolidated.00.pth"), ("consolidated.00.pth", "safetensors")),
-    ("weights, a .gguf only", "refuse", _only("model-Q4_K.gguf"), ("gguf", "safetensors")),
+    ("weights, a .gguf only", "refuse", _only("model-Q4_K.gguf"), ("model-Q4_K.gguf", "path")),
     ("weights, Mistral's own layout only", "refuse", _only("consolidated.safetensors"), ("consolidated.safetensors", "layout")),
     ("weights, under another name", "report", _other_name, ("weights.safetensors",)),
     ("beside the weights, pickles and code", "accept", _beside(pytorch_model__bin=b"\x80\x04.", modeling_x__py=b"raise SystemExit(3)"), ()),

@@ -57,15 +57,17 @@ def from_pretrained(
     mtp: bool = False,
     expect: type[CausalLM] | None = None,
 ) -> CausalLM:
-    """Load a model from a local folder or hub id. Its ``load_report`` accounts for every tensor.
+    """Load a model from a local folder, a GGUF file, a hub id, or a GGUF file of the hub (``org/name/file.gguf``).
+    Its ``load_report`` accounts for every tensor.
 
-    ``dtype`` None: as stored, with FP8 blocks as bfloat16. DeepSeek's correction bias is always float32.
+    ``dtype`` None: as stored, with FP8 blocks as bfloat16, and GGUF's blocks as float32. DeepSeek's correction bias is
+    always float32.
     ``mesh`` (None: the strategy's): the strategy's ``rules`` shard the parameters over it, and each process reads only
     the shards of its devices.
-    ``keep_quantized``: weights that the checkpoint stores as codes (FP8, int8, int4, NF4, MXFP4) stay codes in memory,
-    which changes no number; default: they become floats. ``quantize``: round the kernels of attention, feed-forwards
-    and experts, with `Mixed` the head's too, to codes while they are read (`Int8`, `Int4`, `Float8`, `Mixed`); lossy:
-    `load_report` has the error.
+    ``keep_quantized``: weights that the checkpoint stores as codes (FP8, int8, int4, NF4, MXFP4, and GGUF's Q8_0, Q4_0
+    and Q4_1) stay codes in memory, which changes no number; default: they become floats. ``quantize``: round the
+    kernels of attention, feed-forwards and experts, with `Mixed` the head's too, to codes while they are read (`Int8`,
+    `Int4`, `Float8`, `Mixed`); lossy: `load_report` has the error.
     ``mtp``: with the layers for multi-token prediction, as ``model.mtp``; default: they are skipped.
     Raises CheckpointError or ConfigError (ValueErrors) naming the file, tensor or field, or LoadError, which lists
     all missing tensors and wrong shapes.
