@@ -134,7 +134,11 @@ def test_any_box_of_a_weight_can_be_read(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pack-4-16", "pack-4-16-zero", "int-quantized-zero", "awq-16", "gptq-4-16-v2", "autofp8-dynamic"]
+    "name",
+    [
+        *("pack-4-16", "pack-4-16-zero", "int-quantized-zero", "awq-16", "gptq-4-16-v2", "autofp8-dynamic"),
+        *("mxfp4-pack", "mxfp8", "modelopt-fp8-channel"),
+    ],
 )
 def test_saving_writes_the_same_bits(tmp_path: Path, name: str) -> None:
     """In compressed-tensors' formats, and in our own with scanned layers."""
@@ -151,7 +155,7 @@ def test_saving_writes_the_same_bits(tmp_path: Path, name: str) -> None:
     identical(arrays(nnxmoe.load(tmp_path / "native", strategy=SCANNED)), arrays(scanned))
 
 
-@pytest.mark.parametrize(("name", "what"), [("gptq-4-16-v1-act", "act order"), ("nf4", "NF4")])
+@pytest.mark.parametrize(("name", "what"), [("gptq-4-16-v1-act", "act order"), ("nf4", "NF4"), ("nvfp4-pack", "FP4")])
 def test_what_compressed_tensors_cannot_store_is_refused(tmp_path: Path, name: str, what: str) -> None:
     codes, _ = write_quantised(tmp_path, "llama", FORMATS[name])
     model = nnxmoe.from_pretrained(codes, keep_quantized=True)
@@ -161,9 +165,11 @@ def test_what_compressed_tensors_cannot_store_is_refused(tmp_path: Path, name: s
     identical(arrays(nnxmoe.load(tmp_path / "native")), arrays(model))
 
 
-def test_mixed_precision(tmp_path: Path) -> None:
-    """FP8 attention beside int4 experts, as in Kimi-K2, read and written with two groups."""
-    fp8, int4 = FORMATS["float-quantized-channel"], FORMATS["pack-4-16"]
+@pytest.mark.parametrize("experts", ["pack-4-16", "nvfp4-pack"])
+def test_mixed_precision(tmp_path: Path, experts: str) -> None:
+    """FP8 attention beside int4 experts, as in Kimi-K2, or beside NVFP4, read, and written with two groups if the
+    format has them."""
+    fp8, int4 = FORMATS["float-quantized-channel"], FORMATS[experts]
     fields, weights = FIELDS["mixtral"], tiny_weights(FIELDS["mixtral"])
     stored, plain = int4.checkpoint(weights, lambda name: ".experts." in name)
     stored, plain = (
@@ -179,8 +185,10 @@ def test_mixed_precision(tmp_path: Path) -> None:
     floats = write_checkpoint(tmp_path / "floats", fields, plain)
     wanted = arrays(nnxmoe.from_pretrained(floats))
     model = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)
-    assert set(model.load_report.weights) == {"fp8", "int4", "float32"}
+    assert set(model.load_report.weights) == {"fp8", int4.kept, "float32"}
     identical(arrays(nnxmoe.dequantize(model)), wanted)
+    if experts == "nvfp4-pack":
+        return
     nnxmoe.save_pretrained(model, tmp_path / "again")
     identical(arrays(nnxmoe.from_pretrained(tmp_path / "again", keep_quantized=True)), arrays(model))
 
@@ -418,6 +426,7 @@ def state(**changes: Any) -> Edit:
     return edit
 
 
+NVFP4, OPT = "nvfp4-pack", "modelopt-nvfp4"
 DEEPSEEK, PACK, ASYMMETRIC, AWQ, GPTQ, ACT = (
     *("deepseek-16x32-float32", "pack-4-16", "pack-4-16-zero", "awq-16", "gptq-4-16-v1", "gptq-4-16-v1-act"),
 )
@@ -465,7 +474,7 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ),
     ("words cut", PACK, cut("weight_packed"), "needs .*words"),
     ("rows of words cut", PACK, cut("weight_packed", 0), "needs .*words"),
-    ("words of another dtype", PACK, as_dtype("weight_packed", np.uint8), "packed FP4 is not supported"),
+    ("words of another dtype", PACK, as_dtype("weight_packed", np.uint8), "FP4 has type 'float' and groups of 16"),
     ("scales of packed missing", PACK, without("weight_scale"), "weight_scale is missing"),
     ("shape missing", PACK, without("weight_shape"), "weight_shape is missing"),
     ("shape wrong", PACK, with_value("weight_shape", 63), "weight_shape"),
@@ -487,14 +496,35 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("group size zero", PACK, weights("group_size", 0), "positive|must be"),
     ("five bits", PACK, weights("num_bits", 5), "num_bits 5 is not supported"),
     ("eight bits in words of four", PACK, weights("num_bits", 8), "with 8 bits the weight_shape"),
-    ("strategy", PACK, weights("strategy", "tensor_group"), "strategy 'tensor_group' is not supported"),
+    ("strategy", PACK, weights("strategy", "tensor_group"), "strategy 'tensor_group' is supported for type 'float'"),
     ("no group names it", PACK, group("targets", ["re:.*mlp.*"]), "no group of config_groups names it"),
     ("a target that is no expression", PACK, group("targets", ["re:("]), "no regular expression"),
     ("targets no list", PACK, group("targets", "Linear"), "must be a list of strings"),
     ("a group without weights", PACK, group("weights", None), "no group of config_groups names it"),
     ("weights no object", PACK, group("weights", [4]), "needs an object 'weights'"),
     ("asymmetric without zero points", ASYMMETRIC, without("weight_zero_point"), "weight_zero_point is missing"),
-    ("nvfp4", PACK, field("format", "nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not supported"),
+    ("mxfp6", PACK, field("format", "mxfp6-pack-quantized"), "format 'mxfp6-pack-quantized' is not supported"),
+    ("floats in words", PACK, weights("type", "float"), "floats are packed in U8"),
+    ("nvfp4 factor missing", NVFP4, without("weight_global_scale"), "weight_global_scale is missing"),
+    ("nvfp4 factor zero", NVFP4, with_value("weight_global_scale", 0), "is 0.0: it must be positive and finite"),
+    ("nvfp4 factor per row", NVFP4, adding("weight_global_scale", np.ones(64, np.float32)), r"must be \[\] or \[1\]"),
+    ("nvfp4 scale NaN", NVFP4, with_value("weight_scale", np.nan), "has a scale of nan"),
+    ("nvfp4 scale negative", NVFP4, with_value("weight_scale", -1), "must be finite and not negative"),
+    ("nvfp4 scales cut", NVFP4, cut("weight_scale"), r"its scales must be \[64, 4\]"),
+    ("nvfp4 in groups of 32", NVFP4, weights("group_size", 32), "FP4 has type 'float' and groups of 16"),
+    ("nvfp4 zero points", NVFP4, adding("weight_zero_point", np.zeros((64, 4), np.int8)), "its use is not supported"),
+    ("modelopt factor negative", OPT, with_value("weight_scale_2", -1), "is -1.0: it must be positive and finite"),
+    ("modelopt, bytes of another dtype", OPT, as_dtype("weight", np.int8), "with weight_scale_2 it must be U8"),
+    (
+        "modelopt, scales of inputs",
+        OPT,
+        adding("pre_quant_scale", np.ones(64, np.float32)),
+        "pre_quant_scale belongs to",
+    ),
+    ("modelopt AWQ", OPT, field("quant_algo", "NVFP4_AWQ"), "quant_algo 'NVFP4_AWQ' is not supported"),
+    ("modelopt scale of FP8", "modelopt-fp8-channel", cut("weight_scale"), r"its scales must be \[64\] or \[64, 1\]"),
+    ("modelopt blocks", "modelopt-fp8-blocks", adding("weight_scale", np.ones((2, 1, 1, 1), np.float32)), "must be"),
+    ("mxfp8 NaN", "mxfp8", with_value("weight_scale", 255), "has a scale of nan"),
     ("2:4", PACK, field("format", "marlin-24"), "is not supported"),
     ("column order", PACK, adding("weight_g_idx", np.zeros(64, np.int32)), "another order are not supported"),
     ("zero points cut", ASYMMETRIC, cut("weight_zero_point", 0), r"must be \[8, 4\]"),
@@ -560,6 +590,31 @@ def test_malformed_checkpoints_are_refused(
     folder = write_checkpoint(tmp_path / "m", fields, tensors)
     with pytest.raises(ValueError, match=said):
         nnxmoe.from_pretrained(folder, keep_quantized=keep)
+
+
+def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """Older releases have hf_quant_config.json, or no quant_method. Scales of caches are left out, and named."""
+    codes, floats = write_quantised(tmp_path, "llama", FORMATS["modelopt-nvfp4"])
+    fields, tensors = json.loads((codes / "config.json").read_text()), read_tensors(codes)
+    settings = fields.pop("quantization_config")
+    del settings["quant_method"]
+    tensors[f"{Q.replace('q_proj', 'k_proj')}.k_scale"] = np.array(0.5, np.float32)
+    apart = write_checkpoint(tmp_path / "apart", fields, tensors)
+    (apart / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+    inside = write_checkpoint(tmp_path / "inside", {**fields, "quantization_config": settings}, tensors)
+    wanted = arrays(nnxmoe.from_pretrained(floats))
+    for folder in (apart, inside):
+        model = nnxmoe.from_pretrained(folder, dtype="float32")
+        identical(arrays(model), wanted)
+        skipped = model.load_report.skipped["scales of activations and caches (neither is quantised)"]
+        assert any(name.endswith("k_proj.k_scale") for name in skipped)
+    with pytest.raises(
+        nnxmoe.CheckpointError, match="has FP4 codes in groups of other than 32, which compressed-tensors cannot"
+    ):
+        nnxmoe.save_pretrained(nnxmoe.from_pretrained(apart, keep_quantized=True), tmp_path / "saved")
+    (apart / "hf_quant_config.json").write_text('{"quantization": "FP8"}')
+    with pytest.raises(nnxmoe.CheckpointError, match=r"hf_quant_config\.json: quantization must be an object"):
+        nnxmoe.from_pretrained(apart)
 
 
 @pytest.mark.parametrize("name", ["gptq-4-16-v1", "awq-16", "pack-4-16", "nf4", "autofp8-static"])

@@ -71,6 +71,15 @@ def test_compressed_tensors_reads_what_we_save(tmp_path: Path, method: str, dtyp
         np.testing.assert_array_equal(values, wanted[weight].astype(np.float32), err_msg=weight)
 
 
+def test_compressed_tensors_reads_the_mxfp4_that_we_save(tmp_path: Path) -> None:
+    codes, floats = write_quantised(tmp_path, "llama", FORMATS["mxfp4-pack"])
+    nnxmoe.save_pretrained(nnxmoe.from_pretrained(codes, keep_quantized=True), tmp_path / "again")
+    found, wanted = decompressed(tmp_path / "again"), read_tensors(floats)
+    assert len(found) == 14
+    for weight, values in found.items():
+        np.testing.assert_array_equal(values, wanted[weight], err_msg=weight)
+
+
 def theirs(folder: Path, tokens: np.ndarray, **options: Any) -> np.ndarray:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", **options

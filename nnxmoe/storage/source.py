@@ -31,6 +31,7 @@ _MAX_INDEX_BYTES = 32_000_000  # the index of DeepSeek-V3 has 9 MB
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
 _GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings, in checkpoints older than quantization_config
+_MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's, likewise
 _PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers", "norm")} | {
     "model.model.": "model.",
     "backbone.": "model.",
@@ -50,7 +51,7 @@ _TOWER = re.compile(
 )
 _ADAPTER = "adapter_config.json"
 _TO_ADAPT = "call nnxmoe.train.lora.load(model, folder) with this folder, or give it to a command as --adapter"
-_DOWNLOAD = ["config.json", _GPTQ_FILE, _ADAPTER, "generation_config.json", "*.safetensors", INDEX_FILE]
+_DOWNLOAD = ["config.json", _GPTQ_FILE, _MODELOPT_FILE, _ADAPTER, "generation_config.json", "*.safetensors", INDEX_FILE]
 _DOWNLOAD += [*TOKENIZER_FILES, *CODE_FILES]
 _SKIP = ["consolidated*", "original/*", "*/*.safetensors"]  # the original layout, and other models' weights
 
@@ -98,8 +99,8 @@ def find_in_folder(folder: Path) -> Source:
 
 
 def find_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a folder, or its text model's part, with the settings of an old GPTQ checkpoint as
-    ``quantization_config``."""
+    """The parsed config.json of a folder, or its text model's part, with the settings of an old GPTQ or ModelOpt
+    checkpoint as ``quantization_config``."""
     if is_gguf(folder):
         return config_fields(GGUF.open(folder))[0]
     path = folder / "config.json"
@@ -112,6 +113,11 @@ def find_config(folder: Path) -> dict[str, Any]:
     if "quantization_config" not in found and os.path.lexists(folder / _GPTQ_FILE):
         settings = read_object(folder / _GPTQ_FILE, "fetch it again", CheckpointError)
         found["quantization_config"] = {"quant_method": "gptq", **settings}
+    if "quantization_config" not in found and os.path.lexists(folder / _MODELOPT_FILE):
+        settings = read_object(folder / _MODELOPT_FILE, "fetch it again", CheckpointError).get("quantization")
+        if not isinstance(settings, dict):
+            raise CheckpointError(f"{folder / _MODELOPT_FILE}: quantization must be an object, got {short(settings)}")
+        found["quantization_config"] = {"quant_method": "modelopt", **settings}
     return text_fields(found)
 
 

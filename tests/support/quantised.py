@@ -278,6 +278,103 @@ def nf4(nested: bool, block: int = 16, dtype: str = "bfloat16", storage: Any = n
     return Format(name, "nf4", make, config)
 
 
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def fp4(weight: np.ndarray, scales: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of FP4 codes of groups with these scales, and what they stand for in float32."""
+    groups = weight.reshape(len(weight), -1, size)
+    ratio = groups / np.where(scales > 0, scales, 1)[..., None]
+    codes = np.abs(np.abs(ratio)[..., None] - FP4).argmin(-1)
+    values = (np.where(groups < 0, -FP4[codes], FP4[codes]) * scales[..., None]).astype(np.float32)
+    octets = (codes + 8 * (groups < 0)).reshape(weight.shape).astype(np.uint8)
+    return octets[:, ::2] | octets[:, 1::2] << 4, values.reshape(weight.shape)
+
+
+def exponents(groups: np.ndarray, largest: float) -> np.ndarray:
+    """E8M0 bytes of groups whose largest magnitude is to be at most ``largest``."""
+    return (np.ceil(np.log2(np.abs(groups).max(-1) / largest)) + 127).astype(np.uint8)
+
+
+def nvfp4(tool: str) -> Format:
+    """Groups of 16 with FP8 scales and one factor, which compressed-tensors divides by and ModelOpt multiplies with.
+    One group's scale is too small for FP8 and becomes zero."""
+
+    def make(weight: np.ndarray) -> Made:
+        weight = weight.copy()
+        weight[0, :16] *= 1e-7
+        peaks = np.abs(weight.reshape(len(weight), -1, 16)).max(-1)
+        factor = np.float32(peaks.max() / (6 * 448))
+        stored = (peaks / 6 / factor).astype(ml_dtypes.float8_e4m3fn)
+        assert stored.astype(np.float32)[0, 0] == 0
+        if tool == "modelopt":
+            codes, values = fp4(weight, stored.astype(np.float32) * factor, 16)
+            tensors = {"weight": codes, "weight_scale": stored, "weight_scale_2": np.array(factor)}
+            return tensors | {"input_scale": np.array(0.25, np.float32)}, values
+        divisor = np.array([1 / factor], np.float32)
+        codes, values = fp4(weight, stored.astype(np.float32) / divisor, 16)
+        tensors = {"weight_packed": codes, "weight_scale": stored, "weight_global_scale": divisor}
+        return tensors | {"input_global_scale": np.array([2.0], np.float32)}, rounded(values, BFLOAT16)
+
+    if tool == "modelopt":
+        return Format("modelopt-nvfp4", "fp4", make, modelopt("NVFP4", group_size=16))
+    config = compressed(4, "tensor_group", "float", "nvfp4-pack-quantized", group_size=16)
+    return Format("nvfp4-pack", "fp4", make, config)
+
+
+def mxfp4_pack() -> Format:
+    """compressed-tensors' MXFP4."""
+
+    def make(weight: np.ndarray) -> Made:
+        stored = exponents(weight.reshape(len(weight), -1, 32), 6)
+        codes, values = fp4(weight, np.exp2(stored.astype(np.float32) - 127), 32)
+        return {"weight_packed": codes, "weight_scale": stored}, values
+
+    config = compressed(4, "group", "float", "mxfp4-pack-quantized", group_size=32, scale_dtype="torch.uint8")
+    return Format("mxfp4-pack", "fp4", make, config)
+
+
+def mxfp8(tool: str) -> Format:
+    """FP8 in groups of 32 with an exponent each."""
+
+    def make(weight: np.ndarray) -> Made:
+        groups = weight.reshape(len(weight), -1, 32)
+        stored = exponents(groups, 448)
+        scales = np.exp2(stored.astype(np.float32) - 127)[..., None]
+        codes = (groups / scales).astype(ml_dtypes.float8_e4m3fn)
+        values = (codes.astype(np.float32) * scales).reshape(weight.shape)
+        return {"weight": codes.reshape(weight.shape), "weight_scale": stored}, values
+
+    if tool == "modelopt":
+        return Format("modelopt-mxfp8", "fp8", make, modelopt("MXFP8"))
+    config = compressed(8, "group", "float", "mxfp8-quantized", group_size=32, scale_dtype="torch.uint8")
+    return Format("mxfp8", "fp8", make, config)
+
+
+def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    """A ``quantization_config`` of ModelOpt."""
+    producer = {"name": "modelopt", "version": "0.43.0"}
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], "producer": producer, **more}
+
+
+def modelopt_fp8(kind: str) -> Format:
+    """ModelOpt's FP8, with one scale, one per output, or one per 128 x 128 weights."""
+
+    def make(weight: np.ndarray) -> Made:
+        if kind == "blocks":
+            codes, scales = quantise(weight, (128, 128))
+            full = np.repeat(np.repeat(scales, 128, 0), 128, 1)[: weight.shape[0], : weight.shape[1]]
+            return {"weight": codes, "weight_scale": scales[:, None, :, None]}, codes.astype(np.float32) * full
+        scales = (np.abs(weight).max(axis=None if kind == "tensor" else 1) / 448).astype(np.float32)
+        full = scales if kind == "tensor" else scales[:, None]
+        codes = np.clip(weight / full, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        more = {"input_scale": np.array(0.5, np.float32)} if kind == "tensor" else {}
+        return {"weight": codes, "weight_scale": np.asarray(scales), **more}, codes.astype(np.float32) * full
+
+    names = {"tensor": "FP8", "channel": "FP8_PER_CHANNEL_PER_TOKEN", "blocks": "fp8_pb_wo"}
+    return Format(f"modelopt-fp8-{kind}", "fp8", make, modelopt(names[kind]))
+
+
 FORMATS = {
     each.name: each
     for each in (
@@ -309,6 +406,14 @@ FORMATS = {
         nf4(nested=False),
         nf4(nested=True),
         nf4(nested=True, block=64, storage=BFLOAT16),
+        nvfp4("compressed-tensors"),
+        nvfp4("modelopt"),
+        mxfp4_pack(),
+        mxfp8("compressed-tensors"),
+        mxfp8("modelopt"),
+        modelopt_fp8("tensor"),
+        modelopt_fp8("channel"),
+        modelopt_fp8("blocks"),
     )
 }
 

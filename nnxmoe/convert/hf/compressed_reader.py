@@ -1,10 +1,14 @@
 """Reads the formats of compressed-tensors, by the formulas of its ``compressors``."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from nnxmoe.convert.core.lazy_array import AT_ONCE, LazyArray
 from nnxmoe.convert.hf import words
+from nnxmoe.convert.hf.fp4 import NVFP4, in_pairs, nvfp4
 from nnxmoe.convert.hf.module_tensors import ModuleTensors, rounded_to
+from nnxmoe.convert.hf.mxfp4 import CODES
 from nnxmoe.convert.hf.raw import CHUNK_BYTES
 from nnxmoe.convert.hf.scheme import Malformed, Weights
 from nnxmoe.layers.codes import WHOLE, Codes
@@ -12,11 +16,12 @@ from nnxmoe.storage.safetensors import TensorInfo
 
 
 def plain_codes(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """compressed-tensors' ``float-quantized`` and ``int-quantized``: one code per element."""
+    """compressed-tensors' ``float-quantized``, ``int-quantized`` and ``mxfp8-quantized``: one code per element."""
     shape, settings = files.matrix(info), _weights_of(files)
     kind = "fp8" if info.dtype == "F8_E4M3" else "int8"
     tile, shapes = _tile(files, settings, shape)
-    scale = files.tensor("weight_scale", ("F32", "BF16", "F16"), shapes)
+    exponents = ("U8",) if kind == "fp8" else ()
+    scale = files.tensor("weight_scale", ("F32", "BF16", "F16", *exponents), shapes)
     codes = Codes(kind, tile, rounded_to(scale))
     grid = codes.grid(*shape)
     parts = {"codes": files.octets(codes, info), "scale": files.scale(scale, grid, signed=kind == "int8")}
@@ -29,13 +34,16 @@ def plain_codes(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """compressed-tensors' ``pack-quantized``: words along the inputs; zero points in words along the outputs."""
-    if info.dtype != "I32":
-        raise Malformed(
-            f"{files.where(info)} is {info.dtype}: packed FP4 is not supported; supported: I32 words of 4 or 8 bits"
-        )
-    outs, width = files.matrix(info)
+    """compressed-tensors' ``pack-quantized``: words along the inputs; zero points in words along the outputs. In bytes:
+    ``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized``."""
     settings = _weights_of(files)
+    if info.dtype == "U8":
+        return _packed_fp4(files, info, settings)
+    if info.dtype != "I32":
+        raise Malformed(f"{files.where(info)} is {info.dtype}: it must be I32 words of 4 or 8 bits, or U8 pairs of FP4")
+    if settings.floats:
+        raise Malformed(f"{files.where(info)} is I32, and config_groups says type 'float': floats are packed in U8")
+    outs, width = files.matrix(info)
     bits = settings.bits
     if files.has("weight_g_idx"):
         raise Malformed(f"{files.module}.weight_g_idx: groups of columns in another order are not supported")
@@ -62,6 +70,19 @@ def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
         zero = files.tensor("weight_zero_point", ("I32",), [(-(-grid[0] * bits // 32), grid[1])])
         parts["zero"] = files.zero_words(codes, shape, zero, lambda z: words.along_rows(z, bits, grid[0]).T)
     return files.made(codes, shape, parts)
+
+
+def _packed_fp4(files: ModuleTensors, info: TensorInfo, settings: Weights) -> LazyArray:
+    if (settings.bits, settings.strategy, settings.size, settings.floats) == (4, "tensor_group", 16, True):
+        # The library computes in bfloat16, in which MXFP4 is exact.
+        return nvfp4(files, info, replace(NVFP4, rounded="bfloat16"), "weight_global_scale", divides=True)
+    if (settings.bits, settings.strategy, settings.size, settings.floats) == (4, "group", 32, True):
+        return in_pairs(files, info, CODES, "weight_scale", ("U8", "F8_E8M0"))
+    said = f"num_bits {settings.bits}, strategy {settings.strategy!r}, group_size {settings.size}"
+    raise Malformed(
+        f"{files.where(info)} is U8, and config_groups says {said}, type {'float' if settings.floats else 'int'!r}: "
+        "FP4 has type 'float' and groups of 16 ('tensor_group') or 32 ('group')"
+    )
 
 
 def _weights_of(files: ModuleTensors) -> Weights:

@@ -1,7 +1,7 @@
 """Saving quantised kernels in the formats of compressed-tensors, which vLLM and transformers read.
 
-int8 and int4 codes become ``pack-quantized``, FP8 codes ``float-quantized``; nothing is rounded. MXFP4 has a format of
-its own.
+int8 and int4 codes become ``pack-quantized``, FP8 codes ``float-quantized``, MXFP4 ``mxfp4-pack-quantized``, or the
+blocks of gpt-oss where a tensor holds all experts; nothing is rounded.
 """
 
 import dataclasses
@@ -26,6 +26,8 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.quantization.kernels import places, quantized_weights
 from nnxmoe.storage.errors import CheckpointError
 
+_FORMATS = {("float", 8): "float-quantized", ("float", 4): "mxfp4-pack-quantized"}
+_FORMATS |= {("int", 8): "pack-quantized", ("int", 4): "pack-quantized"}
 WHAT = "which compressed-tensors cannot store: make it a float first with nnxmoe.dequantize(model)"
 
 
@@ -35,7 +37,8 @@ def compressed(
     """The tensors to write for the arrays of a layout, and the ``quantization_config`` of config.json; None without
     quantised kernels. Raises CheckpointError for codes that the format does not have."""
     kinds = {(*place.path, "codes"): place.weight.kind for place in quantized_weights(model)}
-    if kinds and all(kind == mxfp4.CODES for kind in kinds.values()):
+    fused = all(len(array.shape) == 3 for name, array in arrays.items() if name.endswith(".codes"))
+    if kinds and fused and all(kind == mxfp4.CODES for kind in kinds.values()):
         return mxfp4.in_blocks(arrays, leaves), mxfp4.CONFIG
     found, groups = dict(arrays), dict[str, list[str]]()
     for name, leaf in leaves.items():
@@ -46,10 +49,15 @@ def compressed(
             raise CheckpointError(f"{plain(leaf.key)} is quantised and shares its tensor with others, {WHAT}")
         module = name.removesuffix(".weight.codes")
         parts = {part: found.pop(full) for part in ARRAYS if (full := f"{module}.weight.{part}") in found}
-        odd = {"inputs in another order (act order)": "order" in parts, "NF4 codes": codes.kind == "nf4"}
-        for has in (what for what, found_here in (odd | {"offsets": codes.offset}).items() if found_here):
+        odd = {
+            "inputs in another order (act order)": "order" in parts,
+            "NF4 codes": codes.kind == "nf4",
+            "FP4 codes in groups of other than 32": codes.kind == "fp4" and codes.tile != mxfp4.CODES.tile,
+            "offsets": codes.offset,
+        }
+        if has := next((what for what, found_here in odd.items() if found_here), None):
             raise CheckpointError(f"{plain(module)} has {has}, {WHAT}")
-        stored = _floats(codes, parts) if codes.kind == "fp8" else _words(codes, parts)
+        stored = {"fp8": _floats, "fp4": _pairs}.get(codes.kind, _words)(codes, parts)
         found |= {f"{module}.{ending}": array for ending, array in stored.items()}
         settings = _settings(codes, codes.ins(parts["codes"]), "zero" in parts)
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(module)
@@ -86,6 +94,11 @@ def _words(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]
     return made
 
 
+def _pairs(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
+    """``mxfp4-pack-quantized``."""
+    return {"weight_packed": mxfp4.as_pairs(parts["codes"]), "weight_scale": mxfp4.as_exponents(parts["scale"])}
+
+
 def _floats(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
     """``float-quantized``."""
     kept, kind = parts["codes"], np.dtype(ml_dtypes.float8_e4m3fn)
@@ -111,7 +124,7 @@ def _scale(codes: Codes, scale: LazyArray) -> LazyArray:
 def _settings(codes: Codes, ins: int, zero: bool) -> dict[str, Any]:
     """``weights`` of a group in ``config_groups``."""
     rows, columns = codes.tile
-    fields: dict[str, Any] = {"num_bits": codes.bits, "type": "float" if codes.kind == "fp8" else "int"}
+    fields: dict[str, Any] = {"num_bits": codes.bits, "type": "float" if codes.kind in ("fp8", "fp4") else "int"}
     fields |= {"symmetric": not zero, "dynamic": False, "group_size": None, "strategy": "tensor"}
     if rows == 1:
         fields |= {"strategy": "channel"} if columns >= ins else {"strategy": "group", "group_size": columns}
@@ -127,7 +140,7 @@ def _config(model: CausalLM, groups: Mapping[str, list[str]]) -> dict[str, Any]:
     for i, (settings, modules) in enumerate(groups.items()):
         weights = json.loads(settings)
         targets = ["Linear"] if len(groups) == 1 else _targets(modules)
-        form = "float-quantized" if weights["type"] == "float" else "pack-quantized"
+        form = _FORMATS[weights["type"], weights["num_bits"]]
         made[f"group_{i}"] = {"targets": targets, "weights": weights, "input_activations": None, "format": form}
     formats = {group["format"] for group in made.values()}
     floats = [name.removesuffix(".weight") for name in _linear_names(model)]

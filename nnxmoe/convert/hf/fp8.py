@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.hf.fp4 import in_pairs
 from nnxmoe.convert.hf.module_tensors import ModuleTensors
-from nnxmoe.convert.hf.mxfp4 import CODES, OCTETS, of_pairs
+from nnxmoe.convert.hf.mxfp4 import CODES
 from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Malformed
 from nnxmoe.layers.codes import WHOLE, Codes
@@ -39,13 +40,7 @@ def fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 def fp4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """Experts of DeepSeek-V4: ``weight [O, I / 2]`` with two codes in a byte, that of the even input in the low bits,
     and ``scale [O, I / 32]`` of exponents. The formats are those of `nnxmoe.convert.hf.mxfp4`."""
-    outs, octets = files.matrix(info)
-    if octets % OCTETS:
-        raise Malformed(f"{files.where(info)} has rows of {octets} bytes: FP4 has groups of {OCTETS}")
-    shape = outs, 2 * octets
-    scale = files.tensor(_ending(files), ("F8_E8M0", "U8"), [CODES.grid(*shape)])
-    codes = of_pairs(raw(files.checkpoint, replace(info, dtype="U8")))
-    return files.made(CODES, shape, {"codes": codes, "scale": files.scale(scale, scale.shape)})
+    return in_pairs(files, info, CODES, _ending(files), ("F8_E8M0", "U8"))
 
 
 def _ending(files: ModuleTensors) -> str:

@@ -17,10 +17,13 @@ from nnxmoe.storage.safetensors import TensorInfo
 
 # Endings of scales and zero points of activations and caches, which are not quantised here.
 OF_ACTIVATIONS = tuple(
-    f".{of}_{kind}" for of in ("input", "output", "q", "k", "v", "kv") for kind in ("scale", "zero_point")
+    f".{of}_{kind}"
+    for of in ("input", "output", "q", "k", "v", "kv")
+    for kind in ("scale", "global_scale", "zero_point")
 )
 Unpack = Callable[[LazyArray, slice], np.ndarray]  # the tensor in the file, and rows of the weight -> their codes
-_SCALES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E8M0": "float32", "U8": "float32"}
+_SCALES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_SCALES |= dict.fromkeys(("F8_E8M0", "U8", "F8_E4M3"), "float32")
 
 
 class ModuleTensors:
@@ -63,10 +66,12 @@ class ModuleTensors:
             raise Malformed(f"{self.where(info)}: quantised weights have two dimensions, got {list(info.shape)}")
         return info.shape[0], info.shape[1]
 
-    def scale(self, info: TensorInfo, grid: tuple[int, ...], turned: bool = False, signed: bool = False) -> LazyArray:
+    def scale(
+        self, info: TensorInfo, grid: tuple[int, ...], turned: bool = False, signed: bool = False, zero: bool = False
+    ) -> LazyArray:
         """Scales as ``[*experts, rows, columns]`` of tiles, checked when read. ``turned``: the file has columns first.
         ``signed``: scales may be negative, as AutoRound makes them to use the code -8 for the largest weight of either
-        sign."""
+        sign. ``zero``: they may be zero, as those of FP8 that are too small for it."""
         dtype = jnp.dtype(_SCALES[info.dtype])
         stored = raw(self.checkpoint, info)
 
@@ -79,11 +84,13 @@ class ModuleTensors:
             if at_once:
                 found = np.ascontiguousarray(found.T if turned else found).reshape(grid)[box]
             values = found.astype(np.float32)
-            valid = np.isfinite(values) & ((values != 0) if signed else (values > 0))
+            valid = np.isfinite(values) & ((values != 0) if signed else (values >= 0) if zero else (values > 0))
             if not valid.all():
                 at = tuple(int(i) for i in np.argwhere(~valid)[0])
                 tile = [part.start + i for part, i in zip(box, at, strict=True)]
-                wanted = "finite and not zero" if signed else "positive and finite"
+                wanted = (
+                    "finite and not zero" if signed else "finite and not negative" if zero else "positive and finite"
+                )
                 raise Malformed(f"{self.where(info)} has a scale of {values[at]} at tile {tile}: it must be {wanted}")
             return found
 

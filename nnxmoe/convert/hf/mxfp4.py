@@ -92,14 +92,16 @@ def _weights(
     return LazyArray.quantized(CODES, (experts, outs, groups * BLOCK), parts)
 
 
-def of_pairs(codes: LazyArray) -> LazyArray:
-    """Convert codes ``[*E, O, I / 2]`` of bytes that hold neighbours to `CODES` as they are in memory."""
+def of_pairs(codes: LazyArray, size: int = BLOCK) -> LazyArray:
+    """Convert codes ``[*E, O, I / 2]`` of bytes that hold neighbours to FP4 codes in groups of ``size`` as they are in
+    memory."""
+    octets = size // 2
 
     def read(box: Box, empty: Empty) -> np.ndarray:
         *rows, columns = box
-        first, last = columns.start // OCTETS * OCTETS, -(-columns.stop // OCTETS) * OCTETS
-        octets = codes.read_box((*rows, slice(first, last)), np.empty)
-        return _in_memory(octets)[..., columns.start - first : columns.stop - first]
+        first, last = columns.start // octets * octets, -(-columns.stop // octets) * octets
+        found = codes.read_box((*rows, slice(first, last)), np.empty)
+        return _in_memory(found, octets)[..., columns.start - first : columns.stop - first]
 
     return dataclasses.replace(codes, read_box=read)
 
@@ -113,7 +115,7 @@ def in_blocks(arrays: LazyArrays, leaves: Mapping[str, Leaf]) -> dict[str, LazyA
         if ending in ("codes", "scale"):
             tensor = name.removesuffix("." + ending) if view is None else view.tensor
             tensor += _BLOCKS if ending == "codes" else _SCALES
-            array = _as_blocks(array) if ending == "codes" else _as_exponents(array)
+            array = _as_blocks(array) if ending == "codes" else as_exponents(array)
             view = view and View(tensor, dataclasses.replace(view.w, turned=False), view.dim)
             name = tensor if view is None or view.w.whole else view.name
         found[name], views[name] = array, view
@@ -121,16 +123,28 @@ def in_blocks(arrays: LazyArrays, leaves: Mapping[str, Leaf]) -> dict[str, LazyA
 
 
 def _as_blocks(codes: LazyArray) -> LazyArray:
-    *rows, width = codes.shape
+    pairs, (*rows, width) = as_pairs(codes), codes.shape
 
     def read(box: Box, empty: Empty) -> np.ndarray:
-        octets = codes.read_box((*box[:2], slice(0, width)), np.empty)
-        return _in_file(octets).reshape(*octets.shape[:2], -1, OCTETS)[:, :, *box[2:]]
+        octets = pairs.read_box((*box[:2], slice(0, width)), np.empty)
+        return octets.reshape(*octets.shape[:2], -1, OCTETS)[:, :, *box[2:]]
 
     return dataclasses.replace(codes, shape=(*rows, width // OCTETS, OCTETS), read_box=read)
 
 
-def _as_exponents(scale: LazyArray) -> LazyArray:
+def as_pairs(codes: LazyArray) -> LazyArray:
+    """The inverse of `of_pairs`, for `CODES`."""
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        *rows, columns = box
+        return _in_file(codes.read_box((*rows, slice(0, codes.shape[-1])), np.empty))[..., columns]
+
+    return dataclasses.replace(codes, read_box=read)
+
+
+def as_exponents(scale: LazyArray) -> LazyArray:
+    """Powers of two as the bytes of E8M0."""
+
     def read(box: Box, empty: Empty) -> np.ndarray:
         half, exponents = np.frexp(scale.read_box(box, np.empty).astype(np.float32))
         assert (half == 0.5).all(), "scales of MXFP4 are powers of two"
@@ -139,9 +153,10 @@ def _as_exponents(scale: LazyArray) -> LazyArray:
     return dataclasses.replace(scale, dtype=np.dtype(np.uint8), read_box=read)
 
 
-def _in_memory(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:
-    """Codes whose bytes hold neighbours, as `Codes` has them: a byte holds one of each half of a block."""
-    blocks = octets.reshape(*octets.shape[:-1], -1, 2, OCTETS // 2)
+def _in_memory(octets: UInt8[np.ndarray, "*rows I"], block: int = OCTETS) -> UInt8[np.ndarray, "*rows I"]:
+    """Codes whose bytes hold neighbours, as `Codes` has them: a byte holds one of each half of a block, which has so
+    many bytes."""
+    blocks = octets.reshape(*octets.shape[:-1], -1, 2, block // 2)
     first, second = blocks[..., 0, :], blocks[..., 1, :]
     pairs = first & 15 | second << 4, first >> 4 | second & 240
     return np.stack(pairs, axis=-1).reshape(octets.shape)

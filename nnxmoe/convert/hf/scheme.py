@@ -11,13 +11,17 @@ from nnxmoe.storage.source import spellings
 
 METHODS = {
     "fp8": "FP8 in blocks, as DeepSeek-V3 and V4, or per tensor",
-    "compressed-tensors": "its formats float-quantized, int-quantized and pack-quantized",
+    "compressed-tensors": "FP8, int8, 4 and 8 bits packed, NVFP4, MXFP4, MXFP8",
+    "modelopt": "FP8, NVFP4, MXFP8",
     "awq": "version gemm, 4 bits",
     "gptq": "4 or 8 bits",
     "bitsandbytes": "4 bits, NF4",
     "mxfp4": "blocks and scales of experts, as gpt-oss",
 }
 _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized", "mixed-precision", "dense")
+_FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
+_ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "fp8_pb_real", "nvfp4", "w4a16_nvfp4", "w4a8_nvfp4_fp8")
+_ALGORITHMS += ("mxfp8", "mixed_precision")
 
 
 class Malformed(CheckpointError):
@@ -40,10 +44,11 @@ class Scheme:
             return cls("", {}, where)
         if not isinstance(fields, Mapping):
             raise CheckpointError(f"{where} must be an object, got {short(fields)}")
-        method = fields.get("quant_method")
+        method = fields.get(
+            "quant_method", "modelopt" if "quant_algo" in fields else None
+        )  # which older ones leave out
         if method is None:
-            tool = f" (quant_algo {short(fields['quant_algo'])} is ModelOpt's)" if "quant_algo" in fields else ""
-            raise CheckpointError(f"{where} lacks quant_method, the name of the method{tool}")
+            raise CheckpointError(f"{where} lacks quant_method, the name of the method")
         if not isinstance(method, str) or method not in METHODS:
             known = "; ".join(f"{name!r} ({what})" for name, what in METHODS.items())
             raise CheckpointError(f"{where}: method {short(method)} is not supported; supported: {known}")
@@ -106,13 +111,14 @@ class Scheme:
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """Settings of compressed-tensors for some weights. ``size``: of a group of inputs; ``block``: rows and columns;
-    ``symmetric``: without zero points."""
+    ``symmetric``: without zero points; ``floats``: codes are FP8 or FP4, not integers."""
 
     bits: int
     strategy: str
     size: int | None
     block: tuple[int, int] | None
     symmetric: bool
+    floats: bool
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], scheme: Scheme) -> "Weights":
@@ -123,11 +129,12 @@ class Weights:
             raise CheckpointError(f"{where}: num_bits {short(bits)} is not supported; supported: 4, 8")
         size = None if size == -1 else size
         strategy = strategy or ("group" if size else "channel")
-        if strategy not in ("tensor", "channel", "group", "block"):
+        if strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
             raise CheckpointError(
-                f"{where}: strategy {short(strategy)} is not supported; supported: tensor, channel, group, block"
+                f"{where}: strategy {short(strategy)} is not supported; supported: tensor, channel, group, "
+                "tensor_group, block"
             )
-        if strategy == "group" and (type(size) is not int or size < 1):
+        if strategy in ("group", "tensor_group") and (type(size) is not int or size < 1):
             raise CheckpointError(f"{where}: group_size must be a positive integer, got {short(size)}")
         block = fields.get("block_structure")
         if isinstance(block, str) and re.fullmatch("[0-9]{1,9}x[0-9]{1,9}", block):
@@ -135,7 +142,10 @@ class Weights:
         if strategy == "block" and block is None:
             raise CheckpointError(f"{where}: strategy 'block' needs block_structure")
         pair = scheme._pair("block_structure", block) if strategy == "block" else None
-        return cls(bits, strategy, size, pair, fields.get("symmetric") is not False)
+        floats = fields.get("type") == "float"
+        if strategy == "tensor_group" and not floats:
+            raise CheckpointError(f"{where}: strategy 'tensor_group' is supported for type 'float' only (NVFP4)")
+        return cls(bits, strategy, size, pair, fields.get("symmetric") is not False, floats)
 
 
 def _nearness(target: str, module: str) -> int:
@@ -224,4 +234,5 @@ _CHECKS = {
     "gptq": _check_gptq,
     "bitsandbytes": _check_bitsandbytes,
     "mxfp4": lambda scheme: None,
+    "modelopt": lambda scheme: scheme.one_of("quant_algo", _ALGORITHMS, "mixed_precision"),
 }

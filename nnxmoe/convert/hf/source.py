@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nnxmoe.convert.core.lazy_array import LazyArray
-from nnxmoe.convert.hf import compressed_reader, fp8, gptq, nf4
+from nnxmoe.convert.hf import compressed_reader, fp8, gptq, modelopt, nf4
 from nnxmoe.convert.hf.gguf_tensors import of_gguf
 from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS, ModuleTensors
 from nnxmoe.convert.hf.mxfp4 import mxfp4
@@ -72,8 +72,10 @@ def _quantised(tensors: dict[str, TensorInfo], scheme: Scheme, checkpoint: Check
 
 
 def _is_codes(module: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether a tensor ``….weight`` holds codes: FP8, int8, or bytes in any dtype with the scales of bitsandbytes."""
-    return info.dtype in ("F8_E4M3", "I8") or f"{module}.weight.absmax" in tensors
+    """Whether a tensor ``….weight`` holds codes: FP8, int8, or bytes in any dtype with the scales of bitsandbytes or of
+    ModelOpt."""
+    beside = (f"{module}.weight.absmax", f"{module}.weight_scale_2")
+    return info.dtype in ("F8_E4M3", "I8") or any(name in tensors for name in beside)
 
 
 def _weight(files: ModuleTensors) -> LazyArray:
@@ -85,7 +87,8 @@ def _weight(files: ModuleTensors) -> LazyArray:
     info, method = files.tensors[f"{files.module}.{present[0]}"], files.scheme.method
     kind = present[0]
     if kind == "weight":
-        kind = "NF4" if files.has("weight.absmax") else _FP8_OR_INT[info.dtype]
+        packed = {"weight.absmax": "NF4", "weight_scale_2": "NVFP4"}
+        kind = next((kind for ending, kind in packed.items() if files.has(ending)), _FP8_OR_INT.get(info.dtype, ""))
     if not method:
         raise Malformed(f"{files.where(info)} is {kind}, but config.json has no quantization_config")
     read = _READERS.get((kind, method))
@@ -104,4 +107,6 @@ _READERS: dict[tuple[str, str], Callable[[ModuleTensors, TensorInfo], LazyArray]
     ("qweight", "awq"): gptq.awq,
     ("qweight", "gptq"): gptq.gptq,
     ("NF4", "bitsandbytes"): nf4.nf4,
+    ("NVFP4", "modelopt"): modelopt.packed,
+    ("FP8", "modelopt"): modelopt.fp8,
 }
