@@ -17,6 +17,7 @@ from nnxmoe.generation.draft import MTPDraft as MTPDraft
 from nnxmoe.generation.draft import PromptLookup as PromptLookup
 from nnxmoe.generation.draft_cost import break_even as break_even
 from nnxmoe.generation.engine import Engine as Engine
+from nnxmoe.generation.grammar import Grammar as Grammar
 from nnxmoe.generation.request import Limits as Limits
 from nnxmoe.generation.request import Prefix as Prefix
 from nnxmoe.generation.request import Wanted as Wanted

@@ -94,6 +94,43 @@ def test_the_sampling_of_the_checkpoint_is_the_default(demo: Any) -> None:
         assert len(texts) > 1
 
 
+PERSON: Json = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_pattern": " ?"},
+}
+
+
+def test_answers_follow_the_form_that_is_asked_for(server: Running) -> None:
+    """A schema, any object, expressions, choices and grammars: whole and streamed, several samples, beside a plain one,
+    which is not changed."""
+    form = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
+    chat: Json = {**CHAT, "response_format": form, "max_tokens": 60, "temperature": 1.2, "seed": 3}
+    plain = one(server, CHATS, CHAT | {"max_tokens": 20})
+    with ThreadPoolExecutor() as pool:
+        beside = pool.submit(one, server, CHATS, CHAT | {"max_tokens": 20})
+        status, found = server.call(CHATS, chat | {"n": 4, "logprobs": True})
+    assert status == 200 and beside.result() == plain
+    texts = [choice["message"]["content"] for choice in found["choices"]]
+    for text in texts:
+        person = json.loads(text)
+        assert person.keys() == {"name", "age"} and len(person["name"]) < 10 and 0 <= person["age"] < 100
+    events = server.stream(CHATS, chat | {"stream": True})
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == texts[0]
+    assert one(server, CHATS, chat | {"response_format": {"type": "json_object"}})["message"]["content"][0] == "{"
+    asked: list[tuple[Json, str]] = [
+        ({"guided_regex": r"\d{3}-[ab]"}, r"\d{3}-[ab]"),
+        ({"guided_choice": ["up", "down"]}, "up|down"),
+        ({"guided_grammar": 'start: "a" "b"+ "."'}, r"ab+\."),
+        ({"guided_json": {"const": 5}}, "5"),
+    ]
+    for more, pattern in asked:
+        text = one(server, COMPLETIONS, STORY | {"max_tokens": 30, "temperature": 1.5, "seed": 1} | more)["text"]
+        assert re.fullmatch(pattern, text), text
+
+
 def test_special_tokens_as_stop_strings(server: Running, demo: Any) -> None:
     _, tokenizer = demo
     (bos,) = tokenizer.encode(tokenizer.bos_token, add_special_tokens=False)
@@ -255,7 +292,18 @@ CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "tool_calls", "tool_calls is not supported"),
     ({"messages": [{"role": "user", "content": "hi", "audio": {"id": "a"}}]}, 400, "audio", "does not read it"),
     ({"tool_choice": "required"}, 400, "tool_choice", "not supported"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format", "plain text"),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format", "give json_schema"),
+    ({"response_format": {"type": "xml"}}, 400, "response_format", "Invalid enum value"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+        400,
+        "response_format",
+        "x",
+    ),
+    ({"guided_regex": "(", "stop": None}, 400, "guided_regex", "the grammar is refused"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, 400, "guided_choice", "exclude each other"),
+    ({"guided_grammar": "start: nothing"}, 400, "guided_grammar", "the grammar is refused"),
+    ({"guided_json": "{"}, 400, "guided_json", "the schema is not JSON"),
     ({"service_tier": "flex"}, 400, "service_tier", "not supported"),
     ({"modalities": ["text", "audio"]}, 400, "modalities", "not supported"),
     ({"store": True}, 400, "store", "not supported"),

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,22 @@ def test_openai_chats(client: Any) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
     assert chunks[-1].usage == whole.usage and chunks[-2].choices[0].finish_reason == "stop"
     assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+@needs("openai")
+def test_openai_asks_for_a_schema(client: Any) -> None:
+    """As a field, and as a class of pydantic, which the client turns into a schema and back."""
+    import pydantic
+
+    class Person(pydantic.BaseModel):
+        age: typing.Annotated[int, pydantic.Field(ge=0, le=99)]
+        married: bool
+
+    ask = dict(model="tiny", messages=QUESTION, temperature=1, seed=4, max_tokens=100)
+    answer = client.chat.completions.parse(**ask, response_format=Person).choices[0].message
+    assert isinstance(answer.parsed, Person) and answer.parsed == Person.model_validate_json(answer.content)
+    chunks = client.chat.completions.create(**ask, response_format={"type": "json_object"}, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks).startswith("{")
 
 
 @needs("openai")

@@ -99,6 +99,7 @@ def generate(options: argparse.Namespace) -> None:
     texts, special = split_stops(options.stop, tokenizer) if options.stop else ((), ())
     given = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": options.seed}
     given |= {"eos_token_id": (*eos_ids(model, ...), *special), "draft": drafts.draft_of(options.draft, model)}
+    given["constraint"] = prompts.grammar_of(options, tokenizer)
     pieces = nnxmoe.stream(model, tokenizer, many[0].prompt, **given)
     made, shown = Speed(), prompts.Until(pieces, texts)
     for piece in shown:

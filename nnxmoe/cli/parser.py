@@ -145,6 +145,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end before this text; may be repeated",
     )
+    add("--json-schema", metavar="FILE", help="make only JSON that this schema accepts (needs nnxmoe[serve])")
     group = parser.add_argument_group("output as JSON lines, always with --prompts")
     add = group.add_argument
     add("--samples", type=shared.count, default=1, metavar="N", help="samples of each prompt (default 1)")

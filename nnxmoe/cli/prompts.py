@@ -75,6 +75,16 @@ def _record(line: str, number: int, path: str) -> Line:
     return Line(prompt, number, fields)
 
 
+def grammar_of(options: argparse.Namespace, tokenizer: Any) -> nnxmoe.Grammar | None:
+    """What ``--json-schema`` asks every text to follow. Raises ValueError."""
+    if options.json_schema is None:
+        return None
+    try:
+        return nnxmoe.Grammar.json_schema(Path(options.json_schema).read_text(encoding="utf-8-sig"), tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{options.json_schema}: {error}") from None
+
+
 def lines(
     model: Any, tokenizer: Any, given: Sequence[Line], sampling: nnxmoe.Sampling, options: argparse.Namespace
 ) -> Iterator[str]:
@@ -90,6 +100,7 @@ def lines(
         seed=options.seed,
         logprobs=options.logprobs,
         draft=drafts.draft_of(options.draft, model),
+        constraint=grammar_of(options, tokenizer),
         slots=options.slots,
     )
     total, made = len(given) * options.samples, 0

@@ -13,6 +13,7 @@ from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.generation.byte_level import has_merges
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.grammar import Constraint, Grammar
 from nnxmoe.generation.grouping import SMALL
 from nnxmoe.generation.messages import is_message
 from nnxmoe.generation.request import Eos, Finish, Ids, Prefix, Request, Wanted, eos_ids, whole_ids, whole_number
@@ -100,7 +101,8 @@ class MoreOptions(TypedDict, total=False):
     """Options of `complete` that few calls need.
 
     ``eos_token_id``: ids that end the text; default: those of the checkpoint; None: none. ``min_new_tokens``,
-    ``logit_bias``, ``logprobs``: see `Wanted`. ``process``, ``draft``: see `Engine`.
+    ``logit_bias``, ``logprobs``, ``constraint``: see `Wanted`. ``schema``: a JSON schema that every text follows, a
+    `Grammar` as ``constraint``. ``process``, ``draft``: see `Engine`.
     """
 
     min_new_tokens: int
@@ -109,6 +111,8 @@ class MoreOptions(TypedDict, total=False):
     logprobs: int | None
     process: Process | None
     draft: Drafting
+    constraint: Constraint | None
+    schema: Mapping[str, Any] | bool | str | None
 
 
 @answers_transformers
@@ -142,9 +146,7 @@ def complete(
         raise TypeError(f"complete() got an unexpected keyword argument {min(unknown)!r}")
     given = _several(prompts)
     stops = _stop_strings(stop)
-    seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * len(given)
-    if len(seeds) != len(given):
-        raise ValueError(f"{len(seeds)} seeds for {len(given)} prompts: give one for all, or one each")
+    seeds = _seeds(seed, len(given))
     n, most = whole_number("n", n, 1), whole_number("max_new_tokens", max_new_tokens, 0)
     tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
     if tokenizer is None and stops:
@@ -161,6 +163,7 @@ def complete(
         stop_ids=(*eos_ids(model, options.get("eos_token_id", ...)), *special),
         logit_bias=options.get("logit_bias") or {},
         logprobs=options.get("logprobs"),
+        constraint=_constraint(options, tokenizer),
     )
     engine = Engine(
         model,
@@ -172,6 +175,24 @@ def complete(
     )
     ids = (dataclasses.replace(wanted, seed=one) for one in seeds)
     return _in_order(engine, list(_jobs(prompt_ids, list(ids), n)), tokenizer, stops)
+
+
+def _constraint(options: MoreOptions, tokenizer: Any) -> Constraint | None:
+    """What every text follows. Raises ValueError."""
+    constraint, schema = options.get("constraint"), options.get("schema")
+    if schema is None:
+        return constraint
+    if constraint is not None or tokenizer is None:
+        raise ValueError("schema= needs a tokenizer, and excludes constraint=")
+    return Grammar.json_schema(schema, tokenizer)
+
+
+def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
+    """A seed per prompt. Raises ValueError for another number of them."""
+    seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * count
+    if len(seeds) != count:
+        raise ValueError(f"{len(seeds)} seeds for {count} prompts: give one for all, or one each")
+    return seeds
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

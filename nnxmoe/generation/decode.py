@@ -15,6 +15,7 @@ from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.generation.complete import Prompt, encoded
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.grammar import Constraint
 from nnxmoe.generation.grouping import LARGE, SMALL, PrefillGroup, chunk_sizes
 from nnxmoe.generation.passes import Room, cache_bytes
 from nnxmoe.generation.request import Eos, Finish, Request, Wanted, eos_ids, refuse_ids, whole_number
@@ -82,16 +83,19 @@ def stream(
     eos_token_id: Eos = ...,
     seed: int = 0,
     draft: Drafting = None,
+    constraint: Constraint | None = None,
 ) -> "Stream":
     """Yield the continuation of one prompt (text, chat or token ids) in pieces of text, without the end token.
 
     The prompt's text followed by the pieces is the decoded text of all ids, so the first piece may start with a space.
-    ``tokenizer``: a `Tokenizer`, or one of transformers. ``draft``: see `Engine`.
+    ``tokenizer``: a `Tokenizer`, or one of transformers. ``draft``: see `Engine`. ``constraint``: what the text must
+    follow, such as a `Grammar`.
     """
     ids = list(encoded(prompt, tokenizer))
     eos = eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
-    wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, eos, seed)
+    most = whole_number("max_new_tokens", max_new_tokens, 0)
+    wanted = Wanted(most, 0, sampling, eos, seed, constraint=constraint)
     return Stream(_ids_of_one(model, _ids([ids]), wanted, draft), eos, TextStream(tokenizer, context=ids))
 
 

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from nnxmoe.axes import batch_axes, shards
 from nnxmoe.generation import draft_cost, passes
 from nnxmoe.generation.draft import Modelled
+from nnxmoe.generation.grammar import empty_masks
 from nnxmoe.generation.grouping import (
     LARGE,
     MOST_SMALL,
@@ -42,7 +43,7 @@ from nnxmoe.generation.request import (
     whole_ids,
     whole_number,
 )
-from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, Process, RowOptions, RowReport
+from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, History, Process, RowOptions, RowReport
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import warn_beyond_positions
 from nnxmoe.runtime.memory import refuse_beyond_memory
@@ -184,7 +185,7 @@ class Engine:
         if prefix is not None and prompt[: len(prefix.ids)] != prefix.ids:
             raise ValueError(f"the prompt does not begin with the {len(prefix.ids)} ids of its prefix")
         warn_beyond_positions(self.model, len(prompt) + wanted.max_new_tokens)
-        request = Request(prompt, wanted, asked, prefix)
+        request = Request(prompt, wanted, asked, prefix, progress=wanted.started(self._vocab))
         if wanted.max_new_tokens == 0:
             request.finish = "length"
         else:
@@ -203,9 +204,9 @@ class Engine:
                 self._reading = None  # all were cancelled
             else:
                 self._read(reading)
+        events = list[Event]()
         if going := any(r.steps < r.wanted.max_new_tokens for r in self._going()):
-            self._advance()
-        events = []
+            events += self._advance()
         while len(self._reports) > (self._ahead if going else 0):
             events += self._look()
         return events
@@ -344,7 +345,8 @@ class Engine:
                 self._cache = passes.empty_like(passed.cache, self.slots, self._axes)
             self._cache = passes.put(self._cache, passed.cache, at, self._axes)
         kept = self._keep.copy()  # what a program is given may be read later
-        given = together, prompts, lengths, passed.logits, passed.memory, kept
+        known: Any = prompts, lengths, np.zeros_like(lengths)
+        given = together, History(*known), passed.logits, passed.memory, kept, self._masks(requests, rows, 1)
         self._rows, report = passes.begin(self._rows, at, *given, self._options, self.draft)
         here: list[Request | None] = [None] * rows
         for row, request in enumerate(requests):
@@ -353,18 +355,35 @@ class Engine:
             request.prefix = None
         self._reports.append((report, here))
 
-    def _advance(self) -> None:
-        """Start a step of all rows."""
+    def _masks(self, requests: Sequence[Request | None], rows: int, width: int) -> np.ndarray | None:
+        """The ids that may follow in each row; None if no row has a constraint."""
+        found = None
+        for row, request in enumerate(requests):
+            if request is not None and request.progress is not None and not request.done:
+                found = empty_masks(rows, width, self._vocab) if found is None else found
+                request.progress.masks(request.drafts[: width - 1], found[row])
+        return found
+
+    def _advance(self) -> list[Event]:
+        """Start a step of all rows. Where one follows a constraint, the ids of the step before are read, and returned,
+        and what may follow is computed, while the device computes the pass."""
         state, spare = self._rows, self._room.spare
         valid = None if self.slots == 1 and not spare else state.active
         passed = self._step(state.ids, valid, self._cache, self._dropped, self._room, PassPart(False))
-        after = passed.logits, passed.states, passed.cache.length, self._keep.copy()
+        events = list[Event]()
+        if any(request.progress is not None for request in self._going()):
+            while self._reports:
+                events += self._look()
+        kept = [request if keep else None for request, keep in zip(self._slots, self._keep, strict=True)]
+        masks = self._masks(kept, self.slots, state.ids.shape[1])
+        after = passed.logits, passed.states, passed.cache.length, self._keep.copy(), masks
         self._rows, length, report = passes.advance(state, *after, self._options, self.draft)
         self._cache, self._dropped = dataclasses.replace(passed.cache, length=length), passed.dropped
         for request in self._going():
             request.steps += 1
         here = [request if keep else None for request, keep in zip(self._slots, self._keep, strict=True)]
         self._reports.append((report, here))
+        return events
 
     def _look(self) -> list[Event]:
         """Read the oldest report."""
@@ -376,6 +395,9 @@ class Engine:
                 continue
             new, start = found.ids[row, :count].tolist(), len(request.ids)
             request.ids += new
+            if request.progress is not None:
+                request.progress.advance(new)
+                request.drafts = found.drafts[row].tolist()
             if found.ids.shape[1] > 1:
                 request.accepted[count - 1] += 1
             if (wanted := request.wanted.logprobs) is not None:

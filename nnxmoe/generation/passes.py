@@ -109,7 +109,7 @@ def _announced(
 
 
 begin = jax.jit(rows.begin, static_argnums=(8,), donate_argnums=(0,))
-advance = jax.jit(rows.advance, static_argnums=(5,), donate_argnums=(0,))
+advance = jax.jit(rows.advance, static_argnums=(6,), donate_argnums=(0,))
 read = jax.jit(lambda draft, *given: draft.read(*given), donate_argnums=(1,))
 empty_rows = jax.jit(rows.empty_rows, static_argnums=(1, 2, 3, 5))
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from nnxmoe.config.printable import short
+from nnxmoe.generation.grammar import Constraint, ConstraintState
 from nnxmoe.generation.rows import Asked
 from nnxmoe.generation.sampling import Sampling, Steps, prepare
 
@@ -37,7 +38,8 @@ class Wanted:
 
     ``sampling`` None: greedy. Ids are drawn by ``seed`` and ``sample``, the number among the samples of one prompt;
     nothing else matters, such as other requests. ``logit_bias``: id -> what is added to its logit. ``logprobs`` n:
-    also the log-probabilities of the ids made, and the n most likely ids at each place; None: none.
+    also the log-probabilities of the ids made, and the n most likely ids at each place; None: none. ``constraint``:
+    what the ids must follow, such as a `Grammar`; it counts before every other option.
     """
 
     max_new_tokens: int = 64
@@ -48,6 +50,7 @@ class Wanted:
     sample: int = 0
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     logprobs: int | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         for name in ("seed", "max_new_tokens", "min_new_tokens", "logprobs"):
@@ -63,6 +66,10 @@ class Wanted:
     @property
     def _stops(self) -> tuple[int, ...]:
         return () if self.stop_ids is ... or self.stop_ids is None else tuple(np.atleast_1d(self.stop_ids).tolist())
+
+    def started(self, vocab: int) -> ConstraintState | None:
+        """The state of the constraint before the first id; None without one. Raises ValueError."""
+        return None if self.constraint is None else self.constraint.start(vocab, self._stops)
 
     def limits(self, vocab: int) -> Limits:
         """The limits that a batch needs for this request; the checkpoint's end tokens are not counted."""
@@ -122,7 +129,7 @@ class Request:
     ``asked``: what is wanted, as arrays. ``ids``: the new ones so far. ``logprobs``: of each of them, under the model's
     own distribution before any option; ``top``: the most likely ids at each place, with their log-probabilities.
     ``steps``: how many were started for it. ``accepted[n]``: in how many of them n ids of the draft were accepted.
-    ``finish``: why it is done; None before.
+    ``finish``: why it is done; None before. ``progress``: the state of its constraint; ``drafts``: what may follow.
     """
 
     prompt: tuple[int, ...]
@@ -135,6 +142,8 @@ class Request:
     steps: int = 0
     accepted: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     finish: Finish | None = None
+    progress: ConstraintState | None = None
+    drafts: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def done(self) -> bool:

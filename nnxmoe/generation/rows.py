@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from nnxmoe.axes import AnyMesh, everywhere
 from nnxmoe.generation.sampling import Knobs, Steps, pick
@@ -42,6 +42,7 @@ class History(NamedTuple):
     made: Int[Array, "B"]
 
 
+Masks = UInt32[Array, "B W words"]  # bit v % 32 of word v // 32: whether id v may come next, as llguidance writes it
 Process = Callable[[Float[Array, "B V"], History], Float[Array, "B V"]]  # logits -> logits
 
 
@@ -70,12 +71,13 @@ class RowStates(NamedTuple):
 
 
 class RowReport(NamedTuple):
-    """Result of a step: ``count[b]`` ids of row b, the reason why it ended, and log-probabilities under the model's
-    own distribution, of these ids and of the most likely ones."""
+    """Result of a step: ``count[b]`` ids of row b, the reason why it ended, the drafts of what follows, and
+    log-probabilities under the model's own distribution, of these ids and of the most likely ones."""
 
     ids: Int[Array, "B W"]
     count: Int[Array, "B"]
     end: Int[Array, "B"]
+    drafts: Int[Array, "B K"]
     logprobs: Float[Array, "B W"] | None
     top_ids: Int[Array, "B W top"] | None
     top_logprobs: Float[Array, "B W top"] | None
@@ -133,30 +135,30 @@ def begin(
     rows: RowStates,
     at: Int[Array, "R"],
     asked: Asked,
-    prompts: Int[Array, "R C"],
-    lengths: Int[Array, "R"],
+    prompts: History,
     logits: Float[Array, "R 1 V"],
     memory: Any,
     keep: Bool[Array, "B"],
+    masks: Masks | None,
     options: RowOptions,
     draft: Any,
 ) -> tuple[RowStates, RowReport]:
     """Start rows ``at`` (out of range: none) whose prompts were read, with their first ids. ``memory``: the draft's,
-    of these prompts."""
+    of these prompts. ``masks``: the ids that may come next; None: all."""
 
     def put(old: Array, new: Array) -> Array:
         return old.at[at].set(new.astype(old.dtype), mode="drop")
 
-    zero, no_drafts = jnp.zeros_like(lengths), jnp.zeros((len(at), 0), jnp.int32)
-    report = _choose(asked, History(prompts, lengths, zero), logits, no_drafts, options)
+    report = _choose(asked, prompts, logits, jnp.zeros((len(at), 0), jnp.int32), masks, options)
     first = report.ids[:, 0]
-    ids = put(rows.history.ids, prompts).at[at, lengths].set(first, mode="drop")
-    history = History(ids, put(rows.history.count, lengths + 1), put(rows.history.made, zero + 1))
+    ids = put(rows.history.ids, prompts.ids).at[at, prompts.count].set(first, mode="drop")
+    history = History(ids, put(rows.history.count, prompts.count + 1), put(rows.history.made, prompts.made + 1))
     active = (rows.active[:, 0] & keep).at[at].set(report.end == RUNNING, mode="drop")
     last, started = put(rows.ids[:, 0], first), jnp.zeros_like(rows.history.count).at[at].set(1, mode="drop")
     memory = jax.tree.map(put, rows.memory, memory)
     moved = rows._replace(asked=jax.tree.map(put, rows.asked, asked), history=history, memory=memory)
     moved = _next(moved, last, active, last[:, None], None, started, options, draft)
+    report = report._replace(drafts=jnp.take(moved.ids[:, 1:], at, axis=0, mode="clip"))
     return _everywhere((moved, report), options.mesh)
 
 
@@ -166,13 +168,15 @@ def advance(
     states: Float[Array, "B W D"],
     length: Int[Array, "B"],
     keep: Bool[Array, "B"],
+    masks: Masks | None,
     options: RowOptions,
     draft: Any,
 ) -> tuple[RowStates, Int[Array, "B"], RowReport]:
     """One step after a pass over ``rows.ids``, whose cache then had these lengths: the rows, the lengths without the
-    drafts that were refused, and the report. Rows that are not to be kept end."""
+    drafts that were refused, and the report. Rows that are not to be kept end. ``masks``: the ids that may follow each
+    of ``rows.ids``; None: all."""
     running = rows.active[:, 0] & keep
-    report = _choose(rows.asked, rows.history, logits, rows.ids[:, 1:], options)
+    report = _choose(rows.asked, rows.history, logits, rows.ids[:, 1:], masks, options)
     count = jnp.where(running, report.count, 0)
     report = report._replace(count=count, end=jnp.where(running, report.end, FULL))
     history, width = rows.history, rows.ids.shape[1]
@@ -184,6 +188,7 @@ def advance(
     length = length - jnp.where(rows.active[:, 0], width - count, 0)
     active = running & (report.end == RUNNING)
     moved = _next(moved, last, active, report.ids, states, count, options, draft)
+    report = report._replace(drafts=moved.ids[:, 1:])
     return _everywhere((moved, length, report), options.mesh)
 
 
@@ -219,12 +224,14 @@ def _choose(
     history: History,
     logits: Float[Array, "B W V"],
     drafts: Int[Array, "B K"],
+    masks: Masks | None,
     options: RowOptions,
 ) -> RowReport:
     """The ids that follow, up to the first that differs from its draft (Daliri, Musco and Suresh 2024: each is drawn
     with a key of its own, whatever the draft was, so drafts change nothing but the speed), or that ends the row."""
     width = logits.shape[1]
-    places = [_alone(asked, history, logits[:, w], drafts[:, :w], options) for w in range(width)]
+    allowed = [None if masks is None else masks[:, w] for w in range(width)]
+    places = [_alone(asked, history, logits[:, w], drafts[:, :w], options, allowed[w]) for w in range(width)]
     ids = jnp.stack(places, axis=1)
     agree = jnp.cumprod(drafts == ids[:, :-1], axis=1)
     count = 1 + jnp.sum(agree, axis=1, dtype=jnp.int32)
@@ -235,7 +242,7 @@ def _choose(
     at = (count - 1)[:, None]
     stopped, ends = (jnp.take_along_axis(a, at, axis=1)[:, 0] for a in (stopped, ends))
     end = jnp.where(stopped, STOPPED, jnp.where(ends, FULL, RUNNING)).astype(jnp.int32)
-    return RowReport(ids, count, end, *_logprobs(logits, ids, asked.logprobs, options.top))
+    return RowReport(ids, count, end, drafts, *_logprobs(logits, ids, asked.logprobs, options.top))
 
 
 def _alone(
@@ -244,8 +251,10 @@ def _alone(
     logits: Float[Array, "B V"],
     drafts: Int[Array, "B K"],
     options: RowOptions,
+    allowed: UInt32[Array, "B words"] | None = None,
 ) -> Int[Array, "B"]:
-    """The ids that follow the drafts, if all of these are right: exactly what a step without drafts would draw."""
+    """The ids that follow the drafts, if all of these are right: exactly what a step without drafts would draw.
+    ``allowed``: a mask of the ids that may follow; None: all."""
     row, place = jnp.arange(logits.shape[0])[:, None], jnp.arange(drafts.shape[1])[None]
     ids = history.ids.at[row, history.count[:, None] + place].set(drafts, mode="drop")
     known = History(ids, history.count + drafts.shape[1], history.made + drafts.shape[1])
@@ -258,11 +267,20 @@ def _alone(
         theirs = rules(one, ids, known.count, known.made, asked.limit)
         one = jnp.where((asked.knobs.rules == number)[:, None], theirs, one)
     one = one if options.process is None else options.process(one, known)
+    one = one if allowed is None else _masked(one, logits, allowed)
     if steps.penalty:
         real = jnp.arange(ids.shape[1])[None] < known.count[:, None]
         seen = jnp.zeros(one.shape, bool).at[row, ids].max(real)
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(asked.key), asked.sample)
     return pick(one, seen, steps, asked.knobs, jax.vmap(jax.random.fold_in)(keys, known.made))
+
+
+def _masked(one: Float[Array, "B V"], logits: Float[Array, "B V"], allowed: UInt32[Array, "B words"]) -> Array:
+    """The logits of allowed ids, -inf for others; the model's own where nothing that is allowed was left."""
+    bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    may = bits.reshape(len(one), -1)[:, : one.shape[1]] > 0
+    left = jnp.any(may & (one > -jnp.inf), axis=1, keepdims=True)
+    return jnp.where(may, jnp.where(left, one, logits), -jnp.inf)
 
 
 def _logprobs(

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nnxmoe.generation.complete import split_stops
+from nnxmoe.generation.grammar import Grammar
 from nnxmoe.generation.request import Limits, Prefix, Wanted, refuse_ids
 from nnxmoe.generation.sampling import Sampling
 from nnxmoe.generation.text import TokenizerError
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.serve.schema import BaseRequest, ChatRequest, CompletionRequest, Message
+from nnxmoe.serve.schema import GUIDED, BaseRequest, ChatRequest, CompletionRequest, Message
 from nnxmoe.serve.settings import Refused, ServerSettings
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; of chats: what the slot has room for
@@ -126,8 +127,35 @@ class Planner:
         texts, ids = split_stops(self._stops(request.stop), self.tokenizer)
         stop_ids, seed = (*self.stop_ids, *ids), request.seed or 0
         sampling = _sampling(request, self.sampling)
-        wanted = Wanted(most, least, sampling, stop_ids, seed, logit_bias=biases, logprobs=logprobs)
+        form = self._constraint(request, stop_ids)
+        more: dict[str, Any] = {"logit_bias": biases, "logprobs": logprobs, "constraint": form}
+        wanted = Wanted(most, least, sampling, stop_ids, seed, **more)
         return Planned(prompts, wanted, n, texts, request.seed is not None)
+
+    def _constraint(self, request: BaseRequest, stop_ids: tuple[int, ...]) -> Grammar | None:
+        """What the answer must follow. Raises Refused."""
+        name = next((name for name in GUIDED if getattr(request, name) is not None), None)
+        if name is None:
+            return None
+        value, tokenizer = getattr(request, name), self.tokenizer
+        try:
+            match name:
+                case "response_format" if value.type == "json_object":
+                    found = Grammar.json_object(tokenizer)
+                case "response_format":
+                    found = Grammar.json_schema(value.json_schema.schema, tokenizer)
+                case "guided_json":
+                    found = Grammar.json_schema(value, tokenizer)
+                case "guided_regex":
+                    found = Grammar.regex(value, tokenizer)
+                case "guided_choice":
+                    found = Grammar.choice(value, tokenizer)
+                case _:
+                    found = Grammar.lark(value, tokenizer)
+            found.start(self.vocab, stop_ids)  # here, and not in the engine's thread, it takes its time
+            return found
+        except ValueError as error:
+            raise Refused(400, f"{name}: {error}", name) from None
 
     def _stops(self, stop: str | Sequence[str] | None) -> tuple[str, ...]:
         stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)

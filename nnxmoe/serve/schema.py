@@ -26,7 +26,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -35,11 +34,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+GUIDED = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 LABELS = {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
 _INSTEAD = {
     "frequency_penalty": ", or use repetition_penalty",
     "presence_penalty": ", or use repetition_penalty",
-    "response_format": ": answers are plain text",
 }
 
 
@@ -50,9 +49,25 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchema(Struct):
+    """``schema``: a JSON schema; name, description and strict have no effect: the answer always follows it."""
+
+    schema: dict[str, Any] | bool
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class BaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both kinds of request. ``min_tokens``, ``top_k``, ``min_p`` and ``repetition_penalty`` have the names
-    that vLLM gives them; OpenAI has none of them."""
+    """Fields of both kinds of request. ``min_tokens``, ``top_k``, ``min_p``, ``repetition_penalty`` and those named
+    ``guided_…`` have the names that vLLM gives them; OpenAI has none of them."""
 
     model: str
     max_tokens: Natural | None = None
@@ -68,6 +83,11 @@ class BaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[Id, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionRequest(BaseRequest, kw_only=True):
@@ -131,6 +151,8 @@ def decode(body: bytes, kind: type[Body]) -> Body:
 def _asked(found: dict[str, Any]) -> dict[str, Any]:
     """The fields that ask for something. Raises Refused for those of the API that are not supported."""
     found = {name: value for name, value in found.items() if value is not None and name not in LABELS}
+    if found.get("response_format") == {"type": "text"}:
+        del found["response_format"]
     for name in found.keys() & NEUTRAL.keys():
         if found.pop(name) not in NEUTRAL[name]:
             raise Refused(400, f"{name} is not supported: leave it out{_INSTEAD.get(name, '')}", name)
@@ -155,6 +177,12 @@ def _refuse_combinations(request: BaseRequest) -> None:
             raise Refused(400, "best_of is not supported: leave it out, or give the same number as n", "best_of")
         if request.echo and request.stream:
             raise Refused(400, "echo is not supported with stream: leave one of them out", "echo")
+    forms = [name for name in GUIDED if getattr(request, name) is not None]
+    if len(forms) > 1:
+        raise Refused(400, f"{forms[0]} and {forms[1]} exclude each other", forms[1])
+    form = request.response_format
+    if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+        raise Refused(400, "response_format: give json_schema with the type json_schema", "response_format")
     if request.stream_options is not None and request.stream_options.include_usage and not request.stream:
         raise Refused(400, "stream_options needs stream: true", "stream_options")
 

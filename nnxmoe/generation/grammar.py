@@ -1,0 +1,163 @@
+"""Output that follows a JSON schema, a regular expression or a grammar: which ids may come next, from llguidance.
+
+A text is always one of the grammar's, or the beginning of one where ``max_new_tokens`` cut it.
+"""
+
+import copy
+import json
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import UInt32
+
+from nnxmoe.config.printable import short
+from nnxmoe.runtime.progress import logger
+
+# Between two parts of JSON a space, or a line's end and indentation: without a bound, small models go on for ever. A
+# schema may say something else in "x-guidance".
+_JSON = {"whitespace_pattern": r" ?|\r?\n[ \t]{0,40}"}
+
+
+class ConstraintState(Protocol):
+    """The state of one text."""
+
+    def advance(self, ids: Sequence[int]) -> None:
+        """Note the ids that the text goes on with."""
+        ...
+
+    def masks(self, drafts: Sequence[int], out: UInt32[np.ndarray, "W words"]) -> None:
+        """Write which ids may come next, and which after each of the first drafts: bit v % 32 of word v // 32."""
+        ...
+
+
+class Constraint(Protocol):
+    """What the new ids of a request must follow."""
+
+    def start(self, vocab: int, stop_ids: Sequence[int]) -> ConstraintState:
+        """The state before the first id, for a vocabulary of this size, of which ``stop_ids`` end a text. Raises
+        ValueError."""
+        ...
+
+
+class Grammar:
+    """A `Constraint` by llguidance (``pip install 'nnxmoe[serve]'``), in its own form of Lark or as it returns them.
+
+    ``tokenizer``: that of the model. Grammars of a tokenizer share its tables, which take about a second to make.
+    """
+
+    def __init__(self, text: str, tokenizer: Any):
+        self._text, self._tokenizer = text, tokenizer
+        self._started: dict[tuple[int, tuple[int, ...]], Any] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str, tokenizer: Any) -> "Grammar":
+        """JSON that a schema (also as JSON text) accepts. Raises ValueError if it is none, or uses what llguidance does
+        not know."""
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except ValueError as error:
+                raise ValueError(f"the schema is not JSON: {error}") from None
+        if not isinstance(schema, Mapping | bool):
+            raise ValueError(f"a schema is an object, true or false, got {short(schema)}")
+        text = json.dumps(schema if isinstance(schema, bool) else dict(schema))
+        return cls(_library().LLMatcher.grammar_from_json_schema(text, defaults=_JSON), tokenizer)
+
+    @classmethod
+    def json_object(cls, tokenizer: Any) -> "Grammar":
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"}, tokenizer)
+
+    @classmethod
+    def regex(cls, pattern: str, tokenizer: Any) -> "Grammar":
+        """Texts that a regular expression (Rust's syntax) matches as a whole."""
+        return cls(_library().LLMatcher.grammar_from_regex(pattern), tokenizer)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str], tokenizer: Any) -> "Grammar":
+        """One of some texts."""
+        return cls.lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts), tokenizer)
+
+    @classmethod
+    def lark(cls, text: str, tokenizer: Any) -> "Grammar":
+        """Texts of a grammar in llguidance's form of Lark."""
+        return cls(_library().LLMatcher.grammar_from_lark(text), tokenizer)
+
+    def start(self, vocab: int, stop_ids: Sequence[int]) -> ConstraintState:
+        """The state before the first id. Raises ValueError for a grammar that llguidance refuses, and without ids that
+        end the text."""
+        ends = tuple(dict.fromkeys(stop_ids))
+        if not ends:
+            raise ValueError("a text that follows a grammar needs ids that end it: give eos_token_id (or stop_ids)")
+        with self._lock:
+            if (vocab, ends) not in self._started:
+                tables = _tables(self._tokenizer, vocab, ends)
+                matcher = _library().LLMatcher(tables, self._text, log_level=0)
+                if matcher.is_error():
+                    raise ValueError(f"the grammar is refused: {short(matcher.get_error().strip(), 400)}")
+                self._started[vocab, ends] = matcher
+            return _Matching(self._started[vocab, ends].deep_copy(), ends)
+
+
+class _Matching:
+    def __init__(self, matcher: Any, ends: tuple[int, ...]):
+        self._matcher, self._ends, self._warned = matcher, ends, False
+
+    def advance(self, ids: Sequence[int]) -> None:
+        self._matcher.consume_tokens([int(i) for i in ids])
+
+    def masks(self, drafts: Sequence[int], out: np.ndarray) -> None:
+        taken = 0
+        for place, draft in enumerate((*drafts, None)):
+            self._write(out[place])
+            if draft is None or self._matcher.is_stopped() or not self._matcher.try_consume_tokens([int(draft)]):
+                break  # what would follow a draft that the grammar refuses is never asked
+            taken += 1
+        if taken:
+            self._matcher.rollback(taken)
+
+    def _write(self, row: np.ndarray) -> None:
+        """One mask; only ids that end the text, once it is complete or llguidance has given up."""
+        if not self._matcher.is_stopped():
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_stopped():
+            if self._matcher.is_error() and not self._warned:
+                self._warned = True
+                why = short(self._matcher.get_error().strip(), 200)
+                logger.warning("a text that follows a grammar is cut: llguidance gave up (%s)", why)
+            row[:] = 0
+            for end in self._ends:
+                row[end // 32] |= np.uint32(1 << end % 32)
+
+
+def empty_masks(rows: int, width: int, vocab: int) -> UInt32[np.ndarray, "B W words"]:
+    """Masks that allow every id."""
+    return np.full((rows, width, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
+
+
+_made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def _tables(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
+    """llguidance's tables of a tokenizer, made once."""
+    with _making:
+        found = _made.setdefault(tokenizer, {})
+        if (vocab, ends) not in found:
+            backend = copy.deepcopy(getattr(tokenizer, "backend", None) or tokenizer.backend_tokenizer)
+            backend.no_padding()
+            backend.no_truncation()
+            found[vocab, ends] = _library().LLTokenizer(backend.to_str(), n_vocab=vocab, eos_token=list(ends))
+        return found[vocab, ends]
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ValueError("schemas and grammars need the library llguidance: pip install 'nnxmoe[serve]'") from error
+    return llguidance
