@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from nnxmoe.config.printable import parse_bytes
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -18,6 +20,14 @@ def count(text: str) -> int:
 def natural(text: str) -> int:
     """An integer of at least 0."""
     return 0 if text == "0" else count(text)
+
+
+def size(text: str) -> int:
+    """Bytes, such as 2GB, or 0."""
+    try:
+        return 0 if text == "0" else parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def text(given: str) -> str:

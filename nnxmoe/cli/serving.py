@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from nnxmoe.cli import commands, drafts
-from nnxmoe.cli.options import add_loading, add_slots, count
+from nnxmoe.cli.options import add_loading, add_slots, count, size
 from nnxmoe.runtime.progress import logger, say
 
 KEY = "NNXMOE_API_KEY"
@@ -20,6 +20,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--name", help="the model's name for clients (default: MODEL, of a folder its last part)")
     add_slots(add)
     add("--capacity", type=count, default=2048, metavar="T", help="tokens per sample, prompt included (default 2048)")
+    what = (
+        "memory for the beginnings of prompts that later ones share, such as 2GB (default: as much as 4 slots; 0: none)"
+    )
+    add("--prefix-bytes", type=size, metavar="SIZE", help=what)
     add("--queue", type=count, default=256, metavar="N", help="samples that may wait; beyond: 429 (default 256)")
     add("--seconds", type=count, default=600, metavar="S", help="longest time of a request (default 600)")
     add("--max-body", type=count, default=4 << 20, metavar="BYTES", help="largest body of a request (default 4 MiB)")
@@ -55,7 +59,8 @@ def serve(options: argparse.Namespace) -> None:
         logger.warning("everyone who reaches %s may use this server: set %s to ask for a key", options.host, KEY)
     model, tokenizer = commands.load(options)
     draft = drafts.draft_of(options.draft, model)
-    engine, stop_ids = server.serving_engine(model, slots=options.slots, capacity=options.capacity, draft=draft)
+    sizes = {"slots": options.slots, "capacity": options.capacity, "prefix_bytes": options.prefix_bytes}
+    engine, stop_ids = server.serving_engine(model, draft=draft, **sizes)
     said = f"serving {name} with {engine.slots} slots of {engine.capacity} tokens on %s; Ctrl-C ends"
     where = options.host, options.port
     server.serve(engine, tokenizer, stop_ids, settings, *where, lambda address: say(said, address))

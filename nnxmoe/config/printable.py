@@ -1,6 +1,7 @@
 """Values and names from files as they may appear in a message, escaped and cut to a sensible length; large numbers."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -39,6 +40,14 @@ def bytes_text(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1000
     return f"{size:.2f} TB"
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of ``5GB``, ``500MB``, ``20KB`` or a plain number, at least 1. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([KMGT]?)B?", str(size).strip().upper())
+    if not match or float(match[1]) <= 0:
+        raise ValueError(f"{short(size)} is not a size such as '5GB' or '500MB'")
+    return max(1, int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")))
 
 
 def count_text(number: float) -> str:

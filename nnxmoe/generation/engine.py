@@ -29,6 +29,7 @@ from nnxmoe.generation.grouping import (
     chunk_sizes,
     one_by_one,
 )
+from nnxmoe.generation.kept_prefixes import KeptPrefixes
 from nnxmoe.generation.passes import Passed, PassPart, Room, cache_bytes
 from nnxmoe.generation.request import (
     Event,
@@ -71,8 +72,10 @@ class Engine:
     ``process``: a function of JAX, ``(logits [B, V], History) -> logits``, applied in every step after biases and
     before sampling. ``draft``: proposes ids to verify, which changes the speed only; ``"auto"``: multi-token prediction
     if the model has layers for it, else prompt lookup. ``ahead``: how many steps the device may be ahead of what this
-    process has read. ``grouping``: which waiting prompts are read together; None:
-    `as_one_large_chunk`, and with a draft `one_by_one`, so that drafts do not change a bit.
+    process has read. ``prefix_bytes``: room for the caches of prompts' beginnings, which later prompts that begin so do
+    not read again: what several prompts share, and the prompts and answers of ended requests. ``grouping``: which
+    waiting prompts are read together; None: `as_one_large_chunk`, and with a draft `one_by_one`, so that drafts do not
+    change a bit.
 
     The ids of a request are those it would get alone, up to rounding, unless tokens compete for experts (`Capacity`).
     Raises ValueError if the caches do not fit in memory, for a draft where tokens compete, for ``"auto"`` where drafts
@@ -89,6 +92,7 @@ class Engine:
         process: Process | None = None,
         draft: draft_cost.Drafting = None,
         ahead: int = 1,
+        prefix_bytes: int = 0,
         grouping: Grouping | None = None,
     ):
         model, limits = passes.unrolled(model), limits or Limits()
@@ -120,15 +124,14 @@ class Engine:
                 f"draft={draft}: its vocabulary has {draft.vocab_size} ids and the model's {self._vocab}: give a model "
                 "with the same tokenizer and vocab_size"
             )
-        arguments = self.slots, self._room.tokens
-        kept = [] if draft is None else jax.eval_shape(lambda: jax.tree.leaves(draft.empty(*arguments)))
-        drafting = sum(part.size * part.dtype.itemsize for part in kept)
-        what = f"a cache of {self._room.tokens} tokens for batch {self.slots} takes"
-        remedy = "use fewer max_new_tokens, a smaller capacity, or a smaller batch"
-        refuse_beyond_memory(self.cache_bytes + self._reading_bytes + drafting, what, remedy)
+        one = cache_bytes(model, self._parts, self._room)
+        self.kept = KeptPrefixes(whole_number("prefix_bytes", prefix_bytes, 0) // max(one, 1))
+        self._refuse_beyond_memory(self.kept.most * one)
         self._pass, self._axes = passes.passes(model), passes.batch_axes_of(model, self._room)
         self._step = self._pass if draft is None else passes.passes(passes.steady(model, self.slots * (1 + spare)))
         memory = None if draft is None else draft.empty(self.slots, self._room.tokens)
+        # Whether nothing may be added to a row that has ended: there are others, drafts, or its cache may be kept.
+        self._stays = self.slots > 1 or spare > 0 or self.kept.most > 0
         self._nothing = Wanted(stop_ids=None).asked(limits, self._vocab)  # for rows without a request
         self._rows: Any = passes.empty_rows(self._nothing, self.slots, self._room.tokens, 1 + spare, memory, self._mesh)
         self._cache: Any = None
@@ -138,6 +141,15 @@ class Engine:
         self._waiting: collections.deque[Request] = collections.deque()
         self._reading: _Reading | None = None
         self._reports: collections.deque[tuple[RowReport, list[Request | None]]] = collections.deque()
+
+    def _refuse_beyond_memory(self, kept: int) -> None:
+        """Raise ValueError if the caches, ``kept`` bytes of prefixes among them, and the draft's do not fit."""
+        draft, arguments = self.draft, (self.slots, self._room.tokens)
+        parts = [] if draft is None else jax.eval_shape(lambda: jax.tree.leaves(draft.empty(*arguments)))
+        drafting = sum(part.size * part.dtype.itemsize for part in parts)
+        what = f"a cache of {self._room.tokens} tokens for batch {self.slots} takes"
+        remedy = "use fewer max_new_tokens, a smaller capacity, or a smaller batch"
+        refuse_beyond_memory(self.cache_bytes + self._reading_bytes + drafting + kept, what, remedy)
 
     @property
     def cache_bytes(self) -> int:
@@ -184,6 +196,10 @@ class Engine:
             )
         if prefix is not None and prompt[: len(prefix.ids)] != prefix.ids:
             raise ValueError(f"the prompt does not begin with the {len(prefix.ids)} ids of its prefix")
+        if self.kept.most and prefix is None:
+            prefix = self.kept.find(prompt)
+        elif self.kept.most and prefix is not None and prefix.start is None and prefix not in self._begun:
+            prefix.start = self.kept.find(prefix.ids)
         warn_beyond_positions(self.model, len(prompt) + wanted.max_new_tokens)
         request = Request(prompt, wanted, asked, prefix, progress=wanted.started(self._vocab))
         if wanted.max_new_tokens == 0:
@@ -218,7 +234,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compile all programs for requests without a prefix, so that none has to wait for one later."""
-        most = Wanted(max_new_tokens=2, stop_ids=None)
+        most, kept, self.kept = Wanted(max_new_tokens=2, stop_ids=None), self.kept, KeptPrefixes(0)
         room = min(self.capacity, self.model.config.max_position_embeddings)
         for length in (1, SMALL + 1, MOST_SMALL * SMALL + 1, LARGE + 1):
             if length + most.max_new_tokens <= room:
@@ -230,6 +246,7 @@ class Engine:
                     for _ in range(count):
                         self.submit([0] * length, most)
                     self.run()
+        self.kept = kept
 
     def cancel(self, request: Request) -> None:
         """End a request, and free its slot; without effect once it is done."""
@@ -250,6 +267,15 @@ class Engine:
         if request in self._slots:
             slot = self._slots.index(request)
             self._slots[slot], self._keep[slot] = None, False
+
+    def _keep_row(self, request: Request) -> None:
+        """Keep the cache of a request that has just ended: that of its prompt and of all its ids but the last."""
+        ids = (*request.prompt, *request.ids[:-1])
+        if not self.kept.most or len(ids) < SMALL or self._rows.memory is not None:
+            return
+        cache = passes.spread(self._cache, self._parts, self._axes, self._slots.index(request))
+        prefix = self.kept.add(Prefix(ids))
+        self._begun[prefix] = Passed(None, None, cache, self._dropped)  # pyright: ignore[reportArgumentType]
 
     def _going(self) -> Iterator[Request]:
         """The requests that are being continued, as far as this process has seen."""
@@ -319,6 +345,7 @@ class Engine:
         if reading.prefix is not None:
             assert reading.passed is not None
             self._begun[reading.prefix] = reading.passed
+            reading.prefix.start = None  # whose cache is needed no more
         else:
             self._begin(reading)
 
@@ -367,8 +394,8 @@ class Engine:
     def _advance(self) -> list[Event]:
         """Start a step of all rows. Where one follows a constraint, the ids of the step before are read, and returned,
         and what may follow is computed, while the device computes the pass."""
-        state, spare = self._rows, self._room.spare
-        valid = None if self.slots == 1 and not spare else state.active
+        state = self._rows
+        valid = state.active if self._stays else None
         passed = self._step(state.ids, valid, self._cache, self._dropped, self._room, PassPart(False))
         events = list[Event]()
         if any(request.progress is not None for request in self._going()):
@@ -406,6 +433,7 @@ class Engine:
                 request.top += [list(zip(i[:wanted].tolist(), p[:wanted].tolist(), strict=True)) for i, p in pairs]
             finish: dict[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length"}
             if (why := finish[int(found.end[row])]) is not None:
+                self._keep_row(request)
                 self._end(request, why)
             events.append(Event(request, new, why, start))
         return events

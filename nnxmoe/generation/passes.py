@@ -198,9 +198,9 @@ def put(cache: Cache, group: Cache, at: Int[Array, "R"], axes: tuple[int, ...]) 
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def spread(cache: Cache, count: int, axes: tuple[int, ...]) -> Cache:
-    """A cache of ``count`` rows, each a copy of the first row of ``cache``."""
-    return _by_row(cache, axes, lambda a, axis: jnp.take(a, jnp.zeros(count, jnp.int32), axis=axis))
+def spread(cache: Cache, count: int, axes: tuple[int, ...], row: Int[Array, ""] | int = 0) -> Cache:
+    """A cache of ``count`` rows, each a copy of one row of ``cache``."""
+    return _by_row(cache, axes, lambda a, axis: jnp.take(a, jnp.full(count, row, jnp.int32), axis=axis))
 
 
 @functools.partial(jax.jit, static_argnums=(1,))

@@ -14,6 +14,9 @@ HELP = {
     "slots_running": "Slots that are taken",
     "samples_waiting": "Samples that wait for a slot",
     "samples_admitted": "Samples of requests that are being served",
+    "prefixes_kept": "Beginnings of prompts whose caches are kept",
+    "prefix_hits": "Prompts that began with a kept one, since the start",
+    "prefix_tokens": "Tokens that were not read again for it, since the start",
     "first_token_seconds": "Time from a request's arrival to its first token",
     "request_seconds": "Time from a request's arrival to its end",
 }

@@ -37,6 +37,9 @@ class Service:
             "slots_running": lambda: engine.running,
             "samples_waiting": lambda: engine.waiting,
             "samples_admitted": lambda: self.admitted,
+            "prefixes_kept": lambda: len(engine.kept),
+            "prefix_hits": lambda: engine.kept.hits,
+            "prefix_tokens": lambda: engine.kept.tokens,
         }
         self.metrics = Metrics(gauges)
 

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.passes import Room, cache_bytes
 from nnxmoe.generation.request import Limits, eos_ids
 from nnxmoe.generation.sampling import Steps
 from nnxmoe.generation.text import Tokenizer
@@ -23,20 +24,25 @@ from nnxmoe.serve.requests import CHAT_LOGPROBS, default_sampling
 from nnxmoe.serve.settings import ServerSettings
 
 BIASES = 64  # of one request
+KEPT = 4  # slots whose memory is used for the beginnings of prompts, by default
 CONNECTIONS = 1024
 HEAD_SECONDS = 30.0  # to send the head of a request
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def serving_engine(
-    model: CausalLM, *, slots: int = 8, capacity: int = 2048, draft: Drafting = None
+    model: CausalLM, *, slots: int = 8, capacity: int = 2048, draft: Drafting = None, prefix_bytes: int | None = None
 ) -> tuple[Engine, tuple[int, ...]]:
-    """An engine with room for every option of the API, and the model's end tokens."""
+    """An engine with room for every option of the API, and the model's end tokens. ``prefix_bytes`` None: as much as
+    KEPT slots take."""
     stop_ids, most = eos_ids(model, ...), model.config.max_position_embeddings
     rules = default_sampling(model).rules
     steps = Steps(rules=() if rules is None else (rules,))
     limits = Limits(len(stop_ids) + ServerSettings.stops, BIASES, CHAT_LOGPROBS, steps)
-    return Engine(model, slots=slots, capacity=min(capacity, most), limits=limits, draft=draft), stop_ids
+    capacity = min(capacity, most)
+    prefix_bytes = KEPT * cache_bytes(model, 1, Room(capacity, 0)) if prefix_bytes is None else prefix_bytes
+    sizes: dict[str, Any] = {"slots": slots, "capacity": capacity, "prefix_bytes": prefix_bytes}
+    return Engine(model, limits=limits, draft=draft, **sizes), stop_ids
 
 
 def serve(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from nnxmoe.axes import keeps_dtype
 from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.printable import short, some
+from nnxmoe.config.printable import parse_bytes, some
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.fill import fill
 from nnxmoe.convert.core.layout import Leaf, arrays_of
@@ -162,7 +162,11 @@ def save_pretrained(
     files are kept. If saving fails or is killed, the folder is unchanged.
     Raises CheckpointError (a ValueError).
     """
-    size, kind, leaves = _size(max_shard_size), float_dtype(dtype), _written(model)
+    try:
+        size = parse_bytes(max_shard_size)
+    except ValueError as error:
+        raise ValueError(f"max_shard_size {error}") from None
+    kind, leaves = float_dtype(dtype), _written(model)
     if model.load_report is not None and model.load_report.towers:
         left = ", ".join(model.load_report.towers)
         logger.warning("%s: the text model is written; %s of %s are not", folder, left, model.load_report.source)
@@ -213,11 +217,3 @@ def _shares(found: LazyArrays, bar: Any) -> list[tuple[int | None, Tensors]]:
 
         shares[writer].append((name, dtype_code(array.dtype), array.shape, make))
     return list(shares.items())
-
-
-def _size(size: int | str) -> int:
-    """Bytes of ``5GB``, ``500MB``, ``20KB`` or a plain number."""
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([KMGT]?)B?", str(size).strip().upper())
-    if not match or float(match[1]) <= 0:
-        raise ValueError(f"max_shard_size {short(size)} is not a size such as '5GB' or '500MB'")
-    return max(1, int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")))

@@ -1,0 +1,106 @@
+"""Beginnings of prompts that an engine keeps: later prompts do not read them again, and get what they would get."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnxmoe
+from nnxmoe import Engine, Prefix, PromptLookup, Wanted
+from nnxmoe.generation.kept_prefixes import KeptPrefixes
+from nnxmoe.generation.passes import Room, cache_bytes
+from tests.support.families import load
+from tests.support.tiny import build, build_tiny
+
+CAPACITY = 256
+
+
+def model_of(kind: str) -> nnxmoe.CausalLM:
+    """A tiny model with room for long prompts: attention with a window, or recurrent layers."""
+    if kind == "qwen3_next":
+        case = load(kind)
+        return build(case.fields | {"max_position_embeddings": 512}, case.weights, nnxmoe.Strategy())
+    return build_tiny(kind, nnxmoe.Strategy(), max_position_embeddings=512, sliding_window=40)
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 40, count).tolist()
+
+
+def run(engine: Engine, prompt: list[int], new: int = 12, prefix: Prefix | None = None) -> list[int]:
+    request = engine.submit(prompt, Wanted(new, stop_ids=None), prefix)
+    engine.run()
+    return request.ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "slots", "draft"),
+    [("mistral", 1, None), ("mistral", 3, PromptLookup(3)), ("qwen3_next", 2, None)],
+)
+def test_prompts_that_begin_alike_get_what_they_would_get(kind: str, slots: int, draft: Any) -> None:
+    """A shared system prompt, found with the second request, and two turns of a chat after one another."""
+    model = model_of(kind)
+    one = cache_bytes(model, 1, Room(CAPACITY + (3 if draft else 0), 3 if draft else 0))
+    plain, kept = (
+        Engine(model, slots=slots, capacity=CAPACITY, draft=draft, prefix_bytes=size) for size in (0, 4 * one)
+    )
+    system = ids(70, 0)
+    prompts = [[*system, *ids(9, 1)], [*system, *ids(20, 2)], [*system, *ids(5, 3)]]
+    for prompt in prompts:
+        assert run(kept, prompt) == run(plain, prompt)
+    assert kept.kept.hits == 1 and kept.kept.tokens == 70  # the third: the second has found what they share
+    turn = [*prompts[2], *run(kept, prompts[2]), *ids(8, 4)]
+    before = kept.kept.tokens
+    answer = run(kept, turn)
+    assert answer == run(plain, turn)
+    assert kept.kept.tokens - before == len(turn) - 8 - 1  # all but the last id of the first answer
+    assert len(kept.kept) <= kept.kept.most == 4 and len(kept._begun) <= 4
+    together = [kept.submit([*system, *ids(7, 10 + i)], Wanted(6, stop_ids=None)) for i in range(5)]
+    kept.run()
+    for i, request in enumerate(together):
+        assert request.ids == run(plain, [*system, *ids(7, 10 + i)], 6)
+
+
+def test_prefixes_of_requests_begin_with_kept_ones() -> None:
+    """Samples of one prompt share a prefix of their own, which need not be read whole."""
+    model = model_of("mistral")
+    engine = Engine(model, slots=2, capacity=CAPACITY, prefix_bytes=10**9)
+    plain = Engine(model, slots=2, capacity=CAPACITY)
+    prompt = ids(90, 0)
+    run(engine, prompt)
+    longer = [*prompt, *ids(70, 1)]
+    prefix = Prefix(tuple(longer))
+    assert run(engine, longer, 8, prefix) == run(plain, longer, 8)
+    assert prefix.start is None and engine.kept.find((*prompt, 50)).ids == tuple(prompt)  # type: ignore[union-attr]
+
+
+def test_the_least_recently_used_is_left_out() -> None:
+    kept = KeptPrefixes(2)
+    first, second, third = (tuple(ids(80, seed)) for seed in range(3))
+    assert kept.find(first) is None and kept.find(second) is None and len(kept) == 0
+    kept.add(Prefix(first))
+    kept.add(Prefix(second))
+    found = kept.find((*first, 7))
+    assert found is not None and found.ids == first
+    kept.add(Prefix(third))
+    assert len(kept) == kept.most == 2 and kept.hits == 1
+    assert kept.find((*third, 7)).ids == third and kept.hits == 2  # type: ignore[union-attr]
+    shared = kept.find((*second, 7))  # left out before; with a recent prompt it has all of itself in common
+    assert shared is not None and shared.ids == second and kept.hits == 2
+    same = kept.find(third)  # shorter than the prompt, of which an id is left to read
+    assert same is not None and len(same.ids) == 79
+
+
+def test_memory_is_bounded_and_warming_up_leaves_nothing() -> None:
+    model = model_of("mistral")
+    engine = Engine(model, slots=2, capacity=CAPACITY, prefix_bytes=0)
+    assert engine.kept.most == 0
+    one = cache_bytes(model, 1, Room(CAPACITY, 0))
+    engine = Engine(model, slots=2, capacity=CAPACITY, prefix_bytes=3 * one + 1)
+    engine.warm_up()
+    assert (engine.kept.most, len(engine.kept), engine.kept.hits) == (3, 0, 0)
+    for seed in range(6):
+        run(engine, ids(66, seed), 2)
+    assert len(engine.kept) == 3 == len(engine._begun)
+    with pytest.raises(ValueError, match="takes"):
+        Engine(model, slots=2, capacity=CAPACITY, prefix_bytes=10**15)
