@@ -123,7 +123,7 @@ def test_types_decode_as_in_the_library(name: str, tmp_path: Path) -> None:
     assert (array.kind, array.loaded, array.stored) == (name, np.float32, (name, octets.nbytes))
 
 
-class _Files:
+class _Files(Checkpoint):
     """The reads of an opened checkpoint with one tensor."""
 
     def __init__(self, octets: np.ndarray) -> None:

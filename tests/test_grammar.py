@@ -86,7 +86,7 @@ def test_rows_without_a_constraint_are_not_changed(model: nnxmoe.CausalLM, token
     engine = Engine(model, slots=2, capacity=128, limits=limits)
     alone = engine.submit(ids, plain)
     engine.run()
-    prefix = Prefix(ids[:3])
+    prefix = Prefix(tuple(ids[:3]))
     mixed = [engine.submit(ids, one, prefix) for one in (constrained, plain, constrained, plain, constrained)]
     for _ in range(4):
         engine.step()

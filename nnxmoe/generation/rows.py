@@ -139,7 +139,7 @@ def begin(
     logits: Float[Array, "R 1 V"],
     memory: Any,
     keep: Bool[Array, "B"],
-    masks: Masks | None,
+    masks: UInt32[Array, "R 1 words"] | None,
     options: RowOptions,
     draft: Any,
 ) -> tuple[RowStates, RowReport]:

@@ -28,10 +28,10 @@ from tests.benchmarks.http_client import Connection, Reply, ask
 KEY = "a key for this benchmark"
 PROMPTS = ("Once upon a time", "The fox", "What is", "A boat", "The capital of France", "Mia went to the river")
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-# What a client does next, and how often of a hundred times.
+# What a client does next, and how often of a hundred and fifty times.
 KINDS = {
     "stream": 30, "whole": 20, "two samples": 5, "echo": 5, "slow reader": 5, "leaves a stream": 10, "leaves": 10,
-    "malformed": 4, "oversized": 3, "unsupported": 4, "wrong key": 4,
+    "malformed": 4, "oversized": 3, "unsupported": 4, "wrong key": 4, "schema": 50,
 }  # fmt: skip
 REFUSED = {"malformed": 400, "oversized": 413, "unsupported": 400, "wrong key": 401}
 
@@ -94,8 +94,8 @@ class Load:
         """One request; False: the server is busy, which is an answer too."""
         if kind in REFUSED:
             return await self._refused(kind, draw)
-        if kind == "echo":
-            return await self._score(draw)
+        if kind in ("echo", "schema"):
+            return await (self._score(draw) if kind == "echo" else self._schema(draw))
         prompt, tokens = draw.choice(PROMPTS), draw.choice((8, 24))
         body, started = self._body(prompt, tokens), time.monotonic()
         if kind in ("whole", "two samples"):
@@ -143,6 +143,22 @@ class Load:
             return False
         logprobs = reply.json()["choices"][0]["logprobs"]
         assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == reply.json()["usage"]["total_tokens"]
+        return True
+
+    async def _schema(self, draw: random.Random) -> bool:
+        """JSON of a schema, drawn; cut only where there is no room for more."""
+        fields = {name: {"type": draw.choice(("integer", "boolean", "null"))} for name in draw.sample("abcdef", 3)}
+        schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+        schema["x-guidance"] = {"whitespace_pattern": ""}
+        body = self._body(draw.choice(PROMPTS), 48) | {"min_tokens": 0, "temperature": 1, "guided_json": schema}
+        reply = await self._post(COMPLETION, body)
+        if await self._busy(reply):
+            return False
+        choice = reply.json()["choices"][0]
+        if choice["finish_reason"] == "stop":
+            assert json.loads(choice["text"]).keys() == fields.keys(), choice
+        else:
+            assert choice["finish_reason"] == "length" and choice["text"].startswith("{"), choice
         return True
 
     async def _refused(self, kind: str, draw: random.Random) -> bool:
@@ -232,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     limit = 1 << 16
     command = ["serve", "demo", "--port", "0", "--slots", options.slots, "--capacity", 256, "--queue", options.queue]
-    more = ["--max-body", str(limit), "--dtype", "float32"]  # bfloat16 may choose other tokens beside other requests
+    more = ["--max-body", str(limit), "--no-access-log", "--dtype", "float32"]  # bfloat16 may choose other tokens beside other requests
     line = [sys.executable, "-m", "nnxmoe", *map(str, command), *more]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=os.environ | {"NNXMOE_API_KEY": KEY})
     assert process.stderr is not None
