@@ -248,7 +248,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     limit = 1 << 16
     command = ["serve", "demo", "--port", "0", "--slots", options.slots, "--capacity", 256, "--queue", options.queue]
-    more = ["--max-body", str(limit), "--no-access-log", "--dtype", "float32"]  # bfloat16 may choose other tokens beside other requests
+    more = [
+        "--max-body",
+        str(limit),
+        "--no-access-log",
+        "--dtype",
+        "float32",
+    ]  # bfloat16 may choose other tokens beside other requests
     line = [sys.executable, "-m", "nnxmoe", *map(str, command), *more]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=os.environ | {"NNXMOE_API_KEY": KEY})
     assert process.stderr is not None
