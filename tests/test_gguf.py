@@ -71,6 +71,21 @@ def test_families_load_to_the_bit(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("qwen3_moe", "Q8_0"), ("gpt_oss", "F32"), ("gpt_oss", "Q5_0")])
+@pytest.mark.parametrize("keep", [False, True])
+def test_gate_and_up_may_share_a_tensor(kind: str, name: str, keep: bool, tmp_path: Path) -> None:
+    fields, weights, _ = case(kind, **_WIDE, moe_intermediate_size=32)
+    files = [
+        write(tmp_path / f"{fused}.gguf", fields, weights, quantised(name), fused=fused) for fused in (False, True)
+    ]
+    apart, together = (nnxmoe.from_pretrained(file, keep_quantized=keep, strategy=ORACLE) for file in files)
+    assert together.load_report is not None and not together.load_report.unexpected
+    for (path, one), (_, other) in zip(
+        nnx.to_flat_state(nnx.state(apart)), nnx.to_flat_state(nnx.state(together)), strict=True
+    ):
+        np.testing.assert_array_equal(one.get_value(), other.get_value(), err_msg=str(path))
+
+
 def test_the_rotation_of_llama3_is_found_from_its_factors(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}

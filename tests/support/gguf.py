@@ -29,16 +29,23 @@ def quantised(name: str) -> Kind:
     """Matrices in this type, as `llama-quantize --pure`; norms, biases and routers stay floats."""
 
     def kind(tensor: str, values: np.ndarray) -> Any:
-        matrix = values.ndim > 1 and "ffn_gate_inp" not in tensor
+        matrix = values.ndim > 1 and "ffn_gate_inp" not in tensor and tensor.endswith(".weight")
         return gguf.GGMLQuantizationType[name if matrix else "F32"]
 
     return kind
 
 
 def write(
-    file: Path, fields: Fields, weights: Weights, kind: Kind = floats, *, metadata: Mapping[str, Any] | None = None
+    file: Path,
+    fields: Fields,
+    weights: Weights,
+    kind: Kind = floats,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    fused: bool = False,
 ) -> Path:
-    """Write a model. ``metadata``: further fields of the file, as text, numbers or lists."""
+    """Write a model. ``metadata``: further fields of the file, as text, numbers or lists. ``fused``: gate and up of all
+    experts in one tensor, an option of the converter."""
     arch = ARCHITECTURES[fields["model_type"]]
     writer = gguf.GGUFWriter(file, arch)
     for key, value in (_parameters(fields) | dict(metadata or {})).items():
@@ -51,7 +58,11 @@ def write(
             writer.add_array(key, value)
         else:
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
-    for name, values in _tensors(fields, weights, arch).items():
+    tensors = _tensors(fields, weights, arch)
+    for name in [name for name in tensors if fused and "ffn_gate_exps" in name]:
+        both = tensors.pop(name), tensors.pop(name.replace("ffn_gate_exps", "ffn_up_exps"))
+        tensors[name.replace("ffn_gate_exps", "ffn_gate_up_exps")] = np.concatenate(both, axis=1)
+    for name, values in tensors.items():
         of = kind(name, values)
         values = np.ascontiguousarray(values, np.float32)
         data = values if of == gguf.GGMLQuantizationType.F32 else gguf.quantize(values, of)

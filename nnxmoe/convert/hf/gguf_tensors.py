@@ -12,10 +12,11 @@ import numpy as np
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.core.views import View
 from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.side_files import parse_config
 from nnxmoe.layers.codes import Codes
-from nnxmoe.model.weight_names import Table, options
+from nnxmoe.model.weight_names import Table, W, options
 from nnxmoe.models import model_class
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.gguf import GGUF, GGUFInfo, library
@@ -60,6 +61,12 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "nextn.shared_head_norm.weight": ("layer.mtp.norm.scale",),
 }
 
+# Of the tensor with the outputs of gate and up of all experts, by what it holds.
+_FUSED = {
+    "weight": ("layer.moe.experts.gate", "layer.moe.experts.up"),
+    "bias": ("layer.moe.experts.biases.gate", "layer.moe.experts.biases.up"),
+}
+
 # Types that can be kept: their codes, and the bytes of a block that hold codes, scale and, added after it, an offset.
 _KEPT = {
     "Q8_0": (Codes("int8", (1, 32)), {"codes": (2, 34), "scale": (0, 2)}),
@@ -84,6 +91,11 @@ def of_gguf(checkpoint: Checkpoint) -> dict[str, LazyArray]:
         if stem in ("attn_k_b.weight", "attn_v_b.weight"):
             halves.setdefault(name[: -len(stem)] + "attn_kv_b.weight", {})[stem[5]] = _array(info, checkpoint)
             continue
+        if stem.startswith("ffn_gate_up_exps."):
+            for half, key in enumerate(_FUSED[stem.rpartition(".")[2]]):
+                if key in table:
+                    found |= _of_experts(table, key, layer, info, checkpoint, half)
+            continue
         key = next((key for key in _KEYS.get(stem, ()) if key in table), None)
         if key is None:
             found[name] = dataclasses.replace(_array(info, checkpoint), tensors=(name,))
@@ -104,16 +116,25 @@ def _name(table: Table, key: str, layer: int | None) -> str:
 
 
 def _of_experts(
-    table: Table, key: str, layer: int | None, info: GGUFInfo, checkpoint: Checkpoint
+    table: Table, key: str, layer: int | None, info: GGUFInfo, checkpoint: Checkpoint, half: int | None = None
 ) -> dict[str, LazyArray]:
-    """The array of a parameter, or one per expert if Hugging Face's layout has a tensor per expert."""
+    """The array of a parameter, or one per expert if Hugging Face's layout has a tensor per expert. ``half``: of the
+    outputs of each expert."""
     w = options(table, key)[0]
+
+    def array(one: GGUFInfo, dim: int) -> LazyArray:
+        read = _array(one, checkpoint)
+        if half is None:
+            return read
+        part = View(one.name, W(one.name).rows(half, 2), dim).of(read)
+        return dataclasses.replace(part, stored=read.stored and (one.kind, one.nbytes // 2))
+
     if not w.per_expert:
-        return {_name(table, key, layer): _array(info, checkpoint)}
+        return {_name(table, key, layer): array(info, 1)}
     if len(info.values) != 3:
         fault = f"{info.name} in {info.file.name} has shape {list(info.values)}: it must hold a kernel per expert"
         return {w.tensor(layer, 0): LazyArray.faulty(fault, (info.name,))}
-    return {w.tensor(layer, e): _array(info.at(e), checkpoint) for e in range(info.values[0])}
+    return {w.tensor(layer, e): array(info.at(e), 0) for e in range(info.values[0])}
 
 
 def _array(info: GGUFInfo, checkpoint: Checkpoint) -> LazyArray:
