@@ -21,6 +21,7 @@ import nnxmoe
 from nnxmoe import cli
 from nnxmoe.serve import engine_thread
 from nnxmoe.serve.app import PAGE
+from nnxmoe.serve.reasoning import Reasoning, ReasoningSplit, split
 from nnxmoe.serve.token_texts import TokenTexts
 from tests.benchmarks.server import Load
 from tests.support.serving import TIMEOUT, Client, Json, Running, serving
@@ -129,6 +130,58 @@ def test_answers_follow_the_form_that_is_asked_for(server: Running) -> None:
     for more, pattern in asked:
         text = one(server, COMPLETIONS, STORY | {"max_tokens": 30, "temperature": 1.5, "seed": 1} | more)["text"]
         assert re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize(
+    ("inside", "text", "reasoning", "answer"),
+    [
+        (False, "<think>\nI <b>\n\nx </thin k\n</think>\n\nThe  answer\n", "I <b>\n\nx </thin k", "The  answer\n"),
+        (False, "plain <think> x</think>", None, "plain <think> x</think>"),
+        (False, "\n plain", None, "\n plain"),
+        (False, "<think>\n\n</think>\n\nhi", None, "hi"),
+        (False, "<thi", None, "<thi"),
+        (True, "so\n</think>\n\nok", "so", "ok"),
+        (True, "cut off </thi", "cut off </thi", ""),
+        (True, "", None, ""),
+    ],
+)
+def test_reasoning_is_split_from_the_answer(inside: bool, text: str, reasoning: str | None, answer: str) -> None:
+    """As a whole, and in pieces of every size."""
+    tags = Reasoning("<think>", "</think>", inside)
+    assert split(text, tags) == (reasoning, answer)
+    for size in range(1, len(text) + 1):
+        splitter, found = ReasoningSplit(tags), ["", ""]
+        pieces = [splitter.put(text[at : at + size]) for at in range(0, len(text), size)]
+        for thought, said in (*pieces, splitter.end()):
+            found[0], found[1] = found[0] + thought, found[1] + said
+        assert (found[0].rstrip() or None, found[1]) == (reasoning, answer), size
+
+
+def test_models_that_reason(demo: Any) -> None:
+    """The prompt ends within the reasoning, so that the answer is reasoning until the tag; else there is none."""
+    model, tokenizer = demo
+    thinks = copy.copy(tokenizer)
+    thinks.chat_templates = {"default": tokenizer.chat_template + "{# </think> #}{{ '<think>' if thinking else '' }}"}
+    with serving(model, thinks) as running:
+        plain = one(running, CHATS, CHAT)["message"]
+        assert (plain["content"], plain["reasoning_content"]) == ("47 + 38 = 85.", None)
+        body = CHAT | {"chat_template_kwargs": {"thinking": True}, "max_tokens": 12}
+        message = one(running, CHATS, body)["message"]
+        assert message["content"] == "" and message["reasoning_content"]
+        deltas = [event["choices"][0]["delta"] for event in running.stream(CHATS, body | {"stream": True})]
+        thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        assert thought.rstrip() == message["reasoning_content"]
+        assert not "".join(delta.get("content", "") for delta in deltas)
+        form = {"response_format": {"type": "json_object"}, "max_tokens": 60}
+        assert one(running, CHATS, body | form)["message"]["content"].startswith("{")
+
+
+def test_special_tokens_that_are_kept(demo: Any) -> None:
+    _, tokenizer = demo
+    first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
+    ids = [first, *tokenizer.encode("Hi", add_special_tokens=False), last]
+    stream = nnxmoe.generation.text.TextStream(tokenizer, keep=frozenset([last]))
+    assert "".join(map(stream.put, ids)) + stream.end() == "Hi<|eos|>"
 
 
 def test_special_tokens_as_stop_strings(server: Running, demo: Any) -> None:

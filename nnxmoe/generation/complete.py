@@ -81,11 +81,11 @@ class StoppedText:
 
 
 class Continuation(StoppedText):
-    """The text of new ids as they come, cut before the first stop string."""
+    """The text of new ids as they come, cut before the first stop string. ``keep``: special tokens that are in it."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], context: Sequence[int]):
+    def __init__(self, tokenizer: Any, stop: Sequence[str], context: Sequence[int], keep: frozenset[int] = frozenset()):
         super().__init__(stop)
-        self._stream = TextStream(tokenizer, context=context)
+        self._stream = TextStream(tokenizer, context=context, keep=keep)
 
     def put(self, token: int) -> str:
         """Return the text that can be emitted after this id: without a possible start of a stop string, and empty once

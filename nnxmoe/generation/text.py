@@ -256,16 +256,22 @@ class TextStream:
     Incomplete characters are buffered until the tokens that complete them arrive. Each step decodes only a short
     window. It begins with tokens whose text has been returned, since decoders treat the start of a text differently
     (leading spaces). ``context``: the prompt's ids; the prompt's text followed by the pieces is the text of all ids.
-    ``tokenizer``: a `Tokenizer`, or one of transformers.
+    ``tokenizer``: a `Tokenizer`, or one of transformers. ``keep``: special tokens that are not skipped.
     """
 
     LONGEST_WAIT = 64  # tokens; only invalid UTF-8 takes more than a few
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, context: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        skip_special_tokens: bool = True,
+        context: Iterable[int] = (),
+        keep: frozenset[int] = frozenset(),
+    ) -> None:
         ours = isinstance(tokenizer, Tokenizer)
         self._decoder = tokenizer.decode_list if ours else tokenizer.decode
-        self._special = tokenizer.special_ids if ours else frozenset(tokenizer.all_special_ids)
-        self._skip = skip_special_tokens
+        self._special = (tokenizer.special_ids if ours else frozenset(tokenizer.all_special_ids)) - keep
+        self._skip, self._skips_later = skip_special_tokens, skip_special_tokens and not keep
         ids = (int(i) for i in context)
         self._window = [i for i in ids if not (skip_special_tokens and i in self._special)][-8:]
         self._shown = len(self._decode())  # characters of the window's text that have been returned
@@ -293,7 +299,7 @@ class TextStream:
         return piece
 
     def _decode(self) -> str:
-        return self._decoder(self._window, self._skip)
+        return self._decoder(self._window, self._skips_later)
 
     def _unseen(self, text: str) -> str:
         piece = text[self._shown :]

@@ -20,9 +20,9 @@ from nnxmoe.config.printable import plain
 from nnxmoe.generation.engine import Engine
 from nnxmoe.runtime.progress import say
 from nnxmoe.serve.engine_thread import EngineThread
-from nnxmoe.serve.formats import ChatFormat, CompletionFormat
+from nnxmoe.serve.formats import ChatFormat, CompletionFormat, Format
 from nnxmoe.serve.reply import COUNTS, Reply, Service, json_response
-from nnxmoe.serve.requests import Planner, default_sampling
+from nnxmoe.serve.requests import Planned, Planner, default_sampling
 from nnxmoe.serve.schema import BaseRequest, ChatRequest, CompletionRequest, decode
 from nnxmoe.serve.settings import Refused, ServerSettings, public
 from nnxmoe.serve.token_texts import TokenTexts
@@ -100,20 +100,26 @@ class Endpoints:
 
     async def completions(self, request: Request) -> Response:
         """``POST /v1/completions``."""
-        return await self._reply(request, CompletionRequest, self.planner.completion, CompletionFormat)
+        made = lambda plan: CompletionFormat(self.texts, plan.wanted.logprobs)  # noqa: E731
+        return await self._reply(request, CompletionRequest, self.planner.completion, made)
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        return await self._reply(request, ChatRequest, self.planner.chat, ChatFormat)
+        made = lambda plan: ChatFormat(self.texts, plan.wanted.logprobs, plan.reasoning)  # noqa: E731
+        return await self._reply(request, ChatRequest, self.planner.chat, made)
 
     async def _reply(
-        self, request: Request, kind: type[BaseRequest], plan: Callable[[Any], Any], form: Any
+        self,
+        request: Request,
+        kind: type[BaseRequest],
+        plan: Callable[[Any], Planned],
+        form: Callable[[Planned], Format],
     ) -> Response:
         since = time.monotonic()
         asked = decode(await self._body(request), kind)
         # Tokenizers and templates may take a second, which would stop all other requests.
         planned = await asyncio.to_thread(plan, asked)
-        format_ = form(self.texts, planned.wanted.logprobs)
+        format_ = form(planned)
         head = {"id": format_.prefix + secrets.token_hex(12), "created": int(time.time()), "model": self.settings.name}
         with_usage = asked.stream_options is not None and asked.stream_options.include_usage
         return Reply(self.service, planned, format_, head, bool(asked.stream), with_usage, since)

@@ -30,13 +30,14 @@ class SamplePiece(NamedTuple):
 @dataclasses.dataclass(eq=False)
 class SampleJob:
     """One sample to make. ``put`` gets its pieces, in the event loop's thread, or the exception that ended it.
-    ``request`` and ``text``: while the engine makes it."""
+    ``keep``: special tokens that are in its text. ``request`` and ``text``: while the engine makes it."""
 
     ids: tuple[int, ...]
     wanted: Wanted
     stop: tuple[str, ...]
     put: Callable[[SamplePiece | BaseException], None]
     prefix: Prefix | None = None
+    keep: frozenset[int] = frozenset()
     request: Request | None = None
     text: Continuation | None = None
 
@@ -132,7 +133,7 @@ class EngineThread:
     def _accept(self, jobs: Sequence[SampleJob], accepted: asyncio.Future[None]) -> None:
         try:
             for job in jobs:
-                job.text = Continuation(self._tokenizer, job.stop, job.ids)
+                job.text = Continuation(self._tokenizer, job.stop, job.ids, job.keep)
             for job in jobs:
                 job.request = self.engine.submit(job.ids, job.wanted, job.prefix)
                 job.prefix = None  # the engine frees a prefix with the last request that needs it

@@ -11,6 +11,7 @@ from typing import Any
 from nnxmoe.generation.request import Finish
 from nnxmoe.generation.text import TextStream
 from nnxmoe.serve.engine_thread import SamplePiece
+from nnxmoe.serve.reasoning import Reasoning, ReasoningSplit, split
 from nnxmoe.serve.token_texts import TokenTexts
 
 Json = dict[str, Any]
@@ -86,10 +87,13 @@ class CompletionFormat:
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormat:
-    """Choices of ``/v1/chat/completions``."""
+    """Choices of ``/v1/chat/completions``. ``reasoning``: the tags of it, which divide the text of a sample;
+    ``splits``: of each sample that is streamed."""
 
     texts: TokenTexts
     logprobs: int | None
+    reasoning: Reasoning | None = None
+    splits: dict[int, ReasoningSplit] = dataclasses.field(default_factory=dict)
     name, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def opening(self, index: int) -> list[Json]:
@@ -97,11 +101,18 @@ class ChatFormat:
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def choice(self, index: int, sample: Sample) -> Json:
-        message = {"role": "assistant", "content": sample.text, "refusal": None}
+        thought, text = split(sample.text, self.reasoning)
+        message = {"role": "assistant", "content": text, "refusal": None}
+        message |= {} if self.reasoning is None else {"reasoning_content": thought}
         return self._with(index, sample, {"message": message})
 
     def delta(self, index: int, part: Sample) -> Json:
-        return self._with(index, part, {"delta": {"content": part.text} if part.text else {}})
+        parts = {"content": part.text}
+        if self.reasoning is not None:
+            splitter = self.splits.setdefault(index, ReasoningSplit(self.reasoning))
+            pieces = [splitter.put(part.text), splitter.end() if part.finish else ("", "")]
+            parts = {"reasoning_content": pieces[0][0] + pieces[1][0], "content": pieces[0][1] + pieces[1][1]}
+        return self._with(index, part, {"delta": {name: text for name, text in parts.items() if text}})
 
     def _with(self, index: int, sample: Sample, body: Json) -> Json:
         logprobs = None if self.logprobs is None else {"content": self._logprobs(sample), "refusal": None}

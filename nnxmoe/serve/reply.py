@@ -54,7 +54,8 @@ class Service:
         self.admitted += len(samples)
         run = RunningRequest(plan, since, self.metrics)
         run.jobs = [
-            SampleJob(ids, wanted, plan.stop, run.sink(i), prefix) for i, (ids, wanted, prefix) in enumerate(samples)
+            SampleJob(ids, wanted, plan.stop, run.sink(i), prefix, plan.keep)
+            for i, (ids, wanted, prefix) in enumerate(samples)
         ]
         try:
             await _refusing(self.thread.submit(run.jobs))

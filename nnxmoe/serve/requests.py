@@ -11,6 +11,7 @@ from nnxmoe.generation.request import Limits, Prefix, Wanted, refuse_ids
 from nnxmoe.generation.sampling import Sampling
 from nnxmoe.generation.text import TokenizerError
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.serve.reasoning import Reasoning, kept_ids
 from nnxmoe.serve.schema import GUIDED, BaseRequest, ChatRequest, CompletionRequest, Message
 from nnxmoe.serve.settings import Refused, ServerSettings
 
@@ -25,7 +26,7 @@ CONTENT = ("tool_calls", "function_call", "audio", "refusal")  # fields of a mes
 class Planned:
     """A validated request: ``n`` samples of each prompt. ``texts``: of the prompts, where they are echoed.
     ``seeded``: the client gave a seed; without one each prompt has its own. ``scored``: the log-probabilities of echoed
-    prompts are wanted too."""
+    prompts are wanted too. ``reasoning``: the tags of it in the answers, and ``keep`` those that are special tokens."""
 
     prompts: list[tuple[int, ...]]
     wanted: Wanted
@@ -34,6 +35,8 @@ class Planned:
     seeded: bool
     texts: list[str] | None = None
     scored: bool = False
+    reasoning: Reasoning | None = None
+    keep: frozenset[int] = frozenset()
 
     def samples(self) -> list[tuple[tuple[int, ...], Wanted, Prefix | None]]:
         """The ids, options and shared prefix of every sample, in the order of the response's choices."""
@@ -84,7 +87,11 @@ class Planner:
             raise Refused(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         most = max(1, self.capacity - len(ids)) if asked is None else asked
-        return self._plan(request, [tuple(ids)], most, logprobs if request.logprobs else None)
+        plan = self._plan(request, [tuple(ids)], most, logprobs if request.logprobs else None)
+        if plan.wanted.constraint is not None:  # which holds from the first token on
+            return plan
+        tags = Reasoning.of(self.tokenizer.chat_template, self.tokenizer.decode(ids[-8:]))
+        return dataclasses.replace(plan, reasoning=tags, keep=kept_ids(self.tokenizer, tags))
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
         """Variables of the chat template."""
