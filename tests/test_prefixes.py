@@ -1,6 +1,7 @@
 """Beginnings of prompts that an engine keeps: later prompts do not read them again, and get what they would get."""
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,38 @@ def test_prompts_that_begin_alike_get_what_they_would_get(kind: str, slots: int,
     kept.run()
     for i, request in enumerate(together):
         assert request.ids == run(plain, [*system, *ids(7, 10 + i)], 6)
+
+
+class Odd:
+    """A constraint: ids are odd."""
+
+    def start(self, vocab: int, stop_ids: Sequence[int]) -> "Odd":
+        return self
+
+    def advance(self, ids: Sequence[int]) -> None:
+        assert all(i % 2 for i in ids)
+
+    def masks(self, drafts: Sequence[int], out: np.ndarray) -> None:
+        out[: 1 + len(drafts)] = 0xAAAAAAAA
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("draft", [None, PromptLookup(3)])
+def test_chats_with_a_constraint(slots: int, draft: Any) -> None:
+    """Their ids are read while the device computes the next pass: what has ended is kept all the same."""
+    model = model_of("mistral")
+    plain, kept = (Engine(model, slots=slots, capacity=CAPACITY, draft=draft, prefix_bytes=n) for n in (0, 10**9))
+    chat = ids(70, 1)
+    for turn, new in enumerate((7, 12, 9)):
+        found = []
+        for engine in (kept, plain):
+            other = engine.submit(ids(9, turn), Wanted(15, stop_ids=None)) if slots > 1 else None
+            request = engine.submit(chat, Wanted(new, stop_ids=None, constraint=Odd()))
+            engine.run()
+            found.append((request.ids, None if other is None else other.ids))
+        assert found[0] == found[1] and len(found[0][0]) == new
+        chat = [*chat, *found[0][0], *ids(5, 100 + turn)]
+    assert kept.kept.hits >= 2
 
 
 def test_prefixes_of_requests_begin_with_kept_ones() -> None:

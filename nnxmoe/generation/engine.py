@@ -397,6 +397,7 @@ class Engine:
         state = self._rows
         valid = state.active if self._stays else None
         passed = self._step(state.ids, valid, self._cache, self._dropped, self._room, PassPart(False))
+        self._cache, self._dropped = passed.cache, passed.dropped
         events = list[Event]()
         if any(request.progress is not None for request in self._going()):
             while self._reports:
@@ -405,7 +406,7 @@ class Engine:
         masks = self._masks(kept, self.slots, state.ids.shape[1])
         after = passed.logits, passed.states, passed.cache.length, self._keep.copy(), masks
         self._rows, length, report = passes.advance(state, *after, self._options, self.draft)
-        self._cache, self._dropped = dataclasses.replace(passed.cache, length=length), passed.dropped
+        self._cache = dataclasses.replace(passed.cache, length=length)
         for request in self._going():
             request.steps += 1
         here = [request if keep else None for request, keep in zip(self._slots, self._keep, strict=True)]
