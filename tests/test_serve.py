@@ -20,11 +20,12 @@ import pytest
 import nnxmoe
 from nnxmoe import cli
 from nnxmoe.serve import engine_thread
+from nnxmoe.serve.answer_form import AnswerForm
 from nnxmoe.serve.app import PAGE
-from nnxmoe.serve.reasoning import Reasoning, ReasoningSplit, split
+from nnxmoe.serve.reasoning import Reasoning, ReasoningSplit
 from nnxmoe.serve.token_texts import TokenTexts
 from tests.benchmarks.server import Load
-from tests.support.serving import TIMEOUT, Client, Json, Running, serving
+from tests.support.serving import TIMEOUT, Client, Json, Running, serving, serving_tools
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 STORY: Json = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
@@ -148,7 +149,8 @@ def test_answers_follow_the_form_that_is_asked_for(server: Running) -> None:
 def test_reasoning_is_split_from_the_answer(inside: bool, text: str, reasoning: str | None, answer: str) -> None:
     """As a whole, and in pieces of every size."""
     tags = Reasoning("<think>", "</think>", inside)
-    assert split(text, tags) == (reasoning, answer)
+    whole, _ = AnswerForm(tags).split(text)
+    assert (whole.reasoning or None, whole.content) == (reasoning, answer)
     for size in range(1, len(text) + 1):
         splitter, found = ReasoningSplit(tags), ["", ""]
         pieces = [splitter.put(text[at : at + size]) for at in range(0, len(text), size)]
@@ -161,7 +163,9 @@ def test_models_that_reason(demo: Any) -> None:
     """The prompt ends within the reasoning, so that the answer is reasoning until the tag; else there is none."""
     model, tokenizer = demo
     thinks = copy.copy(tokenizer)
-    thinks.chat_templates = {"default": tokenizer.chat_template + "{# </think> #}{{ '<think>' if thinking else '' }}"}
+    thinks.chat_templates = {
+        "default": tokenizer.chat_template + "{# </think> #}{{ {1: '<think>', 0: '<think></think>'}[thinking] or '' }}"
+    }
     with serving(model, thinks) as running:
         plain = one(running, CHATS, CHAT)["message"]
         assert (plain["content"], plain["reasoning_content"]) == ("47 + 38 = 85.", None)
@@ -173,7 +177,10 @@ def test_models_that_reason(demo: Any) -> None:
         assert thought.rstrip() == message["reasoning_content"]
         assert not "".join(delta.get("content", "") for delta in deltas)
         form = {"response_format": {"type": "json_object"}, "max_tokens": 60}
-        assert one(running, CHATS, body | form)["message"]["content"].startswith("{")
+        shut = CHAT | {"chat_template_kwargs": {"thinking": False}}
+        assert one(running, CHATS, shut | form)["message"]["content"].startswith("{")
+        message = one(running, CHATS, body | form)["message"]  # the form is that of the answer, after the reasoning
+        assert not message["content"] and message["reasoning_content"]
 
 
 def test_special_tokens_that_are_kept(demo: Any) -> None:
@@ -301,7 +308,7 @@ def test_chats_are_rendered_by_the_template(server: Running, demo: Any) -> None:
 
 COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"model": "gpt-4"}, 404, "model", "'tiny'"),
-    ({"tools": [{}]}, 400, "tools", "not supported"),
+    ({"tools": [{}]}, 400, "tools", "not a field"),
     ({"foo": 1}, 400, "foo", "foo is not a field of this API: leave it out"),
     ({"temprature": 1}, 400, "temprature", "did you mean temperature?"),
     ({"stream_options": {"foo": 1}, "stream": True}, 400, "foo", "unknown field"),
@@ -341,10 +348,10 @@ CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"messages": [{"content": "hi"}]}, 400, "role", "missing required field"),
     ({"messages": ["hi"]}, 400, "messages", "Expected `object`"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "image_url"),
-    ({"tools": [{"type": "function"}]}, 400, "tools", "tools is not supported"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "tools is not supported"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "tool_calls", "tool_calls is not supported"),
     ({"messages": [{"role": "user", "content": "hi", "audio": {"id": "a"}}]}, 400, "audio", "does not read it"),
-    ({"tool_choice": "required"}, 400, "tool_choice", "not supported"),
+    ({"tool_choice": "required"}, 400, "tool_choice", "tool_choice needs tools"),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format", "give json_schema"),
     ({"response_format": {"type": "xml"}}, 400, "response_format", "Invalid enum value"),
     (
@@ -692,8 +699,8 @@ def test_the_command_refuses(line: list[str], why: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_some_seconds_of_load(demo: Any) -> None:
+def test_some_seconds_of_load() -> None:
     """The load test in short: nothing is lost, no slot leaks."""
-    with serving(*demo, queue=6, body=1 << 16) as running:
+    with serving_tools(queue=6, body=1 << 16) as running:
         found = asyncio.run(Load(running.port, "tiny", None, 1 << 16).run(clients=8, seconds=2))
     assert found.faults == [] and sum(found.done.values()) > 8

@@ -18,7 +18,7 @@ import pytest
 import nnxmoe
 from nnxmoe.serve.schema import LABELS, ChatRequest, CompletionRequest, decode
 from nnxmoe.serve.settings import Refused
-from tests.support.serving import TIMEOUT, Json, Running, serving
+from tests.support.serving import TIMEOUT, Json, Running, serving, serving_tools
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 
@@ -81,6 +81,35 @@ def test_openai_asks_for_a_schema(client: Any) -> None:
     assert isinstance(answer.parsed, Person) and answer.parsed == Person.model_validate_json(answer.content)
     chunks = client.chat.completions.create(**ask, response_format={"type": "json_object"}, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks).startswith("{")
+
+
+@needs("openai")
+def test_openai_calls_tools() -> None:
+    """The loop of a client: calls, what they return, an answer; whole and by the client's own reader of streams."""
+    import openai
+    import pydantic
+
+    class Weather(pydantic.BaseModel):
+        city: typing.Literal["Rome", "Oslo"]
+        days: typing.Annotated[int, pydantic.Field(ge=1, le=9)]
+
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+    with serving_tools() as running:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="x", max_retries=0)
+        ask: Json = dict(model="tiny", tools=tools, parallel_tool_calls=False, max_tokens=120, temperature=0)
+        first = client.chat.completions.parse(**ask, messages=QUESTION, tool_choice="required").choices[0]
+        assert first.finish_reason == "tool_calls" and first.message.content is None
+        calls = first.message.tool_calls
+        assert all(isinstance(call.function.parsed_arguments, Weather) for call in calls)
+        with client.chat.completions.stream(**ask, messages=QUESTION, tool_choice="required") as stream:
+            kinds = [event.type for event in stream]
+            last = stream.get_final_completion().choices[0]
+        assert kinds.count("tool_calls.function.arguments.delta") > 3 and last.finish_reason == "tool_calls"
+        assert [one.function.arguments for one in last.message.tool_calls] == [one.function.arguments for one in calls]
+        answers = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in calls]
+        turns = [*QUESTION, first.message, *answers]
+        final = client.chat.completions.create(**ask, messages=turns, tool_choice="none").choices[0]
+        assert final.message.content and not final.message.tool_calls
 
 
 @needs("openai")

@@ -87,6 +87,14 @@ class Grammar:
         """Texts of a grammar in llguidance's form of Lark."""
         return cls(_library().LLMatcher.grammar_from_lark(text), tokenizer)
 
+    def within(self, lark: str) -> "Grammar":
+        """Texts of a grammar in which ``@form`` is a text of this one."""
+        # llguidance returns JSON with a list of grammars, or Lark as it is.
+        is_json = self._text.lstrip().startswith("{")
+        form, *more = json.loads(self._text)["grammars"] if is_json else [{"lark_grammar": self._text}]
+        grammars = [{"lark_grammar": lark}, form | {"name": "form"}, *more]
+        return Grammar(json.dumps({"grammars": grammars}), self._tokenizer)
+
     def start(self, vocab: int, stop_ids: Sequence[int]) -> ConstraintState:
         """The state before the first id. Raises ValueError for a grammar that llguidance refuses, and without ids that
         end the text."""
@@ -134,6 +142,13 @@ class _Matching:
                 row[end // 32] |= np.uint32(1 << end % 32)
 
 
+def symbols(tokenizer: Any) -> dict[str, int]:
+    """The added tokens that are no text to llguidance, but symbols: ``<[id]>`` in its form of Lark."""
+    added = _backend(tokenizer).get_added_tokens_decoder().items()
+    brackets = lambda text: text.startswith("<") and text.endswith(">")  # noqa: E731
+    return {token.content: i for i, token in added if token.special or brackets(token.content)}
+
+
 def empty_masks(rows: int, width: int, vocab: int) -> UInt32[np.ndarray, "B W words"]:
     """Masks that allow every id."""
     return np.full((rows, width, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
@@ -148,11 +163,15 @@ def _tables(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
     with _making:
         found = _made.setdefault(tokenizer, {})
         if (vocab, ends) not in found:
-            backend = copy.deepcopy(getattr(tokenizer, "backend", None) or tokenizer.backend_tokenizer)
+            backend = copy.deepcopy(_backend(tokenizer))
             backend.no_padding()
             backend.no_truncation()
             found[vocab, ends] = _library().LLTokenizer(backend.to_str(), n_vocab=vocab, eos_token=list(ends))
         return found[vocab, ends]
+
+
+def _backend(tokenizer: Any) -> Any:
+    return getattr(tokenizer, "backend", None) or tokenizer.backend_tokenizer
 
 
 def _library() -> Any:

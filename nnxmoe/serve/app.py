@@ -105,7 +105,7 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        made = lambda plan: ChatFormat(self.texts, plan.wanted.logprobs, plan.reasoning)  # noqa: E731
+        made = lambda plan: ChatFormat(self.texts, plan.wanted.logprobs, plan.answer)  # noqa: E731
         return await self._reply(request, ChatRequest, self.planner.chat, made)
 
     async def _reply(

@@ -10,8 +10,9 @@ from typing import Any
 
 from nnxmoe.generation.request import Finish
 from nnxmoe.generation.text import TextStream
+from nnxmoe.serve.answer_form import PLAIN, AnswerForm, AnswerSplit
+from nnxmoe.serve.call_split import CallPiece
 from nnxmoe.serve.engine_thread import SamplePiece
-from nnxmoe.serve.reasoning import Reasoning, ReasoningSplit, split
 from nnxmoe.serve.token_texts import TokenTexts
 
 Json = dict[str, Any]
@@ -87,13 +88,13 @@ class CompletionFormat:
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormat:
-    """Choices of ``/v1/chat/completions``. ``reasoning``: the tags of it, which divide the text of a sample;
-    ``splits``: of each sample that is streamed."""
+    """Choices of ``/v1/chat/completions``. ``answer``: how the text of a sample is divided; ``splits``: of each sample
+    that is streamed."""
 
     texts: TokenTexts
     logprobs: int | None
-    reasoning: Reasoning | None = None
-    splits: dict[int, ReasoningSplit] = dataclasses.field(default_factory=dict)
+    answer: AnswerForm = PLAIN
+    splits: dict[int, AnswerSplit] = dataclasses.field(default_factory=dict)
     name, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def opening(self, index: int) -> list[Json]:
@@ -101,22 +102,26 @@ class ChatFormat:
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def choice(self, index: int, sample: Sample) -> Json:
-        thought, text = split(sample.text, self.reasoning)
-        message = {"role": "assistant", "content": text, "refusal": None}
-        message |= {} if self.reasoning is None else {"reasoning_content": thought}
-        return self._with(index, sample, {"message": message})
+        found, count = self.answer.split(sample.text)
+        message = {"role": "assistant", "content": found.content or (None if count else ""), "refusal": None}
+        message |= {"reasoning_content": found.reasoning or None} if self.answer.reasons else {}
+        message |= {"tool_calls": _calls(found.calls, whole=True)} if count else {}
+        return self._with(index, sample, {"message": message}, count)
 
     def delta(self, index: int, part: Sample) -> Json:
-        parts = {"content": part.text}
-        if self.reasoning is not None:
-            splitter = self.splits.setdefault(index, ReasoningSplit(self.reasoning))
-            pieces = [splitter.put(part.text), splitter.end() if part.finish else ("", "")]
-            parts = {"reasoning_content": pieces[0][0] + pieces[1][0], "content": pieces[0][1] + pieces[1][1]}
-        return self._with(index, part, {"delta": {name: text for name, text in parts.items() if text}})
+        splitter = self.splits.setdefault(index, self.answer.splitter())
+        found = splitter.put(part.text)
+        found = found.followed_by(splitter.end()) if part.finish else found
+        calls = _calls(found.calls, whole=False)
+        parts = {"reasoning_content": found.reasoning, "content": found.content, "tool_calls": calls}
+        return self._with(index, part, {"delta": {name: one for name, one in parts.items() if one}}, splitter.count)
 
-    def _with(self, index: int, sample: Sample, body: Json) -> Json:
+    def _with(self, index: int, sample: Sample, body: Json, calls: int) -> Json:
         logprobs = None if self.logprobs is None else {"content": self._logprobs(sample), "refusal": None}
-        return {"index": index, **body, "logprobs": logprobs, "finish_reason": sample.finish}
+        finish: str | None = sample.finish
+        if finish == "stop" and calls and self.answer.calls is not None and not self.answer.calls.named:
+            finish = "tool_calls"
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, sample: Sample) -> list[Json]:
         return [
@@ -127,6 +132,19 @@ class ChatFormat:
 
     def _token(self, token: int, logprob: float | None) -> Json:
         return {"token": self.texts.text(token), "logprob": logprob, "bytes": self.texts.bytes(token)}
+
+
+def _calls(pieces: Sequence[CallPiece], whole: bool) -> list[Json]:
+    """Calls, the pieces of each joined. In a stream (not ``whole``) they have a number, and later pieces no name."""
+    found: dict[int, Json] = {}
+    for piece in pieces:
+        if piece.index not in found:
+            named = {} if piece.name is None else {"id": piece.id, "type": "function"}
+            function = {} if piece.name is None else {"name": piece.name}
+            number = {} if whole else {"index": piece.index}
+            found[piece.index] = {**number, **named, "function": {**function, "arguments": ""}}
+        found[piece.index]["function"]["arguments"] += piece.arguments
+    return list(found.values())
 
 
 Format = CompletionFormat | ChatFormat

@@ -1,7 +1,8 @@
 """The reasoning of an answer apart from the answer: ``reasoning_content``, split by the tags of the model's family."""
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 # Tags of Qwen3, DeepSeek-R1, GLM-4.5, Kimi and MiniMax; of Magistral; of Seed-OSS.
 _TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
@@ -9,19 +10,29 @@ _TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</s
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """The tags around the reasoning of an answer. ``inside``: whether the prompt ends with the first of them."""
+    """The tags around the reasoning of an answer. ``inside`` and ``closed``: the prompt ends with the first of them, or
+    with the last."""
 
     start: str
     end: str
     inside: bool = False
+    closed: bool = False
 
     @classmethod
-    def of(cls, template: str | None, prompt: str) -> "Reasoning | None":
+    def of(cls, template: str, prompt: str) -> "Reasoning | None":
         """The tags that a chat template has; None for models that do not reason. ``prompt``: the rendered chat."""
         for start, end in _TAGS:
-            if template is not None and end in template:
-                return cls(start, end, prompt.rstrip().endswith(start))
+            if end in template:
+                return cls(start, end, prompt.rstrip().endswith(start), prompt.rstrip().endswith(end))
         return None
+
+
+def held(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end may belong to a mark: its beginning, and white space before it."""
+    most = max(map(len, marks), default=0)
+    places = range(max(0, len(text) - most), len(text))
+    start = next((at for at in places if any(mark.startswith(text[at:]) for mark in marks)), len(text))
+    return len(text) - len(text[:start].rstrip())
 
 
 class ReasoningSplit:
@@ -54,7 +65,7 @@ class ReasoningSplit:
                 self._state, thought = "after", self._stripped(thought).rstrip()
                 self._strips = True
             else:
-                keep = next(n for n in range(len(thought), -1, -1) if self._may_end(thought[len(thought) - n :]))
+                keep = held(thought, (self._tags.end,))
                 thought, self._held = thought[: len(thought) - keep], thought[len(thought) - keep :]
                 return self._stripped(thought), ""
         return thought, self._stripped(text)
@@ -64,30 +75,8 @@ class ReasoningSplit:
         held, self._held = self._held, ""
         return (self._stripped(held), "") if self._state == "inside" else ("", held)
 
-    def _may_end(self, text: str) -> bool:
-        """Whether the last tag may follow this, or begin in it."""
-        return self._tags.end.startswith(text.lstrip())
-
     def _stripped(self, text: str) -> str:
         """Without the white space before the first other letter of a part."""
         text = text.lstrip() if self._strips else text
         self._strips = self._strips and not text
         return text
-
-
-def split(text: str, tags: Reasoning | None) -> tuple[str | None, str]:
-    """The reasoning of a whole text, None without any, and the answer."""
-    if tags is None:
-        return None, text
-    splitter = ReasoningSplit(tags)
-    (first, second), (third, fourth) = splitter.put(text), splitter.end()
-    reasoning = first + third
-    return reasoning.rstrip() or None, second + fourth
-
-
-def kept_ids(tokenizer: Any, tags: Reasoning | None) -> frozenset[int]:
-    """The ids of tags that are special tokens, whose text is to be seen."""
-    if tags is None:
-        return frozenset()
-    backend = getattr(tokenizer, "backend", tokenizer)
-    return frozenset(i for i in map(backend.token_to_id, (tags.start, tags.end)) if i is not None)

@@ -53,8 +53,9 @@ class Service:
             raise Refused(429, f"{self.admitted} samples are running or waiting, of {most} at most: try again later")
         self.admitted += len(samples)
         run = RunningRequest(plan, since, self.metrics)
+        keep = frozenset(plan.answer.tokens.values())
         run.jobs = [
-            SampleJob(ids, wanted, plan.stop, run.sink(i), prefix, plan.keep)
+            SampleJob(ids, wanted, plan.stop, run.sink(i), prefix, keep)
             for i, (ids, wanted, prefix) in enumerate(samples)
         ]
         try:

@@ -1,19 +1,21 @@
 """From request bodies to what the engine is asked for."""
 
 import dataclasses
+import functools
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nnxmoe.generation.complete import split_stops
-from nnxmoe.generation.grammar import Grammar
+from nnxmoe.generation.grammar import Grammar, symbols
 from nnxmoe.generation.request import Limits, Prefix, Wanted, refuse_ids
 from nnxmoe.generation.sampling import Sampling
 from nnxmoe.generation.text import TokenizerError
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.serve.reasoning import Reasoning, kept_ids
-from nnxmoe.serve.schema import GUIDED, BaseRequest, ChatRequest, CompletionRequest, Message
+from nnxmoe.serve.answer_form import PLAIN, AnswerForm
+from nnxmoe.serve.schema import GUIDED, BaseRequest, ChatRequest, CompletionRequest, Message, NamedTool
 from nnxmoe.serve.settings import Refused, ServerSettings
+from nnxmoe.serve.tools import FORMATS, Calls, format_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; of chats: what the slot has room for
 COMPLETION_LOGPROBS, CHAT_LOGPROBS = 5, 20  # the most that the API allows
@@ -26,7 +28,7 @@ CONTENT = ("tool_calls", "function_call", "audio", "refusal")  # fields of a mes
 class Planned:
     """A validated request: ``n`` samples of each prompt. ``texts``: of the prompts, where they are echoed.
     ``seeded``: the client gave a seed; without one each prompt has its own. ``scored``: the log-probabilities of echoed
-    prompts are wanted too. ``reasoning``: the tags of it in the answers, and ``keep`` those that are special tokens."""
+    prompts are wanted too. ``answer``: how the texts are divided."""
 
     prompts: list[tuple[int, ...]]
     wanted: Wanted
@@ -35,8 +37,7 @@ class Planned:
     seeded: bool
     texts: list[str] | None = None
     scored: bool = False
-    reasoning: Reasoning | None = None
-    keep: frozenset[int] = frozenset()
+    answer: AnswerForm = PLAIN
 
     def samples(self) -> list[tuple[tuple[int, ...], Wanted, Prefix | None]]:
         """The ids, options and shared prefix of every sample, in the order of the response's choices."""
@@ -61,6 +62,10 @@ class Planner:
     limits: Limits
     sampling: Sampling = Sampling()
 
+    @functools.cached_property
+    def _symbols(self) -> Mapping[str, int]:
+        return symbols(self.tokenizer)
+
     def completion(self, request: CompletionRequest) -> Planned:
         """Plan the response to ``/v1/completions``. Raises Refused."""
         self._refuse_model(request)
@@ -77,21 +82,65 @@ class Planner:
         if request.top_logprobs and not request.logprobs:
             raise Refused(400, "top_logprobs needs logprobs: true", "top_logprobs")
         logprobs = _at_most("top_logprobs", request.top_logprobs, CHAT_LOGPROBS) or 0
-        variables = self._variables(request)
-        try:
-            messages = [self._message(message) for message in request.messages]
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **variables)
-        except (TokenizerError, TypeError) as error:
-            raise Refused(400, getattr(error, "public", str(error)), "messages") from None
+        variables, calls = self._variables(request), self._calls(request)
+        ids = self._rendered(request, calls, variables)
         if len({request.max_tokens, request.max_completion_tokens} - {None}) > 1:
             raise Refused(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         most = max(1, self.capacity - len(ids)) if asked is None else asked
-        plan = self._plan(request, [tuple(ids)], most, logprobs if request.logprobs else None)
-        if plan.wanted.constraint is not None:  # which holds from the first token on
-            return plan
-        tags = Reasoning.of(self.tokenizer.chat_template, self.tokenizer.decode(ids[-8:]))
-        return dataclasses.replace(plan, reasoning=tags, keep=kept_ids(self.tokenizer, tags))
+        answer = AnswerForm.of(
+            self._template_for(calls is not None), self.tokenizer.decode(ids[-8:]), calls, self._symbols
+        )
+        return self._plan(request, [tuple(ids)], most, logprobs if request.logprobs else None, answer)
+
+    def _rendered(self, request: ChatRequest, calls: Calls | None, variables: Mapping[str, Any]) -> list[int]:
+        """The ids of a chat. Raises Refused."""
+        tools = [tool.plain() for tool in request.tools or ()] if calls is not None else None
+        failed: Exception | None = None
+        # Most templates take the arguments of calls as objects, those of DeepSeek as JSON texts.
+        for objects in (True, False):
+            try:
+                messages = [self._message(message, objects) for message in request.messages]
+                return self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=True, tools=tools, **variables
+                )
+            except (TokenizerError, TypeError) as error:
+                failed = failed or error
+            if not any("tool_calls" in message.more for message in request.messages):
+                break
+        broken = [text for message in request.messages for text in message.broken_arguments()]
+        cut = f" (the arguments {broken[0]!r:.80} are not a JSON object: was that answer cut?)" if broken else ""
+        raise Refused(400, getattr(failed, "public", str(failed)) + cut, "messages") from None
+
+    def _calls(self, request: ChatRequest) -> Calls | None:
+        """What the request says of its tools; None if it has none, or wants none called. Raises Refused."""
+        choice, tools = request.tool_choice, request.tools or []
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        if choice not in (None, "none", "auto") and not tools:
+            raise Refused(400, "tool_choice needs tools to choose from: give tools", "tool_choice")
+        if choice == "none" or not tools:
+            return None
+        parameters = {tool.function.name: tool.function.parameters for tool in tools}
+        if len(parameters) < len(tools):
+            raise Refused(400, "tools: two functions have the same name", "tools")
+        if named is not None and named not in parameters:
+            raise Refused(400, f"tool_choice: there is no function {named!r:.80} in tools", "tool_choice")
+        template = self._template_for(tools=True)
+        if "tools" not in template:
+            why = "tools is not supported: the model's chat template does not read them (a template that does may lie "
+            raise Refused(400, why + "in additional_chat_templates/tool_use.jinja)", "tools")
+        if (form := format_of(template)) is None:
+            why = f"tools is not supported: the chat template writes calls in none of the forms of {', '.join(FORMATS)}"
+            raise Refused(400, why, "tools")
+        parameters = parameters if named is None else {named: parameters[named]}
+        strict = any(tool.function.strict for tool in tools)
+        must, several = choice not in (None, "auto"), named is None and request.parallel_tool_calls is not False
+        return Calls(form, parameters, must, strict, several, named is not None)
+
+    def _template_for(self, tools: bool) -> str:
+        """The chat template; of several, the one for tools."""
+        templates = self.tokenizer.chat_templates
+        return (templates.get("tool_use") if tools else None) or self.tokenizer.chat_template or ""
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
         """Variables of the chat template."""
@@ -105,19 +154,27 @@ class Planner:
             raise Refused(400, why, "reasoning_effort")
         return {"reasoning_effort": effort, **variables}
 
-    def _message(self, message: Message) -> dict[str, Any]:
-        """A message for the chat template: the role developer is system unless the template knows it. Raises Refused
-        for fields that the template would drop from the conversation."""
+    def _message(self, message: Message, objects: bool) -> dict[str, Any]:
+        """A message for the chat template: the role developer is system unless the template knows it, and arguments of
+        calls are JSON texts or (``objects``) what they say. Raises Refused for fields that the template would drop from
+        the conversation."""
         if lost := [name for name in CONTENT if name in message.more and not self._reads(name)]:
             raise Refused(400, f"{lost[0]} is not supported: the model's chat template does not read it", lost[0])
-        plain = message.plain()
+        plain = message.plain(objects)
         return plain | {"role": "system"} if plain["role"] == "developer" and not self._reads("developer") else plain
 
     def _reads(self, word: str) -> bool:
-        """Whether the model's chat template has this word."""
-        return word in (self.tokenizer.chat_template or "")
+        """Whether the model's chat template has this word, or that for tools."""
+        return any(word in self._template_for(tools) for tools in (False, True))
 
-    def _plan(self, request: BaseRequest, prompts: list[tuple[int, ...]], most: int, logprobs: int | None) -> Planned:
+    def _plan(
+        self,
+        request: BaseRequest,
+        prompts: list[tuple[int, ...]],
+        most: int,
+        logprobs: int | None,
+        answer: AnswerForm = PLAIN,
+    ) -> Planned:
         n = _at_most("n", request.n, self.settings.samples) or 1
         biases, least = request.logit_bias or {}, request.min_tokens or 0
         _at_most("logit_bias", len(biases), self.limits.biases)
@@ -132,37 +189,40 @@ class Planner:
                 raise Refused(400, why, "max_tokens", "context_length_exceeded")
         self._refuse_ids("logit_bias", biases)
         texts, ids = split_stops(self._stops(request.stop), self.tokenizer)
-        stop_ids, seed = (*self.stop_ids, *ids), request.seed or 0
+        stop_ids, seed = (*self.stop_ids, *answer.stop_ids, *ids), request.seed or 0
         sampling = _sampling(request, self.sampling)
-        form = self._constraint(request, stop_ids)
+        form = self._constraint(request, stop_ids, answer)
         more: dict[str, Any] = {"logit_bias": biases, "logprobs": logprobs, "constraint": form}
         wanted = Wanted(most, least, sampling, stop_ids, seed, **more)
-        return Planned(prompts, wanted, n, texts, request.seed is not None)
+        return Planned(prompts, wanted, n, texts, request.seed is not None, answer=answer)
 
-    def _constraint(self, request: BaseRequest, stop_ids: tuple[int, ...]) -> Grammar | None:
+    def _constraint(self, request: BaseRequest, stop_ids: tuple[int, ...], answer: AnswerForm) -> Grammar | None:
         """What the answer must follow. Raises Refused."""
         name = next((name for name in GUIDED if getattr(request, name) is not None), None)
-        if name is None:
-            return None
-        value, tokenizer = getattr(request, name), self.tokenizer
         try:
-            match name:
-                case "response_format" if value.type == "json_object":
-                    found = Grammar.json_object(tokenizer)
-                case "response_format":
-                    found = Grammar.json_schema(value.json_schema.schema, tokenizer)
-                case "guided_json":
-                    found = Grammar.json_schema(value, tokenizer)
-                case "guided_regex":
-                    found = Grammar.regex(value, tokenizer)
-                case "guided_choice":
-                    found = Grammar.choice(value, tokenizer)
-                case _:
-                    found = Grammar.lark(value, tokenizer)
-            found.start(self.vocab, stop_ids)  # here, and not in the engine's thread, it takes its time
+            form = None if name is None else self._form(name, getattr(request, name))
+            found = answer.grammar(form, self.tokenizer)
+            if found is not None:
+                found.start(self.vocab, stop_ids)  # here, and not in the engine's thread, it takes its time
             return found
         except ValueError as error:
+            name = name or "tools"
             raise Refused(400, f"{name}: {error}", name) from None
+
+    def _form(self, name: str, value: Any) -> Grammar:
+        match name:
+            case "response_format" if value.type == "json_object":
+                return Grammar.json_object(self.tokenizer)
+            case "response_format":
+                return Grammar.json_schema(value.json_schema.schema, self.tokenizer)
+            case "guided_json":
+                return Grammar.json_schema(value, self.tokenizer)
+            case "guided_regex":
+                return Grammar.regex(value, self.tokenizer)
+            case "guided_choice":
+                return Grammar.choice(value, self.tokenizer)
+            case _:
+                return Grammar.lark(value, self.tokenizer)
 
     def _stops(self, stop: str | Sequence[str] | None) -> tuple[str, ...]:
         stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)

@@ -1,6 +1,7 @@
 """Request bodies, after the OpenAI API. Unknown fields, wrong types and values out of range are refused by name; null
 counts as left out, as do values that ask for nothing (`NEUTRAL`) and labels without effect on an answer (`LABELS`)."""
 
+import contextlib
 import difflib
 import re
 from typing import Annotated, Any, Literal, TypeVar
@@ -23,14 +24,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -63,6 +61,41 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+
+class Function(Struct):
+    """A function that the model may call. ``strict``: its arguments follow ``parameters``, a JSON schema, always."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, forbid_unknown_fields=True):
+    """A tool of a chat."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        fields = {"name": self.function.name, "description": self.function.description}
+        fields["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": {key: one for key, one in fields.items() if one is not None}}
+
+
+class FunctionName(Struct, forbid_unknown_fields=True):
+    """Names a function."""
+
+    name: str
+
+
+class NamedTool(Struct, forbid_unknown_fields=True):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class BaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -113,10 +146,35 @@ class Message(Struct):
     content: str | list[TextPart] | None = None
     more: dict[str, Any] = {}
 
-    def plain(self) -> dict[str, Any]:
-        """The message as chat templates read it, its parts joined."""
+    def plain(self, objects: bool = True) -> dict[str, Any]:
+        """The message as chat templates read it, its parts joined. ``objects``: the arguments of calls are objects, and
+        not their JSON texts."""
         content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
-        return {"role": self.role, "content": content, **self.more}
+        more = dict(self.more)
+        if isinstance(calls := more.get("tool_calls"), list):
+            content = content or ""
+            more["tool_calls"] = [_with_arguments(call) for call in calls] if objects else calls
+        return {"role": self.role, "content": content, **more}
+
+    def broken_arguments(self) -> list[str]:
+        """The arguments of calls that are no JSON objects."""
+        calls = self.plain().get("tool_calls")
+        texts = list[str]()
+        for call in calls if isinstance(calls, list) else []:
+            match call:
+                case {"function": {"arguments": str(text)}}:
+                    texts.append(text)
+        return texts
+
+
+def _with_arguments(call: Any) -> Any:
+    """A call of a message with its arguments as an object, if their text is one."""
+    match call:
+        case {"function": {"arguments": str(text), **function}, **rest}:
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
+                if isinstance(found := msgspec.json.decode(text), dict):
+                    return {**rest, "function": {**function, "arguments": found}}
+    return call
 
 
 class ChatRequest(BaseRequest, kw_only=True):
@@ -128,6 +186,9 @@ class ChatRequest(BaseRequest, kw_only=True):
     top_logprobs: Natural | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
 
 Body = TypeVar("Body", bound=BaseRequest)

@@ -65,4 +65,7 @@ async def ask(port: int, path: str, body: Any, headers: dict[str, str]) -> Reply
     """The whole reply to one request."""
     async with Connection(port) as connection:
         await connection.send(path, body, headers)
-        return await connection.head()
+        reply = await connection.head()
+        while "content-length" not in reply.headers and (part := await connection.part()):
+            reply.body += part
+        return reply

@@ -15,15 +15,19 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nnxmoe.storage.hub import DEMO
 from tests.benchmarks.http_client import Connection, Reply, ask
+from tests.support.serving import TOOL_TEMPLATE
 
 KEY = "a key for this benchmark"
 PROMPTS = ("Once upon a time", "The fox", "What is", "A boat", "The capital of France", "Mia went to the river")
@@ -31,7 +35,7 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 # What a client does next, and how often of a hundred and fifty times.
 KINDS = {
     "stream": 30, "whole": 20, "two samples": 5, "echo": 5, "slow reader": 5, "leaves a stream": 10, "leaves": 10,
-    "malformed": 4, "oversized": 3, "unsupported": 4, "wrong key": 4, "schema": 50,
+    "malformed": 4, "oversized": 3, "unsupported": 4, "wrong key": 4, "schema": 25, "tool": 15, "streamed tool": 10,
 }  # fmt: skip
 REFUSED = {"malformed": 400, "oversized": 413, "unsupported": 400, "wrong key": 401}
 
@@ -96,6 +100,8 @@ class Load:
             return await self._refused(kind, draw)
         if kind in ("echo", "schema"):
             return await (self._score(draw) if kind == "echo" else self._schema(draw))
+        if kind in ("tool", "streamed tool"):
+            return await self._tool(draw, stream=kind != "tool")
         prompt, tokens = draw.choice(PROMPTS), draw.choice((8, 24))
         body, started = self._body(prompt, tokens), time.monotonic()
         if kind in ("whole", "two samples"):
@@ -159,6 +165,32 @@ class Load:
             assert json.loads(choice["text"]).keys() == fields.keys(), choice
         else:
             assert choice["finish_reason"] == "length" and choice["text"].startswith("{"), choice
+        return True
+
+    async def _tool(self, draw: random.Random, stream: bool) -> bool:
+        """A call of a tool with arguments of its own."""
+        fields = {name: {"type": draw.choice(("integer", "boolean", "null"))} for name in draw.sample("abcdef", 2)}
+        schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        body = {"model": self.name, "messages": [{"role": "user", "content": draw.choice(PROMPTS)}], "tools": tools}
+        body |= {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 64, "stream": stream}
+        reply = await ask(self.port, CHAT, body, self._headers)
+        if await self._busy(reply):
+            return False
+        if stream:
+            *events, end = reply.body.decode().split("\n\n")[:-1]
+            assert end == "data: [DONE]", end
+            choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+            calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+        else:
+            choices = reply.json()["choices"]
+            calls = choices[0]["message"].get("tool_calls", ())
+        if (why := choices[-1]["finish_reason"]) == "tool_calls":
+            assert [call["function"]["name"] for call in calls if "name" in call["function"]] == ["f"], calls
+            arguments = "".join(call["function"]["arguments"] for call in calls)
+            assert json.loads(arguments).keys() == fields.keys(), arguments
+        else:
+            assert why == "length", choices
         return True
 
     async def _refused(self, kind: str, draw: random.Random) -> bool:
@@ -247,15 +279,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(name, type=int, default=default)
     options = parser.parse_args(arguments)
     limit = 1 << 16
-    command = ["serve", "demo", "--port", "0", "--slots", options.slots, "--capacity", 256, "--queue", options.queue]
-    more = [
-        "--max-body",
-        str(limit),
-        "--no-access-log",
-        "--dtype",
-        "float32",
-    ]  # bfloat16 may choose other tokens beside other requests
-    line = [sys.executable, "-m", "nnxmoe", *map(str, command), *more]
+    command = ["--port", "0", "--slots", options.slots, "--capacity", 256, "--queue", options.queue]
+    # bfloat16 may choose other tokens beside other requests
+    command += ["--max-body", limit, "--no-access-log", "--dtype", "float32"]
+    with tempfile.TemporaryDirectory() as folder:
+        demo = Path(shutil.copytree(DEMO, Path(folder, "demo")))
+        (demo / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+        return _run([sys.executable, "-m", "nnxmoe", "serve", str(demo), *map(str, command)], options, limit)
+
+
+def _run(line: list[str], options: argparse.Namespace, limit: int) -> int:
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=os.environ | {"NNXMOE_API_KEY": KEY})
     assert process.stderr is not None
     try:

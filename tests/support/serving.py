@@ -15,9 +15,23 @@ from nnxmoe.generation.request import eos_ids
 from nnxmoe.serve.app import make_app
 from nnxmoe.serve.server import make_server, serving_engine
 from nnxmoe.serve.settings import ServerSettings
+from nnxmoe.storage.hub import DEMO
 
 TIMEOUT = 1200.0  # seconds; only a hang takes so long, a busy machine does not
 Json = dict[str, Any]
+
+
+# A chat template whose calls have the form of Hermes.
+TOOL_TEMPLATE = """{{- bos_token }}
+{%- if tools %}{{- '<|system|><tool_call> ' ~ tools | tojson ~ '<|end|>' }}{% endif %}
+{%- for m in messages %}
+    {{- '<|' ~ (m.role if m.role != 'tool' else 'user') ~ '|>' ~ m.content }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<tool_call>' ~ call.function.name ~ call.function.arguments.items() | list ~ '</tool_call>' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"""
 
 
 class Gate:
@@ -131,3 +145,12 @@ def serving(
         assert not thread.is_alive(), "the server did not stop"
         listener.close()
     assert engine.running == engine.waiting == 0
+
+
+@contextlib.contextmanager
+def serving_tools(**settings: Any) -> Iterator[Running]:
+    """A server of the demo whose chat template has tools."""
+    tokenizer = nnxmoe.Tokenizer.from_pretrained(DEMO)
+    tokenizer.chat_templates = {"default": TOOL_TEMPLATE}
+    with serving(nnxmoe.from_pretrained(DEMO), tokenizer, capacity=512, **settings) as running:
+        yield running

@@ -1,0 +1,138 @@
+"""What an answer consists of: reasoning, text and calls of tools; and its grammar, where something is asked for."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnxmoe.generation.grammar import Grammar
+from nnxmoe.serve import harmony
+from nnxmoe.serve.call_split import AnswerPart, CallSplit
+from nnxmoe.serve.reasoning import Reasoning, ReasoningSplit
+from nnxmoe.serve.tools import FORMATS, Calls, escaped, format_of, literal
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerForm:
+    """The parts of an answer. ``reasoning``: its tags; ``calls``: of the tools of the request; ``harmony``: the text is
+    in channels. ``tokens``: ids of tokens in these forms that are no text to grammars; they are kept in the text."""
+
+    reasoning: Reasoning | None = None
+    calls: Calls | None = None
+    harmony: bool = False
+    tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, template: str, prompt: str, calls: Calls | None, symbols: Mapping[str, int]) -> "AnswerForm":
+        """The form of answers by a chat template. ``prompt``: the end of the rendered chat; ``symbols``: the ids of
+        tokens that are no text to grammars."""
+        channels = format_of(template) is FORMATS["harmony"]
+        tags = None if channels else Reasoning.of(template, prompt)
+        written = [] if tags is None else [tags.start, tags.end]
+        written += [] if calls is None else [*calls.format.marks, calls.format.call, calls.format.closing or ""]
+        written += [harmony.MESSAGE, *harmony.ENDS, *harmony.BEGINS, FORMATS["harmony"].call] if channels else []
+        tokens = {token: i for token, i in symbols.items() if any(token in text for text in written)}
+        return cls(tags, calls, channels, tokens)
+
+    @property
+    def reasons(self) -> bool:
+        """Whether an answer may have reasoning."""
+        return self.harmony or self.reasoning is not None
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids after which there is nothing to say, beside those of the checkpoint."""
+        ends = harmony.ENDS[1:] if self.harmony else ()
+        return tuple(self.tokens[end] for end in ends if end in self.tokens)
+
+    def splitter(self) -> "AnswerSplit":
+        """Divide a text that comes in pieces."""
+        return AnswerSplit(self)
+
+    def split(self, text: str) -> tuple[AnswerPart, int]:
+        """The parts of a whole text, and the number of its calls."""
+        splitter = self.splitter()
+        found = splitter.put(text).followed_by(splitter.end())
+        return found._replace(reasoning=found.reasoning.rstrip()), splitter.count
+
+    def grammar(self, form: Grammar | None, tokenizer: Any) -> Grammar | None:
+        """What the answer must follow, so that its text is one of ``form`` and its calls are those that are asked for.
+        None: anything."""
+        calls = self.calls
+        if form is None and (calls is None or not (calls.must or calls.strict or not calls.several)):
+            return None
+        rules, answers = list[str](), ["calls"] if calls is not None else []
+        rules += calls.rules(self.tokens) if calls is not None else []
+        if calls is None or not calls.must:
+            final = literal(FORMATS["harmony"].final, self.tokens) if self.harmony else ""
+            if form is not None:
+                answers.append(f"{final} @form")
+            elif calls is not None:
+                answers, free = self._free(calls, final)
+                rules += free
+        text = "\n".join([f"start: {self._thinking(rules)} ({' | '.join(answers)})", *rules])
+        return Grammar.lark(text, tokenizer) if form is None else form.within(text)
+
+    def _free(self, calls: Calls, final: str) -> tuple[Sequence[str], Sequence[str]]:
+        """Alternatives and rules of an answer that says something, calls tools, or both."""
+        form, any_text = calls.format, r"/(.|\n)*/"
+        if self.harmony:
+            return ["calls", f"{final} {any_text}"], []
+        if form.first:
+            return ["calls", rf"/\s*([^\s{escaped(form.marks[0])}](.|\n)*)?/"], []
+        if form.marks[0] in self.tokens:
+            return [f"{any_text} calls?"], []
+        # The mark is text: what is said ends with it, and the calls go on after it.
+        outside = " & ".join([any_text, *(rf"~/(.|\n)*{escaped(mark)}(.|\n)*/" for mark in form.marks)])
+        rules = [f"SAID: {outside}", rf"until[lazy]: /(.|\n)*{escaped(form.marks[0])}/"]
+        return ["SAID", "until rest"], rules
+
+    def _thinking(self, rules: list[str]) -> str:
+        """What may come before the answer; rules of it are appended."""
+        if self.harmony:
+            before, after = (literal(text, self.tokens) for text in harmony.ANALYSIS)
+            return rf"({before} /(.|\n)*/ {after})*"
+        tags = self.reasoning
+        if tags is None or tags.closed:
+            return ""
+        if tags.end in self.tokens:
+            rest = rf"/(.|\n)*/ {literal(tags.end, self.tokens)} /\n{{0,2}}/"
+        else:
+            rules.append(rf"thought[lazy]: /(.|\n)*{escaped(tags.end)}/")
+            rest = r"thought /\n{0,2}/"
+        return rest if tags.inside else f"({literal(tags.start, self.tokens)} {rest})?"
+
+
+PLAIN = AnswerForm()
+
+
+class AnswerSplit:
+    """Divides a text that comes in pieces."""
+
+    def __init__(self, form: AnswerForm):
+        self._channels = harmony.HarmonySplit() if form.harmony else None
+        self._reasoning = None if form.reasoning is None else ReasoningSplit(form.reasoning)
+        self._calls = CallSplit(form.calls) if form.calls is not None and not form.harmony else None
+
+    @property
+    def count(self) -> int:
+        """The calls so far."""
+        split = self._channels or self._calls
+        return 0 if split is None else split.count
+
+    def put(self, piece: str) -> AnswerPart:
+        """The parts that are certain after this piece."""
+        if self._channels is not None:
+            return self._channels.put(piece)
+        thought, said = ("", piece) if self._reasoning is None else self._reasoning.put(piece)
+        return AnswerPart(reasoning=thought).followed_by(self._said(said))
+
+    def end(self) -> AnswerPart:
+        """What was held back, at the end of the text."""
+        if self._channels is not None:
+            return self._channels.end()
+        thought, said = ("", "") if self._reasoning is None else self._reasoning.end()
+        found = AnswerPart(reasoning=thought).followed_by(self._said(said))
+        return found if self._calls is None else found.followed_by(self._calls.end())
+
+    def _said(self, text: str) -> AnswerPart:
+        return AnswerPart(content=text) if self._calls is None else self._calls.put(text)

@@ -1,0 +1,260 @@
+"""Calls of tools: how each family writes them in its answers, and the grammars of answers that must call.
+
+A row of `FORMATS` is the text of a call with placeholders. The parser (`CallSplit`) and the grammar are made from it.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+NAME = r"(?P<name>[\w.-]+)"
+_SPACE = {"whitespace_pattern": " ?"}  # in arguments: in one line, as all families were trained
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class CallFormat:
+    """How a family writes calls: ``opening``, one ``call`` or several with ``between``, and ``closing`` (None: the end
+    of the text).
+
+    ``words``: what a chat template of the family has in it, all of them. ``marks``: with which calls begin (``first``:
+    only at the beginning of the answer). ``argument``: how each argument is written where the arguments are not one
+    JSON object. ``final``: what comes before an answer without calls.
+    """
+
+    words: tuple[str, ...]
+    marks: tuple[str, ...]
+    call: str
+    opening: str = ""
+    between: str = "\n"
+    closing: str | None = ""
+    argument: str | None = None
+    first: bool = False
+    final: str = ""
+
+    @property
+    def single(self) -> bool:
+        """Whether an answer has one call at most."""
+        return bool(self.final)
+
+    @functools.cached_property
+    def head(self) -> re.Pattern[str]:
+        """What comes before the arguments of a call, with what is left of the call before it."""
+        body = r"\s*(?=<)" if self.argument else r"\s*(?=\{)"
+        return re.compile(self._lead + _pattern(self._sides[0]) + body)
+
+    @functools.cached_property
+    def object_lead(self) -> re.Pattern[str] | None:
+        """What comes before a call that is one JSON object; None in families where it is not."""
+        before, brace, _ = self._sides[0].partition('{"name"')
+        return re.compile(self._lead + _pattern(before) + r"\s*(?=\{)") if brace else None
+
+    @functools.cached_property
+    def tail(self) -> re.Pattern[str]:
+        """What comes after the arguments of a call; further fields of the call are skipped."""
+        after = self._sides[1]
+        return re.compile((r"\s*(?:,[^{}]*)?" if after.startswith("}") else r"\s*") + _pattern(after))
+
+    @functools.cached_property
+    def end(self) -> re.Pattern[str] | None:
+        """What comes after the arguments of the last call; None: nothing that can be told from a next call."""
+        closing = self.closing and rf"\s*{_pattern(self.closing)}"
+        return None if closing is None else re.compile(self.tail.pattern + closing)
+
+    @functools.cached_property
+    def parameter(self) -> re.Pattern[str]:
+        """One argument."""
+        assert self.argument is not None
+        found = _pattern(self.argument, r"\n?").replace("KEY", r"(?P<key>[^<>\"]+)").replace("VALUE", r"(?P<value>.*?)")
+        return re.compile(rf"\s*{found}", re.DOTALL)
+
+    @functools.cached_property
+    def last(self) -> re.Pattern[str]:
+        """What follows the last argument, if each is written apart."""
+        tag = self._sides[1].partition(">")[0]
+        return re.compile(rf"(?=\s*{re.escape(tag)}>)")
+
+    @property
+    def _lead(self) -> str:
+        between = _pattern(self.between.strip())
+        return rf"(?:{self.tail.pattern})?\s*(?:{between})?\s*(?:{_pattern(self.opening)})?\s*"
+
+    @property
+    def _sides(self) -> tuple[str, str]:
+        before, _, after = self.call.partition("ARGUMENTS")
+        return before, after
+
+
+def _pattern(text: str, newline: str = r"\s*") -> str:
+    """A regular expression of a written form, in which white space may differ, also around special tokens."""
+    parts = re.split(r"(\s+|NAME|INDEX|<[|\uff5c].*?[|\uff5c]>)", text)
+    known = {"NAME": NAME, "INDEX": r"(?P<index>\d+)"}
+    found = ""
+    for part in parts:
+        around = r"\s*" if part[:2] in ("<|", "<\uff5c") else ""
+        space = newline if "\n" in part else r"\s*"
+        found += space if part.isspace() else around + (known.get(part) or re.escape(part)) + around
+    return found
+
+
+def _deepseek(call: str, between: str, *words: str) -> CallFormat:
+    """A format of DeepSeek, whose special tokens have a wide vertical bar."""
+    wide = str.maketrans("|", "\uff5c")
+    begin, one, end, last = (
+        f"<|tool▁{name}|>".translate(wide) for name in ("calls▁begin", "call▁begin", "call▁end", "calls▁end")
+    )
+    return CallFormat((begin, *words), (begin, one), one + call.translate(wide) + end, begin, between, last)
+
+
+FORMATS: Mapping[str, CallFormat] = {
+    "kimi": CallFormat(
+        ("<|tool_calls_section_begin|>",),
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+        "<|tool_calls_section_begin|>",
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "deepseek v3": _deepseek("function<|tool▁sep|>NAME\n```json\nARGUMENTS\n```", "\n", "```json"),
+    "deepseek v3.1": _deepseek("NAME<|tool▁sep|>ARGUMENTS", ""),
+    "mistral": CallFormat(
+        ("[TOOL_CALLS]", "[ARGS]"), ("[TOOL_CALLS]",), "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="", closing=None
+    ),
+    "mistral json": CallFormat(
+        ("[TOOL_CALLS]",),
+        ("[TOOL_CALLS]",),
+        '{"name": "NAME", "arguments": ARGUMENTS}',
+        "[TOOL_CALLS] [",
+        ", ",
+        "]",
+    ),
+    "harmony": CallFormat(
+        ("<|channel|>", "<|message|>"),
+        ("<|channel|>commentary",),
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+        closing=None,
+        final="<|channel|>final<|message|>",
+    ),
+    "glm": CallFormat(
+        ("<tool_call>", "<arg_key>"),
+        ("<tool_call>",),
+        "<tool_call>NAME\nARGUMENTS</tool_call>",
+        argument="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+    ),
+    "qwen xml": CallFormat(
+        ("<tool_call>", "<function="),
+        ("<tool_call>",),
+        "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+        argument="<parameter=KEY>\nVALUE\n</parameter>\n",
+    ),
+    "minimax": CallFormat(
+        ("minimax:tool_call", "<invoke"),
+        ("<minimax:tool_call>",),
+        '<invoke name="NAME">\nARGUMENTS</invoke>',
+        "<minimax:tool_call>\n",
+        "\n",
+        "\n</minimax:tool_call>",
+        argument='<parameter name="KEY">VALUE</parameter>\n',
+    ),
+    "hermes": CallFormat(
+        ("<tool_call>",),
+        ("<tool_call>",),
+        '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+    ),
+    "llama": CallFormat(
+        ('{"name": function name, "parameters":',),
+        ("{",),
+        '{"name": "NAME", "parameters": ARGUMENTS}',
+        between="; ",
+        closing=None,
+        first=True,
+    ),
+}
+
+
+def format_of(template: str) -> CallFormat | None:
+    """The format that a chat template teaches; None if it is none of `FORMATS`."""
+    return next((form for form in FORMATS.values() if all(word in template for word in form.words)), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """What a request says of its tools: the ``parameters`` (JSON schemas) by name. ``must``: the answer calls one.
+    ``strict``: arguments follow the schemas in any case. ``several``: more than one call is allowed. ``named``: the
+    request names the tool to call."""
+
+    format: CallFormat
+    parameters: Mapping[str, Mapping[str, Any] | None]
+    must: bool = False
+    strict: bool = False
+    several: bool = True
+    named: bool = False
+
+    def type_of(self, tool: str, key: str) -> Any:
+        """The type of an argument in its schema; None where it has none."""
+        return _properties(self.parameters.get(tool)).get(key, {}).get("type")
+
+    def rules(self, tokens: Mapping[str, int]) -> Iterator[str]:
+        """Rules of Lark: ``calls``, and ``rest``, calls after the first mark. ``tokens``: those that are no text."""
+        form, mark = self.format, self.format.marks[0]
+        before, after = form.call.split("ARGUMENTS")
+        one, rest = list[str](), list[str]()
+        for i, (name, schema) in enumerate(self.parameters.items()):
+            for heads, written in ((one, before), (rest, before.removeprefix(mark))):
+                parts = written.replace("NAME", name).split("INDEX")
+                head = " /[0-9]{1,3}/ ".join(literal(part, tokens) for part in parts)
+                heads.append(f"{head} arguments_{i} {literal(after, tokens)}")
+            if form.argument is None:
+                yield f"arguments_{i}: {_json(schema or _NO_ARGUMENTS)}"
+            else:
+                yield from self._tags(i, schema, tokens)
+        yield "one: " + " | ".join(one)
+        yield "first: " + " | ".join(rest)
+        more = f"({literal(form.between, tokens)} one)*" if self.several and not form.single else ""
+        closing = literal(form.closing or "", tokens)
+        yield f"calls: {literal(form.opening, tokens)} one {more} {closing}"
+        opening = literal(form.opening.removeprefix(mark), tokens)
+        yield f"rest: {opening} {'one' if form.opening else 'first'} {more} {closing}"
+
+    def _tags(self, index: int, schema: Mapping[str, Any] | None, tokens: Mapping[str, int]) -> Iterator[str]:
+        """Arguments one by one: those that are required, and any of the others, in the order of the schema."""
+        assert self.format.argument is not None
+        before, after = self.format.argument.split("VALUE")
+        parts = []
+        for j, (key, one) in enumerate(_properties(schema).items()):
+            head = literal(before.replace("KEY", key), tokens)
+            if isinstance(one, Mapping) and one.get("type") == "string" and "enum" not in one:
+                tag, rest = after.strip(), after[len(after.rstrip()) :]  # which no value has in it
+                yield f"value_{index}_{j}[lazy]: /(.|\\n)*{escaped(tag)}/"
+                part = f"{head} value_{index}_{j} {literal(rest, tokens)}"
+            else:
+                enum = one.get("enum", ()) if isinstance(one, Mapping) else ()
+                texts = [literal(text, tokens) for text in enum if isinstance(text, str)]
+                values = [*texts, *([] if enum and len(texts) == len(enum) else [_json(one)])]
+                part = f"{head} ({' | '.join(values)}) {literal(after, tokens)}"
+            parts.append(part if key in (schema or {}).get("required", ()) else f"({part})?")
+        yield f"arguments_{index}: " + (" ".join(parts) or '""')
+
+
+def _properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    found = (schema or {}).get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _json(schema: Any) -> str:
+    return "%json " + json.dumps({"x-guidance": _SPACE} | dict(schema) if isinstance(schema, Mapping) else schema)
+
+
+def literal(text: str, tokens: Mapping[str, int]) -> str:
+    """A text in Lark; tokens that are no text by their ids."""
+    found = sorted((token for token in tokens if token in text), key=len, reverse=True)
+    parts = re.split("(" + "|".join(map(re.escape, found)) + ")", text) if found else [text]
+    return " ".join(f"<[{tokens[part]}]>" if part in found else json.dumps(part) for part in parts if part)
+
+
+def escaped(text: str) -> str:
+    """A text in a regular expression of Lark."""
+    return re.escape(text).replace("/", r"\/")
