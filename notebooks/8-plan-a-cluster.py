@@ -14,7 +14,7 @@
 # **What you learn**
 #
 # - how to ask whether a model fits on devices that you do not have, and what one step costs there;
-# - how three meshes of the same 256 GPUs differ by a factor of eleven in time;
+# - how three meshes of the same 256 GPUs differ by almost a factor of two in time;
 # - how to read the bill: bytes on one device, bytes that travel, over which link, and what the step waits for;
 # - how to take the advice of a plan until the step fits.
 #
@@ -60,7 +60,7 @@ print(one)
 
 # %% [markdown]
 # The weights alone are larger than the device. The step waits for the *memory*: to make one token per row it reads all
-# that it holds, and the products take 2 % of that time. The last lines are the advice: each change was planned again.
+# that it holds, and the products take 1 % of that time. The last lines are the advice: each change was planned again.
 #
 # Two of them split the weights over two devices, and both halve what a device holds, but not at the same price. With
 # `expert=2` each device keeps four of the eight experts of every layer and the tokens travel. With `fsdp=2` the
@@ -107,7 +107,7 @@ for label, plan in plans.items():
     print(f"{label:18} {plan.memory / 1e9:4.0f} GB, {fits}; {plan.seconds:5.1f} s per step, waits for {plan.limiter}")
 
 # %% [markdown]
-# None fits, and their times are far apart. Why? The bill has three pages.
+# None fits, and their times differ. Why? The bill has three pages.
 #
 # ## Page one: bytes on one device
 #
@@ -128,8 +128,9 @@ plt.show()
 # ## Page two: bytes that travel
 #
 # What one device receives in a step, by collective and mesh axis. An axis inside a node has NVLink; one that crosses
-# nodes has the network, a ninth as fast. Devices are numbered with the last mesh axis fastest, so `expert` comes before
-# `fsdp` where a node is filled.
+# nodes has the network, a ninth as fast: but what is gathered enters each node once, and the devices of a node that are
+# on the axis share it. Devices are numbered with the last mesh axis fastest, so `expert` comes before `fsdp` where a
+# node is filled.
 
 
 # %%
@@ -137,7 +138,7 @@ def bill(plan):
     """TB that one device receives in a step, by collective, by what it carries, and by link."""
     sums = defaultdict(float)
     for one in plan.traffic:
-        slowest, _ = min((plan.links[axis] for axis in one.axes), key=lambda link: link[1])
+        slowest = "network" if any(plan.routes[axis].far > 1 for axis in one.axes) else "node"
         sums[f"{one.kind} of {one.what} over {' x '.join(one.axes)} ({slowest})"] += one.bytes / 1e12
     return sorted(sums.items(), key=lambda pair: -pair[1])
 
@@ -157,13 +158,15 @@ plt.show()
 # %% [markdown]
 # With `fsdp=256` every device gathers all experts of all layers twice, since layers are computed again in the backward
 # pass, and their gradients are scattered once: 5 TB through the network for the 4096 tokens of a device. An expert axis
-# of eight divides that by eight, and pays with tokens that travel inside the node. One of 32 divides it by four again,
-# and pays with tokens on the network.
+# of eight divides that by eight, and pays with tokens that travel inside the node. But then each device of a node
+# gathers other experts, and has its own adapter only, where with `fsdp=256` eight adapters bring in the same bytes. An
+# expert axis of 32 divides them by four again, and pays with tokens on the network.
 #
 # ## Page three: time, and what the step waits for
 #
 # Compute, memory and network would overlap at best, so that the longest of them is the time of a step. Compute assumes
-# that products reach 40 % of the peak, which you can change: `--efficiency`, or `dataclasses.replace(hardware, …)`.
+# that whole steps reach 38 % of the peak, as published runs did on such devices, which you can change: `--efficiency`,
+# or `dataclasses.replace(hardware, …)`.
 
 # %%
 for label, plan in plans.items():

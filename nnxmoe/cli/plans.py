@@ -3,8 +3,10 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 from nnxmoe.cli.options import count, mesh
@@ -20,8 +22,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a preset such as deepseek-v3, 'demo', a folder or a hub id")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--mesh", type=mesh, metavar="AXES", help="sizes of mesh axes, such as fsdp=16,expert=16")
-    where.add_argument("--search", type=count, metavar="N", help="compare the meshes of N devices: the best ten")
-    parser.add_argument("--batch", type=count, required=True, metavar="B", help="rows of one step, over all devices")
+    what = "compare the meshes of N devices, and without --batch also numbers of rows: the best ten"
+    where.add_argument("--devices", "--search", dest="search", type=count, metavar="N", help=what)
+    parser.add_argument("--batch", type=count, metavar="B", help="rows of one step, over all devices")
     what = "tokens per row, with --decode those in the cache (4096)"
     parser.add_argument("--seq", type=count, default=4096, metavar="T", help=what)
     parser.add_argument("--on", default="h100", metavar="DEVICE", help="h100, h200, b200, tpu-v5p:4x4x4, … (h100)")
@@ -39,6 +42,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = "mesh axes that shard an axis of parameters, such as embed=fsdp+expert"
     parser.add_argument("--rule", action="append", default=[], type=_rule, metavar="NAME=AXES", help=what)
     parser.add_argument("--across", metavar="AXIS", help="the mesh axis that crosses nodes or slices")
+    parser.add_argument("--compare", type=mesh, metavar="AXES", help="a second mesh, to be planned too")
+    what = "how long so many tokens take, such as 15T; with --price in money too"
+    parser.add_argument("--tokens", type=tokens, metavar="N", help=what)
+    parser.add_argument("--price", type=float, metavar="P", help="of a device and hour")
+    parser.add_argument("--offload", action="store_true", help="the host keeps the inputs of layers (arithmetic only)")
+    what = "groups of layers of each pipeline stage, one after another (arithmetic only)"
+    parser.add_argument("--interleaved", type=count, default=1, metavar="V", help=what)
+    what = "the exchange sends one copy of a token per node, as DeepEP's (arithmetic only)"
+    parser.add_argument("--node-copies", action="store_true", help=what)
     parser.add_argument(
         "--compile",
         dest="compile_for",
@@ -59,39 +71,61 @@ def run(options: argparse.Namespace) -> None:
 
     from nnxmoe.axes import RULES
     from nnxmoe.planning import printing, search
-    from nnxmoe.planning.plan import plan
+    from nnxmoe.planning.plan import PLANNED_ONLY, plan
     from nnxmoe.planning.torus import hardware
 
     jax.config.update("jax_platforms", "cpu")  # a plan uses no device, and compilers without one print errors
     changed = {name: value for name in RATES if (value := getattr(options, name)) is not None}
-    names = ("batch", "seq", "train", "accumulate", "buffer_factor", "chunks", "microbatches", "remat", "across")
-    asked = {name: getattr(options, name) for name in names}
+    names = ("seq", "train", "accumulate", "buffer_factor", "chunks", "microbatches", "remat", "across")
+    asked: dict[str, Any] = {name: getattr(options, name) for name in (*names, *PLANNED_ONLY)}
     asked |= {"on": dataclasses.replace(hardware(options.on), **changed), "rules": {**RULES, **dict(options.rule)}}
     if options.search and options.compile_for:
         raise ValueError("--search compares meshes by arithmetic: leave --compile out, then compile the best one")
+    if options.batch is None and not options.search:
+        raise ValueError("--mesh needs --batch: the rows of one step, over all devices")
+    if options.price is not None and options.tokens is None:
+        raise ValueError("--price needs --tokens: how many are to be computed")
     if options.search:
-        found = search.search(options.model, options.search, **asked)
+        find = search.best_of if options.batch is None else functools.partial(search.search, batch=options.batch)
+        if options.batch is None:
+            del asked["remat"]
+        found = find(options.model, options.search, **asked)
         best, text = found[0], printing.compared(found)
-        text += "" if best.fits else f"\n{_enough(options, asked)}"
+        text += "" if best.fits else f"\n{_enough(options, find, asked)}"
     else:
-        text = best = plan(options.model, options.mesh, compile_for=options.compile_for, **asked)
+        asked["batch"] = options.batch
+        best = plan(options.model, options.mesh, compile_for=options.compile_for, **asked)
+        text = str(best)
+        if options.compare is not None:
+            other = plan(options.model, options.compare, advise=False, **asked)
+            text = printing.compared([best, other])
     print(text)
+    if options.tokens is not None and best.fits:
+        print(printing.cost(best, options.tokens, options.price))
     if options.plot:
         best.plot().figure.savefig(os.fspath(options.plot), bbox_inches="tight")
 
 
-def _enough(options: argparse.Namespace, asked: dict[str, Any]) -> str:
+def _enough(options: argparse.Namespace, find: Callable[..., Any], asked: dict[str, Any]) -> str:
     """The fewest devices that fit, of several times as many as were asked for."""
-    from nnxmoe.planning.search import search
+    from nnxmoe.planning.printing import axes_text
 
     for times in (2, 4, 8, 16):
         count = times * options.search
         with contextlib.suppress(ValueError):  # no such mesh of the hardware, or the batch does not divide
-            best = search(options.model, count, most=1, **asked)[0]
+            best = find(options.model, count, most=1, **asked)[0]
             if best.fits:
-                mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.items() if size > 1)
-                return f"no mesh of {options.search} fits; one of {count} does: {mesh}, {bytes_text(best.memory)} each"
+                size = f"{axes_text(best)}, {bytes_text(best.memory)} each"
+                return f"no mesh of {options.search} fits; one of {count} does: {size}"
     return f"no mesh of {options.search} fits, nor of {times} times as many: nnxmoe plan with --mesh lists what helps"
+
+
+def tokens(text: str) -> float:
+    """A number such as 500M, 1B or 14.8T."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kMBT]?)", text)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 500M, 1B or 14.8T")
+    return float(found[1]) * {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2]]
 
 
 def _rule(text: str) -> tuple[str, Any]:

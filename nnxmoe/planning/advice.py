@@ -73,6 +73,11 @@ def _candidates(asked: Question) -> Iterator[tuple[str, Question]]:
             mesh = {**asked.mesh, axis: asked.mesh[axis] * more}
             free = change(asked.kind, torus=(), topology="")
             yield f"{more} x the devices, {axis}={mesh[axis]}", change(asked, mesh=mesh, kind=free)
-    for kind in TABLE.values():
-        if kind.platform == asked.kind.platform and kind.memory > 1.1 * asked.kind.memory:
-            yield f"on {kind.name}", change(asked, kind=kind)
+    alike = [kind for kind in TABLE.values() if _maker(kind) == _maker(asked.kind)]
+    larger = sorted((kind for kind in alike if kind.memory > 1.1 * asked.kind.memory), key=lambda kind: kind.memory)
+    for kind in larger[:2]:
+        yield f"on {kind.name}", change(asked, kind=kind)
+
+
+def _maker(kind: Hardware) -> tuple[str, bool]:
+    return kind.platform, kind.name.startswith("mi")

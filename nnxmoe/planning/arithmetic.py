@@ -26,8 +26,10 @@ from nnxmoe.moe.expert_parallel import buffer_rows
 class Work:
     """The work of one step: ``batch`` rows of ``seq`` tokens to train on, or rows with ``seq`` tokens in the
     cache of which each gets one more (``train`` False). ``accumulate``: parts of a training batch;
-    ``buffer_factor``: of `RaggedAllToAll`; ``chunks``: of `InChunks` around it; ``pipeline``: how the mesh axis
-    ``pipe`` splits layers, None: it does not.
+    ``buffer_factor``: of `RaggedAllToAll`; ``chunks``: of `InChunks` around it; ``remat``: activations are computed
+    again in the backward pass; ``pipeline``: how the mesh axis ``pipe`` splits layers, None: it does not.
+    What plans know of and no strategy does yet: ``interleaved``: groups of layers per stage; ``offload``: the host
+    keeps the inputs of layers; ``node_copies``: one copy of a token per node goes to its experts there.
 
     ``state``: bytes per number of parameters while training, ``values`` bytes of activations and of weights decoded.
     """
@@ -40,11 +42,18 @@ class Work:
     chunks: int = 1
     state: int = 4
     values: int = 2
+    remat: bool = True
     pipeline: Pipeline | None = None
+    interleaved: int = 1
+    offload: bool = False
+    node_copies: bool = False
 
     def turns(self, mesh: AnyMesh) -> int:
         """How often a step computes a layer, and gathers its kernels: once for each part of a batch, or each turn."""
-        return self.accumulate * (1 if self.pipeline is None else self.pipeline.turns(stages_of(mesh)))
+        if self.pipeline is None:
+            return self.accumulate
+        stages = stages_of(mesh)
+        return self.accumulate * (self.pipeline.microbatches + math.ceil((stages - 1) / self.interleaved))
 
     @property
     def tokens(self) -> int:
@@ -118,7 +127,7 @@ class Bytes:
         return self.arguments + self.gradients + self.activations
 
 
-def bytes_of(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: AnyMesh, remat: bool = True) -> Bytes:
+def bytes_of(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: AnyMesh) -> Bytes:
     """Bytes on one device, with the batch sharded over the batch axes."""
     rows = rows_per_device(work.batch, mesh)
     trained = sum(part.size // shards(mesh, part.axes) for part in found if part.trained)
@@ -129,7 +138,7 @@ def bytes_of(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: An
         return Bytes(trained * work.values + frozen, 0, 0, cache, rows * 4, _decoding(config, rows, work))
     state = trained * work.state
     tokens = rows * work.seq * 4
-    activations = _training(config, found, rows // max(1, work.accumulate) or 1, work, mesh, remat)
+    activations = _training(config, found, rows // max(1, work.accumulate) or 1, work, mesh)
     # The step's number, the optimizer's and a random key of two words.
     return Bytes(state + frozen, 2 * state, state, 0, tokens + 16, activations)
 
@@ -156,7 +165,7 @@ def rows_per_device(batch: int, mesh: AnyMesh) -> int:
     return batch // count
 
 
-def _training(config: Any, found: list[ParamSize], rows: int, work: Work, mesh: AnyMesh, remat: bool) -> int:
+def _training(config: Any, found: list[ParamSize], rows: int, work: Work, mesh: AnyMesh) -> int:
     """Estimate of temporary bytes besides the gradients.
 
     Each layer's input; of one layer its gathered kernels with their gradients, and inputs and outputs of its linear
@@ -172,7 +181,7 @@ def _training(config: Any, found: list[ParamSize], rows: int, work: Work, mesh: 
         held = work.pipeline.microbatches // stages
         runs.append((True, tokens // held, staged // stages * work.pipeline.turns(stages)))
         more = tokens // held * vector * (held + 4)
-    kept = sum(each * vector * times for _, each, times in runs)
+    kept = sum(each * vector * (2 if work.offload else times) for _, each, times in runs)
     of_one = [_one_layer([part for part in found if part.staged == which]) for which, _, _ in runs]
     layers = [_layer(config, one, each, work, mesh) for one, (_, each, _) in zip(of_one, runs, strict=True)]
     everything = sum(size * times / 2 for size, (_, _, times) in zip(layers, runs, strict=True))
@@ -182,7 +191,7 @@ def _training(config: Any, found: list[ParamSize], rows: int, work: Work, mesh: 
     # The sum over parts or turns, beside the gradients of one.
     summed = [part for part in found if part.trained and (work.accumulate > 1 or part.staged)]
     more += sum(part.size // shards(mesh, part.axes) for part in summed) * work.state
-    return int(kept + (max(layers) if remat else everything) + kernels + head + logits + more)
+    return int(kept + (max(layers) if work.remat else everything) + kernels + head + logits + more)
 
 
 def _layer(config: Any, one: list[ParamSize], tokens: int, work: Work, mesh: AnyMesh) -> float:

@@ -16,7 +16,7 @@ from nnxmoe.planning.arithmetic import ParamSize, Work, abstract
 FORWARDS = 4  # a training step with `Remat()`: forward, forward again, and two products per product backward
 
 
-def operations(config: DecoderConfig, found: list[ParamSize], work: Work, remat: bool = True) -> float:
+def operations(config: DecoderConfig, found: list[ParamSize], work: Work) -> float:
     """Floating-point operations of one step on all devices, a product and a sum counted as two.
 
     A causal pass computes half of the scores. The head is computed once and has two products backward. Chunks of an
@@ -35,7 +35,7 @@ def operations(config: DecoderConfig, found: list[ParamSize], work: Work, remat:
         return work.tokens * (dense + experts + head) + work.batch * sum(
             2 * width * seen for width, seen in _scores(config, work)
         )
-    passes = FORWARDS if remat else FORWARDS - 1
+    passes = FORWARDS if work.remat else FORWARDS - 1
     scores = work.batch * sum(2 * width * seen * work.seq for width, seen in _scores(config, work))
     again = experts if work.chunks > 1 else 0.0
     return work.tokens * (passes * (dense + experts) + again + 3 * head) + passes * scores

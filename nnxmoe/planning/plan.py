@@ -23,8 +23,9 @@ from nnxmoe.planning import advice, printing
 from nnxmoe.planning.arithmetic import Bytes, Work, bytes_of, bytes_read, parts, rows_per_device
 from nnxmoe.planning.operations import operations
 from nnxmoe.planning.program import CompileJob, Program, compile_program, target
-from nnxmoe.planning.torus import hardware, links, refuse_unheld
-from nnxmoe.planning.traffic import Traffic, by_axis, traffic
+from nnxmoe.planning.published import Efficiency
+from nnxmoe.planning.torus import Route, hardware, refuse_unheld, routes, seconds
+from nnxmoe.planning.traffic import Traffic, traffic
 from nnxmoe.runtime.hardware import CPU, Hardware
 from nnxmoe.storage.hub import local_folder, snapshot
 
@@ -34,8 +35,8 @@ class Plan:
     """Memory, operations, traffic and time of one step on a mesh; printing it shows where each figure is from.
 
     ``bytes``: on one device. ``operations``: on all. ``traffic``: an estimate of what a device receives.
-    ``decode_bytes``: what a device reads to decode one token per row. ``links``: mesh axis -> the name and rate of the
-    link it uses. ``program``: the compiled step, if ``compiled_for`` names a
+    ``decode_bytes``: what a device reads to decode one token per row. ``routes``: mesh axis -> how its devices reach
+    each other. ``program``: the compiled step, if ``compiled_for`` names a
     platform. ``advice``: changes that were planned again, with what they give.
     """
 
@@ -48,7 +49,7 @@ class Plan:
     operations: float
     traffic: tuple[Traffic, ...]
     decode_bytes: float
-    links: Mapping[str, tuple[str, float]]
+    routes: Mapping[str, Route]
     program: Program | None = None
     compiled_for: str = ""
     advice: tuple[str, ...] = ()
@@ -76,20 +77,25 @@ class Plan:
     @property
     def bubble(self) -> float:
         """The fraction of a step in which the stages of a pipeline wait."""
-        return 0.0 if self.work.pipeline is None else self.work.pipeline.bubble(self.mesh[AXIS])
+        if self.work.pipeline is None:
+            return 0.0
+        idle = (self.mesh[AXIS] - 1) / self.work.interleaved
+        return idle / (idle + self.work.pipeline.microbatches)
 
     @property
     def times(self) -> dict[str, float]:
-        """Limiter -> seconds of one step if nothing else took time: compute, memory and network."""
-        kind, network = self.hardware, 0.0
-        for axes, size in by_axis(self.traffic).items():
-            network += size / min(self.links[axis][1] for axis in axes)
-        moved = self.decode_bytes
+        """Limiter -> seconds of one step if nothing else took time, at the efficiency to expect: compute, memory and
+        network."""
+        kind = self.hardware
+        network = sum(
+            seconds(one.kind, one.bytes, [self.routes[axis] for axis in one.axes], one.copies) for one in self.traffic
+        )
+        share, moved = self.efficiency.expected, self.decode_bytes / self.efficiency.expected
         if self.work.train:  # state is read and written, gathered kernels at least once
             moved = 2 * (self.bytes.arguments + self.bytes.gradients) + sum(
                 t.bytes for t in self.traffic if t.what != "tokens"
             )
-        compute = self.operations / self.devices / (kind.flops * kind.efficiency) / (1 - self.bubble)
+        compute = self.operations / self.devices / (kind.flops * share) / (1 - self.bubble)
         return {"compute": compute, "memory": moved / kind.bandwidth, "network": network}
 
     @property
@@ -98,9 +104,27 @@ class Plan:
         return max(self.times, key=lambda name: self.times[name])
 
     @property
+    def efficiency(self) -> Efficiency:
+        """The share of peak that whole steps reach, in decoding of the bandwidth."""
+        if (given := self.hardware.efficiency) is not None:
+            return Efficiency.given(given)
+        return Efficiency.of(self.hardware, self.config.experts > 0, self.work.train)
+
+    @property
     def seconds(self) -> float:
-        """Seconds per step, as if the three overlapped perfectly."""
+        """Seconds per step to expect: as if compute, memory and network overlapped perfectly."""
         return max(self.times.values())
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least and the most seconds per step: with the highest efficiency of published runs, and with the lowest
+        and nothing of the network hidden."""
+        share, network = self.efficiency, self.times["network"]
+        # Of a training step products depend on it, of decoding both.
+        work = {name: time for name, time in self.times.items() if name != "network"}
+        fixed = work.pop("memory") if self.work.train else 0.0
+        whole = share.expected * max(work.values())
+        return max(whole / share.high, fixed, network), max(whole / share.low, fixed) + network
 
     def __str__(self) -> str:
         return printing.table(self)
@@ -116,6 +140,9 @@ class Plan:
         return ax
 
 
+PLANNED_ONLY = ("interleaved", "offload", "node_copies")
+
+
 @dataclasses.dataclass(frozen=True)
 class Choices:
     """How a planned step is computed.
@@ -124,8 +151,9 @@ class Choices:
     which mesh axes parameters are sharded. ``remat``: activations are recomputed. ``buffer_factor``: of
     `RaggedAllToAll`; None: room for all rows of the expert axis. ``chunks``: of `InChunks`, which bounds this room and
     drops nothing; None: as many as `InChunks` chooses. ``microbatches``: of a `Pipeline` over the mesh axis ``pipe``;
-    None: this axis splits the batch only. ``compile_for``: ``"cpu"`` compiles the step for virtual devices,
-    ``"device"`` for the named hardware. ``advise``: plan changes too if the step does not fit.
+    None: this axis splits the batch only. ``interleaved``, ``offload``, ``node_copies``: of `Work`, for plans by
+    arithmetic only. ``compile_for``: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named
+    hardware. ``advise``: plan changes too if the step does not fit.
     """
 
     accumulate: int = 1
@@ -135,6 +163,9 @@ class Choices:
     buffer_factor: float | None = None
     chunks: int | None = None
     microbatches: int | None = None
+    interleaved: int = 1
+    offload: bool = False
+    node_copies: bool = False
     compile_for: str | None = None
     advise: bool = True
 
@@ -189,6 +220,8 @@ def plan(
     kind, sizes = hardware(on), abstract_mesh(mesh if isinstance(mesh, Mapping) else mesh.shape)
     made = _by_arithmetic(name, config, kind, sizes, Work(batch, seq, train, chosen.accumulate), chosen)
     if chosen.compile_for is not None:
+        if told := [name for name in PLANNED_ONLY if getattr(made.work, name) != getattr(Work, name)]:
+            raise ValueError(f"{told[0]}: no strategy computes so yet: leave it out, or plan by arithmetic")
         made = _compiled(made, strategy, chosen)
     if chosen.advise and not made.fits:
         again = dataclasses.replace(chosen, chunks=made.work.chunks, compile_for=None, advise=False)
@@ -200,7 +233,7 @@ def plan(
 def _by_arithmetic(
     name: str, config: DecoderConfig, kind: Hardware, sizes: AnyMesh, work: Work, chosen: Choices
 ) -> Plan:
-    shape, across, remat = dict(sizes.shape), chosen.across, chosen.remat
+    shape, across = dict(sizes.shape), chosen.across
     if across is not None and across not in shape:
         raise ValueError(f"across={across!r} is not a mesh axis: use one of {', '.join(shape)}")
     pipeline = None if chosen.microbatches is None else _pipeline(chosen.microbatches, sizes, work.train)
@@ -210,7 +243,8 @@ def _by_arithmetic(
         sliced = config.experts and work.train
         few = chosen.buffer_factor, config.experts_per_token, shape["expert"], per_device
         chunks = fewest_chunks(*few) if sliced else 1
-    work = dataclasses.replace(work, buffer_factor=chosen.buffer_factor, chunks=chunks, pipeline=pipeline)
+    told = {name: getattr(chosen, name) for name in (*PLANNED_ONLY, "remat")}
+    work = dataclasses.replace(work, buffer_factor=chosen.buffer_factor, chunks=chunks, pipeline=pipeline, **told)
     refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != across})
     rows_per_device(work.batch // work.accumulate, sizes)  # raises for parts that do not divide
     if pipeline is not None:
@@ -222,11 +256,11 @@ def _by_arithmetic(
         kind,
         shape,
         work,
-        bytes_of(config, found, work, sizes, remat),
-        operations(config, found, work, remat),
-        tuple(traffic(config, found, work, sizes, remat)),
+        bytes_of(config, found, work, sizes),
+        operations(config, found, work),
+        tuple(traffic(config, found, work, sizes)),
         bytes_read(config, found, work, sizes),
-        links(kind, shape, across),
+        routes(kind, shape, across),
     )
 
 
@@ -251,7 +285,7 @@ def _compiled(made: Plan, strategy: Strategy | None, chosen: Choices) -> Plan:
     if platform is None:
         raise ValueError(f"compile_for={chosen.compile_for!r}: use 'cpu' or 'device'")
     pipeline, device = made.work.pipeline, target(made.hardware, platform)
-    strategy = strategy or default_strategy(made.config, made.mesh, platform, made.work, chosen.remat)
+    strategy = strategy or default_strategy(made.config, made.mesh, platform, made.work)
     stacking = strategy.stacking if pipeline is None else Scanned()
     strategy = dataclasses.replace(strategy, rules=chosen.rules, pipeline=pipeline, stacking=stacking)
     job = CompileJob(made.config, strategy, made.mesh, made.work, platform, device, chosen.across)
@@ -268,9 +302,7 @@ def _pipeline(microbatches: int, mesh: AnyMesh, train: bool) -> Pipeline:
     return made
 
 
-def default_strategy(
-    config: DecoderConfig, mesh: Mapping[str, int], platform: str, work: Work, remat: bool = True
-) -> Strategy:
+def default_strategy(config: DecoderConfig, mesh: Mapping[str, int], platform: str, work: Work) -> Strategy:
     """Scanned layers, recomputed while training, with experts over the expert axis if it has several devices, and the
     kernels that ``Strategy.auto`` chooses for the platform."""
     exchange = RaggedAllToAll(work.buffer_factor)
@@ -280,7 +312,7 @@ def default_strategy(
         Strategy.auto(platform),
         dispatch=dispatch,
         stacking=Scanned(),
-        remat=Remat() if work.train and remat else None,
+        remat=Remat() if work.train and work.remat else None,
     )
 
 

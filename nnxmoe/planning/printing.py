@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.printable import bytes_text
+from nnxmoe.planning.published import nearest
 
 
 def table(plan: Any) -> str:
     """A plan line by line: what, how much, and where the figure is from."""
     work, kind, held = plan.work, plan.hardware, plan.bytes
-    axes = ",".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1)
+    axes = axes_text(plan)
     what = "training step of" if work.train else "decoding step: a token for each of"
     rows = f"{work.batch} rows {'of' if work.train else 'after'} {work.seq} tokens"
     where = f"{plan.devices} x {kind.name}, --mesh {axes}" if axes else f"one {kind.name}"
-    lines = [f"{plan.model}, {what} {rows}, on {where}"]
+    lines = [f"{plan.model}, {what} {rows}, on {where}", _verdict(plan)]
     lines += ["bytes, calls and times of one device:"] if axes else []
 
     def line(name: str, value: str, source: str = "") -> None:
@@ -44,15 +45,56 @@ def table(plan: Any) -> str:
         line("", f"JAX takes 75 % of a GPU by default: XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}", "")
     _network(plan, line)
     line("operations", f"{plan.operations / plan.devices:.3g} per device, {plan.operations:.3g} on all", "formula")
+    share = plan.efficiency
     for name, seconds in plan.times.items():
-        note = f"at {kind.efficiency:.0%} of {kind.flops / 1e12:.0f} TFLOP/s" if name == "compute" else "estimated"
+        rates = {"compute": f"{kind.flops / 1e12:.0f} TFLOP/s"}
+        rates |= {} if work.train else {"memory": f"{kind.bandwidth / 1e12:.2f} TB/s"}
+        note = f"at {share.expected:.0%} of {rates[name]}" if name in rates else "estimated"
         line(f"time, {name}", f"{seconds:.3g} s{': the step waits for this' if name == plan.limiter else ''}", note)
     if plan.fits:
         rate = work.tokens / plan.seconds
         line("speed", f"{rate:,.0f} tokens per second, {rate / plan.devices:,.0f} by each device", "estimated")
+        low, high = plan.range
+        peak = f"at {share.high:.0%} to {share.low:.0%} of the peak"
+        line("range", f"{low:.3g} to {high:.3g} s per step, {peak}", share.why)
+        line("", "the network is hidden behind the rest, at worst nothing of it", "an assumption")
+    if plan.fits:
+        line("nearest", str(nearest(plan.model, kind, plan.config.experts > 0, plan.devices, work.train)), "published")
     for text in plan.advice:
         line("change", text)
     return "\n".join(lines)
+
+
+def _verdict(plan: Any) -> str:
+    """Whether a plan fits, and how fast it is, in a line."""
+    size = f"{bytes_text(plan.memory)} of {bytes_text(plan.hardware.memory)} on each device"
+    if not plan.fits:
+        return f"does not fit: {size}"
+    (low, high), rate = plan.range, plan.work.tokens / plan.seconds
+    step = f"{seconds_text(plan.seconds)} per step ({seconds_text(low)} to {seconds_text(high)})"
+    return f"fits: {size}; {step}, {rate:,.0f} tokens per second"
+
+
+def axes_text(plan: Any) -> str:
+    """The mesh as ``--mesh`` takes it; empty for one device."""
+    return ",".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1)
+
+
+def cost(plan: Any, tokens: float, price: float | None = None) -> str:
+    """How long a plan takes for so many tokens, and what it costs by a price of a device and hour."""
+    days = [tokens / plan.work.tokens * each / 86400 for each in (plan.seconds, *plan.range)]
+    hours = 24 * days[0] * plan.devices
+    text = f"{tokens:,.0f} tokens: {_days(days[0])} ({_days(days[1])} to {_days(days[2])}), {hours:,.0f} device-hours"
+    return text if price is None else f"{text}, {hours * price:,.0f} by a price of {price:g}"
+
+
+def _days(days: float) -> str:
+    return f"{days:,.1f} days" if days >= 1 else f"{24 * days:.2g} hours"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _compiled(plan: Any, line: Any) -> None:
@@ -81,19 +123,21 @@ def _network(plan: Any, line: Any) -> None:
         sums[one.kind, one.axes, one.what] += one.bytes
         times[one.kind, one.axes, one.what] += one.times
     for (kind, axes, what), size in sums.most_common(6):
-        link = min((plan.links[axis] for axis in axes), key=lambda one: one[1])
+        far = any(plan.routes[axis].far > 1 for axis in axes)
         line(
             kind,
             f"{bytes_text(size)} of {what} over {' x '.join(axes)}, {times[kind, axes, what]} calls",
-            f"estimated, {link[0]}",
+            f"estimated, {'network' if far else plan.routes[axes[0]].name}",
         )
 
 
 def compared(plans: Sequence[Any]) -> str:
-    """One line per plan: mesh, memory, whether it fits, and if so time per step and limiter."""
-    lines = [f"{'mesh':36} {'memory':>10}  fits  {'step':>9}  waits for"]
+    """One line per plan: mesh, rows, memory, whether it fits, and if so time per step, speed and limiter."""
+    lines = [f"{'mesh':36} {'rows':>6} {'memory':>10}  fits  {'step':>9}  {'tokens/s':>10}  waits for"]
     for plan in plans:
-        axes = ",".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
-        timed = f"yes   {plan.seconds:8.3g}s  {plan.limiter}" if plan.fits else "no"
-        lines.append(f"{axes:36} {bytes_text(plan.memory):>10}  {timed}")
+        axes = axes_text(plan) or "one device"
+        axes += "" if plan.work.remat or not plan.work.train else " --no-remat"
+        rate = f"{plan.work.tokens / plan.seconds:10,.0f}"
+        timed = f"yes   {plan.seconds:8.3g}s  {rate}  {plan.limiter}" if plan.fits else "no"
+        lines.append(f"{axes:36} {plan.work.batch:6} {bytes_text(plan.memory):>10}  {timed}")
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """`search`: the best meshes of a number of devices, by arithmetic."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -35,8 +36,37 @@ def search(
             reason = reason or str(error)
     if not found:
         raise ValueError(f"no mesh of {devices} devices holds the model and the batch: {reason}")
-    fitting = [one for one in found if one.fits]
-    return sorted(fitting or found, key=lambda one: (one.seconds if fitting else 0, one.memory))[:most]
+    return _best(found)[:most]
+
+
+def best_of(
+    model: DecoderConfig | str | os.PathLike[str],
+    devices: int,
+    *,
+    seq: int,
+    train: bool = True,
+    most: int = 10,
+    **options: Any,
+) -> list[Plan]:
+    """`search` that also chooses the rows of a batch (1 to 64 per device) and, to train, whether activations are
+    computed again: the plans with the most tokens per second, or those with the least memory if none fits."""
+    meshes, found = search(model, devices, batch=devices, seq=seq, train=train, most=6, **options), list[Plan]()
+    name = meshes[0].model
+    for one in meshes:
+        for rows in (1, 2, 4, 8, 16, 32, 64):
+            for remat in (True, False) if train else (True,):
+                with contextlib.suppress(ValueError):  # the batch does not divide
+                    asked = {**options, "remat": remat, "batch": rows * devices, "seq": seq, "train": train}
+                    made = plan(meshes[0].config, one.mesh, advise=False, **asked)
+                    found.append(dataclasses.replace(made, model=name))
+    return _best(found)[:most]
+
+
+def _best(found: list[Plan]) -> list[Plan]:
+    """Those that fit by tokens per second, or all by memory if none does."""
+    if fitting := [one for one in found if one.fits]:
+        return sorted(fitting, key=lambda one: (one.seconds / one.work.tokens, one.memory))
+    return sorted(found, key=lambda one: one.memory)
 
 
 def _meshes(devices: int, stages: int) -> list[dict[str, int]]:

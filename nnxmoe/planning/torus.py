@@ -34,12 +34,12 @@ def refuse_unheld(kind: Hardware, mesh: Mapping[str, int]) -> None:
     if not kind.torus:
         return
     devices, chips = math.prod(mesh.values()), math.prod(kind.torus)
-    per_chip = 2 if kind.name.startswith("tpu-7x") else 1
+    per_chip = kind.dies
     if devices != chips * per_chip:
         raise ValueError(f"{kind.name} has {chips * per_chip} devices and the mesh {dict(mesh)} {devices}: change one")
     physical = [*kind.torus, *([per_chip] if per_chip > 1 else [])]
     wanted = [size for size in mesh.values() if size > 1]
-    if not _held(wanted, [size for size in physical if size > 1]):
+    if _held(wanted, [size for size in physical if size > 1]) is None:
         sizes = sorted(
             {math.prod(some) for n in range(1, len(physical) + 1) for some in itertools.combinations(physical, n)}
         )
@@ -49,31 +49,113 @@ def refuse_unheld(kind: Hardware, mesh: Mapping[str, int]) -> None:
         )
 
 
-def _held(wanted: Sequence[int], physical: Sequence[int]) -> bool:
-    """Whether the physical axes can be assigned so that each requested size is the product of its axes."""
+def _held(wanted: Sequence[int], physical: Sequence[int]) -> list[tuple[int, ...]] | None:
+    """The physical axes of each requested size, as their product; None if they cannot be assigned so."""
     if not wanted:
-        return not physical or all(size == 1 for size in physical)
+        return [] if all(size == 1 for size in physical) else None
     for count in range(1, len(physical) + 1):
         for some in itertools.combinations(range(len(physical)), count):
-            if math.prod(physical[i] for i in some) == wanted[0]:
-                rest = [size for i, size in enumerate(physical) if i not in some]
-                if _held(wanted[1:], rest):
-                    return True
-    return False
+            own = tuple(physical[i] for i in some)
+            if math.prod(own) == wanted[0]:
+                rest = _held(wanted[1:], [size for i, size in enumerate(physical) if i not in some])
+                if rest is not None:
+                    return [own, *rest]
+    return None
 
 
-def links(kind: Hardware, mesh: Mapping[str, int], across: str | None = None) -> dict[str, tuple[str, float]]:
-    """Mesh axis -> the link it uses, by name and bytes per second, for axes with several devices.
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How the devices of a mesh axis reach each other: ``near`` of them in one node or slice, at ``link`` bytes per
+    second, and so many in each of ``far`` nodes or slices, at ``network`` bytes per second of each device.
 
-    Devices are numbered with the last mesh axis fastest, and ``across`` slowest if it is given. An axis whose devices
-    are not all in one node uses the network.
+    ``name``: of the slowest link. ``ring``: devices of the longest physical ring of a torus; 1: a switch.
+    """
+
+    name: str
+    near: int
+    far: int
+    link: float
+    network: float
+    ring: int = 1
+
+
+def routes(kind: Hardware, mesh: Mapping[str, int], across: str | None = None) -> dict[str, Route]:
+    """The routes of the mesh axes with several devices.
+
+    Devices are numbered with the last mesh axis fastest, and ``across`` slowest if it is given: it crosses nodes as far
+    as it can. An axis of a torus has the links of all physical axes that it covers; without a named slice, of a torus
+    that is as cubic as the number of devices allows. A physical axis that is no closed ring has half the rate.
     """
     order = [axis for axis in mesh if axis != across]
     order = order if across is None else [across, *order]
-    found, stride = dict[str, tuple[str, float]](), 1
+    near, stride = dict[str, int](), 1
     for axis in reversed(order):
+        # `across` has one device per node, unless a slice holds all other axes and more.
+        inside = 1 if axis == across and kind.platform == GPU else max(1, kind.node // stride)
+        near[axis] = math.gcd(mesh[axis], inside) if inside < mesh[axis] else mesh[axis]
         stride *= mesh[axis]
-        if mesh[axis] > 1:
-            near = stride <= kind.node and axis != across
-            found[axis] = ("node" if kind.platform == GPU else "ICI", kind.link) if near else ("network", kind.network)
+    sizes = {axis: near[axis] for axis in mesh}
+    physical = _physical_axes(kind, sizes) if kind.platform == TPU else {}
+    found = dict[str, Route]()
+    for axis, size in mesh.items():
+        if size > 1:
+            name = "network" if near[axis] < size else "node" if kind.platform == GPU else "ICI"
+            own = physical.get(axis, ())
+            link = sum(kind.link if closed else kind.link / 2 for _, closed in own) if own else kind.link
+            ring = max((length for length, _ in own), default=1)
+            found[axis] = Route(name, near[axis], size // near[axis], link, kind.network, ring)
     return found
+
+
+def _physical_axes(kind: Hardware, sizes: Mapping[str, int]) -> dict[str, list[tuple[int, bool]]]:
+    """Mesh axis -> sizes of the physical axes of a slice that it covers, and whether each is a closed ring."""
+    chips = math.prod(sizes.values()) // kind.dies or 1
+    torus = list(kind.torus) if math.prod(kind.torus) == chips else _balanced(chips, kind.dimensions)
+    wanted = {axis: size for axis, size in sizes.items() if size > 1}
+    closed = [size % 4 == 0 if kind.dimensions == 3 else size == 16 for size in torus]
+    rings = {size: whole for size, whole in zip(torus, closed, strict=True)}
+    physical = [size for size in (*torus, kind.dies) if size > 1]
+    if (exact := _held(list(wanted.values()), physical)) is not None:
+        # The two dies of a chip share its links.
+        return {axis: [(size, rings.get(size, False)) for size in own] for axis, own in zip(wanted, exact, strict=True)}
+    found = dict[str, list[tuple[int, bool]]]()
+    for axis, size in wanted.items():
+        found[axis] = []
+        for i in sorted(range(len(physical)), key=lambda i: -physical[i]):
+            if (part := math.gcd(size, physical[i])) > 1:
+                found[axis].append((part, part == physical[i] and rings.get(part, False)))
+                size, physical[i] = size // part, physical[i] // part
+    return found
+
+
+def _balanced(count: int, dimensions: int) -> list[int]:
+    """The sizes of a torus of so many chips, as equal as their prime factors allow."""
+    sizes, factor = [1] * dimensions, 2
+    factors = list[int]()
+    while count > 1:
+        while count % factor == 0:
+            factors, count = [factor, *factors], count // factor
+        factor += 1
+    for one in factors:
+        sizes[sizes.index(min(sizes))] *= one
+    return sorted(sizes)
+
+
+def seconds(kind: str, size: float, own: Sequence[Route], copies: int = 0) -> float:
+    """The time of a collective by which each device receives ``size`` bytes over some mesh axes.
+
+    What is gathered or reduced enters each node once, over the adapters of all its devices; rows that are exchanged
+    between all devices take the way that they need, on a torus through the chips between. ``copies``: so many rows of a
+    token go to different experts, of which one per node is sent on the network. Sums of both ways overlap.
+    """
+    near, far = math.prod(one.near for one in own), math.prod(one.far for one in own)
+    network = min(one.network for one in own)
+    link = sum(one.link for one in own) if max(one.ring for one in own) > 1 else min(one.link for one in own)
+    if kind == "collective-permute":
+        return size / (network if far > 1 else link)
+    whole = size / (1 - 1 / (near * far))
+    if kind == "all-to-all":
+        once = far * (1 - (1 - 1 / far) ** copies) / copies if copies else 1.0
+        way = max(1.0, max(one.ring for one in own) / 4)
+        return max(whole * (near - 1) / (near * far) * way / link, whole * (1 - 1 / far) * once / network)
+    return max(whole * (1 - 1 / near) / link, whole * (1 - 1 / far) / (near * network))

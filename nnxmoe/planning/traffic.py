@@ -1,7 +1,6 @@
 """Traffic between the devices of a mesh in one step, estimated from shapes."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nnxmoe.axes import BATCH_AXES, AnyMesh, shards
@@ -12,18 +11,18 @@ from nnxmoe.planning.arithmetic import ParamSize, Work, chunk_logits, gathered, 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that one device receives in a step by collectives of one ``kind`` over mesh axes; ``times``: how often."""
+    """Bytes that one device receives in a step by collectives of one ``kind`` over mesh axes; ``times``: how often.
+    ``copies``: rows of each token, of which one per node crosses the network; 0: all do."""
 
     kind: str
     axes: tuple[str, ...]
     bytes: float
     times: int
     what: str = ""
+    copies: int = 0
 
 
-def traffic(
-    config: DecoderConfig, found: list[ParamSize], work: Work, mesh: AnyMesh, remat: bool = True
-) -> list[Traffic]:
+def traffic(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: AnyMesh) -> list[Traffic]:
     """Estimate of the collectives of a step: gathered kernels, reduced gradients, tokens to experts and back.
 
     Assumes kernels gathered in the dtype of activations, once per pass, and gradients reduced in float32. The head is
@@ -40,7 +39,7 @@ def traffic(
 
     head = "embed.table" if config.tie_word_embeddings else "head.kernel"
     batch_axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
-    rows, passes = rows_per_device(work.batch, mesh), (2 if remat else 1) if work.train else 1
+    rows, passes = rows_per_device(work.batch, mesh), (2 if work.remat else 1) if work.train else 1
     for part in found:
         own = (*(("expert",) if part.experts else ()), *((AXIS,) if part.staged else ()))
         split = tuple(axis for axis in part.axes if axis in batch_axes and axis not in own)
@@ -64,13 +63,17 @@ def traffic(
             if rest := tuple(axis for axis in batch_axes if axis not in part.axes):
                 local = size / shards(mesh, split) * work.state
                 add("all-reduce", rest, what, 2 * local * (1 - 1 / shards(mesh, rest)), times)
-    _activations(config, found, work, mesh, rows * (work.seq if work.train else 1), add, 3 if remat else 2)
+    _activations(config, found, work, mesh, rows * (work.seq if work.train else 1), add, 3 if work.remat else 2)
     if work.pipeline is not None:
         turns, stages = work.turns(mesh), stages_of(mesh)
         sent = rows * stages // work.pipeline.microbatches // work.accumulate * work.seq * config.hidden_size
         add("collective-permute", (AXIS,), "tokens", 2 * sent * work.values, 2 * turns)
         add("collective-permute", (AXIS,), "tokens", sent * work.values, 2 * work.accumulate)
-    return [Traffic(kind, axes, size, int(times), what) for (kind, axes, what), (size, times) in sums.items()]
+    copies = config.experts_per_token if work.node_copies else 0
+    return [
+        Traffic(kind, axes, size, int(times), what, copies if (kind, what) == ("all-to-all", "tokens") else 0)
+        for (kind, axes, what), (size, times) in sums.items()
+    ]
 
 
 def _embeddings(
@@ -110,11 +113,3 @@ def _chunks(config: Any, rows: int, work: Work) -> int:
     """Chunks of the loss, as `ChunkedLoss` cuts them."""
     step = min(work.seq, max(1, chunk_logits() // (config.vocab_size * max(1, rows))))
     return -(-work.seq // step)
-
-
-def by_axis(found: Iterable[Traffic]) -> Mapping[tuple[str, ...], float]:
-    """Mesh axes -> bytes that one device receives over them."""
-    sums: dict[tuple[str, ...], float] = {}
-    for one in found:
-        sums[one.axes] = sums.get(one.axes, 0.0) + one.bytes
-    return sums

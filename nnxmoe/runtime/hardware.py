@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 GPU, TPU, CPU = "gpu", "tpu", "cpu"
 
@@ -14,8 +15,9 @@ class Hardware:
     ``flops``: dense bfloat16 products. ``link``: one way, to devices of the same node (GPU) or along one mesh axis of
     the torus (TPU); ``network``: one way, to other nodes or slices. ``node``: devices that share fast links.
     ``kinds``: JAX's ``device_kind``, or a part of it for GPUs. ``torus``: physical sizes of a TPU slice, empty if it
-    was not named. ``efficiency``: the share of peak that whole steps reach, an assumption. ``topology``: what the
-    compiler calls the slice.
+    was not named. ``efficiency``: the share of peak that whole steps reach; None: that of published runs.
+    ``topology``: what the compiler calls the slice. ``dimensions``: of the torus; ``dies``: devices of one chip, which
+    share its links.
     """
 
     name: str
@@ -28,31 +30,65 @@ class Hardware:
     node: int
     kinds: tuple[str, ...] = ()
     torus: tuple[int, ...] = ()
-    efficiency: float = 0.4
+    efficiency: float | None = None
     topology: str = ""
+    dimensions: int = 0
+    dies: int = 1
 
     def __post_init__(self) -> None:
         for name in ("flops", "memory", "bandwidth", "link", "network", "efficiency"):
-            if not 0 < getattr(self, name) < math.inf:
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"hardware {self.name}: {name} must be a positive number, got {getattr(self, name)}")
 
 
 _GB, _GIB, _T = 1e9, 2**30, 1e12
+
+
+def _gpu(name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, *more: Any) -> Hardware:
+    """A row in teraflops, GB, TB/s and GB/s; ``more``: devices of a node, and names of JAX."""
+    rates = flops * _T, memory * _GB, bandwidth * _T, link * _GB, network * _GB
+    return Hardware(name, GPU, *rates, *more)
+
+
+def _tpu(
+    name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, node: int, *kinds: str
+) -> Hardware:
+    """A row in teraflops, GiB, TB/s and GB/s; the last two generations and v4 have a torus of three dimensions."""
+    rates = flops * _T, memory * _GIB, bandwidth * _T, link * _GB, network * _GB
+    dimensions = 2 if name in ("tpu-v5e", "tpu-v6e") else 3
+    return Hardware(name, TPU, *rates, node, kinds, dimensions=dimensions, dies=2 if name == "tpu-7x" else 1)
+
+
 # A100: NVIDIA's data sheet of the 80 GB SXM module, a 200 Gb/s adapter. H100 to B200: XLA's target specs (cores x units
-# x clock); NVLink each way; one 400 Gb/s adapter per GPU.
+# x clock); NVLink each way; one 400 Gb/s adapter per GPU. B300, GB200 and GB300 (72 GPUs per NVLink domain; 800 Gb/s
+# adapters of the 300s), MI300X to MI355X (Infinity Fabric to seven others), L40S, A10, L4, T4 (float16) and GeForce
+# (sums in float32): the makers' data sheets, dense; without NVLink the link is PCIe.
 # TPUs: Cloud TPU documentation, whose ICI rates are of all links both ways; a ring along one axis has its share.
+# Of names that are parts of others, the longer one comes first.
 TABLE: Mapping[str, Hardware] = {
     kind.name: kind
     for kind in (
-        Hardware("a100", GPU, 312 * _T, 85.2 * _GB, 2.04 * _T, 300 * _GB, 25 * _GB, 8, ("A100",)),
-        Hardware("h100", GPU, 989 * _T, 84.9 * _GB, 3.35 * _T, 450 * _GB, 50 * _GB, 8, ("H100",)),
-        Hardware("h200", GPU, 989 * _T, 151.4 * _GB, 4.8 * _T, 450 * _GB, 50 * _GB, 8, ("H200",)),
-        Hardware("b200", GPU, 2225 * _T, 191.5 * _GB, 7.67 * _T, 900 * _GB, 50 * _GB, 8, ("B200",)),
-        Hardware("tpu-v4", TPU, 275 * _T, 32 * _GIB, 1.2 * _T, 50 * _GB, 6 * _GB, 4096, ("TPU v4",)),
-        Hardware("tpu-v5e", TPU, 197 * _T, 16 * _GIB, 0.8 * _T, 100 * _GB, 3 * _GB, 256, ("TPU v5 lite", "TPU v5e")),
-        Hardware("tpu-v5p", TPU, 459 * _T, 95 * _GIB, 2.77 * _T, 200 * _GB, 6 * _GB, 8960, ("TPU v5", "TPU v5p")),
-        Hardware("tpu-v6e", TPU, 918 * _T, 32 * _GIB, 1.64 * _T, 200 * _GB, 6 * _GB, 256, ("TPU v6 lite", "TPU v6e")),
-        Hardware("tpu-7x", TPU, 1153 * _T, 96 * _GIB, 3.69 * _T, 100 * _GB, 6 * _GB, 9216, ("TPU7x",)),
+        _gpu("a100", 312, 85.2, 2.04, 300, 25, 8, ("A100",)),
+        _gpu("h100", 989, 84.9, 3.35, 450, 50, 8, ("H100",)),
+        _gpu("h200", 989, 151.4, 4.8, 450, 50, 8, ("H200",)),
+        _gpu("gb200", 2450, 198.6, 8.0, 900, 50, 72, ("GB200",)),
+        _gpu("b200", 2225, 191.5, 7.67, 900, 50, 8, ("B200",)),
+        _gpu("gb300", 2500, 298.0, 8.0, 900, 100, 72, ("GB300",)),
+        _gpu("b300", 2250, 288.0, 8.0, 900, 100, 8, ("B300",)),
+        _gpu("mi300x", 1307, 206.1, 5.3, 448, 50, 8, ("MI300X",)),
+        _gpu("mi325x", 1307, 274.8, 6.0, 448, 50, 8, ("MI325X",)),
+        _gpu("mi355x", 2517, 309.2, 8.0, 537, 50, 8, ("MI355X",)),
+        _gpu("rtx4090", 165, 25.7, 1.008, 32, 12.5, 8, ("RTX 4090",)),
+        _gpu("rtx5090", 209, 34.2, 1.792, 64, 12.5, 8, ("RTX 5090",)),
+        _gpu("l40s", 362, 48.3, 0.864, 32, 25, 8, ("L40S",)),
+        _gpu("a10", 125, 24.1, 0.6, 32, 12.5, 8, ("A10",)),
+        _gpu("l4", 121, 24.1, 0.3, 32, 12.5, 8, ("L4",)),
+        _gpu("t4", 65, 16.1, 0.32, 16, 12.5, 8, ("T4",)),
+        _tpu("tpu-v4", 275, 32, 1.2, 50, 6, 4096, "TPU v4"),
+        _tpu("tpu-v5e", 197, 16, 0.8, 100, 3, 256, "TPU v5 lite", "TPU v5e"),
+        _tpu("tpu-v5p", 459, 95, 2.77, 200, 6, 8960, "TPU v5", "TPU v5p"),
+        _tpu("tpu-v6e", 918, 32, 1.64, 200, 6, 256, "TPU v6 lite", "TPU v6e"),
+        _tpu("tpu-7x", 1153, 96, 3.69, 100, 6, 9216, "TPU7x"),
     )
 }
 

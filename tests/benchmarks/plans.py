@@ -1,9 +1,11 @@
 """What training takes on meshes of 8 to 256 devices, by arithmetic, before and after what bounds it.
 
     python -m tests.benchmarks.plans [--compile] [--ways "default;embed over both"] [--on tpu]
+    python -m tests.benchmarks.plans --published
 
 Prints the tables of nnxmoe/planning/README.md: arguments and temporary bytes of one device in GB, and whether they fit,
 for a row of 4096 tokens per device. ``--compile``: compiled for the hardware, one to three minutes for each cell.
+``--published``: the steps that others have published, and what is planned for them.
 """
 
 import argparse
@@ -11,6 +13,9 @@ import math
 from typing import Any
 
 import nnxmoe
+from nnxmoe.planning.plan import Plan
+from nnxmoe.planning.printing import seconds_text
+from nnxmoe.planning.published import PublishedRun, published
 
 MIXTRAL = {
     ("h100", ""): ({"expert": 8}, {"fsdp": 8, "expert": 8}, {"fsdp": 32, "expert": 8}),
@@ -42,13 +47,38 @@ def cell(model: str, mesh: dict[str, int], on: str, **options: Any) -> str:
     return f"{given / 1e9:.1f} + {(made.memory - given) / 1e9:.1f} {'yes' if made.fits else 'no'}"
 
 
+def plan_of(run: PublishedRun, **more: Any) -> Plan:
+    """The plan of a published run."""
+    choices = dict(run.choices)
+    if "rules" in choices:
+        choices["rules"] = {**nnxmoe.RULES, **{name: tuple(axes) for name, axes in choices["rules"].items()}}
+    sizes: dict[str, Any] = {"batch": run.batch, "seq": run.seq, "on": run.on, "train": run.train}
+    return nnxmoe.plan(run.model, run.mesh, advise=False, **sizes, **choices | more)
+
+
+def published_table() -> str:
+    """Published seconds per step beside the planned ones, in Markdown."""
+    lines = ["| model | devices | mesh | rows x tokens | published | planned, range | error |", "|---" * 7 + "|"]
+    for run in published():
+        made = plan_of(run)
+        low, high = (seconds_text(one) for one in made.range)
+        axes = ", ".join(f"{axis} {size}" for axis, size in run.mesh.items())
+        cells = [run.model, run.on, axes, f"{run.batch} x {run.seq}{'' if run.train else ', decoding'}"]
+        cells += [seconds_text(run.seconds), f"{seconds_text(made.seconds)}, {low} to {high}"]
+        lines.append(f"| {' | '.join([*cells, f'{made.seconds / run.seconds - 1:+.0%}'])} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", dest="compile_for", action="store_const", const="device")
     parser.add_argument("--ways", default=";".join(WAYS), help="names of columns that contain one of these")
     parser.add_argument("--on", default="", help="hardware whose name starts with this")
+    parser.add_argument("--published", action="store_true")
     options = parser.parse_args()
+    if options.published:
+        return print(published_table())
     ways = {name: way for name, way in WAYS.items() if any(part in name for part in options.ways.split(";"))}
     print("| model | devices | mesh |", " | ".join(ways), "|")
     print("|---|---|---|" + "---|" * len(ways))
