@@ -94,6 +94,8 @@ def _print_sizes(s: Any, batch: int, context: int) -> None:
     }
     room = ", ".join(f"{name} {'yes' if need + buffers <= size else 'no'}" for name, size in sizes.items())
     print(f"one GPU     {room}; with about {bytes_text(buffers)} of buffers for a prompt of {context} tokens")
+    if rates := _rates(s, batch, context, need + buffers):
+        print(f"            decodes {rates} tokens per second, by the share of bandwidth of published servers")
     if len(s.weights) > 1:
         print("weights     " + ", ".join(f"{kind} {bytes_text(size)}" for kind, size in s.weights.items()))
     if s.published:
@@ -102,6 +104,21 @@ def _print_sizes(s: Any, batch: int, context: int) -> None:
     for part, size in s.parts.items():
         print(f"  {part:16}{size:>14,}  {size / s.parameters:6.1%}")
     print(f"active      {s.active:>20,}  per token")
+
+
+def _rates(s: Any, batch: int, context: int, need: int) -> str:
+    """Tokens per second of the common GPUs that hold the model, from the bytes of a step."""
+    from nnxmoe.generation.draft_cost import auto_cost
+    from nnxmoe.planning.published import Efficiency
+    from nnxmoe.runtime.hardware import TABLE
+
+    step, found = auto_cost(s.model, batch, context).plain_bytes, list[str]()
+    for kind in (TABLE[name] for name in ("t4", "rtx4090", "rtx5090", "l40s", "h100", "h200", "b200")):
+        if need <= kind.memory and len(found) < 3:
+            share = Efficiency.of(kind, s.config.experts > 0, train=False)
+            low, high = (batch * kind.bandwidth * one / step for one in (share.low, share.high))
+            found.append(f"on {kind.name} {low:,.0f} to {high:,.0f}")
+    return ", ".join(found)
 
 
 def _print_drafts(s: Any, batch: int, context: int) -> None:
