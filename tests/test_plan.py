@@ -14,14 +14,16 @@ from typing import Any
 
 import jax
 import pytest
+from flax import nnx
 
 import nnxmoe
 from nnxmoe import cli
 from nnxmoe.axes import RULES
+from nnxmoe.cli.summary import summarise
 from nnxmoe.mesh import abstract_mesh, make_mesh
-from nnxmoe.models import PRESETS, config_from_hf
+from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.planning import child
-from nnxmoe.planning.arithmetic import Work, bytes_of, parts
+from nnxmoe.planning.arithmetic import Work, adapters, bytes_of, parts
 from nnxmoe.planning.hlo import Collective, collectives
 from nnxmoe.planning.operations import counted, operations
 from nnxmoe.planning.plan import default_strategy
@@ -543,8 +545,30 @@ def test_what_no_strategy_computes_is_planned_by_arithmetic() -> None:
     more = nnxmoe.plan("mixtral-8x22b", mesh, interleaved=3, offload=True, node_copies=True, **options)
     assert plain.bubble == 3 / 19 and more.bubble == 1 / 17
     assert more.bytes.activations < plain.bytes.activations and more.times["network"] < plain.times["network"]
-    with pytest.raises(ValueError, match="offload: no strategy computes so yet"):
+    with pytest.raises(ValueError, match="offload is planned by arithmetic only"):
         nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, batch=8, seq=64, offload=True, compile_for="cpu")
+
+
+def test_adapters_and_codes_are_those_of_a_model() -> None:
+    """The numbers of LoRA's adapters, and the bytes of quantised weights; frozen kernels have no gradients."""
+    mesh = abstract_mesh({})
+    for config in (
+        config_from_hf({"model_type": "mixtral", **FIELDS, "num_experts_per_tok": 2}),
+        config_from_hf(TINY["llama"]),
+    ):
+        model = model_class(config)(config, nnxmoe.Strategy(stacking=nnxmoe.Scanned()), rngs=nnx.Rngs(0))
+        nnxmoe.train.lora.add(model, rank=4, rngs=nnx.Rngs(1))
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnxmoe.train.lora.LoRAParam)))
+        assert adapters(config, parts(config, mesh, RULES), Work(4, 64, lora=4), mesh) == count
+    options: dict[str, Any] = {"batch": 8, "seq": 512, "on": "h100", "advise": False}
+    whole, tuned = (nnxmoe.plan("mixtral-8x7b", {"expert": 8}, lora=rank, **options) for rank in (0, 16))
+    assert tuned.bytes.arguments < whole.bytes.arguments / 4 and 0.7 < tuned.operations / whole.operations < 0.8
+    assert not [one for one in tuned.traffic if one.kind == "reduce-scatter"]
+    method = nnxmoe.quantization.methods.parse("int4")
+    small = nnxmoe.plan("mixtral-8x7b", {}, train=False, quantize=method, **options)
+    assert small.bytes.parameters == summarise("mixtral-8x7b", "bfloat16", quantize=method).weight_bytes
+    with pytest.raises(ValueError, match="quantised weights are not trained"):
+        nnxmoe.plan("mixtral-8x7b", {}, quantize=method, **options)
 
 
 # Published runs

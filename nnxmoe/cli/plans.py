@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from nnxmoe.cli.options import count, mesh
+from nnxmoe.cli.options import add_quantize, count, mesh
 from nnxmoe.config.printable import bytes_text
 
 RATES = {"flops": "operations per second", "memory": "bytes"}
@@ -51,6 +51,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interleaved", type=count, default=1, metavar="V", help=what)
     what = "the exchange sends one copy of a token per node, as DeepEP's (arithmetic only)"
     parser.add_argument("--node-copies", action="store_true", help=what)
+    what = "train adapters of this rank only; the weights are frozen (arithmetic only)"
+    parser.add_argument("--lora", type=count, default=0, metavar="R", help=what)
+    add_quantize(parser, keep=False)
+    what = "how products are computed (arithmetic only)"
+    parser.add_argument("--compute", choices=["bf16", "fp8"], default="bf16", help=what)
     parser.add_argument(
         "--compile",
         dest="compile_for",
@@ -78,6 +83,7 @@ def run(options: argparse.Namespace) -> None:
     changed = {name: value for name in RATES if (value := getattr(options, name)) is not None}
     names = ("seq", "train", "accumulate", "buffer_factor", "chunks", "microbatches", "remat", "across")
     asked: dict[str, Any] = {name: getattr(options, name) for name in (*names, *PLANNED_ONLY)}
+    asked["quantize"] = options.quantize
     asked |= {"on": dataclasses.replace(hardware(options.on), **changed), "rules": {**RULES, **dict(options.rule)}}
     if options.search and options.compile_for:
         raise ValueError("--search compares meshes by arithmetic: leave --compile out, then compile the best one")

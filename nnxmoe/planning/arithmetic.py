@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,18 @@ from flax import nnx
 
 from nnxmoe.axes import BATCH_AXES, AnyMesh, Rules, axes_of, axes_per_dimension, check_mesh, of_layers, shards
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.convert.core.layout import parameters
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.paths import name_of
-from nnxmoe.model.pipeline import Pipeline, stages_of
+from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
 from nnxmoe.model.stack import Scanned, UnrolledStack
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import model_class
 from nnxmoe.moe.expert_parallel import buffer_rows
+from nnxmoe.quantization.kernels import quantized_weights
+from nnxmoe.quantization.methods import Method, Mixed
+from nnxmoe.quantization.rounding import quantize_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Work:
     again in the backward pass; ``pipeline``: how the mesh axis ``pipe`` splits layers, None: it does not.
     What plans know of and no strategy does yet: ``interleaved``: groups of layers per stage; ``offload``: the host
     keeps the inputs of layers; ``node_copies``: one copy of a token per node goes to its experts there.
+    ``lora``: the rank of adapters of all kernels of layers, which alone are trained; 0: everything is. ``compute``: how
+    products are computed.
 
     ``state``: bytes per number of parameters while training, ``values`` bytes of activations and of weights decoded.
     """
@@ -47,6 +53,8 @@ class Work:
     interleaved: int = 1
     offload: bool = False
     node_copies: bool = False
+    lora: int = 0
+    compute: Literal["bf16", "fp8"] = "bf16"
 
     def turns(self, mesh: AnyMesh) -> int:
         """How often a step computes a layer, and gathers its kernels: once for each part of a batch, or each turn."""
@@ -76,6 +84,7 @@ class ParamSize:
     staged: bool  # whether a pipeline shards these layers over its stages
     stack: int | None  # the run of layers that it belongs to
     width: int  # numbers per row that a kernel takes and gives, per expert if there are any
+    stored: float = 2.0  # bytes of each number where it is not trained
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -83,10 +92,19 @@ class ParamSize:
         return tuple(axis for axes in self.over for axis in axes)
 
 
-def parts(config: DecoderConfig, mesh: AnyMesh, rules: Rules, pipeline: Pipeline | None = None) -> list[ParamSize]:
-    """List the variables of a model. Raises ValueError if the rules cannot shard one of them."""
-    model, found = _scanned(config, None if pipeline is None else stages_of(mesh)), []
+def parts(
+    config: DecoderConfig,
+    mesh: AnyMesh,
+    rules: Rules,
+    pipeline: Pipeline | None = None,
+    quantize: Method | Mixed | None = None,
+) -> list[ParamSize]:
+    """List the variables of a model. Raises ValueError if the rules cannot shard one of them, or ``quantize`` fits
+    none."""
+    stages = None if pipeline is None else stages_of(mesh)
+    model, found = _scanned(config, stages), []
     check_mesh(model, mesh, rules)
+    codes = {} if quantize is None else _bytes_of_codes(config, stages, quantize)
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         key, _, stack = name_of(model, path)
         axes, shape = axes_of(variable), variable.shape
@@ -97,8 +115,32 @@ def parts(config: DecoderConfig, mesh: AnyMesh, rules: Rules, pipeline: Pipeline
         width = sum(map(math.prod, variable.split(shape)[1:])) if isinstance(variable, KernelParam) else 0
         itemsize = jnp.dtype(variable.dtype).itemsize
         sizes, staged = (math.prod(shape), over), axes[:1] == ("stages",)
-        found.append(ParamSize(key, *sizes, trained, kernel, experts, itemsize, layers, staged, stack, width))
+        stored = codes.get(tuple(path), 2.0 * variable.size) / variable.size
+        found.append(ParamSize(key, *sizes, trained, kernel, experts, itemsize, layers, staged, stack, width, stored))
     return found
+
+
+def _bytes_of_codes(config: DecoderConfig, stages: int | None, method: Method | Mixed) -> dict[tuple[Any, ...], float]:
+    """Path of a quantised kernel -> bytes of its codes and scales."""
+    model, sizes = _build(config, stages), Counter[tuple[Any, ...]]()
+    quantize_shapes(model, method, jnp.bfloat16)
+    kernels = {place.path for place in quantized_weights(model)}
+    for parameter in parameters(model, codes=True):
+        if (path := parameter.path[:-1]) in kernels:
+            sizes[tuple(path)] += math.prod(parameter.shape) * jnp.dtype(parameter.variable.dtype).itemsize
+    return dict(sizes)
+
+
+def adapters(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: AnyMesh) -> int:
+    """The numbers of adapters on one device: of all projections but routers. Those of gate and up of experts read their
+    input by the same matrix."""
+    total = 0
+    for part in found:
+        if part.kernel and part.layers and "router" not in part.key:
+            width = part.width - (config.hidden_size if part.key.endswith("experts.up") else 0)
+            split = [axis for axis in part.axes if axis in ("expert", AXIS)]
+            total += work.lora * width * part.layers * (part.experts or 1) // shards(mesh, split)
+    return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +174,13 @@ def bytes_of(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: An
     rows = rows_per_device(work.batch, mesh)
     trained = sum(part.size // shards(mesh, part.axes) for part in found if part.trained)
     frozen = sum(part.size // shards(mesh, part.axes) * part.itemsize for part in found if not part.trained)
+    held = int(sum(part.size // shards(mesh, part.axes) * part.stored for part in found if part.trained))
     if not work.train:
         cache = sum(min(work.seq, slots or work.seq) * size for slots, size in _cache_of(config).items())
         cache = rows * (cache + 4 + 4 * work.seq)  # and each row's length and segments
-        return Bytes(trained * work.values + frozen, 0, 0, cache, rows * 4, _decoding(config, rows, work))
-    state = trained * work.state
+        return Bytes(held + frozen, 0, 0, cache, rows * 4, _decoding(config, rows, work))
+    state = (adapters(config, found, work, mesh) if work.lora else trained) * work.state
+    frozen += held if work.lora else 0
     tokens = rows * work.seq * 4
     activations = _training(config, found, rows // max(1, work.accumulate) or 1, work, mesh)
     # The step's number, the optimizer's and a random key of two words.
@@ -151,7 +195,7 @@ def bytes_read(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: 
         if part.key == "embed.table" and not config.tie_word_embeddings:
             continue  # a row per token
         used = 1 - (1 - config.experts_per_token / part.experts) ** work.batch if part.experts else 1.0
-        size = work.values if part.trained else part.itemsize
+        size = part.stored if part.trained else part.itemsize
         total += part.size // shards(mesh, part.axes) * size * used
     return total
 
@@ -185,11 +229,11 @@ def _training(config: Any, found: list[ParamSize], rows: int, work: Work, mesh: 
     of_one = [_one_layer([part for part in found if part.staged == which]) for which, _, _ in runs]
     layers = [_layer(config, one, each, work, mesh) for one, (_, each, _) in zip(of_one, runs, strict=True)]
     everything = sum(size * times / 2 for size, (_, _, times) in zip(layers, runs, strict=True))
-    kernels = 16 * max(sum(gathered(part, mesh) for part in one) for one in of_one)
-    head = config.vocab_size * config.hidden_size // tensor * (work.values + work.state)
+    kernels = (4 if work.lora else 16) * max(sum(gathered(part, mesh) for part in one) for one in of_one)
+    head = config.vocab_size * config.hidden_size // tensor * (work.values + (0 if work.lora else work.state))
     logits = min(chunk_logits(), tokens * config.vocab_size // tensor) * 4 * 3
     # The sum over parts or turns, beside the gradients of one.
-    summed = [part for part in found if part.trained and (work.accumulate > 1 or part.staged)]
+    summed = [part for part in found if part.trained and not work.lora and (work.accumulate > 1 or part.staged)]
     more += sum(part.size // shards(mesh, part.axes) for part in summed) * work.state
     return int(kept + (max(layers) if work.remat else everything) + kernels + head + logits + more)
 
@@ -249,6 +293,10 @@ def cache_per_token(model: CausalLM) -> dict[int | None, int]:
 
 @functools.lru_cache(maxsize=8)
 def _scanned(config: DecoderConfig, stages: int | None) -> CausalLM:
+    return _build(config, stages)
+
+
+def _build(config: DecoderConfig, stages: int | None) -> CausalLM:
     """Make the model without arrays, its layers stacked as by `Scanned`, or as by a `Pipeline` of this many stages."""
     strategy = Strategy(stacking=Scanned(), pipeline=None if stages is None else Pipeline(stages, stages))
     return model_class(config)(config, strategy, rngs=None, dtype=jnp.bfloat16)

@@ -35,10 +35,11 @@ def operations(config: DecoderConfig, found: list[ParamSize], work: Work) -> flo
         return work.tokens * (dense + experts + head) + work.batch * sum(
             2 * width * seen for width, seen in _scores(config, work)
         )
-    passes = FORWARDS if work.remat else FORWARDS - 1
+    passes = FORWARDS - (not work.remat) - bool(work.lora)  # frozen kernels have no gradients
     scores = work.batch * sum(2 * width * seen * work.seq for width, seen in _scores(config, work))
+    backward = FORWARDS if work.remat else FORWARDS - 1
     again = experts if work.chunks > 1 else 0.0
-    return work.tokens * (passes * (dense + experts) + again + 3 * head) + passes * scores
+    return work.tokens * (passes * (dense + experts) + again + (2 if work.lora else 3) * head) + backward * scores
 
 
 def _scores(config: DecoderConfig, work: Work) -> Iterator[tuple[int, float]]:

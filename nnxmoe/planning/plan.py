@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from nnxmoe.axes import RULES, AnyMesh, Rules
 from nnxmoe.config.base import DecoderConfig
@@ -26,6 +26,7 @@ from nnxmoe.planning.program import CompileJob, Program, compile_program, target
 from nnxmoe.planning.published import Efficiency
 from nnxmoe.planning.torus import Route, hardware, refuse_unheld, routes, seconds
 from nnxmoe.planning.traffic import Traffic, traffic
+from nnxmoe.quantization.methods import Method, Mixed
 from nnxmoe.runtime.hardware import CPU, Hardware
 from nnxmoe.storage.hub import local_folder, snapshot
 
@@ -108,7 +109,7 @@ class Plan:
         """The share of peak that whole steps reach, in decoding of the bandwidth."""
         if (given := self.hardware.efficiency) is not None:
             return Efficiency.given(given)
-        return Efficiency.of(self.hardware, self.config.experts > 0, self.work.train)
+        return Efficiency.of(self.hardware, self.config.experts > 0, self.work.train, self.work.compute)
 
     @property
     def seconds(self) -> float:
@@ -140,7 +141,7 @@ class Plan:
         return ax
 
 
-PLANNED_ONLY = ("interleaved", "offload", "node_copies")
+PLANNED_ONLY = ("interleaved", "offload", "node_copies", "lora", "compute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +152,10 @@ class Choices:
     which mesh axes parameters are sharded. ``remat``: activations are recomputed. ``buffer_factor``: of
     `RaggedAllToAll`; None: room for all rows of the expert axis. ``chunks``: of `InChunks`, which bounds this room and
     drops nothing; None: as many as `InChunks` chooses. ``microbatches``: of a `Pipeline` over the mesh axis ``pipe``;
-    None: this axis splits the batch only. ``interleaved``, ``offload``, ``node_copies``: of `Work`, for plans by
-    arithmetic only. ``compile_for``: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named
-    hardware. ``advise``: plan changes too if the step does not fit.
+    None: this axis splits the batch only. ``interleaved``, ``offload``, ``node_copies``, ``lora`` and ``compute``: of
+    `Work`, for plans by arithmetic only, as is ``quantize``, of weights that are not trained. ``compile_for``:
+    ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware. ``advise``: plan changes too
+    if the step does not fit.
     """
 
     accumulate: int = 1
@@ -166,6 +168,9 @@ class Choices:
     interleaved: int = 1
     offload: bool = False
     node_copies: bool = False
+    lora: int = 0
+    compute: Literal["bf16", "fp8"] = "bf16"
+    quantize: Method | Mixed | None = None
     compile_for: str | None = None
     advise: bool = True
 
@@ -220,8 +225,8 @@ def plan(
     kind, sizes = hardware(on), abstract_mesh(mesh if isinstance(mesh, Mapping) else mesh.shape)
     made = _by_arithmetic(name, config, kind, sizes, Work(batch, seq, train, chosen.accumulate), chosen)
     if chosen.compile_for is not None:
-        if told := [name for name in PLANNED_ONLY if getattr(made.work, name) != getattr(Work, name)]:
-            raise ValueError(f"{told[0]}: no strategy computes so yet: leave it out, or plan by arithmetic")
+        if told := [name for name in (*PLANNED_ONLY, "quantize") if getattr(chosen, name) != getattr(Choices, name)]:
+            raise ValueError(f"{told[0]} is planned by arithmetic only: leave it out, or do not compile")
         made = _compiled(made, strategy, chosen)
     if chosen.advise and not made.fits:
         again = dataclasses.replace(chosen, chunks=made.work.chunks, compile_for=None, advise=False)
@@ -249,7 +254,7 @@ def _by_arithmetic(
     rows_per_device(work.batch // work.accumulate, sizes)  # raises for parts that do not divide
     if pipeline is not None:
         pipeline.refuse_batch(work.batch // work.accumulate, sizes)
-    found = parts(config, sizes, chosen.rules, pipeline)
+    found = parts(config, sizes, chosen.rules, pipeline, chosen.quantize)
     return Plan(
         name,
         config,
@@ -273,6 +278,8 @@ def _check_sizes(mesh: Mapping[str, int] | AnyMesh, batch: int, seq: int, train:
         check_positive("mesh", axis, size)
     if chosen.buffer_factor is not None:
         check_factor("plan(buffer_factor", chosen.buffer_factor)
+    if chosen.quantize is not None and train and not chosen.lora:
+        raise ValueError("quantize: quantised weights are not trained: plan adapters (lora), or decoding (train=False)")
     if accumulate > 1 and not train:
         raise ValueError(f"accumulate={accumulate}: decoding has no parts to accumulate: leave it out")
     if batch % accumulate:

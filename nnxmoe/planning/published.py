@@ -39,6 +39,11 @@ class PublishedRun:
     train: bool = True
 
     @property
+    def compute(self) -> str:
+        """How products are computed."""
+        return self.choices.get("compute", "bf16")
+
+    @property
     def kind(self) -> str:
         """The kind of device, without the shape of a slice."""
         return self.on.partition(":")[0]
@@ -65,15 +70,18 @@ class Efficiency:
     why: str
 
     @classmethod
-    def of(cls, kind: Hardware, experts: bool, train: bool = True) -> "Efficiency":
+    def of(cls, kind: Hardware, experts: bool, train: bool = True, compute: str = "bf16") -> "Efficiency":
         """That of the published runs on such devices and of such models; else of all devices of the platform. There are
-        too few of decoding to tell models apart."""
+        too few of decoding and in FP8 to tell models apart. The peak is that of bfloat16, of FP8 too."""
         name = kind.name.partition(":")[0]
-        alike = [run for run in published() if run.train == train and (run.experts == experts or not train)]
+        whole = not train or compute != "bf16"
+        alike = [run for run in published() if run.train == train and (whole or run.experts == experts)]
+        alike = [run for run in alike if run.compute == compute or not train]
         own = [run.efficiency for run in alike if run.kind == name]
         near = [run.efficiency for run in alike if run.kind.startswith("tpu") == (kind.platform == "tpu")]
         found = own or near or [run.efficiency for run in alike]
         what = f"models {'with' if experts else 'without'} experts" if train else "decoding"
+        what = f"training in {compute}" if train and whole else what
         what = f"{len(found)} published runs of {what} on "
         where = name if own else f"other devices: none on {name}"
         middle = statistics.median(found)

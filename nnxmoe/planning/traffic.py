@@ -25,7 +25,8 @@ class Traffic:
 def traffic(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: AnyMesh) -> list[Traffic]:
     """Estimate of the collectives of a step: gathered kernels, reduced gradients, tokens to experts and back.
 
-    Assumes kernels gathered in the dtype of activations, once per pass, and gradients reduced in float32. The head is
+    Assumes kernels gathered in the dtype of activations, or as codes, once per pass, and gradients reduced in float32;
+    those of adapters are left out. The head is
     gathered for every chunk of the loss. Embeddings of tokens are exchanged instead of their table. Stages of a
     pipeline do all this in every turn, those of waiting included, and each turn sends a microbatch and a slot on,
     forward and backward.
@@ -55,8 +56,8 @@ def traffic(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: Any
         gathered_over = () if looked_up and what != "head" else split
         if gathered_over:
             chunks = _chunks(config, rows // work.accumulate, work) if what == "head" and work.train else passes
-            add("all-gather", split, what, size * work.values * fraction, times * chunks)
-        if work.train and part.trained:
+            add("all-gather", split, what, size * part.stored * fraction, times * chunks)
+        if work.train and part.trained and not work.lora:
             if gathered_over:
                 chunks = _chunks(config, rows // work.accumulate, work) if what == "head" else 1
                 add("reduce-scatter", split, what, size * work.state * fraction, times * chunks)
