@@ -101,7 +101,8 @@ def test_training_takes_six_flops_per_active_parameter(family: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "peak"),
     [
-        *(("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989), ("NVIDIA L4", None)),
+        *(("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989), ("NVIDIA T1000", None)),
+        *(("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA A10", 125), ("NVIDIA A100-PCIE-40GB", 312)),
         *(
             ("TPU v4", 275),
             ("TPU v5 lite", 197),

@@ -644,6 +644,8 @@ def test_the_command_finds_a_plan_and_says_what_it_costs(capsys: pytest.CaptureF
     assert {one.work.remat for one in best} == {True, False} and len({one.work.batch for one in best}) > 3
     assert cli.main([*ask, "--mesh", "fsdp=4", "--batch", "8", "--compare", "tensor=4"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["mesh", "fsdp=4", "tensor=4"]
+    tuned = ["--mesh", "tensor=1", "--batch", "1", "--lora", "8", "--quantize", "int8", "--compute", "fp8", "--offload"]
+    assert cli.main([*ask, *tuned]) == 0 and "fits: " in capsys.readouterr().out
     for wrong, why in ((["--mesh", "fsdp=4"], "needs --batch"), (["--devices", "4", "--price", "2"], "needs --tokens")):
         assert cli.main([*ask, *wrong]) == 1 and why in capsys.readouterr().err
 

@@ -78,12 +78,13 @@ def run(options: argparse.Namespace) -> None:
     from nnxmoe.planning import printing, search
     from nnxmoe.planning.plan import PLANNED_ONLY, plan
     from nnxmoe.planning.torus import hardware
+    from nnxmoe.quantization.methods import parse
 
     jax.config.update("jax_platforms", "cpu")  # a plan uses no device, and compilers without one print errors
     changed = {name: value for name in RATES if (value := getattr(options, name)) is not None}
     names = ("seq", "train", "accumulate", "buffer_factor", "chunks", "microbatches", "remat", "across")
     asked: dict[str, Any] = {name: getattr(options, name) for name in (*names, *PLANNED_ONLY)}
-    asked["quantize"] = options.quantize
+    asked["quantize"] = None if options.quantize is None else parse(options.quantize)
     asked |= {"on": dataclasses.replace(hardware(options.on), **changed), "rules": {**RULES, **dict(options.rule)}}
     if options.search and options.compile_for:
         raise ValueError("--search compares meshes by arithmetic: leave --compile out, then compile the best one")
