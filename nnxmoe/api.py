@@ -46,7 +46,7 @@ from nnxmoe.model.causal_lm import CausalLM as CausalLM
 from nnxmoe.model.copies import unscan as unscan
 from nnxmoe.model.output import Output as Output
 from nnxmoe.model.pipeline import Pipeline as Pipeline
-from nnxmoe.model.stack import Remat as Remat
+from nnxmoe.model.remat import Remat as Remat
 from nnxmoe.model.stack import Scanned as Scanned
 from nnxmoe.model.stack import Unrolled as Unrolled
 from nnxmoe.model.strategy import Strategy as Strategy

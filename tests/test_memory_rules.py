@@ -25,6 +25,7 @@ from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.cache import KVCache, Past, RingCache, Slots
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.model.remat import NAMES
 from nnxmoe.model.stack import Body, ByLayer, ScannedStack
 from nnxmoe.models import Llama, LlamaConfig, config_from_hf, model_class
 from nnxmoe.moe import dispatch, permute
@@ -461,6 +462,49 @@ def test_remat_policies_trade_memory_and_keep_the_gradients() -> None:
     assert sizes == sorted(sizes) and len(set(sizes)) == len(sizes)
     for other in results[1:]:
         assert max(map(max_error, jax.tree.leaves(results[0]), jax.tree.leaves(other))) < 1e-6
+
+
+def names_in(model: nnxmoe.CausalLM) -> set[str]:
+    """Names of the activations of a model's pass."""
+    found = equations(jax.make_jaxpr(model)(random_tokens(2, LENGTH)).jaxpr)
+    return {equation.params["name"] for equation in found if equation.primitive.name == "name"}
+
+
+@pytest.mark.parametrize("stacking", [nnxmoe.Scanned(), nnxmoe.Unrolled()], ids=["scanned", "unrolled"])
+def test_activations_are_kept_in_the_memory_that_is_named(stacking: Any) -> None:
+    """What is offloaded goes to the host and back, and the step's results are the same."""
+    config, batch, results = config_from_hf(TINY["deepseek_v3"]), {"tokens": random_tokens(2, LENGTH)}, []
+    offload = ("layer_input", "queries", "latents", "gate")
+    for remat in (nnxmoe.Remat(), nnxmoe.Remat(save=("head_outputs",), offload=offload)):
+        strategy = nnxmoe.Strategy(stacking=stacking, remat=remat)
+        step = Step(model_class(config)(config, strategy, rngs=nnx.Rngs(0)), optax.sgd(1.0))
+        state = step.init()
+        layers = 2 if isinstance(stacking, nnxmoe.Scanned) else config.num_hidden_layers
+        made = equations(jax.make_jaxpr(step._step)(state, batch).jaxpr)
+        moves = [equation.outvars[0].aval for equation in made if equation.primitive.name == "device_put"]
+        away = [one.shape for one in moves if one.memory_space == jax.memory.Space.Host]
+        # A dense layer has four of them, the others one more: the gate of the shared expert.
+        assert len(away) == len(moves) / 2 == (5 * layers - 1) * bool(remat.offload), away
+        after, report = compiled(step._step, state, batch)(state, batch)
+        results.append((after.params, report.losses.total))
+    assert max(map(max_error, *map(jax.tree.leaves, results))) < 1e-6
+
+
+def test_names_of_activations() -> None:
+    """Each that a `Remat` takes marks an activation of some model, and others are refused."""
+    configs = [config_from_hf(TINY[family]) for family in ("mixtral", "deepseek_v3")]
+    strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), remat=nnxmoe.Remat())
+    models = [model_class(config)(config, strategy, rngs=nnx.Rngs(0)) for config in configs]
+    assert set[str]().union(*map(names_in, models)) == set(NAMES)
+    for save, offload, told in (
+        (("query",), (), r"save=\('query',\).*queries"),
+        ((), "up", "a tuple of names"),
+        (("up",), ("up", "down"), "saves and offloads up"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            nnxmoe.Remat(save=save, offload=offload)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="policy and names"):
+        nnxmoe.Remat(jax.checkpoint_policies.dots_saveable, offload=("up",))
 
 
 @pytest.mark.parametrize("conditional", [True, False])

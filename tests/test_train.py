@@ -353,7 +353,7 @@ def test_bfloat16_models_train_float32_master_weights() -> None:
 @pytest.mark.parametrize(
     ("kind", "length"),
     [
-        *(pytest.param(kind, 128, marks=pytest.mark.slow) for kind in growth.TINY),
+        *(pytest.param(kind, 128, marks=pytest.mark.slow) for kind in growth.KINDS),
         ("llama", 256),
     ],
 )

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
 
     jax.config.update("jax_platforms", "cpu")  # a plan uses no device, and compilers without one print errors
     changed = {name: value for name in RATES if (value := getattr(options, name)) is not None}
-    names = ("seq", "train", "accumulate", "buffer_factor", "chunks", "microbatches", "remat", "across")
+    names = ("seq", "train", "accumulate", "buffer_factor", "chunks", "microbatches", "remat", "across", "offload")
     asked: dict[str, Any] = {name: getattr(options, name) for name in (*names, *PLANNED_ONLY)}
     asked["quantize"] = None if options.quantize is None else parse(options.quantize)
     asked |= {"on": dataclasses.replace(hardware(options.on), **changed), "rules": {**RULES, **dict(options.rule)}}

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from nnxmoe.config.rope import Rope
@@ -159,8 +160,9 @@ class GQA(nnx.Module):
         q = jnp.swapaxes(self.placed(q, context=context), 1, 2)
         k = jnp.swapaxes(context.rotated(k, self.rotary, self.rotate), 1, 2)
         cache, k, v, mask, attend = self._seen(x, k, jnp.swapaxes(v, 1, 2), context=context, cache=cache)
+        q, k, v = checkpoint_name(q, "queries"), checkpoint_name(k, "keys"), checkpoint_name(v, "values")
         y = attend(q, k, v, Scores(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
-        y = jnp.swapaxes(y, 1, 2)
+        y = checkpoint_name(jnp.swapaxes(y, 1, 2), "head_outputs")
         return self.o(y if self.gate is None else self.gate(context.asked(x), beside, y)), cache, (k, v, mask)
 
     def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from nnxmoe.config.rope import Rope
@@ -179,7 +180,7 @@ class MLA(nnx.Module):
         """Compute what the cache stores per token: its normalised latent and its rotated key."""
         latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
         k_rope = context.rotated(k_rope[:, :, None, :], self.rotary, self.rotate)[:, :, 0, :]
-        return jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1)
+        return checkpoint_name(jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1), "latents")
 
     def _attended(
         self,
@@ -190,12 +191,13 @@ class MLA(nnx.Module):
         attend: Attend,
     ) -> Float[Array, "B asked N v"]:
         """Compute the output of each head for queries before their rotation."""
-        q_nope, q_rope = jnp.split(q, [self.nope], axis=-1)
+        q_nope, q_rope = jnp.split(checkpoint_name(q, "queries"), [self.nope], axis=-1)
         q_rope = context.rotated(q_rope, self.rotary, self.rotate)
         return self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale), attend)
 
     def _out(self, x: Float[Array, "B asked D"], heads: Float[Array, "B asked N v"]) -> Float[Array, "B asked D"]:
         """Compute the layer's output from its input and the outputs of the heads."""
+        heads = checkpoint_name(heads, "head_outputs")
         return self.o(heads if self.gate is None else self.gate(x, heads[..., :0], heads))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> LatentCache:

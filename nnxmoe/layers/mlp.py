@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
 from nnxmoe.layers.context import Context
@@ -33,7 +34,8 @@ class MLP(nnx.Module):
         self.down = Linear((width,), (dim,), ("mlp", "embed"), bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*rows D"], context: Context | None = None) -> Float[Array, "*rows D"]:
-        return self.down(self.activation(self.gate(x), self.up(x)))
+        gate, up = checkpoint_name(self.gate(x), "gate"), checkpoint_name(self.up(x), "up")
+        return checkpoint_name(self.down(self.activation(gate, up)), "down")
 
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """Always True."""
@@ -58,4 +60,4 @@ class UngatedMLP(MLP):
         self.down = Linear((width,), (dim,), ("mlp", "embed"), bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*rows D"], context: Context | None = None) -> Float[Array, "*rows D"]:
-        return self.down(self.activation(self.up(x)))
+        return checkpoint_name(self.down(self.activation(checkpoint_name(self.up(x), "up"))), "down")

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
 from nnxmoe.layers.context import Attention, Context, Fed, FeedForward
@@ -61,7 +62,7 @@ class Layer(nnx.Module):
     def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> tuple[Float[Array, "B asked D"], Any]:
         """Return what attention adds to the hidden states ``x``, and the layer's cache."""
         y, cache = self.attention(self.attention_norm(x), context=context, cache=cache)
-        return self._added(y, self.attention_post_norm), cache
+        return self._added(checkpoint_name(y, "attention_output"), self.attention_post_norm), cache
 
     def feed(self, x: Float[Array, "B asked D"], context: Context) -> Fed:
         """Return what the feed-forward adds to ``x``, with its `MoEInfo` if it has experts."""

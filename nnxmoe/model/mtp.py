@@ -15,7 +15,7 @@ from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.output import Body, ByLayer, Ids, TokenMask
-from nnxmoe.model.stack import Remat
+from nnxmoe.model.remat import Remat
 from nnxmoe.moe.router import Routing
 
 

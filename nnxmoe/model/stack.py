@@ -14,6 +14,7 @@ from nnxmoe.axes import axes_of
 from nnxmoe.layers.context import Context
 from nnxmoe.model.layer import Layer, MakeLayer
 from nnxmoe.model.output import Body, ByLayer
+from nnxmoe.model.remat import Remat
 
 
 def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
@@ -40,19 +41,6 @@ def in_turn(x: Any, parts: Iterable[tuple[int, Callable[[Any], Body]]]) -> Body:
         hidden += out.hidden
         first += depth
     return Body(x, tuple(caches), infos, tuple(hidden))
-
-
-@dataclasses.dataclass(frozen=True)
-class Remat:
-    """Recomputes a layer's activations in the backward pass, except for those that ``policy`` saves.
-
-    ``policy``: one of ``jax.checkpoint_policies``; None saves nothing.
-    """
-
-    policy: Callable[..., bool] | None = None
-
-    def __call__(self, run: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
-        return jax.checkpoint(run, policy=self.policy, prevent_cse=not scanned)
 
 
 class UnrolledStack(nnx.Module):
@@ -101,16 +89,13 @@ def scan_layers(
     graph, context = nnx.graphdef(layer), dataclasses.replace(context, last=False)
     count = jax.tree.leaves(state)[0].shape[0]
 
-    def run(layer_state: Any, x: Any, context: Context, cache: Any) -> Any:
-        return nnx.merge(graph, layer_state)(x, context=context, cache=cache)
-
-    run = run if remat is None else remat(run, scanned=True)
-
     def step(carry: tuple[Any, Any], inputs: tuple[Any, Array]) -> tuple[tuple[Any, Any], Any]:
         x, caches = carry
         layer_state, i = inputs
         one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
-        x, one, info = run(layer_state, x, context.of_layer(first + i), one)
+        run = nnx.merge(graph, layer_state)
+        run = run if remat is None else remat(run, scanned=count > 1)
+        x, one, info = run(x, context=context.of_layer(first + i), cache=one)
         # The cache is in the carry: as scanned inputs and outputs XLA would copy all of it.
         caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
         return (x, caches), (info, x if context.keep_hidden else None)

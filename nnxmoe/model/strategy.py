@@ -20,7 +20,8 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend
 from nnxmoe.layers.cache import CacheFormat
-from nnxmoe.model.stack import Remat, Scanned, Stack, Stacking, Unrolled
+from nnxmoe.model.remat import Remat
+from nnxmoe.model.stack import Scanned, Stack, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, RaggedDot
 

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Protocol
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, Rules
@@ -75,7 +76,8 @@ class Experts(nnx.Module):
             gate, up = gate + more, up + over
         if self.biases is not None:
             gate, up = self.biases("gate", gate, sizes), self.biases("up", up, sizes)
-        y = with_adapter(self.down.read(), self.lora_down).apply(self.activation(gate, up), product)
+        y = self.activation(checkpoint_name(gate, "gate"), checkpoint_name(up, "up"))
+        y = checkpoint_name(with_adapter(self.down.read(), self.lora_down).apply(y, product), "down")
         return y if self.biases is None else self.biases("down", y, sizes)
 
     def _product(self, sizes: Int[Array, "E"] | None) -> Product:
@@ -113,5 +115,6 @@ class UngatedExperts(Experts):
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
         product = self._product(sizes)
-        up = with_adapter(self.up.read(), self.lora_up).apply(rows, product)
-        return with_adapter(self.down.read(), self.lora_down).apply(self.activation(up), product)
+        up = checkpoint_name(with_adapter(self.up.read(), self.lora_up).apply(rows, product), "up")
+        y = with_adapter(self.down.read(), self.lora_down).apply(self.activation(up), product)
+        return checkpoint_name(y, "down")

@@ -13,7 +13,8 @@ from nnxmoe.config.validate import check_positive
 from nnxmoe.convert.hf.side_files import read_config
 from nnxmoe.mesh import abstract_mesh
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
-from nnxmoe.model.stack import Remat, Scanned
+from nnxmoe.model.remat import Remat
+from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import PRESETS, preset
 from nnxmoe.moe.capacity import check_factor
@@ -141,7 +142,7 @@ class Plan:
         return ax
 
 
-PLANNED_ONLY = ("interleaved", "offload", "node_copies", "lora", "compute")
+PLANNED_ONLY = ("interleaved", "node_copies", "lora", "compute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +249,7 @@ def _by_arithmetic(
         sliced = config.experts and work.train
         few = chosen.buffer_factor, config.experts_per_token, shape["expert"], per_device
         chunks = fewest_chunks(*few) if sliced else 1
-    told = {name: getattr(chosen, name) for name in (*PLANNED_ONLY, "remat")}
+    told = {name: getattr(chosen, name) for name in (*PLANNED_ONLY, "offload", "remat")}
     work = dataclasses.replace(work, buffer_factor=chosen.buffer_factor, chunks=chunks, pipeline=pipeline, **told)
     refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != across})
     rows_per_device(work.batch // work.accumulate, sizes)  # raises for parts that do not divide
@@ -319,7 +320,7 @@ def default_strategy(config: DecoderConfig, mesh: Mapping[str, int], platform: s
         Strategy.auto(platform),
         dispatch=dispatch,
         stacking=Scanned(),
-        remat=Remat() if work.train and work.remat else None,
+        remat=Remat(offload=("layer_input",) * work.offload) if work.train and work.remat else None,
     )
 
 

@@ -21,7 +21,8 @@ from nnxmoe.config.validate import is_between, is_integer
 from nnxmoe.convert.hf.pretrained import from_pretrained, save_pretrained
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.stack import Remat, Scanned
+from nnxmoe.model.remat import Remat
+from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.quantization.methods import parse
 from nnxmoe.runtime.progress import say

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.growth [--layers 4 8 16 32] [--dtype float32] [--accumulate 1] [--plot growth.png]
 
-For a tiny Llama, Mixtral and DeepSeek-V3: the bytes of the compiled step, and of what each layer adds, beside the bytes
+For tiny models: the bytes of the compiled step, and of what each layer adds, beside the bytes
 of its input, which the backward starts from, and of its gradients in float32. All gradients are there at once, because
 an update is made only where all of them are finite; parts of a batch (``--accumulate``) add theirs to the sum so far.
 
@@ -26,6 +26,9 @@ from nnxmoe.train.loop.step import Step
 from tests.benchmarks.models import TINY
 
 BATCH, LENGTH = 4, 128
+# Not those with a single layer between others of another kind: XLA:CPU drops the barrier between its two computations,
+# and keeps its activations. Layers in a loop are computed twice everywhere.
+KINDS = tuple(kind for kind in TINY if kind != "qwen3_5")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +104,7 @@ def main() -> int:
     )
     print("|---" * (len(options.layers) + 5) + "|")
     found = {}
-    for kind in TINY:
+    for kind in KINDS:
         growth = found[kind] = measure(kind, options.layers, options.dtype, options.accumulate)
         rest = growth.layer - growth.inputs - growth.gradients
         sizes = " | ".join(str(size) for size in growth.temporary.values())
