@@ -4,6 +4,7 @@ Programs are compiled for abstract arrays, so no large array is allocated.
 """
 
 import collections
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -19,14 +20,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, InChunks, RaggedAllToAll, RingOfExperts, Sorted
-from nnxmoe.axes import BATCH_AXES, sharding_of
+from nnxmoe.axes import BATCH_AXES, batch_axes, sharding_of
 from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.kernel import DenseKernel
 from nnxmoe.moe import capacity
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.blocked import Blocked
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
 from nnxmoe.planning.hlo import collectives as collectives_of
+from nnxmoe.train.loop.loss import ChunkedLoss
 from tests.support.cases import HF_CASES
 
 pytestmark = pytest.mark.program
@@ -92,6 +95,36 @@ def count(found: Found) -> tuple[int, int, int]:
         len(found.get(kind, [])) for kind in ("all-to-all", "all-gather", "reduce-scatter")
     )
     return exchanged, gathered, scattered
+
+
+def head_on_shards(**axes: int) -> tuple[list[tuple[str, tuple[str, ...], int, int]], float]:
+    """Collectives of the loss with its gradients over a mesh, in eight chunks per row, and its largest difference from
+    one device."""
+    rng, mesh, dim, vocab = np.random.default_rng(3), nnxmoe.make_mesh(**axes), 16, 48
+    x, kernel = rng.normal(size=(8, 9, dim)).astype(np.float32), rng.normal(size=(vocab, dim)).astype(np.float32)
+    rest = rng.integers(0, vocab, (8, 9)), rng.random((8, 9), np.float32)
+
+    def run(x: Any, kernel: Any, mesh: Any = None) -> Any:
+        return jax.value_and_grad(lambda x, k: ChunkedLoss(vocab)(x, DenseKernel(k), *rest, 1e-2, mesh)[0], (0, 1))(
+            x, kernel
+        )
+
+    over = NamedSharding(mesh, PartitionSpec(batch_axes(mesh))), NamedSharding(mesh, PartitionSpec("tensor", "fsdp"))
+    options = {"in_shardings": over, "out_shardings": (None, over), "static_argnums": 2}
+    program = jax.jit(run, **options).lower(*map(jax.device_put, (x, kernel), over), mesh).compile()
+    pairs = zip(jax.tree.leaves(program(x, kernel)), jax.tree.leaves(run(x, kernel)), strict=True)
+    found = [(one.kind, one.axes, one.bytes, one.times) for one in collectives_of(program.as_text(), dict(mesh.shape))]
+    return found, max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+
+
+def test_the_head_travels_once_for_all_chunks_of_the_loss(eight: Callable[..., Any]) -> None:
+    """Its kernel is gathered, and its gradients are added up, outside of the loop over chunks."""
+    for axes in ({"fsdp": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}, {"data": 2, "fsdp": 4}):
+        found, apart = eight(functools.partial(head_on_shards, **axes))
+        outside = [one for one in found if one[1] != ("tensor",)]
+        assert apart < 1e-6 and {times for *_, times in outside} == {1}, found
+        moved = {"all-gather", "all-reduce" if "tensor" in axes else "reduce-scatter"}
+        assert {kind for kind, _, size, _ in outside if size > 768} == moved, found
 
 
 @pytest.mark.parametrize(

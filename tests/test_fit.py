@@ -319,8 +319,8 @@ def test_preference_loss_with_the_base_model_as_reference() -> None:
 def test_non_finite_gradients_raise_with_the_parameter_name(tmp_path: Path) -> None:
     model = build_tiny("llama", PLAIN)
 
-    def head(x: Any, kernel: Any, targets: Any, weights: Any, z: float, shards: int) -> Any:
-        total, entropy = ChunkedLoss()(x, kernel, targets, weights, z, shards)
+    def head(x: Any, kernel: Any, targets: Any, weights: Any, z: float, mesh: Any) -> Any:
+        total, entropy = ChunkedLoss()(x, kernel, targets, weights, z, mesh)
         return total * jnp.where(jnp.any(targets == 7), jnp.inf, 1.0), entropy
 
     good, bad = {"tokens": np.ones((2, 5), np.int32)}, {"tokens": np.full((2, 5), 7, np.int32)}

@@ -6,7 +6,7 @@ from typing import Any
 from nnxmoe.axes import BATCH_AXES, AnyMesh, shards
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.model.pipeline import AXIS, stages_of
-from nnxmoe.planning.arithmetic import ParamSize, Work, chunk_logits, gathered, rows_per_device
+from nnxmoe.planning.arithmetic import ParamSize, Work, gathered, rows_per_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +26,9 @@ def traffic(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: Any
     """Estimate of the collectives of a step: gathered kernels, reduced gradients, tokens to experts and back.
 
     Assumes kernels gathered in the dtype of activations, or as codes, once per pass, and gradients reduced in float32;
-    those of adapters are left out. The head is
-    gathered for every chunk of the loss. Embeddings of tokens are exchanged instead of their table. Stages of a
-    pipeline do all this in every turn, those of waiting included, and each turn sends a microbatch and a slot on,
-    forward and backward.
+    those of adapters are left out. The head is gathered once per part of a batch. Embeddings of tokens are exchanged
+    instead of their table. Stages of a pipeline do all this in every turn, those of waiting included, and each turn
+    sends a microbatch and a slot on, forward and backward.
     """
     sums: dict[tuple[str, tuple[str, ...], str], list[float]] = {}
 
@@ -55,12 +54,10 @@ def traffic(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: Any
             _embeddings(config, work, mesh, rows, split, part.over[0], add)
         gathered_over = () if looked_up and what != "head" else split
         if gathered_over:
-            chunks = _chunks(config, rows // work.accumulate, work) if what == "head" and work.train else passes
-            add("all-gather", split, what, size * part.stored * fraction, times * chunks)
+            add("all-gather", split, what, size * part.stored * fraction, times * (1 if what == "head" else passes))
         if work.train and part.trained and not work.lora:
             if gathered_over:
-                chunks = _chunks(config, rows // work.accumulate, work) if what == "head" else 1
-                add("reduce-scatter", split, what, size * work.state * fraction, times * chunks)
+                add("reduce-scatter", split, what, size * work.state * fraction, times)
             if rest := tuple(axis for axis in batch_axes if axis not in part.axes):
                 local = size / shards(mesh, split) * work.state
                 add("all-reduce", rest, what, 2 * local * (1 - 1 / shards(mesh, rest)), times)
@@ -108,9 +105,3 @@ def _activations(
             if not moe and tensor > 1:
                 summed = 2 * part_of_tokens * vector * (1 - 1 / tensor)
                 add("all-reduce", ("tensor",), "tokens", summed, 2 * passes * times)
-
-
-def _chunks(config: Any, rows: int, work: Work) -> int:
-    """Chunks of the loss, as `ChunkedLoss` cuts them."""
-    step = min(work.seq, max(1, chunk_logits() // (config.vocab_size * max(1, rows))))
-    return -(-work.seq // step)

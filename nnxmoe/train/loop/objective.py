@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import divided_over, shards
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.moe import balance as balancing
 from nnxmoe.moe.router import Routing
@@ -190,7 +189,7 @@ class Objective:
         kernel, mesh = model.head_weight(), model.strategy.mesh
         if mesh is None:  # one long row, which chunks may cut anywhere
             x, targets, weights = (a.reshape(1, -1, *a.shape[2:]) for a in (x, targets, weights))
-        return self.head(x, kernel, targets, weights, z, shards(mesh, divided_over(len(targets), mesh)))
+        return self.head(x, kernel, targets, weights, z, mesh)
 
     def _predict(
         self, model: CausalLM, x: Array, batch: Batch, key: Any, counts: Sequence[Array]
