@@ -106,7 +106,9 @@ def compared(kind: str, way: str, parts: int, layers: int, axes: dict[str, int])
     rows = tuple(rows_of_parts(axes, parts).tolist())
     wanted, plain, (counted, _) = on_one_device(kind, way, parts, rows, layers)
     moved = collectives(text, dict(mesh.shape))
+    head = SMALL["vocab_size"] * SMALL["hidden_size"] * 4 // axes.get("fsdp", 1)  # gradients added up over all axes
     gathered = [one.bytes for one in moved if "pipe" in one.axes and one.kind.startswith("all-gather")]
+    gathered = [size for size in gathered if size != head]
     return {
         "losses": float((np.abs(losses - wanted) / np.maximum(1, np.abs(wanted))).max()),
         "parameters": max(float(np.abs(whole(arrays, name) - a).max()) for name, a in plain.items()),
