@@ -653,11 +653,74 @@ def test_adapters_of_queries_with_a_folded_scale(tmp_path: Path) -> None:
     assert max_error(values(again)[1], values(divided)[1]) < 1e-6
 
 
+# Ranks and alphas by target
+
+BY_TARGET: dict[str, Any] = {"attention": 3, "attention.o": 5, "experts": 2, "experts.down": 4}
+OTHERS = ("mlp", "shared", "experts")
+
+
+def test_ranks_and_alphas_by_target() -> None:
+    """The longest name decides; alpha is by default the rank of each adapter."""
+    model = build_tiny("mixtral", Strategy())
+    lora.add(model, BY_TARGET, {"attention": 6, "experts": 1.5}, rngs=None)
+    ranks = {"attention.q": 3, "attention.k": 3, "attention.v": 3, "attention.o": 5}
+    ranks |= {"experts.gate_up": 2, "experts.down": 4}
+    assert {slot.name: slot.adapter.rank for slot in adapted(model)} == ranks
+    assert {slot.adapter.alpha for slot in adapted(model)} == {6.0, 1.5}
+    lora.remove(model)
+    lora.add(model, BY_TARGET, rngs=None, targets=list(BY_TARGET))
+    assert all(slot.adapter.alpha == ranks[slot.name] for slot in adapted(model))
+
+
+def test_split_ranks_keep_the_total_of_the_active_ranks() -> None:
+    """Experts, of which 3 compute a token, get a third; the shared expert, which computes every token, does not."""
+    ranks = lora.split_ranks(build_tiny("deepseek_v3", Strategy()), 6)
+    assert {name for name, rank in ranks.items() if rank == 2} == {"experts.gate_up", "experts.down"}
+    assert {rank for name, rank in ranks.items() if not name.startswith("experts.")} == {6}
+    assert {"attention.o", "mlp.up", "shared.down"} < set(ranks) and "router" not in ranks
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_adapters_of_different_ranks_are_saved_merged_and_unmerged(tmp_path: Path, scan: bool) -> None:
+    """Bitwise, with the patterns that peft reads."""
+    model = build_tiny("deepseek_v3", Strategy(stacking=stacking_of(scan)), num_hidden_layers=2)
+    lora.add(model, lora.split_ranks(model, 6), alpha={"attention": 4.5} | dict.fromkeys(OTHERS, 9), rngs=nnx.Rngs(0))
+    fill(model)
+    before, bits = logits(model), kernels(model) + values(model)
+    lora.save(model, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["rank_pattern"]) == (
+        6,
+        {r"mlp\.experts\.gate_up_proj": 2, r"mlp\.experts\.down_proj": 2},
+    )
+    assert config["lora_alpha"] in (4.5, 9) and config["alpha_pattern"]
+    lora.merge(model)
+    assert max_error(logits(model), before) < 1e-5 and not same(kernels(model), bits[: len(kernels(model))])
+    lora.unmerge(model)
+    assert same(kernels(model) + values(model), bits)
+    lora.remove(model)
+    lora.load(model, tmp_path / "adapter")
+    assert same(values(model), bits[len(kernels(model)) :]) and (logits(model) == before).all()
+
+
 # Invalid calls
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rank 0": (lambda m: lora.add(m, 0, rngs=None), "rank 0 is not a positive integer"),
     "alpha": (lambda m: lora.add(m, 4, alpha=-1, rngs=None), "alpha -1 is not a positive number"),
+    "a target's rank": (lambda m: lora.add(m, {"attention": 2, "mlp": -1}, rngs=None), "rank -1 is not a positive"),
+    "a target's alpha": (lambda m: lora.add(m, 2, {"attention": 2}, rngs=None), "alpha has no value .* mlp.*: add one"),
+    "no rank": (lambda m: lora.add(m, {"mlp": 2}, targets="attention", rngs=None), "rank has no value .* attention.k"),
+    "an idle rank": (
+        lambda m: lora.add(m, {"attention": 2, "mlp": 4}, targets="attention", rngs=None),
+        "rank has a value for mlp, which no adapter takes",
+    ),
+    "a misspelt rank": (lambda m: lora.add(m, {"expert": 2}, rngs=None), "expert names no projection .* attention"),
+    "no experts": (lambda m: lora.split_ranks(m, 4), "a llama model has no experts"),
+    "indivisible": (
+        lambda m: lora.split_ranks(build_tiny("deepseek_v3"), 8),
+        "rank 8 cannot be split over the 3 experts per token: .* such as 9",
+    ),
     "target": (lambda m: lora.add(m, 4, targets=["atention"], rngs=None), "atention names no projection .* attention"),
     "another's": (
         lambda m: lora.add(m, 4, targets=["experts"], rngs=None),

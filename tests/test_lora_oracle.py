@@ -81,6 +81,24 @@ def test_peft_loads_our_adapters(tmp_path: Path, case: str, scan: bool) -> None:
 
 
 @pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_peft_loads_adapters_sized_for_experts(tmp_path: Path, kind: str, scan: bool) -> None:
+    """Gate and up, down and the rest differ in rank and alpha."""
+    base = checkpoint(tmp_path, kind)
+    model = nnxmoe.from_pretrained(base, strategy=nnxmoe.Strategy(stacking=stacking_of(scan)))
+    before, ranks = np.asarray(model(TOKENS).logits), lora.split_ranks(model, 6)
+    assert {6, 6 // model.config.experts_per_token} == set(ranks.values())
+    lora.add(model, ranks | {"experts.down": 5}, dict.fromkeys(ranks, 6) | {"experts.down": 3}, rngs=nnx.Rngs(0))
+    ours = np.asarray(fill(model)(TOKENS).logits)
+    lora.save(model, tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(reference(base), tmp_path / "adapter")
+    assert max_error(logits(theirs), ours) < TOLERANCE < max_error(ours, before)
+    lora.remove(model)
+    lora.load(model, tmp_path / "adapter")
+    assert (np.asarray(model(TOKENS).logits) == ours).all()
+
+
+@pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "gpt_oss"])
 def test_peft_adapters_are_loaded(tmp_path: Path, kind: str, scan: bool) -> None:
     """With rank and alpha patterns, and a matrix ``b`` that mixes gate and up."""

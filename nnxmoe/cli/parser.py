@@ -186,6 +186,8 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
     shared.add_quantize(parser)
     add("--adapter-only", action="store_true", help="write the adapter in peft's format instead of the merged model")
     add("--lora-alpha", type=float, metavar="A", help="scale adapters by A / rank (default: the rank)")
+    what = "divide the rank of each expert's adapter by the experts per token"
+    add("--split-rank", action="store_true", help=what)
     length = parser.add_mutually_exclusive_group().add_argument
     length("--steps", type=shared.count, metavar="N", help="training steps in all (default 200)")
     length("--epochs", type=shared.count, metavar="N", help="passes over the data, instead of --steps")

@@ -55,7 +55,8 @@ class Finetune:
 
     ``model`` is a folder or hub id, ``data`` a JSONL file for `nnxmoe.train.batches`, ``evaluation`` another, of which
     the cross-entropy is measured with every checkpoint. ``lora`` is the rank of the adapters, ``lora_alpha`` (default:
-    the rank) scales them by ``alpha / rank``; None trains all parameters. ``steps`` in total, or ``epochs``; 200 steps
+    the rank) scales them by ``alpha / rank``; None trains all parameters. ``split_rank`` divides the rank of each
+    expert's adapter by the experts per token, see `lora.split_ranks`. ``steps`` in total, or ``epochs``; 200 steps
     by default. ``learning_rate`` defaults to 2e-4 for adapters and 2e-5 for all parameters; it is reached after
     ``warmup`` steps (default: a tenth, 100 at most) and decays to a tenth along a cosine. ``accumulate`` splits each
     batch into that many parts, for less memory. ``quantize`` (such as ``int4``, see `quantization.methods.parse`) or
@@ -74,6 +75,7 @@ class Finetune:
     accumulate: int = 1
     warmup: int | None = None
     lora_alpha: float | None = None
+    split_rank: bool = False
     seed: int = 0
     adapter_only: bool = False
     dtype: str | None = None
@@ -91,7 +93,7 @@ class Finetune:
                 raise ValueError(f"{name}={short(value)}: it must be a number between 0 and {most:g}")
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
-        needs = ("adapter_only", "lora_alpha", "quantize", "keep_quantized")
+        needs = ("adapter_only", "lora_alpha", "split_rank", "quantize", "keep_quantized")
         if self.lora is None and (named := [name for name in needs if getattr(self, name)]):
             raise ValueError(f"{named[0]}={getattr(self, named[0])} is for adapters: give their rank, such as lora=16")
         if self.steps is not None and self.epochs is not None:
@@ -154,7 +156,8 @@ def finetune(
     if length < task.seq_len:
         say("rows have %d tokens, the longest context of the model", length)
     if task.lora is not None:
-        lora.add(model, task.lora, task.lora_alpha, rngs=nnx.Rngs(task.seed))
+        rank = lora.split_ranks(model, task.lora) if task.split_rank else task.lora
+        lora.add(model, rank, task.lora_alpha, rngs=nnx.Rngs(task.seed))
     data = Batches(documents, task.batch_size, length, seed=task.seed, epochs=task.epochs)
     steps = data.count() if task.steps is None else task.steps
     done = fit(

@@ -1,6 +1,7 @@
 """LoRA (Hu et al. 2021) on attention, feed-forward networks and every routed expert.
 
     lora.add(model, rank=16, rngs=nnx.Rngs(0))     # logits do not change: b is 0
+    lora.add(model, lora.split_ranks(model, 16), rngs=nnx.Rngs(0))  # instead: 16 / experts per token for each expert
     graph, adapters, rest = nnx.split(model, lora.LoRAParam, ...)
     lora.save(model, "adapter")                    # in peft's format; lora.load(model, "adapter")
     lora.merge(model); nnxmoe.save_pretrained(model, "merged")
@@ -11,6 +12,7 @@ Gate and up of the experts share ``a``, as in PEFT, because transformers stores 
 from nnxmoe.layers.lora import LoRAParam as LoRAParam
 from nnxmoe.train.lora.adapters import add as add
 from nnxmoe.train.lora.adapters import remove as remove
+from nnxmoe.train.lora.adapters import split_ranks as split_ranks
 from nnxmoe.train.lora.merge import merge as merge
 from nnxmoe.train.lora.merge import merge_from as merge_from
 from nnxmoe.train.lora.merge import unmerge as unmerge

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,13 +16,13 @@ from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.train.lora.peft import put_array
-from nnxmoe.train.lora.slots import Slot, chosen, refuse_adapted, unmerged
+from nnxmoe.train.lora.slots import Slot, chosen, for_each, refuse_adapted, unmerged
 
 
 def add(
     model: CausalLM,
-    rank: int,
-    alpha: float | None = None,
+    rank: int | Mapping[str, int],
+    alpha: float | Mapping[str, float] | None = None,
     targets: str | Sequence[str] | None = None,
     *,
     rngs: nnx.Rngs | None,
@@ -30,19 +30,23 @@ def add(
 ) -> None:
     """Add adapters to a model, in place: ``a`` is random and ``b`` zero, so that its outputs do not change.
 
-    ``alpha`` defaults to the rank, a scale of 1. ``targets`` are projections or groups of them, such as
-    ``["attention", "experts.down"]``, by default all but router, embedding and head. The same ``rngs`` give the same
-    values whether layers are scanned or not and on any mesh; None makes shapes. Raises ValueError for unusable
-    arguments, and if the model has adapters already.
+    ``alpha`` defaults to the rank of each adapter, a scale of 1. ``targets`` are projections or groups of them, such as
+    ``["attention", "experts.down"]``, by default all but router, embedding and head. Rank and alpha may differ by
+    target, as in ``{"attention": 8, "experts": 2}``: the longest name that fits a projection decides, and the names of
+    the ranks are the default of ``targets``; see also `split_ranks`. The same ``rngs`` give the same values whether
+    layers are scanned or not and on any mesh; None makes shapes. Raises ValueError for unusable arguments, and if the
+    model has adapters already.
     """
-    if not is_positive(rank):
-        raise ValueError(f"rank {short(rank)} is not a positive integer")
-    alpha = rank if alpha is None else alpha
-    if not is_between(alpha, 0, 2**63):
-        raise ValueError(f"alpha {short(alpha)} is not a positive number")
+    targets = list(rank) if targets is None and isinstance(rank, Mapping) else targets
     kind, found = float_dtype(dtype) or np.dtype(np.float32), chosen(model, targets)
+    ranks = for_each(found, rank, "rank")
+    if odd := [value for value in ranks if not is_positive(value)]:
+        raise ValueError(f"rank {short(odd[0])} is not a positive integer")
+    alphas = ranks if alpha is None else for_each(found, alpha, "alpha")
+    if odd := [value for value in alphas if not is_between(value, 0, 2**63)]:
+        raise ValueError(f"alpha {short(odd[0])} is not a positive number")
     refuse_adapted(model)
-    made = [(slot, slot.shapes(rank, float(alpha), kind)) for slot in found]
+    made = [(slot, slot.shapes(*both, kind)) for slot, *both in zip(found, ranks, map(float, alphas), strict=True)]
     if rngs is not None:
         seed = np.asarray(jax.random.key_data(rngs.params())).tolist()
         for slot, adapter in made:
@@ -51,6 +55,24 @@ def add(
                 variable.set_value(put_array(host, model.strategy.sharding_of(variable)))
     for slot, adapter in made:
         slot.put(adapter)
+
+
+def split_ranks(model: CausalLM, rank: int) -> dict[str, int]:
+    """Ranks for `add` by projection: ``rank``, and ``rank / experts per token`` for the adapters of each expert.
+
+    The adapters that compute one token then have the same total rank in the experts as elsewhere ("LoRA Without
+    Regret", Schulman et al. 2025). Raises ValueError for a model without experts, and for a rank that is not a multiple
+    of the experts per token.
+    """
+    active = model.config.experts_per_token
+    if not active:
+        raise ValueError(f"a {model.config.model_type} model has no experts: pass the rank itself, without split_ranks")
+    if not is_positive(rank) or rank % active:
+        raise ValueError(
+            f"rank {short(rank)} cannot be split over the {active} experts per token: use a multiple of {active}, such "
+            f"as {active * max(1, round(rank / active)) if is_positive(rank) else active}"
+        )
+    return {s.name: rank // active if s.name.startswith("experts.") else rank for s in chosen(model, None)}
 
 
 def _drawn(seed: list[int], slot: Slot, a: KernelParam) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The places in a model that can hold an adapter, and their names: `attention.q`, `experts.gate_up`, `head`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,19 @@ def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
         )
     wanted = {name for found in known.values() for name in found}
     return [slot for slot in every if slot.name in wanted]
+
+
+def for_each(found: Sequence[Slot], given: Any, what: str) -> list[Any]:
+    """The value of each slot: ``given``, or in a mapping that of the longest target that fits its name. Raises
+    ValueError if a slot has none, and for a target that no slot takes its value from."""
+    if not isinstance(given, Mapping):
+        return [given] * len(found)
+    keys = [max((t for t in given if f"{slot.name}.".startswith(f"{t}.")), key=len, default=None) for slot in found]
+    if None in keys:
+        raise ValueError(f"{what} has no value for the target {found[keys.index(None)].name}: add one")
+    if idle := [target for target in given if target not in keys]:
+        raise ValueError(f"{what} has a value for {plain(str(idle[0]))}, which no adapter takes: remove it")
+    return [given[key] for key in keys]
 
 
 def adapted(model: CausalLM) -> list[Slot]:
