@@ -260,7 +260,7 @@ def test_unusable_objectives_and_optimizers() -> None:
         ),
         ({"objective": lambda model, batch: 1.0}, {"a": np.ones(3), "b": np.ones(2)}, "different numbers of rows"),
         ({"objective": lambda model, batch: 1.0}, [1], "a batch must be a dict of arrays, got list"),
-        ({"objective": lambda model, batch: 1.0, "bias_rate": 0.1}, batch, "which only train.Objective reports"),
+        ({"objective": lambda model, batch: 1.0, "bias_rate": 0.1}, batch, "which a function does not report"),
         ({"optimizer": "adam"}, batch, "optimizer='adam': pass one of optax"),
     ]
     for options, data, message in wrong:

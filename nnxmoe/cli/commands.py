@@ -157,7 +157,8 @@ def finetune(options: argparse.Namespace) -> None:
         if done is not None and done.history:
             first, last = done.history[0], done.history[-1]
             span = f"steps {first['step']} to {last['step']}"
-            print(f"{span}: cross-entropy {first['cross_entropy']:.4f} -> {last['cross_entropy']:.4f}")
+            name = "cross_entropy" if "cross_entropy" in first else "loss"
+            print(f"{span}: {name.replace('_', '-')} {first[name]:.4f} -> {last[name]:.4f}")
             if "evaluation" in last:
                 print(f"on {options.evaluation}: {last['evaluation']:.4f}")
         kind = "an adapter for peft" if options.adapter_only else "the tuned model"

@@ -179,26 +179,29 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
         help='objects such as {"text": …}, {"messages": [{"role": …}, …]}, {"prompt": …, "completion": …}, or those of '
         "Alpaca and ShareGPT, one per line or in a JSON array, also as .gz; other fields are ignored",
     )
-    what = "the output folder: new, empty, or that of a run to resume; metrics.jsonl in it has every step's metrics"
+    what = "new, empty or the folder of a run; gets metrics.jsonl"
     add("--out", required=True, metavar="DIR", help=what)
-    what = "train LoRA adapters of this rank (default: train all parameters)"
+    what = "train LoRA adapters of this rank (default: all weights)"
     add("--lora", type=shared.count, metavar="RANK", help=what)
     shared.add_quantize(parser)
-    add("--adapter-only", action="store_true", help="write the adapter in peft's format instead of the merged model")
+    add("--adapter-only", action="store_true", help="write peft's adapter files, not the merged model")
     add("--lora-alpha", type=float, metavar="A", help="scale adapters by A / rank (default: the rank)")
-    what = "divide the rank of each expert's adapter by the experts per token"
+    what = "divide the experts' ranks by the experts per token"
     add("--split-rank", action="store_true", help=what)
     length = parser.add_mutually_exclusive_group().add_argument
     length("--steps", type=shared.count, metavar="N", help="training steps in all (default 200)")
     length("--epochs", type=shared.count, metavar="N", help="passes over the data, instead of --steps")
     add("--warmup", type=int, metavar="N", help="steps to the peak learning rate (default: a tenth)")
+    what = "DATA has chosen and rejected completions: use DPO"
+    add("--preferences", action="store_true", help=what)
+    add("--beta", type=float, metavar="B", help="how closely DPO keeps to the original (default 0.1)")
     what = "compute each batch in N parts, for less memory"
     add("--accumulate", type=shared.count, default=1, metavar="N", help=what)
     what = "data held out; evaluated with every checkpoint"
     add("--eval", dest="evaluation", metavar="DATA.json", help=what)
     add("--batch-size", type=shared.count, default=8, metavar="B", help="rows per step (default 8)")
     add("--seq-len", type=shared.count, default=512, metavar="T", help="tokens per row (default 512)")
-    what = "peak learning rate (default 2e-4 with --lora, else 2e-5)"
+    what = "peak learning rate (default 2e-4 with --lora, else 2e-5; for DPO a 20th)"
     add("--learning-rate", type=float, metavar="LR", help=what)
     what = "save a checkpoint every K steps (default 100)"
     add("--save-every", type=shared.count, default=100, metavar="K", help=what)

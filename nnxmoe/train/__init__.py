@@ -10,6 +10,8 @@ from nnxmoe.train.data.batches import Batches as Batches
 from nnxmoe.train.data.batches import Rows as Rows
 from nnxmoe.train.data.batches import batches as batches
 from nnxmoe.train.data.documents import Documents as Documents
+from nnxmoe.train.data.pairs import PreferenceBatches as PreferenceBatches
+from nnxmoe.train.data.pairs import preferences as preferences
 from nnxmoe.train.data.records import DataError as DataError
 from nnxmoe.train.loop.evaluator import Evaluation as Evaluation
 from nnxmoe.train.loop.fit import fit as fit
@@ -21,6 +23,11 @@ from nnxmoe.train.loop.metrics import TensorBoardLog as TensorBoardLog
 from nnxmoe.train.loop.objective import Losses as Losses
 from nnxmoe.train.loop.objective import Objective as Objective
 from nnxmoe.train.loop.objective import TrainingObjective as TrainingObjective
+from nnxmoe.train.loop.preference import DPO as DPO
+from nnxmoe.train.loop.preference import hinge_loss as hinge_loss
+from nnxmoe.train.loop.preference import ipo_loss as ipo_loss
+from nnxmoe.train.loop.preference import sigmoid_loss as sigmoid_loss
+from nnxmoe.train.loop.preference import with_reference as with_reference
 from nnxmoe.train.loop.run import Fitted as Fitted
 from nnxmoe.train.loop.run import NotFinite as NotFinite
 from nnxmoe.train.loop.run import Progress as Progress

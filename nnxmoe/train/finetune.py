@@ -6,7 +6,7 @@ model in transformers' format, or the adapter in ``peft``'s.
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,10 +33,13 @@ from nnxmoe.storage.multihost import from_first
 from nnxmoe.storage.write import write_json
 from nnxmoe.train import lora
 from nnxmoe.train.data.batches import Batch, Batches
-from nnxmoe.train.data.documents import Documents
+from nnxmoe.train.data.documents import Documents, Pairs
+from nnxmoe.train.data.pairs import PreferenceBatches
 from nnxmoe.train.loop.evaluator import Evaluation
 from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.loop.metrics import JsonLog
+from nnxmoe.train.loop.objective import Objective, TrainingObjective
+from nnxmoe.train.loop.preference import DPO, with_reference
 from nnxmoe.train.loop.run import Fitted, Progress
 from nnxmoe.train.lora.peft import WEIGHTS_FILE
 from nnxmoe.train.lora.peft_config import CONFIG_FILE
@@ -58,9 +61,12 @@ class Finetune:
     the rank) scales them by ``alpha / rank``; None trains all parameters. ``split_rank`` divides the rank of each
     expert's adapter by the experts per token, see `lora.split_ranks`. ``steps`` in total, or ``epochs``; 200 steps
     by default. ``learning_rate`` defaults to 2e-4 for adapters and 2e-5 for all parameters; it is reached after
-    ``warmup`` steps (default: a tenth, 100 at most) and decays to a tenth along a cosine. ``accumulate`` splits each
-    batch into that many parts, for less memory. ``quantize`` (such as ``int4``, see `quantization.methods.parse`) or
-    ``keep_quantized`` train adapters on quantised kernels (QLoRA, Dettmers et al. 2023); merging makes them floats.
+    ``warmup`` steps (default: a tenth, 100 at most) and decays to a tenth along a cosine. ``preferences``: the data are
+    pairs for `nnxmoe.train.preferences`, trained on by DPO with ``beta`` (default 0.1), and the learning rate defaults
+    to a twentieth. The reference is the base model of the adapters, or else the original model, which stays in memory.
+    ``accumulate`` splits each batch into that many parts, for less memory. ``quantize`` (such as ``int4``, see
+    `quantization.methods.parse`) or ``keep_quantized`` train adapters on quantised kernels (QLoRA, Dettmers et al.
+    2023); merging makes them floats.
     """
 
     model: str
@@ -76,6 +82,8 @@ class Finetune:
     warmup: int | None = None
     lora_alpha: float | None = None
     split_rank: bool = False
+    preferences: bool = False
+    beta: float | None = None
     seed: int = 0
     adapter_only: bool = False
     dtype: str | None = None
@@ -88,7 +96,7 @@ class Finetune:
         for name, least in _INTEGERS.items():
             if not (((value := getattr(self, name)) is None and name in optional) or is_integer(value, least)):
                 raise ValueError(f"{name}={short(value)}: it must be an integer of at least {least}, below 2**32")
-        for name, most in {"learning_rate": 1, "lora_alpha": 1e9}.items():
+        for name, most in {"learning_rate": 1, "lora_alpha": 1e9, "beta": 1e9}.items():
             if (value := getattr(self, name)) is not None and not is_between(value, 0, most):
                 raise ValueError(f"{name}={short(value)}: it must be a number between 0 and {most:g}")
         if self.batch_size % self.accumulate:
@@ -96,6 +104,8 @@ class Finetune:
         needs = ("adapter_only", "lora_alpha", "split_rank", "quantize", "keep_quantized")
         if self.lora is None and (named := [name for name in needs if getattr(self, name)]):
             raise ValueError(f"{named[0]}={getattr(self, named[0])} is for adapters: give their rank, such as lora=16")
+        if self.beta is not None and not self.preferences:
+            raise ValueError(f"beta={self.beta} is for preferences: pass preferences=True, or leave it out")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs}: pass one of them")
         if self.steps is None and self.epochs is None:
@@ -109,13 +119,29 @@ class Finetune:
     def optimizer(self, steps: int) -> optax.GradientTransformation:
         """Adam without weight decay, with gradients clipped to a norm of 1. Its state holds the learning rate."""
         self._check_warmup(steps)
-        peak = self.learning_rate or (2e-5 if self.lora is None else 2e-4)
+        peak = self.learning_rate or (2e-5 if self.lora is None else 2e-4) / (20 if self.preferences else 1)
         warmup = min(steps // 10, _WARMUP) if self.warmup is None else self.warmup
         schedule = optax.warmup_cosine_decay_schedule(
             0.0 if warmup else peak, peak, warmup, max(steps, 1), _FLOOR * peak
         )
         adam = optax.inject_hyperparams(optax.adam, static_args=("b1", "b2", "eps", "eps_root", "nesterov"))
         return optax.chain(optax.clip_by_global_norm(_CLIP), adam(schedule))
+
+    @property
+    def documents(self) -> type[Documents]:
+        """The kind of the documents in the data."""
+        return Pairs if self.preferences else Documents
+
+    @property
+    def batches(self) -> Callable[..., Batches]:
+        """Makes batches of documents."""
+        return PreferenceBatches if self.preferences else Batches
+
+    @property
+    def objective(self) -> TrainingObjective:
+        """The objective; without adapters, that of preferences needs batches `with_reference`."""
+        reference = None if self.lora is None else lora.without
+        return DPO(reference, 0.1 if self.beta is None else self.beta) if self.preferences else Objective()
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -143,7 +169,8 @@ def finetune(
         return None
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
     tokenizer = Tokenizer.from_pretrained(task.model, **hub)
-    documents, held = (None if file is None else Documents(file, tokenizer) for file in (task.data, task.evaluation))
+    both = (task.data, task.evaluation)
+    documents, held = (None if file is None else task.documents(file, tokenizer) for file in both)
     for each in filter(None, (documents, held)):
         each.check()
     assert documents is not None
@@ -158,8 +185,11 @@ def finetune(
     if task.lora is not None:
         rank = lora.split_ranks(model, task.lora) if task.split_rank else task.lora
         lora.add(model, rank, task.lora_alpha, rngs=nnx.Rngs(task.seed))
-    data = Batches(documents, task.batch_size, length, seed=task.seed, epochs=task.epochs)
+    data: Any = task.batches(documents, task.batch_size, length, seed=task.seed, epochs=task.epochs)
     steps = data.count() if task.steps is None else task.steps
+    batches: Any = None if held is None else _Held(held, task, length)
+    if task.preferences and task.lora is None:
+        data, batches = (given and with_reference(given, model) for given in (data, batches))
     done = fit(
         model,
         data,
@@ -167,7 +197,8 @@ def finetune(
         steps=steps,
         checkpoint=Checkpoints(folder / _CHECKPOINTS, every=save_every),
         accumulate=task.accumulate,
-        evaluate=None if held is None else Evaluation(_Held(held, task.batch_size, length), save_every),
+        evaluate=batches and Evaluation(batches, save_every),
+        objective=task.objective,
         callbacks=[_Begin(folder, task), JsonLog(folder / _METRICS)],
         seed=task.seed,
     )
@@ -203,11 +234,11 @@ class _Held:
     """The batches of the documents held out, again for each evaluation."""
 
     documents: Documents
-    batch_size: int
+    task: Finetune
     length: int
 
     def __iter__(self) -> Iterator[Batch]:
-        return Batches(self.documents, self.batch_size, self.length, shuffle=False, epochs=1)
+        return self.task.batches(self.documents, self.task.batch_size, self.length, shuffle=False, epochs=1)
 
 
 def _strategy() -> Strategy:

@@ -6,6 +6,7 @@
 With grain's workers and transformations: ``grain.MapDataset.source(Rows(documents, 512)).shuffle(…).batch(8)``.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, Self, SupportsIndex
 
@@ -100,16 +101,16 @@ class Batches(Iterator[Batch]):
             raise StopIteration
         rows += [[]] * (self.batch_size - len(rows))
         mine = self.batch_size // self.share[1]
-        pad = self.documents.tokenizer.pad_token_id or 0
-        filled = [fill(row, self.seq_len, pad) for row in rows[self.share[0] * mine :][:mine]]
+        filled = [self._filled(row) for row in rows[self.share[0] * mine :][:mine]]
         return {name: np.stack([row[name] for row in filled]) for name in filled[0]}
 
     def count(self) -> int:
         """The number of batches of all epochs, found by packing every document. Raises ValueError if they never end."""
         if self.epochs is None:
             raise ValueError("without epochs the batches never end: pass a number of epochs")
-        names = ("seed", "shuffle", "pack", "epochs", "share")
-        again = Batches(self.documents, self.batch_size, self.seq_len, **{name: getattr(self, name) for name in names})
+        again = copy.copy(self)
+        again._epoch = again._start = again._row = 0
+        again._window, again._told = None, ""
         rows = sum(1 for _ in iter(again._next_row, None))
         return -(-rows // self.batch_size)
 
@@ -157,8 +158,8 @@ class Batches(Iterator[Batch]):
                 return self._window[self._row - 1]
             if self._start == 0 and self._stop >= len(self.documents) and not self._window:
                 raise DataError(
-                    f"{self.documents.lines}: no chat has an answer within its first {self.seq_len} tokens: "
-                    "increase seq_len"
+                    f"{self.documents.lines}: no {self.documents.unit} has an answer within its first "
+                    f"{self.seq_len} tokens: increase seq_len"
                 )
             self._start, self._row, self._window = self._stop, 0, None
         return None
@@ -170,7 +171,7 @@ class Batches(Iterator[Batch]):
         while stop < len(self.documents) and tokens < _window(self.seq_len):
             index = self._index(stop)
             document = self.documents[index]
-            parts = list(pieces(document, self.seq_len))
+            parts = list(self._pieces(document))
             tokens, stop = tokens + sum(len(part.tokens) for part in parts), stop + 1
             found += parts
             if document.chat and len(document.tokens) > self.seq_len:
@@ -179,6 +180,14 @@ class Batches(Iterator[Batch]):
             return [[part] for part in found], stop
         rows = place([len(part.tokens) for part in found], self.seq_len)
         return [[found[i] for i in row] for row in rows], stop
+
+    def _pieces(self, document: Document) -> Iterator[Document]:
+        """The pieces of a document that fit into rows."""
+        return pieces(document, self.seq_len)
+
+    def _filled(self, row: list[Document]) -> Row:
+        """The arrays of a row."""
+        return fill(row, self.seq_len, self.documents.tokenizer.pad_token_id or 0)
 
     def _index(self, at: int) -> int:
         """The document at a position of this epoch's order. RandomState draws the same in every version of NumPy."""

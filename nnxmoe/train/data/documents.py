@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -15,7 +15,7 @@ from nnxmoe.generation.text import Tokenizer, TokenizerError
 from nnxmoe.runtime.progress import logger
 from nnxmoe.train.data.answers import chat_tokens
 from nnxmoe.train.data.jsonl import JsonLines
-from nnxmoe.train.data.records import DataError, Record, RecordList
+from nnxmoe.train.data.records import DataError, Parse, Record, RecordList, pair_of, record_of
 
 _CACHE_BYTES = 256 << 20
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
@@ -29,6 +29,23 @@ class Document:
     learnt: Bool[np.ndarray, " T"]
     chat: bool
 
+    @property
+    def parts(self) -> "tuple[Document, ...]":
+        """The rows that it takes: itself; of a `Pair` two."""
+        return (self,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair(Document):
+    """The chosen document of a preference, with the rejected one."""
+
+    rejected: Document
+
+    @property
+    def parts(self) -> tuple[Document, ...]:
+        """Both documents."""
+        return Document(self.tokens, self.learnt, self.chat), self.rejected
+
 
 class Documents:
     """The records of a file (see `JsonLines`) or of an iterable of dicts as tokens, encoded on access.
@@ -40,8 +57,12 @@ class Documents:
     epochs of small files need no encoding. Raises DataError, a ValueError that names the line.
     """
 
+    unit: ClassVar[str] = "chat"
+    parse: ClassVar[Parse] = staticmethod(record_of)
+
     def __init__(self, data: Data, tokenizer: Tokenizer) -> None:
-        self.lines = JsonLines(data) if isinstance(data, str | os.PathLike) else RecordList(data)
+        made = JsonLines if isinstance(data, str | os.PathLike) else RecordList
+        self.lines: JsonLines | RecordList = made(data, self.parse)  # pyright: ignore[reportArgumentType]
         self.tokenizer = tokenizer
         self._kept: dict[int, Document] = {}
         self._room, self._noted = _CACHE_BYTES, set[str]()
@@ -57,8 +78,9 @@ class Documents:
             document = self._make(self.lines[number], self.lines.where(number))
             self._encoded[number] = True
             if document.chat:
-                self._chats[number] = len(document.tokens), np.argmax(document.learnt) + 1
-            self._room -= 5 * len(document.tokens)
+                each = [(len(part.tokens), np.argmax(part.learnt) + 1) for part in document.parts]
+                self._chats[number] = np.max(each, axis=0)
+            self._room -= 5 * sum(len(part.tokens) for part in document.parts)
             if self._room >= 0:
                 self._kept[number] = document
         return document
@@ -75,7 +97,7 @@ class Documents:
         cut, out = np.sum((tokens > length) & (answer <= length)), np.sum(answer > length)
         parts = [f"{cut} of {len(self)} are truncated"] if cut else []
         parts += [f"{out} of {len(self)} are left out, since no answer begins within the row"] if out else []
-        return f"{self.lines}: chats longer than seq_len={length}: {', '.join(parts)}", bool(self._encoded.all())
+        return f"{self.lines}: {self.unit}s longer than seq_len={length}: {', '.join(parts)}", bool(self._encoded.all())
 
     def identity(self) -> dict[str, Any]:
         """Checksums of the file and the tokenizer: a small JSON value that identifies the tokens."""
@@ -89,7 +111,10 @@ class Documents:
             self._noted.add(why)
             logger.warning("%s: %s. Further chats like this are not reported", where, why)
 
-    def _make(self, record: Record, where: str) -> Document:
+    def _make(self, record: Any, where: str) -> Document:
+        return self._document(record, where)
+
+    def _document(self, record: Record, where: str) -> Document:
         try:
             if record.text is None:
                 note = functools.partial(self._note, where)
@@ -105,3 +130,14 @@ class Documents:
             raise DataError(f"{where}: the tokenizer returns no tokens for this line: remove it")
         given = len(os.path.commonprefix([prompt, ids]))  # a token that spans the end of the prompt is learned
         return Document(np.asarray(ids, np.int32), np.arange(len(ids)) >= given, bool(prompt))
+
+
+class Pairs(Documents):
+    """The preferences of a file or an iterable of dicts (see `pair_of`), each as the documents of two completions."""
+
+    unit = "pair"
+    parse = staticmethod(pair_of)
+
+    def _make(self, record: Any, where: str) -> Pair:
+        chosen, rejected = (self._document(one, where) for one in record)
+        return Pair(chosen.tokens, chosen.learnt, chosen.chat, rejected)

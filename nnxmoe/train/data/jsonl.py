@@ -20,7 +20,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from nnxmoe.storage.files import absolute, parse_json, refuse_lfs_pointer, regular_file
-from nnxmoe.train.data.records import DataError, Ignored, Record, record_of
+from nnxmoe.train.data.records import DataError, Ignored, Parse, record_of
 
 MAX_LINE_BYTES = 16 << 20
 _WANTED = "give a file of JSON lines, or a JSON array as of Alpaca or ShareGPT"
@@ -30,7 +30,8 @@ _OTHERS = {b"PAR1": "a Parquet file", b"\x28\xb5\x2f\xfd": "compressed with zstd
 class JsonLines:
     """The non-blank lines of a file, all validated. Raises DataError for the first invalid one."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], parse: Parse = record_of) -> None:
+        self._parse = parse
         self.path = self._lines_of = absolute(path)
         regular_file(self.path, _WANTED, DataError)
         self._unit = "line"
@@ -43,7 +44,7 @@ class JsonLines:
         for number, start, line in _lines(self._lines_of, f"{self.path} {self._unit}"):
             digest.update(line)
             if line.strip():
-                ignored.names |= _parse(line, f"{self.path} {self._unit} {number}")[1]
+                ignored.names |= self._parse(*_value(line, f"{self.path} {self._unit} {number}"))[1]
                 starts.append(start)
                 numbers.append(number)
         if not starts:
@@ -68,13 +69,13 @@ class JsonLines:
         """File and line number, for messages."""
         return f"{self.path} {self._unit} {self.number(index)}"
 
-    def __getitem__(self, index: SupportsIndex) -> Record:
+    def __getitem__(self, index: SupportsIndex) -> Any:
         number = range(len(self))[index]
         if self._stat() != self._status:
             raise DataError(f"{self.path} was modified after it was opened: start again, and do not edit it meanwhile")
         with self._lines_of.open("rb") as file:
             file.seek(int(self._starts[number]))
-            return _parse(file.readline(MAX_LINE_BYTES + 1), self.where(number))[0]
+            return self._parse(*_value(file.readline(MAX_LINE_BYTES + 1), self.where(number)))[0]
 
     def _stat(self) -> tuple[int, int, int]:
         status = regular_file(self._lines_of, _WANTED, DataError)
@@ -141,7 +142,6 @@ def _lines(path: Path, where: str) -> Iterator[tuple[int, int, bytes]]:
         raise DataError(f"{path}: {error.strerror or error}; {_WANTED}") from error
 
 
-def _parse(line: bytes, where: str) -> tuple[Record, frozenset[str]]:
-    return record_of(
-        parse_json(line.removeprefix(b"\xef\xbb\xbf"), where, "correct or remove the line", DataError), where
-    )
+def _value(line: bytes, where: str) -> tuple[Any, str]:
+    """The JSON value of a line, and where it is."""
+    return parse_json(line.removeprefix(b"\xef\xbb\xbf"), where, "correct or remove the line", DataError), where

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nnxmoe.config.printable import short
@@ -23,6 +23,9 @@ FORMS = {
     "instruction": ("instruction", "input", "output"),
     "text": ("text",),
 }
+
+
+PAIR = ("chosen", "rejected")  # the fields of a preference
 
 
 class DataError(ValueError):
@@ -58,7 +61,13 @@ def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
     """
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: {short(value)} is not a JSON object; {_REMEDY}")
+    pair = value.keys() >= set(PAIR)
     present = sorted((name for name in FORMS if name in value), key=lambda name: value[name] is None)
+    if pair and (not present or (present[0] == "prompt" and "completion" not in value)):
+        raise DataError(
+            f"{where} is a preference, a chosen and a rejected completion: train on it with --preferences, or with "
+            "nnxmoe.train.preferences and train.DPO"
+        )
     if not present:
         raise DataError(
             f"{where} has the fields {short(sorted(map(str, value)))}: write 'text' (a string), 'messages' (a list of "
@@ -87,6 +96,38 @@ def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
         return Record(_text(completion, f"{where}: completion"), prompt=_text(prompt, f"{where}: prompt")), ignored
     given = _list(prompt, f"{where}: prompt")
     return _chat([*given, *_list(completion, f"{where}: completion")], where, len(given)), ignored
+
+
+def pair_of(value: object, where: str) -> tuple[tuple[Record, Record], frozenset[str]]:
+    """Parse a JSON object as a preference. Returns the records of the chosen and of the rejected completion, and the
+    names of the ignored fields.
+
+    The forms are TRL's: ``{"prompt", "chosen", "rejected"}``, all strings or all messages, and ``{"chosen",
+    "rejected"}``, whole chats or texts, whose prompt is the longest beginning that they share; a prompt that is a
+    string beside whole chats is ignored. Chat templates also get "tools". Raises DataError for other objects, and if
+    the two are equal.
+    """
+    both = [value.get(name) for name in PAIR] if isinstance(value, Mapping) else [None]
+    chats, texts = (all(isinstance(one, kind) for one in both) for kind in ((list, tuple), str))
+    if not isinstance(value, Mapping) or not (chats or texts):
+        raise DataError(
+            f"{where}: {short(value)} is no preference: write 'prompt', 'chosen' and 'rejected' (strings or messages), "
+            "or 'chosen' and 'rejected' (whole chats)"
+        )
+    prompt: Any = value.get("prompt")
+    if both[0] == both[1]:
+        raise DataError(f"{where}: chosen and rejected are equal, so there is no preference to learn; {_REMEDY}")
+    if prompt is None or (chats and isinstance(prompt, str)):
+        shared = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
+        shared -= texts and both[0][:shared].endswith(" ")  # the space belongs to the next token
+        prompt, both = both[0][:shared], [one[shared:] for one in both]
+    if not prompt:
+        raise DataError(f"{where}: chosen and rejected do not begin alike, and there is no prompt; {_REMEDY}")
+    given = [{"prompt": prompt, "completion": one} for one in both]
+    found = [record_of(one, f"{where}: {name}")[0] for name, one in zip(PAIR, given, strict=True)]
+    tools = _tools(value.get("tools"), f"{where}: tools")
+    chosen, rejected = (dataclasses.replace(record, tools=tools) for record in found)
+    return (chosen, rejected), frozenset(str(name) for name in value if name not in ("prompt", *PAIR, "tools"))
 
 
 def _text(value: object, what: str, *, empty: bool = False) -> str:
@@ -150,6 +191,14 @@ def _chat(values: list[Any], what: str, given: int = 0) -> Record:
     return Record(None, messages, answers=tuple(answers))
 
 
+Parse = Callable[[object, str], tuple[Any, frozenset[str]]]
+"""`record_of` or `pair_of`."""
+
+
+def _plain(value: object) -> Any:
+    return dataclasses.astuple(value) if isinstance(value, Record) else str(value)
+
+
 class Ignored:
     """Collects the names of ignored fields, to say so once."""
 
@@ -168,14 +217,14 @@ class RecordList:
     Raises DataError for the first invalid one. They are kept in memory.
     """
 
-    def __init__(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, records: Iterable[Mapping[str, Any]], parse: Parse = record_of) -> None:
         if isinstance(records, Mapping) or not isinstance(records, Iterable):
             raise DataError(f"{short(records)} is no training data: pass a file of JSON lines, or an iterable of dicts")
-        digest, ignored, self._records = hashlib.sha256(), Ignored(), list[Record]()
+        digest, ignored, self._records = hashlib.sha256(), Ignored(), list[Any]()
         for number, value in enumerate(records):
-            record, more = record_of(value, f"record {number}")
+            record, more = parse(value, f"record {number}")
             ignored.names |= more
-            digest.update(json.dumps(dataclasses.astuple(record), default=str).encode())
+            digest.update(json.dumps(record, default=_plain).encode())
             self._records.append(record)
         if not self._records:
             raise DataError("there are no records: pass at least one")
@@ -185,7 +234,7 @@ class RecordList:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __getitem__(self, index: int) -> Record:
+    def __getitem__(self, index: int) -> Any:
         return self._records[index]
 
     def __str__(self) -> str:

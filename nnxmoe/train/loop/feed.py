@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nnxmoe.axes import batch_axes, shards
 from nnxmoe.runtime.progress import logger
@@ -72,7 +72,11 @@ def put_batch(batch: Batch, step: Step) -> dict[str, Any]:
     batch = as_arrays(batch)
     step.objective.check(batch)
     check_ids(batch, step.vocab)
-    mesh = step.mesh
+    return put_rows(batch, step.mesh)
+
+
+def put_rows(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
+    """The arrays of a batch, rows split over the mesh; see `put_batch`."""
     if mesh is None:
         return {name: jnp.asarray(array) for name, array in batch.items()}
     rows, parts = rows_of(batch) * jax.process_count(), shards(mesh, batch_axes(mesh))

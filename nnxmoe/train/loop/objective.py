@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.output import Body
 from nnxmoe.moe import balance as balancing
 from nnxmoe.moe.router import Routing
 from nnxmoe.train.loop.batch import Batch, check_batch, real_tokens, targets_ahead, targets_of
@@ -24,7 +25,7 @@ class Losses:
 
     total: Any  # the scalar to minimise
     cross_entropy: Any  # mean over the tokens that count
-    tokens: Any  # how many tokens count
+    tokens: Any  # how many tokens count, or pairs of completions
     balance: Any  # without its weight, as is router_z
     router_z: Any
     load: Any  # int [L, E]: assignments per MoE layer and expert, those of prediction layers last
@@ -116,21 +117,54 @@ def of_function(objective: Any) -> TrainingObjective:
     return _OfFunction(objective)
 
 
-@dataclasses.dataclass(frozen=True)
-class Objective:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterLosses:
+    """The part of an objective that reads the routers: their weighted losses and the loads of the experts.
+
+    ``balance`` weighs the mean of ``balance_loss`` over the MoE layers, ``router_z_loss`` the mean of the routers'
+    z-losses; both default to 0.
+    """
+
+    balance: float = 0.0
+    balance_loss: Callable[[Routing], Float[Array, ""]] = balancing.switch_loss
+    router_z_loss: float = 0.0
+
+    def of_model(self, model: CausalLM) -> Self:
+        """The objective for a model. Raises ValueError if it needs layers that the model lacks."""
+        return self
+
+    def _body(self, model: CausalLM, batch: Batch, key: Any) -> Body:
+        """All layers of the model, each with the losses of its router."""
+        segments = batch.get("segment_ids")
+        mask = real_tokens(batch) if segments is not None or "attention_mask" in batch else None
+        given = batch["tokens"], mask, batch.get("positions"), segments, None, key, self._summarise_routing
+        return model.body(*given, keep_hidden=False)
+
+    def _of_routers(self, infos: Sequence[Any], share: float) -> tuple[Float[Array, ""], tuple[Array, ...]]:
+        """The weighted sum of the routers' losses, and the fields ``balance`` to ``dropped`` of `Losses`."""
+        even, router_z = (share * _mean([info.routing[i] for info in infos]) for i in range(2))
+        experts = infos[0].dispatch.load.shape[-1] if infos else 0
+        load = jnp.stack([info.dispatch.load for info in infos]) if infos else jnp.zeros((0, experts), jnp.int32)
+        dropped = jnp.stack([info.dispatch.dropped for info in infos]) if infos else jnp.zeros((0,), jnp.int32)
+        return self.balance * even + self.router_z_loss * router_z, (even, router_z, load, dropped)
+
+    def _summarise_routing(self, routing: Routing) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Auxiliary losses of one layer, computed within the layer so that its scores need not be kept."""
+        return self.balance_loss(routing), balancing.z_loss(routing)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective(RouterLosses):
     """Mean next-token cross-entropy plus weighted auxiliary losses; each weight defaults to 0.
 
-    ``z_loss`` weighs the mean squared logsumexp of the logits (PaLM; Chowdhery et al. 2022), ``balance`` the mean of
-    ``balance_loss`` over the MoE layers, ``router_z_loss`` the mean of the routers' z-losses. ``mtp`` weighs the loss
+    ``z_loss`` weighs the mean squared logsumexp of the logits (PaLM; Chowdhery et al. 2022), `RouterLosses` has the
+    weights of the routers' losses. ``mtp`` weighs the loss
     of multi-token prediction (DeepSeek-V3: 0.3, later 0.1): the mean over ``model.mtp`` of the mean cross-entropy of
     tokens 2, 3, … steps further on in the same document. With 0 those layers are not computed, and `Step` does not
     train them. ``depths``: their number, set by `of_model`.
     """
 
     z_loss: float = 0.0
-    balance: float = 0.0
-    balance_loss: Callable[[Routing], Float[Array, ""]] = balancing.switch_loss
-    router_z_loss: float = 0.0
     head: Head = ChunkedLoss()
     mtp: float = 0.0
     depths: int = 0
@@ -166,23 +200,16 @@ class Objective:
         share: float = 1.0,
     ) -> tuple[Float[Array, ""], Losses]:
         """The scalar to minimise, and the losses it consists of; see `TrainingObjective`."""
-        segments = batch.get("segment_ids")
-        mask = real_tokens(batch) if segments is not None or "attention_mask" in batch else None
-        given = batch["tokens"], mask, batch.get("positions"), segments, None, key, self._summarise_routing
-        body = model.body(*given, keep_hidden=False)
+        body = self._body(model, batch, key)
         targets, weights = targets_of(batch)
         counts = self.of_model(model).count(batch) if count is None else count
         total, entropy = self._sums(model, body.x, targets, weights, self.z_loss)
         total, entropy = total / counts[0], entropy / counts[0]
         ahead, further = self._predict(model, body.x, batch, key, counts[1:])
-        infos = [body.infos[i] for i in sorted(body.infos)] + further
-        even, router_z = (share * _mean([info.routing[i] for info in infos]) for i in range(2))
-        total += self.balance * even + self.router_z_loss * router_z
+        auxiliary, routers = self._of_routers([body.infos[i] for i in sorted(body.infos)] + further, share)
+        total += auxiliary
         total = total if ahead is None else total + self.mtp * ahead
-        experts = infos[0].dispatch.load.shape[-1] if infos else 0
-        load = jnp.stack([info.dispatch.load for info in infos]) if infos else jnp.zeros((0, experts), jnp.int32)
-        dropped = jnp.stack([info.dispatch.dropped for info in infos]) if infos else jnp.zeros((0,), jnp.int32)
-        return total, Losses(total, entropy, jnp.sum(weights), even, router_z, load, dropped, ahead)
+        return total, Losses(total, entropy, jnp.sum(weights), *routers, ahead)
 
     def _sums(self, model: CausalLM, x: Array, targets: Array, weights: Array, z: float) -> Sums:
         """Weighted sums over all tokens of the loss and the cross-entropy, from the input of the output head."""
@@ -205,10 +232,6 @@ class Objective:
             losses.append(self._sums(model, x, ahead.targets, ahead.weights, 0.0)[0] / count)
             infos += out.infos.values()
         return (_mean(losses) if losses else None), infos
-
-    def _summarise_routing(self, routing: Routing) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Auxiliary losses of one layer, computed within the layer so that its scores need not be kept."""
-        return self.balance_loss(routing), balancing.z_loss(routing)
 
 
 def _mean(values: list[Array]) -> Array:

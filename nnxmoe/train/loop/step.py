@@ -24,7 +24,7 @@ from nnxmoe.moe.balance import Utilisation, updated_bias, utilisation
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.programs import JitProgram, shapes_of
 from nnxmoe.train.loop.batch import Batch, as_arrays, rows_of
-from nnxmoe.train.loop.objective import Losses, Objective, TrainingObjective, of_function
+from nnxmoe.train.loop.objective import Losses, Objective, RouterLosses, TrainingObjective, of_function
 
 
 @jax.tree_util.register_dataclass
@@ -76,10 +76,10 @@ class Step:
         if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
             raise ValueError(f"optimizer={optimizer!r}: pass one of optax, such as optax.adam(1e-4)")
         self.optimizer, self.objective = optax.with_extra_args_support(optimizer), of_function(objective or Objective())
-        if isinstance(self.objective, Objective):
+        if isinstance(self.objective, RouterLosses):
             self.objective = self.objective.of_model(model)
             # Without a gradient, weight decay would shrink parameters, and their moments would take memory.
-            idle = ("indexer",) if self.objective.depths else ("indexer", "mtp")
+            idle = ("indexer",) if getattr(self.objective, "depths", 0) else ("indexer", "mtp")
             trainable = nnx.All(trainable, *(nnx.Not(nnx.PathContains(name)) for name in idle))
         self.accumulate, self.bias_rate = accumulate, bias_rate
         self.mesh, self.vocab = model.strategy.mesh, model.config.vocab_size
@@ -97,8 +97,8 @@ class Step:
             for name, (_, v) in {**self._params, **self._frozen}.items()
         }
         self._biases = _biases(model, getattr(self.objective, "depths", 0))
-        if bias_rate and not isinstance(self.objective, Objective):
-            raise ValueError("bias_rate needs the experts' loads, which only train.Objective reports: set it to 0")
+        if bias_rate and not isinstance(self.objective, RouterLosses):
+            raise ValueError("bias_rate needs the experts' loads, which a function does not report: set it to 0")
         self._moving = [n for n, (_, v) in self._frozen.items() if isinstance(v, RouterBias | nnx.RngState)]
         self._programs: dict[Any, Any] = {}  # by the batch: looking at a whole state in every step would take a while
         self._run = JitProgram(self._step, "the training step", donate_argnums=0, out_shardings=(self.places, None))

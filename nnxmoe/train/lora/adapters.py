@@ -46,7 +46,7 @@ def add(
     if odd := [value for value in alphas if not is_between(value, 0, 2**63)]:
         raise ValueError(f"alpha {short(odd[0])} is not a positive number")
     refuse_adapted(model)
-    made = [(slot, slot.shapes(*both, kind)) for slot, *both in zip(found, ranks, map(float, alphas), strict=True)]
+    made = [(slot, slot.shapes(r, float(a), kind)) for slot, r, a in zip(found, ranks, alphas, strict=True)]
     if rngs is not None:
         seed = np.asarray(jax.random.key_data(rngs.params())).tolist()
         for slot, adapter in made:

@@ -1,0 +1,206 @@
+"""Learning from preferences, pairs of a chosen and a rejected completion: DPO (Rafailov et al. 2023) and its variants.
+
+    train.lora.add(model, rank=16, rngs=nnx.Rngs(0))
+    data = train.preferences("pairs.jsonl", tokenizer, batch_size=8, seq_len=512)
+    train.fit(model, data, objective=train.DPO(train.lora.without, beta=0.1), …)
+
+Without adapters the reference is a second model, and ``with_reference(data, model)`` adds its log-probabilities to the
+batches: ``train.fit(model, train.with_reference(data, model), objective=train.DPO(), …)``.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from nnxmoe.axes import batch_axes, constrain, divided_over, shards
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.compiled import compiled
+from nnxmoe.model.output import Body
+from nnxmoe.train.loop.batch import Batch, as_arrays, check_batch, check_ids, targets_of
+from nnxmoe.train.loop.feed import put_rows
+from nnxmoe.train.loop.loss import log_probabilities
+from nnxmoe.train.loop.objective import Losses, RouterLosses
+
+FIELDS = ("tokens", "loss_mask", "attention_mask")
+REFERENCE = "reference_logps"
+
+Pairs = Float[Array, "B 2"]
+PairLoss = Callable[[Pairs, Pairs, float], Float[Array, "B"]]
+"""``(ratios, tokens, beta) -> loss`` of each pair. ``ratios``: how much larger the log-probability of the chosen and of
+the rejected completion is than the reference's; ``tokens``: how many tokens they have."""
+
+
+def sigmoid_loss(ratios: Pairs, tokens: Pairs, beta: float) -> Float[Array, "B"]:
+    """DPO: ``-log sigmoid(beta * margin)`` (Rafailov et al. 2023, eq. 7)."""
+    return -jax.nn.log_sigmoid(beta * (ratios[:, 0] - ratios[:, 1]))
+
+
+def hinge_loss(ratios: Pairs, tokens: Pairs, beta: float) -> Float[Array, "B"]:
+    """SLiC's ``max(0, 1 - beta * margin)`` (Zhao et al. 2023), normalised by the reference (Liu et al. 2023)."""
+    return jax.nn.relu(1 - beta * (ratios[:, 0] - ratios[:, 1]))
+
+
+def ipo_loss(ratios: Pairs, tokens: Pairs, beta: float) -> Float[Array, "B"]:
+    """IPO: ``(margin - 1 / (2 beta)) ** 2`` (Azar et al. 2023, eq. 17), of the means over tokens as in TRL."""
+    means = ratios / jnp.maximum(tokens, 1.0)
+    return (means[:, 0] - means[:, 1] - 1 / (2 * beta)) ** 2
+
+
+@dataclasses.dataclass(frozen=True)
+class DPO(RouterLosses):
+    """Mean loss of the pairs of a batch: the chosen completion shall gain more probability than the rejected one.
+
+    Batches have ``tokens [B, 2, T]`` int, the chosen and the rejected row of each pair, padded on the right;
+    ``loss_mask`` of the same shape, 1 for the tokens of the completion; and optionally ``attention_mask``, 0 for
+    padding. A pair counts if both completions have tokens that count. `nnxmoe.train.preferences` makes such batches.
+
+    ``reference`` returns the reference of the trained model: `lora.without` for adapters that start at zero, at the
+    cost of a forward pass per step and no memory for weights. With None, batches have ``reference_logps [B, 2]``, see
+    `with_reference`. ``label_smoothing`` is the probability that a pair is labelled the wrong way round (cDPO, Mitchell
+    2023). Metrics have TRL's names. The routers' losses, with the weights of `RouterLosses`, are those of both rows;
+    with weights of 0 they are measured only, as by `Objective`. Raises ValueError for a beta that is not positive, a
+    smoothing outside [0, 0.5), and a model as the reference.
+    """
+
+    reference: Callable[[CausalLM], CausalLM] | None = None
+    beta: float = 0.1
+    loss: PairLoss = sigmoid_loss
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.reference, CausalLM):
+            raise ValueError("DPO(reference=…) is a model: pass the batches through train.with_reference(batches, it)")
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"DPO(beta={self.beta!r}): it must be a positive number, such as 0.1")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"DPO(label_smoothing={self.label_smoothing!r}): it must be at least 0 and less than 0.5")
+
+    def check(self, batch: Batch) -> None:
+        """Raise ValueError if the batch is not one of pairs, or has not exactly one reference."""
+        check_pairs({name: array for name, array in batch.items() if name != REFERENCE})
+        if self.reference is not None and REFERENCE in batch:
+            raise ValueError(f"the batch has {REFERENCE} and DPO a reference function: leave out one of them")
+        if self.reference is None and REFERENCE not in batch:
+            raise ValueError(
+                f"the batch has no {REFERENCE}: pass the batches through train.with_reference(batches, model), or for "
+                "new adapters use train.DPO(train.lora.without)"
+            )
+        if REFERENCE in batch and (found := list(jnp.shape(batch[REFERENCE]))) != [len(batch["tokens"]), 2]:
+            raise ValueError(f"{REFERENCE} has the shape {found}: it must be [B, 2], {[len(batch['tokens']), 2]}")
+
+    def count(self, batch: Batch) -> Float[Array, ""]:
+        """The number of pairs that count, at least 1."""
+        return jnp.maximum(jnp.sum(_counting(_tokens_of(_rows(batch)))), 1.0)
+
+    def __call__(
+        self, model: CausalLM, batch: Batch, key: Any = None, count: Any = None, share: float = 1.0
+    ) -> tuple[Float[Array, ""], Losses]:
+        """The scalar to minimise, and the metrics; see `TrainingObjective`."""
+        rows = _rows(batch)
+        logps, body = self.logps(model, rows, key)
+        known = batch[REFERENCE] if self.reference is None else self.logps(self.reference(model), rows, key)[0]
+        ratios, tokens = logps - jax.lax.stop_gradient(known), _tokens_of(rows)
+        losses = self.loss(ratios, tokens, self.beta)
+        if self.label_smoothing:
+            flipped = self.loss(ratios[:, ::-1], tokens[:, ::-1], self.beta)
+            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * flipped
+        pairs = _counting(tokens)
+        parts = pairs / (self.count(batch) if count is None else count)
+        auxiliary, routers = self._of_routers([body.infos[i] for i in sorted(body.infos)], share)
+        rewards = self.beta * ratios
+        measured = {
+            "rewards/chosen": rewards[:, 0],
+            "rewards/rejected": rewards[:, 1],
+            "rewards/margins": rewards[:, 0] - rewards[:, 1],
+            "rewards/accuracies": (rewards[:, 0] > rewards[:, 1]).astype(jnp.float32),
+            "logps/chosen": logps[:, 0],
+            "logps/rejected": logps[:, 1],
+        }
+        total = jnp.sum(losses * parts) + auxiliary
+        means = {name: jnp.sum(value * parts) for name, value in measured.items()}
+        return total, Losses(total, None, jnp.sum(pairs), *routers, measured=means)
+
+    def logps(self, model: CausalLM, rows: Batch, key: Any) -> tuple[Pairs, Body]:
+        """The log-probabilities of the completions in rows ``[2 B, T]``, summed over their tokens, and all layers."""
+        body, (targets, weights), mesh = self._body(model, rows, key), targets_of(rows), model.mesh
+        parts = shards(mesh, divided_over(len(targets), mesh))
+        each = log_probabilities(body.x, model.head_weight(), targets, parts)
+        return jnp.sum(each * weights, axis=1).reshape(-1, 2), body
+
+
+def check_pairs(batch: Batch) -> None:
+    """Raise ValueError unless a batch has the arrays of pairs, all int ``[B, 2, T]``."""
+    for name in FIELDS[:2]:
+        if name not in batch:
+            raise ValueError(f"a batch of pairs needs {name} [B, 2, T], got {', '.join(batch) or 'no fields'}")
+    if unknown := [name for name in batch if name not in FIELDS]:
+        raise ValueError(f"unknown field {unknown[0]!r} in a batch of pairs: the fields are {', '.join(FIELDS)}")
+    for name, array in batch.items():
+        if len(shape := jnp.shape(array)) != 3 or shape[1] != 2:
+            raise ValueError(
+                f"{name} has the shape {list(shape)}: pairs are [B, 2, T], the chosen row before the other"
+            )
+    flat = {n: jax.ShapeDtypeStruct((2 * len(a), jnp.shape(a)[2]), a.dtype) for n, a in batch.items()}
+    check_batch(flat)
+
+
+def _rows(batch: Batch) -> dict[str, Array]:
+    """``[B, 2, T] -> [2 B, T]``: the rows of a pair stay beside each other, so that a mesh moves nothing."""
+    return {n: jnp.reshape(batch[n], (-1, jnp.shape(batch[n])[-1])) for n in FIELDS if n in batch}
+
+
+def _tokens_of(rows: Batch) -> Pairs:
+    """How many tokens of each completion count."""
+    return jnp.sum(targets_of(rows)[1], axis=1).reshape(-1, 2)
+
+
+def _counting(tokens: Pairs) -> Float[Array, "B"]:
+    """1 for pairs that count, else 0."""
+    return jnp.all(tokens > 0, axis=1).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferencedBatches:
+    """Batches with a reference's log-probabilities; its iterators have the positions of those of ``batches``."""
+
+    batches: Iterable[Batch]
+    model: CausalLM
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _Referenced(iter(self.batches), self.model)
+
+
+def with_reference(batches: Iterable[Batch], model: CausalLM) -> ReferencedBatches:
+    """Batches of pairs with ``reference_logps [B, 2]``, the log-probabilities that a model gives to the completions.
+
+    They are computed when a batch is read; ``list(with_reference(…))`` computes those of a few batches once. The model
+    stays in memory, as the one given to `fit` does anyway, and must not be changed. With a mesh the rows are split over
+    it. Raises ValueError for batches that are not of pairs.
+    """
+    return ReferencedBatches(batches, model)
+
+
+class _Referenced(Iterator[Batch]):
+    def __init__(self, batches: Iterator[Batch], model: CausalLM) -> None:
+        self._batches, self._model = batches, model
+
+    def __next__(self) -> Batch:
+        batch = as_arrays(next(self._batches))
+        check_pairs(batch)
+        check_ids(batch, self._model.config.vocab_size)
+        found = compiled(self._model, _reference)(put_rows(batch, self._model.mesh))
+        parts = {shard.index[0].start or 0: shard.data for shard in found.addressable_shards}  # this process's rows
+        return batch | {REFERENCE: np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)  # get_state and set_state, if there are any
+
+
+def _reference(model: CausalLM, batch: dict[str, Array]) -> Pairs:
+    return constrain(DPO().logps(model, _rows(batch), None)[0], model.mesh, batch_axes(model.mesh))
