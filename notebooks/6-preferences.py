@@ -9,13 +9,13 @@
 # ---
 
 # %% [markdown]
-# # 6 · A loss of your own: learning from preferences with DPO
+# # 6 · Learning from preferences with DPO
 #
 # **What you learn**
 #
-# - how to train with any function of the model and a batch;
-# - how to give `fit` batches with fields of their own;
-# - how adapters make the reference model of DPO free: it is the same model without them.
+# - how to train on pairs of answers, of which one is liked better;
+# - how adapters make the reference model of DPO free: it is the same model without them;
+# - how to write another loss of pairs, or any loss of a model and a batch.
 #
 # The embedded demo answers in sentences: "What is the capital of France?" with "The capital of France is Paris.". We
 # would like the name alone. We do not write down what is wrong with a sentence; we show pairs of answers, and say which
@@ -45,7 +45,6 @@ import random
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
-import numpy as np
 import optax
 from flax import nnx
 
@@ -82,74 +81,39 @@ print(sentences["France"], "|", capitals["France"])
 # %% [markdown]
 # ## Pairs
 #
-# A batch is a dict of arrays with the same number of rows; their names are ours. For each question there are the tokens
-# of both chats, and a mask of the answer's, which are the only ones that count.
+# Each has a prompt and two answers, as in the data sets for TRL; a file of JSON lines would do as well. In a batch, the
+# two rows of a pair stand side by side. Only the tokens of the answers count.
+
 
 # %%
-END = tokenizer.encode("<|end|>", add_special_tokens=False)
-LENGTH = 40
-
-
-def row(prompt, text):
-    ids = prompt + tokenizer.encode(text, add_special_tokens=False) + END
-    tokens, counts = np.zeros(LENGTH, np.int32), np.zeros(LENGTH, np.float32)
-    tokens[: len(ids)], counts[len(prompt) : len(ids)] = ids, 1
-    return tokens, counts
-
-
 def pairs(countries):
-    batch = {}
-    for name, answers in (("liked", capitals), ("disliked", sentences)):
-        rows = [row(asked(country), answers[country]) for country in countries]
-        batch[name], batch[f"{name}_counts"] = (np.stack(arrays) for arrays in zip(*rows, strict=True))
-    return batch
+    def said(text):
+        return [{"role": "assistant", "content": text}]
+
+    ask = [[{"role": "user", "content": f"What is the capital of {country}?"}] for country in countries]
+    return [
+        {"prompt": prompt, "chosen": said(capitals[country]), "rejected": said(sentences[country])}
+        for prompt, country in zip(ask, countries, strict=True)
+    ]
 
 
-batches = [pairs(trained[start : start + 6]) for start in range(0, 24, 6)]
-print({name: array.shape for name, array in batches[0].items()})
-
-# %% [markdown]
-# ## The loss
-#
-# A function of a model and a batch that returns a scalar. The reference is `lora.without(model)`: the same arrays, the
-# adapters left out. There is no second copy of the weights, and no gradient flows into it: only adapters are trained.
-
-# %%
-BETA = 0.1
-
-
-def log_probability(model, tokens, counts):
-    """Of the answers of all rows, [B]."""
-    each = jax.nn.log_softmax(model(tokens[:, :-1]).logits)
-    chosen = jnp.take_along_axis(each, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.sum(chosen * counts[:, 1:], axis=1)
-
-
-def margins(model, batch):
-    """How much likelier each preferred answer has become, compared to the other one, [B]."""
-    reference = train.lora.without(model)
-    gains = []
-    for name in ("liked", "disliked"):
-        given = batch[name], batch[f"{name}_counts"]
-        gains.append(log_probability(model, *given) - log_probability(reference, *given))
-    return gains[0] - gains[1]
-
-
-def dpo(model, batch):
-    return -jnp.mean(jax.nn.log_sigmoid(BETA * margins(model, batch)))
-
+sizes = {"batch_size": 6, "seq_len": 40}
+batches = train.preferences(pairs(trained), tokenizer, **sizes)
+measured = list(train.preferences(pairs(held), tokenizer, **sizes, epochs=1))
+print({name: array.shape for name, array in measured[0].items()})
 
 # %% [markdown]
 # ## Training
 #
-# `fit` does the rest as for any other loss: it compiles one step, saves checkpoints if it is given a folder, and can be
-# stopped and continued. Before the first step the model equals its reference: every margin is 0, the loss is log 2.
+# The reference is `lora.without(model)`: the same arrays without the adapters. There is no second copy of the weights,
+# and no gradient flows into it. Before the first step the model equals its reference: every margin is 0, the loss is
+# log 2. `nnxmoe finetune demo pairs.jsonl --preferences --lora 8 --out tuned` does the same with a file.
 
 # %%
-options = {"objective": dpo, "evaluate": train.Evaluation([pairs(held)], every=4)}
+options = {"objective": train.DPO(train.lora.without), "evaluate": train.Evaluation(measured, every=4)}
 fitted = train.fit(model, batches, optimizer=optax.adam(1e-3), steps=24, **options)
 print(f"loss {fitted.history[0]['loss']:.3f} -> {fitted.history[-1]['loss']:.3f}")
-plot.history(fitted.history, ["loss", "evaluation"])
+plot.history(fitted.history, ["loss", "evaluation", "rewards/margins"])
 plt.show()
 
 # %% [markdown]
@@ -162,6 +126,26 @@ for country in held:
     print(f"{country}: {answer(fitted.model, country)}")
 
 # %% [markdown]
-# The model kept its knowledge and changed its manner. Any other loss is written in the same way: distillation from
-# another model, an entropy bonus, a penalty on experts; `nnxmoe.train.Objective` is the built-in one, next-token
-# cross-entropy with the balance losses of notebook 3.
+# The model kept its knowledge and changed its manner.
+#
+# ## Losses of your own
+#
+# `train.DPO(…, loss=train.ipo_loss)` minimises another function of the pairs, and so does one of yours:
+# `(ratios, tokens, beta) -> losses`, from how much likelier than to the reference both answers are. An objective may
+# also be any function of the model and the batch, whose arrays then have names and shapes of your choice: for
+# distillation, an entropy bonus, a penalty on experts. This one is DPO again, by hand:
+
+
+# %%
+def by_hand(model, batch):
+    def log_probabilities(model):
+        rows, counts = (batch[name].reshape(-1, 40) for name in ("tokens", "loss_mask"))
+        each = jax.nn.log_softmax(model(rows[:, :-1]).logits)
+        chosen = jnp.take_along_axis(each, rows[:, 1:, None], axis=-1)[..., 0]
+        return jnp.sum(chosen * counts[:, 1:], axis=1).reshape(-1, 2)
+
+    ratios = log_probabilities(model) - log_probabilities(train.lora.without(model))
+    return -jnp.mean(jax.nn.log_sigmoid(0.1 * (ratios[:, 0] - ratios[:, 1])))
+
+
+print(f"{by_hand(fitted.model, measured[0]):.4f} = {fitted.history[-1]['evaluation']:.4f}")

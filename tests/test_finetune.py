@@ -34,14 +34,17 @@ def digits(rng: random.Random) -> list[str]:
     return [rng.choice("0123456789") for _ in range(4)]
 
 
-def write_task(path: Path, lines: int = 2000) -> str:
-    """Write chats that reverse digits, a task the demo model was not trained on."""
+def write_task(path: Path, lines: int = 2000, pairs: bool = False) -> str:
+    """Write chats that reverse digits, a task the demo model was not trained on; as ``pairs`` with wrong answers."""
     rng = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(lines):
             word = digits(rng)
             said = [("user", NEW.format(" ".join(word))), ("assistant", " ".join(reversed(word)))]
-            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}) + "\n")
+            chat = [{"role": role, "content": text} for role, text in said]
+            worse = [chat[0], {"role": "assistant", "content": " ".join(word)}]
+            if not pairs or chat != worse:
+                file.write(json.dumps({"chosen": chat, "rejected": worse} if pairs else {"messages": chat}) + "\n")
     return str(path)
 
 
@@ -96,10 +99,10 @@ def last_checkpoint(out: Path) -> tuple[dict[str, Any], Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--lora", "4"]])
+@pytest.mark.parametrize("more", [[], ["--lora", "4"], ["--preferences"]])
 def test_killed_and_rerun_command_is_bitwise_equal(tmp_path: Path, more: list[str]) -> None:
     """20 steps equal at least 10 steps, a SIGKILL, and the same command again."""
-    data = write_task(tmp_path / "task.jsonl", 300)
+    data = write_task(tmp_path / "task.jsonl", 300, pairs=bool({"--preferences"} & set(more)))
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     output, errors = command(straight, data, *more).communicate(timeout=1200)
     assert "steps 1 to 20" in output, errors
@@ -112,7 +115,7 @@ def test_killed_and_rerun_command_is_bitwise_equal(tmp_path: Path, more: list[st
     run.communicate()
     assert not (killed / "model.safetensors").exists()
     output, errors = command(killed, data, *more).communicate(timeout=1200)
-    assert "resuming from step" in errors and "to 20: cross-entropy" in output, errors
+    assert "resuming from step" in errors and "to 20: " in output, errors
     (arrays, extra), (others, other) = last_checkpoint(straight), last_checkpoint(killed)
     assert extra == other and arrays.keys() == others.keys() and any("moments" in name for name in arrays)
     for name, array in arrays.items():

@@ -62,7 +62,9 @@ TRL: dict[PairLoss, tuple[float, list[float]]] = {
 @pytest.mark.parametrize("loss", TRL)
 def test_losses_equal_trl(loss: PairLoss) -> None:
     wanted, slope = TRL[loss]
-    found = jax.value_and_grad(lambda logps: jnp.mean(loss(logps - KNOWN, COUNTS, BETA)))(jnp.asarray(LOGPS))
+    found = jax.value_and_grad(lambda logps: jnp.mean(loss(logps - KNOWN, jnp.asarray(COUNTS), BETA)))(
+        jnp.asarray(LOGPS)
+    )
     assert abs(found[0] - wanted) < 1e-6 and max_error(found[1].ravel(), slope) < 1e-6
 
 

@@ -78,7 +78,7 @@ class Documents:
             document = self._make(self.lines[number], self.lines.where(number))
             self._encoded[number] = True
             if document.chat:
-                each = [(len(part.tokens), np.argmax(part.learnt) + 1) for part in document.parts]
+                each = [(len(part.tokens), int(np.argmax(part.learnt)) + 1) for part in document.parts]
                 self._chats[number] = np.max(each, axis=0)
             self._room -= 5 * sum(len(part.tokens) for part in document.parts)
             if self._room >= 0:

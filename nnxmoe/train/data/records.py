@@ -107,7 +107,7 @@ def pair_of(value: object, where: str) -> tuple[tuple[Record, Record], frozenset
     string beside whole chats is ignored. Chat templates also get "tools". Raises DataError for other objects, and if
     the two are equal.
     """
-    both = [value.get(name) for name in PAIR] if isinstance(value, Mapping) else [None]
+    both: list[Any] = [value.get(name) for name in PAIR] if isinstance(value, Mapping) else [None]
     chats, texts = (all(isinstance(one, kind) for one in both) for kind in ((list, tuple), str))
     if not isinstance(value, Mapping) or not (chats or texts):
         raise DataError(

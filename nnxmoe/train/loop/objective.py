@@ -140,7 +140,9 @@ class RouterLosses:
         given = batch["tokens"], mask, batch.get("positions"), segments, None, key, self._summarise_routing
         return model.body(*given, keep_hidden=False)
 
-    def _of_routers(self, infos: Sequence[Any], share: float) -> tuple[Float[Array, ""], tuple[Array, ...]]:
+    def _of_routers(
+        self, infos: Sequence[Any], share: float
+    ) -> tuple[Float[Array, ""], tuple[Array, Array, Array, Array]]:
         """The weighted sum of the routers' losses, and the fields ``balance`` to ``dropped`` of `Losses`."""
         even, router_z = (share * _mean([info.routing[i] for info in infos]) for i in range(2))
         experts = infos[0].dispatch.load.shape[-1] if infos else 0
@@ -209,7 +211,7 @@ class Objective(RouterLosses):
         auxiliary, routers = self._of_routers([body.infos[i] for i in sorted(body.infos)] + further, share)
         total += auxiliary
         total = total if ahead is None else total + self.mtp * ahead
-        return total, Losses(total, entropy, jnp.sum(weights), *routers, ahead)
+        return total, Losses(total, entropy, jnp.sum(weights), *routers, mtp=ahead)
 
     def _sums(self, model: CausalLM, x: Array, targets: Array, weights: Array, z: float) -> Sums:
         """Weighted sums over all tokens of the loss and the cross-entropy, from the input of the output head."""
