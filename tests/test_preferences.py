@@ -238,7 +238,7 @@ def test_not_all_logits_are_in_memory() -> None:
     x, targets = jnp.zeros((4, 64, 8)), jnp.zeros((4, 64), jnp.int32)
     kernel, needs = jnp.zeros((8, 4096)), []
     for logits in (1 << 30, 4 * 4 * 4096):
-        total = lambda x, k, n=logits: log_probabilities(x, DenseKernel(k, True), targets, 1, n).sum()  # noqa: E731
+        total = lambda x, k, n=logits: log_probabilities(x, DenseKernel(k, True), targets, None, n).sum()  # noqa: E731
         made = jax.jit(jax.grad(total, argnums=(0, 1))).lower(x, kernel).compile()
         needs.append(made.memory_analysis().temp_size_in_bytes)
     assert needs[1] < 4 * 4 * 64 * 4096 / 2 < needs[0]

@@ -7,8 +7,10 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.axes import AnyMesh, divided_over, shard_map, shards
 from nnxmoe.layers.chunks import chunk_by_chunk, in_chunks, joined
 from nnxmoe.layers.kernel import Kernel
 
@@ -16,11 +18,11 @@ Sums = tuple[Float[Array, ""], Float[Array, ""]]
 
 
 class Head(Protocol):
-    """``(x, kernel, targets, weights, z, shards) -> (loss, cross-entropy)``, weighted sums over all tokens.
+    """``(x, kernel, targets, weights, z, mesh) -> (loss, cross-entropy)``, weighted sums over all tokens.
 
     The loss adds ``z * logsumexp(logits) ** 2`` per token and is the sum to differentiate. ``kernel [D V]`` is the
     output head's, tied or not. Logits are float32, products take operands of ``x``'s dtype. Rows are split over
-    ``shards`` devices.
+    the batch axes of ``mesh`` if they divide.
     """
 
     def __call__(
@@ -30,7 +32,7 @@ class Head(Protocol):
         targets: Int[Array, "B T"],
         weights: Float[Array, "B T"],
         z: float,
-        shards: int = 1,
+        mesh: AnyMesh | None = None,
     ) -> Sums: ...
 
 
@@ -38,7 +40,9 @@ class Head(Protocol):
 class Whole:
     """All logits at once: the oracle."""
 
-    def __call__(self, x: Array, kernel: Kernel, targets: Array, weights: Array, z: float, shards: int = 1) -> Sums:
+    def __call__(
+        self, x: Array, kernel: Kernel, targets: Array, weights: Array, z: float, mesh: AnyMesh | None = None
+    ) -> Sums:
         each, entropy, _ = _losses(kernel.float32(x), targets, z)
         return jnp.sum(each * weights), jax.lax.stop_gradient(jnp.sum(entropy * weights))
 
@@ -47,8 +51,9 @@ class Whole:
 class ChunkedLoss:
     """At most ``logits`` logits per device at a time; the full logits are never materialised.
 
-    The same pass computes the gradients, so no product runs twice. Exact: a token's softmax is never split. Each chunk
-    takes the same number of tokens from every row, so that rows stay on their devices.
+    The same pass computes the gradients, so no product runs twice. Exact: a token's softmax is never split. Devices
+    gather the kernel once, in the dtype of ``x``, go through chunks of their own rows, and add up the kernel's
+    gradients at the end.
     """
 
     logits: int = 1 << 26
@@ -57,9 +62,11 @@ class ChunkedLoss:
         if self.logits < 1:
             raise ValueError(f"ChunkedLoss(logits={self.logits}): the number of logits per chunk must be at least 1")
 
-    def __call__(self, x: Array, kernel: Kernel, targets: Array, weights: Array, z: float, shards: int = 1) -> Sums:
-        step = _tokens_per_chunk(self.logits, kernel, targets, shards)
-        sums: Any = _chunked(x, kernel, targets, jax.lax.stop_gradient(weights), step, z)
+    def __call__(
+        self, x: Array, kernel: Kernel, targets: Array, weights: Array, z: float, mesh: AnyMesh | None = None
+    ) -> Sums:
+        step = _tokens_per_chunk(self.logits, kernel, targets, mesh)
+        sums: Any = _chunked(x, kernel, targets, jax.lax.stop_gradient(weights), step, z, mesh)
         return sums[0], jax.lax.stop_gradient(sums[1])
 
 
@@ -67,23 +74,30 @@ def log_probabilities(
     x: Float[Array, "B T D"],
     kernel: Kernel,
     targets: Int[Array, "B T"],
-    shards: int = 1,
+    mesh: AnyMesh | None = None,
     logits: int = ChunkedLoss.logits,
 ) -> Float[Array, "B T"]:
     """The log-probability of each target, differentiable; see `Head` and `ChunkedLoss`. The backward pass computes the
     logits of each chunk again."""
-    chunks = -(-x.shape[1] // _tokens_per_chunk(logits, kernel, targets, shards))
+    chunks = -(-x.shape[1] // _tokens_per_chunk(logits, kernel, targets, mesh))
 
-    def one(x: Array, targets: Array) -> tuple[Array, None]:
-        return -_losses(kernel.cast(x.dtype).float32(x), targets, 0.0)[1], None
+    def local(x: Array, cast: Kernel, targets: Array) -> Array:
+        def one(x: Array, targets: Array) -> tuple[Array, None]:
+            return -_losses(cast.float32(x), targets, 0.0)[1], None
 
-    return chunk_by_chunk(one, chunks, x, targets)[0]
+        return chunk_by_chunk(one, chunks, x, targets)[0]
+
+    axes, cast = divided_over(len(x), mesh), kernel.cast(x.dtype)
+    if mesh is None or not axes:
+        return local(x, cast, targets)
+    rows = PartitionSpec(axes)
+    return shard_map(local, mesh, (rows, PartitionSpec(), rows), rows, axes)(x, cast, targets)
 
 
-def _tokens_per_chunk(logits: int, kernel: Kernel, targets: Array, shards: int) -> int:
+def _tokens_per_chunk(logits: int, kernel: Kernel, targets: Array, mesh: AnyMesh | None) -> int:
     """How many tokens of every row a chunk has, for at most ``logits`` logits per device."""
     batch, length = targets.shape
-    return min(length, max(1, logits // (kernel.shape[1] * -(-batch // shards))))
+    return min(length, max(1, logits // (kernel.shape[1] * (batch // shards(mesh, divided_over(batch, mesh))))))
 
 
 def _losses(logits: Array, targets: Array, z: float) -> tuple[Array, Array, Array]:
@@ -93,21 +107,63 @@ def _losses(logits: Array, targets: Array, z: float) -> tuple[Array, Array, Arra
     return norm - chosen + z * norm**2, norm - chosen, norm
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
-def _chunked(x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float) -> Sums:
-    cast = kernel.cast(x.dtype)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6))
+def _chunked(
+    x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float, mesh: AnyMesh | None
+) -> Sums:
+    def local(x: Array, cast: Kernel, targets: Array, weights: Array) -> Sums:
+        def one(sums: Sums, chunk: Any) -> tuple[Sums, None]:
+            x, targets, weights = chunk
+            each, entropy, _ = _losses(cast.float32(x), targets, z)
+            return (sums[0] + jnp.sum(each * weights), sums[1] + jnp.sum(entropy * weights)), None
 
-    def one(sums: Sums, chunk: Any) -> tuple[Sums, None]:
-        x, targets, weights = chunk
-        each, entropy, _ = _losses(cast.float32(x), targets, z)
-        return (sums[0] + jnp.sum(each * weights), sums[1] + jnp.sum(entropy * weights)), None
+        return jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), in_chunks(step, x, targets, weights))[0]
 
-    return jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), in_chunks(step, x, targets, weights))[0]
+    axes, cast = divided_over(len(x), mesh), kernel.cast(x.dtype)
+    if mesh is None or not axes:
+        return local(x, cast, targets, weights)
+    rows, whole = PartitionSpec(axes), PartitionSpec()
+
+    def summed(*given: Any) -> Sums:
+        return jax.lax.psum(local(*given), axes)
+
+    return shard_map(summed, mesh, (rows, whole, rows, rows), whole, axes)(x, cast, targets, weights)
 
 
-def _with_slopes(x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float) -> Any:
+def _with_slopes(
+    x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float, mesh: AnyMesh | None
+) -> Any:
     """Compute the sums, and the gradients of the first with respect to ``x`` and, if it is trained, ``kernel``."""
-    cast = kernel.cast(x.dtype)
+    axes, cast = divided_over(len(x), mesh), kernel.cast(x.dtype)
+    local = functools.partial(_slopes_of_rows, step=step, z=z)
+    if mesh is None or not axes:
+        sums, (by_x, slope) = local(x, cast, targets, weights)
+    else:
+        rows, whole, count = PartitionSpec(axes), PartitionSpec(), shards(mesh, axes)
+        alone = count == mesh.size  # XLA would gather what other axes shard before it scatters
+        parted = jax.tree.map(lambda a: alone and bool(a.ndim) and a.shape[-1] % count == 0, cast)
+        of_slope = jax.tree.map(
+            lambda a, part: PartitionSpec(*[None] * (a.ndim - 1), axes) if part else whole, cast, parted
+        )
+
+        def summed(*given: Any) -> Any:
+            sums, (by_x, slope) = local(*given)
+            if slope is not None:
+                slope = jax.tree.map(lambda a, part: _added(a, axes, part), slope, parted)
+            return jax.lax.psum(sums, axes), (by_x, slope)
+
+        out = (whole, whole), (rows, of_slope if kernel.trained else None)
+        sums, (by_x, slope) = shard_map(summed, mesh, (rows, whole, rows, rows), out, axes)(x, cast, targets, weights)
+    return sums, (by_x, None if slope is None else jax.tree.map(lambda a, like: a.astype(like.dtype), slope, kernel))
+
+
+def _added(a: Array, axes: tuple[str, ...], scatter: bool) -> Array:
+    """The sum over mesh axes, of which each device keeps its part of the last dimension with ``scatter``."""
+    return jax.lax.psum_scatter(a, axes, scatter_dimension=a.ndim - 1, tiled=True) if scatter else jax.lax.psum(a, axes)
+
+
+def _slopes_of_rows(x: Array, cast: Kernel, targets: Array, weights: Array, step: int, z: float) -> Any:
+    """`_with_slopes` on one device; the kernel's gradients are float32."""
 
     def one(carry: Any, chunk: Any) -> Any:
         total, entropies, slope = carry
@@ -119,21 +175,19 @@ def _with_slopes(x: Array, kernel: Kernel, targets: Array, weights: Array, step:
         by_logits = (shares * (1 + 2 * z * norm)[..., None] - hit) * weights[..., None]
         by_logits = cast.before(by_logits, logits).astype(x.dtype)
         if slope is not None:
-            slope = jax.tree.map(jnp.add, slope, kernel.outer(x, by_logits))
+            slope = jax.tree.map(jnp.add, slope, cast.outer(x, by_logits))
         sums = total + jnp.sum(each * weights), entropies + jnp.sum(entropy * weights)
         return (*sums, slope), cast.back(by_logits)
 
-    slope = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), kernel) if kernel.trained else None
+    slope = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), cast) if cast.trained else None
     start = (jnp.zeros(()), jnp.zeros(()), slope)
     (total, entropy, slope), by_x = jax.lax.scan(one, start, in_chunks(step, x, targets, weights))
-    by_x = joined(by_x, x.shape[1])
-    slope = None if slope is None else jax.tree.map(lambda a, like: a.astype(like.dtype), slope, kernel)
-    return (total, entropy), (by_x, slope)
+    return (total, entropy), (joined(by_x, x.shape[1]), slope)
 
 
-def _chunked_jvp(step: int, z: float, given: Any, moved: Any) -> Any:
+def _chunked_jvp(step: int, z: float, mesh: AnyMesh | None, given: Any, moved: Any) -> Any:
     x, kernel, targets, weights = given
-    sums, slopes = _with_slopes(x, kernel, targets, weights, step, z)
+    sums, slopes = _with_slopes(x, kernel, targets, weights, step, z, mesh)
     total = jnp.zeros(())
     # Leaf by leaf; a kernel that is not trained comes last and has no slope.
     for slope, along in zip(jax.tree.leaves(slopes), jax.tree.leaves(moved[:2]), strict=False):

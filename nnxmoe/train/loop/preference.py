@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import batch_axes, constrain, divided_over, shards
+from nnxmoe.axes import batch_axes, constrain
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import compiled
 from nnxmoe.model.output import Body
@@ -128,9 +128,8 @@ class DPO(RouterLosses):
 
     def logps(self, model: CausalLM, rows: Batch, key: Any) -> tuple[Pairs, Body]:
         """The log-probabilities of the completions in rows ``[2 B, T]``, summed over their tokens, and all layers."""
-        body, (targets, weights), mesh = self._body(model, rows, key), targets_of(rows), model.mesh
-        parts = shards(mesh, divided_over(len(targets), mesh))
-        each = log_probabilities(body.x, model.head_weight(), targets, parts)
+        body, (targets, weights) = self._body(model, rows, key), targets_of(rows)
+        each = log_probabilities(body.x, model.head_weight(), targets, model.mesh)
         return jnp.sum(each * weights, axis=1).reshape(-1, 2), body
 
 
