@@ -213,9 +213,11 @@ def _training(config: Any, found: list[ParamSize], rows: int, work: Work, mesh: 
     """Estimate of temporary bytes besides the gradients.
 
     Each layer's input; of one layer its gathered kernels with their gradients, and inputs and outputs of its linear
-    maps with theirs; the head, and a chunk of logits. The factors are those of programs compiled for H100
-    (Mixtral-8x22B on 64: 35 GB with gradients where XLA takes 30; DeepSeek-V3 on 256 with ``buffer_factor`` 1.25: 49
-    and 49), so other programs may differ by 20 %.
+    maps with theirs; the head, and a chunk of logits. The factors are those of compiled programs, so others may differ
+    by 20 %. With exchanges between experts: for H100 (Mixtral-8x22B on 64: 35 GB with gradients where XLA takes 30;
+    DeepSeek-V3 on 256 with ``buffer_factor`` 1.25: 49 and 49). Without: for v6e with ``offload`` (Llama-3.1-8B on 8: 16
+    and 19; 70B on 256: 35 and 32; Mixtral-8x7B on 256: 24 and 23), where the head, the attention and the feed-forward
+    of a layer take turns, and copies of the parameters in the dtype of activations live beside them.
     """
     tokens, tensor, vector = rows * work.seq, mesh.shape["tensor"], config.hidden_size * work.values
     staged = max((part.layers for part in found if part.staged), default=0)
@@ -229,20 +231,33 @@ def _training(config: Any, found: list[ParamSize], rows: int, work: Work, mesh: 
     of_one = [_one_layer([part for part in found if part.staged == which]) for which, _, _ in runs]
     layers = [_layer(config, one, each, work, mesh) for one, (_, each, _) in zip(of_one, runs, strict=True)]
     everything = sum(size * times / 2 for size, (_, _, times) in zip(layers, runs, strict=True))
-    kernels = (4 if work.lora else 16) * max(sum(gathered(part, mesh) for part in one) for one in of_one)
+    exchanged = mesh.shape["expert"] > 1
+    kernels = (4 if work.lora else 16 if exchanged else 6) * max(
+        sum(gathered(part, mesh) for part in one) for one in of_one
+    )
     head = config.vocab_size * config.hidden_size // tensor * (work.values + (0 if work.lora else work.state))
     logits = min(chunk_logits(), tokens * config.vocab_size // tensor) * 4 * 3
     # The sum over parts or turns, beside the gradients of one.
     summed = [part for part in found if part.trained and not work.lora and (work.accumulate > 1 or part.staged)]
     more += sum(part.size // shards(mesh, part.axes) for part in summed) * work.state
-    return int(kept + (max(layers) if work.remat else everything) + kernels + head + logits + more)
+    layer = kernels + (max(layers) if work.remat else everything)
+    if exchanged:
+        return int(kept + layer + head + logits + more)
+    copies = sum(part.size // shards(mesh, part.axes) for part in found if part.trained) * work.values
+    return int(kept + max(layer, head + logits) + copies + more)
 
 
 def _layer(config: Any, one: list[ParamSize], tokens: int, work: Work, mesh: AnyMesh) -> float:
     """Inputs and outputs of a layer's linear maps, with their gradients."""
-    widths = [sum(part.width for part in one if bool(part.experts) == moe) for moe in (False, True)]
+    routed = sum(part.width for part in one if part.experts)
+    attention = sum(part.width for part in one if ".attention." in part.key)
+    others = sum(part.width for part in one) - routed - attention
     rows = _received(config, one, tokens, work, mesh)
-    return (4 * tokens * widths[0] + 2.5 * rows * widths[1]) * work.values / mesh.shape["tensor"]
+    if mesh.shape["expert"] > 1:
+        numbers = 4 * tokens * (attention + others) + 2.5 * rows * routed
+    else:
+        numbers = max(3 * tokens * attention, 3 * tokens * others + 1.2 * rows * routed)
+    return numbers * work.values / mesh.shape["tensor"]
 
 
 def chunk_logits() -> int:
