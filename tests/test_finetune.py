@@ -24,6 +24,7 @@ from nnxmoe.cli.commands import DEMO
 from nnxmoe.generation.request import whole_number
 from nnxmoe.train import lora
 from nnxmoe.train.finetune import _INTEGERS, Finetune
+from nnxmoe.train.loop.optimizers import OPTIMIZERS
 from tests.demo.exam import ask, complete
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,7 +100,9 @@ def last_checkpoint(out: Path) -> tuple[dict[str, Any], Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--lora", "4"], ["--preferences"]])
+@pytest.mark.parametrize(
+    "more", [[], ["--lora", "4"], ["--preferences"], *(["--optimizer", name] for name in list(OPTIMIZERS)[1:])]
+)
 def test_killed_and_rerun_command_is_bitwise_equal(tmp_path: Path, more: list[str]) -> None:
     """20 steps equal at least 10 steps, a SIGKILL, and the same command again."""
     data = write_task(tmp_path / "task.jsonl", 300, pairs=bool({"--preferences"} & set(more)))
@@ -129,7 +132,8 @@ def test_killed_and_rerun_command_is_bitwise_equal(tmp_path: Path, more: list[st
 def test_adapter_only_output_and_changed_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = write_task(tmp_path / "task.jsonl", 50), tmp_path / "adapter"
     line = ["finetune", "demo", data, "--out", str(out), "--steps", "2", "--batch-size", "2", "--seq-len", "32"]
-    assert cli.main([*line, "--lora", "2", "--adapter-only"]) == 0
+    assert cli.main([*line, "--lora", "2", "--adapter-only", "--profile", "1"]) == 0
+    assert len(list((out / "profile").rglob("*.xplane.pb"))) == 1
     assert {"adapter_config.json", "adapter_model.safetensors", "checkpoints"} <= {path.name for path in out.iterdir()}
     assert not (out / "config.json").exists() and "an adapter for peft" in capsys.readouterr().out
     model, tokens = nnxmoe.from_pretrained(DEMO), np.arange(3, 15)[None]
@@ -221,6 +225,7 @@ def test_invalid_commands_change_nothing(tmp_path: Path, capsys: pytest.CaptureF
         (["demo", data, "--out", str(new), "--warmup", "9", "--epochs", "1"], "--warmup 9: .* less than the . steps"),
         (["demo", data, "--out", str(new), "--accumulate", "3"], "--accumulate 3 does not divide --batch-size 8"),
         (["demo", data, "--out", str(new), "--learning-rate", "2"], "--learning-rate 2.0: it must be"),
+        (["demo", data, "--out", str(new), "--optimizer", "sgd"], "--optimizer 'sgd': pass one of adam, muon"),
         (["demo", data, "--out", str(new), "--lora-alpha", "2"], "--lora-alpha 2.0 is for adapters"),
         (["demo", data, "--out", str(new), "--eval", str(bad)], "bad.jsonl line 2"),
         (["mixtral-8x7b", data, "--out", str(new)], "preset"),

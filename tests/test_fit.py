@@ -2,12 +2,10 @@
 
 import dataclasses
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -434,8 +432,8 @@ def test_reports_are_read_while_the_next_step_is_computed(events: list[str], tmp
     assert ", ".join(events[:6]) == "step 1, told 1, told 1, step 2, told 2, told 2"
     same_bits(done, waited)
     for metrics, others in zip(done.history, waited.history, strict=True):
-        timed = ("seconds", "tokens_per_second")
-        assert {k: v for k, v in metrics.items() if k not in timed} == {k: others[k] for k in metrics if k not in timed}
+        names = {name for name in metrics if "second" not in name}  # times differ
+        assert {k: metrics[k] for k in names} == {k: others[k] for k in names}
 
 
 def test_late_callbacks_see_no_model_and_cannot_stop(events: list[str]) -> None:
@@ -534,15 +532,6 @@ def test_training_in_64_bits() -> None:
             results.append([done.history[-1][name] for name in ("loss", "gradient_norm", "evaluation")])
             assert {value.dtype.itemsize for value in jax.tree.leaves(done.state.params)} == {4}
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
-
-
-def test_the_callback_for_wandb_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = " ".join((ROOT / "nnxmoe" / "train" / "README.md").read_text(encoding="utf-8").split())
-    (code,) = re.findall(r"`(lambda progress: wandb[^`]+)`", text)
-    logged: list[tuple[int, float]] = []
-    wandb = types.SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics["loss"])))
-    done = fit(build_tiny("llama", PLAIN), Draws(2, 5), **settings(steps=2), callbacks=[eval(code, {"wandb": wandb})])
-    assert logged == [(metrics["step"], metrics["loss"]) for metrics in done.history]
 
 
 def test_callback_that_stops_leaves_a_final_evaluation() -> None:

@@ -3,10 +3,14 @@
 import csv
 import json
 import sys
+import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -17,6 +21,7 @@ from nnxmoe import train
 from nnxmoe.cli.summary import summarise
 from nnxmoe.runtime.hardware import of_device
 from nnxmoe.train import lora
+from nnxmoe.train.loop.measured import shown_metrics
 from nnxmoe.train.loop.speed import peak_flops, token_flops
 from tests.support.tiny import build_tiny, random_tokens
 
@@ -79,6 +84,115 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scalars = [row for row in told if row != "flushed"]
     assert {name for name, _, _ in scalars} >= {"loss", "tokens_per_second"} and told[-1] == "flushed"
     assert [step for name, _, step in scalars if name == "loss"] == [1, 2]
+
+
+class WandbRun:
+    """The methods of `wandb.Run` (wandb 0.31) that `WandbLog` calls, with their parameters."""
+
+    def __init__(self, noted: list[Any]) -> None:
+        self.noted = noted
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        self.noted.append((step, data))
+
+    def finish(self, exit_code: int | None = None) -> None:
+        self.noted.append(("finish", exit_code))
+
+
+def test_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run begins and ends with each call of `fit`, with an exit code of 1 after an error."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="WandbLog requires a package that is not installed: pip install wandb"):
+        train.WandbLog("demo")
+    noted: list[Any] = []
+
+    def init(project: str | None = None, name: str | None = None, mode: str | None = None) -> WandbRun:
+        noted.append((project, name, mode))
+        return WandbRun(noted)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    log, model = train.WandbLog("demo", name="first", mode="offline"), build_tiny("mixtral")
+    assert not noted
+    batches = [{"tokens": random_tokens(2, 5)}] * 2
+    done = train.fit(model, batches, optimizer=optax.sgd(0.1), steps=2, callbacks=[log])
+    begun, *steps, end = noted
+    assert begun == ("demo", "first", "offline") and end == ("finish", 0)
+    assert [{"step": step} | data for step, data in steps] == done.history
+    with pytest.raises(ValueError, match="the data ended after 2"):
+        train.fit(model, iter(batches), optimizer=optax.sgd(0.1), steps=3, callbacks=[log])
+    assert noted[4] == begun and noted[-1] == ("finish", 1)
+
+
+def slowly(count: int) -> Iterator[Any]:
+    for _ in range(count):
+        time.sleep(0.05)
+        yield {"tokens": random_tokens(2, 5)}
+
+
+def test_the_parts_of_a_step_have_the_same_names_in_every_log(tmp_path: Path) -> None:
+    """Data that take 50 ms a batch show in it; waiting for data and device is within the seconds of a step, checkpoints
+    and evaluations are outside."""
+    logs = train.JsonLog(tmp_path / "a"), train.CsvLog(tmp_path / "b")
+    usual: dict[str, Any] = {"optimizer": optax.sgd(0.1), "evaluate": [{"tokens": random_tokens(2, 5)}], "steps": 4}
+    saved = train.Checkpoints(tmp_path / "c", every=2)
+    done = train.fit(build_tiny("mixtral"), slowly(4), checkpoint=saved, callbacks=logs, **usual).history
+    names = {"step", "loss", "seconds", "tokens_per_second", "busiest_expert", "dropped"}
+    names |= {"data_seconds", "device_seconds", "checkpoint_seconds"}
+    for metrics in done:
+        assert metrics.keys() >= names
+        assert metrics["data_seconds"] + metrics["device_seconds"] <= metrics["seconds"]
+    assert sum(metrics["data_seconds"] for metrics in done) >= 4 * 0.05
+    assert done[2]["checkpoint_seconds"] > 0 == done[0]["checkpoint_seconds"]  # that of step 2
+    assert [m["step"] for m in done if "evaluation_seconds" in m] == [4] and done[3]["evaluation_seconds"] > 0
+    assert [row.keys() for row in logs[0].read()] == [metrics.keys() for metrics in done]
+    assert set(logs[1].read()[0]) == done[3].keys()
+
+
+def test_the_bar_shows_load_drops_and_skips() -> None:
+    metrics = {"step": 3, "loss": 0.0, "seconds": 0.5, "tokens_per_second": 64.0, "busiest_expert": 1.5}
+    quiet = shown_metrics(metrics | {"dropped": 0.0, "skipped": 0})
+    assert quiet == {"loss": "0.0000", "tok/s": "64", "s/step": "0.500", "busiest expert": "1.5x"}
+    loud = shown_metrics(metrics | {"dropped": 0.125, "skipped": 2, "mfu": 0.4, "data_seconds": 0.25})
+    assert loud == quiet | {"mfu": "40.0%", "dropped": "12.5%", "skipped": "2", "data s/step": "0.250"}
+
+
+def traced(folder: Path) -> tuple[list[Any], set[str]]:
+    """The numbers of the steps in the trace, and the names of all events."""
+    (file,) = folder.rglob("*.xplane.pb")
+    lines = [line for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jaxlib 0.11 deprecates events.stats
+        numbers = [dict(event.stats)["step_num"] for line in lines for event in line.events if event.name == "train"]
+    return sorted(numbers), {event.name for line in lines for event in line.events}
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_profiles_cover_exactly_their_steps(late: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not the step that compiles, also with a callback for which each step waits; a checkpoint is due within them."""
+    others = [] if late else [lambda told: None]
+    run: dict[str, Any] = {"optimizer": optax.sgd(0.1), "callbacks": [train.Profile(tmp_path / "profile", 3), *others]}
+    run["checkpoint"] = train.Checkpoints(tmp_path / "c", every=2)
+    with caplog.at_level("INFO", "nnxmoe"):
+        done = train.fit(build_tiny("llama"), [{"tokens": random_tokens(2, 5)}], steps=6, **run)
+    assert len(done.history) == 6
+    assert f"profiled steps 2 to 4: pip install xprof && xprof --logdir {tmp_path / 'profile'}" in caplog.text
+    numbers, names = traced(tmp_path / "profile")
+    assert numbers == [2, 3, 4] and not any("backend_compile" in name for name in names)
+    assert len(list(tmp_path.rglob("*.trace.json.gz"))) == 1
+
+
+def test_profiles_of_short_and_failed_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They end with the run, so that the next run can be profiled."""
+    model, batches = build_tiny("llama"), [{"tokens": random_tokens(2, 5)}] * 3
+    usual: dict[str, Any] = {"optimizer": optax.sgd(0.1)}
+    with pytest.raises(ValueError, match="the data ended after 3 batches"):
+        train.fit(model, iter(batches), steps=9, callbacks=[train.Profile(tmp_path / "a", 4)], **usual)
+    train.fit(model, batches, steps=3, callbacks=[train.Profile(tmp_path / "b", 9)], **usual)
+    assert [traced(tmp_path / name)[0] for name in "ab"] == [[2, 3], [2, 3]]
+    train.fit(model, batches, steps=1, callbacks=[train.Profile(tmp_path / "d", 9)], **usual)
+    assert "no step was profiled" in caplog.text and not (tmp_path / "d").exists()
+    with pytest.raises(ValueError, match="steps=0: pass the number of steps to profile"):
+        train.Profile(tmp_path, 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])

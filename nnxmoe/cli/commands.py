@@ -147,7 +147,7 @@ def finetune(options: argparse.Namespace) -> None:
     task = tuning.Finetune(_weights(options.model), **{name: getattr(options, name) for name in names})
     mesh = devices.mesh_of(options.mesh, connect=True)
     say("running on %s", devices.text(mesh))
-    kept = {"save_every": options.save_every, "local_files_only": options.local_files_only}
+    kept = {name: getattr(options, name) for name in ("save_every", "local_files_only", "profile")}
     try:
         done = tuning.finetune(task, options.out, mesh=mesh, **kept)
     except KeyboardInterrupt:

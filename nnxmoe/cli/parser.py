@@ -176,15 +176,15 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
     add(
         "data",
         metavar="DATA.json",
-        help='objects such as {"text": …}, {"messages": [{"role": …}, …]}, {"prompt": …, "completion": …}, or those of '
-        "Alpaca and ShareGPT, one per line or in a JSON array, also as .gz; other fields are ignored",
+        help='objects {"text": …}, {"messages": [{"role": …}, …]}, {"prompt": …, "completion": …}, or of Alpaca and '
+        "ShareGPT, one per line or in a JSON array, also as .gz",
     )
     what = "new, empty or the folder of a run; gets metrics.jsonl"
     add("--out", required=True, metavar="DIR", help=what)
     what = "train LoRA adapters of this rank (default: all weights)"
     add("--lora", type=shared.count, metavar="RANK", help=what)
     shared.add_quantize(parser)
-    add("--adapter-only", action="store_true", help="write peft's adapter files, not the merged model")
+    add("--adapter-only", action="store_true", help="write the adapter in peft's format, unmerged")
     add("--lora-alpha", type=float, metavar="A", help="scale adapters by A / rank (default: the rank)")
     what = "divide the experts' ranks by the experts per token"
     add("--split-rank", action="store_true", help=what)
@@ -201,10 +201,12 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
     add("--eval", dest="evaluation", metavar="DATA.json", help=what)
     add("--batch-size", type=shared.count, default=8, metavar="B", help="rows per step (default 8)")
     add("--seq-len", type=shared.count, default=512, metavar="T", help="tokens per row (default 512)")
-    what = "peak learning rate (default 2e-4 with --lora, else 2e-5; for DPO a 20th)"
+    add("--optimizer", default="adam", metavar="NAME", help="adam (default), muon, adafactor or lion")
+    what = "peak (2e-4 with --lora or 2e-5; lion / 5; DPO / 20)"
     add("--learning-rate", type=float, metavar="LR", help=what)
     what = "save a checkpoint every K steps (default 100)"
     add("--save-every", type=shared.count, default=100, metavar="K", help=what)
+    add("--profile", type=shared.count, metavar="N", help="write a trace of N steps for xprof or Perfetto")
     add("--seed", type=int, default=0, metavar="S", help="the same seed gives the same order of the data")
     shared.add_mesh(parser)
 

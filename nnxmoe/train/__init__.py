@@ -20,14 +20,17 @@ from nnxmoe.train.loop.loss import Whole as Whole
 from nnxmoe.train.loop.metrics import CsvLog as CsvLog
 from nnxmoe.train.loop.metrics import JsonLog as JsonLog
 from nnxmoe.train.loop.metrics import TensorBoardLog as TensorBoardLog
+from nnxmoe.train.loop.metrics import WandbLog as WandbLog
 from nnxmoe.train.loop.objective import Losses as Losses
 from nnxmoe.train.loop.objective import Objective as Objective
 from nnxmoe.train.loop.objective import TrainingObjective as TrainingObjective
+from nnxmoe.train.loop.optimizers import muon as muon
 from nnxmoe.train.loop.preference import DPO as DPO
 from nnxmoe.train.loop.preference import hinge_loss as hinge_loss
 from nnxmoe.train.loop.preference import ipo_loss as ipo_loss
 from nnxmoe.train.loop.preference import sigmoid_loss as sigmoid_loss
 from nnxmoe.train.loop.preference import with_reference as with_reference
+from nnxmoe.train.loop.profile import Profile as Profile
 from nnxmoe.train.loop.run import Fitted as Fitted
 from nnxmoe.train.loop.run import NotFinite as NotFinite
 from nnxmoe.train.loop.run import Progress as Progress

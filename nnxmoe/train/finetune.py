@@ -39,13 +39,15 @@ from nnxmoe.train.loop.evaluator import Evaluation
 from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.loop.metrics import JsonLog
 from nnxmoe.train.loop.objective import Objective, TrainingObjective
+from nnxmoe.train.loop.optimizers import OPTIMIZERS
 from nnxmoe.train.loop.preference import DPO, with_reference
+from nnxmoe.train.loop.profile import Profile
 from nnxmoe.train.loop.run import Fitted, Progress
 from nnxmoe.train.lora.peft import WEIGHTS_FILE
 from nnxmoe.train.lora.peft_config import CONFIG_FILE
 from nnxmoe.train.runs.checkpoints import Checkpoints, newest
 
-_RECORD, _METRICS, _CHECKPOINTS = "finetune.json", "metrics.jsonl", "checkpoints"
+_RECORD, _METRICS, _CHECKPOINTS, _PROFILE = "finetune.json", "metrics.jsonl", "checkpoints", "profile"
 _FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file
 _STEPS = 200
 _INTEGERS = {"batch_size": 1, "seq_len": 1, "accumulate": 1, "lora": 1, "steps": 1, "epochs": 1, "warmup": 0, "seed": 0}
@@ -60,10 +62,11 @@ class Finetune:
     the cross-entropy is measured with every checkpoint. ``lora`` is the rank of the adapters, ``lora_alpha`` (default:
     the rank) scales them by ``alpha / rank``; None trains all parameters. ``split_rank`` divides the rank of each
     expert's adapter by the experts per token, see `lora.split_ranks`. ``steps`` in total, or ``epochs``; 200 steps
-    by default. ``learning_rate`` defaults to 2e-4 for adapters and 2e-5 for all parameters; it is reached after
-    ``warmup`` steps (default: a tenth, 100 at most) and decays to a tenth along a cosine. ``preferences``: the data are
-    pairs for `nnxmoe.train.preferences`, trained on by DPO with ``beta`` (default 0.1), and the learning rate defaults
-    to a twentieth. The reference is the base model of the adapters, or else the original model, which stays in memory.
+    by default. ``optimizer`` is one of `OPTIMIZERS`, without weight decay. ``learning_rate`` defaults to 2e-4 for
+    adapters and 2e-5 for all parameters, for lion to a fifth of it; it is reached after ``warmup`` steps (default: a
+    tenth, 100 at most) and decays to a tenth along a cosine. ``preferences``: the data are pairs for
+    `nnxmoe.train.preferences`, trained on by DPO with ``beta`` (default 0.1), and the learning rate defaults to a
+    twentieth. The reference is the base model of the adapters, or else the original model, which stays in memory.
     ``accumulate`` splits each batch into that many parts, for less memory. ``quantize`` (such as ``int4``, see
     `quantization.methods.parse`) or ``keep_quantized`` train adapters on quantised kernels (QLoRA, Dettmers et al.
     2023); merging makes them floats.
@@ -90,6 +93,7 @@ class Finetune:
     revision: str | None = None
     quantize: str | None = None
     keep_quantized: bool = False
+    optimizer: str = "adam"
 
     def __post_init__(self) -> None:
         optional = {field.name for field in dataclasses.fields(self) if field.default is None}
@@ -99,6 +103,8 @@ class Finetune:
         for name, most in {"learning_rate": 1, "lora_alpha": 1e9, "beta": 1e9}.items():
             if (value := getattr(self, name)) is not None and not is_between(value, 0, most):
                 raise ValueError(f"{name}={short(value)}: it must be a number between 0 and {most:g}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer={short(self.optimizer)}: pass one of {', '.join(OPTIMIZERS)}")
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
         needs = ("adapter_only", "lora_alpha", "split_rank", "quantize", "keep_quantized")
@@ -116,16 +122,18 @@ class Finetune:
         if self.warmup and steps and self.warmup >= steps:
             raise ValueError(f"warmup={self.warmup}: it must be less than the {steps} steps")
 
-    def optimizer(self, steps: int) -> optax.GradientTransformation:
-        """Adam without weight decay, with gradients clipped to a norm of 1. Its state holds the learning rate."""
+    def transformation(self, steps: int, model: CausalLM) -> optax.GradientTransformation:
+        """The optimizer with gradients clipped to a norm of 1. Its state holds the learning rate."""
         self._check_warmup(steps)
-        peak = self.learning_rate or (2e-5 if self.lora is None else 2e-4) / (20 if self.preferences else 1)
+        make, share = OPTIMIZERS[self.optimizer]
+        share = share / 20 if self.preferences else share
+        peak = self.learning_rate or share * (2e-5 if self.lora is None else 2e-4)
         warmup = min(steps // 10, _WARMUP) if self.warmup is None else self.warmup
         schedule = optax.warmup_cosine_decay_schedule(
             0.0 if warmup else peak, peak, warmup, max(steps, 1), _FLOOR * peak
         )
-        adam = optax.inject_hyperparams(optax.adam, static_args=("b1", "b2", "eps", "eps_root", "nesterov"))
-        return optax.chain(optax.clip_by_global_norm(_CLIP), adam(schedule))
+        scheduled = optax.inject_hyperparams(lambda learning_rate: make(learning_rate, model))
+        return optax.chain(optax.clip_by_global_norm(_CLIP), scheduled(schedule))
 
     @property
     def documents(self) -> type[Documents]:
@@ -156,13 +164,16 @@ def finetune(
     save_every: int = 100,
     mesh: Mesh | None = None,
     local_files_only: bool = False,
+    profile: int | None = None,
 ) -> Fitted | None:
     """Run a task in the folder ``out``, which must be new, empty, or hold a run of the same task.
 
     An unfinished run is resumed bit for bit, and with more steps or epochs than before a run is extended, its learning
-    rate then following the longer schedule. A finished one returns None. Raises ValueError if the folder holds another
-    task, and the errors of `fit`.
+    rate then following the longer schedule. A finished one returns None. ``profile`` is the number of steps of which a
+    trace is written into the folder, see `Profile`. Raises ValueError if the folder holds another task, and the errors
+    of `fit`.
     """
+    traces = [] if profile is None else [Profile(absolute(out) / _PROFILE, profile)]
     folder = absolute(out)
     if from_first(lambda: _look(folder, task)) == "done":
         say("%s: this run is already finished; more steps extend it", folder)
@@ -193,13 +204,13 @@ def finetune(
     done = fit(
         model,
         data,
-        optimizer=task.optimizer(steps),
+        optimizer=task.transformation(steps, model),
         steps=steps,
         checkpoint=Checkpoints(folder / _CHECKPOINTS, every=save_every),
         accumulate=task.accumulate,
         evaluate=batches and Evaluation(batches, save_every),
         objective=task.objective,
-        callbacks=[_Begin(folder, task), JsonLog(folder / _METRICS)],
+        callbacks=[_Begin(folder, task), JsonLog(folder / _METRICS), *traces],
         seed=task.seed,
     )
     _write(done.model, folder, task)

@@ -63,6 +63,7 @@ def fit(
     Args:
         data: Batches, dicts with ``tokens [B, T]`` and optionally `train.loop.batch.FIELDS`; re-iterable data restarts
             when exhausted.
+        optimizer: One of optax, such as ``optax.adamw(1e-4)``, or `train.muon`.
         steps: Number of steps in total, those of an earlier run included.
         checkpoint: A folder, saved to every 100 steps with the last 3 kept, or `Checkpoints` with other numbers. A run
             found there is resumed bit for bit, with ``data`` set to its old position by ``set_state`` (grain's
@@ -73,7 +74,7 @@ def fit(
             adapters if the model has any, else to `nnx.Param`.
 
     Raises:
-        NotFinite: If a gradient is NaN or infinite.
+        NotFinite: If a gradient is NaN or infinite, unless `optax.apply_if_finite` skips the step.
         ValueError: For unusable arguments or data.
     """
     if not is_positive(steps):

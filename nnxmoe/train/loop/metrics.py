@@ -1,17 +1,19 @@
-"""Callbacks of `fit` that write metrics to files."""
+"""Callbacks of `fit` that write metrics to files, TensorBoard and Weights & Biases."""
 
 import abc
 import csv
+import functools
+import importlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 
 from nnxmoe.storage.files import absolute
-from nnxmoe.train.loop.measured import Metrics
+from nnxmoe.train.loop.measured import EVALUATION, Metrics
 from nnxmoe.train.loop.run import Progress
 
 
@@ -70,14 +72,14 @@ class JsonLog(_Log):
 
 
 class CsvLog(_Log):
-    """One line per step; the columns are the first step's metrics and ``evaluation``, empty where not measured."""
+    """One line per step; the columns are the metrics of the first step and of evaluations, empty if not measured."""
 
     def read(self) -> list[dict[str, Any]]:
         return list(csv.DictReader(self.lines()))
 
     def add(self, metrics: Metrics) -> None:
         new = not self.path.stat().st_size
-        names = list(dict.fromkeys([*metrics, "evaluation"])) if new else list(self._names())
+        names = list(dict.fromkeys([*metrics, "evaluation", EVALUATION])) if new else list(self._names())
         if odd := [name for name in metrics if name not in names]:
             raise ValueError(f"{self.path} has no column for {', '.join(odd)}: use a new file, or JsonLog")
         with self.path.open("a", newline="", encoding="utf-8") as file:
@@ -91,26 +93,59 @@ class CsvLog(_Log):
             return next(csv.reader(file))
 
 
+def _installed(package: str, log: str) -> Any:
+    """The module of a package. Raises ValueError if it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(f"{log} requires a package that is not installed: pip install {package}") from error
+
+
+def _scalars(metrics: Metrics) -> Metrics:
+    return {name: value for name, value in metrics.items() if name != "step"}
+
+
 class TensorBoardLog:
     """Scalars for TensorBoard. Requires the package ``tensorboardX``."""
 
     late = True
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ValueError(
-                "TensorBoardLog requires a package that is not installed: pip install tensorboardX"
-            ) from error
-        self._make: Callable[[], Any] = lambda: SummaryWriter(str(Path(absolute(folder))))
+        writer = _installed("tensorboardX", "TensorBoardLog").SummaryWriter
+        self._make: Callable[[], Any] = lambda: writer(str(Path(absolute(folder))))
         self._writer: Any = None
 
     def __call__(self, progress: Progress) -> None:
         if jax.process_index() > 0:
             return
         self._writer = self._writer or self._make()
-        for name, value in progress.metrics.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, progress.step)
+        for name, value in _scalars(progress.metrics).items():
+            self._writer.add_scalar(name, value, progress.step)
         self._writer.flush()
+
+
+class WandbLog:
+    """Metrics for Weights & Biases, as a run that begins and ends with the call of `fit`. Requires ``wandb``.
+
+    ``settings`` are those of `wandb.init`, such as ``name``, ``config`` or ``mode="offline"``. For a run that may be
+    resumed give ``id`` and ``resume="allow"``: wandb ignores the steps that it has already, which are equal.
+    """
+
+    late = True
+
+    def __init__(self, project: str, **settings: Any) -> None:
+        self._init = functools.partial(_installed("wandb", "WandbLog").init, project=project, **settings)
+        self._run: Any = None  # in the first process, while `fit` runs
+
+    def __enter__(self) -> Self:
+        self._run = None if jax.process_index() else self._init()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish(exit_code=0 if kind is None else 1)
+
+    def __call__(self, progress: Progress) -> None:
+        if self._run is not None:
+            self._run.log(_scalars(progress.metrics), step=progress.step)

@@ -20,7 +20,7 @@ from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.evaluator import Evaluator
 from nnxmoe.train.loop.feed import BatchSource, put_batch
 from nnxmoe.train.loop.fingerprint import fingerprint
-from nnxmoe.train.loop.measured import Metrics, metrics_of, shown_metrics
+from nnxmoe.train.loop.measured import CHECKPOINT, DATA, DEVICE, EVALUATION, Metrics, Spent, metrics_of, shown_metrics
 from nnxmoe.train.loop.speed import peak_flops
 from nnxmoe.train.loop.step import Report, Step, TrainState
 from nnxmoe.train.runs.checkpoints import Checkpoints
@@ -50,7 +50,8 @@ class Callback(Protocol):
     """Called after each step; returns True (or NumPy's True) to stop the training.
 
     The next step waits for it, unless all callbacks have an attribute ``late = True``: these look at metrics only, are
-    called while the next step is computed, and can neither call ``progress.model`` nor stop the training.
+    called while the next step is computed, and can neither call ``progress.model`` nor stop the training. A callback
+    that is a context manager is entered before the first step and left after the last, or when the training ends early.
     """
 
     def __call__(self, progress: Progress, /) -> bool | np.bool_ | None: ...
@@ -93,6 +94,7 @@ class Run:
             self.base = fingerprint(step.base())
         self.state = self._restored() if self.first else step.init(seed)
         self.peak = peak_flops(step.mesh)
+        self.spent = Spent(DATA, DEVICE, *(() if checkpoints is None else (CHECKPOINT,)))
         self.finite = JitProgram(
             lambda params: [jnp.all(jnp.isfinite(value)) for value in params.values()], out_shardings=step.places.step
         )
@@ -101,17 +103,19 @@ class Run:
         """Read the report of each step while the device computes the next one, unless something looks at the state
         between the two."""
         history: list[Metrics] = []
-        late = all(getattr(callback, "late", False) for callback in callbacks)
         before: _StepMade | None = None  # the step whose report has not been read
         bar: tqdm | None = None
         with contextlib.ExitStack() as shown:
+            for callback in callbacks:
+                if isinstance(callback, contextlib.AbstractContextManager):
+                    shown.enter_context(callback)
 
             def read(made: _StepMade, now: bool) -> tuple[bool, bool]:
                 """Return whether training stops after this step, and whether it was interrupted in it."""
                 assert bar is not None
                 metrics, load = self._read(made, stop)
                 interrupted = now and stop.asked
-                last = self._after(made, metrics, load, evaluator, callbacks, late, interrupted)
+                last = self._after(made, metrics, load, evaluator, callbacks, interrupted)
                 history.append(metrics)
                 bar.set_postfix(shown_metrics(metrics), refresh=False)
                 bar.update()
@@ -119,25 +123,28 @@ class Run:
 
             for number in range(self.first + 1, self.steps + 1):
                 if self.checkpoints is not None and self.checkpoints.due(number):
-                    self.checkpoints.wait()  # a kill loses one interval at most
+                    with self.spent.on(CHECKPOINT):
+                        self.checkpoints.wait()  # a kill loses one interval at most
                 if before is None:
                     self.since = time.perf_counter()
                 try:
-                    batch, position = self.source.next()
-                    batch = put_batch(batch, self.step)
+                    with self.spent.on(DATA):
+                        batch, position = self.source.next()
+                        batch = put_batch(batch, self.step)
                     if self.step.compiles(batch):
                         self.since += self._compile(batch, bar)
                     if bar is None:  # only now, so that its estimate counts no compilation
                         silent = {"disable": True} if jax.process_index() else {}  # False overrides TQDM_DISABLE
                         given = {"total": self.steps, "initial": self.first, "desc": "training", "unit": "step"}
                         bar = shown.enter_context(progress_bar(**given, **silent))
-                    self.state, report = self.step.run(self.state, batch)
+                    with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                        self.state, report = self.step.run(self.state, batch)
                 finally:
                     if before is not None:  # also where the data end or are refused
                         made, before = before, None
                         read(made, False)
                 made = _StepMade(number, position, batch, report)
-                if late and number > self.first + 1 and not self._due(number, evaluator) and not stop.asked:
+                if _late(callbacks) and number > self.first + 1 and not self._due(number, evaluator) and not stop.asked:
                     before = made
                     continue
                 last, interrupted = read(made, True)
@@ -176,7 +183,8 @@ class Run:
     def _read(self, made: _StepMade, stop: Stop) -> tuple[Metrics, np.ndarray]:
         """Wait for a step, and return its metrics and `Progress.load`. Raises ValueError for a batch without tokens,
         and NotFinite."""
-        report = jax.device_get(made.report)
+        with self.spent.on(DEVICE):
+            report = jax.device_get(made.report)
         if report.losses.tokens is not None and not report.losses.tokens:
             raise ValueError(
                 f"step {made.number}: the batch has no token to predict. Tokens with segment id 0, attention_mask 0 "
@@ -185,7 +193,7 @@ class Run:
         stop.deferred = True
         self._refuse_nonfinite("gradients", report.finite, report, made.number)
         now = time.perf_counter()
-        metrics = metrics_of(report, made.number, made.batch, now - self.since)
+        metrics = metrics_of(report, made.number, made.batch, now - self.since) | self.spent.take()
         if self.peak is not None and "tokens" in made.batch:
             metrics["mfu"] = self.flops * metrics["tokens_per_second"] / self.peak
         self.since = now
@@ -199,18 +207,17 @@ class Run:
         load: np.ndarray,
         evaluator: Evaluator | None,
         callbacks: Sequence[Callback],
-        late: bool,
         interrupted: bool,
     ) -> bool:
         """Evaluates, runs callbacks and saves a checkpoint if due. Returns whether training stops here."""
-        number, last = made.number, made.number == self.steps
+        number, last, late = made.number, made.number == self.steps, _late(callbacks)
         if evaluator is not None and evaluator.due(number, last):
-            metrics["evaluation"] = evaluator(self.state)
+            metrics |= self._evaluated(evaluator)
         progress = Progress(number, self.steps, metrics, load, _unseen if late else lambda: self.step.model(self.state))
         answers = [callback(progress) for callback in callbacks]
         stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
         if stop and evaluator is not None and "evaluation" not in metrics:
-            metrics["evaluation"] = evaluator(self.state)
+            metrics |= self._evaluated(evaluator)
         if stop and late:
             raise ValueError(f"a callback stops the training at step {number}: remove its attribute late")
         save = last or stop or interrupted
@@ -219,8 +226,13 @@ class Run:
             self._refuse_nonfinite("new values", finite, made.report, number)
         if self.checkpoints is not None:
             extra = {"data": made.position, "base": self.base}
-            self.checkpoints.save(number, self.step.saved(self.state), extra, force=save)
+            with self.spent.on(CHECKPOINT):
+                self.checkpoints.save(number, self.step.saved(self.state), extra, force=save)
         return last or stop
+
+    def _evaluated(self, evaluator: Evaluator) -> Metrics:
+        began = time.perf_counter()
+        return {"evaluation": evaluator(self.state), EVALUATION: time.perf_counter() - began}
 
     def _restored(self) -> TrainState:
         assert self.checkpoints is not None
@@ -257,6 +269,10 @@ class Run:
                 f"({len(odd)} of {len(self.step.names)} parameters) are NaN or infinite, the loss is "
                 f"{float(report.losses.total):.4g}: lower the learning rate, clip gradients or check the batch{where}"
             )
+
+
+def _late(callbacks: Sequence[Callback]) -> bool:
+    return all(getattr(callback, "late", False) for callback in callbacks)
 
 
 def _unseen() -> CausalLM:

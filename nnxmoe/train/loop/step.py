@@ -25,6 +25,7 @@ from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.programs import JitProgram, shapes_of
 from nnxmoe.train.loop.batch import Batch, as_arrays, rows_of
 from nnxmoe.train.loop.objective import Losses, Objective, RouterLosses, TrainingObjective, of_function
+from nnxmoe.train.loop.optimizers import all_zero, moment_paths, moment_shardings, skipped_steps
 
 
 @jax.tree_util.register_dataclass
@@ -46,9 +47,10 @@ class Report:
 
     losses: Losses
     gradient_norm: Any  # a scalar, or its shape; before the optimizer
-    finite: Any  # bool [P], or its shape: whether each gradient is finite, in the order of ``TrainState.params``
+    finite: Any  # bool [P], or its shape: whether each gradient is finite, or was skipped; ordered as the parameters
     used: Utilisation | None = None  # of the experts, if there are any
     learning_rate: Any = None  # a scalar, if the optimizer's state has it (`optax.inject_hyperparams`)
+    skipped: Any = None  # steps skipped up to now, if the optimizer counts them (`optax.apply_if_finite`)
 
 
 class Step:
@@ -126,17 +128,12 @@ class Step:
 
     @functools.cached_property
     def places(self) -> Any:
-        """The sharding of each array of a state: optimizer state is split like its parameter, all else replicated."""
-        one = next(iter(self._places.values()))
-        everywhere = one if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        """The sharding of each array of a state: see `moment_shardings`; what has no parameter is replicated."""
+        everywhere = next(iter(self._places.values()))
+        everywhere = everywhere if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         shapes = jax.eval_shape(self._init, _values(self._params), _values(self._frozen), jax.random.key(0))
         params = {name: self._places[name] for name in self._params}
-
-        def beside(path: Any, leaf: Any) -> Any:
-            name = next((key.key for key in reversed(path) if getattr(key, "key", None) in params), None)
-            return params[name] if name is not None and leaf.shape == self._params[name][1].shape else everywhere
-
-        moments = jax.tree_util.tree_map_with_path(beside, shapes.moments)
+        moments = moment_shardings(shapes.moments, shapes.params, params, everywhere)
         return TrainState(everywhere, params, {name: self._places[name] for name in self._frozen}, moments, everywhere)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
@@ -179,16 +176,14 @@ class Step:
 
     def saved(self, state: TrainState) -> dict[str, Any]:
         """The arrays that a checkpoint needs: all but frozen variables that never change, such as adapted kernels."""
-        moments = {
-            jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.moments)
-        }
+        moments = dict(zip(moment_paths(state.moments), jax.tree.leaves(state.moments), strict=True))
         moving = {name: state.frozen[name] for name in self._moving}
         return {"step": state.step, "key": state.key, "params": state.params, "moving": moving, "moments": moments}
 
     def restored(self, arrays: Mapping[str, Any]) -> TrainState:
         """The state from the arrays of a checkpoint; variables that were not saved come from the model. Nothing is
         copied twice, so resuming takes no more memory than starting."""
-        leaves = list(arrays["moments"].values())
+        leaves = [arrays["moments"][path] for path in moment_paths(self.places.moments)]  # dicts sort them by path
         moments = jax.tree.unflatten(jax.tree.structure(self.places.moments), leaves)
         copied = JitProgram(lambda kept: jax.tree.map(jnp.copy, kept), out_shardings=self.places.frozen)
         frozen = copied(_values(self._frozen)) | dict(arrays["moving"])
@@ -212,9 +207,9 @@ class Step:
         key, later = jax.random.split(state.key)
         grads, losses = self._gradients(state, batch, key)
         finite = jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in grads.values()])
-        good = jnp.all(finite)
+        good, skips = jnp.all(finite), skipped_steps(state.moments) is not None
 
-        def update() -> tuple[Any, Any]:
+        def update() -> tuple[Any, Any, Any]:
             updates, moments = self.optimizer.update(
                 grads,
                 state.moments,
@@ -223,17 +218,22 @@ class Step:
                 grad=grads,
                 value_fn=lambda params: self._total(params, state.frozen, batch, key),
             )
-            return optax.apply_updates(state.params, updates), moments
+            return optax.apply_updates(state.params, updates), moments, skips and all_zero(updates)
 
-        # Not a `where`, for which XLA:CPU copies the old parameters and moments (4 times the update's time).
-        params, moments = jax.lax.cond(good, update, lambda: (state.params, state.moments))
+        if skips:  # the optimizer itself rejects updates that are not finite, until there are too many in a row
+            params, moments, skipped = update()
+            finite |= skipped
+        else:  # Not a `where`, for which XLA:CPU copies the old parameters and moments (4 times the update's time).
+            params, moments, _ = jax.lax.cond(good, update, lambda: (state.params, state.moments, False))
         frozen = dict(state.frozen)
         for name, rows in self._biases.items() if self.bias_rate else ():
             moved = updated_bias(frozen[name], losses.load[rows], self.bias_rate)
             frozen[name] = jnp.where(good, moved, frozen[name])
         rates = [rate for _, rate in optax.tree.get_all_with_path(moments, "learning_rate") if isinstance(rate, Array)]
         used = utilisation(losses.load, losses.dropped) if len(losses.load) else None
-        report = Report(losses, optax.tree.norm(grads), finite, used, rates[0] if rates else None)
+        report = Report(
+            losses, optax.tree.norm(grads), finite, used, rates[0] if rates else None, skipped_steps(moments)
+        )
         return TrainState(state.step + 1, params, frozen, moments, later), report
 
     def _gradients(self, state: TrainState, batch: dict[str, Array], key: Array) -> tuple[dict[str, Array], Losses]:
