@@ -115,4 +115,5 @@ class KimiHybrid(DeepSeekV3):
         """A `KimiDelta` of the config's sizes. ``rank``: see `KimiProjection`; ``rates``: see `KimiDelta`."""
         c, heads = self.config, self.config.delta_heads
         project = KimiProjection(heads, rank, **kw)
-        return KimiDelta(heads, project, decays, rates=rates, taps=c.linear_conv_kernel_dim, eps=c.rms_norm_eps, **kw)
+        kw |= {"taps": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh}
+        return KimiDelta(heads, project, decays, rates=rates, **kw)

@@ -203,7 +203,7 @@ class NemotronH(CausalLM):
         c = self.config
         heads = DeltaHeads(c.hidden_size, c.n_groups, c.mamba_num_heads, c.ssm_state_size, c.mamba_head_dim)
         options = {"taps": c.conv_kernel, "bias": c.use_bias, "conv_bias": c.use_conv_bias, **kw}
-        return Mamba2(heads, eps=c.rms_norm_eps, least_step=c.time_step_min, **options)
+        return Mamba2(heads, eps=c.rms_norm_eps, least_step=c.time_step_min, mesh=self.strategy.mesh, **options)
 
     def _attention(self, **kw: Any) -> GQA:
         return self.gqa(bias=False, window=None, rotary=None, **kw)

@@ -113,7 +113,8 @@ class QwenHybrid(CausalLM):
         c = self.config
         if c.recurrent_layers[index]:
             heads, taps = c.delta_heads, c.linear_conv_kernel_dim
-            return GatedDeltaNet(heads, self.project(heads, **kw), taps=taps, eps=c.rms_norm_eps, **kw)
+            options = {"taps": taps, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh, **kw}
+            return GatedDeltaNet(heads, self.project(heads, **kw), **options)
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=OffsetNorm, **kw)
         options = {"qk_norm": norm, "gate": QueryGate(c.head_width), "rotate": PartialRotary(c.rope_dim)}
         return self.gqa(window=None, bias=False, **options, **kw)

@@ -34,12 +34,14 @@ from nnxmoe.layers.fused import Fused as Fused
 from nnxmoe.layers.mla import Absorbed as Absorbed
 from nnxmoe.layers.mla import ByLength as ByLength
 from nnxmoe.layers.mla import Naive as Naive
+from nnxmoe.layers.over_context import GatherKeys as GatherKeys
 from nnxmoe.layers.quantized_products import W8A8 as W8A8
 from nnxmoe.layers.quantized_products import ByBackend as ByBackend
 from nnxmoe.layers.quantized_products import Converted as Converted
 from nnxmoe.layers.quantized_products import Dequantized as Dequantized
 from nnxmoe.layers.quantized_products import InBlocks as InBlocks
 from nnxmoe.layers.quantized_products import TwoInt8 as TwoInt8
+from nnxmoe.layers.ring_attention import RingAttention as RingAttention
 from nnxmoe.layers.streaming import Streaming as Streaming
 from nnxmoe.mesh import make_mesh as make_mesh
 from nnxmoe.model.causal_lm import CausalLM as CausalLM

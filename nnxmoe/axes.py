@@ -21,10 +21,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from nnxmoe.config.frozen import FrozenDict
 
-MESH_AXES = ("pipe", "data", "fsdp", "expert", "tensor")
+MESH_AXES = ("pipe", "data", "fsdp", "context", "expert", "tensor")
 # The batch is sharded over all of these, so attention needs no communication; within the stages of a pipeline over all
 # but the first.
 BATCH_AXES = ("pipe", "data", "fsdp", "expert")
+CONTEXT = "context"  # shards the tokens of every row; attention exchanges keys and values over it
+TOKEN_AXES = (*BATCH_AXES, CONTEXT)  # devices along these have tokens of their own, so gradients are summed over them
 LAYER_AXES = ("layers", "stages")  # logical axes that count layers, of which a parameter may have one, the first
 AnyMesh = Mesh | AbstractMesh
 
@@ -32,18 +34,19 @@ Rules = Mapping[str, str | tuple[str, ...] | None]
 
 # Logical axis of a parameter -> mesh axis, or several, that shard it (None: replicated). Of several, those that shard
 # another dimension of the same parameter are left out: "embed": ("fsdp", "expert") shards dense kernels over both.
+# Devices along "context" have tokens of their own, as those along "fsdp", so parameters are sharded over both.
 RULES: Rules = FrozenDict(
     {
         "vocab": "tensor",
-        "embed": "fsdp",
+        "embed": ("fsdp", CONTEXT),
         "heads": "tensor",
         "kv_heads": "tensor",
         "head": None,
         "mlp": "tensor",
         "expert": "expert",
         "latent": None,  # output of MLA's down projections
-        "q_rank": "fsdp",  # input of MLA's up projections
-        "kv_rank": "fsdp",
+        "q_rank": ("fsdp", CONTEXT),  # input of MLA's up projections
+        "kv_rank": ("fsdp", CONTEXT),
         "norm": None,
         "router": None,
         "layers": None,
@@ -118,6 +121,12 @@ def divided_over(batch: int, mesh: AnyMesh | None) -> tuple[str, ...]:
     """The batch axes of a mesh if the batch size is divisible by their shards, else ()."""
     axes = batch_axes(mesh)
     return () if batch % shards(mesh, axes) else axes
+
+
+def context_over(length: int, mesh: AnyMesh | None) -> tuple[str, ...]:
+    """The mesh axis ``context`` if it shards rows of this many tokens: it has several devices and divides them."""
+    size = 1 if mesh is None or CONTEXT in _manual() else mesh.shape.get(CONTEXT, 1)
+    return (CONTEXT,) if size > 1 and length % size == 0 else ()
 
 
 def partition_spec(
@@ -203,12 +212,15 @@ def constrain(x: Any, mesh: AnyMesh | None, *axes: str | Sequence[str] | None) -
 
 
 def split_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
-    """``x`` with its rows sharded over the batch axes; unchanged, with a warning, if they are not divisible."""
-    axes, wanted = divided_over(x.shape[0], mesh), batch_axes(mesh)
+    """``x [B, T, ...]`` with its rows sharded over the batch axes and its tokens over ``context``; dimensions that do
+    not divide are not sharded, with a warning for rows and for several tokens."""
+    axes, wanted, over = divided_over(x.shape[0], mesh), batch_axes(mesh), context_over(x.shape[1], mesh)
+    text = "%s do not divide over %s: every device computes all of them"
     if axes != wanted:
-        text = "a batch of %d does not divide over %s: every device computes all of it"
-        logging.getLogger("nnxmoe").warning(text, x.shape[0], wanted)
-    return constrain(x, mesh, axes)
+        logging.getLogger("nnxmoe").warning(text, f"{x.shape[0]} rows", wanted)
+    if mesh is not None and not over and x.shape[1] > 1 and mesh.shape.get(CONTEXT, 1) > 1:
+        logging.getLogger("nnxmoe").warning(text, f"{x.shape[1]} tokens", (CONTEXT,))
+    return constrain(x, mesh, axes, over)
 
 
 def everywhere(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:

@@ -21,16 +21,19 @@ def make_mesh(
     tensor: int = 1,
     *,
     pipe: int = 1,
+    context: int = 1,
     devices: Sequence[Any] | None = None,
     across: str | None = None,
 ) -> Mesh:
-    """A device mesh with the axes ``pipe, data, fsdp, expert, tensor``; one size may be -1: all remaining devices.
+    """A device mesh with the axes ``pipe, data, fsdp, context, expert, tensor``; one size may be -1: all that are
+    left. ``context`` shards the tokens of every row, the axes before it and ``expert`` the rows.
 
     ``across``: the axis that crosses hosts or slices, whose index then changes least often along the devices; None:
     the first axis with several. TPUs are laid out on their torus by `jax.experimental.mesh_utils`. Raises ValueError
     unless the product of the sizes is the number of devices.
     """
-    sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
+    sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "context": context, "expert": expert}
+    sizes |= {"tensor": tensor}
     found = np.asarray(jax.devices() if devices is None else devices, dtype=object)
     remaining = [name for name, size in sizes.items() if size == -1]
     if len(remaining) > 1 or not all(is_integer(size, -1) and size for size in sizes.values()):

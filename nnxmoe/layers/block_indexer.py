@@ -1,7 +1,7 @@
 """Grouped-query attention to blocks of keys that an indexer chooses (MiniMax-M3, 2026)."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -139,6 +139,8 @@ def running_max(x: Float[Array, "*rows S"], width: int) -> Float[Array, "*rows S
 class IndexedGQA(GQA):
     """`GQA` whose queries attend to the blocks of keys that a `BlockIndexer` chooses for groups of heads. Equal to
     `GQA`, also in the last bit, where no more keys than these are there."""
+
+    over_context: ClassVar[bool] = False
 
     def __init__(self, heads: Heads, *, indexer: BlockIndexer, **options: Any):
         super().__init__(heads, window=None, **options)

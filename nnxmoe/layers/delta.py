@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import AnyMesh, context_over, parameter
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.conv import ShortConv
 from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks, in_steps
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import GatedNorm
+from nnxmoe.layers.passed_states import passed_on
 from nnxmoe.layers.recurrent import OrderedTokens, RecurrentState, taken
 
 Projected = tuple[Array, Array, Array, Array]
@@ -83,9 +84,11 @@ class GatedDeltaNet(nnx.Module):
 
     The state of a row is a matrix ``[key_dim value_dim]`` per head in float32, and the last inputs of the convolution.
     Passes are computed in chunks, up to ``1 + spare`` tokens, and the ``spare`` newest of a longer pass, in steps.
+    ``mesh``: on its axis ``context`` devices pass on the state.
     """
 
     corrects: ClassVar[bool] = True  # as in `in_steps`
+    over_context: ClassVar[bool] = True  # as in `GQA`
 
     def __init__(
         self,
@@ -94,11 +97,12 @@ class GatedDeltaNet(nnx.Module):
         *,
         taps: int,
         eps: float,
+        mesh: AnyMesh | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        self.heads, self.project = heads, project
+        self.heads, self.project, self.mesh = heads, project, mesh
         self.conv = ShortConv(heads.channels, taps, **kw)
         self.a_log = parameter((heads.values,), ("heads",), log_rates, **kw)
         self.dt_bias = parameter((heads.values,), ("heads",), nnx.initializers.ones, **kw)
@@ -161,7 +165,11 @@ class GatedDeltaNet(nnx.Module):
         if inputs.run is not None:  # segments of the newest tokens begin after those of the others
             most = jnp.max(jnp.where(early, inputs.run, 0), axis=1)
             masked = masked._replace(run=jnp.minimum(inputs.run, most[:, None]))
-        out, state = self._chunked(masked if spare else inputs, state)
+        masked = masked if spare else inputs
+        if self.mesh is not None and context_over(length, self.mesh):
+            out, state = passed_on(self._chunked, masked, state, self.mesh)
+        else:
+            out, state = self._chunked(masked, state)
         at, states = (end - 1)[:, None], state[:, None]
         if spare:
             late = end[:, None] + jnp.arange(spare)

@@ -8,14 +8,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import RULES, AnyMesh, Rules, axes_per_dimension, divided_over, parameter, shard_map
+from nnxmoe.axes import RULES, AnyMesh, Rules, axes_per_dimension, context_over, divided_over, parameter, shard_map
 from nnxmoe.layers.kernel import Adapter, DenseKernel, Kernel, with_adapter
 
 
 class Embed(nnx.Module):
     """Table ``[V, D]``: looks up the embeddings of tokens; ``weight`` returns the tied output head.
 
-    ``mesh``, ``rules``: how the table is sharded. Where D is sharded over axes that also shard the batch, each device
+    ``mesh``, ``rules``: how the table is sharded. Where D is sharded over axes that also shard the tokens, each device
     looks up its part of all their tokens, zeros for those in other devices' part of V, and the parts are summed and
     exchanged: XLA would replicate the embeddings of the whole batch ("involuntary full rematerialization").
     ``lora``: an adapter of the lookup, ``a [rank, V]`` and ``b [D, rank]``. ``lora_head``: one of a tied output head.
@@ -47,9 +47,9 @@ class Embed(nnx.Module):
 
     def _look_up(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         table = self.table[...]
-        rows = divided_over(tokens.shape[0], self.mesh)
+        rows, over = divided_over(tokens.shape[0], self.mesh), context_over(tokens.shape[1], self.mesh)
         vocab, width = ((), ()) if self.mesh is None else axes_per_dimension(("vocab", "embed"), self.mesh, self.rules)
-        if not width or not set(width) <= set(rows) or set(vocab) & set(rows):
+        if not width or not set(width) <= {*rows, *over} or set(vocab) & {*rows, *over}:
             return jnp.take(table, tokens, axis=0).astype(dtype)
         size = table.shape[0]
 
@@ -65,7 +65,7 @@ class Embed(nnx.Module):
                 part = jax.lax.psum(jnp.where(mine[..., None], found, elsewhere[..., None]), vocab)
             return jax.lax.all_to_all(part, width, split_axis=0, concat_axis=2, tiled=True)
 
-        specs = PartitionSpec(vocab or None, width), PartitionSpec(rows)
+        specs = PartitionSpec(vocab or None, width), PartitionSpec(rows or None, over or None)
         assert self.mesh is not None
         return shard_map(local, self.mesh, specs, specs[1])(table, tokens)
 

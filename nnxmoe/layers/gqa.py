@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +112,8 @@ class GQA(nnx.Module):
         sinks: a score per head of a key without value, a `Sinks`; None: a softmax over the keys alone.
         gate: factors of the output of each head, with ``extra`` outputs of q for them; None: no factors.
     """
+
+    over_context: ClassVar[bool] = True  # whether the mesh axis ``context`` may shard its tokens
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import AnyMesh, parameter
 from nnxmoe.layers.channel_decay import in_chunks_by_channel
 from nnxmoe.layers.conv import SeparateConvs
 from nnxmoe.layers.delta import DeltaHeads, DeltaInputs, GatedDeltaNet, Projected, log_rates
@@ -89,11 +89,12 @@ class KimiDelta(GatedDeltaNet):
         rates: tuple[int, ...],
         taps: int,
         eps: float,
+        mesh: AnyMesh | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        self.heads, self.project, self.decays = heads, project, decays
+        self.heads, self.project, self.decays, self.mesh = heads, project, decays, mesh
         width = heads.keys * heads.key_dim
         self.conv = SeparateConvs(width, taps, **kw)
         axes = ["heads" if size == heads.keys and size > 1 else None for size in rates]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import AnyMesh, parameter
 from nnxmoe.layers.conv import ShortConv
 from nnxmoe.layers.delta import DeltaHeads, GatedDeltaNet, Projected, log_rates
 from nnxmoe.layers.delta_rule import DeltaInputs
@@ -65,11 +65,12 @@ class Mamba2(GatedDeltaNet):
         conv_bias: bool,
         eps: float,
         least_step: float,
+        mesh: AnyMesh | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        self.heads, self.least_step = heads, least_step
+        self.heads, self.least_step, self.mesh = heads, least_step, mesh
         self.project = MambaProjection(heads, bias=bias, **kw)
         self.conv = ShortConv(heads.channels, taps, bias=conv_bias, **kw)
         self.a_log = parameter((heads.values,), ("heads",), log_rates, **kw)

@@ -7,7 +7,7 @@ which reads nothing but the cache: faster decoding. Both compute the same functi
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax.numpy as jnp
 from flax import nnx
@@ -22,6 +22,7 @@ from nnxmoe.layers.gqa import Gate
 from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.over_context import OverContext
 from nnxmoe.layers.rope import Rotate
 
 LATENT_NORM_EPS = 1e-6  # not the config's rms_norm_eps, as in the published implementation
@@ -45,18 +46,35 @@ class LatentAttend(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Expansion:
+    """``(seen, kv_b) -> k, v``: latents expanded to the keys and values of all heads, in the dtype of the queries."""
+
+    heads: int
+    nope: int
+    dtype: Any
+
+    def __call__(
+        self, seen: Float[Array, "B S latent_and_rope"], kv_b: Kernel
+    ) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S v"]]:
+        kv_rank = kv_b.shape[0]
+        latent, k_rope = seen[..., :kv_rank].astype(self.dtype), seen[..., kv_rank:].astype(self.dtype)
+        kv = kv_b(latent).reshape(*latent.shape[:2], self.heads, -1)
+        k_nope, v = jnp.split(jnp.swapaxes(kv, 1, 2), [self.nope], axis=-1)
+        k_rope = jnp.broadcast_to(k_rope[:, None], (k_rope.shape[0], self.heads, *k_rope.shape[1:]))
+        return jnp.concatenate([k_nope, k_rope], axis=-1), v
+
+
+@dataclasses.dataclass(frozen=True)
 class Naive:
     """Expands every latent to the keys and values of all heads."""
 
     def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
-        kv_rank, heads, dtype = x.kv_b.shape[0], x.q_nope.shape[2], x.q_nope.dtype
-        latent, k_rope = x.seen[..., :kv_rank].astype(dtype), x.seen[..., kv_rank:].astype(dtype)
-        kv = x.kv_b(latent).reshape(*latent.shape[:2], heads, -1)
-        k_nope, v = jnp.split(jnp.swapaxes(kv, 1, 2), [x.q_nope.shape[-1]], axis=-1)
-        k_rope = jnp.broadcast_to(k_rope[:, None], (k_rope.shape[0], heads, *k_rope.shape[1:]))
         q = jnp.swapaxes(jnp.concatenate([x.q_nope, x.q_rope], axis=-1), 1, 2)
-        out = attend(q, jnp.concatenate([k_nope, k_rope], axis=-1), v, scores)
-        return jnp.swapaxes(out, 1, 2)
+        return jnp.swapaxes(attend(q, *self.expansion(x)(x.seen, x.kv_b), scores), 1, 2)
+
+    def expansion(self, x: Latents) -> Expansion:
+        """How latents become keys and values."""
+        return Expansion(x.q_nope.shape[2], x.q_nope.shape[3], x.q_nope.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +107,10 @@ class ByLength:
     def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
         form = Absorbed() if x.q_nope.shape[1] <= self.queries else Naive()
         return form(x, scores, attend)
+
+    def expansion(self, x: Latents) -> Expansion | None:
+        """As of `Naive`, if it is used."""
+        return None if x.q_nope.shape[1] <= self.queries else Naive().expansion(x)
 
 
 class Query(nnx.Module):
@@ -142,6 +164,8 @@ class MLA(nnx.Module):
     down-projections and the output only.
     """
 
+    over_context: ClassVar[bool] = True  # as in `GQA`
+
     def __init__(
         self,
         widths: LatentWidths,
@@ -193,7 +217,8 @@ class MLA(nnx.Module):
         """Compute the output of each head for queries before their rotation."""
         q_nope, q_rope = jnp.split(checkpoint_name(q, "queries"), [self.nope], axis=-1)
         q_rope = context.rotated(q_rope, self.rotary, self.rotate)
-        return self.form(Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale), attend)
+        given = Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale)
+        return attend.latents(self.form, *given) if isinstance(attend, OverContext) else self.form(*given, attend)
 
     def _out(self, x: Float[Array, "B asked D"], heads: Float[Array, "B asked N v"]) -> Float[Array, "B asked D"]:
         """Compute the layer's output from its input and the outputs of the heads."""

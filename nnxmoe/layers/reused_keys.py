@@ -1,6 +1,6 @@
 """Attention to the keys and values of an earlier layer (Gemma 3n, 2025; Gemma 4 E2B and E4B)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -22,6 +22,8 @@ class ReusedKeys(nnx.Module):
 
     Other arguments are those of `GQA`.
     """
+
+    over_context: ClassVar[bool] = True  # as in `GQA`
 
     def __init__(
         self,

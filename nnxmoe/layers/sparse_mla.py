@@ -1,6 +1,6 @@
 """Latent attention to the keys that an indexer chooses (DeepSeek-V3.2, 2025; GLM-5, 2026)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -13,6 +13,8 @@ from nnxmoe.layers.mla import MLA, LatentWidths, Query
 class SparseMLA(MLA):
     """`MLA` whose queries attend to ``topk`` keys each, chosen by ``indexer``, or by that of an earlier layer if it is
     None. Equal to `MLA`, also in the last bit, where no more than ``topk`` keys are there."""
+
+    over_context: ClassVar[bool] = False
 
     def __init__(self, widths: LatentWidths, *, indexer: Indexer | None, topk: int, **options: Any):
         super().__init__(widths, **options)

@@ -53,16 +53,50 @@ class Streaming:
         v: Float[Array, "B K S Hv"],
         scores: Scores,
     ) -> Float[Array, "B N T Hv"]:
-        batch, heads, count, width = q.shape
-        kv_heads = k.shape[1]
+        form, *given, leaves = self._in_blocks(q, k, v, scores)
+        out: Array = _attend(form, *given, scores.sinks, leaves)
+        return out[..., : q.shape[2], :].reshape(*q.shape[:3], v.shape[3])
+
+    def _in_blocks(self, q: Array, k: Array, v: Array, scores: Scores) -> tuple[Form, Array, Array, Array, list[Array]]:
+        """Grouped queries, keys and values of whole blocks, and the leaves of `Scores` without sinks."""
+        (batch, heads, count, width), kv_heads = q.shape, k.shape[1]
         grouped = q.reshape(batch, kv_heads, heads // kv_heads, count, width)
         most = self.queries or (512 if heads == kv_heads else 256)
         rows, columns = _even(count, most), _even(k.shape[2], self.keys)
         given = _padded(grouped, -count % rows), _padded(k, -k.shape[2] % columns), _padded(v, -k.shape[2] % columns)
         mask = _padded_mask(scores.mask, -count % rows, -k.shape[2] % columns)
         leaves, tree = jax.tree.flatten(dataclasses.replace(scores, mask=mask, sinks=None))
-        out: Array = _attend(((rows, columns), tree), *given, scores.sinks, leaves)
-        return out[..., :count, :].reshape(batch, heads, count, v.shape[3])
+        return ((rows, columns), tree), *given, leaves
+
+    def partial(
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
+    ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T"]]:
+        """The output for some of the keys, in float32 and without sinks, and the log-sum-exp of each query's scores;
+        infinite for a query without keys. Not differentiable: see `slopes`."""
+        form, grouped, keys, values, leaves = self._in_blocks(q, k, v, scores)
+        out, logs = _forward(form, grouped, keys, values, None, leaves, jnp.float32)
+        count = q.shape[2]
+        return out[..., :count, :].reshape(*q.shape[:3], -1), logs[..., :count].reshape(q.shape[:3])
+
+    def slopes(
+        self,
+        q: Float[Array, "B N T H"],
+        k: Float[Array, "B K S H"],
+        v: Float[Array, "B K S Hv"],
+        scores: Scores,
+        out: Float[Array, "B N T Hv"],
+        logs: Float[Array, "B N T"],
+        d_out: Float[Array, "B N T Hv"],
+    ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
+        """The gradients of q, k and v for some of the keys, given the output and log-sum-exps for all of them."""
+        form, grouped, keys, values, leaves = self._in_blocks(q, k, v, scores)
+        extra = grouped.shape[3] - q.shape[2]
+        given = (_padded(x, extra).reshape(*grouped.shape[:4], -1) for x in (out, logs[..., None], d_out))
+        out, logs, d_out = given
+        saved = grouped, keys, values, None, leaves, out, logs[..., 0]
+        d_q, d_k, d_v, *_ = _backward(form, saved, d_out)
+        d_q = d_q[..., : q.shape[2], :].reshape(q.shape)
+        return d_q, d_k[..., : k.shape[2], :], d_v[..., : k.shape[2], :]
 
 
 def _even(count: int, most: int) -> int:
@@ -138,7 +172,7 @@ def _ranges(x: Array, index: Array, size: int) -> tuple[Int[Array, "_ _"], Int[A
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array]) -> Grouped:
     """``leaves``: of `Scores` without sinks; their slopes are zero."""
-    return _forward(form, q, k, v, sinks, leaves)[0]
+    return _forward(form, q, k, v, sinks, leaves, q.dtype)[0]
 
 
 def _products(rows: Float[Array, "B K G R H"], y: Float[Array, "B K S H"]) -> Float[Array, "B K G R S"]:
@@ -162,7 +196,7 @@ def _of_queries(sinks: Sinks, shape: tuple[int, ...]) -> Float[Array, "B K G R"]
 
 
 def _forward(
-    form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array]
+    form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array], dtype: Any
 ) -> tuple[Array, Float[Array, "B K G T"]]:
     """The output, and the log of the sum of each query's exponentiated scores; infinite for a query without keys."""
     sizes, scores = form[0], form[1].unflatten(leaves)
@@ -187,18 +221,18 @@ def _forward(
         start = peak, total, jnp.zeros((*peak.shape, v.shape[3]), jnp.float32)
         peak, total, out = jax.lax.fori_loop(first[i], end[i], functools.partial(add_keys, i, rows), start)
         none = peak == LOWEST
-        out = jnp.where(none[..., None], 0, out / total[..., None]).astype(q.dtype)
+        out = jnp.where(none[..., None], 0, out / total[..., None]).astype(dtype)
         log = jnp.where(none, jnp.inf, peak + jnp.log(total))
         return _put(outs, as_bits(out), i), _put(logs, log, i, -1)
 
-    outs = as_bits(jnp.zeros((*q.shape[:4], v.shape[3]), q.dtype))
+    outs = as_bits(jnp.zeros((*q.shape[:4], v.shape[3]), dtype))
     start = outs, jnp.zeros(q.shape[:4], jnp.float32)
     outs, logs = jax.lax.fori_loop(0, q.shape[3] // sizes[0], add_queries, start)
-    return from_bits(outs, q.dtype), logs
+    return from_bits(outs, dtype), logs
 
 
 def _save(form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array]) -> tuple[Array, Any]:
-    out, logs = _forward(form, q, k, v, sinks, leaves)
+    out, logs = _forward(form, q, k, v, sinks, leaves, q.dtype)
     return out, (q, k, v, sinks, leaves, out, logs)
 
 
@@ -233,9 +267,15 @@ def _backward(form: Form, saved: Any, d_out: Grouped) -> tuple[Array, Array, Arr
     d_q, d_k, d_v = jax.lax.fori_loop(0, q.shape[3] // sizes[0], add_queries, start)
     d_sinks = None
     if sinks is not None:
-        d_sinks = -jnp.sum(jnp.exp(_of_queries(sinks, logs.shape) - logs) * shared, axis=(0, 3))
-        d_sinks = d_sinks.reshape(-1).astype(sinks.dtype)
+        d_sinks = slope_of_sinks(sinks, *(a.reshape(len(a), -1, a.shape[3]) for a in (logs, shared)))
     return from_bits(d_q, q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None
+
+
+def slope_of_sinks(
+    sinks: Float[Array, "N"], logs: Float[Array, "B N T"], shared: Float[Array, "B N T"]
+) -> Float[Array, "N"]:
+    """The gradient of the sinks, from the log-sum-exps and the products of each query's output with its gradient."""
+    return -jnp.sum(jnp.exp(sinks.astype(jnp.float32)[:, None] - logs) * shared, axis=(0, 2)).astype(sinks.dtype)
 
 
 def _add(x: Float[Array, "B K S H"], block: Float[Array, "B K R H"], at: Int[Array, ""]) -> Float[Array, "B K S H"]:

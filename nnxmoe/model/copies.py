@@ -7,12 +7,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.axes import check_mesh
+from nnxmoe.layers.delta import GatedDeltaNet
 from nnxmoe.layers.embed import Embed
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.stack import ScannedStack, Unrolled
-from nnxmoe.model.strategy import OnMesh
+from nnxmoe.model.strategy import attend_on, check_context
 from nnxmoe.moe.block import MoE
 
 
@@ -21,16 +22,17 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     for stack in model.stacks:
         if isinstance(stack, PipelinedStack):
             stack.refuse_stages(mesh)
+    check_context(model, mesh)
     check_mesh(model, mesh, model.strategy.rules)
     graph, state = nnx.split(model)
     refuse_shapes(jax.tree.leaves(state))
     model = nnx.merge(graph, state)
     model.strategy = dataclasses.replace(model.strategy, mesh=mesh)
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, CausalLM | MoE | Embed | PipelinedStack):  # the modules that hold a mesh
+        if isinstance(node, CausalLM | MoE | Embed | GatedDeltaNet | PipelinedStack):  # the modules that hold a mesh
             node.mesh = mesh
-        if isinstance(attend := getattr(node, "attend", None), OnMesh):
-            setattr(node, "attend", attend.on_mesh(mesh, model.strategy.rules))  # noqa: B010
+        if isinstance(node, nnx.Module) and (attend := getattr(node, "attend", None)) is not None:
+            setattr(node, "attend", attend_on(attend, mesh, model.strategy.rules))  # noqa: B010
     flat = [
         (p, v.replace(jax.device_put(v.get_value(), model.strategy.sharding_of(v))))
         for p, v in nnx.to_flat_state(state)

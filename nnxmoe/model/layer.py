@@ -79,6 +79,7 @@ class Absent(nnx.Module):
     """The half that a `SingleLayer` lacks: it stores nothing."""
 
     name: ClassVar[str] = "mlp"
+    over_context: ClassVar[bool] = True
 
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """Always True."""

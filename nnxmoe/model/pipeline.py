@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, batch_axes, constrain, everywhere, shard_map, shards, split_batch
+from nnxmoe.axes import CONTEXT, AnyMesh, batch_axes, constrain, everywhere, shard_map, shards, split_batch
 from nnxmoe.config.validate import check_positive
 from nnxmoe.layers.context import Context
 from nnxmoe.model.layer import MakeLayer
@@ -51,9 +51,14 @@ class Pipeline:
             check_positive("Pipeline", "stages", self.stages)
 
     def check(self, mesh: AnyMesh | None) -> None:
-        """Raise ValueError if a mesh has no axis for the stages, or another number of them."""
+        """Raise ValueError if a mesh has no axis for the stages, another number of them, or tokens over ``context``."""
         if mesh is not None and AXIS not in mesh.shape:
             raise ValueError(f"{self}: the mesh {dict(mesh.shape)} has no axis {AXIS!r}: use nnxmoe.make_mesh(pipe=…)")
+        if mesh is not None and mesh.shape.get(CONTEXT, 1) > 1:
+            raise ValueError(
+                f"{self}: stages do not shard tokens over the mesh axis {CONTEXT!r} of size {mesh.shape[CONTEXT]}: use "
+                f"make_mesh({CONTEXT}=1), or no pipeline"
+            )
         size = stages_of(mesh)
         if self.stages is not None and self.stages % size:
             raise ValueError(f"{self}: the stages are no multiple of {size}, the size of the mesh axis {AXIS!r}")

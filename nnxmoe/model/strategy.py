@@ -14,12 +14,13 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array
 
-from nnxmoe.axes import RULES, Rules, check_mesh, sharding_of
+from nnxmoe.axes import CONTEXT, RULES, AnyMesh, Rules, check_mesh, sharding_of
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend
 from nnxmoe.layers.cache import CacheFormat
+from nnxmoe.layers.over_context import GatherKeys, OverContext
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned, Stack, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
@@ -37,6 +38,7 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
     "widths of a multiple of 8 up to `widest`; `otherwise` for steps with a cache, padding and segments",
     ("Splash", "tpu"): "its Pallas kernel for causal passes of multiples of 128 tokens, with window, segments and "
     "padding; `otherwise` for steps with a cache and for sinks",
+    ("GatherKeys", None): "keys and values of whole rows, by one exchange; each device attends with its own queries",
     ("ByBackend", "cpu"): "for quantised kernels only: integer products of int8 codes with a few rows of 16 bits, "
     "otherwise a loop over blocks of outputs; neither makes a float copy of a kernel",
     ("ByBackend", "tpu"): "for quantised kernels only: one product with the converted codes, for the compiler to fuse",
@@ -157,9 +159,9 @@ class Strategy:
                 raise ValueError(f"Strategy(compute_dtype={self.compute_dtype}): give a floating-point dtype")
         for name, example in _EXAMPLES.items():
             check_object("Strategy", name, getattr(self, name), example)
-        for name in ("attend", "quantized"):
-            if isinstance(choice := getattr(self, name), OnMesh):
-                object.__setattr__(self, name, choice.on_mesh(self.mesh, self.rules))
+        object.__setattr__(self, "attend", attend_on(self.attend, self.mesh, self.rules))
+        if isinstance(self.quantized, OnMesh):
+            object.__setattr__(self, "quantized", self.quantized.on_mesh(self.mesh, self.rules))
         if self.pipeline is not None:
             self._check_pipeline(self.pipeline)
 
@@ -220,6 +222,7 @@ class Strategy:
         """Initialise each shard of ``model``, whose attributes ``parts`` makes, on its own device, to the values that a
         single device would compute; without a key only check that the mesh divides it."""
         assert self.mesh is not None
+        check_context(model, self.mesh)
         check_mesh(model, self.mesh, self.rules)
         if key is None:
             return
@@ -261,6 +264,25 @@ class Strategy:
                 f"remat     {self.remat or 'none: activations are kept for the backward pass'}",
             ]
         )
+
+
+def attend_on(attend: Attend, mesh: Mesh | None, rules: Rules) -> Attend:
+    """The attention for a model on this mesh, which gathers keys if the mesh has an axis ``context``."""
+    if mesh is not None and mesh.shape.get(CONTEXT, 1) > 1 and not isinstance(attend, OverContext):
+        attend = GatherKeys(attend)
+    return attend.on_mesh(mesh, rules) if isinstance(attend, OnMesh) else attend
+
+
+def check_context(model: Any, mesh: AnyMesh) -> None:
+    """Raise ValueError if the mesh shards tokens over ``context`` and an attention needs whole rows."""
+    for _, part in nnx.iter_graph((model.stacks, model.mtp)) if mesh.shape.get(CONTEXT, 1) > 1 else ():
+        attention = getattr(part, "attention", None)
+        if attention is not None and not getattr(attention, "over_context", False):
+            raise ValueError(
+                f"{type(attention).__name__} needs all tokens of a row on each device, and the mesh axis {CONTEXT!r} "
+                f"of size {mesh.shape[CONTEXT]} shards them: use make_mesh({CONTEXT}=1) with more devices along fsdp, "
+                "expert or tensor"
+            )
 
 
 def check_arguments(model: Any, config: Any, strategy: Any, rngs: Any) -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, constrain, divided_over
+from nnxmoe.axes import AnyMesh, constrain, context_over, divided_over
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.permute import combine, fitting, permute, weighted_sum
 from nnxmoe.moe.router import Routing
@@ -78,7 +78,7 @@ class Sorted:
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         ids, weights = assignments(routing)
         axes = divided_over(x.shape[0], mesh)
-        if mesh is None or not axes:
+        if mesh is None or not (axes or context_over(x.shape[1], mesh)):
             y, _ = sorted_rows(x, ids, weights, experts, limit=None)
             return y.astype(x.dtype), information(routing)
         from nnxmoe.moe.on_shards import on_shards

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, axes_of, axes_per_dimension, partition_spec, shard_map
+from nnxmoe.axes import AnyMesh, axes_of, axes_per_dimension, context_over, partition_spec, shard_map
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.multilinear import multilinear
 from nnxmoe.moe.expert_biases import AddedOnce
@@ -27,16 +27,18 @@ def on_shards(
     axes: Sequence[str],
     expert_axis: str | None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "S"]]:
-    """Run ``body(x, ids, weights, experts) -> y, dropped`` on every device, with the batch sharded over ``axes``.
+    """Run ``body(x, ids, weights, experts) -> y, dropped`` on every device, with the batch sharded over ``axes`` and
+    the tokens of each row over ``context``.
 
     Experts stay sharded over ``expert_axis``. The feed-forward width stays sharded over mesh axes that do not shard
     tokens, and the partial y are summed; only one of them includes parameters that are `AddedOnce`. All other kernel
     dimensions are all-gathered, in the dtype of ``x`` (gradient: reduce-scatter, in the kernel's own dtype).
     """
     graph, state = nnx.split(experts)
+    over = context_over(x.shape[1], mesh)
     flat = nnx.to_flat_state(state)
     specs = [partition_spec(axes_of(v), v.shape, mesh, experts.rules) for _, v in flat]
-    keep = {"expert": {expert_axis}, "mlp": set(mesh.shape) - {*axes, expert_axis}}
+    keep = {"expert": {expert_axis}, "mlp": set(mesh.shape) - {*axes, *over, expert_axis}}
     dims = [_split_dims(axes_of(v), axes_per_dimension(axes_of(v), mesh, experts.rules)) for _, v in flat]
     summed = tuple(
         {axis for split in dims for name, _, over in split for axis in over if name == "mlp" and axis in keep[name]}
@@ -55,9 +57,9 @@ def on_shards(
         y, dropped = body(x, ids, weights, mine)
         return (jax.lax.psum(y, summed) if summed else y), dropped[None]
 
-    rows = PartitionSpec(tuple(axes))
+    rows, each = PartitionSpec(tuple(axes) or None, over or None), PartitionSpec((*axes, *over))
     kernels = [v.get_value() for _, v in flat]
-    return shard_map(local, mesh, (rows, rows, rows, specs), (rows, rows))(x, ids, weights, kernels)
+    return shard_map(local, mesh, (rows, rows, rows, specs), (rows, each))(x, ids, weights, kernels)
 
 
 def _gathered(value: Array, axes: tuple[str, ...], dim: int, dtype: Any) -> Array:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from nnxmoe.axes import AnyMesh, divided_over, parameter, shard_map
+from nnxmoe.axes import AnyMesh, context_over, divided_over, parameter, shard_map
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.kernel import Adapter, kernel_param, with_adapter
 
@@ -248,10 +248,10 @@ class Router(nnx.Module):
         logits = with_adapter(self.kernel.read(), self.lora).float32(x, jax.lax.Precision.HIGHEST)
         logits = logits if self.logit_bias is None else self.logit_bias(logits)
         bias = None if self.bias is None else self.bias[...]
-        axes = divided_over(x.shape[0], mesh)
+        axes, over = divided_over(x.shape[0], mesh), context_over(x.shape[1], mesh) if x.ndim == 3 else ()
         # shard_map keeps top-k local to each shard; without it XLA:CPU gathers all tokens.
-        if axes and self.select.by_row:
-            rows = PartitionSpec(axes)
+        if (axes or over) and self.select.by_row:
+            rows = PartitionSpec(axes or None, over or None)
             assert mesh is not None
             routing = shard_map(self.select, mesh, (rows, PartitionSpec()), rows)(logits, bias)
         else:
