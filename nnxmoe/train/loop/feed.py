@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nnxmoe.axes import batch_axes, shards
+from nnxmoe.axes import CONTEXT, batch_axes, context_over, shards
 from nnxmoe.runtime.progress import logger
 from nnxmoe.train.loop.batch import Batch, as_arrays, check_ids, rows_of
 from nnxmoe.train.loop.step import Step
@@ -65,7 +65,7 @@ def _resumes(batches: Any) -> bool:
 
 
 def put_batch(batch: Batch, step: Step) -> dict[str, Any]:
-    """The batch on the step's devices, rows split over the mesh. Each process passes its own rows.
+    """The batch on the step's devices, rows and tokens split over the mesh. Each process passes its own rows.
 
     Raises ValueError if the batch is malformed, has ids outside the vocabulary or does not divide over the mesh.
     """
@@ -85,5 +85,27 @@ def put_rows(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
             f"a batch of {rows} rows does not divide over {parts} devices of the mesh {dict(mesh.shape)}: use a "
             f"multiple of {parts} rows"
         )
-    place = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
-    return {name: jax.make_array_from_process_local_data(place, np.asarray(a)) for name, a in batch.items()}
+    size, shape = mesh.shape.get(CONTEXT, 1), np.shape(batch.get("tokens", ()))
+    if len(shape) == 2 and shape[1] % size:
+        raise ValueError(
+            f"rows of {shape[1]} tokens do not divide over the mesh axis {CONTEXT!r} of size {size}: use a multiple of "
+            f"{size} tokens, best of {2 * size}, which balance the devices' work"
+        )
+    if size > 1 and crosses_processes(mesh.devices, mesh.axis_names.index(CONTEXT)):
+        raise ValueError(
+            f"the mesh axis {CONTEXT!r} of size {size} crosses processes, which pass whole rows: lay it out within one "
+            "process, and others, such as fsdp, across (make_mesh(across=…))"
+        )
+
+    def place(shape: tuple[int, ...]) -> NamedSharding:
+        over = context_over(shape[1], mesh) if len(shape) > 1 else ()
+        return NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, *([over] if over else [])))
+
+    arrays = {name: np.asarray(array) for name, array in batch.items()}
+    return {name: jax.make_array_from_process_local_data(place(a.shape), a) for name, a in arrays.items()}
+
+
+def crosses_processes(devices: np.ndarray, axis: int) -> bool:
+    """Whether devices along an axis of a mesh belong to several processes."""
+    groups = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])
+    return any(len({device.process_index for device in group}) > 1 for group in groups)

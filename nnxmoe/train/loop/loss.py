@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, divided_over, shard_map, shards
+from nnxmoe.axes import AnyMesh, context_over, divided_over, shard_map, shards
 from nnxmoe.layers.chunks import chunk_by_chunk, in_chunks, joined
 from nnxmoe.layers.kernel import Kernel
 
@@ -22,7 +22,7 @@ class Head(Protocol):
 
     The loss adds ``z * logsumexp(logits) ** 2`` per token and is the sum to differentiate. ``kernel [D V]`` is the
     output head's, tied or not. Logits are float32, products take operands of ``x``'s dtype. Rows are split over
-    the batch axes of ``mesh`` if they divide.
+    the batch axes of ``mesh``, and their tokens over ``context``, if they divide.
     """
 
     def __call__(
@@ -52,7 +52,7 @@ class ChunkedLoss:
     """At most ``logits`` logits per device at a time; the full logits are never materialised.
 
     The same pass computes the gradients, so no product runs twice. Exact: a token's softmax is never split. Devices
-    gather the kernel once, in the dtype of ``x``, go through chunks of their own rows, and add up the kernel's
+    gather the kernel once, in the dtype of ``x``, go through chunks of their own tokens, and add up the kernel's
     gradients at the end.
     """
 
@@ -79,7 +79,8 @@ def log_probabilities(
 ) -> Float[Array, "B T"]:
     """The log-probability of each target, differentiable; see `Head` and `ChunkedLoss`. The backward pass computes the
     logits of each chunk again."""
-    chunks = -(-x.shape[1] // _tokens_per_chunk(logits, kernel, targets, mesh))
+    length = x.shape[1] // shards(mesh, context_over(x.shape[1], mesh))
+    chunks = -(-length // _tokens_per_chunk(logits, kernel, targets, mesh))
 
     def local(x: Array, cast: Kernel, targets: Array) -> Array:
         def one(x: Array, targets: Array) -> tuple[Array, None]:
@@ -87,16 +88,22 @@ def log_probabilities(
 
         return chunk_by_chunk(one, chunks, x, targets)[0]
 
-    axes, cast = divided_over(len(x), mesh), kernel.cast(x.dtype)
+    (axes, rows), cast = _split(targets, mesh), kernel.cast(x.dtype)
     if mesh is None or not axes:
         return local(x, cast, targets)
-    rows = PartitionSpec(axes)
     return shard_map(local, mesh, (rows, PartitionSpec(), rows), rows, axes)(x, cast, targets)
+
+
+def _split(targets: Int[Array, "B T"], mesh: AnyMesh | None) -> tuple[tuple[str, ...], PartitionSpec]:
+    """The mesh axes that shard rows and their tokens, all and by dimension."""
+    rows, tokens = divided_over(len(targets), mesh), context_over(targets.shape[1], mesh)
+    return (*rows, *tokens), PartitionSpec(rows or None, tokens or None)
 
 
 def _tokens_per_chunk(logits: int, kernel: Kernel, targets: Array, mesh: AnyMesh | None) -> int:
     """How many tokens of every row a chunk has, for at most ``logits`` logits per device."""
     batch, length = targets.shape
+    length //= shards(mesh, context_over(length, mesh))
     return min(length, max(1, logits // (kernel.shape[1] * (batch // shards(mesh, divided_over(batch, mesh))))))
 
 
@@ -119,10 +126,9 @@ def _chunked(
 
         return jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), in_chunks(step, x, targets, weights))[0]
 
-    axes, cast = divided_over(len(x), mesh), kernel.cast(x.dtype)
+    (axes, rows), cast, whole = _split(targets, mesh), kernel.cast(x.dtype), PartitionSpec()
     if mesh is None or not axes:
         return local(x, cast, targets, weights)
-    rows, whole = PartitionSpec(axes), PartitionSpec()
 
     def summed(*given: Any) -> Sums:
         return jax.lax.psum(local(*given), axes)
@@ -134,12 +140,12 @@ def _with_slopes(
     x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float, mesh: AnyMesh | None
 ) -> Any:
     """Compute the sums, and the gradients of the first with respect to ``x`` and, if it is trained, ``kernel``."""
-    axes, cast = divided_over(len(x), mesh), kernel.cast(x.dtype)
+    (axes, rows), cast = _split(targets, mesh), kernel.cast(x.dtype)
     local = functools.partial(_slopes_of_rows, step=step, z=z)
     if mesh is None or not axes:
         sums, (by_x, slope) = local(x, cast, targets, weights)
     else:
-        rows, whole, count = PartitionSpec(axes), PartitionSpec(), shards(mesh, axes)
+        whole, count = PartitionSpec(), shards(mesh, axes)
         alone = count == mesh.size  # XLA would gather what other axes shard before it scatters
         parted = jax.tree.map(lambda a: alone and bool(a.ndim) and a.shape[-1] % count == 0, cast)
         of_slope = jax.tree.map(
