@@ -47,6 +47,7 @@ MESHES = (
     {"data": 2, "fsdp": 2, "expert": 2},
     {"fsdp": 2, "expert": 2, "tensor": 2},
     {"expert": 4, "tensor": 2},
+    {"fsdp": 2, "context": 4},
 )
 WORK = Work(16, 16)
 
@@ -78,7 +79,7 @@ def given(rules: Any, all_axes: tuple[Any, ...]) -> list[int]:
 
 @pytest.mark.parametrize("rules", [RULES, WIDE])
 def test_arguments_are_those_of_the_step(eight: Callable[..., Any], rules: Any) -> None:
-    """On eight meshes, for dense kernels over fsdp alone and over fsdp and expert together."""
+    """On nine meshes, for dense kernels over fsdp alone and over fsdp and expert together."""
     found = eight(given, dict(rules), MESHES)
     assert found == [pytest.approx(estimated(axes, rules=rules), rel=1e-3) for axes in MESHES]
     assert len(set(found)) > 4, "the meshes differ"
@@ -127,6 +128,21 @@ def test_stages_of_compiled_steps(eight: Callable[..., Any]) -> None:
         assert theirs == expected
     sent = [one.total for one in found.collectives if one.kind == "collective-permute"]
     assert sum(sent) == 2 * sum(one.bytes for one in ours if one.kind == "collective-permute")
+
+
+@pytest.mark.program
+@pytest.mark.slow
+def test_keys_of_compiled_steps(eight: Callable[..., Any]) -> None:
+    """Latents gathered from neighbour to neighbour and their gradients, and queries and outputs in balanced order; the
+    outputs of a head are as wide as its values, its queries wider."""
+    axes = {"fsdp": 2, "context": 4}
+    found: Program = eight(child.program, job(axes))
+    mesh = abstract_mesh(axes)
+    ours = [one for one in traffic(DEEPSEEK, parts(DEEPSEEK, mesh, RULES), WORK, mesh) if one.axes == ("context",)]
+    theirs = [one for one in found.collectives if (one.kind, one.axes) == ("collective-permute", ("context",))]
+    assert {one.what for one in ours} == {"keys", "tokens"}
+    expected, sent = sum(one.bytes for one in ours), sum(one.total for one in theirs) / 2  # XLA:CPU sends float32
+    assert 1 <= sent / expected < 1.5, (sent, expected)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.runtime.hardware import TABLE, Hardware
 
-MOST = 8
+MOST = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +50,9 @@ def _candidates(asked: Question) -> Iterator[tuple[str, Question]]:
     def choose(**choices: Any) -> Question:
         return change(asked, choices=change(chosen, **choices))
 
-    if asked.mesh["expert"] > 1 and asked.mesh["fsdp"] > 1 and chosen.rules["embed"] == "fsdp":
-        yield "rules embed -> (fsdp, expert)", choose(rules={**chosen.rules, "embed": ("fsdp", "expert")})
+    if asked.mesh["expert"] > 1 and asked.mesh["fsdp"] > 1 and "expert" not in (chosen.rules["embed"] or ()):
+        wide = ("fsdp", "context", "expert")
+        yield "rules embed -> (fsdp, context, expert)", choose(rules={**chosen.rules, "embed": wide})
     if asked.train and asked.mesh["expert"] > 1 and chosen.buffer_factor is None:
         for chunks in (4 * chosen.chunks, 16 * chosen.chunks):
             yield f"InChunks(RaggedAllToAll(), {chunks})", choose(chunks=chunks)
@@ -68,7 +69,7 @@ def _candidates(asked: Question) -> Iterator[tuple[str, Question]]:
     if asked.mesh["data"] > 1:
         mesh = {**asked.mesh, "data": 1, "fsdp": asked.mesh["fsdp"] * asked.mesh["data"]}
         yield "fsdp instead of data", change(asked, mesh=mesh)
-    for axis in ("fsdp", "expert", "tensor"):
+    for axis in ("fsdp", "context", "expert", "tensor"):
         for more in (2, 4):
             mesh = {**asked.mesh, axis: asked.mesh[axis] * more}
             free = change(asked.kind, torus=(), topology="")

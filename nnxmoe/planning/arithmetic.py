@@ -10,7 +10,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nnxmoe.axes import BATCH_AXES, AnyMesh, Rules, axes_of, axes_per_dimension, check_mesh, of_layers, shards
+from nnxmoe.axes import (
+    BATCH_AXES,
+    CONTEXT,
+    TOKEN_AXES,
+    AnyMesh,
+    Rules,
+    axes_of,
+    axes_per_dimension,
+    check_mesh,
+    of_layers,
+    shards,
+)
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.core.layout import parameters
 from nnxmoe.layers.kernel import KernelParam
@@ -18,7 +29,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.paths import name_of
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
 from nnxmoe.model.stack import Scanned, UnrolledStack
-from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.strategy import Strategy, check_context
 from nnxmoe.models import model_class
 from nnxmoe.moe.expert_parallel import buffer_rows
 from nnxmoe.quantization.kernels import quantized_weights
@@ -103,6 +114,7 @@ def parts(
     none."""
     stages = None if pipeline is None else stages_of(mesh)
     model, found = _scanned(config, stages), []
+    check_context(model, mesh)
     check_mesh(model, mesh, rules)
     codes = {} if quantize is None else _bytes_of_codes(config, stages, quantize)
     for path, variable in nnx.to_flat_state(nnx.state(model)):
@@ -181,7 +193,7 @@ def bytes_of(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: An
         return Bytes(held + frozen, 0, 0, cache, rows * 4, _decoding(config, rows, work))
     state = (adapters(config, found, work, mesh) if work.lora else trained) * work.state
     frozen += held if work.lora else 0
-    tokens = rows * work.seq * 4
+    tokens = rows * tokens_per_row(work, mesh) * 4
     activations = _training(config, found, rows // max(1, work.accumulate) or 1, work, mesh)
     # The step's number, the optimizer's and a random key of two words.
     return Bytes(state + frozen, 2 * state, state, 0, tokens + 16, activations)
@@ -209,6 +221,15 @@ def rows_per_device(batch: int, mesh: AnyMesh) -> int:
     return batch // count
 
 
+def tokens_per_row(work: Work, mesh: AnyMesh) -> int:
+    """Tokens of each row that pass through one device. Raises ValueError if ``context`` does not divide a row."""
+    if not work.train:
+        return 1
+    if work.seq % mesh.shape[CONTEXT]:
+        raise ValueError(f"{work.seq} tokens do not divide over {CONTEXT}={mesh.shape[CONTEXT]}: use a multiple")
+    return work.seq // mesh.shape[CONTEXT]
+
+
 def _training(config: Any, found: list[ParamSize], rows: int, work: Work, mesh: AnyMesh) -> int:
     """Estimate of temporary bytes besides the gradients.
 
@@ -219,7 +240,7 @@ def _training(config: Any, found: list[ParamSize], rows: int, work: Work, mesh: 
     and 19; 70B on 256: 35 and 32; Mixtral-8x7B on 256: 24 and 23), where the head, the attention and the feed-forward
     of a layer take turns, and copies of the parameters in the dtype of activations live beside them.
     """
-    tokens, tensor, vector = rows * work.seq, mesh.shape["tensor"], config.hidden_size * work.values
+    tokens, tensor, vector = rows * tokens_per_row(work, mesh), mesh.shape["tensor"], config.hidden_size * work.values
     staged = max((part.layers for part in found if part.staged), default=0)
     runs, more = [(False, tokens, config.num_hidden_layers - staged)], 0
     if work.pipeline is not None:  # every turn keeps the inputs of a stage's layers; beside them slots and what is sent
@@ -241,6 +262,8 @@ def _training(config: Any, found: list[ParamSize], rows: int, work: Work, mesh: 
     summed = [part for part in found if part.trained and not work.lora and (work.accumulate > 1 or part.staged)]
     more += sum(part.size // shards(mesh, part.axes) for part in summed) * work.state
     layer = kernels + (max(layers) if work.remat else everything)
+    if mesh.shape[CONTEXT] > 1:  # of one layer the gathered keys and values, and their gradients in float32
+        layer += 3 * rows * work.seq * keys_per_token(config, found, mesh) // config.num_hidden_layers
     if exchanged:
         return int(kept + layer + head + logits + more)
     copies = sum(part.size // shards(mesh, part.axes) for part in found if part.trained) * work.values
@@ -322,6 +345,14 @@ def _cache_of(config: DecoderConfig) -> dict[int | None, int]:
     return cache_per_token(abstract(config))
 
 
+def keys_per_token(config: DecoderConfig, found: list[ParamSize], mesh: AnyMesh) -> int:
+    """Bytes of a token's keys and values, or latents, in all layers, in bfloat16; of keys those of one device's heads.
+    A recurrence has one state for all tokens."""
+    heads = any(part.key.endswith("attention.k.kernel") for part in found)
+    every = sum(size for slots, size in _cache_of(config).items() if slots != 1)
+    return every // (mesh.shape["tensor"] if heads else 1)
+
+
 @functools.lru_cache(maxsize=8)
 def abstract(config: DecoderConfig) -> CausalLM:
     """Make the model without arrays, with unrolled layers."""
@@ -329,7 +360,7 @@ def abstract(config: DecoderConfig) -> CausalLM:
 
 
 def gathered(part: ParamSize, mesh: AnyMesh) -> int:
-    """Elements per layer of a variable on one device, once it is gathered over the batch axes."""
+    """Elements per layer of a variable on one device, once it is gathered over the axes of tokens."""
     own = ("expert",) if part.experts else ()
-    kept = tuple(axis for axis in part.axes if axis not in BATCH_AXES or axis in own)
+    kept = tuple(axis for axis in part.axes if axis not in TOKEN_AXES or axis in own)
     return part.size // max(1, part.layers) // shards(mesh, kept)

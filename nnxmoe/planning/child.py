@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nnxmoe.axes import batch_axes
+from nnxmoe.axes import batch_axes, context_over
 from nnxmoe.mesh import make_mesh
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import ScannedStack
@@ -67,7 +67,8 @@ def _step(job: CompileJob, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     if not job.work.train:
         return _decoding(model, job, rows)
     step = Step(model, optax.adamw(1e-4), accumulate=job.work.accumulate)
-    tokens = jax.ShapeDtypeStruct((job.work.batch, job.work.seq), jnp.int32, sharding=rows)
+    place = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, context_over(job.work.seq, mesh) or None))
+    tokens = jax.ShapeDtypeStruct((job.work.batch, job.work.seq), jnp.int32, sharding=place)
     return step.jitted, (step.shapes(), {"tokens": tokens})
 
 

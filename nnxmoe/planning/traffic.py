@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-from nnxmoe.axes import BATCH_AXES, AnyMesh, shards
+from nnxmoe.axes import CONTEXT, TOKEN_AXES, AnyMesh, shards
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.model.pipeline import AXIS, stages_of
-from nnxmoe.planning.arithmetic import ParamSize, Work, gathered, rows_per_device
+from nnxmoe.planning.arithmetic import ParamSize, Work, gathered, keys_per_token, rows_per_device, tokens_per_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Traffic:
 
 
 def traffic(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: AnyMesh) -> list[Traffic]:
-    """Estimate of the collectives of a step: gathered kernels, reduced gradients, tokens to experts and back.
+    """Estimate of the collectives of a step: gathered kernels, reduced gradients, tokens to experts and back, and keys
+    that `GatherKeys` gathers.
 
     Assumes kernels gathered in the dtype of activations, or as codes, once per pass, and gradients reduced in float32;
     those of adapters are left out. The head is gathered once per part of a batch. Embeddings of tokens are exchanged
@@ -38,11 +39,11 @@ def traffic(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: Any
         one[1] += times
 
     head = "embed.table" if config.tie_word_embeddings else "head.kernel"
-    batch_axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    token_axes = tuple(axis for axis in TOKEN_AXES if mesh.shape[axis] > 1)
     rows, passes = rows_per_device(work.batch, mesh), (2 if work.remat else 1) if work.train else 1
     for part in found:
         own = (*(("expert",) if part.experts else ()), *((AXIS,) if part.staged else ()))
-        split = tuple(axis for axis in part.axes if axis in batch_axes and axis not in own)
+        split = tuple(axis for axis in part.axes if axis in token_axes and axis not in own)
         times = max(1, part.layers) * work.accumulate
         if part.staged:
             times = part.layers // stages_of(mesh) * work.turns(mesh)
@@ -58,10 +59,12 @@ def traffic(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: Any
         if work.train and part.trained and not work.lora:
             if gathered_over:
                 add("reduce-scatter", split, what, size * work.state * fraction, times)
-            if rest := tuple(axis for axis in batch_axes if axis not in part.axes):
+            if rest := tuple(axis for axis in token_axes if axis not in part.axes):
                 local = size / shards(mesh, split) * work.state
                 add("all-reduce", rest, what, 2 * local * (1 - 1 / shards(mesh, rest)), times)
-    _activations(config, found, work, mesh, rows * (work.seq if work.train else 1), add, 3 if work.remat else 2)
+    _activations(config, found, work, mesh, rows * tokens_per_row(work, mesh), add, 3 if work.remat else 2)
+    if work.train and mesh.shape[CONTEXT] > 1:
+        _keys(config, found, work, mesh, rows, add)
     if work.pipeline is not None:
         turns, stages = work.turns(mesh), stages_of(mesh)
         sent = rows * stages // work.pipeline.microbatches // work.accumulate * work.seq * config.hidden_size
@@ -78,7 +81,7 @@ def _embeddings(
     config: Any, work: Work, mesh: AnyMesh, rows: int, split: tuple[str, ...], vocab: tuple[str, ...], add: Any
 ) -> None:
     """Embeddings of each device's tokens, from the devices that have a part of D, and of V (see `Embed`)."""
-    tokens = rows * (work.seq if work.train else 1) // work.accumulate
+    tokens = rows * tokens_per_row(work, mesh) // work.accumulate
     size, runs = tokens * config.hidden_size * work.values, (2 if work.train else 1) * work.accumulate
     add("all-to-all", split, "embedding", size * (1 - 1 / shards(mesh, split)), runs)
     if vocab:
@@ -105,3 +108,14 @@ def _activations(
             if not moe and tensor > 1:
                 summed = 2 * part_of_tokens * vector * (1 - 1 / tensor)
                 add("all-reduce", ("tensor",), "tokens", summed, 2 * passes * times)
+
+
+def _keys(config: Any, found: list[ParamSize], work: Work, mesh: AnyMesh, rows: int, add: Any) -> None:
+    """Keys and values, or latents, gathered from neighbour to neighbour, with their gradients on the way back, and each
+    device's queries and outputs, as wide as the input of the output kernel, in balanced order and back."""
+    tokens, times = rows * tokens_per_row(work, mesh) / work.accumulate, 3 if work.remat else 2
+    times *= config.num_hidden_layers * work.accumulate
+    width = max(part.width for part in found if part.key.endswith("attention.o.kernel")) - config.hidden_size
+    of_layer = keys_per_token(config, found, mesh) / config.num_hidden_layers * work.values / 2
+    add("collective-permute", (CONTEXT,), "keys", tokens * of_layer, times * (mesh.shape[CONTEXT] - 1))
+    add("collective-permute", (CONTEXT,), "tokens", tokens * width / mesh.shape["tensor"] * work.values, 2 * times)
