@@ -44,9 +44,8 @@ class Scheme:
             return cls("", {}, where)
         if not isinstance(fields, Mapping):
             raise CheckpointError(f"{where} must be an object, got {short(fields)}")
-        method = fields.get(
-            "quant_method", "modelopt" if "quant_algo" in fields else None
-        )  # which older ones leave out
+        # Older files of ModelOpt have no method.
+        method = fields.get("quant_method", "modelopt" if "quant_algo" in fields else None)
         if method is None:
             raise CheckpointError(f"{where} lacks quant_method, the name of the method")
         if not isinstance(method, str) or method not in METHODS:
