@@ -214,16 +214,18 @@ def on_meshes(mesh: dict[str, int] | None) -> list[Any]:
         model, train.with_reference(data, other), objective=DPO(balance=0.1), optimizer=optax.sgd(0.1), steps=3
     )
     for run in (adapters, whole):
-        times = {"seconds", "tokens_per_second"}
-        runs += [{name: value for name, value in metrics.items() if name not in times} for metrics in run.history]
+        runs += [{name: value for name, value in metrics.items() if "second" not in name} for metrics in run.history]
     return runs
 
 
 @pytest.mark.slow
 def test_eight_devices_equal_one(eight: Callable[..., Any]) -> None:
-    for ours, theirs in zip(on_meshes(None), eight(on_meshes, {"fsdp": 4, "expert": 2}), strict=True):
-        for name, value in ours.items():
-            assert theirs[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    alone = on_meshes(None)
+    for axes in ({"fsdp": 4, "expert": 2}, {"fsdp": 2, "context": 2, "expert": 2}):
+        for ours, theirs in zip(alone, eight(on_meshes, axes), strict=True):
+            unknown = {"rewards/accuracies"} if ours["step"] == 1 else set()  # rewards are rounding errors of 0
+            for name in ours.keys() - unknown:
+                assert theirs[name] == pytest.approx(ours[name], rel=1e-5, abs=1e-5), (axes, name)
 
 
 def test_prediction_layers_are_not_trained() -> None:
