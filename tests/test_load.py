@@ -449,7 +449,7 @@ def test_rules_of_several_mesh_axes() -> None:
     with pytest.raises(ValueError, match="fsdp x expert of size 8 does not divide 'embed' of size 12"):
         partition_spec(("embed",), (12,), mesh, rules)
     with pytest.raises(ValueError, match="twice"):
-        partition_spec(("embed", "q_rank"), (64, 64), mesh, {**rules, "embed": "fsdp"})
+        partition_spec(("embed", "q_rank"), (64, 64), mesh, {**rules, "embed": "fsdp", "q_rank": "fsdp"})
 
 
 def test_sizes_of_a_mesh_that_are_proposed_fit_the_model() -> None:
