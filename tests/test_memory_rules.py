@@ -345,8 +345,8 @@ def test_step_on_one_device_has_no_sharding_constraint(monkeypatch: pytest.Monke
 def sliced_outside(self: ScannedStack, x: Any, context: Any, cache: Any) -> Body:
     """Slices each layer's weights outside the rematerialised function."""
     graph, state = nnx.split(self.layer)
-    assert self.remat is not None and cache is None
-    run = self.remat(lambda weights, x: nnx.merge(graph, weights)(x, context, None)[0], scanned=False)
+    assert cache is None
+    run = jax.checkpoint(lambda weights, x: nnx.merge(graph, weights)(x, context, None)[0])
     for i in range(self.depth):
         x = run(jax.tree.map(lambda a, i=i: a[i], state), x)
     return Body(x, None, ByLayer(), ())
