@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import RULES, AnyMesh, context_over, divided_over, shard_map, shards
+from nnxmoe.axes import CONTEXT, AnyMesh, context_over, divided_over, shard_map, shards
 from nnxmoe.layers.chunks import chunk_by_chunk, in_chunks, joined
 from nnxmoe.layers.kernel import Kernel
 
@@ -146,7 +146,7 @@ def _with_slopes(
         sums, (by_x, slope) = local(x, cast, targets, weights)
     else:
         whole, count = PartitionSpec(), shards(mesh, axes)
-        axes = tuple(sorted(axes, key=lambda axis: axis not in RULES["embed"]))  # so that no part changes its device
+        axes = tuple(sorted(axes, key=lambda axis: axis not in ("fsdp", CONTEXT)))  # which shard parameters
         alone = count == mesh.size  # XLA would gather what other axes shard before it scatters
         parted = jax.tree.map(lambda a: alone and bool(a.ndim) and a.shape[-1] % count == 0, cast)
         of_slope = jax.tree.map(
