@@ -32,8 +32,7 @@ def make_mesh(
     the first axis with several. TPUs are laid out on their torus by `jax.experimental.mesh_utils`. Raises ValueError
     unless the product of the sizes is the number of devices.
     """
-    sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "context": context, "expert": expert}
-    sizes |= {"tensor": tensor}
+    sizes: dict[str, int] = dict(zip(MESH_AXES, (pipe, data, fsdp, context, expert, tensor), strict=True))
     found = np.asarray(jax.devices() if devices is None else devices, dtype=object)
     remaining = [name for name, size in sizes.items() if size == -1]
     if len(remaining) > 1 or not all(is_integer(size, -1) and size for size in sizes.values()):

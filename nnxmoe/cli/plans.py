@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = "how long so many tokens take, such as 15T; with --price in money too"
     parser.add_argument("--tokens", type=tokens, metavar="N", help=what)
     parser.add_argument("--price", type=float, metavar="P", help="of a device and hour")
-    parser.add_argument("--offload", action="store_true", help="the host keeps the inputs of layers (arithmetic only)")
+    parser.add_argument("--offload", action="store_true", help="the host keeps the inputs of layers")
     what = "groups of layers of each pipeline stage, one after another (arithmetic only)"
     parser.add_argument("--interleaved", type=count, default=1, metavar="V", help=what)
     what = "the exchange sends one copy of a token per node, as DeepEP's (arithmetic only)"

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import CONTEXT, RULES, Rules, context_over, shard_map
+from nnxmoe.axes import CONTEXT, Rules, context_over, placed_on, shard_map
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.blockwise import Blockwise
@@ -130,21 +130,18 @@ class GatherKeys:
 
     A device has the keys and values of whole rows for one layer, and of all layers at once if they are not computed
     again in the backward pass (`Remat`). Passes with a cache, and rows that the axis does not divide, are computed by
-    ``inner`` on every device. ``mesh``, ``rules``: ``Strategy`` sets them.
+    ``inner`` on every device. ``mesh``: ``Strategy`` sets it.
     """
 
     inner: Attend = Blockwise()
     mesh: Mesh | None = dataclasses.field(default=None, repr=False)
-    rules: Rules = dataclasses.field(default=RULES, repr=False)
 
     def __post_init__(self) -> None:
         check_object("GatherKeys", "inner", self.inner, "Blockwise()")
 
     def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
         """The same for a model on this mesh."""
-        place = getattr(self.inner, "on_mesh", None)
-        inner = self.inner if place is None else place(mesh, rules)
-        return dataclasses.replace(self, inner=inner, mesh=mesh, rules=rules)
+        return dataclasses.replace(self, inner=placed_on(self.inner, mesh, rules), mesh=mesh)
 
     def __call__(
         self,

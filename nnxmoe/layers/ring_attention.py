@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import CONTEXT, RULES, Rules
+from nnxmoe.axes import CONTEXT, Rules, placed_on
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.blockwise import Blockwise
@@ -27,13 +27,12 @@ class RingAttention:
     ``blocks`` computes the scores; of blocks without an allowed pair none. With a window W only devices of the last W
     tokens are asked. Of latent attention the latents go round, and each device expands those that it has. ``otherwise``
     computes passes with a cache, and rows that the axis does not divide, on every device. Gradients are those of
-    `Streaming`: first derivatives in reverse mode only. ``mesh``, ``rules``: ``Strategy`` sets them.
+    `Streaming`: first derivatives in reverse mode only. ``mesh``: ``Strategy`` sets it.
     """
 
     blocks: Streaming = Streaming(512, 1024)
     otherwise: Attend = Blockwise()
     mesh: Mesh | None = dataclasses.field(default=None, repr=False)
-    rules: Rules = dataclasses.field(default=RULES, repr=False)
 
     def __post_init__(self) -> None:
         check_object("RingAttention", "otherwise", self.otherwise, "Blockwise()")
@@ -42,9 +41,7 @@ class RingAttention:
 
     def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
         """The same for a model on this mesh."""
-        place = getattr(self.otherwise, "on_mesh", None)
-        otherwise = self.otherwise if place is None else place(mesh, rules)
-        return dataclasses.replace(self, otherwise=otherwise, mesh=mesh, rules=rules)
+        return dataclasses.replace(self, otherwise=placed_on(self.otherwise, mesh, rules), mesh=mesh)
 
     def __call__(
         self,

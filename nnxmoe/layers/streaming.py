@@ -91,8 +91,7 @@ class Streaming:
         """The gradients of q, k and v for some of the keys, given the output and log-sum-exps for all of them."""
         form, grouped, keys, values, leaves = self._in_blocks(q, k, v, scores)
         extra = grouped.shape[3] - q.shape[2]
-        given = (_padded(x, extra).reshape(*grouped.shape[:4], -1) for x in (out, logs[..., None], d_out))
-        out, logs, d_out = given
+        out, logs, d_out = (_padded(x, extra).reshape(*grouped.shape[:4], -1) for x in (out, logs[..., None], d_out))
         saved = grouped, keys, values, None, leaves, out, logs[..., 0]
         d_q, d_k, d_v, *_ = _backward(form, saved, d_out)
         d_q = d_q[..., : q.shape[2], :].reshape(q.shape)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array
 
-from nnxmoe.axes import CONTEXT, RULES, AnyMesh, Rules, check_mesh, sharding_of
+from nnxmoe.axes import CONTEXT, RULES, AnyMesh, Rules, check_mesh, placed_on, sharding_of
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.validate import check_object
@@ -95,13 +95,6 @@ _EXAMPLES = {
 
 
 @runtime_checkable
-class OnMesh(Protocol):
-    """A choice that XLA cannot partition: it has to know the mesh, and shards its operands itself."""
-
-    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Any: ...
-
-
-@runtime_checkable
 class Staging(Protocol):
     """``Strategy.pipeline``: how layers are split into stages on several devices (`nnxmoe.model.pipeline.Pipeline`)."""
 
@@ -160,8 +153,7 @@ class Strategy:
         for name, example in _EXAMPLES.items():
             check_object("Strategy", name, getattr(self, name), example)
         object.__setattr__(self, "attend", attend_on(self.attend, self.mesh, self.rules))
-        if isinstance(self.quantized, OnMesh):
-            object.__setattr__(self, "quantized", self.quantized.on_mesh(self.mesh, self.rules))
+        object.__setattr__(self, "quantized", placed_on(self.quantized, self.mesh, self.rules))
         if self.pipeline is not None:
             self._check_pipeline(self.pipeline)
 
@@ -270,7 +262,7 @@ def attend_on(attend: Attend, mesh: Mesh | None, rules: Rules) -> Attend:
     """The attention for a model on this mesh, which gathers keys if the mesh has an axis ``context``."""
     if mesh is not None and mesh.shape.get(CONTEXT, 1) > 1 and not isinstance(attend, OverContext):
         attend = GatherKeys(attend)
-    return attend.on_mesh(mesh, rules) if isinstance(attend, OnMesh) else attend
+    return placed_on(attend, mesh, rules)
 
 
 def check_context(model: Any, mesh: AnyMesh) -> None:

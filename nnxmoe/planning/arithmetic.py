@@ -43,8 +43,9 @@ class Work:
     cache of which each gets one more (``train`` False). ``accumulate``: parts of a training batch;
     ``buffer_factor``: of `RaggedAllToAll`; ``chunks``: of `InChunks` around it; ``remat``: activations are computed
     again in the backward pass; ``pipeline``: how the mesh axis ``pipe`` splits layers, None: it does not.
-    What plans know of and no strategy does yet: ``interleaved``: groups of layers per stage; ``offload``: the host
-    keeps the inputs of layers; ``node_copies``: one copy of a token per node goes to its experts there.
+    ``offload``: the host keeps the inputs of layers, as with ``Remat(offload=("layer_input",))``.
+    What plans know of and no strategy does yet: ``interleaved``: groups of layers per stage; ``node_copies``: one copy
+    of a token per node goes to its experts there.
     ``lora``: the rank of adapters of all kernels of layers, which alone are trained; 0: everything is. ``compute``: how
     products are computed.
 

@@ -153,10 +153,10 @@ class Choices:
     which mesh axes parameters are sharded. ``remat``: activations are recomputed. ``buffer_factor``: of
     `RaggedAllToAll`; None: room for all rows of the expert axis. ``chunks``: of `InChunks`, which bounds this room and
     drops nothing; None: as many as `InChunks` chooses. ``microbatches``: of a `Pipeline` over the mesh axis ``pipe``;
-    None: this axis splits the batch only. ``interleaved``, ``offload``, ``node_copies``, ``lora`` and ``compute``: of
-    `Work`, for plans by arithmetic only, as is ``quantize``, of weights that are not trained. ``compile_for``:
-    ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware. ``advise``: plan changes too
-    if the step does not fit.
+    None: this axis splits the batch only. ``offload``: of `Work`. ``interleaved``, ``node_copies``, ``lora`` and
+    ``compute``: of `Work`, for plans by arithmetic only, as is ``quantize``, of weights that are not trained.
+    ``compile_for``: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware. ``advise``:
+    plan changes too if the step does not fit.
     """
 
     accumulate: int = 1
