@@ -15,6 +15,7 @@ from nnxmoe.layers.mla import MLA, LatentWidths
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.maxtext_layers import LayerGroups
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, corrected_router, grouped_experts
 from nnxmoe.models.latent import LatentMoEConfig
 from nnxmoe.models.tables import (
@@ -88,7 +89,7 @@ class DeepSeekV3(CausalLM):
     )
     hf_table = HF_TABLE
     maxtext_table = MAXTEXT_TABLE
-    maxtext_layers = ("dense_layers", "moe_layers")
+    maxtext_layers = LayerGroups("dense_layers", "moe_layers")
 
     def router(self, **kw: Any) -> Router:
         """The router of a layer with experts."""

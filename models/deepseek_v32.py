@@ -16,9 +16,11 @@ from nnxmoe.layers.rope import rotate_halves
 from nnxmoe.layers.sparse_mla import SparseMLA
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.deepseek_v3 import HF_TABLE as HF_DENSE
+from nnxmoe.models.deepseek_v3 import MAXTEXT_TABLE as MAXTEXT_DENSE
 from nnxmoe.models.deepseek_v3 import PRESETS as DENSE
 from nnxmoe.models.deepseek_v3 import DeepSeekV3
 from nnxmoe.models.latent import LatentMoEConfig
+from nnxmoe.models.tables import Linen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,16 @@ HF_INDEXER = {
     "layer.attention.indexer.k_norm.bias": W("self_attn.indexer.k_norm.bias"),
     "layer.attention.indexer.weights.kernel": W("self_attn.indexer.weights_proj.weight"),
 }
+_MAXTEXT_INDEXER: Linen = {
+    f"layer.attention.indexer.{ours}": (f"self_attention/indexer/{theirs}", axes)
+    for ours, theirs, axes in (
+        ("q.kernel", "wq_b/kernel", ("q_lora", "q_heads", "kv")),
+        ("k.kernel", "wk/kernel", ("embed", "kv")),
+        ("k_norm.scale", "k_norm/scale", (None,)),
+        ("k_norm.bias", "k_norm/bias", (None,)),
+        ("weights.kernel", "weights_proj/kernel", ("embed", "q_heads")),
+    )
+}
 
 
 class DeepSeekV32(DeepSeekV3):
@@ -83,7 +95,7 @@ class DeepSeekV32(DeepSeekV3):
         "FP8 blocks, 0.69 TB, loaded as bfloat16; the layer for multi-token prediction is left out without mtp=True",
     )
     hf_table = HF_DENSE | HF_INDEXER
-    maxtext_table = {}
+    maxtext_table = MAXTEXT_DENSE | _MAXTEXT_INDEXER
     rotate_index = staticmethod(rotate_halves)
 
     def attention(self, index: int, **kw: Any) -> Any:

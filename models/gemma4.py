@@ -33,11 +33,25 @@ from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.reused_keys import ReusedKeys
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
+from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.output import Ids
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.gemma_layers import EdgeLayer, GemmaLayer
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM, Hf
+from nnxmoe.models.tables import (
+    HF_DECODER,
+    HF_GQA,
+    HF_MLP,
+    HF_QK_NORM,
+    MAXTEXT_DECODER,
+    MAXTEXT_GQA,
+    MAXTEXT_MLP,
+    MAXTEXT_QK_NORM,
+    Hf,
+    Linen,
+    maxtext_experts,
+    maxtext_mlp,
+)
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import SoftmaxTopK
 from nnxmoe.moe.scaled_router import ScaledRouter
@@ -246,6 +260,27 @@ _HF_TABLE: Hf = {
     "layer.moe.experts.down": W("experts.down_proj"),
 }  # fmt: skip
 
+_BLOCK = "mlp/moe_block"
+_MAXTEXT_NORMS = {
+    "attention_norm": "pre_self_attention_norm",
+    "attention_post_norm": "post_self_attention_norm",
+    **dict.fromkeys(("mlp_norm", "moe_norm"), "pre_ffw_norm"),
+    **dict.fromkeys(("mlp_post_norm", "moe_post_norm"), "post_ffw_norm"),
+    "dense_post_norm": "mlp/post_feedforward_layernorm_1",
+    "experts_post_norm": "mlp/post_feedforward_layernorm_2",
+    "moe.norm": "mlp/pre_feedforward_layernorm_2",
+}
+_MAXTEXT_TABLE: Linen = {
+    **MAXTEXT_DECODER, **MAXTEXT_GQA, **MAXTEXT_QK_NORM, **MAXTEXT_MLP,
+    **maxtext_mlp("layer.dense", f"{_BLOCK}/shared_experts"),
+    **maxtext_experts(f"{_BLOCK}/MoeBlock_0"),
+    **{f"layer.{ours}.scale": (f"{theirs}/scale", ("norm",)) for ours, theirs in _MAXTEXT_NORMS.items()},
+    "layer.output_scale.factor": ("layer_scalar", (None,)),
+    "layer.moe.router.kernel": (f"{_BLOCK}/MoeBlock_0/gate/kernel", ("embed_moe", None)),
+    "layer.moe.router.scale": ("mlp/pre_forward_scale_2", ("embed",)),
+    "layer.moe.router.per_expert": (f"{_BLOCK}/MoeBlock_0/per_expert_scale", ("exp",)),
+}  # fmt: skip
+
 
 class Gemma4Text(CausalLM):
     """The text model of Gemma 4."""
@@ -255,6 +290,9 @@ class Gemma4Text(CausalLM):
     hub_ids = {"gemma-4-26b-a4b": "google/gemma-4-26B-A4B-it", "gemma-4-31b": "google/gemma-4-31B-it"}
     hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
     hf_table = _HF_TABLE
+    maxtext_table = _MAXTEXT_TABLE
+    maxtext_layers = LayerBlocks((True,) * 5 + (False,), "scanned_blocks", nested=True)
+    maxtext_scales_embeddings = True
 
     def embedding(self, config: Gemma4TextConfig, strategy: Strategy, **kw: Any) -> Embed:
         c, kw = config, {"mesh": strategy.mesh, "rules": strategy.rules, **kw}

@@ -105,6 +105,7 @@ class GlmMoeDsa(DeepSeekV32):
     presets = PRESETS
     hub_ids = {"glm-5": "zai-org/GLM-5", "glm-5.2": "zai-org/GLM-5.2"}
     hub_notes = dict.fromkeys(PRESETS, "the layer for multi-token prediction is left out without mtp=True")
+    maxtext_table = {}
     rotate_index = staticmethod(rotate_pairs)
 
     def __init__(self, config: GlmMoeDsaConfig, *given: Any, **options: Any):

@@ -15,6 +15,7 @@ from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.sinks import Sinks
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, MAXTEXT_DECODER, maxtext_experts, maxtext_gqa
 from nnxmoe.moe.block import MoE
@@ -119,7 +120,7 @@ class GptOss(CausalLM):
     hub_notes = dict.fromkeys(presets, "the experts' kernels are in MXFP4, loaded as bfloat16")
     hf_table = _HF_TABLE
     maxtext_table = _MAXTEXT_TABLE
-    maxtext_block = (True, False)
+    maxtext_layers = LayerBlocks((True, False))
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config

@@ -6,15 +6,19 @@ prediction is skipped unless asked for with ``mtp=True``.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from nnxmoe.config.bounds import count, one_of
 from nnxmoe.layers.delta import DeltaHeads, SeparateProjection
 from nnxmoe.layers.mlp import MLP
+from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen3_vl import MROPE
-from nnxmoe.models.qwen_hybrid import HF_HYBRID, HF_SHARED, QwenHybrid, QwenHybridConfig
+from nnxmoe.models.qwen_hybrid import HF_HYBRID, HF_SHARED, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
 from nnxmoe.moe.shared import GatedShared
 
@@ -68,6 +72,11 @@ class Qwen3_5MoeTextConfig(Qwen3_5Config, QwenMoeConfig):
 
 
 _PROJECTIONS = {f"layer.attention.project.{x}.kernel": W(f"linear_attn.in_proj_{x}.weight") for x in ("qkv", *"zba")}
+_PROJECT = "layer.attention.project"
+_MAXTEXT_PROJECTIONS = {
+    f"{_PROJECT}.{x}.kernel": (f"attention/in_proj_{name}/kernel", ("embed", "gdn_head"))
+    for x, name in (("qkv", "qkvz"), ("z", "qkvz"), ("b", "ba"), ("a", "ba"))
+}
 
 
 class Qwen3_5Text(QwenHybrid):
@@ -88,6 +97,21 @@ class Qwen3_5MoeText(QwenHybrid, QwenMoe):
 
     configs = (Qwen3_5MoeTextConfig,)
     hf_table = {**HF_HYBRID, **HF_SHARED, **_PROJECTIONS}
+    maxtext_table = {**MAXTEXT_HYBRID, **_MAXTEXT_PROJECTIONS}
+
+    @property
+    def maxtext_layers(self) -> LayerBlocks:
+        """As in Qwen3-Next, but each layer of a block is scanned on its own."""
+        return LayerBlocks(super().maxtext_layers.local, "layers/layer_{}")
+
+    @property
+    def maxtext_columns(self) -> Mapping[str, tuple[int, ...]]:
+        """MaxText has the outputs sorted by heads of the keys, as `FusedProjection` has them."""
+        heads = self.config.delta_heads
+        width, ba = heads.channels + heads.values * heads.value_dim, 2 * heads.values
+        at = heads.split(*(jnp.arange(size).reshape(heads.keys, -1) for size in (width, ba)))
+        named = zip(("qkv", "z", "b", "a"), at, strict=True)
+        return {f"{_PROJECT}.{x}.kernel": tuple(np.asarray(columns).ravel().tolist()) for x, columns in named}
 
     def project(self, heads: DeltaHeads, **kw: Any) -> SeparateProjection:
         return SeparateProjection(heads, **kw)

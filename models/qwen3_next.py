@@ -8,7 +8,7 @@ from typing import Any
 from nnxmoe.config.bounds import count
 from nnxmoe.layers.delta import DeltaHeads, FusedProjection
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.qwen_hybrid import HF_HYBRID, HF_SHARED, QwenHybrid, QwenHybridConfig
+from nnxmoe.models.qwen_hybrid import HF_HYBRID, HF_SHARED, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
 from nnxmoe.moe.shared import GatedShared
 
@@ -52,6 +52,12 @@ class Qwen3Next(QwenHybrid, QwenMoe):
         **HF_SHARED,
         "layer.attention.project.qkvz.kernel": W("linear_attn.in_proj_qkvz.weight"),
         "layer.attention.project.ba.kernel": W("linear_attn.in_proj_ba.weight"),
+    }
+
+    maxtext_table = {
+        **MAXTEXT_HYBRID,
+        "layer.attention.project.qkvz.kernel": ("attention/in_proj_qkvz/kernel", ("embed", "gdn_head")),
+        "layer.attention.project.ba.kernel": ("attention/in_proj_ba/kernel", ("embed", "gdn_head")),
     }
 
     def project(self, heads: DeltaHeads, **kw: Any) -> FusedProjection:

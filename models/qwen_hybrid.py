@@ -16,9 +16,21 @@ from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.mtp import last_layer
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE, HF_QK_NORM
+from nnxmoe.models.tables import (
+    HF_DECODER,
+    HF_GQA,
+    HF_MLP,
+    HF_MOE,
+    HF_QK_NORM,
+    MAXTEXT_DECODER,
+    Linen,
+    maxtext_experts,
+    maxtext_gqa,
+    maxtext_mlp,
+)
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -88,6 +100,25 @@ HF_SHARED = {
     **{f"layer.moe.shared.{x}.kernel": W(f"mlp.shared_expert.{x}_proj.weight") for x in ("gate", "up", "down")},
     "layer.moe.shared.output_gate.kernel": W("mlp.shared_expert_gate.weight"),
 }
+_FULL_ATTENTION, _EXPERTS = "attention/attention", "mlp/routed_experts"
+MAXTEXT_HYBRID: Linen = {
+    **MAXTEXT_DECODER,
+    **maxtext_gqa(_FULL_ATTENTION),
+    **maxtext_experts(_EXPERTS),
+    **maxtext_mlp("layer.moe.shared", "mlp/shared_expert"),
+    "layer.attention_norm.scale": ("input_layernorm/scale", (None,)),
+    "layer.moe_norm.scale": ("post_attention_layernorm/scale", (None,)),
+    "layer.attention.qk_norm.q.scale": (f"{_FULL_ATTENTION}/query_norm/scale", (None,)),
+    "layer.attention.qk_norm.k.scale": (f"{_FULL_ATTENTION}/key_norm/scale", (None,)),
+    "layer.attention.o.kernel": (f"{_FULL_ATTENTION}/out/kernel", ("mlp", "embed")),
+    "layer.attention.conv.weight": ("attention/conv1d/kernel", (None, None, None), True),
+    "layer.attention.a_log": ("attention/A_log", (None,)),
+    "layer.attention.dt_bias": ("attention/dt_bias", (None,)),
+    "layer.attention.norm.scale": ("attention/norm/rms_norm/scale", (None,)),
+    "layer.attention.out.kernel": ("attention/out_proj/kernel", ("gdn_head", "embed")),
+    "layer.moe.router.kernel": (f"{_EXPERTS}/gate/kernel", ("embed", None)),
+    "layer.moe.shared.output_gate.kernel": ("mlp/shared_expert_gate/kernel", ("embed", None)),
+}
 
 
 class QwenHybrid(CausalLM):
@@ -101,6 +132,15 @@ class QwenHybrid(CausalLM):
         c = self.config
         kinds = zip(c.recurrent_layers, c.sparse_layers, strict=True)
         return last_layer(not recurrent and sparse == (c.experts > 0) for recurrent, sparse in kinds)
+
+    @property
+    def local_layers(self) -> Sequence[bool]:
+        return self.config.recurrent_layers
+
+    @property
+    def maxtext_layers(self) -> LayerBlocks:
+        """Blocks that end with attention."""
+        return LayerBlocks((True,) * (self.config.full_attention_interval - 1) + (False,), "layers", nested=True)
 
     def kind(self, index: int) -> Any:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]

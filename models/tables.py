@@ -4,10 +4,12 @@ Rows for Hugging Face: our parameter -> where it is (`W`), or several alternativ
 for MaxText: our parameter -> its Linen name and logical axes. Names of keys ``layer.…`` are relative to the layer.
 """
 
+from typing import Any
+
 from nnxmoe.model.weight_names import W
 
 Hf = dict[str, W | tuple[W, ...]]
-Linen = dict[str, tuple[str, tuple[str | None, ...]]]
+Linen = dict[str, tuple[Any, ...]]  # the values: `nnxmoe.convert.maxtext_layout.MaxTextRow`
 
 HF_DECODER: Hf = {
     "embed.table": W("model.embed_tokens.weight"),

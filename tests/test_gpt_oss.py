@@ -305,8 +305,11 @@ def test_maxtext_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "gpt_oss alternate, .* windows are None, 5: choose"),
-        ({"layer_types": ["full_attention"] * 2, "sliding_window": None}, "windows are None, None: choose"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "gpt_oss repeats blocks of local, global layers, and this model's layers are global, local, or",
+        ),
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": None}, "layers are global, global, or"),
         (
             {"num_hidden_layers": 3, "layer_types": None},
             "blocks of 2 layers, and this model has 3 layers: leave .*=False",

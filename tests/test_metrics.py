@@ -167,7 +167,7 @@ def traced(folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("late", [True, False])
 def test_profiles_cover_exactly_their_steps(late: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Not the first, which compiles, also with a callback for which each step waits; a checkpoint is due within them."""
+    """Not the first, which compiles, also if each step waits for a callback; a checkpoint is due within them."""
     others = [] if late else [lambda told: None]
     run: dict[str, Any] = {"optimizer": optax.sgd(0.1), "callbacks": [train.Profile(tmp_path / "profile", 3), *others]}
     run["checkpoint"] = train.Checkpoints(tmp_path / "c", every=2)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import bytes_text
-from nnxmoe.convert import maxtext, native
+from nnxmoe.convert import maxtext, maxtext_layout, native
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.hf import pretrained
 from nnxmoe.convert.hf.raw import raw
@@ -88,7 +88,7 @@ KINDS = {
     "maxtext": Kind(
         _maxtext,
         _maxtext,
-        lambda model, scan: {f"params/params/{name}": a for name, a in maxtext.arrays(model, scan).items()},
+        lambda model, scan: {f"params/params/{name}": a for name, a in maxtext_layout.arrays(model, scan).items()},
         lambda folder, config, dtype, strategy: maxtext.load(folder, config, strategy, dtype=dtype),
         maxtext.save,
     ),

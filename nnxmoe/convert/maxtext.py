@@ -1,8 +1,6 @@
-"""Conversion from and to MaxText's Linen layout: nested dicts with MaxText's names and shapes.
+"""Conversion from and to MaxText's layout: nested dicts with its names and shapes, and its Orbax checkpoints.
 
-Differences to our own layout: scanned layers, vectors included, are stacked on axis 1, one array per kind if kinds
-alternate (layer 5 of gpt-oss is number 2 of ``layers/layers_1``); grouped-query attention of most families has its
-queries divided by sqrt(head width); with Llama 3.1's rope the two halves of a head's features are interleaved.
+`nnxmoe.convert.maxtext_layout` says how it differs from ours.
 """
 
 import dataclasses
@@ -10,7 +8,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,23 +20,16 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
-from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.convert import orbax_folder
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.layout import (
     QUERY,
-    SAME,
-    Change,
-    Leaf,
-    TableError,
-    add_part,
-    arrays_of,
-    parameters,
 )
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, check_config, restore, unless_cast
 from nnxmoe.convert.hf.side_files import parse_config, read_generation_config, write_side_files
+from nnxmoe.convert.maxtext_layout import EMBED, KEY, arrays, changes, layout, ours, scanned
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.runtime.progress import bytes_bar, logger
@@ -50,87 +41,20 @@ from nnxmoe.storage.source import find_config
 Tree = Mapping[str, Any]
 _TRAINING = frozenset({"opt_state", "step"})  # stored next to params in a training state
 _AROUND = re.compile(r"^(params/){0,2}(nnx_aux/(model/)?)?(?=(decoder|token_embedder)/)")
-_KEY = "layer.attention.k."
-
-
-def layout(model: CausalLM, scan_layers: bool, query: Change = SAME, key: Change = SAME) -> dict[str, Leaf]:
-    """Map MaxText's names to a `Leaf` for every parameter of a model. ``query``, ``key``: changes to those projections.
-    Raises TableError for a parameter without a name in MaxText."""
-    if not model.maxtext_table:
-        kind = model.config.model_type
-        raise CheckpointError(f"there is no table of MaxText's names for {kind!r} models: choose another format")
-    if model.mtp:
-        raise CheckpointError(
-            "MaxText has no place for the own norm (shared_head.norm) of multi-token prediction layers, and gives them "
-            "states before the final norm: load the model without mtp=True, or choose another format"
-        )
-    every, found, block = parameters(model), dict[str, Leaf](), len(model.maxtext_block)
-    sparse = {parameter.stack for parameter in every if parameter.experts}
-    groups: dict[int | None, str] = {p.stack: model.maxtext_layers[p.stack in sparse] for p in every}
-    first = {groups[p.stack]: p.layer for p in reversed(every) if p.stack is not None}  # parameters are in layer order
-    _check_layers(model, [group for stack, group in groups.items() if stack is not None], scan_layers)
-    changes = {QUERY: query, _KEY: key}
-    for parameter in every:
-        if parameter.key not in model.maxtext_table:
-            raise TableError(f"the parameter {parameter.key} has no name in MaxText's layout")
-        name, axes = model.maxtext_table[parameter.key]
-        change = next((changes[start] for start in changes if parameter.key.startswith(start)), SAME)
-        leaf = Leaf(parameter.key, parameter.of_layer, change=change, axes=axes)
-        if parameter.layer is None:
-            add_part(found, name, leaf, parameter)
-            continue
-        group = groups[parameter.stack]
-        if scan_layers:
-            leaf = dataclasses.replace(leaf, axis=1, axes=(*axes[:1], group, *axes[1:]))
-        for layer, part in parameter.layers():
-            assert layer is not None
-            among = f"{group}/layers_{layer % block}" if block else group
-            among = among if scan_layers else f"{group}_{layer - (first[group] or 0)}"
-            add_part(found, f"decoder/{among}/{name}", leaf, part)
-    return found
-
-
-def _check_layers(model: CausalLM, groups: Collection[str], scan_layers: bool) -> None:
-    """Raise CheckpointError for a model whose layers are not those of MaxText's model."""
-    kind, block, windows = model.config.model_type, model.maxtext_block, model.config.windows
-    if not block and len(set(groups)) < len(groups):
-        raise CheckpointError(
-            f"MaxText's {kind} has equal layers only, and this model has {len(groups)} runs of layers that differ: "
-            "choose another format"
-        )
-    if block and any((window is not None) != block[i % len(block)] for i, window in enumerate(windows)):
-        raise CheckpointError(
-            f"the windows of MaxText's {kind} alternate, the first layer with one, and this model's windows are "
-            f"{some(list(map(str, windows)))}: choose another format"
-        )
-    if block and scan_layers and len(windows) % len(block):
-        raise CheckpointError(
-            f"MaxText scans {kind} in blocks of {len(block)} layers, and this model has {len(windows)} layers: leave "
-            "them unscanned (scan_layers=False)"
-        )
-
-
-def changes(model: CausalLM) -> tuple[Change, Change]:
-    """The changes from a model's query and key projections to MaxText's layout."""
-    config = model.config
-    features = "pairs" if config.scale_in_queries and isinstance(config.rope, Llama3Rope) else "as they are"
-    key = Change(features=features)
-    return dataclasses.replace(key, over=config.query_scalar**0.5 if config.scale_in_queries else 1.0), key
-
-
-def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, LazyArray]:
-    """MaxText's name -> lazy array, computed from the model's parameters when read."""
-    return arrays_of(layout(model, scan_layers, *changes(model)), float_dtype(dtype))
 
 
 def _warn_of_rounding(model: CausalLM, found: LazyArrays) -> None:
-    narrow = {a.dtype for a in found.values()} - {np.dtype(np.float32)}
-    if narrow and math.frexp(changes(model)[0].over)[0] != 0.5:
-        logger.warning(
-            "queries divided by sqrt(%d) are rounded to %s, as in MaxText; float32 avoids the rounding",
-            model.config.head_width,
-            ", ".join(sorted(map(str, narrow))),
-        )
+    narrow, change = {a.dtype for a in found.values()} - {np.dtype(np.float32)}, changes(model)
+    factors = [("queries divided", change[QUERY].over), ("embeddings multiplied", change[EMBED].times)]
+    for what, factor in factors if narrow else ():
+        if math.frexp(factor)[0] != 0.5:
+            kinds = ", ".join(sorted(map(str, narrow)))
+            logger.warning(
+                "%s by sqrt(%d) are rounded to %s, as in MaxText; float32 avoids the rounding",
+                what,
+                round(factor**2),
+                kinds,
+            )
 
 
 def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dict[str, Any]:
@@ -182,13 +106,14 @@ def _model(
     carried = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.scale_in_queries else config
     config, times = unless_cast(carried, [array for array, _ in names.values()], kind)
     model = abstract(config, strategy, mesh)
-    scanned = any(name.startswith(f"decoder/{group}/") for name in names for group in model.maxtext_layers)
-    features = "halves" if changes(model)[1].features == "pairs" else "as they are"
-    wanted = layout(model, scanned, Change(times=times, features=features), Change(features=features))
+    scan, back = scanned(model, names), {key: change.inverse for key, change in changes(model).items()}
+    # The queries' factor stays in the config, or is in `times`.
+    wanted = layout(model, scan, back | {QUERY: dataclasses.replace(back[KEY], times=times)})
     # MaxText 0.2.5 also stores other values in nnx_aux, such as the state of random number generators.
     aside = tuple(name for name, (_, aux) in names.items() if aux and name not in wanted)
     skipped = {**report.skipped, "no parameter of the model (nnx_aux)": aside} if aside else report.skipped
-    given = {name: _from_aux(a) if aux and scanned else a for name, (a, aux) in names.items() if name not in aside}
+    given = {name: _from_aux(a) if aux and scan else a for name, (a, aux) in names.items() if name not in aside}
+    given = ours(wanted, given)
     misfit = f"{report.source} does not fit the config ({config.model_type})"
     restore(model, wanted, given, kind, dataclasses.replace(report, skipped=skipped), misfit)
     return model

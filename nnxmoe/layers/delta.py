@@ -36,6 +36,15 @@ class DeltaHeads:
         """Width of queries, keys and values together."""
         return 2 * self.keys * self.key_dim + self.values * self.value_dim
 
+    def split(self, qkvz: Float[Array, "*B keys _"], ba: Float[Array, "*B keys _"]) -> Projected:
+        """What `DeltaProjection` returns, from outputs sorted by heads of keys: q, k, v and z of each, and b and a."""
+        lead, groups = qkvz.shape[:-2], self.values // self.keys
+        ends = self.key_dim, 2 * self.key_dim, 2 * self.key_dim + groups * self.value_dim
+        q, k, v, z = jnp.split(qkvz, ends, axis=-1)
+        b, a = (part.reshape(*lead, self.values) for part in jnp.split(ba, 2, axis=-1))
+        mixed = jnp.concatenate([part.reshape(*lead, -1) for part in (q, k, v)], axis=-1)
+        return mixed, z.reshape(*lead, self.values, self.value_dim), b, a
+
 
 class DeltaProjection(Protocol):
     """``x [B T D] ->`` queries, keys and values ``[B T channels]``, gates ``z [B T N W]``, and ``b``, ``a [B T N]``."""
@@ -69,13 +78,7 @@ class FusedProjection(nnx.Module):
         self.ba = Linear((heads.dim,), (heads.keys, 2 * groups), axes, **kw)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Projected:
-        lead, c = x.shape[:2], self.heads
-        groups = c.values // c.keys
-        ends = c.key_dim, 2 * c.key_dim, 2 * c.key_dim + groups * c.value_dim
-        q, k, v, z = jnp.split(self.qkvz(x), ends, axis=-1)
-        b, a = (part.reshape(*lead, c.values) for part in jnp.split(self.ba(x), 2, axis=-1))
-        mixed = jnp.concatenate([part.reshape(*lead, -1) for part in (q, k, v)], axis=-1)
-        return mixed, z.reshape(*lead, c.values, c.value_dim), b, a
+        return self.heads.split(self.qkvz(x), self.ba(x))
 
 
 class GatedDeltaNet(nnx.Module):

@@ -1,6 +1,6 @@
 """The mapping of an NNX module to Linen: its graph definition, built once, and the place of each of its variables.
 
-Whole models are named by `maxtext.layout`, parts of models by the models' tables, other modules by their attributes.
+Whole models are named by `maxtext_layout`, parts of models by the models' tables, other modules by their attributes.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from flax.core import meta
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.core.dtypes import is_matrix
 from nnxmoe.convert.core.layout import Leaf, Parameter, Path
-from nnxmoe.convert.maxtext import changes, layout
+from nnxmoe.convert.maxtext_layout import KEY, changes, layout
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.kernel import KernelParam
@@ -159,7 +159,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
 
     def make(rngs: nnx.Rngs | None) -> CausalLM:
         model = _turned(model_class(config)(config, strategy, rngs=rngs))
-        for _, module in nnx.iter_graph(model) if changes(model)[1].features == "pairs" else ():
+        for _, module in nnx.iter_graph(model) if changes(model)[KEY].features == "pairs" else ():
             if isinstance(module, GQA):
                 module.rotate = rotate_pairs
         return model
@@ -169,6 +169,9 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
     slots = dict[Path, LinenSlot]()
     for name, leaf in layout(model, scan_layers).items():
         names = tuple(name.split("/"))
+        if leaf.arranged is not None:
+            what = f"LinenCausalLM({type(config).__name__}(…), scan_layers={scan_layers})"
+            raise ValueError(f"{what}: MaxText arranges {name} otherwise than this model: convert checkpoints instead")
         for parameter, rows in _rows(leaf):
             own, variable = parameter.shape, parameter.variable
             kind = variable.dtype, leaf.axes, rows, is_matrix(variable)

@@ -25,6 +25,7 @@ from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.inputs import as_array, call
 from nnxmoe.model.layer import Layer
+from nnxmoe.model.maxtext_layers import LayerBlocks, LayerGroups
 from nnxmoe.model.output import Body, Ids, Output, TokenMask
 from nnxmoe.model.runs import runs_of, stacks_of
 from nnxmoe.model.stack import in_turn
@@ -54,9 +55,9 @@ class CausalLM(nnx.Module):
     hub_ids: ClassVar[Mapping[str, str]] = {}  # preset -> its checkpoint on the hub
     hub_notes: ClassVar[Mapping[str, str]] = {}  # preset -> how those files differ from what is loaded
     hf_table: ClassVar[Table]
-    maxtext_table: ClassVar[Mapping[str, tuple[str, tuple[str | None, ...]]]] = {}  # -> name and logical axes there
-    maxtext_layers: ClassVar[tuple[str, str]] = ("layers", "layers")  # groups of dense layers, of layers with experts
-    maxtext_block: ClassVar[Sequence[bool]] = ()  # for each layer of a block scanned there: whether it has a window
+    maxtext_table: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter -> `maxtext_layout.MaxTextRow`
+    maxtext_layers: LayerGroups | LayerBlocks = LayerGroups()
+    maxtext_scales_embeddings: ClassVar[bool] = False  # whether its table is multiplied by sqrt(hidden_size)
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # before attention and feed-forward, and after all layers
     mtp_prefix: ClassVar[str] = ""  # of the tensors of prediction layers; empty: stored as layers after the others
     hub_root: ClassVar[str] = "model."  # begins the names of a saved checkpoint, in place of ``model.``
@@ -75,6 +76,16 @@ class CausalLM(nnx.Module):
     def feed_forward(self, index: int, **kw: Any) -> FeedForward:
         """The feed-forward of a layer."""
         raise TypeError("a model class must define feed_forward(index, dtype=…, rngs=…)")
+
+    @property
+    def maxtext_columns(self) -> Mapping[str, tuple[int, ...]]:
+        """For parameters that share an array of MaxText's: its columns that hold the outputs of each."""
+        return {}
+
+    @property
+    def local_layers(self) -> Sequence[bool]:
+        """Whether each layer is recurrent or has a window."""
+        return [window is not None for window in self.config.windows]
 
     def kind(self, index: int) -> Any:
         """Hashable kind of a layer, by which consecutive ones form a stack. Override it if other parts differ too."""

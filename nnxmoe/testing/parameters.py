@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnxmoe.config.printable import some
-from nnxmoe.convert import maxtext, native
+from nnxmoe.convert import maxtext_layout, native
 from nnxmoe.convert.core.layout import Leaf, Parameter
 from nnxmoe.linen.mapping import LAYER, Mapped, Taken, by_layer, read_mapping
 from nnxmoe.model.causal_lm import CausalLM
@@ -185,7 +185,6 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
             "mapping=None stands for MaxText's names (decoder/…), and no parameter of the Linen module begins with "
             f"decoder/ ({some(sorted(shapes), 2)}): give a mapping; nnxmoe.linen.propose_mapping lists both sides"
         )
-    scanned = any(name.startswith(f"decoder/{group}/") for name in shapes for group in model.maxtext_layers)
 
     def row(leaf: Leaf) -> Row:
         def make(*arrays: Array) -> Array:
@@ -194,7 +193,12 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
 
         return Row(tuple(map(_part, leaf.parts)), make, not leaf.change.none)
 
-    leaves = maxtext.layout(model, scanned, *maxtext.changes(model))
+    leaves = maxtext_layout.layout(model, maxtext_layout.scanned(model, shapes), maxtext_layout.changes(model))
+    if found := [name for name, leaf in leaves.items() if leaf.arranged is not None]:
+        raise ValueError(
+            f"MaxText arranges {some(found, 2)} otherwise than {type(model).__name__}: give a mapping, or compare with "
+            "nnxmoe.convert.maxtext.from_tree(params, config)"
+        )
     return {name: row(leaf) for name, leaf in leaves.items()}, []
 
 

@@ -135,6 +135,12 @@ class Change:
         """Whether this is the identity."""
         return self == SAME
 
+    @property
+    def inverse(self) -> "Change":
+        """The transformation back."""
+        back: dict[str, Any] = {"halves": "pairs", "pairs": "halves"}
+        return Change(self.over, self.times, back.get(self.features, self.features))
+
     def __call__(self, array: AnyArray) -> AnyArray:
         if self.features == "halves":
             array = array.__array_namespace__().concatenate([array[..., ::2], array[..., 1::2]], axis=-1)
@@ -153,13 +159,33 @@ SAME = Change()
 
 
 @dataclass(frozen=True)
+class Arrangement:
+    """How a file arranges an array: in this shape, which has the dimensions ``parts`` in one or several, and in our
+    array those have the order ``order``. ``columns``: of the file's array, if others are in it too."""
+
+    shape: tuple[int, ...]
+    parts: tuple[int, ...]
+    order: tuple[int, ...]
+    columns: tuple[int, ...] | None = None
+
+    def read(self, array: LazyArray, shape: tuple[int, ...]) -> LazyArray:
+        """Our array of this shape, from the file's."""
+        return array.reshaped(self.parts).transposed(self.order).reshaped(shape)
+
+    def write(self, array: LazyArray) -> LazyArray:
+        """The file's array, from ours."""
+        parts = array.reshaped(tuple(self.parts[i] for i in self.order))
+        return parts.transposed(tuple(map(int, np.argsort(self.order)))).reshaped(self.shape)
+
+
+@dataclass(frozen=True)
 class Leaf:
     """An external array: the parts of parameters that it holds, each of shape ``inner``, stacked on ``axis``, or
     one part without ``axis``.
 
     ``flat``: linear maps are stored as ``[outs, ins]`` with heads flattened; otherwise as in Flax, ``[*ins, *outs]``.
     ``axes``: its logical axes, if the layout has them. ``part_of``: the tensor that holds it with others or in another
-    order, if any.
+    order, if any. ``arranged``: how in the file, if that is another.
     """
 
     key: str
@@ -170,6 +196,7 @@ class Leaf:
     change: Change = SAME
     axes: tuple[str | None, ...] = ()
     part_of: View | None = None
+    arranged: Arrangement | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

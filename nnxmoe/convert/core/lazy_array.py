@@ -5,7 +5,7 @@ A weight that a checkpoint stores as codes is read as floats; its `parts` are th
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,6 +106,70 @@ class LazyArray:
 
         return replace(self, shape=shape, dtype=dtype, read_box=run, block=AT_ONCE)
 
+    def reshaped(self, shape: tuple[int, ...]) -> "LazyArray":
+        """Merge and split dimensions as `numpy.reshape` does. Of a range that is split, the smallest box that has it is
+        read."""
+        if shape == self.shape:
+            return self
+        groups = list(_groups(self.shape, shape))
+
+        def read(box: Box, empty: Empty) -> np.ndarray:
+            hull: list[slice] = []
+            wanted: list[np.ndarray] = []
+            for own, new in groups:
+                at = np.ravel_multi_index(np.ix_(*(np.arange(r.start, r.stop) for r in box[new])), shape[new]).ravel()
+                hull += _hull(self.shape[own], int(at[0]), int(at[-1]) + 1)
+                first = np.ravel_multi_index([part.start for part in hull[own]], self.shape[own])
+                wanted.append(at - first)
+            found = self.read_box(tuple(hull), np.empty)
+            found = found.reshape([math.prod(found.shape[own]) for own, _ in groups])
+            for axis, at in enumerate(wanted):
+                found = found if len(at) == found.shape[axis] else np.take(found, at, axis)
+            return found.reshape(sizes(box))
+
+        joined = self.joined
+        whole_array = None if joined is None else lambda: joined().reshape(shape)
+        return replace(self, shape=shape, read_box=read, joined=whole_array)
+
+    def transposed(self, order: tuple[int, ...]) -> "LazyArray":
+        """The dimensions in another order, as `numpy.transpose` has them."""
+        if order == tuple(range(len(order))):
+            return self
+        read, back, joined = self.read_box, np.argsort(order), self.joined
+
+        def turned(box: Box, empty: Empty) -> np.ndarray:
+            return np.ascontiguousarray(read(tuple(box[i] for i in back), np.empty).transpose(order))
+
+        shape = tuple(self.shape[i] for i in order)
+        whole_array = None if joined is None else lambda: joined().transpose(order)
+        return replace(self, shape=shape, read_box=turned, joined=whole_array)
+
+    def columns(self, columns: Sequence[int]) -> "LazyArray":
+        """Some columns, the last dimension, in this order. All are read."""
+        read, joined, at = self.read_box, self.joined, np.asarray(columns)
+
+        def some(box: Box, empty: Empty) -> np.ndarray:
+            found = read((*box[:-1], slice(0, self.shape[-1])), np.empty)
+            return np.ascontiguousarray(found[..., at[box[-1]]])
+
+        whole_array = None if joined is None else lambda: joined()[..., at]
+        return replace(self, shape=(*self.shape[:-1], len(at)), read_box=some, joined=whole_array)
+
+    @classmethod
+    def of_columns(cls, parts: Sequence[tuple["LazyArray", Sequence[int]]]) -> "LazyArray":
+        """The inverse of `columns`: the array with these columns, each of which is in one of the parts."""
+        back, first = np.argsort(np.concatenate([at for _, at in parts])), parts[0][0]
+
+        def read(box: Box, empty: Empty) -> np.ndarray:
+            found = [array.read_box((*box[:-1], slice(0, array.shape[-1])), np.empty) for array, _ in parts]
+            return np.concatenate(found, axis=-1)[..., back[box[-1]]]
+
+        joined = [array.joined for array, _ in parts]
+        whole_array = None
+        if first.joined is not None:
+            whole_array = lambda: jnp.concatenate([each() for each in joined if each], axis=-1)[..., back]  # noqa: E731
+        return replace(first, shape=(*first.shape[:-1], len(back)), read_box=read, joined=whole_array)
+
     def rows(self, rows: slice) -> np.ndarray:
         """Read a range of rows."""
         return self.read_box((slice(*rows.indices(self.shape[0])[:2]), *whole(self.shape[1:])), np.empty)
@@ -142,6 +206,31 @@ def overlap(one: Box, other: Box) -> Box | None:
 def within(box: Box, outer: Box) -> Box:
     """A box relative to the start of an outer box."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
+
+
+def _groups(one: tuple[int, ...], other: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
+    """The shortest runs of dimensions of two shapes that have the same number of values."""
+    i = j = 0
+    while i < len(one) or j < len(other):
+        first, a, b = (i, j), one[i], other[j]
+        i, j = i + 1, j + 1
+        while a != b or (i == len(one)) != (j == len(other)):
+            if a < b or j == len(other):
+                a, i = a * one[i], i + 1
+            else:
+                b, j = b * other[j], j + 1
+        yield slice(first[0], i), slice(first[1], j)
+
+
+def _hull(shape: tuple[int, ...], low: int, high: int) -> list[slice]:
+    """The smallest box of an array that has the values from ``low`` to ``high`` of its flattened form."""
+    if not shape:
+        return []
+    rest = math.prod(shape[1:])
+    first, last = low // rest, (high - 1) // rest
+    if first < last:
+        return [slice(first, last + 1), *whole(shape[1:])]
+    return [slice(first, last + 1), *_hull(shape[1:], low - first * rest, high - first * rest)]
 
 
 def _decode(codes: Codes, shape: tuple[int, ...], parts: LazyArrays, box: Box, empty: Empty) -> np.ndarray:
