@@ -33,6 +33,7 @@ from nnxmoe.planning.search import best_of, search
 from nnxmoe.planning.torus import Route, hardware, refuse_unheld, routes, seconds
 from nnxmoe.planning.traffic import traffic
 from nnxmoe.runtime.hardware import TABLE
+from nnxmoe.train import lora
 from tests.benchmarks.modes import DEEPSEEK
 from tests.benchmarks.plans import plan_of, published_table
 from tests.support.tiny import TINY
@@ -568,14 +569,13 @@ def test_what_no_strategy_computes_is_planned_by_arithmetic() -> None:
 def test_adapters_and_codes_are_those_of_a_model() -> None:
     """The numbers of LoRA's adapters, and the bytes of quantised weights; frozen kernels have no gradients."""
     mesh = abstract_mesh({})
-    for config in (
-        config_from_hf({"model_type": "mixtral", **FIELDS, "num_experts_per_tok": 2}),
-        config_from_hf(TINY["llama"]),
-    ):
+    mixtral = config_from_hf({"model_type": "mixtral", **FIELDS, "num_experts_per_tok": 2})
+    for config, split in ((mixtral, False), (mixtral, True), (config_from_hf(TINY["llama"]), False)):
         model = model_class(config)(config, nnxmoe.Strategy(stacking=nnxmoe.Scanned()), rngs=nnx.Rngs(0))
-        nnxmoe.train.lora.add(model, rank=4, rngs=nnx.Rngs(1))
-        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnxmoe.train.lora.LoRAParam)))
-        assert adapters(config, parts(config, mesh, RULES), Work(4, 64, lora=4), mesh) == count
+        lora.add(model, rank=lora.split_ranks(model, 4) if split else 4, rngs=nnx.Rngs(1))
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, lora.LoRAParam)))
+        work = Work(4, 64, lora=4, split_rank=split)
+        assert adapters(config, parts(config, mesh, RULES), work, mesh) == count
     options: dict[str, Any] = {"batch": 8, "seq": 512, "on": "h100", "advise": False}
     whole, tuned = (nnxmoe.plan("mixtral-8x7b", {"expert": 8}, lora=rank, **options) for rank in (0, 16))
     assert tuned.bytes.arguments < whole.bytes.arguments / 4 and 0.7 < tuned.operations / whole.operations < 0.8
@@ -664,6 +664,29 @@ def test_the_command_finds_a_plan_and_says_what_it_costs(capsys: pytest.CaptureF
     assert cli.main([*ask, *tuned]) == 0 and "fits: " in capsys.readouterr().out
     for wrong, why in ((["--mesh", "fsdp=4"], "needs --batch"), (["--devices", "4", "--price", "2"], "needs --tokens")):
         assert cli.main([*ask, *wrong]) == 1 and why in capsys.readouterr().err
+
+
+def test_long_rows_are_split_over_the_context_axis() -> None:
+    """Where less than a row per device fits; a model that cannot split rows, and short rows, get the other axes."""
+    best = best_of("llama-3.1-8b", 8, on="h100", seq=131072)[0]
+    assert best.fits and best.mesh["context"] > 1 and best.work.batch < 8
+    for model, seq in (("llama-3.1-8b", 8192), ("deepseek-v3.2", 65536)):
+        assert {one.mesh["context"] for one in best_of(model, 8, on="h100", seq=seq, most=1000)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"offload": True, "remat": False}, "offload: the host keeps inputs of layers that are computed again"),
+        ({"offload": True, "train": False}, "offload: the host keeps"),
+        ({"split_rank": True}, "split_rank: there is no rank to split"),
+        ({"split_rank": True, "lora": 3}, "rank 3 cannot be split over the 2 experts per token of mixtral"),
+        ({"split_rank": True, "lora": 4, "model": "llama-3.1-8b"}, "this model has no experts"),
+    ],
+)
+def test_choices_without_effect_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nnxmoe.plan(given.pop("model", "mixtral-8x7b"), {"fsdp": 8}, batch=8, seq=64, **given)
 
 
 def test_printed_plans_name_the_source_of_each_figure() -> None:

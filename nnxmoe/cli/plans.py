@@ -53,6 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-copies", action="store_true", help=what)
     what = "train adapters of this rank only; the weights are frozen (arithmetic only)"
     parser.add_argument("--lora", type=count, default=0, metavar="R", help=what)
+    what = "adapters of experts have the rank / experts per token"
+    parser.add_argument("--split-rank", action="store_true", help=what)
     add_quantize(parser, keep=False)
     what = "how products are computed (arithmetic only)"
     parser.add_argument("--compute", choices=["bf16", "fp8"], default="bf16", help=what)

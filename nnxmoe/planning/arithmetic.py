@@ -46,8 +46,9 @@ class Work:
     ``offload``: the host keeps the inputs of layers, as with ``Remat(offload=("layer_input",))``.
     What plans know of and no strategy does yet: ``interleaved``: groups of layers per stage; ``node_copies``: one copy
     of a token per node goes to its experts there.
-    ``lora``: the rank of adapters of all kernels of layers, which alone are trained; 0: everything is. ``compute``: how
-    products are computed.
+    ``lora``: the rank of adapters of all kernels of layers, which alone are trained; 0: everything is.
+    ``split_rank``: those of experts have the rank divided by the experts per token. ``compute``: how products are
+    computed.
 
     ``state``: bytes per number of parameters while training, ``values`` bytes of activations and of weights decoded.
     """
@@ -66,6 +67,7 @@ class Work:
     offload: bool = False
     node_copies: bool = False
     lora: int = 0
+    split_rank: bool = False
     compute: Literal["bf16", "fp8"] = "bf16"
 
     def turns(self, mesh: AnyMesh) -> int:
@@ -147,12 +149,20 @@ def _bytes_of_codes(config: DecoderConfig, stages: int | None, method: Method | 
 def adapters(config: DecoderConfig, found: list[ParamSize], work: Work, mesh: AnyMesh) -> int:
     """The numbers of adapters on one device: of all projections but routers. Those of gate and up of experts read their
     input by the same matrix."""
+    if work.split_rank and not config.experts:
+        raise ValueError("split_rank: this model has no experts")
+    if work.split_rank and work.lora % (active := config.experts_per_token):
+        raise ValueError(
+            f"split_rank: rank {work.lora} cannot be split over the {active} experts per token of {config.model_type}: "
+            f"use a multiple of {active}"
+        )
     total = 0
     for part in found:
         if part.kernel and part.layers and "router" not in part.key:
             width = part.width - (config.hidden_size if part.key.endswith("experts.up") else 0)
             split = [axis for axis in part.axes if axis in ("expert", AXIS)]
-            total += work.lora * width * part.layers * (part.experts or 1) // shards(mesh, split)
+            rank = work.lora // config.experts_per_token if part.experts and work.split_rank else work.lora
+            total += rank * width * part.layers * (part.experts or 1) // shards(mesh, split)
     return total
 
 

@@ -142,7 +142,7 @@ class Plan:
         return ax
 
 
-PLANNED_ONLY = ("interleaved", "node_copies", "lora", "compute")
+PLANNED_ONLY = ("interleaved", "node_copies", "lora", "split_rank", "compute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +153,9 @@ class Choices:
     which mesh axes parameters are sharded. ``remat``: activations are recomputed. ``buffer_factor``: of
     `RaggedAllToAll`; None: room for all rows of the expert axis. ``chunks``: of `InChunks`, which bounds this room and
     drops nothing; None: as many as `InChunks` chooses. ``microbatches``: of a `Pipeline` over the mesh axis ``pipe``;
-    None: this axis splits the batch only. ``offload``: of `Work`. ``interleaved``, ``node_copies``, ``lora`` and
-    ``compute``: of `Work`, for plans by arithmetic only, as is ``quantize``, of weights that are not trained.
+    None: this axis splits the batch only. ``offload``: of `Work`. ``interleaved``, ``node_copies``, ``lora``,
+    ``split_rank`` and ``compute``: of `Work`, for plans by arithmetic only, as is ``quantize``, of weights that are not
+    trained.
     ``compile_for``: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware. ``advise``:
     plan changes too if the step does not fit.
     """
@@ -170,6 +171,7 @@ class Choices:
     offload: bool = False
     node_copies: bool = False
     lora: int = 0
+    split_rank: bool = False
     compute: Literal["bf16", "fp8"] = "bf16"
     quantize: Method | Mixed | None = None
     compile_for: str | None = None
@@ -281,6 +283,10 @@ def _check_sizes(mesh: Mapping[str, int] | AnyMesh, batch: int, seq: int, train:
         check_factor("plan(buffer_factor", chosen.buffer_factor)
     if chosen.quantize is not None and train and not chosen.lora:
         raise ValueError("quantize: quantised weights are not trained: plan adapters (lora), or decoding (train=False)")
+    if chosen.offload and not (train and chosen.remat):
+        raise ValueError("offload: the host keeps inputs of layers that are computed again: plan training, with remat")
+    if chosen.split_rank and not chosen.lora:
+        raise ValueError("split_rank: there is no rank to split: plan adapters (lora)")
     if accumulate > 1 and not train:
         raise ValueError(f"accumulate={accumulate}: decoding has no parts to accumulate: leave it out")
     if batch % accumulate:

@@ -6,6 +6,7 @@ import math
 import os
 from typing import Any
 
+from nnxmoe.axes import CONTEXT
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.model.pipeline import AXIS
 from nnxmoe.planning.plan import Plan, plan, read_model
@@ -27,7 +28,7 @@ def search(
     """
     found, reason = list[Plan](), ""
     name, config = read_model(model)
-    for mesh in _meshes(devices, microbatches or 1):
+    for mesh in _meshes(devices, microbatches or 1, _contexts(**options)):
         try:
             parts = microbatches if mesh[AXIS] > 1 else None
             one = plan(config, mesh, advise=False, microbatches=parts, **options)
@@ -48,15 +49,21 @@ def best_of(
     most: int = 10,
     **options: Any,
 ) -> list[Plan]:
-    """`search` that also chooses the rows of a batch (1 to 64 per device) and, to train, whether activations are
-    computed again: the plans with the most tokens per second, or those with the least memory if none fits."""
-    meshes, found = search(model, devices, batch=devices, seq=seq, train=train, most=6, **options), list[Plan]()
+    """`search` that also chooses the rows of a batch (1 to 64 per device, or for each of its rows' parts on the axis
+    ``context``) and, to train, whether activations are computed again: the plans with the most tokens per second, or
+    those with the least memory if none fits."""
+    options, found, meshes = {"seq": seq, "train": train, **options}, list[Plan](), list[Plan]()
+    for parts in _contexts(**options):
+        if devices % parts == 0:
+            with contextlib.suppress(*[ValueError] * (parts > 1)):  # a model that cannot split rows
+                every = search(model, devices, batch=devices // parts, most=1000, **options)
+                meshes += [one for one in every if one.mesh[CONTEXT] == parts][:6]
     name = meshes[0].model
     for one in meshes:
         for rows in (1, 2, 4, 8, 16, 32, 64):
             for remat in (True, False) if train else (True,):
                 with contextlib.suppress(ValueError):  # the batch does not divide
-                    asked = {**options, "remat": remat, "batch": rows * devices, "seq": seq, "train": train}
+                    asked = {**options, "remat": remat, "batch": rows * devices // one.mesh[CONTEXT]}
                     made = plan(meshes[0].config, one.mesh, advise=False, **asked)
                     found.append(dataclasses.replace(made, model=name))
     return _best(found)[:most]
@@ -69,12 +76,18 @@ def _best(found: list[Plan]) -> list[Plan]:
     return sorted(found, key=lambda one: one.memory)
 
 
-def _meshes(devices: int, stages: int) -> list[dict[str, int]]:
+def _contexts(*, seq: int, train: bool = True, **_: Any) -> list[int]:
+    """Into how many parts the axis ``context`` may split a row: 1, and to train more, of at least 8192 tokens each."""
+    return [parts for parts in (1, 2, 4, 8, 16, 32) if parts == 1 or (train and seq // parts >= 8192)]
+
+
+def _meshes(devices: int, stages: int, contexts: list[int]) -> list[dict[str, int]]:
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     found = [
-        {AXIS: pipe, "data": data, "expert": expert, "tensor": tensor}
+        {AXIS: pipe, "data": data, CONTEXT: parts, "expert": expert, "tensor": tensor}
         for pipe in sizes
         for data in sizes
+        for parts in contexts
         for expert in sizes
         for tensor in sizes
         if pipe <= stages and tensor <= 8
