@@ -9,8 +9,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
@@ -18,16 +16,15 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.rope import Rope
 from nnxmoe.config.rope_fields import rope_from_fields
 from nnxmoe.layers.compressed import Compressor
-from nnxmoe.layers.context import Context
 from nnxmoe.layers.gated import LimitedSwiGLU
-from nnxmoe.layers.hyper import CollapsedNorm, HyperConnection, mixed
+from nnxmoe.layers.hyper import CollapsedNorm
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.rope import TrailingPairs
 from nnxmoe.layers.shared_kv import EntryIndex, SharedKV, SharedKVWidths
-from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.layer import Layer, LayerOutput
+from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.tables import Hf
+from nnxmoe.models.streamed import StreamedLM
+from nnxmoe.models.tables import MAXTEXT_DECODER, Hf, Linen, maxtext_experts, maxtext_mlp
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SqrtSoftplusTopK
 from nnxmoe.moe.token_router import TokenRouter
@@ -191,22 +188,6 @@ class DeepSeekV4Config(DecoderConfig):
         return self._rope("compress", {"attention_factor": 1.0} | flat | {"rope_theta": self.compress_rope_theta})
 
 
-class Streamed(Layer):
-    """A layer whose halves read from several residual streams and add to them."""
-
-    def __init__(self, *parts: Any, connections: tuple[HyperConnection, HyperConnection]):
-        super().__init__(*parts)
-        self.attention_streams, self.feed_forward_streams = connections
-
-    def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
-        one = self.attention_streams(x)
-        y, cache = self.mix(one.x, context=context, cache=cache)
-        x = mixed(context.asked(x), y, one.asked(context))
-        other = self.feed_forward_streams(x)
-        y, info = self.feed(other.x, context=context)
-        return LayerOutput(mixed(x, y, other), cache, info)
-
-
 _FLASH = DeepSeekV4Config(
     compress_ratios=(0, 0, *(4 if i % 2 == 0 else 128 for i in range(41))),
     rope_scaling={
@@ -272,27 +253,45 @@ HF_TABLE |= {
 }
 HF_TABLE |= {f"layer.{ours}": (W(first), W(second)) for ours, (first, second) in _LAYER.items()}
 
-
-class StreamedLM(CausalLM):
-    """A decoder with ``hc_mult`` residual streams, which its final norm reduces to one."""
-
-    def enter(self, x: Any, tokens: Any) -> Any:
-        return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))
-
-    def leave(self, x: Any) -> Any:
-        """The streams: the last norm makes one of them."""
-        return x
-
-    def layer(self, index: int, form: type[Layer] = Streamed, **kw: Any) -> Layer:
-        return super().layer(
-            index, form, connections=(self._connection(kw["rngs"]), self._connection(kw["rngs"])), **kw
+_SELF, _EXPERTS_THERE = "self_attention", "mlp/MoeBlock_0"
+_COMPRESSOR = f"{_SELF}/{{kind}}_compressor"
+MAXTEXT_TABLE: Linen = {
+    **MAXTEXT_DECODER,
+    **maxtext_experts(_EXPERTS_THERE),
+    **maxtext_mlp("layer.moe.shared", "mlp/shared_experts"),
+    "norm.weights.fn.kernel": ("decoder/hc_head/hc_fn", ("activation_embed", None)),
+    "norm.weights.base": ("decoder/hc_head/hc_base", (None,)),
+    "norm.weights.scale": ("decoder/hc_head/hc_scale", (None,)),
+    "layer.moe.router.kernel": (f"{_EXPERTS_THERE}/gate/kernel", ("embed_moe", None)),
+    "layer.moe.router.bias": (f"{_EXPERTS_THERE}/gate/bias", (None,)),
+    "layer.moe.router.table": (f"{_EXPERTS_THERE}/tid2eid", (None, None)),
+    "layer.attention.sinks.scores": (f"{_SELF}/sinks", (None,)),
+    "layer.attention.q_norm.scale": (f"{_SELF}/q_norm/scale", ("norm",)),
+    "layer.attention.kv_norm.scale": (f"{_SELF}/kv_norm/scale", ("norm",)),
+    "layer.attention.q_a.kernel": (f"{_SELF}/wq_a/kernel", ("embed", "q_lora_up_proj")),
+    "layer.attention.q_b.kernel": (f"{_SELF}/wq_b/kernel", ("q_lora", "q_heads", "kv")),
+    "layer.attention.kv.kernel": (f"{_SELF}/wkv/kernel", ("embed", "kv_heads", "kv_head_dim")),
+    "layer.attention.o_a.kernel": (f"{_SELF}/o_a_proj/kernel", ("o_groups", "q_heads", "o_lora_up_proj"), (1, 0, 2)),
+    "layer.attention.o_b.kernel": (f"{_SELF}/o_b_proj/kernel", ("o_lora_up_proj", "embed")),
+    "layer.attention.indexer.q.kernel": (f"{_COMPRESSOR}/indexer/q_proj/kernel", ("q_lora", "indexer_q")),
+    "layer.attention.indexer.weights.kernel": (f"{_COMPRESSOR}/indexer/weights_proj/kernel", ("embed", None)),
+    **{
+        f"layer.attention.{ours}.{part}": (f"{theirs}/{name}", axes)
+        for ours, theirs in (("compressor", _COMPRESSOR), ("indexer.keys", f"{_COMPRESSOR}/indexer"))
+        for part, name, axes in (
+            ("kv.kernel", "kv_proj/kernel", ("embed", "kv")), ("gate.kernel", "gate_proj/kernel", ("embed", "kv")),
+            ("norm.scale", "kv_norm/scale", ("norm",)), ("place", "position_bias", (None, None)),
         )
-
-    def _connection(self, rngs: Any) -> HyperConnection:
-        c = self.config
-        return HyperConnection(
-            c.hidden_size, c.hc_mult, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps, rngs=rngs
+    },
+    **{
+        f"layer.{ours}_streams.weights.{part}": (f"mhc_{theirs}/{name}", axes)
+        for ours, theirs in (("attention", "attention"), ("moe", "mlp"))
+        for part, name, axes in (
+            ("fn.kernel", "alpha", ("activation_embed", None)), ("base", "beta", (None,)),
+            ("scale", "alpha_scale", (None,)),
         )
+    },
+}  # fmt: skip
 
 
 class DeepSeekV4(StreamedLM):
@@ -303,7 +302,21 @@ class DeepSeekV4(StreamedLM):
     hub_ids = {"deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash"}
     hub_notes = {"deepseek-v4-flash": "the layers for multi-token prediction are left out"}
     hf_table = HF_TABLE
+    maxtext_table = MAXTEXT_TABLE
     not_for_peft = ("attention.o_a",)  # in groups of heads
+
+    @property
+    def maxtext_kinds(self) -> Sequence[str]:
+        return [{SPARSE: "csa", HEAVY: "hca", WINDOW: "window"}[kind] for kind in self.config.kinds]
+
+    @property
+    def maxtext_layers(self) -> LayerBlocks:
+        """Blocks of two, after the layers that route by token ids."""
+        return LayerBlocks(("hca", "csa"), "scanned_blocks/layers_{}", first=sum(self.config.hashed_layers))
+
+    @property
+    def maxtext_streams(self) -> int:
+        return self.config.hc_mult
 
     def kind(self, index: int) -> Any:
         return self.config.kinds[index], self.config.hashed_layers[index]

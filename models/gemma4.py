@@ -291,7 +291,7 @@ class Gemma4Text(CausalLM):
     hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
     hf_table = _HF_TABLE
     maxtext_table = _MAXTEXT_TABLE
-    maxtext_layers = LayerBlocks((True,) * 5 + (False,), "scanned_blocks", nested=True)
+    maxtext_layers = LayerBlocks(("local",) * 5 + ("global",), "scanned_blocks", nested=True)
     maxtext_scales_embeddings = True
 
     def embedding(self, config: Gemma4TextConfig, strategy: Strategy, **kw: Any) -> Embed:

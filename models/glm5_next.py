@@ -17,11 +17,11 @@ from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.pooled_indexer import PooledIndexer
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.deepseek_v4 import StreamedLM
 from nnxmoe.models.deepseek_v32 import DeepSeekV32
 from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig
 from nnxmoe.models.grouped_experts import corrected_router, grouped_experts
 from nnxmoe.models.kimi_hybrid import FULL, HF_KIMI_DELTA, LINEAR, KimiHybrid, NestedDeltaConfig
+from nnxmoe.models.streamed import StreamedLM
 from nnxmoe.moe.block import MoE
 
 

@@ -120,7 +120,7 @@ class GptOss(CausalLM):
     hub_notes = dict.fromkeys(presets, "the experts' kernels are in MXFP4, loaded as bfloat16")
     hf_table = _HF_TABLE
     maxtext_table = _MAXTEXT_TABLE
-    maxtext_layers = LayerBlocks((True, False))
+    maxtext_layers = LayerBlocks(("local", "global"))
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config

@@ -102,7 +102,7 @@ class Qwen3_5MoeText(QwenHybrid, QwenMoe):
     @property
     def maxtext_layers(self) -> LayerBlocks:
         """As in Qwen3-Next, but each layer of a block is scanned on its own."""
-        return LayerBlocks(super().maxtext_layers.local, "layers/layer_{}")
+        return LayerBlocks(super().maxtext_layers.kinds, "layers/layer_{}")
 
     @property
     def maxtext_columns(self) -> Mapping[str, tuple[int, ...]]:

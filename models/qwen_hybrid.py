@@ -111,7 +111,7 @@ MAXTEXT_HYBRID: Linen = {
     "layer.attention.qk_norm.q.scale": (f"{_FULL_ATTENTION}/query_norm/scale", (None,)),
     "layer.attention.qk_norm.k.scale": (f"{_FULL_ATTENTION}/key_norm/scale", (None,)),
     "layer.attention.o.kernel": (f"{_FULL_ATTENTION}/out/kernel", ("mlp", "embed")),
-    "layer.attention.conv.weight": ("attention/conv1d/kernel", (None, None, None), True),
+    "layer.attention.conv.weight": ("attention/conv1d/kernel", (None, None, None), (2, 1, 0)),
     "layer.attention.a_log": ("attention/A_log", (None,)),
     "layer.attention.dt_bias": ("attention/dt_bias", (None,)),
     "layer.attention.norm.scale": ("attention/norm/rms_norm/scale", (None,)),
@@ -134,13 +134,15 @@ class QwenHybrid(CausalLM):
         return last_layer(not recurrent and sparse == (c.experts > 0) for recurrent, sparse in kinds)
 
     @property
-    def local_layers(self) -> Sequence[bool]:
-        return self.config.recurrent_layers
+    def maxtext_kinds(self) -> Sequence[str]:
+        return ["recurrent" if recurrent else "global" for recurrent in self.config.recurrent_layers]
 
     @property
     def maxtext_layers(self) -> LayerBlocks:
         """Blocks that end with attention."""
-        return LayerBlocks((True,) * (self.config.full_attention_interval - 1) + (False,), "layers", nested=True)
+        return LayerBlocks(
+            ("recurrent",) * (self.config.full_attention_interval - 1) + ("global",), "layers", nested=True
+        )
 
     def kind(self, index: int) -> Any:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]

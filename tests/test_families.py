@@ -450,7 +450,6 @@ def test_maxtext_layout(kind: str) -> None:
         ("qwen3_moe", "3 runs of layers"),
         ("qwen2", "no table of MaxText's names for 'qwen2'"),
         ("glm4_moe_lite", "no table of MaxText's names for 'glm4_moe_lite'"),
-        ("deepseek_v4", "no table of MaxText's names for 'deepseek_v4'"),
         ("glm_moe_dsa", "no table of MaxText's names for 'glm_moe_dsa'"),
         ("olmoe", "no table of MaxText's names for 'olmoe'"),
         ("qwen2_moe", "no table of MaxText's names for 'qwen2_moe'"),

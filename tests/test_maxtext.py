@@ -98,9 +98,9 @@ def newer(kind: str) -> tuple[Any, Flat, Any]:
 
 
 def with_layers_second(tree: Flat) -> Flat:
-    """Names and arrays of parameters without collections; those of nnx_aux have layers on axis 0."""
+    """Names and arrays of parameters without collections; stacked ones of nnx_aux have layers on axis 0."""
     return {
-        name.partition("/")[2]: value if name.startswith("params/") else np.moveaxis(value, 0, 1)
+        name.partition("/")[2]: np.moveaxis(value, 0, 1) if name.endswith("gate/bias") else value
         for name, value in tree.items()
     }
 
@@ -111,12 +111,13 @@ def test_newer_families_equal_maxtext(kind: str) -> None:
     config, stored, told = newer(kind)
     model = maxtext.from_tree(nested(stored), config)
     # The norm after a recurrence amplifies rounding: with these numbers, chunks and steps differ by 1.6e-3.
-    bound = 1e-3 if any(model.local_layers) and not kind.startswith("gemma4") else 1e-4
+    bound = 1e-3 if kind.startswith("qwen3") else 1e-4
     wanted = load_file(CASES / f"{kind}.safetensors")["logits"]
-    assert max_error(model(newer_tokens()).logits, wanted) < bound
-    assert max_error(model(newer_tokens()[:, ::-1]).logits[:, ::-1], wanted) > 100 * bound
+    assert max_error(model(newer_tokens(kind)).logits, wanted) < bound
+    assert max_error(model(newer_tokens(kind)[:, ::-1]).logits[:, ::-1], wanted) > 100 * bound
     for name, array in flat(maxtext.to_tree(model)["params"]).items():
-        assert max_error(array, with_layers_second(stored)[name]) <= ROUNDED.get(kind, 0), name
+        if not name.endswith(("mhc_norm/scale", "_alpha")):  # these norms are multiplied into the weights after them
+            assert max_error(array, with_layers_second(stored)[name]) <= ROUNDED.get(kind, 0), name
     tree = maxtext.to_tree(model, scan_layers=False)
     shapes = {name.partition("/")[2]: tuple(shape) for name, shape in told["unscanned"].items()}
     assert {name: array.shape for name, array in flat(tree["params"]).items()} == shapes
@@ -132,9 +133,9 @@ def equal_states(one: Any, other: Any, kind: str) -> None:
         assert max_error(np.asarray(mine.get_value()), np.asarray(theirs.get_value())) <= ROUNDED.get(kind, 0), path
 
 
-def newer_files_on_a_mesh(folder: Path) -> None:
+def newer_files_on_a_mesh(folder: Path, kinds: list[str]) -> None:
     """Heads, columns and layers that MaxText has in one dimension are read in parts."""
-    for kind in sorted(NEWER):
+    for kind in kinds:
         config, stored, _ = newer(kind)
         tensor = 1 if kind.startswith("gemma4") else 2  # one head for keys
         mesh = nnxmoe.make_mesh(fsdp=4 // tensor, expert=2, tensor=tensor)
@@ -145,8 +146,15 @@ def newer_files_on_a_mesh(folder: Path) -> None:
             equal_states(maxtext.load(where, mesh=mesh), model, kind)
 
 
-def test_newer_files_of_maxtext_on_a_mesh(eight: Callable[..., Any], tmp_path: Path) -> None:
-    eight(newer_files_on_a_mesh, tmp_path)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["qwen3_5_moe"],
+        pytest.param(["deepseek_v32", "deepseek_v4", "gemma4", "gemma4_moe", "qwen3_next"], marks=pytest.mark.slow),
+    ],
+)
+def test_newer_files_of_maxtext_on_a_mesh(eight: Callable[..., Any], tmp_path: Path, kinds: list[str]) -> None:
+    eight(newer_files_on_a_mesh, tmp_path, kinds)
 
 
 def test_boxes_of_reshaped_arrays() -> None:
@@ -171,7 +179,12 @@ def test_what_newer_families_of_maxtext_do_not_have_is_refused() -> None:
         CheckpointError, match=r"layers_0/attention/conv1d/kernel has shape \[40, 1, 4\], .* \[4, 1, 40\]"
     ):
         maxtext.from_tree(tree, config)
+    config, stored, _ = newer("deepseek_v4")
+    del (tree := nested(stored))["params"]["decoder"]["layers_0"]["mhc_mlp"]["post_beta"]
+    with pytest.raises(CheckpointError, match="decoder/layers_0/mhc_mlp/post_beta is missing"):
+        maxtext.from_tree(tree, config)
     for kind, changes, message in (
+        ("deepseek_v4", {"compress_ratios": [0, 0, 4, 4, 128, 4, 128]}, "blocks of hca, csa layers, and .* csa, hca"),
         ("qwen3_next", {"num_hidden_layers": 6}, "scans qwen3_next in blocks of 4 layers, and this model has 6 layers"),
         ("qwen3_next", {"mlp_only_layers": [1]}, "or differ in more"),
         ("qwen3_5_moe", {"layer_types": ["full_attention"] * 8}, "layers are global, global, .*: choose another"),

@@ -112,8 +112,9 @@ def _model(
     # MaxText 0.2.5 also stores other values in nnx_aux, such as the state of random number generators.
     aside = tuple(name for name, (_, aux) in names.items() if aux and name not in wanted)
     skipped = {**report.skipped, "no parameter of the model (nnx_aux)": aside} if aside else report.skipped
-    given = {name: _from_aux(a) if aux and scan else a for name, (a, aux) in names.items() if name not in aside}
-    given = ours(wanted, given)
+    stacked = {name for name, leaf in wanted.items() if leaf.axis is not None}
+    given = {n: _from_aux(a) if aux and n in stacked else a for n, (a, aux) in names.items() if n not in aside}
+    given = ours(wanted, given, model.maxtext_streams)
     misfit = f"{report.source} does not fit the config ({config.model_type})"
     restore(model, wanted, given, kind, dataclasses.replace(report, skipped=skipped), misfit)
     return model

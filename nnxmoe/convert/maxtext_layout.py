@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from nnxmoe.config.printable import plain, some
 from nnxmoe.config.rope import Llama3Rope
+from nnxmoe.convert import maxtext_streams
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.layout import (
     QUERY,
@@ -35,16 +36,17 @@ from nnxmoe.storage.errors import CheckpointError
 KEY, EMBED = "layer.attention.k.", "embed.table"
 Sizes = tuple[int, ...]
 NO_CHANGES: Mapping[str, Change] = {}
+_KIND = "{kind}"  # of a layer, in the name in a row
 _SHARED = " of "  # between MaxText's name and ours of a parameter that is in an array with others
 
 
 class MaxTextRow(NamedTuple):
-    """A row of a family's table: MaxText's name of an array, its logical axes, and whether its dimensions are reversed.
-    If it has fewer axes than our array, its heads are flattened."""
+    """A row of a family's table: MaxText's name of an array, its logical axes, and our dimensions in its order. With
+    fewer axes than our array has its heads are flattened, with one more it has one head."""
 
     name: str
     axes: tuple[str | None, ...]
-    reversed: bool = False
+    order: tuple[int, ...] = ()
 
 
 def layout(model: CausalLM, scan_layers: bool, changes: Mapping[str, Change] = NO_CHANGES) -> dict[str, Leaf]:
@@ -58,7 +60,7 @@ def layout(model: CausalLM, scan_layers: bool, changes: Mapping[str, Change] = N
             "MaxText has no place for the own norm (shared_head.norm) of multi-token prediction layers, and gives them "
             "states before the final norm: load the model without mtp=True, or choose another format"
         )
-    every, found, shared = parameters(model), dict[str, Leaf](), model.maxtext_columns
+    every, found, shared, kinds = parameters(model), dict[str, Leaf](), model.maxtext_columns, model.maxtext_kinds
     places = _places(model, {p.stack: p.layer for p in reversed(every) if p.layer is not None}, scan_layers)
     for parameter in every:
         if parameter.key not in model.maxtext_table:
@@ -69,7 +71,7 @@ def layout(model: CausalLM, scan_layers: bool, changes: Mapping[str, Change] = N
         leaf, columns = Leaf(parameter.key, parameter.of_layer, change=change, axes=row.axes), shared.get(parameter.key)
         for layer, part in parameter.layers():
             group, dims = ("", ()) if layer is None else places[layer]
-            name = row.name if layer is None else f"decoder/{group}/{row.name}"
+            name = row.name if layer is None else f"decoder/{group}/{row.name.replace(_KIND, kinds[layer])}"
             if dims:
                 axes = *row.axes[:1], group, *(None,) * (len(dims) - 1), *row.axes[1:]
                 leaf = dataclasses.replace(leaf, axis=1, axes=axes)
@@ -81,12 +83,12 @@ def layout(model: CausalLM, scan_layers: bool, changes: Mapping[str, Change] = N
 def _arranged(
     parameter: Parameter, row: MaxTextRow, dims: tuple[int, ...], columns: tuple[int, ...] | None
 ) -> Arrangement | None:
-    """The arrangement of an array in MaxText, if it differs from the leaf's: with heads flattened, if the table's row
-    has fewer axes than the array, with its dimensions reversed, or on two dimensions of layers in nested blocks."""
+    """The arrangement of an array in MaxText, if it differs from the leaf's."""
     own, ins = parameter.of_layer, parameter.inputs or 0
-    flat, order = len(row.axes) < len(own), range(len(own))[:: -1 if row.reversed else 1]
+    own = own if len(row.axes) <= len(own) else (own[0], 1, *own[1:])
+    flat, order = len(row.axes) < len(own), row.order or range(len(own))
     first = ins if flat else 1  # the number of dimensions before those of the layers
-    if not (flat or row.reversed or dims[1:] or columns):
+    if not (flat or row.order or dims[1:] or columns or own != parameter.of_layer):
         return None
     before, after = [own[i] for i in order[:first]], [own[i] for i in order[first:]]
     shape = (math.prod(before), *dims, math.prod(after)) if flat else (*before, *dims, *after)
@@ -106,29 +108,24 @@ def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Pl
             "choose another format"
         )
     if isinstance(layers, LayerBlocks):
-        block = len(layers.local)
-        kinds = {(i % block, model.kind(i)) for i in range(len(groups))}
-        local = model.local_layers
-        if any(is_local != layers.local[i % block] for i, is_local in enumerate(local)) or len(kinds) > block:
+        block, first, found = len(layers.kinds), layers.first, model.maxtext_kinds[layers.first :]
+        differ = len({(i % block, model.kind(first + i)) for i in range(len(found))}) > block
+        if differ or any(one != layers.kinds[i % block] for i, one in enumerate(found)):
             raise CheckpointError(
-                f"MaxText's {kind} repeats blocks of {_words(layers.local)} layers, and this model's layers are "
-                f"{_words(local)}, or differ in more: choose another format"
+                f"MaxText's {kind} repeats blocks of {some(layers.kinds, 8)} layers, and this model's layers are "
+                f"{some(found, 8)}, or differ in more: choose another format"
             )
-        if scan and len(groups) % block:
+        if scan and len(found) % block:
             raise CheckpointError(
-                f"MaxText scans {kind} in blocks of {block} layers, and this model has {len(groups)} layers: leave "
+                f"MaxText scans {kind} in blocks of {block} layers, and this model has {len(found)} layers: leave "
                 "them unscanned (scan_layers=False)"
             )
     return layers.places(config.sparse_layers, scan)
 
 
-def _words(local: Iterable[bool]) -> str:
-    return some(["local" if is_local else "global" for is_local in local], 8)
-
-
 def scanned(model: CausalLM, names: Iterable[str]) -> bool:
     """Whether MaxText's names are those of scanned layers."""
-    groups = {group for group, _ in model.maxtext_layers.places(model.config.sparse_layers, True)}
+    groups = {group for group, dims in model.maxtext_layers.places(model.config.sparse_layers, True) if dims}
     return any(name.startswith(f"decoder/{group}/") for name in names for group in groups)
 
 
@@ -153,11 +150,13 @@ def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, L
             made[name] = array
         else:
             parts.setdefault(name.split(_SHARED)[0], []).append((array, stored.columns))
-    return made | {name: LazyArray.of_columns(each) for name, each in parts.items()}
+    made |= {name: LazyArray.of_columns(each) for name, each in parts.items()}
+    return maxtext_streams.split(made, model.maxtext_streams) if model.maxtext_streams else made
 
 
-def ours(leaves: Mapping[str, Leaf], given: LazyArrays) -> dict[str, LazyArray]:
+def ours(leaves: Mapping[str, Leaf], given: LazyArrays, streams: int) -> dict[str, LazyArray]:
     """The inverse of `arrays`: the arrays of leaves from MaxText's. Those of other shapes get a fault."""
+    given = maxtext_streams.join(given, leaves, streams) if streams else given
     found, widths = dict(given), collections.Counter[str]()
     for name, leaf in leaves.items():
         if leaf.arranged is not None and leaf.arranged.columns is not None:

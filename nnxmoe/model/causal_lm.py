@@ -58,6 +58,7 @@ class CausalLM(nnx.Module):
     maxtext_table: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter -> `maxtext_layout.MaxTextRow`
     maxtext_layers: LayerGroups | LayerBlocks = LayerGroups()
     maxtext_scales_embeddings: ClassVar[bool] = False  # whether its table is multiplied by sqrt(hidden_size)
+    maxtext_streams: int = 0  # residual streams, whose weights are split there
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # before attention and feed-forward, and after all layers
     mtp_prefix: ClassVar[str] = ""  # of the tensors of prediction layers; empty: stored as layers after the others
     hub_root: ClassVar[str] = "model."  # begins the names of a saved checkpoint, in place of ``model.``
@@ -83,9 +84,9 @@ class CausalLM(nnx.Module):
         return {}
 
     @property
-    def local_layers(self) -> Sequence[bool]:
-        """Whether each layer is recurrent or has a window."""
-        return [window is not None for window in self.config.windows]
+    def maxtext_kinds(self) -> Sequence[str]:
+        """The kind of each layer, as `LayerBlocks` has them."""
+        return ["global" if window is None else "local" for window in self.config.windows]
 
     def kind(self, index: int) -> Any:
         """Hashable kind of a layer, by which consecutive ones form a stack. Override it if other parts differ too."""

@@ -24,23 +24,28 @@ class LayerGroups:
 
 @dataclass(frozen=True)
 class LayerBlocks:
-    """Blocks of layers repeat; ``local``: for each layer of a block, whether it is recurrent or has a window.
+    """After the ``first`` layers, blocks of layers of these ``kinds`` repeat (`CausalLM.maxtext_kinds`).
 
     Scanned, the layers with the same number in their blocks form a group, called ``name``, in which ``{}`` is the
     number. ``nested``: the last layers of the blocks form the group ``global_layer`` below ``name``, and the others
     ``local_layers``, stacked by block and then by number.
     """
 
-    local: Sequence[bool]
+    kinds: Sequence[str]
     name: str = "layers/layers_{}"
     nested: bool = False
+    first: int = 0
 
     def places(self, sparse: Sequence[bool], scan: bool) -> Places:
         """The place of each layer, below ``decoder/``; ``sparse``: one value for each layer."""
-        length, blocks = len(self.local), len(sparse) // len(self.local)
-        if not scan:
-            return [(f"layers_{i}", ()) for i in range(len(sparse))]
+        each: Places = [(f"layers_{i}", ()) for i in range(len(sparse))]
+        rest = len(each) - self.first if scan else 0
+        return each[: len(each) - rest] + [self._scanned(i, rest // len(self.kinds)) for i in range(rest)]
+
+    def _scanned(self, i: int, blocks: int) -> tuple[str, tuple[int, ...]]:
+        length = len(self.kinds)
         if not self.nested:
-            return [(self.name.format(i % length), (blocks,)) for i in range(len(sparse))]
-        inner, last = (f"{self.name}/local_layers", (blocks, length - 1)), (f"{self.name}/global_layer", (blocks,))
-        return [inner if (i + 1) % length else last for i in range(len(sparse))]
+            return self.name.format(i % length), (blocks,)
+        if (i + 1) % length:
+            return f"{self.name}/local_layers", (blocks, length - 1)
+        return f"{self.name}/global_layer", (blocks,)

@@ -47,7 +47,7 @@ for case, (theirs, ours) in NEWER.items():
         shapes[scan] = {name: list(v.get_value().shape) for name, v in found.items()}
     for name, value in newer_weights(shapes[True]).items():
         found[name].set_value(jnp.asarray(value))
-    tokens = newer_tokens()
+    tokens = newer_tokens(case)
     rows = np.tile(np.arange(tokens.shape[1], dtype=np.int32), (2, 1))
     with jax.set_mesh(mesh):
         given = {"decoder_positions": rows, "decoder_segment_ids": np.ones_like(rows), "model_mode": "train"}

@@ -65,6 +65,17 @@ _V3_OURS = {"model_type": "deepseek_v32", "hidden_size": 16, "num_attention_head
             "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6, "routed_scaling_factor": 2.5,
             "rope_scaling": {"rope_type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
                              "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}}  # fmt: skip
+_V4 = {"model_name": "deepseek4-tiny", "base_num_decoder_layers": 7, "compress_ratios": [0, 0, 4, 128, 4, 128, 4],
+       "vocab_size": 48, "base_emb_dim": 16, "base_mlp_dim": 12, "base_moe_mlp_dim": 12, "head_dim": 8,
+       "qk_rope_head_dim": 4, "num_experts": 6, "num_experts_per_tok": 2, "mhc_expansion_rate": 3, "q_lora_rank": 8,
+       "indexer_head_dim": 8, "indexer_topk": 4, "sliding_window_size": 6, "o_groups": 2, "o_lora_rank": 6,
+       "max_target_length": 140}  # fmt: skip
+_V4_OURS = {"model_type": "deepseek_v4", "vocab_size": 48, "hidden_size": 16, "moe_intermediate_size": 12,
+            "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8,
+            "qk_rope_head_dim": 4, "q_lora_rank": 8, "o_lora_rank": 6, "o_groups": 2, "sliding_window": 6,
+            "compress_ratios": [0, 0, 4, 128, 4, 128, 4], "num_hash_layers": 3, "index_n_heads": 4,
+            "index_head_dim": 8, "index_topk": 4, "hc_mult": 3, "n_routed_experts": 6, "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.0, "max_position_embeddings": 4096}  # fmt: skip
 NEWER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_next": (_GDN | {"model_name": "qwen3-next-80b-a3b"}, _QWEN | {"model_type": "qwen3_next"}),
     "qwen3_5_moe": (
@@ -76,6 +87,7 @@ NEWER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _GEMMA | {"model_name": "gemma4-26b", "base_moe_mlp_dim": 12, "num_experts": 6, "num_experts_per_tok": 2},
         _GEMMA_OURS | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 12},
     ),
+    "deepseek_v4": (_V4, _V4_OURS),
     "deepseek_v32": (_V3 | {"model_name": "deepseek3.2-671b"}, _V3_OURS),
 }
 
@@ -85,6 +97,9 @@ def newer_weights(shapes: dict[str, list[int]]) -> Flat:
     rounds tied ones."""
     rng, made = np.random.default_rng(0), {}
     for name in sorted(shapes):
+        if name.endswith("tid2eid"):  # two experts per token id
+            made[name] = np.stack([rng.choice(6, 2, replace=False) for _ in range(48)]).astype(np.int32)
+            continue
         noise = rng.standard_normal(shapes[name]).astype(np.float32)
         around_one = any(word in name for word in ("scale", "scalar", "A_log", "dt_bias"))
         made[name] = 1 + noise / 5 if around_one else noise / 10 if name.endswith("bias") else noise / 3
@@ -93,6 +108,7 @@ def newer_weights(shapes: dict[str, list[int]]) -> Flat:
     return made
 
 
-def newer_tokens() -> np.ndarray:
+def newer_tokens(case: str) -> np.ndarray:
     """Two rows of ids."""
-    return np.random.default_rng(1).integers(0, 48, (2, 20)).astype(np.int32)
+    length = NEWER[case][0].get("max_target_length", 20)
+    return np.random.default_rng(1).integers(0, 48, (2, length)).astype(np.int32)

@@ -258,7 +258,8 @@ def arrays_of(leaves: Mapping[str, Leaf], dtype: Any = None) -> dict[str, LazyAr
         values = [part.variable.get_value() for part in leaf.parts]
         if any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
             raise ValueError(f"the parameter {leaf.key} has a shape but no values: this model cannot be saved")
-        kind = np.dtype(dtype or jnp.result_type(*{value.dtype for value in values}))
+        kind = np.dtype(jnp.result_type(*{value.dtype for value in values}))
+        kind = kind if dtype is None or kind.kind in "iu" else np.dtype(dtype)
         made = _Made(leaf, values, kind)
         if any(map(spans_hosts, values)):
             who = tuple(hosts_holding(values[0], leaf.parts[0].at)) if len(values) == 1 else ()
