@@ -157,6 +157,21 @@ def test_newer_files_of_maxtext_on_a_mesh(eight: Callable[..., Any], tmp_path: P
     eight(newer_files_on_a_mesh, tmp_path, kinds)
 
 
+def test_scanned_biases_of_routers_are_those_of_any_release(tmp_path: Path) -> None:
+    """Until 0.2.4 in ``params``, with layers on axis 1; since then in a collection of their own, on axis 0."""
+    config, stored, _ = newer("deepseek_v32")
+    maxtext.save(maxtext.from_tree(nested(stored), config), tmp_path / "saved")
+    found = {name: np.asarray(array) for name, array in maxtext.read(tmp_path / "saved").items()}
+    name = "decoder/moe_layers/DeepSeekMoeBlock_0/MoeBlock_0/gate/bias"
+    before, since = f"params/params/{name}", f"params/MoEBiasVar/{name}"
+    assert np.array_equal(found[since], stored[f"nnx_aux/{name}"]) and np.array_equal(found[before], found[since].T)
+    for without in (before, since):
+        again = maxtext.from_tree(nested({n: a for n, a in found.items() if n != without}), config)
+        assert np.array_equal(again.stacks[1].layers[0].moe.router.bias[...], found[since][0]), without
+    trained = maxtext.from_tree(nested(found | {since: found[since] + 1}), config)  # as MaxText reads both
+    assert np.array_equal(trained.stacks[1].layers[0].moe.router.bias[...], found[since][0] + 1)
+
+
 def test_boxes_of_reshaped_arrays() -> None:
     """Of dimensions that are merged and split, with sizes of 1 among them, are those of NumPy's."""
     rng = np.random.default_rng(0)

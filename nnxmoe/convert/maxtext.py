@@ -40,7 +40,8 @@ from nnxmoe.storage.source import find_config
 
 Tree = Mapping[str, Any]
 _TRAINING = frozenset({"opt_state", "step"})  # stored next to params in a training state
-_AROUND = re.compile(r"^(params/){0,2}(nnx_aux/(model/)?)?(?=(decoder|token_embedder)/)")
+_BIAS = "MoEBiasVar"  # MaxText 0.2.5's collection of the routers' correction biases
+_AROUND = re.compile(r"^(params/){0,2}(?P<aux>nnx_aux/(model/)?|[A-Z]\w*Var/)?(?=(decoder|token_embedder)/)")
 
 
 def _warn_of_rounding(model: CausalLM, found: LazyArrays) -> None:
@@ -124,7 +125,8 @@ def save(
     model: CausalLM, folder: str | os.PathLike[str], scan_layers: bool = True, *, parameters_only: bool = False
 ) -> None:
     """Save an Orbax checkpoint as MaxText's converter does: ``0/items`` with ``step``, ``params`` and ``opt_state``,
-    plus config.json and the other small files of a Hugging Face folder, which are optional for `load`.
+    plus config.json and the other small files of a Hugging Face folder, which are optional for `load`. Scanned biases
+    of routers are written twice, for MaxText before 0.2.5 and since, which has layers on another axis.
 
     ``parameters_only``: only the parameters, in the folder itself, as MaxText does for inference. Holds one array at a
     time in memory. The folder must be new or empty and is created atomically. Raises CheckpointError (a ValueError).
@@ -132,7 +134,10 @@ def save(
     found = arrays(model, scan_layers)
     _warn_of_rounding(model, found)
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
-        params = {"params": {"params": unflatten_dict(found, sep="/")}}
+        row = model.maxtext_table.get("layer.moe.router.bias", ("/",))[0]
+        biases = {n: a.transposed((1, 0)) for n, a in found.items() if n.endswith(f"/{row}") and len(a.shape) == 2}
+        both = {"params": unflatten_dict(found, sep="/"), _BIAS: unflatten_dict(biases, sep="/")}
+        params = {"params": both if biases else {"params": both["params"]}}
         if parameters_only:
             orbax_folder.write(stage, params, bar)
         else:
@@ -188,13 +193,15 @@ def items(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
-    """Name without prefixes such as ``params/`` -> (array, whether it is in MaxText 0.2.5's ``nnx_aux``)."""
+    """Name without prefixes such as ``params/`` -> (array, whether it is in a collection of MaxText 0.2.5: nnx_aux, or
+    one that is called after a class of variables, which precedes ``params`` as in MaxText)."""
     names: dict[str, tuple[LazyArray, bool]] = {}
-    for name, later in found.items():
-        short = _AROUND.sub("", name)
-        if short in names:
+    for name in sorted(found, key=lambda name: "Var/" in name):
+        prefix = _AROUND.match(name)
+        short = name[prefix.end() :] if prefix else name
+        if short in names and "Var/" not in name:
             raise CheckpointError(f"there are two arrays {short}, one of them at {name}: remove one of them")
-        names[short] = later, name.startswith("nnx_aux/")
+        names[short] = found[name], bool(prefix and prefix["aux"])
     return names
 
 
