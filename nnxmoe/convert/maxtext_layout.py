@@ -34,7 +34,6 @@ from nnxmoe.model.maxtext_layers import LayerBlocks, LayerGroups, Places
 from nnxmoe.storage.errors import CheckpointError
 
 KEY, EMBED = "layer.attention.k.", "embed.table"
-Sizes = tuple[int, ...]
 NO_CHANGES: Mapping[str, Change] = {}
 _KIND = "{kind}"  # of a layer, in the name in a row
 _SHARED = " of "  # between MaxText's name and ours of a parameter that is in an array with others
