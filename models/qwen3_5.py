@@ -68,9 +68,17 @@ class Qwen3_5MoeTextConfig(Qwen3_5Config, QwenMoeConfig):
     num_experts: int = count(256, most=4096)
     norm_topk_prob: bool = one_of(True)
     decoder_sparse_step: int = one_of(1)
-    mlp_only_layers: Sequence[int] | None = one_of(None)
+    mlp_only_layers: Sequence[int] | None = one_of(None, ())
 
 
+_35B = Qwen3_5MoeTextConfig(
+    max_position_embeddings=262144, rope_theta=1e7, partial_rotary_factor=0.25, mlp_only_layers=(),
+    eos_token_id=248044, dtype="bfloat16",
+)  # fmt: skip
+_397B = dataclasses.replace(
+    _35B, hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, moe_intermediate_size=1024, num_experts=512,
+    num_experts_per_tok=10, linear_num_value_heads=64, shared_expert_intermediate_size=1024,
+)  # fmt: skip
 _PROJECTIONS = {f"layer.attention.project.{x}.kernel": W(f"linear_attn.in_proj_{x}.weight") for x in ("qkv", *"zba")}
 _PROJECT = "layer.attention.project"
 _MAXTEXT_PROJECTIONS = {
@@ -96,6 +104,9 @@ class Qwen3_5MoeText(QwenHybrid, QwenMoe):
     """The text model of Qwen3.5 with experts."""
 
     configs = (Qwen3_5MoeTextConfig,)
+    presets = {"qwen3.5-35b-a3b": _35B, "qwen3.5-397b-a17b": _397B}
+    hub_ids = {"qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B", "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B"}
+    hub_notes = dict.fromkeys(presets, "the vision tower is left out, and the prediction layer without mtp=True")
     hf_table = {**HF_HYBRID, **HF_SHARED, **_PROJECTIONS}
     maxtext_table = {**MAXTEXT_HYBRID, **_MAXTEXT_PROJECTIONS}
 

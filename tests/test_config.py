@@ -1043,6 +1043,8 @@ SIZES = {
     "deepseek-v3.2": 671.9e9,
     "deepseek-v4-flash": 284e9,
     "qwen3-next-80b-a3b": 80e9,
+    "qwen3.5-35b-a3b": 34.7e9,  # of the text model
+    "qwen3.5-397b-a17b": 396.3e9,
     "glm-5": 744e9,
     "glm-5.2": 743e9,
     "kimi-k2": 1.03e12,
@@ -1109,6 +1111,22 @@ def test_preset_parameter_counts(name: str, scan: bool) -> None:
     count = sum(math.prod(v.shape) for _, v in nnx.to_flat_state(nnx.state(model)))
     digits = len(str(SIZES[name] / 10 ** math.floor(math.log10(SIZES[name]))).replace(".", "").rstrip("0"))
     assert abs(count / SIZES[name] - 1) < 0.6 * 10 ** -(digits - 1), count
+
+
+def test_fields_that_published_files_hold_without_effect() -> None:
+    """Qwen3.5-35B-A3B lists no dense layers, in a field that transformers does not read."""
+    text = {"model_type": "qwen3_5_moe_text", "mlp_only_layers": [], "attn_output_gate": True, "dtype": "bfloat16"}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25}}
+    text |= {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10, "mamba_ssm_dtype": "float32"}
+    text |= {"max_position_embeddings": 262144, "eos_token_id": 248044, "mtp_use_dedicated_embeddings": False}
+    found, preset = (
+        nnxmoe.config_from_hf({"model_type": "qwen3_5_moe", "text_config": text}),
+        PRESETS["qwen3.5-35b-a3b"],
+    )
+    for name in ("rope", "rope_dim", "sparse_layers", "recurrent_layers", "delta_heads", "experts", "hidden_size"):
+        assert getattr(found, name) == getattr(preset, name), name
+    with pytest.raises(nnxmoe.ConfigError, match="mlp_only_layers"):
+        nnxmoe.config_from_hf(text | {"mlp_only_layers": [1]})
 
 
 def test_presets_have_registered_model_classes() -> None:
