@@ -196,8 +196,11 @@ def test_what_newer_families_of_maxtext_do_not_have_is_refused() -> None:
         maxtext.from_tree(tree, config)
     config, stored, _ = newer("deepseek_v4")
     del (tree := nested(stored))["params"]["decoder"]["layers_0"]["mhc_mlp"]["post_beta"]
-    with pytest.raises(CheckpointError, match="decoder/layers_0/mhc_mlp/post_beta is missing"):
+    layer = tree["params"]["decoder"]["layers_0"]
+    layer["mhc_attention"]["mhc_norm"]["scale"] = np.ones(3, np.float32)
+    with pytest.raises(CheckpointError, match=r"layers_0/mhc_mlp/post_beta is missing") as raised:
         maxtext.from_tree(tree, config)
+    assert "decoder/layers_0/mhc_attention/mhc_norm/scale has shape [3]" in str(raised.value)
     for kind, changes, message in (
         ("deepseek_v4", {"compress_ratios": [0, 0, 4, 4, 128, 4, 128]}, "blocks of hca, csa layers, and .* csa, hca"),
         ("qwen3_next", {"num_hidden_layers": 6}, "scans qwen3_next in blocks of 4 layers, and this model has 6 layers"),

@@ -47,11 +47,13 @@ def join(given: LazyArrays, names: Iterable[str], streams: int) -> dict[str, Laz
             else:
                 parts.append((_flat(array, shape, kind), columns))
         norm = made.pop(f"{folder}/{_NORM}", None) if kind == "alpha" else None
+        if norm is not None and parts and norm.shape != parts[0][0].shape[:-1]:
+            faults.append(f"{folder}/{_NORM} has shape {list(norm.shape)}")
         if faults:
             made[name] = LazyArray.faulty(", and ".join(faults), (name,))
             continue
         joined = LazyArray.of_columns(parts)
-        joined = joined if norm is None or norm.shape != joined.shape[:-1] else _times(joined, norm)
+        joined = joined if norm is None else _times(joined, norm)
         made[name] = joined if kind == "alpha" else _turned(joined)
     return made
 
