@@ -166,7 +166,9 @@ def ours(leaves: Mapping[str, Leaf], given: LazyArrays, streams: int) -> dict[st
             continue
         found.pop(file, None)
         array, wanted = given[file], (*stored.shape[:-1], widths[file] or stored.shape[-1])
-        if array.shape != wanted:
+        if array.fault is not None:
+            found[name] = array
+        elif array.shape != wanted:
             fault = f"{plain(file)} has shape {list(array.shape)}, the config asks for {list(wanted)}"
             found[name] = LazyArray.faulty(fault, (file,))
         else:
