@@ -594,6 +594,12 @@ def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
     assert prompts.read(str(tmp_path / "prompts.txt")) == [prompts.Line("{a text", 1, {})]
     file.write_text('[{"prompt": "a"},\n {"prompt": "b", "id": 7}]')
     assert prompts.read(str(file)) == [prompts.Line("a", 1, {}), prompts.Line("b", 2, {"id": 7})]
+    file.write_text('[{"prompt": "a"},\n\n{"prompt": 7}]')
+    with pytest.raises(ValueError, match="prompts: item 2: prompt must be a text"):
+        prompts.read(str(file))
+    file.write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"prompts is not UTF-8 .*: save it as UTF-8"):
+        prompts.read(str(file))
     file.write_text('[{"prompt": "a"}, 7]')
     with pytest.raises(ValueError, match=r"prompts: an item of the array must be an object, got 7"):
         prompts.read(str(file))
@@ -626,6 +632,7 @@ def test_prompts_keep_their_own_fields(
         ('{"messages": "hey"}', "messages must be a list of messages, got 'hey'"),
         ('{"prompt": [1, "a"]}', "prompt must be a text or a list of ids"),
         ('{"prompt": []}', "prompt must be a text or a list of ids"),
+        ('{"prompt": ""}', "prompts: line 2: prompt is empty"),
     ],
 )
 def test_prompts_that_cannot_be_read(tmp_path: Path, line: str, message: str) -> None:

@@ -1129,6 +1129,14 @@ def test_fields_that_published_files_hold_without_effect() -> None:
         nnxmoe.config_from_hf(text | {"mlp_only_layers": [1]})
 
 
+def test_fields_that_are_not_numbers() -> None:
+    """JSON's NaN in a field that no model reads is like any other value; elsewhere it is named."""
+    fields = {"model_type": "qwen3_moe", "router_aux_loss_coef": math.nan, "x_custom": math.nan}
+    assert nnxmoe.config_from_hf(fields) == nnxmoe.config_from_hf({"model_type": "qwen3_moe"})
+    with pytest.raises(nnxmoe.ConfigError, match=r"rms_norm_eps .*nan"):
+        nnxmoe.config_from_hf(fields | {"rms_norm_eps": math.nan})
+
+
 def test_presets_have_registered_model_classes() -> None:
     assert set(PRESETS) == set(SIZES)  # so that every preset's parameters are counted
     assert isinstance(PRESETS["deepseek-v3"], DeepSeekV3Config)

@@ -96,6 +96,17 @@ def test_round_trip_through_float32_restores_identical_files(tmp_path: Path) -> 
     assert files(tmp_path / "back") == files(tmp_path / "narrow")
 
 
+def test_codes_of_files_become_floats_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also, a verified tree of MaxText's has the scanned biases of routers twice."""
+    fields = TINY["deepseek_v3"]
+    source = write_checkpoint(tmp_path / "source", fields, tiny_weights(fields))
+    convert(str(source), str(tmp_path / "codes"), "hf", quantize=nnxmoe.Int8())
+    with caplog.at_level("INFO", "nnxmoe"):
+        convert(str(tmp_path / "codes"), str(tmp_path / "tree"), "maxtext", scan=True, verify=True)
+    assert "quantised kernels become floats; --quantize METHOD rounds them to codes again" in caplog.text
+    assert sum("gate/bias" in name for name in maxtext.read(tmp_path / "tree")) == 2
+
+
 def test_maxtext_checkpoint_requires_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It has no config.json: the error asks for ``--config``, whose small files are then copied."""
     source, target = CASES / "mixtral_scanned" / "orbax_to_maxtext", tmp_path / "out"

@@ -655,8 +655,17 @@ def test_scores_are_those_of_teacher_forcing() -> None:
         np.testing.assert_allclose(found.logprobs, wanted, atol=2e-5)
         assert found.ids == tuple(ids[first:]) and found.greedy.tolist() == (logprobs.argmax(1) == ids[first:]).tolist()
         assert found.perplexity == pytest.approx(np.exp(-wanted.mean()), rel=1e-4)
-    with pytest.raises(ValueError, match="text 1 has nothing to score: 1 ids, of which 1"):
+    with pytest.raises(ValueError, match="text 1 has nothing to score: it needs two ids"):
         nnxmoe.score(model, [[1, 2], [1]])
+    with pytest.raises(ValueError, match="text 0 has nothing to score: its 2 ids of context are all"):
+        nnxmoe.score(model, [([1, 2], [])])
+    with pytest.raises(ValueError, match="takes a list of texts, got 'one': put a single one into a list"):
+        nnxmoe.score(model, "one")
+    with pytest.raises(ValueError, match="is None"):
+        nnxmoe.score(model, [None])  # type: ignore[list-item] # pyright: ignore
+    with pytest.raises(ValueError, match="a prompt is None"):
+        list(nnxmoe.complete(model, [None]))  # type: ignore[list-item] # pyright: ignore
+    assert [one.ids for one in nnxmoe.complete(model, [[1, 2]], max_new_tokens=2, stop=None)]
     with pytest.raises(ValueError, match="got 53"):
         nnxmoe.score(model, [[1, 53]])
     with pytest.raises(ValueError, match="need a tokenizer"):

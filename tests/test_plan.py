@@ -368,6 +368,10 @@ def test_the_table_of_hardware_can_be_changed() -> None:
         (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=2, seq=8, accumulate=2, train=False), "decoding has no parts"),
         (lambda: dataclasses.replace(TABLE["h100"], efficiency=0), "efficiency must be a positive number, got 0"),
         (
+            lambda: dataclasses.replace(TABLE["h100"], efficiency=40),
+            "efficiency is a share of the peak, 0 to 1, got 40",
+        ),
+        (
             lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, strategy=nnxmoe.Strategy(), microbatches=2),
             "give rules, microbatches, remat, buffer_factor and chunks by the strategy, or without one",
         ),
@@ -662,7 +666,11 @@ def test_the_command_finds_a_plan_and_says_what_it_costs(capsys: pytest.CaptureF
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["mesh", "fsdp=4", "tensor=4"]
     tuned = ["--mesh", "tensor=1", "--batch", "1", "--lora", "8", "--quantize", "int8", "--compute", "fp8", "--offload"]
     assert cli.main([*ask, *tuned]) == 0 and "fits: " in capsys.readouterr().out
-    for wrong, why in ((["--mesh", "fsdp=4"], "needs --batch"), (["--devices", "4", "--price", "2"], "needs --tokens")):
+    assert cli.main(["plan", "mixtral-8x7b", "--mesh", "fsdp=8", "--batch", "8", "--tokens", "1T", "--price", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no time or cost: it does not fit"
+    one = ["--devices", "4", "--price", "-2", "--tokens", "1B"]
+    wrongs = (["--mesh", "fsdp=4"], "needs --batch"), (["--devices", "4", "--price", "2"], "needs --tokens")
+    for wrong, why in (*wrongs, (one, "--price -2.0: give a number that is not negative")):
         assert cli.main([*ask, *wrong]) == 1 and why in capsys.readouterr().err
 
 
@@ -679,6 +687,10 @@ def test_long_rows_are_split_over_the_context_axis() -> None:
     [
         ({"offload": True, "remat": False}, "offload: the host keeps inputs of layers that are computed again"),
         ({"offload": True, "train": False}, "offload: the host keeps"),
+        ({"chunks": 4}, "chunks=4: no tokens are sent to experts"),
+        ({"buffer_factor": 1.0}, "buffer_factor=1.0: no tokens"),
+        ({"node_copies": True, "model": "llama-3.1-8b"}, "node_copies=True: no tokens"),
+        ({"interleaved": 2}, "interleaved=2: there are no pipeline stages"),
         ({"split_rank": True}, "split_rank: there is no rank to split"),
         ({"split_rank": True, "lora": 3}, "rank 3 cannot be split over the 2 experts per token of mixtral"),
         ({"split_rank": True, "lora": 4, "model": "llama-3.1-8b"}, "this model has no experts"),

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import re
 from collections.abc import Callable
@@ -94,6 +95,8 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("--mesh needs --batch: the rows of one step, over all devices")
     if options.price is not None and options.tokens is None:
         raise ValueError("--price needs --tokens: how many are to be computed")
+    if options.price is not None and not 0 <= options.price < math.inf:
+        raise ValueError(f"--price {options.price}: give a number that is not negative")
     if options.search:
         find = search.best_of if options.batch is None else functools.partial(search.search, batch=options.batch)
         if options.batch is None:
@@ -109,8 +112,9 @@ def run(options: argparse.Namespace) -> None:
             other = plan(options.model, options.compare, advise=False, **asked)
             text = printing.compared([best, other])
     print(text)
-    if options.tokens is not None and best.fits:
-        print(printing.cost(best, options.tokens, options.price))
+    if options.tokens is not None:
+        cost = printing.cost(best, options.tokens, options.price) if best.fits else "no time or cost: it does not fit"
+        print(cost)
     if options.plot:
         best.plot().figure.savefig(os.fspath(options.plot), bbox_inches="tight")
 

@@ -20,7 +20,8 @@ OUTPUT = ("index", "prompt", "messages", "line", "text", "finish_reason", "ids",
 
 
 class Line(NamedTuple):
-    """A line of a prompt file: the prompt (text, ids or a chat), its line number, and its other fields."""
+    """A line of a prompt file: the prompt (text, ids or a chat), its number (of the line, or of the item of a JSON
+    array), and its other fields."""
 
     prompt: Any
     number: int
@@ -31,15 +32,18 @@ def read(path: str) -> list[Line]:
     """The prompts of a file, or of stdin for "-": one per line, as text, or as a JSON object with "prompt" (text or
     ids) or "messages" (a chat), or a JSON array of such objects. In a file named .txt every line is text. Raises
     ValueError that names the line."""
-    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
-    plain, found = path.endswith(".txt"), list[Line]()
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
+    plain, found, of_line = path.endswith(".txt"), list[Line](), "line"
     if not plain and re.match(r"\s*\[\s*\{", text):
-        text = _lines_of_array(text, path)
+        text, of_line = _lines_of_array(text, path), "item"
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split within a JSON string
         if line.strip():
             line = line.rstrip("\r")
             is_text = plain or not line.lstrip().startswith("{")
-            found.append(Line(line, number, {}) if is_text else _record(line, number, path))
+            found.append(Line(line, number, {}) if is_text else _record(line, f"{path}: {of_line} {number}", number))
     if lost := sorted({name for one in found for name in one.fields.keys() & set(OUTPUT)}):
         logger.warning("%s: the output has its own fields %s, which replace those of the prompts", path, lost)
     return found
@@ -56,8 +60,7 @@ def _lines_of_array(text: str, path: str) -> str:
         raise ValueError(f"{path} begins with [{{ and is not JSON ({error}); if it is text, name it .txt") from None
 
 
-def _record(line: str, number: int, path: str) -> Line:
-    where = f"{path}: line {number}"
+def _record(line: str, where: str, number: int) -> Line:
     try:
         fields = {name: value for name, value in json.loads(line).items() if value is not None}
     except json.JSONDecodeError as error:
@@ -72,6 +75,8 @@ def _record(line: str, number: int, path: str) -> Line:
     ):
         wanted = "a text or a list of ids" if name == "prompt" else "a list of messages"
         raise ValueError(f"{where}: {name} must be {wanted}, got {prompt!r:.60}")
+    if not prompt:
+        raise ValueError(f"{where}: prompt is empty")
     return Line(prompt, number, fields)
 
 

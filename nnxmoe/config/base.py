@@ -175,7 +175,7 @@ class DecoderConfig:
             first, other = given.setdefault(name, (alias, value))
             if other is None:
                 given[name] = alias, value
-            elif value is not None and value != other:
+            elif value is not None and first != alias and value != other:
                 raise ConfigError(f"{first} {short(other)} and {alias} {short(value)} are one field: remove one")
         return {name: value for name, (_, value) in given.items()}
 

@@ -73,6 +73,11 @@ def _maxtext(folder: str) -> contextlib.AbstractContextManager[LazyArrays]:
     return contextlib.nullcontext(maxtext.read(folder))
 
 
+def _maxtext_written(folder: str) -> contextlib.AbstractContextManager[LazyArrays]:
+    """Without the copies of `maxtext.BIASES`."""
+    return contextlib.nullcontext({n: a for n, a in maxtext.read(folder).items() if maxtext.BIASES not in n})
+
+
 def _native(folder: str) -> contextlib.AbstractContextManager[LazyArrays]:
     return contextlib.nullcontext(native.read(folder))
 
@@ -87,7 +92,7 @@ KINDS = {
     ),
     "maxtext": Kind(
         _maxtext,
-        _maxtext,
+        _maxtext_written,
         lambda model, scan: {f"params/params/{name}": a for name, a in maxtext_layout.arrays(model, scan).items()},
         lambda folder, config, dtype, strategy: maxtext.load(folder, config, strategy, dtype=dtype),
         maxtext.save,
@@ -164,6 +169,8 @@ def convert(
     if kind is not KINDS["hf"] or local_folder(source, CheckpointError) is not None:
         with kind.stored(source) as arrays:
             _announce(arrays, dtype)
+            if kind is KINDS["hf"] and quantize is None and any(array.codes for array in arrays.values()):
+                say("quantised kernels become floats; --quantize METHOD rounds them to codes again")
     if quantize is not None and kind is KINDS["hf"] and change is None:
         model = pretrained.from_pretrained(source, dtype=dtype, strategy=strategy, quantize=quantize)
     else:

@@ -40,7 +40,7 @@ from nnxmoe.storage.source import find_config
 
 Tree = Mapping[str, Any]
 _TRAINING = frozenset({"opt_state", "step"})  # stored next to params in a training state
-_BIAS = "MoEBiasVar"  # MaxText 0.2.5's collection of the routers' correction biases
+BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of the routers' correction biases
 _AROUND = re.compile(r"^(params/){0,2}(?P<aux>nnx_aux/(model/)?|[A-Z]\w*Var/)?(?=(decoder|token_embedder)/)")
 
 
@@ -136,7 +136,7 @@ def save(
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
         row = model.maxtext_table.get("layer.moe.router.bias", ("/",))[0]
         biases = {n: a.transposed((1, 0)) for n, a in found.items() if n.endswith(f"/{row}") and len(a.shape) == 2}
-        both = {"params": unflatten_dict(found, sep="/"), _BIAS: unflatten_dict(biases, sep="/")}
+        both = {"params": unflatten_dict(found, sep="/"), BIASES: unflatten_dict(biases, sep="/")}
         params = {"params": both if biases else {"params": both["params"]}}
         if parameters_only:
             orbax_folder.write(stage, params, bar)

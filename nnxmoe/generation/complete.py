@@ -124,7 +124,7 @@ def complete(
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
     n: int = 1,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = (),
     seed: int | Sequence[int] | np.ndarray = 0,
     slots: int = 8,
     **options: Unpack[MoreOptions],
@@ -195,9 +195,9 @@ def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
     return seeds
 
 
-def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """The stop strings as a tuple. Raises ValueError if one is empty."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The stop strings as a tuple; None: there are none. Raises ValueError if one is empty."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(isinstance(text, str) and text for text in stops):
         raise ValueError(f"stop={stop!r}: give strings that are not empty")
     return stops
@@ -297,7 +297,9 @@ def _completion(job: _Sampled) -> Completion:
 
 
 def encoded(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
-    """Encode a prompt: a text, a chat (rendered by its template), or ids."""
+    """Encode a prompt: a text, a chat (rendered by its template), or ids. Raises ValueError for an empty one."""
+    if prompt is None:
+        raise ValueError("a prompt is None: give a text, a chat, or token ids")
     text = isinstance(prompt, str)
     chat = not text and len(prompt) > 0 and is_message(prompt[0])
     if (text or chat) and tokenizer is None:

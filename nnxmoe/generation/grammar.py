@@ -64,7 +64,9 @@ class Grammar:
                 raise ValueError(f"the schema is not JSON: {error}") from None
         if not isinstance(schema, Mapping | bool):
             raise ValueError(f"a schema is an object, true or false, got {short(schema)}")
-        text = json.dumps(schema if isinstance(schema, bool) else dict(schema))
+        if schema is False:
+            raise ValueError("the schema false accepts no value: give an object, or true for any value")
+        text = json.dumps({} if schema is True else dict(schema))
         return cls(_library().LLMatcher.grammar_from_json_schema(text, defaults=_JSON), tokenizer)
 
     @classmethod
@@ -74,12 +76,18 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str, tokenizer: Any) -> "Grammar":
-        """Texts that a regular expression (Rust's syntax) matches as a whole."""
+        """Texts that a regular expression (Rust's syntax) matches as a whole. Raises ValueError unless it is a text."""
+        if not isinstance(pattern, str):
+            raise ValueError(f"a regular expression is a text, got {short(pattern)}")
         return cls(_library().LLMatcher.grammar_from_regex(pattern), tokenizer)
 
     @classmethod
     def choice(cls, texts: Sequence[str], tokenizer: Any) -> "Grammar":
-        """One of some texts."""
+        """One of some texts. Raises ValueError unless they are strings, one at least."""
+        if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts:
+            raise ValueError(f"choices are a list of texts that is not empty, got {short(texts)}")
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise ValueError(f"a choice must be a text, got {short(wrong[0])}")
         return cls.lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts), tokenizer)
 
     @classmethod

@@ -66,12 +66,15 @@ def score(
     checkpoint. ``top``: how many of the most likely ids to return per place. Never more than a few logits are in
     memory. Raises ValueError for texts without ids to score.
     """
+    if isinstance(texts, str):
+        raise ValueError(f"score takes a list of texts, got {texts!r:.40}: put a single one into a list")
     items = [_split(item, lambda: tokenizer or tokenizer_of(model)) for item in texts]
     vocab = int(model.embed.table.shape[0])
     for number, (ids, first) in enumerate(items):
         refuse_ids(ids, vocab)
         if first >= len(ids):
-            raise ValueError(f"text {number} has nothing to score: {len(ids)} ids, of which {first} are its context")
+            why = f"its {first} ids of context are all" if ids and first > 1 else "it needs two ids, or a context"
+            raise ValueError(f"text {number} has nothing to score: {why}")
     scores: list[Score | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i][0]))
     run, fixed = _scorer(model, whole_number("top", top, 0)), model.fixed_positions
@@ -107,6 +110,8 @@ def _split(item: Any, tokenizer: Any) -> tuple[tuple[int, ...], int]:
                 "log-probability: give a longer context"
             )
         return tuple(ids), first
+    if text is None or context is None:
+        raise ValueError("a text to score, or its context, is None: give a string or token ids")
     return (*whole_ids(context if len(context) else ()), *whole_ids(text)), max(1, len(context))
 
 

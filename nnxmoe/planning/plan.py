@@ -227,6 +227,8 @@ def plan(
     chosen = chosen if strategy is None else chosen.of(strategy)
     kind, sizes = hardware(on), abstract_mesh(mesh if isinstance(mesh, Mapping) else mesh.shape)
     made = _by_arithmetic(name, config, kind, sizes, Work(batch, seq, train, chosen.accumulate), chosen)
+    if chosen.advise and strategy is None:  # searches try one choice on many meshes
+        _refuse_without_effect(config, sizes, chosen)
     if chosen.compile_for is not None:
         if told := [name for name in (*PLANNED_ONLY, "quantize") if getattr(chosen, name) != getattr(Choices, name)]:
             raise ValueError(f"{told[0]} is planned by arithmetic only: leave it out, or do not compile")
@@ -245,7 +247,7 @@ def _by_arithmetic(
     if across is not None and across not in shape:
         raise ValueError(f"across={across!r} is not a mesh axis: use one of {', '.join(shape)}")
     pipeline = None if chosen.microbatches is None else _pipeline(chosen.microbatches, sizes, work.train)
-    chunks = chosen.chunks
+    chunks = chosen.chunks if config.experts and shape["expert"] > 1 else 1
     if chunks is None:  # one token decoded per row is not sliced
         per_device = max(1, config.experts // shape["expert"])
         sliced = config.experts and work.train
@@ -291,6 +293,20 @@ def _check_sizes(mesh: Mapping[str, int] | AnyMesh, batch: int, seq: int, train:
         raise ValueError(f"accumulate={accumulate}: decoding has no parts to accumulate: leave it out")
     if batch % accumulate:
         raise ValueError(f"a batch of {batch} rows cannot be cut into accumulate={accumulate} parts: use a multiple")
+
+
+def _refuse_without_effect(config: DecoderConfig, mesh: AnyMesh, chosen: Choices) -> None:
+    """Raise ValueError for choices of an exchange or a pipeline that the mesh does not have."""
+    exchanged = config.experts and mesh.shape["expert"] > 1
+    asked = {"buffer_factor": chosen.buffer_factor, "node_copies": chosen.node_copies or None}
+    for name, value in (asked | {"chunks": None if chosen.chunks == 1 else chosen.chunks}).items():
+        if not exchanged and value is not None:
+            raise ValueError(
+                f"{name}={value}: no tokens are sent to experts: leave it out, or give a model with "
+                "experts a mesh axis expert"
+            )
+    if chosen.interleaved > 1 and chosen.microbatches is None:
+        raise ValueError(f"interleaved={chosen.interleaved}: there are no pipeline stages: give microbatches too")
 
 
 def _compiled(made: Plan, strategy: Strategy | None, chosen: Choices) -> Plan:

@@ -39,6 +39,8 @@ class Hardware:
         for name in ("flops", "memory", "bandwidth", "link", "network", "efficiency"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"hardware {self.name}: {name} must be a positive number, got {getattr(self, name)}")
+        if self.efficiency is not None and self.efficiency > 1:
+            raise ValueError(f"hardware {self.name}: efficiency is a share of the peak, 0 to 1, got {self.efficiency}")
 
 
 _GB, _GIB, _T = 1e9, 2**30, 1e12

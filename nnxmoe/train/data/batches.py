@@ -159,7 +159,8 @@ class Batches(Iterator[Batch]):
             if self._start == 0 and self._stop >= len(self.documents) and not self._window:
                 raise DataError(
                     f"{self.documents.lines}: no {self.documents.unit} has an answer within its first "
-                    f"{self.seq_len} tokens: increase seq_len"
+                    f"{self.seq_len} tokens: increase seq_len, as far as the model's context allows, or shorten the "
+                    "prompts"
                 )
             self._start, self._row, self._window = self._stop, 0, None
         return None
