@@ -567,7 +567,7 @@ def test_what_no_strategy_computes_is_planned_by_arithmetic() -> None:
     assert plain.bubble == 3 / 19 and more.bubble == 1 / 17
     assert more.bytes.activations < plain.bytes.activations and more.times["network"] < plain.times["network"]
     with pytest.raises(ValueError, match="node_copies is planned by arithmetic only"):
-        nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, batch=8, seq=64, node_copies=True, compile_for="cpu")
+        nnxmoe.plan("mixtral-8x7b", {"expert": 8}, batch=8, seq=64, node_copies=True, compile_for="cpu")
 
 
 def test_adapters_and_codes_are_those_of_a_model() -> None:
