@@ -641,6 +641,14 @@ def test_complete_refuses_before_it_computes(options: dict[str, Any], message: s
         complete(tiny(), **options)
 
 
+@pytest.mark.wrong_types
+def test_texts_that_are_none() -> None:
+    with pytest.raises(ValueError, match="is None"):
+        nnxmoe.score(tiny(), [None])  # type: ignore[list-item] # pyright: ignore
+    with pytest.raises(ValueError, match="a prompt is None"):
+        list(nnxmoe.complete(tiny(), [None]))  # type: ignore[list-item] # pyright: ignore
+
+
 def test_scores_are_those_of_teacher_forcing() -> None:
     """Texts of any lengths, with and without a context; greedy marks; perplexity."""
     model, given = tiny(), prompts(7, seed=8, longest=90)
@@ -661,10 +669,6 @@ def test_scores_are_those_of_teacher_forcing() -> None:
         nnxmoe.score(model, [([1, 2], [])])
     with pytest.raises(ValueError, match="takes a list of texts, got 'one': put a single one into a list"):
         nnxmoe.score(model, "one")
-    with pytest.raises(ValueError, match="is None"):
-        nnxmoe.score(model, [None])  # type: ignore[list-item] # pyright: ignore
-    with pytest.raises(ValueError, match="a prompt is None"):
-        list(nnxmoe.complete(model, [None]))  # type: ignore[list-item] # pyright: ignore
     assert [one.ids for one in nnxmoe.complete(model, [[1, 2]], max_new_tokens=2, stop=None)]
     with pytest.raises(ValueError, match="got 53"):
         nnxmoe.score(model, [[1, 53]])

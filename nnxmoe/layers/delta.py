@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 from nnxmoe.axes import AnyMesh, context_over, parameter
 from nnxmoe.layers.context import Context
@@ -36,7 +36,7 @@ class DeltaHeads:
         """Width of queries, keys and values together."""
         return 2 * self.keys * self.key_dim + self.values * self.value_dim
 
-    def split(self, qkvz: Float[Array, "*B keys _"], ba: Float[Array, "*B keys _"]) -> Projected:
+    def split(self, qkvz: Shaped[Array, "*B keys _"], ba: Shaped[Array, "*B keys _"]) -> Projected:
         """What `DeltaProjection` returns, from outputs sorted by heads of keys: q, k, v and z of each, and b and a."""
         lead, groups = qkvz.shape[:-2], self.values // self.keys
         ends = self.key_dim, 2 * self.key_dim, 2 * self.key_dim + groups * self.value_dim
