@@ -72,7 +72,8 @@ def layout(model: CausalLM, scan_layers: bool, changes: Mapping[str, Change] = N
             group, dims = ("", ()) if layer is None else places[layer]
             name = row.name if layer is None else f"decoder/{group}/{row.name.replace(_KIND, kinds[layer])}"
             if dims:
-                axes = *row.axes[:1], group, *(None,) * (len(dims) - 1), *row.axes[1:]
+                stacked = group.split("/")[0], *("local_layers",) * (len(dims) - 1)
+                axes = *row.axes[:1], *stacked, *row.axes[1:]
                 leaf = dataclasses.replace(leaf, axis=1, axes=axes)
             name = name if columns is None else name + _SHARED + parameter.key
             add_part(found, name, dataclasses.replace(leaf, arranged=_arranged(parameter, row, dims, columns)), part)
