@@ -193,8 +193,11 @@ def items(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
-    """Name without prefixes such as ``params/`` -> (array, whether it is in a collection of MaxText 0.2.5: nnx_aux, or
-    one that is called after a class of variables, which precedes ``params`` as in MaxText)."""
+    """Name without prefixes such as ``params/`` -> (array, whether it is outside of ``params``).
+
+    MaxText 0.2.5 has other collections beside ``params``: ``nnx_aux``, and one for each class of variables, such as
+    ``MoEBiasVar``. Of an array that is in one of these and in ``params``, that in ``params`` is skipped, as in MaxText.
+    """
     names: dict[str, tuple[LazyArray, bool]] = {}
     for name in sorted(found, key=lambda name: "Var/" in name):
         prefix = _AROUND.match(name)

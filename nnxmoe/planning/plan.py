@@ -298,8 +298,12 @@ def _check_sizes(mesh: Mapping[str, int] | AnyMesh, batch: int, seq: int, train:
 def _refuse_without_effect(config: DecoderConfig, mesh: AnyMesh, chosen: Choices) -> None:
     """Raise ValueError for choices of an exchange or a pipeline that the mesh does not have."""
     exchanged = config.experts and mesh.shape["expert"] > 1
-    asked = {"buffer_factor": chosen.buffer_factor, "node_copies": chosen.node_copies or None}
-    for name, value in (asked | {"chunks": None if chosen.chunks == 1 else chosen.chunks}).items():
+    asked = {
+        "buffer_factor": chosen.buffer_factor,
+        "node_copies": chosen.node_copies or None,
+        "chunks": None if chosen.chunks == 1 else chosen.chunks,
+    }
+    for name, value in asked.items():
         if not exchanged and value is not None:
             raise ValueError(
                 f"{name}={value}: no tokens are sent to experts: leave it out, or give a model with "

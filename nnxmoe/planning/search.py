@@ -55,7 +55,8 @@ def best_of(
     options, found, meshes = {"seq": seq, "train": train, **options}, list[Plan](), list[Plan]()
     for parts in _contexts(**options):
         if devices % parts == 0:
-            with contextlib.suppress(*[ValueError] * (parts > 1)):  # a model that cannot split rows
+            refused = (ValueError,) if parts > 1 else ()  # by a model that cannot split rows
+            with contextlib.suppress(*refused):
                 every = search(model, devices, batch=devices // parts, most=1000, **options)
                 meshes += [one for one in every if one.mesh[CONTEXT] == parts][:6]
     name = meshes[0].model

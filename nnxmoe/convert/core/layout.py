@@ -160,8 +160,12 @@ SAME = Change()
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a file arranges an array: in this shape, which has the dimensions ``parts`` in one or several, and in our
-    array those have the order ``order``. ``columns``: of the file's array, if others are in it too."""
+    """The arrangement of an array in a file, where it has another shape.
+
+    ``shape``: its shape there. ``parts``: the same with every dimension apart that is merged there or in our array.
+    ``order``: for each dimension of our array, its place among ``parts``. ``columns``: if the file's array holds others
+    too, which of its columns are this one.
+    """
 
     shape: tuple[int, ...]
     parts: tuple[int, ...]
@@ -185,7 +189,8 @@ class Leaf:
 
     ``flat``: linear maps are stored as ``[outs, ins]`` with heads flattened; otherwise as in Flax, ``[*ins, *outs]``.
     ``axes``: its logical axes, if the layout has them. ``part_of``: the tensor that holds it with others or in another
-    order, if any. ``arranged``: how in the file, if that is another.
+    order, if any. ``arranged``: its arrangement in the file, if it has another
+    shape there.
     """
 
     key: str
@@ -259,7 +264,8 @@ def arrays_of(leaves: Mapping[str, Leaf], dtype: Any = None) -> dict[str, LazyAr
         if any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
             raise ValueError(f"the parameter {leaf.key} has a shape but no values: this model cannot be saved")
         kind = np.dtype(jnp.result_type(*{value.dtype for value in values}))
-        kind = kind if dtype is None or kind.kind in "iu" else np.dtype(dtype)
+        if dtype is not None and kind.kind not in "iu":  # integers are not cast
+            kind = np.dtype(dtype)
         made = _Made(leaf, values, kind)
         if any(map(spans_hosts, values)):
             who = tuple(hosts_holding(values[0], leaf.parts[0].at)) if len(values) == 1 else ()

@@ -127,33 +127,35 @@ class LazyArray:
                 found = found if len(at) == found.shape[axis] else np.take(found, at, axis)
             return found.reshape(sizes(box))
 
-        joined = self.joined
-        whole_array = None if joined is None else lambda: joined().reshape(shape)
-        return replace(self, shape=shape, read_box=read, joined=whole_array)
+        return self._derived(shape, read, lambda whole: whole.reshape(shape))
 
     def transposed(self, order: tuple[int, ...]) -> "LazyArray":
         """The dimensions in another order, as `numpy.transpose` has them."""
         if order == tuple(range(len(order))):
             return self
-        read, back, joined = self.read_box, np.argsort(order), self.joined
+        read, back = self.read_box, np.argsort(order)
 
         def turned(box: Box, empty: Empty) -> np.ndarray:
             return np.ascontiguousarray(read(tuple(box[i] for i in back), np.empty).transpose(order))
 
-        shape = tuple(self.shape[i] for i in order)
-        whole_array = None if joined is None else lambda: joined().transpose(order)
-        return replace(self, shape=shape, read_box=turned, joined=whole_array)
+        return self._derived(tuple(self.shape[i] for i in order), turned, lambda whole: whole.transpose(order))
 
     def columns(self, columns: Sequence[int]) -> "LazyArray":
         """Some columns, the last dimension, in this order. All are read."""
-        read, joined, at = self.read_box, self.joined, np.asarray(columns)
+        read, at = self.read_box, np.asarray(columns)
 
         def some(box: Box, empty: Empty) -> np.ndarray:
             found = read((*box[:-1], slice(0, self.shape[-1])), np.empty)
             return np.ascontiguousarray(found[..., at[box[-1]]])
 
-        whole_array = None if joined is None else lambda: joined()[..., at]
-        return replace(self, shape=(*self.shape[:-1], len(at)), read_box=some, joined=whole_array)
+        return self._derived((*self.shape[:-1], len(at)), some, lambda whole: whole[..., at])
+
+    def _derived(
+        self, shape: tuple[int, ...], read: Callable[[Box, Empty], np.ndarray], change: Callable[[jax.Array], jax.Array]
+    ) -> "LazyArray":
+        """The same values in another shape; ``change`` makes it of the whole array on devices."""
+        joined = self.joined
+        return replace(self, shape=shape, read_box=read, joined=None if joined is None else lambda: change(joined()))
 
     @classmethod
     def of_columns(cls, parts: Sequence[tuple["LazyArray", Sequence[int]]]) -> "LazyArray":
