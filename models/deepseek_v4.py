@@ -2,7 +2,7 @@
 
 Attention with one shared head of keys and values over a window, and in most layers over compressed entries of all
 earlier tokens, of which an indexer chooses. Several residual streams (mHC). Every layer has a shared expert and routed
-experts, in the first layers chosen by the token's id. Layers for multi-token prediction are skipped.
+experts, in the first layers chosen by the token's id. Layers for multi-token prediction have no entries.
 """
 
 import dataclasses
@@ -36,11 +36,11 @@ OF_RATIO = {0: WINDOW, 4: SPARSE, 128: HEAVY}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSeekV4Config(DecoderConfig):
-    """``layer_types``: the attention of each layer, as ``compress_ratios`` (0, 4 or 128) in DeepSeek's own files; both
-    null: two heavily compressed layers, then heavily compressed and sparse ones in turn. ``compress_rates``: tokens per
-    entry. The first ``num_hash_layers`` choose experts by token ids, unless ``mlp_layer_types`` says which.
-    ``hc_mult``: residual streams. Rotations: ``rope_theta`` alone in layers without entries; in others the rope
-    object with ``compress_rope_theta``."""
+    """``layer_types``: the attention of each layer, as ``compress_ratios`` (0, 4 or 128) in DeepSeek's own files, after
+    which those of prediction layers may follow; both null: two heavily compressed layers, then heavily compressed and
+    sparse ones in turn. ``compress_rates``: tokens per entry. The first ``num_hash_layers`` choose experts by token
+    ids, unless ``mlp_layer_types`` says which. ``hc_mult``: residual streams. Rotations: ``rope_theta`` alone in layers
+    without entries; in others the rope object with ``compress_rope_theta``."""
 
     model_type = "deepseek_v4"
     architecture = "DeepseekV4ForCausalLM"
@@ -89,7 +89,7 @@ class DeepSeekV4Config(DecoderConfig):
     eos_token_id: int | Sequence[int] | None = 1
 
     def __post_init__(self) -> None:
-        for name in ("layer_types", "compress_ratios", "mlp_layer_types"):
+        for name in ("layer_types", "mlp_layer_types"):
             if isinstance(value := getattr(self, name), list | tuple):  # those of prediction layers follow
                 object.__setattr__(self, name, tuple(value[: self.num_hidden_layers]))
         if isinstance(self.compress_rates, Mapping):
@@ -130,7 +130,7 @@ class DeepSeekV4Config(DecoderConfig):
         if self.layer_types is not None:
             return self.layer_types
         if self.compress_ratios is not None:
-            return [OF_RATIO[ratio] for ratio in self.compress_ratios]
+            return [OF_RATIO[ratio] for ratio in self.compress_ratios[: self.num_hidden_layers]]
         return [SPARSE if i > 2 and i % 2 else HEAVY for i in range(self.num_hidden_layers)]
 
     @property
@@ -189,7 +189,7 @@ class DeepSeekV4Config(DecoderConfig):
 
 
 _FLASH = DeepSeekV4Config(
-    compress_ratios=(0, 0, *(4 if i % 2 == 0 else 128 for i in range(41))),
+    compress_ratios=(0, 0, *(4 if i % 2 == 0 else 128 for i in range(41)), 0),
     rope_scaling={
         "type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65536, "beta_fast": 32.0, "beta_slow": 1.0
     },
@@ -252,6 +252,15 @@ HF_TABLE |= {
     for part, end in (("fn.kernel", "fn"), ("base", "base"), ("scale", "scale"))
 }
 HF_TABLE |= {f"layer.{ours}": (W(first), W(second)) for ours, (first, second) in _LAYER.items()}
+HF_TABLE |= {
+    f"layer.mtp.{ours}": W(theirs)
+    for ours, theirs in (
+        ("token_norm.scale", "enorm.weight"), ("hidden_norm.scale", "hnorm.weight"), ("norm.scale", "norm.weight"),
+        ("project.token.kernel", "e_proj.weight"), ("project.state.kernel", "h_proj.weight"),
+        ("norm.weights.fn.kernel", "hc_head_fn"), ("norm.weights.base", "hc_head_base"),
+        ("norm.weights.scale", "hc_head_scale"),
+    )
+}  # fmt: skip
 
 _SELF, _EXPERTS_THERE = "self_attention", "mlp/MoeBlock_0"
 _COMPRESSOR = f"{_SELF}/{{kind}}_compressor"
@@ -300,7 +309,8 @@ class DeepSeekV4(StreamedLM):
     configs = (DeepSeekV4Config,)
     presets = {"deepseek-v4-flash": _FLASH}
     hub_ids = {"deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash"}
-    hub_notes = {"deepseek-v4-flash": "the layers for multi-token prediction are left out"}
+    hub_notes = {"deepseek-v4-flash": "the layer for multi-token prediction is left out without mtp=True"}
+    mtp_prefixes = ("mtp.{}.", "mtp.{}.")
     hf_table = HF_TABLE
     maxtext_table = MAXTEXT_TABLE
     not_for_peft = ("attention.o_a",)  # in groups of heads
@@ -321,12 +331,24 @@ class DeepSeekV4(StreamedLM):
     def kind(self, index: int) -> Any:
         return self.config.kinds[index], self.config.hashed_layers[index]
 
+    @property
+    def predicting(self) -> int:
+        """One after the others."""
+        c = self.config
+        more = (c.compress_ratios or ())[c.num_hidden_layers :]
+        if len(more) == c.num_nextn_predict_layers and any(more):
+            raise ConfigError(
+                f"compress_ratios: prediction layers with entries ({short(more)}) are not supported: load without them"
+            )
+        return c.num_hidden_layers
+
     def final_norm(self, config: Any, **kw: Any) -> CollapsedNorm:
         c = config
         return CollapsedNorm(c.hidden_size, c.hc_mult, eps=c.hc_eps, norm_eps=c.rms_norm_eps, **kw)
 
     def attention(self, index: int, **kw: Any) -> SharedKV:
-        c, kind = self.config, self.config.kinds[index]
+        c = self.config
+        kind = c.kinds[index] if index < c.num_hidden_layers else WINDOW
         rope = c.rope if kind == WINDOW else c.compressed_rope
 
         def compressor(width: int) -> Compressor:
@@ -354,7 +376,7 @@ class DeepSeekV4(StreamedLM):
     def feed_forward(self, index: int, **kw: Any) -> MoE:
         c, dim = self.config, self.config.hidden_size
         select = SqrtSoftplusTopK(c.num_experts_per_tok, c.routed_scaling_factor)
-        if c.hashed_layers[index]:
+        if index < c.num_hidden_layers and c.hashed_layers[index]:
             router = TokenRouter(dim, c.n_routed_experts, select, c.vocab_size, **kw)
         else:
             router = Router(dim, c.n_routed_experts, select, bias=True, **kw)

@@ -125,7 +125,7 @@ class QwenHybrid(CausalLM):
     """The attention of both kinds; each family has feed-forwards and a projection of its own."""
 
     norm_class = OffsetNorm
-    mtp_prefix = "mtp"
+    mtp_prefixes = ("mtp.", "mtp.layers.{}.")
 
     @property
     def predicting(self) -> int:

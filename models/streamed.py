@@ -1,13 +1,18 @@
 """Decoders with several residual streams (manifold-constrained hyper-connections, Xie et al. 2025)."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.hyper import HyperConnection, mixed
+from nnxmoe.layers.linear import Linear
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer, LayerOutput
+from nnxmoe.model.mtp import MTP
 
 
 class Streamed(Layer):
@@ -26,6 +31,30 @@ class Streamed(Layer):
         return LayerOutput(mixed(x, y, other), cache, info)
 
 
+class TokenAndStreams(nnx.Module):
+    """``token(a) + state(b)``, of a token and of each stream."""
+
+    def __init__(self, dim: int, **kw: Any):
+        self.token, self.state = (Linear((dim,), (dim,), ("embed", "norm"), **kw) for _ in range(2))
+
+
+class StreamedMTP(MTP):
+    """A prediction layer that reads and makes streams: ``norm(layer(token(token_norm(x)) + state(hidden_norm(s))))`` of
+    a token x and each stream s (``MTPBlock`` in DeepSeek's own code of V4)."""
+
+    def projection(self, dim: int, **kw: Any) -> TokenAndStreams:
+        return TokenAndStreams(dim, **kw)
+
+    def joined(self, model: Any, embedded: Any, hidden: Any, tokens: Any) -> Any:
+        streams = hidden.astype(embedded.dtype).reshape(*embedded.shape[:2], self.norm.streams, -1)
+        token = self.project.token(self.token_norm(embedded[:, :, 0]))
+        return token[:, :, None] + self.project.state(self.hidden_norm(streams))
+
+    @property
+    def width(self) -> int:
+        return super().width * self.norm.streams
+
+
 class StreamedLM(CausalLM):
     """A decoder with ``hc_mult`` residual streams, which its final norm reduces to one."""
 
@@ -35,6 +64,13 @@ class StreamedLM(CausalLM):
     def leave(self, x: Any) -> Any:
         """The streams: the last norm makes one of them."""
         return x
+
+    def states(self, before: Any, after: Any) -> Any:
+        """All streams of a token in a row."""
+        return before.reshape(*before.shape[:2], -1)
+
+    def _prediction_layers(self) -> Callable[..., list[Any]]:
+        return functools.partial(super()._prediction_layers(), form=StreamedMTP)
 
     def layer(self, index: int, form: type[Layer] = Streamed, **kw: Any) -> Layer:
         return super().layer(

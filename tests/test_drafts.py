@@ -162,6 +162,7 @@ def test_auto_loads_prediction_layers_where_the_files_have_them(
     apart = load_mtp("qwen3_next")
     folders = {
         "apart": write_checkpoint(tmp_path / "apart", apart.fields, apart.weights),
+        "numbered": write_checkpoint(tmp_path / "numbered", (v4 := load_mtp("deepseek_v4")).fields, v4.weights),
         "whole": write_checkpoint(tmp_path / "whole", fields, weights),
         "without": write_checkpoint(tmp_path / "without", fields, main),
         "none": write_checkpoint(tmp_path / "none", fields | {"num_nextn_predict_layers": 0}, main),
@@ -180,6 +181,7 @@ def test_auto_loads_prediction_layers_where_the_files_have_them(
         assert cli.main(["generate", str(folders["whole"]), "x", "--draft", draft]) == 1
     assert seen == [
         ("apart", True),
+        ("numbered", True),
         ("whole", True),
         ("without", False),
         ("none", False),

@@ -23,7 +23,7 @@ from nnxmoe.models import PRESETS, DeepSeekV3, Llama, config_from_hf, model_clas
 from nnxmoe.train import Objective, Step
 from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, Frozen
-from tests.support.mtp import APART, CASES, OWN, ahead, load_mtp, logits_ahead, tiny_mtp
+from tests.support.mtp import APART, CASES, OWN, STREAMED, ahead, load_mtp, logits_ahead, tiny_mtp
 from tests.support.numpy_decoder import reference_ahead
 from tests.support.running import MODEL_TOLERANCE
 from tests.support.tiny import ORACLE, TINY, build, random_tokens, write_checkpoint
@@ -69,18 +69,23 @@ def test_logits_equal_transformers(kind: str, loaded: Loaded) -> None:
         assert max_error(logits, case.arrays[f"logits.{k}"]) < OF[kind], k
 
 
-def state_before_the_norm(model: nnxmoe.CausalLM, patch: pytest.MonkeyPatch) -> None:
+def state_beyond_the_norm(model: nnxmoe.CausalLM, patch: pytest.MonkeyPatch) -> None:
+    """That before it, or in DeepSeek-V4, whose layers read the streams before it, that after it."""
     right = type(model).body
 
     def wrong(self: Any, *given: Any, **options: Any) -> Any:
         body = right(self, *given, **options)
-        return dataclasses.replace(body, x=body.hidden[-2])
+        after = jnp.tile(body.x, body.states.shape[-1] // body.x.shape[-1])
+        return dataclasses.replace(body, states=after if model.config.model_type == STREAMED else body.hidden[-2])
 
     patch.setattr(type(model), "body", wrong)
 
 
 def state_first(model: nnxmoe.CausalLM, patch: pytest.MonkeyPatch) -> None:
     for depth in model.mtp:
+        if model.config.model_type == STREAMED:
+            depth.project.token, depth.project.state = depth.project.state, depth.project.token
+            continue
         depth.project.kernel.set_value(jnp.roll(depth.project.kernel[...], model.config.hidden_size, axis=1))
 
 
@@ -89,7 +94,7 @@ def main_norm(model: nnxmoe.CausalLM, patch: pytest.MonkeyPatch) -> None:
         depth.norm.scale.set_value(model.norm.scale[...])
 
 
-@pytest.mark.parametrize("plant", [state_before_the_norm, state_first, main_norm])
+@pytest.mark.parametrize("plant", [state_beyond_the_norm, state_first, main_norm])
 @pytest.mark.parametrize("kind", CASES)
 def test_wrong_variants_are_noticed(
     kind: str, plant: Callable[..., None], loaded: Loaded, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +124,7 @@ def test_padding_does_not_change_real_positions(loaded: Loaded) -> None:
 
     @nnx.jit
     def run(model: nnxmoe.CausalLM, wide: Any, mask: Any, positions: Any, there: Any) -> jax.Array:
-        hidden = model.body(wide, mask, positions).x[:, :-1]
+        hidden = model.body(wide, mask, positions).states[:, :-1]
         return model.logits(model.mtp[0](model, hidden, wide[:, 1:], there, positions[:, :-1]).x)
 
     for before in (True, False):
@@ -138,7 +143,7 @@ def test_a_cache_gives_what_the_whole_pass_gives(kind: str, loaded: Loaded) -> N
     """Pairs in one chunk, with padding in it, then one at a time; a row that overflows is NaN, the other is not."""
     case, _, model = loaded(kind)
     tokens, depth, first = jnp.asarray(case.arrays["tokens"])[:, :10], model.mtp[0], 4
-    hidden = model.body(tokens).x[:, :-1]
+    hidden = model.body(tokens).states[:, :-1]
     given = tokens[:, 1:]
     wanted = depth(model, hidden, given).x
     cache = depth.empty_cache(model, 2, 8)
@@ -215,7 +220,7 @@ def test_names_apart_from_the_layers(kind: str) -> None:
     assert {name for name in names if name.startswith("mtp.")} == wanted
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "glm_moe_dsa"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "glm_moe_dsa", "deepseek_v4"])
 def test_drafts_and_training(kind: str, loaded: Loaded) -> None:
     """An engine gives the same ids with drafts of the layer, which are taken back from recurrent states and from the
     keys of indexers; and the layer has a gradient."""
@@ -231,12 +236,22 @@ def test_drafts_and_training(kind: str, loaded: Loaded) -> None:
     assert ids(None) == ids(MTPDraft.of(model, 2))
     step, tokens = Step(nnx.clone(model), optax.sgd(0.1), Objective(mtp=0.5)), np.asarray(case.arrays["tokens"])
     after, report = step(step.init(), {"tokens": tokens})
-    before = step.init().params
+    before, projects = step.init().params, f"mtp.0.project.{'state.' * (kind == STREAMED)}kernel"
     moved = [name for name in before if name.startswith("mtp.") and max_error(after.params[name], before[name]) > 1e-7]
-    assert float(report.losses.mtp) > 0 and {"mtp.0.project.kernel", "mtp.0.norm.scale"} <= set(moved)
+    assert float(report.losses.mtp) > 0 and {projects, "mtp.0.norm.scale"} <= set(moved)
 
 
 # Loading and saving
+
+
+def test_prediction_layers_with_entries_are_refused(loaded: Loaded) -> None:
+    case, _, _ = loaded(STREAMED)
+    fields = case.fields | {"compress_ratios": [*case.fields["compress_ratios"][:-1], 4]}
+    config = config_from_hf(fields)
+    model_class(config)(config, rngs=None)
+    with pytest.raises(ValueError, match="compress_ratios: prediction layers with entries"):
+        model_class(config)(config, rngs=None, mtp=True)
+    assert config.to_hf()["compress_ratios"][-1] == 4
 
 
 def test_loading_without_them_reports_what_is_skipped(loaded: Loaded) -> None:

@@ -46,7 +46,7 @@ def needs_mtp(choice: Choice | None, model: str, options: argparse.Namespace) ->
 
     config, arrays = find(model, options.revision, options.local_files_only)
     kind = model_class(config)
-    prefix = f"{kind.mtp_prefix}." if kind.mtp_prefix else prefix_of(config.num_hidden_layers)
+    prefix = kind.mtp_prefixes[0].format(0) if kind.mtp_prefixes else prefix_of(config.num_hidden_layers)
     return has_mtp(config, kind.hf_table) and any(name.startswith(prefix) for name in arrays)
 
 

@@ -116,14 +116,15 @@ class Modelled(abc.ABC):
         body = self._pass(parts, memory.cache, ids, valid, states)
         assert body.cache is not None
         length, cache = body.cache.length, body.cache
-        x = jnp.take_along_axis(body.x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+        at = jnp.maximum(count - 1, 0)[:, None, None]
+        x, states = (jnp.take_along_axis(each, at, axis=1) for each in (body.x, body.states))
         drafts = jnp.zeros((ids.shape[0], 0), jnp.int32)
         for place in range(self.count):
             one = choose(parts["decoder"].logits(x)[:, 0], drafts)[:, None]
             drafts = jnp.concatenate([drafts, one], axis=1)
             if place + 1 < self.count:
-                body = self._pass(parts, cache, one, valid[:, :1], x)
-                x, cache = body.x, body.cache
+                body = self._pass(parts, cache, one, valid[:, :1], states)
+                x, states, cache = body.x, body.states, body.cache
         assert cache is not None
         return drafts, memory._replace(cache=dataclasses.replace(cache, length=length))  # of drafts nothing is kept
 
@@ -169,9 +170,8 @@ class MTPDraft(Modelled):
     def empty(self, rows: int, capacity: int) -> _Memory:
         """The layer's cache."""
         parts = self.modules
-        width = parts["decoder"].embed.table.shape[1]
         cache = parts["mtp"].empty_cache(parts["decoder"], rows, capacity + self.count)
-        return _Memory(cache, jnp.zeros((rows, width), parts["decoder"].dtype), jnp.zeros(rows, bool))
+        return _Memory(cache, jnp.zeros((rows, parts["mtp"].width), parts["decoder"].dtype), jnp.zeros(rows, bool))
 
     def read(self, memory: _Memory, ids: Array, valid: Array, states: Array) -> _Memory:
         """Each id meets the state of the one before it; that of the chunk's last id waits for the next id."""

@@ -41,11 +41,11 @@ class Room(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """Result of a pass: logits of all its ids or of the last, the inputs of the head, the cache, and the assignments to
-    experts dropped so far, this pass included. ``memory``: a draft's, after these ids."""
+    """Result of a pass: logits of all its ids or of the last, what prediction layers read of them, the cache, and the
+    assignments to experts dropped so far, this pass included. ``memory``: a draft's, after these ids."""
 
     logits: Float[Array, "B asked V"]
-    states: Float[Array, "B _ D"]
+    states: Float[Array, "B _ S"]
     cache: Cache
     dropped: Int[Array, ""]
     memory: Any = None
@@ -71,7 +71,7 @@ def _pass(
     for info in body.infos.values():
         dropped = dropped + info.dispatch.dropped
     dropped = everywhere(dropped, model.mesh)
-    return Passed(model.logits(body.x[:, -1:] if part.last else body.x), body.x, body.cache, dropped)
+    return Passed(model.logits(body.x[:, -1:] if part.last else body.x), body.states, body.cache, dropped)
 
 
 def passes(model: CausalLM) -> Callable[..., Passed]:

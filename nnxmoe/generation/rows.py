@@ -102,9 +102,9 @@ class Draft(Protocol):
         ...
 
     def read(
-        self, memory: Any, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], states: Float[Array, "B T D"]
+        self, memory: Any, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], states: Float[Array, "B T S"]
     ) -> Any:
-        """Update the memory after a chunk of the prompts, with the model's states (the inputs of its head)."""
+        """Update the memory after a chunk of the prompts, with the `CausalLM.states` of its tokens."""
         ...
 
     def propose(
@@ -112,7 +112,7 @@ class Draft(Protocol):
         memory: Any,
         history: History,
         ids: Int[Array, "B W"],
-        states: Float[Array, "B W D"] | None,
+        states: Float[Array, "B W S"] | None,
         count: Int[Array, "B"],
         choose: Choose,
     ) -> tuple[Int[Array, "B K"], Any]:
@@ -165,7 +165,7 @@ def begin(
 def advance(
     rows: RowStates,
     logits: Float[Array, "B W V"],
-    states: Float[Array, "B W D"],
+    states: Float[Array, "B W S"],
     length: Int[Array, "B"],
     keep: Bool[Array, "B"],
     masks: Masks | None,
@@ -197,7 +197,7 @@ def _next(
     last: Int[Array, "B"],
     active: Bool[Array, "B"],
     ids: Int[Array, "B W"],
-    states: Float[Array, "B W D"] | None,
+    states: Float[Array, "B W S"] | None,
     count: Int[Array, "B"],
     options: RowOptions,
     draft: Any,

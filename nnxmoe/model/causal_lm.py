@@ -60,7 +60,8 @@ class CausalLM(nnx.Module):
     maxtext_scales_embeddings: ClassVar[bool] = False  # whether its table is multiplied by sqrt(hidden_size)
     maxtext_streams: int = 0  # residual streams, whose weights are split there
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # before attention and feed-forward, and after all layers
-    mtp_prefix: ClassVar[str] = ""  # of the tensors of prediction layers; empty: stored as layers after the others
+    # Of the names of what only prediction layers have, and of their parts; empty: as layers after the others.
+    mtp_prefixes: ClassVar[tuple[str, ...]] = ()
     hub_root: ClassVar[str] = "model."  # begins the names of a saved checkpoint, in place of ``model.``
     not_for_peft: ClassVar[tuple[str, ...]] = ()  # projections that PEFT cannot adapt, or refuses to
     config: Any
@@ -107,6 +108,10 @@ class CausalLM(nnx.Module):
     def leave(self, x: Any) -> Float[Array, "B asked D"]:
         """The hidden states in what a layer hands on; the inverse of `enter`."""
         return x
+
+    def states(self, before: Any, after: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
+        """What prediction layers (`MTP`) read of tokens, from the input and the result of the last norm."""
+        return after
 
     def gqa(self, *, bias: bool, out_bias: bool | None = None, scale: float | None = None, **options: Any) -> GQA:
         """`GQA`, or another ``form`` of it, with the heads and rotation of the config, or with other ``options``."""
@@ -280,7 +285,8 @@ class CausalLM(nnx.Module):
         end = self._end(out.x, moved, last)
         moved = None if moved is None else dataclasses.replace(moved, layers=out.cache)
         hidden = tuple(map(self.leave, (x, *out.hidden))) if keep_hidden else ()
-        return Body(end, moved, out.infos, (*hidden, end) if keep_hidden else ())
+        states = self.states(self.leave(out.x)[:, -1:] if last else self.leave(out.x), end)
+        return Body(end, moved, out.infos, (*hidden, end) if keep_hidden else (), states)
 
     def _begin(self, tokens: Ids, *given: Any) -> tuple[Any, Context, Cache | None]:
         """Inputs of the layers: the embedded tokens, and the results of `Context.of_pass`."""

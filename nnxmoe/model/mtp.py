@@ -12,10 +12,8 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.linear import Linear
-from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.output import Body, ByLayer, Ids, TokenMask
-from nnxmoe.model.remat import Remat
 from nnxmoe.moe.router import Routing
 
 
@@ -28,22 +26,28 @@ class MTP(nnx.Module):
     the published weights.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        eps: float,
-        layer: Layer,
-        remat: Remat | None,
-        norm: type[RMSNorm],
-        *,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
-    ):
-        self.token_norm, self.hidden_norm = (norm(dim, eps, dtype=dtype, rngs=rngs) for _ in range(2))
-        self.project = Linear((2 * dim,), (dim,), ("embed", "norm"), dtype=dtype, rngs=rngs)
+    def __init__(self, model: Any, layer: Layer, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        config, kw = model.config, {"dtype": dtype, "rngs": rngs}
+        dim = config.hidden_size
+        self.token_norm, self.hidden_norm = (model.norm_class(dim, config.rms_norm_eps, **kw) for _ in range(2))
+        self.project = self.projection(dim, **kw)
         self.layer = layer
-        self.norm = norm(dim, eps, dtype=dtype, rngs=rngs)
-        self.remat = remat
+        self.norm = model.final_norm(config, **kw)
+        self.remat = model.strategy.remat
+
+    def projection(self, dim: int, **kw: Any) -> Any:
+        """The part that makes the layer's input of a token and a state."""
+        return Linear((2 * dim,), (dim,), ("embed", "norm"), **kw)
+
+    def joined(self, model: Any, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], tokens: Ids) -> Any:
+        """The layer's input, of embedded tokens and the states before them."""
+        both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden.astype(embedded.dtype))], axis=-1)
+        return model.enter(self.project(both), tokens)
+
+    @property
+    def width(self) -> int:
+        """Numbers in a state."""
+        return self.hidden_norm.scale.shape[-1]
 
     def __call__(
         self,
@@ -59,24 +63,23 @@ class MTP(nnx.Module):
         *,
         fresh: bool = False,
     ) -> Body:
-        """The states ``x [B, T, D]`` of this depth, after its norm: for ``model.logits``, and as ``hidden`` of the
-        next depth.
+        """The states of this depth: ``x [B, T, D]`` after its norm, for ``model.logits``, and ``states``, which are
+        ``hidden`` of the next depth.
 
-        ``model``: the main model. ``hidden``: its ``body(…).x``, or the states of the depth before. ``tokens``: of
-        each position the token k further on. ``attention_mask``: 0 where there is none. ``cache``: this depth's own,
-        from `empty_cache`; pairs may be given a few at a time. Other arguments are those of `CausalLM.body`.
+        ``model``: the main model. ``hidden``: the ``states`` of its body, or of the depth before. ``tokens``: of each
+        position the token k further on. ``attention_mask``: 0 where there is none. ``cache``: this depth's own, from
+        `empty_cache`; pairs may be given a few at a time. Other arguments are those of `CausalLM.body`.
         """
         shared = None if cache is None else cache.shared(fresh)
         embedded, context, moved = model._begin(tokens, attention_mask, positions, segment_ids, shared, key, fresh)
         embedded, context = model.leave(embedded), dataclasses.replace(context, of_routing=of_routing)
-        both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden.astype(embedded.dtype))], axis=-1)
         run = self.layer if self.remat is None else self.remat(self.layer, scanned=False)
-        x = model.enter(self.project(both), tokens)
+        x = self.joined(model, embedded, hidden, tokens)
         x, stored, info = run(x, context=context, cache=None if cache is None else cache.layers[0])
         x = model.leave(x)
-        x = self.norm(x if moved is None else moved.nan_if_full(x))
+        end = self.norm(x if moved is None else moved.nan_if_full(x))
         moved = None if moved is None else dataclasses.replace(moved, layers=(stored,))
-        return Body(x, moved, ByLayer({} if info is None else {0: info}), ())
+        return Body(end, moved, ByLayer({} if info is None else {0: info}), (), model.states(x, end))
 
     def empty_cache(self, model: Any, batch: int, capacity: int) -> Cache:
         """A cache of this depth for ``capacity`` positions per row, in the format of the main model's."""
@@ -84,14 +87,17 @@ class MTP(nnx.Module):
         return model.cache_of((layer,), batch, capacity)
 
 
+_OWN = "layer.mtp.token_norm.scale"  # the key of a tensor that all such layers have
+
+
 def has_mtp(config: DecoderConfig, table: Container[str]) -> bool:
     """Whether a config asks for such layers, and the family's ``table`` has names for them."""
-    return "layer.mtp.project.kernel" in table and getattr(config, "num_nextn_predict_layers", 0) > 0
+    return _OWN in table and getattr(config, "num_nextn_predict_layers", 0) > 0
 
 
 def check_mtp(depths: int, model: Any) -> None:
     """Raise ConfigError if a model has no depths, or if the family's table has no names for them."""
-    if "layer.mtp.project.kernel" not in model.hf_table:
+    if _OWN not in model.hf_table:
         raise ConfigError(f"{model.config.model_type} models have no multi-token prediction layers")
     if depths < 1:
         raise ConfigError(f"num_nextn_predict_layers {depths}: the model has no multi-token prediction layers")
@@ -107,11 +113,11 @@ def last_layer(fits: Iterable[bool]) -> int:
     return numbers[-1]
 
 
-def make_mtp(model: Any, count: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None) -> list[MTP]:
-    """``count`` depths for a `CausalLM`. Raises ConfigError if their layers have no experts in a model with some."""
+def make_mtp(model: Any, count: int, form: type[MTP] = MTP, *, dtype: Any, rngs: nnx.Rngs | None) -> list[MTP]:
+    """``count`` depths of this ``form`` for a `CausalLM`. Raises ConfigError if their layers have no experts in a model
+    with some."""
     config, kw = model.config, {"dtype": dtype, "rngs": rngs}
-    sizes, more = (config.hidden_size, config.rms_norm_eps), (model.strategy.remat, model.norm_class)
-    depths = [MTP(*sizes, model.layer(model.predicting, **kw), *more, **kw) for _ in range(count)]
+    depths = [form(model, model.layer(model.predicting, **kw), **kw) for _ in range(count)]
     if config.experts and any(depth.layer.feed_forward.name != "moe" for depth in depths):
         raise ConfigError(
             "the last layer is dense, and multi-token prediction layers have experts: check the number of dense layers"

@@ -37,13 +37,15 @@ class Body:
     """Output of a stack, or of a model without its head.
 
     ``x``: hidden states of the requested tokens, or what else layers hand on (see `CausalLM.enter`). ``infos``: the
-    `MoEInfo` of each layer with experts. ``hidden``: the output of every layer.
+    `MoEInfo` of each layer with experts. ``hidden``: the output of every layer. ``states``: of a model, what its
+    prediction layers read (`CausalLM.states`).
     """
 
     x: Any
     cache: Any
     infos: ByLayer
     hidden: tuple[Any, ...]
+    states: Any = None
 
 
 @jax.tree_util.register_dataclass

@@ -13,7 +13,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from tests.support.families import FAMILIES, tokens_of, weights_of, write_config
-from tests.support.mtp import APART, CASES, FOLDER, fields_of, published, shapes_of
+from tests.support.mtp import APART, CASES, FOLDER, STREAMED, fields_of, published, shapes_of
 from tests.support.tiny import Fields, Weights
 
 for _config, _kind in (
@@ -26,11 +26,74 @@ for _config, _kind in (
         setattr(_config, _name, _value)
 
 
-def write_theirs(folder: Path, theirs: str, fields: Fields, seed: int) -> Weights:
-    """Writes a checkpoint with prediction layers, and returns its tensors without their copies."""
+def written(theirs: str, fields: Fields, folder: Path) -> dict[str, list[int]]:
+    """Names and shapes of an untrained model of transformers, which is written into the folder."""
     config = transformers.CONFIG_MAPPING[theirs](**{k: v for k, v in fields.items() if k != "model_type"})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    shapes = {name: list(array.shape) for name, array in load_file(folder / "model.safetensors").items()}
+    return {name: list(array.shape) for name, array in load_file(folder / "model.safetensors").items()}
+
+
+def of_streams(number: int, name: str) -> str | None:
+    """DeepSeek-V4's name of a tensor of a prediction layer, from that in a model of which it is the last layer."""
+    layer = name.removeprefix(f"model.layers.{number}.")
+    if layer != name:
+        return f"mtp.0.{layer}"
+    return {"model.norm.weight": "mtp.0.norm.weight"}.get(name) or (
+        name.replace("model.hc_head.", "mtp.0.hc_head_").replace("hc_head_hc_", "hc_head_")
+        if ".hc_head." in name
+        else None
+    )
+
+
+def write_streamed(folder: Path, fields: Fields, seed: int) -> Weights:
+    """`write_theirs` of DeepSeek-V4. In transformers its prediction layer is the last of a model with one more."""
+    last, dim = fields["num_hidden_layers"], fields["hidden_size"]
+    with tempfile.TemporaryDirectory() as name:
+        wide = written(STREAMED, fields | {"num_hidden_layers": last + 1}, Path(name))
+    shapes = {name: shape for name, shape in wide.items() if f".layers.{last}." not in name}
+    shapes |= {new: shape for name, shape in wide.items() if (new := of_streams(last, name))}
+    shapes |= {f"mtp.0.{name}_proj.weight": [dim, dim] for name in "eh"}
+    made = weights_of(shapes | {f"mtp.0.{name}norm.weight": [dim] for name in "eh"}, seed)
+    write_config(folder, fields)
+    save_file(made, folder / "model.safetensors", {"format": "pt"})
+    return made
+
+
+def run_streamed(folder: Path, tokens: np.ndarray) -> list[np.ndarray]:
+    """`run_theirs` of DeepSeek-V4; the streams before the last layer are replaced by what its ``MTPBlock`` makes."""
+    fields, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    last, kind, ids = fields["num_hidden_layers"], transformers.AutoModelForCausalLM, torch.tensor(tokens).long()
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    main = kind.from_pretrained(folder, **options).eval()
+    with tempfile.TemporaryDirectory() as name:
+        names = written(STREAMED, fields | {"num_hidden_layers": last + 1}, Path(name))
+        save_file(
+            {each: stored[of_streams(last, each) or each] for each in names},
+            Path(name) / "model.safetensors",
+            {"format": "pt"},
+        )
+        ahead, info = kind.from_pretrained(name, output_loading_info=True, **options)
+        assert not any(info.values()), info
+
+    def unit(x: torch.Tensor, part: str) -> torch.Tensor:
+        scale = torch.tensor(stored[f"mtp.0.{part}norm.weight"])
+        return torch.nn.functional.rms_norm(x, scale.shape, scale, fields["rms_norm_eps"])
+
+    def joined(_: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        e, h = (torch.tensor(stored[f"mtp.0.{part}_proj.weight"]).T for part in "eh")
+        token = unit(ahead.model.embed_tokens(ids.roll(-1, 1)), "e") @ e  # the last position's is cut off
+        return (token[:, :, None] + unit(given[0], "h") @ h,)
+
+    ahead.model.layers[last].register_forward_pre_hook(joined)
+    with torch.no_grad():
+        return [main(ids).logits.numpy(), ahead.eval()(ids).logits[:, :-1].contiguous().numpy()]
+
+
+def write_theirs(folder: Path, theirs: str, fields: Fields, seed: int) -> Weights:
+    """Writes a checkpoint with prediction layers, and returns its tensors without their copies."""
+    if theirs == STREAMED:
+        return write_streamed(folder, fields, seed)
+    shapes = written(theirs, fields, folder)
     made = weights_of(shapes | shapes_of(fields, shapes), seed)
     stored = made if theirs in APART else published(fields, made)  # transformers reads the numbers of layers only
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
@@ -39,6 +102,8 @@ def write_theirs(folder: Path, theirs: str, fields: Fields, seed: int) -> Weight
 
 def run_theirs(folder: Path, theirs: str, tokens: np.ndarray) -> list[np.ndarray]:
     """Logits ``[B, T - k, V]`` of the model and of each depth of ``MtpModel``, both loaded from the folder."""
+    if theirs == STREAMED:
+        return run_streamed(folder, tokens)
     main, ahead = _load(folder, theirs)
     ids = torch.tensor(tokens).long()
     with torch.no_grad():

@@ -21,7 +21,7 @@ from tests.support.families import FAMILIES, Frozen, weights_of
 from tests.support.tiny import TINY, Fields, Weights, tiny_weights
 
 FOLDER = Path(__file__).parents[1] / "data" / "mtp"
-CASES = {"kimi_k2": 1, "glm4_moe": 2, "qwen3_next": 1, "glm_moe_dsa": 1}  # family -> number of depths
+CASES = {"kimi_k2": 1, "glm4_moe": 2, "qwen3_next": 1, "glm_moe_dsa": 1, "deepseek_v4": 1}  # family -> number of depths
 # Families whose published files have these tensors apart from the layers -> the names of those of no layer.
 APART = {
     "qwen3_next": {
@@ -31,6 +31,7 @@ APART = {
         "shared_head.norm": "norm",
     }
 }
+STREAMED = "deepseek_v4"  # stored under names of its own, without copies
 OWN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")  # the tensors that other layers do not have
 
 
@@ -58,6 +59,8 @@ def published(fields: Fields, weights: Weights) -> Weights:
         own = {f"{first}{old}.weight": f"mtp.{new}.weight" for old, new in apart.items()}
         return {own.get(name, name.replace(first, "mtp.layers.0.")): array for name, array in weights.items()}
     found = dict(weights)
+    if fields["model_type"] == STREAMED:
+        return found
     for k in range(fields["num_nextn_predict_layers"]):
         layer = f"model.layers.{fields['num_hidden_layers'] + k}."
         found[layer + "embed_tokens.weight"] = weights["model.embed_tokens.weight"]
@@ -96,11 +99,11 @@ def load_mtp(kind: str) -> Frozen:
 
 def ahead(model: nnxmoe.CausalLM, tokens: jax.Array) -> list[jax.Array]:
     """Logits ``[B, T - k, V]`` of depth k = 0, 1, … of a model; depth 0 is the model itself."""
-    x = model.body(tokens).x
-    found = [model.logits(x)]
+    body = model.body(tokens)
+    found = [model.logits(body.x)]
     for k, depth in enumerate(model.mtp, 1):
-        x = depth(model, x[:, :-1], tokens[:, k:]).x
-        found.append(model.logits(x))
+        body = depth(model, body.states[:, :-1], tokens[:, k:])
+        found.append(model.logits(body.x))
     return found
 
 

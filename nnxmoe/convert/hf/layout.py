@@ -53,11 +53,11 @@ def layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0
 
 def _prefix(model: CausalLM, key: str, layer: int | None) -> str:
     """What the name of a parameter's tensor begins with; some families store prediction layers apart from the others
-    (`CausalLM.mtp_prefix`)."""
-    apart, first = model.mtp_prefix, model.config.num_hidden_layers
+    (`CausalLM.mtp_prefixes`)."""
+    apart, first = model.mtp_prefixes, model.config.num_hidden_layers
     if layer is None or layer < first or not apart:
         return prefix_of(layer)
-    return f"{apart}." if key.startswith(_MTP) else f"{apart}.layers.{layer - first}."
+    return apart[not key.startswith(_MTP)].format(layer - first)
 
 
 def _named(w: W, prefix: str, parameter: Parameter, change: Change) -> list[tuple[str, Leaf, Parameter]]:

@@ -207,7 +207,7 @@ class Objective(RouterLosses):
         counts = self.of_model(model).count(batch) if count is None else count
         total, entropy = self._sums(model, body.x, targets, weights, self.z_loss)
         total, entropy = total / counts[0], entropy / counts[0]
-        ahead, further = self._predict(model, body.x, batch, key, counts[1:])
+        ahead, further = self._predict(model, body.states, batch, key, counts[1:])
         auxiliary, routers = self._of_routers([body.infos[i] for i in sorted(body.infos)] + further, share)
         total += auxiliary
         total = total if ahead is None else total + self.mtp * ahead
@@ -221,7 +221,7 @@ class Objective(RouterLosses):
         return self.head(x, kernel, targets, weights, z, mesh)
 
     def _predict(
-        self, model: CausalLM, x: Array, batch: Batch, key: Any, counts: Sequence[Array]
+        self, model: CausalLM, states: Array, batch: Batch, key: Any, counts: Sequence[Array]
     ) -> tuple[Array | None, list[Any]]:
         """Mean loss of the prediction layers and their `MoEInfo`s. Each layer gets the states of the one before; layers
         without targets are not computed."""
@@ -229,9 +229,9 @@ class Objective(RouterLosses):
         for k, (count, ahead) in enumerate(zip(counts, targets_ahead(batch, len(counts)), strict=True)):
             own = None if key is None else jax.random.fold_in(key, len(model.stacks) + k)
             given = ahead.tokens, ahead.there, batch.get("positions"), batch.get("segment_ids"), None, own
-            out = model.mtp[k](model, x, *given, self._summarise_routing)
-            x = out.x
-            losses.append(self._sums(model, x, ahead.targets, ahead.weights, 0.0)[0] / count)
+            out = model.mtp[k](model, states, *given, self._summarise_routing)
+            states = out.states
+            losses.append(self._sums(model, out.x, ahead.targets, ahead.weights, 0.0)[0] / count)
             infos += out.infos.values()
         return (_mean(losses) if losses else None), infos
 
