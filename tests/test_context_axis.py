@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from nnxmoe.layers.over_context import Pieces
 from nnxmoe.layers.passed_states import passed_on
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.balance import sequence_loss
-from nnxmoe.train.loop.feed import crosses_processes, put_batch
+from nnxmoe.train.loop.feed import put_batch
 from nnxmoe.train.loop.loss import ChunkedLoss
 from nnxmoe.train.loop.step import Step
 from tests.support.families import FAMILIES
@@ -247,12 +246,6 @@ def resumed(folder: str) -> list[Any]:
 @pytest.mark.slow
 def test_runs_resume_on_other_meshes(eight: Callable[..., Any], tmp_path: Path) -> None:
     assert eight(resumed, str(tmp_path / "run")) == ["GatherKeys", True, 3]
-
-
-def test_processes_along_the_axis_are_found() -> None:
-    """Eight devices of two processes; either axis of the mesh may cross them."""
-    devices = np.array([types.SimpleNamespace(process_index=i // 4) for i in range(8)], object).reshape(2, 4)
-    assert [crosses_processes(devices, axis) for axis in (0, 1)] == [True, False]
 
 
 # Outputs

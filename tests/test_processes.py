@@ -59,6 +59,21 @@ def test_several_processes_match_a_single_one(tmp_path: Path, count: int, plans:
 
 
 @pytest.mark.slow
+def test_every_process_passes_its_rows_whatever_crosses_processes(tmp_path: Path) -> None:
+    """Where an axis that does not split rows crosses processes, each needs rows of others."""
+    outs = {count: tmp_path / str(count) for count in (1, 2)}
+    for count, out in outs.items():
+        out.mkdir()
+        with Launch(out, count, "shares", devices=worker.DEVICES // count) as job:
+            job.finish(280)
+    for name in worker.SHARED:
+        wanted = np.load(outs[1] / f"{name} 0.npy")
+        for i in range(2):
+            np.testing.assert_allclose(np.load(outs[2] / f"{name} {i}.npy"), wanted, rtol=2e-6, err_msg=name)
+        assert wanted[0] - wanted[1] > 0.01, "it learns"
+
+
+@pytest.mark.slow
 def test_failed_save_raises_in_every_process(tmp_path: Path) -> None:
     """One reports the cause, the other that its peer failed; both continue, and no files remain."""
     with Launch(tmp_path, 2, "cannot save", devices=2) as job:

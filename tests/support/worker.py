@@ -14,16 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
-from nnxmoe import ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
+from nnxmoe import ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, train
 from nnxmoe.axes import sharding_of
 from nnxmoe.convert import maxtext, orbax_folder
 from nnxmoe.runtime.processes import initialize
 from nnxmoe.storage import write
 from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.train.loop.feed import put_batch
 from nnxmoe.train.runs.checkpoints import Checkpoints
 from tests.support.cases import HF_CASES
 
@@ -45,6 +47,9 @@ INITIALIZE: dict[str, dict[str, Any]] = {
     "end": {"timeout": 10},
     "missing": {"timeout": 3},
 }
+# Meshes with an axis that crosses two processes, which is named first.
+SHARED = {"tensor": {"fsdp": 2, "tensor": 2}, "context": {"context": DEVICES},
+          "context in rows": {"fsdp": 2, "context": 2}, "fsdp": {"fsdp": 2, "context": 2}}  # fmt: skip
 Numbers = dict[str, np.ndarray]
 
 
@@ -100,6 +105,21 @@ def train_step(model: nnxmoe.CausalLM, tokens: np.ndarray, mesh: Any) -> dict[st
     after, *_ = run(params)
     named = {f"gradient {'.'.join(map(str, path))}": v.get_value() for path, v in nnx.to_flat_state(grads)}
     return {"loss before": before, "loss after": after, **named}
+
+
+def shares(out: Path) -> None:
+    """Losses of two steps, for which each process passes its share of the rows, on meshes whose axes cross processes."""
+    rows = np.random.default_rng(0).integers(0, 256, (DEVICES, 8)).astype(np.int32)
+    mine = rows.reshape(jax.process_count(), -1, 8)[jax.process_index()]
+    for name, sizes in SHARED.items():
+        mesh = nnxmoe.make_mesh(**sizes, devices=jax.devices()[:DEVICES], across=name.split()[0])
+        model = nnxmoe.from_pretrained(HF_CASES / "mixtral_basic" / "model", mesh=mesh)
+        step = train.Step(model, optax.sgd(0.1))
+        state, losses = step.init(), []
+        for _ in range(2):
+            state, report = step(state, put_batch({"tokens": mine}, step))
+            losses.append(float(report.losses.total))
+        np.save(out / f"{name} {jax.process_index()}", losses)
 
 
 def saved(plan: str, out: Path) -> None:
@@ -218,6 +238,8 @@ def main(out: Path, task: str, *plans: str) -> None:
                 np.savez(out / f"{plan} {jax.process_index()}", **numbers(plan))
                 if jax.process_count() > 1:
                     saved(plan, out)
+        case "shares":
+            shares(out)
         case "checkpoint":
             checkpoints(out)
         case "cannot save":

@@ -1,12 +1,14 @@
 """Batches on their way into a step: the position in the data, and placement on the devices."""
 
 import base64
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nnxmoe.axes import CONTEXT, batch_axes, context_over, shards
@@ -91,21 +93,29 @@ def put_rows(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
             f"rows of {shape[1]} tokens do not divide over the mesh axis {CONTEXT!r} of size {size}: use a multiple of "
             f"{size} tokens, best of {2 * size}, which balance the devices' work"
         )
-    if size > 1 and crosses_processes(mesh.devices, mesh.axis_names.index(CONTEXT)):
-        raise ValueError(
-            f"the mesh axis {CONTEXT!r} of size {size} crosses processes, which pass whole rows: lay it out within one "
-            "process, and others, such as fsdp, across (make_mesh(across=…))"
-        )
 
     def place(shape: tuple[int, ...]) -> NamedSharding:
         over = context_over(shape[1], mesh) if len(shape) > 1 else ()
         return NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, *([over] if over else [])))
 
-    arrays = {name: np.asarray(array) for name, array in batch.items()}
-    return {name: jax.make_array_from_process_local_data(place(a.shape), a) for name, a in arrays.items()}
+    return {name: _put(np.asarray(array), place(np.shape(array)), rows) for name, array in batch.items()}
 
 
-def crosses_processes(devices: np.ndarray, axis: int) -> bool:
-    """Whether devices along an axis of a mesh belong to several processes."""
-    groups = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])
-    return any(len({device.process_index for device in group}) > 1 for group in groups)
+def _put(array: np.ndarray, where: NamedSharding, rows: int) -> jax.Array:
+    """An array whose rows each process has some of, as one of all ``rows``. Processes whose devices need rows, or parts
+    of rows, of each other get all rows of all of them, in the order of the processes."""
+    shape = (rows, *array.shape[1:])
+    if own_rows(where, shape):
+        return jax.make_array_from_process_local_data(where, array, shape)
+    whole = multihost_utils.process_allgather(array, tiled=True)
+    return jax.make_array_from_callback(shape, where, lambda at: whole[at])
+
+
+@functools.lru_cache(maxsize=64)
+def own_rows(where: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Whether the devices of each process hold as many rows as those of the others, and no row that others hold."""
+    found: dict[int, set[Any]] = {device.process_index: set() for device in jax.devices()}
+    for device, at in where.devices_indices_map(shape).items():
+        found[device.process_index].add(at[0].indices(shape[0]))
+    parts = found.values()
+    return len(set(map(len, parts))) == 1 and sum(map(len, parts)) == len(set().union(*parts))
