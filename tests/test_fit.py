@@ -534,6 +534,19 @@ def test_training_in_64_bits() -> None:
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("held", "message"), [([], "evaluate: there are no batches"), ([{"tokens": np.full((2, 5), 53)}], "the id 53")]
+)
+def test_unusable_evaluation_is_refused_before_the_first_step(held: list[Any], message: str) -> None:
+    def called(progress: Any) -> None:
+        raise AssertionError("a step was made")
+
+    with pytest.raises(ValueError, match=message):
+        fit(
+            build_tiny("llama", PLAIN), [{"tokens": random_tokens(2, 5)}], **settings(evaluate=held), callbacks=[called]
+        )
+
+
 def test_callback_that_stops_leaves_a_final_evaluation() -> None:
     batch, stop = {"tokens": random_tokens(2, 5)}, [lambda progress: progress.step == 2]
     done = fit(build_tiny("llama", PLAIN), [batch], **settings(evaluate=[batch]), callbacks=stop)
