@@ -196,6 +196,7 @@ FORMS: list[tuple[dict[str, Any], Record]] = [
         {"prompt": [HI, HELLO, HI], "completion": [HELLO]},
         Record(None, (HI, HELLO) * 2, answers=(3,)),
     ),
+    ({"prompt": [HI], "completion": [HI, HELLO]}, Record(None, (HI, HELLO), answers=(1,))),
     ({"instruction": "Add.", "output": "3"}, Record(None, said("Add.", "3"), answers=(1,))),
     ({"instruction": "Add.", "input": "1, 2", "output": "3"}, Record(None, said("Add.\n\n1, 2", "3"), answers=(1,))),
     (
