@@ -178,6 +178,9 @@ def finetune(
     if from_first(lambda: _look(folder, task)) == "done":
         say("%s: this run is already finished; more steps extend it", folder)
         return None
+    if (base := lora.base_of(task.model)) is not None:
+        merge = f"nnxmoe convert {base} FOLDER --to hf --adapter {task.model}"
+        raise CheckpointError(f"{task.model} holds an adapter: merge it with {merge}, and train that FOLDER")
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
     tokenizer = Tokenizer.from_pretrained(task.model, **hub)
     both = (task.data, task.evaluation)
@@ -275,8 +278,7 @@ def _look(folder: Path, task: Finetune) -> str:
             raise CheckpointError(f"{folder} holds a run of {old} {name}: give as many {name} or more, or a new folder")
         what = "; ".join(f"{name} was {short(found.get(name))}, is {short(asked.get(name))}" for name in sorted(odd))
         raise CheckpointError(f"{folder} holds another run ({what}): use the same command line, or a new folder")
-    extended = any(old != new for old, new in lengths)
-    done = finished and not extended and all((folder / name).is_file() for name in task.files)
+    done = finished and all(old == new for old, new in lengths) and all((folder / n).is_file() for n in task.files)
     return "done" if done else "begun"
 
 
