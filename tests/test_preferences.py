@@ -399,6 +399,7 @@ BATCHES: dict[str, tuple[Any, Any, str]] = {
         lambda: changed(segment_ids=pairs()["tokens"]),
         "unknown field 'segment_ids' in a batch of pairs",
     ),
+    "weights": (DPO(), lambda: changed(loss_mask=np.full((4, 2, 9), 0.5)), "loss_mask contains 0.5: use 1, or 0"),
     "floats": (DPO(), lambda: changed(tokens=np.zeros((4, 2, 9))), "tokens has the dtype float64"),
 }
 
