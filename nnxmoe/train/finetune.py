@@ -173,8 +173,8 @@ def finetune(
     trace is written into the folder, see `Profile`. Raises ValueError if the folder holds another task, and the errors
     of `fit`.
     """
-    traces = [] if profile is None else [Profile(absolute(out) / _PROFILE, profile)]
     folder = absolute(out)
+    traces = [] if profile is None else [Profile(folder / _PROFILE, profile)]
     if from_first(lambda: _look(folder, task)) == "done":
         say("%s: this run is already finished; more steps extend it", folder)
         return None
@@ -183,15 +183,13 @@ def finetune(
         raise CheckpointError(f"{task.model} holds an adapter: merge it with {merge}, and train that FOLDER")
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
     tokenizer = Tokenizer.from_pretrained(task.model, **hub)
-    both = (task.data, task.evaluation)
-    documents, held = (None if file is None else task.documents(file, tokenizer) for file in both)
+    documents = task.documents(task.data, tokenizer)
+    held = None if task.evaluation is None else task.documents(task.evaluation, tokenizer)
     for each in filter(None, (documents, held)):
         each.check()
-    assert documents is not None
-    method = parse(task.quantize) if task.quantize else None
-    kept = task.keep_quantized
+    how: dict[str, Any] = {"quantize": parse(task.quantize) if task.quantize else None} | hub
     say("metrics of every step are written to %s", folder / _METRICS)
-    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), quantize=method, keep_quantized=kept, **hub)
+    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), keep_quantized=task.keep_quantized, **how)
     say("%s", model.load_report.summary())
     length = min(task.seq_len, model.config.max_position_embeddings)
     if length < task.seq_len:
