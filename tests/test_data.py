@@ -196,6 +196,7 @@ FORMS: list[tuple[dict[str, Any], Record]] = [
         {"prompt": [HI, HELLO, HI], "completion": [HELLO]},
         Record(None, (HI, HELLO) * 2, answers=(3,)),
     ),
+    ({"prompt": [HI], "completion": [HI, HELLO]}, Record(None, (HI, HELLO), answers=(1,))),
     ({"instruction": "Add.", "output": "3"}, Record(None, said("Add.", "3"), answers=(1,))),
     ({"instruction": "Add.", "input": "1, 2", "output": "3"}, Record(None, said("Add.\n\n1, 2", "3"), answers=(1,))),
     (
@@ -544,15 +545,23 @@ def test_packing_keeps_every_token_and_separates_documents(sizes: list[int], len
     batch = {name: np.stack([row[name] for row in filled]) for name in filled[0]} if filled else {"tokens": []}
     seen = list(segments(batch))  # pyright: ignore
     assert all(len({token // 1000 for token in tokens}) == 1 for tokens, _ in seen)
-    tokens = [np.concatenate([one.tokens, one.learnt]) for one in given]
     joined: dict[int, list[tuple[int, ...]]] = {}
     for ids, mask in sorted(seen):
         joined.setdefault(ids[0] // 1000, []).append(ids + mask)
     for i, one in enumerate(given):
-        parts = joined[i]
-        assert [t for part in parts for t in part[: len(part) // 2]] == one.tokens.tolist()
-        assert [t for part in parts for t in part[len(part) // 2 :]] == one.learnt.tolist()
-    assert len(tokens) == len(joined)
+        parts = joined.get(i, [])
+        cut = [slice(start, start + length) for start in range(0, len(one.tokens), length)]
+        kept = [part for part in cut if one.learnt[part][1:].any()]  # in the others nothing is predicted
+        assert [t for part in parts for t in part[: len(part) // 2]] == [t for part in kept for t in one.tokens[part]]
+        assert [t for part in parts for t in part[len(part) // 2 :]] == [t for part in kept for t in one.learnt[part]]
+
+
+def test_no_row_is_without_a_token_to_predict(tokenizer: Tokenizer) -> None:
+    """A text that is one token longer than a row, of which the second row would have nothing to predict."""
+    text = {"text": "a small cat"}
+    length = len(Documents([text], tokenizer)[0].tokens) - 1
+    made = list(batches([text], tokenizer, batch_size=1, seq_len=length, epochs=1))
+    assert [int(batch["segment_ids"].sum()) for batch in made] == [length]
 
 
 @given(st.lists(st.integers(1, 20), max_size=60))
@@ -574,8 +583,10 @@ def test_long_chats_are_truncated(tmp_path: Path, tokenizer: Tokenizer, caplog: 
     told = [entry.message.rpartition("seq_len=40: ")[2] for entry in caplog.records]
     assert told == [f"{cut} so far", f"{cut}, {out}"]
     caplog.clear()
-    data.documents.check()
-    next(Batches(data.documents, 2, 40))
+    documents = Documents(objects, tokenizer)
+    documents.check()
+    for _ in range(2):  # as in evaluations, of which the first one warns
+        list(Batches(documents, 2, 40, epochs=1))
     assert [entry.message.rpartition("seq_len=40: ")[2] for entry in caplog.records] == [f"{cut}, {out}"]
     only = batches(write(tmp_path / "b", objects[1]), tokenizer, batch_size=2, seq_len=40)
     with pytest.raises(DataError, match=r"b: no chat has an answer within its first 40 tokens"):

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import nnxmoe
 from nnxmoe import cli
 from nnxmoe.cli.commands import DEMO
 from nnxmoe.generation.request import whole_number
+from nnxmoe.train import finetune as tuning
 from nnxmoe.train import lora
 from nnxmoe.train.finetune import _INTEGERS, Finetune
 from nnxmoe.train.loop.optimizers import OPTIMIZERS
@@ -171,6 +173,25 @@ def test_a_finished_run_is_extended(tmp_path: Path, capsys: pytest.CaptureFixtur
     for length in (["--epochs", "1"], ["--steps", "50"]):
         assert cli.main([*line, *length]) == 1
         assert "holds a run of 2 epochs: give as many" in capsys.readouterr().err
+
+
+def test_the_last_line_names_a_command_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model without a chat template cannot chat."""
+    monkeypatch.setattr(tuning, "finetune", lambda *_, **__: None)
+    base, out = tmp_path / "base", str(tmp_path / "my run")
+    shutil.copytree(DEMO, base, ignore=shutil.ignore_patterns("chat_template.jinja", "*.safetensors"))
+    for model, wanted in (("demo", f"nnxmoe chat '{out}'"), (str(base), f"nnxmoe generate '{out}' 'Once upon a time'")):
+        assert cli.main(["finetune", model, "data.jsonl", "--out", out]) == 0
+        assert capsys.readouterr().out.endswith(f"Try it: {wanted}\n")
+
+
+def test_adapters_are_not_finetuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their folder has no model and often no tokenizer."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "demo"}))
+    assert cli.main(["finetune", str(tmp_path), "data.jsonl", "--out", str(tmp_path / "out")]) == 1
+    assert f"merge it with nnxmoe convert demo FOLDER --to hf --adapter {tmp_path}, and" in capsys.readouterr().err
 
 
 @pytest.mark.wrong_types

@@ -377,6 +377,18 @@ def test_exhausted_data_and_invalid_settings(tmp_path: Path) -> None:
         ({"tokens": np.ones((2, 1), int)}, "step 1: the batch has no token to predict"),
         ({"tokens": np.ones((2, 5))}, "tokens has the dtype float64: use an integer"),
         ({"tokens": np.ones((2, 5), int), "segment_ids": np.ones((2, 5))}, "segment_ids has the dtype float64"),
+        (
+            {"tokens": np.ones((2, 5), int), "loss_mask": np.full((2, 5), 0.5)},
+            "loss_mask contains 0.5: use 1, or 0 for",
+        ),
+        (
+            {"tokens": np.ones((1, 5), int), "attention_mask": [[1, 1, 2, 2, 0]]},
+            "attention_mask contains 2: .* segment_ids",
+        ),
+        (
+            {"tokens": np.ones((0, 5), int)},
+            r"tokens has the shape \[0, 5\]: it must be \[B, T\], with at least one row",
+        ),
         ({"tokens": [[1, 2], [3]]}, "tokens in a batch is no array: its rows have different lengths: pad them"),
         ({"tokens": [[None]]}, r"tokens in a batch is \[\[None\]\]: pass an array of numbers"),
         ({"input_ids": np.ones((2, 5), int)}, "unknown field 'input_ids' .* input_ids are tokens"),
@@ -532,6 +544,19 @@ def test_training_in_64_bits() -> None:
             results.append([done.history[-1][name] for name in ("loss", "gradient_norm", "evaluation")])
             assert {value.dtype.itemsize for value in jax.tree.leaves(done.state.params)} == {4}
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"), [([], "evaluate: there are no batches"), ([{"tokens": np.full((2, 5), 53)}], "the id 53")]
+)
+def test_unusable_evaluation_is_refused_before_the_first_step(held: list[Any], message: str) -> None:
+    def called(progress: Any) -> None:
+        raise AssertionError("a step was made")
+
+    with pytest.raises(ValueError, match=message):
+        fit(
+            build_tiny("llama", PLAIN), [{"tokens": random_tokens(2, 5)}], **settings(evaluate=held), callbacks=[called]
+        )
 
 
 def test_callback_that_stops_leaves_a_final_evaluation() -> None:

@@ -23,6 +23,7 @@ from nnxmoe.runtime.hardware import of_device
 from nnxmoe.train import lora
 from nnxmoe.train.loop.measured import shown_metrics
 from nnxmoe.train.loop.speed import peak_flops, token_flops
+from tests.support import families
 from tests.support.tiny import build_tiny, random_tokens
 
 
@@ -208,6 +209,13 @@ def test_training_takes_six_flops_per_active_parameter(family: str) -> None:
     int8 = nnxmoe.Int8()
     for method in [int8] if model.head is None else [int8, nnxmoe.Mixed(int8, int8, int8)]:
         assert token_flops(nnxmoe.quantize(model, method), ()) == pytest.approx(4 * active)
+
+
+def test_lookups_in_a_second_table_are_no_products() -> None:
+    """Gemma 4's inputs per layer, more than half of the parameters of E2B."""
+    fields = families.load("gemma4_text").fields
+    configs = [nnxmoe.config_from_hf(fields | {"vocab_size_per_layer_input": rows}) for rows in (60, 600)]
+    assert len({token_flops(nnxmoe.models.model_class(config)(config, rngs=None), ()) for config in configs}) == 1
 
 
 @pytest.mark.parametrize(

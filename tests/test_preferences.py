@@ -293,6 +293,10 @@ FORMS: dict[str, tuple[Any, tuple[str, str, str]]] = {
         {"prompt": "Hi!", "chosen": messages("Hi!", "Yes."), "rejected": messages("Hi!", "No.")},
         CHAT,
     ),
+    "whole chats beside their beginning": (
+        {"prompt": messages("Hi!"), "chosen": messages("Hi!", "Yes."), "rejected": messages("Hi!", "No.")},
+        CHAT,
+    ),
     "texts": ({"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}, TEXT),
     "whole texts": ({"chosen": "The sky is blue.", "rejected": "The sky is green."}, TEXT),
 }
@@ -395,6 +399,7 @@ BATCHES: dict[str, tuple[Any, Any, str]] = {
         lambda: changed(segment_ids=pairs()["tokens"]),
         "unknown field 'segment_ids' in a batch of pairs",
     ),
+    "weights": (DPO(), lambda: changed(loss_mask=np.full((4, 2, 9), 0.5)), "loss_mask contains 0.5: use 1, or 0"),
     "floats": (DPO(), lambda: changed(tokens=np.zeros((4, 2, 9))), "tokens has the dtype float64"),
 }
 
@@ -436,6 +441,10 @@ LINES: dict[str, tuple[Any, str]] = {
     "mixed": ({"prompt": "a", "chosen": "b", "rejected": answer("c")}, "is no preference"),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "do not begin alike, and there is no prompt"),
     "other chats": ({"chosen": messages("a", "b"), "rejected": messages("c", "d")}, "do not begin alike"),
+    "text before messages": (
+        {"prompt": "a", "chosen": answer("b"), "rejected": answer("c")},
+        r"there is no prompt of messages: write it as \[\{",
+    ),
     "nothing more": ({"chosen": "The sky", "rejected": "The sky is green."}, "chosen: completion is ''"),
     "no answer": (
         {"prompt": messages("a"), "chosen": messages("b"), "rejected": answer("c")},

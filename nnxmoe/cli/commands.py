@@ -162,7 +162,10 @@ def finetune(options: argparse.Namespace) -> None:
             if "evaluation" in last:
                 print(f"on {options.evaluation}: {last['evaluation']:.4f}")
         kind = "an adapter for peft" if options.adapter_only else "the tuned model"
-        print(f"{options.out}: {kind}; its losses are in metrics.jsonl. Try it: nnxmoe chat {shlex.quote(options.out)}")
+        hub = {"revision": options.revision, "local_files_only": options.local_files_only}
+        chats = nnxmoe.Tokenizer.from_pretrained(task.model, **hub).chat_template is not None
+        asked = ["chat", options.out] if chats else ["generate", options.out, "Once upon a time"]
+        print(f"{options.out}: {kind}; its losses are in metrics.jsonl. Try it: {shlex.join(['nnxmoe', *asked])}")
 
 
 def demo(options: argparse.Namespace) -> None:

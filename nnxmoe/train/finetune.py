@@ -173,22 +173,23 @@ def finetune(
     trace is written into the folder, see `Profile`. Raises ValueError if the folder holds another task, and the errors
     of `fit`.
     """
-    traces = [] if profile is None else [Profile(absolute(out) / _PROFILE, profile)]
     folder = absolute(out)
+    traces = [] if profile is None else [Profile(folder / _PROFILE, profile)]
     if from_first(lambda: _look(folder, task)) == "done":
         say("%s: this run is already finished; more steps extend it", folder)
         return None
+    if (base := lora.base_of(task.model)) is not None:
+        merge = f"nnxmoe convert {base} FOLDER --to hf --adapter {task.model}"
+        raise CheckpointError(f"{task.model} holds an adapter: merge it with {merge}, and train that FOLDER")
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
     tokenizer = Tokenizer.from_pretrained(task.model, **hub)
-    both = (task.data, task.evaluation)
-    documents, held = (None if file is None else task.documents(file, tokenizer) for file in both)
+    documents = task.documents(task.data, tokenizer)
+    held = None if task.evaluation is None else task.documents(task.evaluation, tokenizer)
     for each in filter(None, (documents, held)):
         each.check()
-    assert documents is not None
-    method = parse(task.quantize) if task.quantize else None
-    kept = task.keep_quantized
+    how: dict[str, Any] = {"quantize": parse(task.quantize) if task.quantize else None} | hub
     say("metrics of every step are written to %s", folder / _METRICS)
-    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), quantize=method, keep_quantized=kept, **hub)
+    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), keep_quantized=task.keep_quantized, **how)
     say("%s", model.load_report.summary())
     length = min(task.seq_len, model.config.max_position_embeddings)
     if length < task.seq_len:
@@ -275,8 +276,7 @@ def _look(folder: Path, task: Finetune) -> str:
             raise CheckpointError(f"{folder} holds a run of {old} {name}: give as many {name} or more, or a new folder")
         what = "; ".join(f"{name} was {short(found.get(name))}, is {short(asked.get(name))}" for name in sorted(odd))
         raise CheckpointError(f"{folder} holds another run ({what}): use the same command line, or a new folder")
-    extended = any(old != new for old, new in lengths)
-    done = finished and not extended and all((folder / name).is_file() for name in task.files)
+    done = finished and all(old == new for old, new in lengths) and all((folder / n).is_file() for n in task.files)
     return "done" if done else "begun"
 
 

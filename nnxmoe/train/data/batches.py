@@ -84,7 +84,6 @@ class Batches(Iterator[Batch]):
         self._stop = 0  # end of the window
         self._order: tuple[int, np.ndarray] | None = None
         self._identity: dict[str, Any] | None = None
-        self._told = ""  # of chats that were cut
 
     def __iter__(self) -> Self:
         return self
@@ -110,7 +109,7 @@ class Batches(Iterator[Batch]):
             raise ValueError("without epochs the batches never end: pass a number of epochs")
         again = copy.copy(self)
         again._epoch = again._start = again._row = 0
-        again._window, again._told = None, ""
+        again._window = None
         rows = sum(1 for _ in iter(again._next_row, None))
         return -(-rows // self.batch_size)
 
@@ -203,9 +202,10 @@ class Batches(Iterator[Batch]):
     def _tell_cut(self, *, ended: bool) -> None:
         """Warn of truncated chats: of the first one, or once all are counted."""
         text, final = self.documents.longer_chats(self.seq_len)
-        if (self._told or not ended) and text != self._told and (final or not self._told):
+        told = self.documents.told.get(self.seq_len)
+        if (told or not ended) and text != told and (final or not told):
             logger.warning("%s%s", text, "" if final else " so far")
-            self._told = text
+            self.documents.told[self.seq_len] = text
 
 
 def _window(seq_len: int) -> int:

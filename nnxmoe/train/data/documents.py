@@ -68,6 +68,7 @@ class Documents:
         self._room, self._noted = _CACHE_BYTES, set[str]()
         self._chats = np.zeros((len(self), 2), np.int32)  # tokens of each chat, and those up to its first answer
         self._encoded = np.zeros(len(self), bool)
+        self.told: dict[int, str] = {}  # length of rows -> the last warning of `longer_chats`
 
     def __len__(self) -> int:
         return len(self.lines)

@@ -13,15 +13,13 @@ Row = dict[str, np.ndarray]
 def pieces(document: Document, length: int) -> Iterator[Document]:
     """The pieces of a document of at most ``length`` tokens: all of a text, the beginning of a chat.
 
-    The rest of a chat would be learnt without its context. A chat whose beginning has no answer yields nothing.
+    The rest of a chat would be learnt without its context. Pieces in which nothing is to be predicted are left out: the
+    beginning of a chat without an answer, and a single token at the end of a text.
     """
-    if document.chat:
-        if document.learnt[:length].any():
-            yield Document(document.tokens[:length], document.learnt[:length], True)
-        return
-    for start in range(0, len(document.tokens), length):
+    for start in range(0, length if document.chat else len(document.tokens), length):
         part = slice(start, start + length)
-        yield Document(document.tokens[part], document.learnt[part], False)
+        if document.learnt[part][1:].any():  # the first token of a piece is not predicted
+            yield Document(document.tokens[part], document.learnt[part], document.chat)
 
 
 def place(sizes: Iterable[int], length: int) -> list[list[int]]:

@@ -54,10 +54,11 @@ def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
     """Parse a JSON object as a record. Returns the record and the names of the ignored fields.
 
     Raises DataError unless it has one of the forms ``{"text"}``, ``{"messages": [{"role", "content"}]}``, ``{"prompt",
-    "completion"}`` (strings or messages), ``{"instruction", "input", "output"}`` (Alpaca; "input" is optional), or
-    ``{"conversations": [{"from", "value"}], "system"}`` (ShareGPT; "system" is optional). Chat templates also get
-    "tools" beside a chat, and other fields of messages, such as tool_calls. Answers with weight 0 are not trained on,
-    as in OpenAI's files.
+    "completion"}`` (strings or messages; the completion may be a whole chat that begins with the prompt),
+    ``{"instruction", "input", "output"}`` (Alpaca; "input" is optional), or ``{"conversations": [{"from", "value"}],
+    "system"}`` (ShareGPT; "system" is optional). Chat templates also get "tools" beside a chat, and other
+    fields of messages, such as tool_calls. Answers with weight 0 are not trained on, as in
+    OpenAI's files.
     """
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: {short(value)} is not a JSON object; {_REMEDY}")
@@ -94,8 +95,9 @@ def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
     prompt, completion = value["prompt"], value.get("completion")
     if isinstance(prompt, str):
         return Record(_text(completion, f"{where}: completion"), prompt=_text(prompt, f"{where}: prompt")), ignored
-    given = _list(prompt, f"{where}: prompt")
-    return _chat([*given, *_list(completion, f"{where}: completion")], where, len(given)), ignored
+    given, more = _list(prompt, f"{where}: prompt"), _list(completion, f"{where}: completion")
+    more = more[len(given) :] if more[: len(given)] == given else more  # a whole chat
+    return _chat([*given, *more], where, len(given)), ignored
 
 
 def pair_of(value: object, where: str) -> tuple[tuple[Record, Record], frozenset[str]]:
@@ -122,7 +124,8 @@ def pair_of(value: object, where: str) -> tuple[tuple[Record, Record], frozenset
         shared -= texts and both[0][:shared].endswith(" ")  # the space belongs to the next token
         prompt, both = both[0][:shared], [one[shared:] for one in both]
     if not prompt:
-        raise DataError(f"{where}: chosen and rejected do not begin alike, and there is no prompt; {_REMEDY}")
+        kind = ' of messages: write it as [{"role": "user", "content": …}]' if chats else ""
+        raise DataError(f"{where}: chosen and rejected do not begin alike, and there is no prompt{kind}; {_REMEDY}")
     given = [{"prompt": prompt, "completion": one} for one in both]
     found = [record_of(one, f"{where}: {name}")[0] for name, one in zip(PAIR, given, strict=True)]
     tools = _tools(value.get("tools"), f"{where}: tools")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.config.printable import short
@@ -37,7 +38,8 @@ def _as_array(name: str, value: Any) -> Any:
 
 
 def check_batch(batch: Batch) -> None:
-    """Raise ValueError for unknown fields, for shapes that differ and for ids that are not integers."""
+    """Raise ValueError for unknown fields, for shapes that differ or are empty, for ids that are not integers, and for
+    masks that `check_masks` refuses."""
     if unknown := [name for name in batch if name not in FIELDS]:
         raise ValueError(
             f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}. Transformers' input_ids are "
@@ -46,13 +48,29 @@ def check_batch(batch: Batch) -> None:
     if "tokens" not in batch:
         raise ValueError(f"a batch needs tokens [B, T], got {', '.join(batch) or 'no fields'}")
     shape = list(jnp.shape(batch["tokens"]))
-    if len(shape) != 2:
-        raise ValueError(f"tokens has the shape {shape}: it must be [B, T]")
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"tokens has the shape {shape}: it must be [B, T], with at least one row and one token")
     for name, array in batch.items():
         if (other := list(jnp.shape(array))) != shape:
             raise ValueError(f"{name} has the shape {other}, not that of tokens, {shape}: every array must be [B, T]")
         if name not in MASKS and not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"{name} has the dtype {array.dtype}: use an integer dtype, such as int32")
+    check_masks(batch)
+
+
+def check_masks(batch: Batch) -> None:
+    """Raise ValueError for masks with values other than 0 and 1. Arrays that cannot be read here are not checked:
+    traced ones, those of several processes, and shapes."""
+    for name in MASKS:
+        array = batch.get(name, 0)
+        if isinstance(array, Tracer | jax.ShapeDtypeStruct) or not getattr(array, "is_fully_addressable", True):
+            continue
+        values = np.asarray(array)
+        if (odd := values[(values != 0) & (values != 1)]).size:
+            raise ValueError(
+                f"{name} contains {odd[0]}: use 1, or 0 for what does not count. Pass the numbers of packed documents "
+                "as segment_ids; weights per token need an objective of yours"
+            )
 
 
 def rows_of(batch: Batch) -> int:

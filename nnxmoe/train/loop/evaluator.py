@@ -28,10 +28,14 @@ class Evaluation:
 
 
 class Evaluator:
-    """Computes the mean cross-entropy of held-out batches."""
+    """Computes the mean cross-entropy of held-out batches. Raises ValueError if there are none, or if the first one is
+    unusable: before the training, of which an error in the evaluation would lose the last steps."""
 
     def __init__(self, step: Step, held: Evaluation) -> None:
         self.step, self.data, self.every = step, held.batches, held.every
+        if (first := next(iter(self.data), None)) is None:
+            raise ValueError("evaluate: there are no batches: pass at least one, or leave it out")
+        put_batch(first, step)
         self.losses = JitProgram(step.losses, "the evaluation")
 
     def due(self, step: int, last: bool) -> bool:

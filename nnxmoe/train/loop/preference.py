@@ -22,7 +22,7 @@ from nnxmoe.axes import batch_axes, constrain
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import compiled
 from nnxmoe.model.output import Body
-from nnxmoe.train.loop.batch import Batch, as_arrays, check_batch, check_ids, targets_of
+from nnxmoe.train.loop.batch import Batch, as_arrays, check_batch, check_ids, check_masks, targets_of
 from nnxmoe.train.loop.feed import put_rows
 from nnxmoe.train.loop.loss import log_probabilities
 from nnxmoe.train.loop.objective import Losses, RouterLosses
@@ -147,6 +147,7 @@ def check_pairs(batch: Batch) -> None:
             )
     flat = {n: jax.ShapeDtypeStruct((2 * len(a), jnp.shape(a)[2]), a.dtype) for n, a in batch.items()}
     check_batch(flat)
+    check_masks(batch)
 
 
 def _rows(batch: Batch) -> dict[str, Array]:

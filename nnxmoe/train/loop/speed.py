@@ -38,8 +38,8 @@ def token_flops(model: CausalLM, trained: Collection[str]) -> float:
             share = model.config.experts_per_token / model.config.experts
         elif key == head:
             share = 1.0 + depths
-        elif key == "embed.table":
-            share = 0.0  # a table lookup, no product
+        elif key.endswith(".table"):
+            share = 0.0  # a lookup, no product; Gemma 4 has a second table
         total += (6 if ".".join(map(str, path)) in trained else 4) * share * size
     return total
 
