@@ -19,8 +19,7 @@ from tests.support.serving import Running, serving, serving_tools
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 PARAMETERS: dict[str, Any] = {
-    "get_weather": {
-        "type": "object",
+    "get_weather": {  # of an object, although it does not say so
         "properties": {
             "city": {"type": "string"},
             "days": {"type": "integer"},
@@ -152,6 +151,11 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, Any]]]]] = {
         ),
         ("<tool_call>\n<function=now>\n</function>\n</tool_call>", "", BOTH[:1]),
         ("Yes.\n<function=now>\n</function>\n</tool_call>", "Yes.", BOTH[:1]),
+        (
+            "<tool_call>\n<function=now>\n</tool_call>\n<tool_call>\n<function=now>\n</tool_call>\nSo",
+            "\nSo",
+            BOTH[:1] * 2,
+        ),
         ("<tool_call>\n<function=now>\n</function>\n<function=now>\n</function>\n</tool_call>", "", BOTH[:1] * 2),
         ("<tool_call>\n<function=now>\n<parameter=x>\nTrue\n</parameter>\n</function>", "", [("now", {"x": True})]),
     ],
@@ -444,6 +448,8 @@ def test_answers_of_tools_are_sent_back(server: Running) -> None:
     turns = [*CHAT["messages"], message, {"role": "tool", "tool_call_id": call["id"], "content": "12:00"}]
     status, found = server.call(CHATS, CHAT | {"messages": turns, "tools": TOOLS, "max_tokens": 4})
     assert status == 200 and found["choices"][0]["message"]["role"] == "assistant", found
+    call["function"]["arguments"] = ""  # as clients write no arguments
+    assert server.call(CHATS, CHAT | {"messages": turns, "tools": TOOLS, "max_tokens": 4})[0] == 200
     call["function"]["arguments"] = "[1]"  # for which the template has no items()
     status, found = server.call(CHATS, CHAT | {"messages": turns, "tools": TOOLS, "max_tokens": 4})
     assert status == 400 and "'[1]' are not a JSON object" in found["error"]["message"]

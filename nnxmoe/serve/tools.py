@@ -67,8 +67,10 @@ class CallFormat:
     @functools.cached_property
     def end(self) -> re.Pattern[str] | None:
         """What comes after the arguments of the last call; None: nothing that can be told from a next call."""
-        closing = self.closing and rf"\s*+{_pattern(self.closing).removesuffix(_SPACES)}"  # what follows is said
-        return None if closing is None else re.compile(self.tail.pattern + closing)
+        if not self.closing:
+            return None if self.closing is None else self.tail
+        closing = rf"\s*+{_pattern(self.closing).removesuffix(_SPACES)}"  # white space that follows is said
+        return re.compile(f"(?:{self.tail.pattern})?{closing}")
 
     @functools.cached_property
     def parameter(self) -> re.Pattern[str]:
@@ -79,9 +81,9 @@ class CallFormat:
 
     @functools.cached_property
     def last(self) -> re.Pattern[str]:
-        """What follows the last argument, if each is written apart."""
-        tag = self._sides[1].partition(">")[0]
-        return re.compile(rf"(?=\s*{re.escape(tag)}>)")
+        """What follows the last argument, if each is written apart: the end of the call, or of all calls."""
+        tags = [text.strip() for text in (self._sides[1], self.closing) if text]
+        return re.compile(rf"(?=\s*(?:{'|'.join(map(re.escape, tags))}))")
 
     @property
     def _lead(self) -> str:
@@ -225,7 +227,7 @@ class Calls:
                 head = " ".join(_NUMBERS.get(part) or literal(part, tokens) for part in parts)
                 heads.append(f"{head} arguments_{i} {literal(after, tokens)}")
             if form.argument is None:
-                yield f"arguments_{i}: {_json(schema or _NO_ARGUMENTS)}"
+                yield f"arguments_{i}: {_json({'type': 'object', **schema} if schema else _NO_ARGUMENTS)}"
             else:
                 yield from self._tags(i, schema, tokens)
         yield "one: " + " | ".join(one)
