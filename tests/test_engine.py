@@ -650,6 +650,8 @@ def test_texts_that_are_none() -> None:
         nnxmoe.score(tiny(), [None])  # type: ignore[list-item] # pyright: ignore
     with pytest.raises(ValueError, match="a prompt is None"):
         list(nnxmoe.complete(tiny(), [None]))  # type: ignore[list-item] # pyright: ignore
+    with pytest.raises(ValueError, match="top=54 is more than the 53 ids"):
+        nnxmoe.score(tiny(), [[1, 2]], top=54)
 
 
 def test_scores_are_those_of_teacher_forcing() -> None:
