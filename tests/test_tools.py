@@ -19,17 +19,16 @@ from tests.support.serving import Running, serving, serving_tools
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 PARAMETERS: dict[str, Any] = {
-    "get_weather": {  # of an object, although it does not say so
+    "get_weather": {
+        "type": "object",
         "properties": {
             "city": {"type": "string"},
             "days": {"type": "integer"},
-            "unit": {"$ref": "#/$defs/unit"},
-            "other": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]},
+            "unit": {"type": "string", "enum": ["C", "F"]},
             "near": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
         },
         "required": ["city", "days"],
         "additionalProperties": False,
-        "$defs": {"unit": {"type": "string", "enum": ["C", "F"]}},
     },
     "now": None,
 }
@@ -337,8 +336,12 @@ def test_calls_by_grammar(name: str, special: bool) -> None:
     tokens = marks(name)
     tokenizer = tokenizer_with(tokens if special else [], [] if special else tokens)
     ids = symbols(nnxmoe.Tokenizer(tokenizer, {}, {}, "test"))
+    weather, unit = PARAMETERS["get_weather"], {"$ref": "#/$defs/unit"}
+    more = {"unit": unit, "other": {"anyOf": [unit, {"type": "null"}]}}
+    given = {"properties": weather["properties"] | more, "$defs": {"unit": {"type": "string", "enum": ["C", "F"]}}}
+    given |= {name: weather[name] for name in ("required", "additionalProperties")}  # no type: it is an object even so
     for several, must in ((True, True), (False, True), (True, False)):
-        calls = Calls(FORMATS[name], PARAMETERS, must=must, strict=True, several=several)
+        calls = Calls(FORMATS[name], {"get_weather": given, "now": None}, must=must, strict=True, several=several)
         answer = AnswerForm(calls=calls, harmony=name == "harmony", tokens=ids)
         texts = list(sampled(answer, None, tokenizer, 8))
         assert len(texts) > 3
@@ -352,7 +355,7 @@ def test_calls_by_grammar(name: str, special: bool) -> None:
                 if tool == "now":
                     assert arguments == {}
                 else:
-                    assert {"city", "days"} <= arguments.keys() <= PARAMETERS[tool]["properties"].keys(), text
+                    assert {"city", "days"} <= arguments.keys() <= given["properties"].keys(), text
                     assert type(arguments["city"]) is str and type(arguments["days"]) is int
                     assert arguments.get("unit", "C") in ("C", "F") and arguments.get("other") in ("C", "F", None)
                     assert len(arguments.get("near", [])) <= 2
