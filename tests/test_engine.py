@@ -531,6 +531,9 @@ def test_options_that_the_engine_was_not_compiled_with_are_refused() -> None:
         ({"max_new_tokens": -1}, "max_new_tokens must be a 64-bit integer >= 0, got -1"),
         ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4 is more than max_new_tokens=3"),
         ({"seed": 2**63}, "seed must be a 64-bit integer"),
+        ({"logit_bias": {3: float("nan")}}, r"logit_bias\[3\]=nan: give a finite number"),
+        ({"logit_bias": {3: float("inf")}}, r"logit_bias\[3\]=inf"),
+        ({"logit_bias": {"3": 1.0}}, "a token id must be"),
         ({"logprobs": 1.5}, "logprobs must be a 64-bit integer >= 0, got 1.5"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -647,6 +650,8 @@ def test_texts_that_are_none() -> None:
         nnxmoe.score(tiny(), [None])  # type: ignore[list-item] # pyright: ignore
     with pytest.raises(ValueError, match="a prompt is None"):
         list(nnxmoe.complete(tiny(), [None]))  # type: ignore[list-item] # pyright: ignore
+    with pytest.raises(ValueError, match="top=54 is more than the 53 ids"):
+        nnxmoe.score(tiny(), [[1, 2]], top=54)
 
 
 def test_scores_are_those_of_teacher_forcing() -> None:

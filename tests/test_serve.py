@@ -143,6 +143,8 @@ def test_answers_follow_the_form_that_is_asked_for(server: Running) -> None:
         (False, "<thi", None, "<thi"),
         (True, "so\n</think>\n\nok", "so", "ok"),
         (True, "cut off </thi", "cut off </thi", ""),
+        (True, "\n<think>\nso</think>ok", "so", "ok"),
+        (True, "<thi", "<thi", ""),
         (True, "", None, ""),
     ],
 )

@@ -1,6 +1,7 @@
 """Tools in the server: the calls of every family in texts, in pieces and by grammar, and whole loops."""
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ PARAMETERS: dict[str, Any] = {
 }
 ARGUMENTS = {"city": 'Paris "}{"\n  <b>', "days": 3, "near": [True, False]}
 JSON = json.dumps(ARGUMENTS)
+CALL = f'{{"name": "get_weather", "arguments": {JSON}}}'
 BOTH = [("now", {}), ("get_weather", ARGUMENTS)]
 
 
@@ -56,11 +58,23 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, Any]]]]] = {
         ("The tag <tool_call> opens </tool_call> .\n", "The tag <tool_call> opens </tool_call> .\n", []),
         ("a < b <tool and <tool_cal", "a < b <tool and <tool_cal", []),
         ('<tool_call>\n{"name": "now", "arguments": {}}', "", [("now", {})]),
+        *(  # a brace too few or too many, the last tag left out, and no arguments: the next call is still found
+            (f'<tool_call>\n{{"name": "now", {one}\n<tool_call>\n{CALL}\n</tool_call> ok', " ok", BOTH)
+            for one in (
+                '"arguments": {}\n</tool_call>',
+                '"arguments": {}}}\n</tool_call>',
+                '"arguments": {}}',
+                '"arguments": null}\n</tool_call>',
+                '"arguments": ""}\n</tool_call>',
+            )
+        ),
+        (f"I write <tool_call> now:\n<tool_call>{CALL}</tool_call>", "I write <tool_call> now:\n", BOTH[1:]),
     ],
     "llama": [
         (f'{{"name": "get_weather", "parameters": {JSON}}}', "", BOTH[1:]),
         (f'\n{{"type": "function", "name": "get_weather", "parameters": {JSON}}}', "", BOTH[1:]),
         (f'{{"name": "now", "parameters": {{}}}}; {{"name": "get_weather", "parameters": {JSON}}}', "", BOTH),
+        ('{"name": "now", "parameters": {}} Done', "Done", [("now", {})]),
         ('It is {"name": "now", "parameters": {}}', 'It is {"name": "now", "parameters": {}}', []),
         ('{"answer": 3} ', '{"answer": 3} ', []),
         (" plain", " plain", []),
@@ -74,7 +88,13 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, Any]]]]] = {
             BOTH,
         ),
     ],
-    "mistral": [(f"Yes[TOOL_CALLS]now[ARGS]{{}}[TOOL_CALLS]get_weather[ARGS]{JSON}", "Yes", BOTH)],
+    "mistral": [
+        (f"Yes[TOOL_CALLS]now[ARGS]{{}}[TOOL_CALLS]get_weather[ARGS]{JSON}", "Yes", BOTH),
+        (f"[TOOL_CALLS] now [ARGS] {{}} [TOOL_CALLS] get_weather [ARGS] {JSON}", "", BOTH),
+    ],
+    "mistral v11": [
+        (f"Yes[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{{}}[TOOL_CALLS]get_weather[CALL_ID]x[ARGS]{JSON}", "Yes", BOTH)
+    ],
     "deepseek v3": [
         (
             wide(
@@ -103,7 +123,13 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, Any]]]]] = {
             f"{JSON}<|tool_call_end|><|tool_calls_section_end|>",
             "Hm.",
             BOTH,
-        )
+        ),
+        (
+            "<|tool_calls_section_begin|>\n<|tool_call_begin|>now:0<|tool_call_argument_begin|>\n{}\n<|tool_call_end|>"
+            "\n<|tool_calls_section_end|>\nSo",
+            "\nSo",
+            BOTH[:1],
+        ),
     ],
     "glm": [
         (
@@ -123,6 +149,13 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, Any]]]]] = {
             BOTH[1:],
         ),
         ("<tool_call>\n<function=now>\n</function>\n</tool_call>", "", BOTH[:1]),
+        ("Yes.\n<function=now>\n</function>\n</tool_call>", "Yes.", BOTH[:1]),
+        (
+            "<tool_call>\n<function=now>\n</tool_call>\n<tool_call>\n<function=now>\n</tool_call>\nSo",
+            "\nSo",
+            BOTH[:1] * 2,
+        ),
+        ("<tool_call>\n<function=now>\n</function>\n<function=now>\n</function>\n</tool_call>", "", BOTH[:1] * 2),
         ("<tool_call>\n<function=now>\n<parameter=x>\nTrue\n</parameter>\n</function>", "", [("now", {"x": True})]),
     ],
     "minimax": [
@@ -189,6 +222,45 @@ def test_arguments_come_in_pieces() -> None:
     assert [call.id for call in found[1:]] == [None] * (len(found) - 1)
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "10115", "10115"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "null"]}, "true", "true"),
+        ({"type": ["string", "integer"]}, "5", 5),
+        ({"$ref": "#/$defs/level"}, "1", "1"),
+        ({"$ref": "#/$defs/level"}, '"1"', '"1"'),
+        ({"anyOf": [{"$ref": "#/$defs/level"}, {"type": "null"}]}, '"1"', "1"),
+        ({"$ref": "#/$defs/loop"}, "1", 1),
+        ({"const": "1"}, "1", "1"),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "array"}, "['a', None]", ["a", None]),
+        ({"type": "object"}, "{1, 2}", "{1, 2}"),
+        (True, "5", 5),
+        ({"type": 5, "enum": 3, "anyOf": {}}, "5", 5),
+    ],
+)
+def test_values_of_arguments(schema: Any, text: str, value: Any) -> None:
+    """Arguments that are written as texts have the types of their schemas."""
+    level, loop = {"type": "string", "enum": ["1", "2"]}, {"$ref": "#/$defs/loop"}
+    tool = {"type": "object", "properties": {"x": schema}, "$defs": {"level": level, "loop": loop}}
+    answer = AnswerForm(calls=Calls(FORMATS["glm"], {"f": tool}))
+    written = f"<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+    assert parts(answer, [written])[2] == [("f", {"x": value})]
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.argument is None])
+def test_white_space_after_arguments_takes_linear_time(name: str) -> None:
+    """Small models may repeat a line's end; one regular expression needed minutes for 600 of them."""
+    text = TEXTS[name][0][0]
+    answer, since = AnswerForm(calls=Calls(FORMATS[name], PARAMETERS), harmony=name == "harmony"), time.monotonic()
+    assert parts(answer, [text[: text.index(JSON) + len(JSON)], *"\n" * 400])[2][-1] == BOTH[1]
+    assert time.monotonic() - since < 5
+
+
 def tokenizer_with(special: Sequence[str], texts: Sequence[str]) -> Tokenizer:
     """The tokenizer of the demo with some more tokens, special ones and others."""
     found = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -202,6 +274,7 @@ def marks(name: str) -> list[str]:
     known = [
         "[TOOL_CALLS]",
         "[ARGS]",
+        "[CALL_ID]",
         "<|channel|>",
         "<|message|>",
         "<|constrain|>",
@@ -263,8 +336,12 @@ def test_calls_by_grammar(name: str, special: bool) -> None:
     tokens = marks(name)
     tokenizer = tokenizer_with(tokens if special else [], [] if special else tokens)
     ids = symbols(nnxmoe.Tokenizer(tokenizer, {}, {}, "test"))
+    weather, unit = PARAMETERS["get_weather"], {"$ref": "#/$defs/unit"}
+    more = {"unit": unit, "other": {"anyOf": [unit, {"type": "null"}]}}
+    given = {"properties": weather["properties"] | more, "$defs": {"unit": {"type": "string", "enum": ["C", "F"]}}}
+    given |= {name: weather[name] for name in ("required", "additionalProperties")}  # no type: it is an object even so
     for several, must in ((True, True), (False, True), (True, False)):
-        calls = Calls(FORMATS[name], PARAMETERS, must=must, strict=True, several=several)
+        calls = Calls(FORMATS[name], {"get_weather": given, "now": None}, must=must, strict=True, several=several)
         answer = AnswerForm(calls=calls, harmony=name == "harmony", tokens=ids)
         texts = list(sampled(answer, None, tokenizer, 8))
         assert len(texts) > 3
@@ -278,9 +355,10 @@ def test_calls_by_grammar(name: str, special: bool) -> None:
                 if tool == "now":
                     assert arguments == {}
                 else:
-                    assert {"city", "days"} <= arguments.keys() <= PARAMETERS[tool]["properties"].keys(), text
+                    assert {"city", "days"} <= arguments.keys() <= given["properties"].keys(), text
                     assert type(arguments["city"]) is str and type(arguments["days"]) is int
-                    assert arguments.get("unit", "C") in ("C", "F") and len(arguments.get("near", [])) <= 2
+                    assert arguments.get("unit", "C") in ("C", "F") and arguments.get("other") in ("C", "F", None)
+                    assert len(arguments.get("near", [])) <= 2
         assert several or max(counts) == 1
 
 
@@ -373,6 +451,8 @@ def test_answers_of_tools_are_sent_back(server: Running) -> None:
     turns = [*CHAT["messages"], message, {"role": "tool", "tool_call_id": call["id"], "content": "12:00"}]
     status, found = server.call(CHATS, CHAT | {"messages": turns, "tools": TOOLS, "max_tokens": 4})
     assert status == 200 and found["choices"][0]["message"]["role"] == "assistant", found
+    call["function"]["arguments"] = ""  # as clients write no arguments
+    assert server.call(CHATS, CHAT | {"messages": turns, "tools": TOOLS, "max_tokens": 4})[0] == 200
     call["function"]["arguments"] = "[1]"  # for which the template has no items()
     status, found = server.call(CHATS, CHAT | {"messages": turns, "tools": TOOLS, "max_tokens": 4})
     assert status == 400 and "'[1]' are not a JSON object" in found["error"]["message"]

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Literal, NamedTuple, Self
@@ -56,6 +57,10 @@ class Wanted:
         for name in ("seed", "max_new_tokens", "min_new_tokens", "logprobs"):
             if (value := getattr(self, name)) is not None or name != "logprobs":
                 object.__setattr__(self, name, whole_number(name, value, -(2**63) if name == "seed" else 0))
+        whole_ids(list(self.logit_bias))
+        for i, bias in self.logit_bias.items():
+            if not (isinstance(bias, int | float | np.number) and bias < math.inf):  # false for NaN too
+                raise ValueError(f"logit_bias[{i}]={short(bias)}: give a finite number, or -inf to exclude the id")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
 

@@ -70,6 +70,8 @@ def score(
         raise ValueError(f"score takes a list of texts, got {texts!r:.40}: put a single one into a list")
     items = [_split(item, lambda: tokenizer or tokenizer_of(model)) for item in texts]
     vocab = int(model.embed.table.shape[0])
+    if (top := whole_number("top", top, 0)) > vocab:
+        raise ValueError(f"top={top} is more than the {vocab} ids of the vocabulary")
     for number, (ids, first) in enumerate(items):
         refuse_ids(ids, vocab)
         if first >= len(ids):
@@ -77,7 +79,7 @@ def score(
             raise ValueError(f"text {number} has nothing to score: {why}")
     scores: list[Score | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i][0]))
-    run, fixed = _scorer(model, whole_number("top", top, 0)), model.fixed_positions
+    run, fixed = _scorer(model, top), model.fixed_positions
     warn_beyond_positions(model, max((len(ids) for ids, _ in items), default=0))
     while order:
         longest = len(items[order[-1]][0])

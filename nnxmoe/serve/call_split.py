@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 from nnxmoe.serve.reasoning import held
 from nnxmoe.serve.tools import NAME, Calls
 
-_PYTHON = {"True": True, "False": False, "None": None}
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -64,11 +63,23 @@ class CallSplit:
         return found
 
     def end(self) -> AnswerPart:
-        """What was held back, at the end of the text."""
-        rest, self._buffer = self._space + self._buffer, ""
-        if self._state == "arguments" or (self._state == "calls" and self._is_rest(rest)):
-            return AnswerPart()
-        return AnswerPart(content="" if self.count and rest.isspace() else rest)
+        """What was held back, at the end of the text, and the calls that come after what is none."""
+        found = AnswerPart()
+        while self._state == "calls" and not self._format.first:
+            if not (places := [at for mark in self._format.marks if (at := self._buffer.find(mark, 1)) > 0]):
+                break
+            text, self._buffer = self._buffer[: min(places)], self._buffer[min(places) :]
+            found = found.followed_by(self._left(text)).followed_by(self.put(""))
+        rest, self._buffer = self._buffer, ""
+        return found if self._state == "arguments" else found.followed_by(self._left(rest))
+
+    def _left(self, text: str) -> AnswerPart:
+        """What is said in a text that has no call, without the end of the call before it."""
+        text, self._space = self._space + text, ""
+        if self._state == "calls" and self.count:
+            tail = self._format.tail.match(text)
+            text = "" if self._is_rest(text) else text[tail.end() :] if tail else text
+        return AnswerPart(content="" if self.count and text.isspace() else text)
 
     def _is_rest(self, text: str) -> bool:
         """Whether a text belongs to the end of a call. Models leave out a part of it, or are cut there."""
@@ -112,12 +123,14 @@ class CallSplit:
             return None
         self._state, self._buffer = "arguments", self._buffer[found.end() :]
         self._value, self._keys = _Value(), 0
-        return self._new(found["name"], found.groupdict().get("index"))
+        given = found.groupdict()
+        if (index := given.get("index")) is not None:  # Kimi's templates need its own ids
+            return self._new(found["name"], f"functions.{found['name']}:{index}")
+        return self._new(found["name"], given.get("id"))
 
-    def _new(self, name: str, index: str | None = None, arguments: str = "") -> AnswerPart:
+    def _new(self, name: str, id: str | None = None, arguments: str = "") -> AnswerPart:
         self._tool, self.count, self._space = name, self.count + 1, ""
-        named = new_id() if index is None else f"functions.{name}:{index}"  # Kimi's templates need its own ids
-        return AnswerPart(calls=[CallPiece(self.count - 1, arguments, name, named)])
+        return AnswerPart(calls=[CallPiece(self.count - 1, arguments, name, id or new_id())])
 
     def _whole(self) -> AnswerPart | None:
         """A call as one JSON object whose fields are in another order, or have other names."""
@@ -128,7 +141,7 @@ class CallSplit:
             body, end = json.JSONDecoder().raw_decode(self._buffer, found.end())
         except (ValueError, RecursionError):
             return None
-        arguments = body.get("arguments", body.get("parameters", {}))
+        arguments = body.get("arguments", body.get("parameters")) or {}
         if not isinstance(name := body.get("name"), str) or not re.fullmatch(NAME, name):
             return None
         self._buffer = "}" + self._buffer[end:]  # as after the arguments of other calls
@@ -155,8 +168,7 @@ class CallSplit:
         """Arguments in tags, as JSON: each when it is complete."""
         if found := self._format.parameter.match(self._buffer):
             key, value = found["key"].strip(), found["value"]
-            kind = self._calls.type_of(self._tool, key)
-            text = f"{', ' if self._keys else '{'}{_json(key)}: {_json(value if kind == 'string' else _read(value))}"
+            text = f"{', ' if self._keys else '{'}{_json(key)}: {_json(self._calls.value(self._tool, key, value))}"
             self._keys += 1
         elif found := self._format.last.match(self._buffer):
             text = "}" if self._keys else "{}"
@@ -191,14 +203,6 @@ class _Value:
                     self.done = True
                     return i + 1
         return len(text)
-
-
-def _read(text: str) -> Any:
-    """A value that is not a string by its schema: JSON, or what templates write of Python's values; else the text."""
-    try:
-        return _PYTHON[text.strip()] if text.strip() in _PYTHON else json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _json(value: Any) -> str:

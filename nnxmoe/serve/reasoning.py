@@ -39,12 +39,13 @@ class ReasoningSplit:
     """Splits a text that comes in pieces. What may be the beginning of a tag waits for the next piece, as does white
     space beside tags, which belongs to neither part.
 
-    Without a first tag there is no reasoning: models that were asked not to reason begin with the answer.
+    Without a first tag there is no reasoning: models that were asked not to reason begin with the answer. Some models
+    repeat the first tag after a prompt that ends with it.
     """
 
     def __init__(self, tags: Reasoning):
         self._tags, self._held, self._strips = tags, "", True
-        self._state: Literal["before", "inside", "after"] = "inside" if tags.inside else "before"
+        self._state: Literal["before", "inside", "after"] = "before"
 
     def put(self, piece: str) -> tuple[str, str]:
         """The reasoning and the answer that are certain after this piece."""
@@ -55,10 +56,9 @@ class ReasoningSplit:
             if self._tags.start.startswith(rest):
                 self._held = text
                 return "", ""
-            self._state = "inside" if rest.startswith(self._tags.start) else "after"
-            if self._state == "after":
-                self._strips = False
-            text = rest.removeprefix(self._tags.start) if self._state == "inside" else text
+            self._strips = self._tags.inside or rest.startswith(self._tags.start)
+            self._state = "inside" if self._strips else "after"
+            text = rest.removeprefix(self._tags.start) if self._strips else text
         if self._state == "inside":
             thought, tag, text = text.partition(self._tags.end)
             if tag:
@@ -73,7 +73,8 @@ class ReasoningSplit:
     def end(self) -> tuple[str, str]:
         """What was held back, at the end of the text."""
         held, self._held = self._held, ""
-        return (self._stripped(held), "") if self._state == "inside" else ("", held)
+        inside = self._state == "inside" or (self._state == "before" and self._tags.inside)
+        return (self._stripped(held), "") if inside else ("", held)
 
     def _stripped(self, text: str) -> str:
         """Without the white space before the first other letter of a part."""

@@ -172,7 +172,7 @@ def _with_arguments(call: Any) -> Any:
     match call:
         case {"function": {"arguments": str(text), **function}, **rest}:
             with contextlib.suppress(msgspec.DecodeError, RecursionError):
-                if isinstance(found := msgspec.json.decode(text), dict):
+                if isinstance(found := msgspec.json.decode(text or "{}"), dict):
                     return {**rest, "function": {**function, "arguments": found}}
     return call
 

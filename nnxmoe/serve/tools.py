@@ -10,8 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nnxmoe.serve.argument_values import is_text, listed, properties, resolved, value_of
+
 NAME = r"(?P<name>[\w.-]+)"
+_SPACES = r"\s*+"  # possessive: long runs of white space take linear time
 _SPACE = {"whitespace_pattern": " ?"}  # in arguments: in one line, as all families were trained
+_NUMBERS = {"INDEX": "/[0-9]{1,3}/", "IDENTIFIER": "/[a-zA-Z0-9]{9}/"}  # of calls, in Lark
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -43,26 +47,30 @@ class CallFormat:
     @functools.cached_property
     def head(self) -> re.Pattern[str]:
         """What comes before the arguments of a call, with what is left of the call before it."""
-        body = r"\s*(?=<)" if self.argument else r"\s*(?=\{)"
+        body = r"\s*+(?=<)" if self.argument else r"\s*+(?=\{)"
         return re.compile(self._lead + _pattern(self._sides[0]) + body)
 
     @functools.cached_property
     def object_lead(self) -> re.Pattern[str] | None:
         """What comes before a call that is one JSON object; None in families where it is not."""
         before, brace, _ = self._sides[0].partition('{"name"')
-        return re.compile(self._lead + _pattern(before) + r"\s*(?=\{)") if brace else None
+        return re.compile(self._lead + _pattern(before) + r"\s*+(?=\{)") if brace else None
 
     @functools.cached_property
     def tail(self) -> re.Pattern[str]:
-        """What comes after the arguments of a call; further fields of the call are skipped."""
+        """What comes after the arguments of a call. Further fields of the call are skipped, and models may write the
+        last brace twice or not at all."""
         after = self._sides[1]
-        return re.compile((r"\s*(?:,[^{}]*)?" if after.startswith("}") else r"\s*") + _pattern(after))
+        fields = r"(?:\s*+,[^{}]*\})?[\s}]*+" if after.startswith("}") else r"\s*+"
+        return re.compile(fields + _pattern(after.removeprefix("}")))
 
     @functools.cached_property
     def end(self) -> re.Pattern[str] | None:
         """What comes after the arguments of the last call; None: nothing that can be told from a next call."""
-        closing = self.closing and rf"\s*{_pattern(self.closing)}"
-        return None if closing is None else re.compile(self.tail.pattern + closing)
+        if not self.closing:
+            return None if self.closing is None else self.tail
+        closing = rf"\s*+{_pattern(self.closing).removesuffix(_SPACES)}"  # white space that follows is said
+        return re.compile(f"(?:{self.tail.pattern})?{closing}")
 
     @functools.cached_property
     def parameter(self) -> re.Pattern[str]:
@@ -73,14 +81,14 @@ class CallFormat:
 
     @functools.cached_property
     def last(self) -> re.Pattern[str]:
-        """What follows the last argument, if each is written apart."""
-        tag = self._sides[1].partition(">")[0]
-        return re.compile(rf"(?=\s*{re.escape(tag)}>)")
+        """What follows the last argument, if each is written apart: the end of the call, or of all calls."""
+        tags = [text.strip() for text in (self._sides[1], self.closing) if text]
+        return re.compile(rf"(?=\s*(?:{'|'.join(map(re.escape, tags))}))")
 
     @property
     def _lead(self) -> str:
         between = _pattern(self.between.strip())
-        return rf"(?:{self.tail.pattern})?\s*(?:{between})?\s*(?:{_pattern(self.opening)})?\s*"
+        return rf"(?:{self.tail.pattern})?\s*+(?:{between})?\s*+(?:{_pattern(self.opening)})?\s*+"
 
     @property
     def _sides(self) -> tuple[str, str]:
@@ -88,14 +96,14 @@ class CallFormat:
         return before, after
 
 
-def _pattern(text: str, newline: str = r"\s*") -> str:
+def _pattern(text: str, newline: str = _SPACES) -> str:
     """A regular expression of a written form, in which white space may differ, also around special tokens."""
-    parts = re.split(r"(\s+|NAME|INDEX|<[|\uff5c].*?[|\uff5c]>)", text)
-    known = {"NAME": NAME, "INDEX": r"(?P<index>\d+)"}
+    parts = re.split(r"(\s+|NAME|INDEX|IDENTIFIER|functions\.|<[|\uff5c].*?[|\uff5c]>|\[[A-Z_]+\])", text)
+    known = {"NAME": NAME, "INDEX": r"(?P<index>\d+)", "IDENTIFIER": r"(?P<id>\w+)", "functions.": r"(?:functions\.)?"}
     found = ""
     for part in parts:
-        around = r"\s*" if part[:2] in ("<|", "<\uff5c") else ""
-        space = newline if "\n" in part else r"\s*"
+        around = _SPACES if re.match(r"<[|\uff5c]|\[[A-Z]", part) else ""
+        space = newline if "\n" in part else _SPACES
         found += space if part.isspace() else around + (known.get(part) or re.escape(part)) + around
     return found
 
@@ -120,6 +128,13 @@ FORMATS: Mapping[str, CallFormat] = {
     ),
     "deepseek v3": _deepseek("function<|tool▁sep|>NAME\n```json\nARGUMENTS\n```", "\n", "```json"),
     "deepseek v3.1": _deepseek("NAME<|tool▁sep|>ARGUMENTS", ""),
+    "mistral v11": CallFormat(
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        ("[TOOL_CALLS]",),
+        "[TOOL_CALLS]NAME[CALL_ID]IDENTIFIER[ARGS]ARGUMENTS",
+        between="",
+        closing=None,
+    ),
     "mistral": CallFormat(
         ("[TOOL_CALLS]", "[ARGS]"), ("[TOOL_CALLS]",), "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="", closing=None
     ),
@@ -146,8 +161,11 @@ FORMATS: Mapping[str, CallFormat] = {
     ),
     "qwen xml": CallFormat(
         ("<tool_call>", "<function="),
-        ("<tool_call>",),
-        "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+        ("<tool_call>", "<function="),  # models leave out the first
+        "<function=NAME>\nARGUMENTS</function>",
+        "<tool_call>\n",
+        "\n</tool_call>\n<tool_call>\n",
+        "\n</tool_call>",
         argument="<parameter=KEY>\nVALUE\n</parameter>\n",
     ),
     "minimax": CallFormat(
@@ -193,9 +211,10 @@ class Calls:
     several: bool = True
     named: bool = False
 
-    def type_of(self, tool: str, key: str) -> Any:
-        """The type of an argument in its schema; None where it has none."""
-        return _properties(self.parameters.get(tool)).get(key, {}).get("type")
+    def value(self, tool: str, key: str, text: str) -> Any:
+        """The value of an argument that is written apart: a text where its schema wants one, else what is read."""
+        root = self.parameters.get(tool) or {}
+        return value_of(text, properties(root).get(key), root)
 
     def rules(self, tokens: Mapping[str, int]) -> Iterator[str]:
         """Rules of Lark: ``calls``, and ``rest``, calls after the first mark. ``tokens``: those that are no text."""
@@ -204,11 +223,11 @@ class Calls:
         one, rest = list[str](), list[str]()
         for i, (name, schema) in enumerate(self.parameters.items()):
             for heads, written in ((one, before), (rest, before.removeprefix(mark))):
-                parts = written.replace("NAME", name).split("INDEX")
-                head = " /[0-9]{1,3}/ ".join(literal(part, tokens) for part in parts)
+                parts = re.split("(INDEX|IDENTIFIER)", written.replace("NAME", name))
+                head = " ".join(_NUMBERS.get(part) or literal(part, tokens) for part in parts)
                 heads.append(f"{head} arguments_{i} {literal(after, tokens)}")
             if form.argument is None:
-                yield f"arguments_{i}: {_json(schema or _NO_ARGUMENTS)}"
+                yield f"arguments_{i}: {_json({'type': 'object', **schema} if schema else _NO_ARGUMENTS)}"
             else:
                 yield from self._tags(i, schema, tokens)
         yield "one: " + " | ".join(one)
@@ -224,24 +243,20 @@ class Calls:
         assert self.format.argument is not None
         before, after = self.format.argument.split("VALUE")
         parts = []
-        for j, (key, one) in enumerate(_properties(schema).items()):
-            head = literal(before.replace("KEY", key), tokens)
-            if isinstance(one, Mapping) and one.get("type") == "string" and "enum" not in one:
+        for j, (key, written) in enumerate(properties(schema).items()):
+            head, one = literal(before.replace("KEY", key), tokens), resolved(written, schema)
+            if one.get("type") == "string" and not one.keys() & {"enum", "const"}:
                 tag, rest = after.strip(), after[len(after.rstrip()) :]  # which no value has in it
                 yield f"value_{index}_{j}[lazy]: /(.|\\n)*{escaped(tag)}/"
                 part = f"{head} value_{index}_{j} {literal(rest, tokens)}"
             else:
-                enum = one.get("enum", ()) if isinstance(one, Mapping) else ()
-                texts = [literal(text, tokens) for text in enum if isinstance(text, str)]
-                values = [*texts, *([] if enum and len(texts) == len(enum) else [_json(one)])]
+                texts = [literal(text, tokens) for text in listed(one) if isinstance(text, str)]
+                shared = {name: value for name, value in (schema or {}).items() if name in ("$defs", "definitions")}
+                whole = written if isinstance(written, bool) else {**shared, **one}
+                values = [*texts, *([] if is_text(one) else [_json(whole)])]
                 part = f"{head} ({' | '.join(values)}) {literal(after, tokens)}"
             parts.append(part if key in (schema or {}).get("required", ()) else f"({part})?")
         yield f"arguments_{index}: " + (" ".join(parts) or '""')
-
-
-def _properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    found = (schema or {}).get("properties")
-    return found if isinstance(found, Mapping) else {}
 
 
 def _json(schema: Any) -> str:
