@@ -245,9 +245,10 @@ def test_fused_scales_of_fp8_experts(tmp_path: Path, kind: str, form: str, weigh
         nnxmoe.from_pretrained(cut)
 
 
-@pytest.mark.parametrize("index", [True, False])
-def test_settings_per_module_of_gptq(tmp_path: Path, index: bool) -> None:
-    """Modules of other bits and group sizes, and some that stay floats, as GPTQModel's ``dynamic`` makes them."""
+@pytest.mark.parametrize(("index", "method"), [(True, "gptq"), (False, "gptq"), (False, "auto-round")])
+def test_settings_per_module_of_gptq(tmp_path: Path, index: bool, method: str) -> None:
+    """Modules of other bits and group sizes, and some that stay floats, as GPTQModel's ``dynamic`` makes them and
+    AutoRound's ``extra_config``."""
     fields, stored = FIELDS["llama"], tiny_weights(FIELDS["llama"])
     plain = stored
     for name, part in (("gptq-4-16-v1", "gate_proj"), ("gptq-8-32-v1-act", "up_proj"), ("gptq-8-48-v1", "down_proj")):
@@ -257,7 +258,10 @@ def test_settings_per_module_of_gptq(tmp_path: Path, index: bool) -> None:
         stored = form.checkpoint(stored, lambda name, part=part: part in name)[0]
         plain = form.checkpoint(plain, lambda name, part=part: part in name)[1]
     dynamic = {"-:.*self_attn": {}, r"+:.*up_proj": {"bits": 8, "group_size": 32}, r".*down_proj": {"group_size": 48}}
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": dynamic}
+    config = {"quant_method": method, "bits": 4, "group_size": 16, "dynamic": dynamic}
+    if method == "auto-round":  # some files name modules, some patterns; transformers assumes this packing
+        config["extra_config"] = {r".*up_proj": {"bits": 8, "group_size": 32}, "lm_head": {"bits": 16}} | dynamic
+        del config["dynamic"]
     stored = {name: value for name, value in stored.items() if index or not name.endswith("g_idx")}
     codes = write_checkpoint(tmp_path / "codes", {**fields, "quantization_config": config}, stored)
     wanted = arrays(nnxmoe.from_pretrained(write_checkpoint(tmp_path / "floats", fields, plain)))
@@ -426,7 +430,7 @@ def state(**changes: Any) -> Edit:
     return edit
 
 
-NVFP4, OPT = "nvfp4-pack", "modelopt-nvfp4"
+NVFP4, OPT, ROUND = "nvfp4-pack", "modelopt-nvfp4", "auto-round-gptq-4-16-v1"
 DEEPSEEK, PACK, ASYMMETRIC, AWQ, GPTQ, ACT = (
     *("deepseek-16x32-float32", "pack-4-16", "pack-4-16-zero", "awq-16", "gptq-4-16-v1", "gptq-4-16-v1-act"),
 )
@@ -552,6 +556,11 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("gptq bits", GPTQ, field("bits", 2), "bits 2 is not supported"),
     ("gptq rotation", GPTQ, field("rotation", "hadamard"), "rotation 'hadamard' rotates activations at run time"),
     ("awq rotation", AWQ, field("rotation", "random"), "rotation 'random' rotates activations at run time"),
+    ("gptq rotation config", GPTQ, field("rotation_config", {"a": 1}), "rotation_config .* rotates activations"),
+    ("auto-round packing", ROUND, field("packing_format", "auto_round:fp8_static"), "packing_format 'auto_round:fp8"),
+    ("auto-round floats", ROUND, field("data_type", "mx_fp"), "data_type 'mx_fp' is not supported; supported: 'int'"),
+    ("auto-round bits", ROUND, field("bits", 3), "of AutoRound: bits 3 is not supported"),
+    ("auto-round spin", ROUND, field("spinquant_config", {"online_r1_rotation": True}), "spinquant_config .* rotates"),
     ("gptq version", GPTQ, field("checkpoint_format", "marlin"), "checkpoint_format 'marlin' is not supported"),
     ("gptq group size", GPTQ, field("group_size", "big"), "group_size must be a positive integer or -1"),
     ("nf4 state missing", "nf4", without("weight.quant_state.bitsandbytes__nf4"), "nf4 is missing"),
