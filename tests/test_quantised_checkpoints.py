@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from nnxmoe.cli.summary import summarise
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.quantization.kernels import quantized_weights
 from nnxmoe.storage.checkpoint import Checkpoint
-from tests.support import quantised
+from tests.support import gpt_oss, quantised
 from tests.support.arrays import identical, max_error
+from tests.support.families import fused as fuse
 from tests.support.families import load
 from tests.support.quantised import FIELDS, FOLDER, FORMATS, MODULE, is_linear, read_tensors, write_quantised
 from tests.support.running import MODEL_TOLERANCE, variables
@@ -243,6 +244,48 @@ def test_fused_scales_of_fp8_experts(tmp_path: Path, kind: str, form: str, weigh
     )
     with pytest.raises(ValueError, match=r"scales must be|scale_inv is missing|weight_scale is missing"):
         nnxmoe.from_pretrained(cut)
+
+
+def split_experts(weights: Mapping[str, np.ndarray], alternate: bool) -> dict[str, np.ndarray]:
+    """Tensors of all experts of a layer as tensors of each expert, as tools write them that quantise linear layers.
+    ``alternate``: gpt-oss, whose gate and up outputs alternate, and whose tensors have inputs before outputs."""
+    found = {}
+    for name, tensor in weights.items():
+        head, _, tail = name.partition(".experts.")
+        kind, ending = ("bias" if tail.endswith("_bias") else "weight"), tail.removesuffix("_bias")
+        for e, each in enumerate(tensor if tail else ()):
+            rows = each.T if alternate else each
+            parts = (rows[::2], rows[1::2]) if alternate else np.split(rows, 2)
+            pairs = zip(("gate_proj", "up_proj"), parts, strict=True) if "gate_up" in tail else [(ending, rows)]
+            found |= {f"{head}.experts.{e}.{part}.{kind}": np.ascontiguousarray(x) for part, x in pairs}
+        if not tail:
+            found[name] = tensor
+    return found
+
+
+SPLIT = [("gemma4_text", "int-quantized"), ("deepseek_v4", "int-quantized"), ("gpt_oss", "auto-round-gptq-4-16-v1")]
+
+
+@pytest.mark.parametrize(("kind", "form"), SPLIT)
+def test_quantised_experts_in_tensors_of_their_own(tmp_path: Path, kind: str, form: str) -> None:
+    """Of families that transformers, and most float files, give one tensor for all experts of a layer."""
+    fields, published = gpt_oss.FIELDS["square"], gpt_oss.weights_of("square")
+    if kind != "gpt_oss":
+        fields, published = load(kind).fields, load(kind).weights
+    weights = fuse(published) if kind == "deepseek_v4" else published
+    floats = {name: np.asarray(x, x.dtype if x.dtype.kind == "i" else np.float32) for name, x in weights.items()}
+    split, made = split_experts(floats, kind == "gpt_oss"), FORMATS[form]
+    together = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "together", fields, weights), dtype="float32")
+    one_by_one = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "floats", fields, split), dtype="float32")
+    identical(arrays(one_by_one), arrays(together))
+    stored, plain = made.checkpoint(split, lambda name: ".experts." in name and name.endswith("weight"))
+    more = {"quantization_config": dict(made.config)}
+    codes = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "codes", fields | more, stored), dtype="float32")
+    wanted = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "plain", fields, plain), dtype="float32")
+    identical(arrays(codes), arrays(wanted))
+    assert not codes.load_report.unexpected
+    nnxmoe.save_pretrained(wanted, tmp_path / "saved")
+    assert read_tensors(tmp_path / "saved").keys() == published.keys()
 
 
 @pytest.mark.parametrize(("index", "method"), [(True, "gptq"), (False, "gptq"), (False, "auto-round")])
