@@ -288,6 +288,32 @@ def test_quantised_experts_in_tensors_of_their_own(tmp_path: Path, kind: str, fo
     assert read_tensors(tmp_path / "saved").keys() == published.keys()
 
 
+@pytest.mark.parametrize("form", [None, "nf4"])
+def test_gpt_oss_as_unsloth_quantises_it(tmp_path: Path, form: str | None) -> None:
+    """A linear layer per expert, whose outputs are gates and ups in turn, and another name for the router."""
+    fields = gpt_oss.FIELDS["square"] | {"hidden_size": 64, "intermediate_size": 64}
+    weights, stored = tiny_weights(fields), {}
+    for name, tensor in weights.items():
+        head, _, kind = name.partition(".experts.")
+        ending = "bias" if kind.endswith("_bias") else "weight"
+        for e, each in enumerate(tensor if kind else ()):
+            stored[f"{head}.experts.{kind.removesuffix('_bias')}s.{e}.{ending}"] = np.ascontiguousarray(each.T)
+        if not kind:
+            stored[name.replace("router.", "router.linear.")] = tensor
+    plain, more = stored, {}
+    if form is not None:
+        stored, plain = FORMATS[form].checkpoint(stored, lambda name: "projs." in name and name.endswith("weight"))
+        more = {"quantization_config": dict(FORMATS[form].config)}
+    codes = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "codes", fields | more, stored), dtype="float32")
+    wanted = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "plain", fields, plain), dtype="float32")
+    identical(arrays(codes), arrays(wanted))
+    assert not codes.load_report.unexpected
+    if form is None:
+        identical(arrays(codes), arrays(nnxmoe.from_pretrained(write_checkpoint(tmp_path / "hub", fields, weights))))
+    nnxmoe.save_pretrained(wanted, tmp_path / "saved")
+    assert read_tensors(tmp_path / "saved").keys() == weights.keys()
+
+
 @pytest.mark.parametrize(("index", "method"), [(True, "gptq"), (False, "gptq"), (False, "auto-round")])
 def test_settings_per_module_of_gptq(tmp_path: Path, index: bool, method: str) -> None:
     """Modules of other bits and group sizes, and some that stay floats, as GPTQModel's ``dynamic`` makes them and
