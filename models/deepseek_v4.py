@@ -238,14 +238,14 @@ _LAYER |= {
     f"moe.shared.{ours}.kernel": (f"ffn.shared_experts.{first}.weight", f"mlp.shared_experts.{ours}_proj.weight")
     for ours, first in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
-_EXPERTS, _GATE_UP = W("ffn.experts"), W("mlp.experts.gate_up_proj")
+_EXPERTS, _GATE_UP, _ONE = W("ffn.experts"), W("mlp.experts.gate_up_proj"), W("mlp.experts")
 HF_TABLE: Hf = {
     "embed.table": (W("model.embed_tokens.weight"), W("model.embed.weight")),
     "norm.scale": W("model.norm.weight"),
     "head.kernel": (W("head.weight"), W("lm_head.weight")),
-    "layer.moe.experts.gate": (_EXPERTS.each("w1.weight"), _GATE_UP.rows(0, 2)),
-    "layer.moe.experts.up": (_EXPERTS.each("w3.weight"), _GATE_UP.rows(1, 2)),
-    "layer.moe.experts.down": (_EXPERTS.each("w2.weight"), W("mlp.experts.down_proj")),
+    "layer.moe.experts.gate": (_EXPERTS.each("w1.weight"), _GATE_UP.rows(0, 2), _ONE.each("gate_proj.weight")),
+    "layer.moe.experts.up": (_EXPERTS.each("w3.weight"), _GATE_UP.rows(1, 2), _ONE.each("up_proj.weight")),
+    "layer.moe.experts.down": (_EXPERTS.each("w2.weight"), W("mlp.experts.down_proj"), _ONE.each("down_proj.weight")),
 }
 HF_TABLE |= {
     f"norm.weights.{part}": (W(f"model.hc_head.hc_{end}"), W(f"model.hc_head_{end}"))

@@ -231,7 +231,7 @@ _31B = dataclasses.replace(
     top_k_experts=None, moe_intermediate_size=None,
 )  # fmt: skip
 
-_GATE_UP = W("experts.gate_up_proj")
+_GATE_UP, _EXPERTS = W("experts.gate_up_proj"), W("experts")
 _NORMS = {
     "attention_post_norm": "post_attention_layernorm",
     **dict.fromkeys(("mlp_norm", "moe_norm"), "pre_feedforward_layernorm"),
@@ -255,9 +255,10 @@ _HF_TABLE: Hf = {
     "layer.moe.router.kernel": W("router.proj.weight"),
     "layer.moe.router.scale": W("router.scale"),
     "layer.moe.router.per_expert": W("router.per_expert_scale"),
-    "layer.moe.experts.gate": _GATE_UP.rows(0, 2),
-    "layer.moe.experts.up": _GATE_UP.rows(1, 2),
-    "layer.moe.experts.down": W("experts.down_proj"),
+    # The second names are those of quantised files.
+    "layer.moe.experts.gate": (_GATE_UP.rows(0, 2), _EXPERTS.each("gate_proj.weight")),
+    "layer.moe.experts.up": (_GATE_UP.rows(1, 2), _EXPERTS.each("up_proj.weight")),
+    "layer.moe.experts.down": (W("experts.down_proj"), _EXPERTS.each("down_proj.weight")),
 }  # fmt: skip
 
 _BLOCK = "mlp/moe_block"

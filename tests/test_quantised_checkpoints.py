@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from nnxmoe.cli.summary import summarise
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.quantization.kernels import quantized_weights
 from nnxmoe.storage.checkpoint import Checkpoint
-from tests.support import quantised
+from tests.support import gpt_oss, quantised
 from tests.support.arrays import identical, max_error
+from tests.support.families import fused as fuse
 from tests.support.families import load
 from tests.support.quantised import FIELDS, FOLDER, FORMATS, MODULE, is_linear, read_tensors, write_quantised
 from tests.support.running import MODEL_TOLERANCE, variables
@@ -245,9 +246,78 @@ def test_fused_scales_of_fp8_experts(tmp_path: Path, kind: str, form: str, weigh
         nnxmoe.from_pretrained(cut)
 
 
-@pytest.mark.parametrize("index", [True, False])
-def test_settings_per_module_of_gptq(tmp_path: Path, index: bool) -> None:
-    """Modules of other bits and group sizes, and some that stay floats, as GPTQModel's ``dynamic`` makes them."""
+def split_experts(weights: Mapping[str, np.ndarray], alternate: bool) -> dict[str, np.ndarray]:
+    """Tensors of all experts of a layer as tensors of each expert, as tools write them that quantise linear layers.
+    ``alternate``: gpt-oss, whose gate and up outputs alternate, and whose tensors have inputs before outputs."""
+    found = {}
+    for name, tensor in weights.items():
+        head, _, tail = name.partition(".experts.")
+        kind, ending = ("bias" if tail.endswith("_bias") else "weight"), tail.removesuffix("_bias")
+        for e, each in enumerate(tensor if tail else ()):
+            rows = each.T if alternate else each
+            parts = (rows[::2], rows[1::2]) if alternate else np.split(rows, 2)
+            pairs = zip(("gate_proj", "up_proj"), parts, strict=True) if "gate_up" in tail else [(ending, rows)]
+            found |= {f"{head}.experts.{e}.{part}.{kind}": np.ascontiguousarray(x) for part, x in pairs}
+        if not tail:
+            found[name] = tensor
+    return found
+
+
+SPLIT = [("gemma4_text", "int-quantized"), ("deepseek_v4", "int-quantized"), ("gpt_oss", "auto-round-gptq-4-16-v1")]
+
+
+@pytest.mark.parametrize(("kind", "form"), SPLIT)
+def test_quantised_experts_in_tensors_of_their_own(tmp_path: Path, kind: str, form: str) -> None:
+    """Of families that transformers, and most float files, give one tensor for all experts of a layer."""
+    fields, published = gpt_oss.FIELDS["square"], gpt_oss.weights_of("square")
+    if kind != "gpt_oss":
+        fields, published = load(kind).fields, load(kind).weights
+    weights = fuse(published) if kind == "deepseek_v4" else published
+    floats = {name: np.asarray(x, x.dtype if x.dtype.kind == "i" else np.float32) for name, x in weights.items()}
+    split, made = split_experts(floats, kind == "gpt_oss"), FORMATS[form]
+    together = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "together", fields, weights), dtype="float32")
+    one_by_one = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "floats", fields, split), dtype="float32")
+    identical(arrays(one_by_one), arrays(together))
+    stored, plain = made.checkpoint(split, lambda name: ".experts." in name and name.endswith("weight"))
+    more = {"quantization_config": dict(made.config)}
+    codes = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "codes", fields | more, stored), dtype="float32")
+    wanted = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "plain", fields, plain), dtype="float32")
+    identical(arrays(codes), arrays(wanted))
+    assert not codes.load_report.unexpected
+    nnxmoe.save_pretrained(wanted, tmp_path / "saved")
+    assert read_tensors(tmp_path / "saved").keys() == published.keys()
+
+
+@pytest.mark.parametrize("form", [None, "nf4"])
+def test_gpt_oss_as_unsloth_quantises_it(tmp_path: Path, form: str | None) -> None:
+    """A linear layer per expert, whose outputs are gates and ups in turn, and another name for the router."""
+    fields = gpt_oss.FIELDS["square"] | {"hidden_size": 64, "intermediate_size": 64}
+    weights, stored = tiny_weights(fields), {}
+    for name, tensor in weights.items():
+        head, _, kind = name.partition(".experts.")
+        ending = "bias" if kind.endswith("_bias") else "weight"
+        for e, each in enumerate(tensor if kind else ()):
+            stored[f"{head}.experts.{kind.removesuffix('_bias')}s.{e}.{ending}"] = np.ascontiguousarray(each.T)
+        if not kind:
+            stored[name.replace("router.", "router.linear.")] = tensor
+    plain, more = stored, {}
+    if form is not None:
+        stored, plain = FORMATS[form].checkpoint(stored, lambda name: "projs." in name and name.endswith("weight"))
+        more = {"quantization_config": dict(FORMATS[form].config)}
+    codes = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "codes", fields | more, stored), dtype="float32")
+    wanted = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "plain", fields, plain), dtype="float32")
+    identical(arrays(codes), arrays(wanted))
+    assert not codes.load_report.unexpected
+    if form is None:
+        identical(arrays(codes), arrays(nnxmoe.from_pretrained(write_checkpoint(tmp_path / "hub", fields, weights))))
+    nnxmoe.save_pretrained(wanted, tmp_path / "saved")
+    assert read_tensors(tmp_path / "saved").keys() == weights.keys()
+
+
+@pytest.mark.parametrize(("index", "method"), [(True, "gptq"), (False, "gptq"), (False, "auto-round")])
+def test_settings_per_module_of_gptq(tmp_path: Path, index: bool, method: str) -> None:
+    """Modules of other bits and group sizes, and some that stay floats, as GPTQModel's ``dynamic`` makes them and
+    AutoRound's ``extra_config``."""
     fields, stored = FIELDS["llama"], tiny_weights(FIELDS["llama"])
     plain = stored
     for name, part in (("gptq-4-16-v1", "gate_proj"), ("gptq-8-32-v1-act", "up_proj"), ("gptq-8-48-v1", "down_proj")):
@@ -257,7 +327,10 @@ def test_settings_per_module_of_gptq(tmp_path: Path, index: bool) -> None:
         stored = form.checkpoint(stored, lambda name, part=part: part in name)[0]
         plain = form.checkpoint(plain, lambda name, part=part: part in name)[1]
     dynamic = {"-:.*self_attn": {}, r"+:.*up_proj": {"bits": 8, "group_size": 32}, r".*down_proj": {"group_size": 48}}
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": dynamic}
+    config = {"quant_method": method, "bits": 4, "group_size": 16, "dynamic": dynamic}
+    if method == "auto-round":  # some files name modules, some patterns; transformers assumes this packing
+        config["extra_config"] = {r".*up_proj": {"bits": 8, "group_size": 32}, "lm_head": {"bits": 16}} | dynamic
+        del config["dynamic"]
     stored = {name: value for name, value in stored.items() if index or not name.endswith("g_idx")}
     codes = write_checkpoint(tmp_path / "codes", {**fields, "quantization_config": config}, stored)
     wanted = arrays(nnxmoe.from_pretrained(write_checkpoint(tmp_path / "floats", fields, plain)))
@@ -426,7 +499,7 @@ def state(**changes: Any) -> Edit:
     return edit
 
 
-NVFP4, OPT = "nvfp4-pack", "modelopt-nvfp4"
+NVFP4, OPT, ROUND = "nvfp4-pack", "modelopt-nvfp4", "auto-round-gptq-4-16-v1"
 DEEPSEEK, PACK, ASYMMETRIC, AWQ, GPTQ, ACT = (
     *("deepseek-16x32-float32", "pack-4-16", "pack-4-16-zero", "awq-16", "gptq-4-16-v1", "gptq-4-16-v1-act"),
 )
@@ -552,6 +625,11 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("gptq bits", GPTQ, field("bits", 2), "bits 2 is not supported"),
     ("gptq rotation", GPTQ, field("rotation", "hadamard"), "rotation 'hadamard' rotates activations at run time"),
     ("awq rotation", AWQ, field("rotation", "random"), "rotation 'random' rotates activations at run time"),
+    ("gptq rotation config", GPTQ, field("rotation_config", {"a": 1}), "rotation_config .* rotates activations"),
+    ("auto-round packing", ROUND, field("packing_format", "auto_round:fp8_static"), "packing_format 'auto_round:fp8"),
+    ("auto-round floats", ROUND, field("data_type", "mx_fp"), "data_type 'mx_fp' is not supported; supported: 'int'"),
+    ("auto-round bits", ROUND, field("bits", 3), "of AutoRound: bits 3 is not supported"),
+    ("auto-round spin", ROUND, field("spinquant_config", {"online_r1_rotation": True}), "spinquant_config .* rotates"),
     ("gptq version", GPTQ, field("checkpoint_format", "marlin"), "checkpoint_format 'marlin' is not supported"),
     ("gptq group size", GPTQ, field("group_size", "big"), "group_size must be a positive integer or -1"),
     ("nf4 state missing", "nf4", without("weight.quant_state.bitsandbytes__nf4"), "nf4 is missing"),

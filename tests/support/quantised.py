@@ -242,6 +242,19 @@ def gptq(bits: int, group: int, version: int, act_order: bool) -> Format:
     return Format(f"gptq-{bits}-{group}-v{version}{'-act' if act_order else ''}", f"int{bits}", make, config)
 
 
+def auto_round(form: Format, packing: str) -> Format:
+    """AutoRound, which packs as GPTQ without ``g_idx`` or as AWQ, and names that packing."""
+
+    def make(weight: np.ndarray) -> Made:
+        tensors, values = form.make(weight)
+        return {name: tensor for name, tensor in tensors.items() if name != "g_idx"}, values
+
+    config = {"quant_method": "auto-round", "packing_format": packing, "data_type": "int", "sym": False, "iters": 200}
+    config |= {"block_name_to_quantize": "model.layers", "autoround_version": "0.12.3"}
+    config |= {name: form.config[name] for name in ("bits", "group_size")}
+    return Format(f"auto-round-{form.name}", form.kept, make, config)
+
+
 def nf4(nested: bool, block: int = 16, dtype: str = "bfloat16", storage: Any = np.uint8) -> Format:
     """bitsandbytes NF4; ``nested``: double quantisation; ``storage``: the dtype in which its bytes are stored."""
 
@@ -403,6 +416,9 @@ FORMATS = {
         gptq(4, 16, version=1, act_order=True),
         gptq(8, 32, version=1, act_order=True),
         gptq(4, -1, version=1, act_order=True),
+        auto_round(gptq(4, 16, version=1, act_order=False), "auto_round:auto_gptq"),
+        auto_round(gptq(8, 32, version=2, act_order=False), "auto_round"),
+        auto_round(awq(16), "auto_round:auto_awq"),
         nf4(nested=False),
         nf4(nested=True),
         nf4(nested=True, block=64, storage=BFLOAT16),

@@ -5,6 +5,7 @@ No other code knows that a tensor holds several parameters, or has its inputs be
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,6 +13,8 @@ import numpy as np
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, LazyArrays, sizes, whole
 from nnxmoe.model.weight_names import Table, W, layer_of, options
 from nnxmoe.storage.host import transpose_into
+
+_OF_EXPERT = re.compile(r"(.+?)\.[0-9]{1,9}\.(.+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,15 +96,17 @@ def _transpose(out: np.ndarray, values: np.ndarray) -> None:
 
 def with_views(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
     """Replace tensors that hold several parameters by the parts that a table names."""
-    every = [(w, int(".experts." in key)) for key in table for w in options(table, key)]
-    divided = {w.name for w, _ in every if not w.whole}
-    rows: dict[str, list[tuple[W, int]]] = {}
+    every = [(w, int(".experts." in key and not w.per_expert)) for key in table for w in options(table, key)]
+    divided = {(w.name, w.per_expert) for w, _ in every if not w.whole}
+    rows: dict[tuple[str, ...], list[tuple[W, int]]] = {}
     for w, dim in every:
-        if w.name in divided and not w.per_expert:  # whole too, if that is an alternative
-            rows.setdefault(w.name, []).append((w, dim))
+        if (w.name, w.per_expert) in divided:  # whole too, if that is an alternative
+            rows.setdefault((w.name, w.per_expert), []).append((w, dim))
     found: dict[str, LazyArray] = {}
     for name, array in arrays.items():
-        views = [View(name, w, dim) for w, dim in rows.get(layer_of(name)[1], ())]
+        inner = layer_of(name)[1]
+        keys = (inner, ""), match.groups() if (match := _OF_EXPERT.fullmatch(inner)) else ()
+        views = [View(name, w, dim) for key in keys for w, dim in rows.get(key, ())]
         found |= {view.name: view.of(array) for view in views} or {name: array}
     return found
 

@@ -64,12 +64,13 @@ def _named(w: W, prefix: str, parameter: Parameter, change: Change) -> list[tupl
     """The arrays of one layer of a parameter: one, or one per expert."""
     inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
     flat = inner if inputs is None else (math.prod(inner[:-inputs]), math.prod(inner[-inputs:]))
-    view = None if w.whole else View(w.under(prefix), w, int(experts is not None))
     axis = None if experts is None or w.per_expert else 0
-    leaf = Leaf(parameter.key, flat, axis=axis, flat=True, change=change, part_of=view)
+    leaf = Leaf(parameter.key, flat, axis=axis, flat=True, change=change)
     parts = [dataclasses.replace(parameter, at=(*parameter.at, e)) for e in range(experts)] if experts else [parameter]
-    names = [w.under(prefix, e) if w.per_expert else w.label(w.under(prefix)) for e in range(len(parts))]
-    return [(name + parameter.ending, leaf, part) for name, part in zip(names, parts, strict=True)]
+    tensors = [w.under(prefix, e) for e in range(len(parts))] if w.per_expert else [w.under(prefix)] * len(parts)
+    views = {tensor: View(tensor, w, int(axis == 0)) for tensor in set(tensors)}
+    leaves = {t: leaf if w.whole else dataclasses.replace(leaf, part_of=view) for t, view in views.items()}
+    return [(views[t].name + parameter.ending, leaves[t], part) for t, part in zip(tensors, parts, strict=True)]
 
 
 def _fit(row: list[tuple[str, Leaf, Parameter]], arrays: LazyArrays) -> bool:

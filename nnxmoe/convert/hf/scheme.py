@@ -15,6 +15,7 @@ METHODS = {
     "modelopt": "FP8, NVFP4, MXFP8",
     "awq": "version gemm, 4 bits",
     "gptq": "4 or 8 bits",
+    "auto-round": "packed as GPTQ or AWQ",
     "bitsandbytes": "4 bits, NF4",
     "mxfp4": "blocks and scales of experts, as gpt-oss",
 }
@@ -22,6 +23,14 @@ _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantiz
 _FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
 _ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "fp8_pb_real", "nvfp4", "w4a16_nvfp4", "w4a8_nvfp4_fp8")
 _ALGORITHMS += ("mxfp8", "mixed_precision")
+_GPTQ, _GPTQ_V2, _AWQ = (
+    {"quant_method": "gptq"},
+    {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    {"quant_method": "awq"},
+)
+# AutoRound's ``packing_format`` -> settings of the tool that packs like this (``auto_round/inference/backend.py``).
+_PACKINGS = {"auto_round:auto_gptq": _GPTQ, "auto_round:gptq": _GPTQ, "auto_round:gptqmodel": _GPTQ_V2}
+_PACKINGS |= {"auto_round": _GPTQ_V2, "auto_round:auto_awq": _AWQ, "auto_round:awq": _AWQ}
 
 
 class Malformed(CheckpointError):
@@ -51,12 +60,22 @@ class Scheme:
         if not isinstance(method, str) or method not in METHODS:
             known = "; ".join(f"{name!r} ({what})" for name, what in METHODS.items())
             raise CheckpointError(f"{where}: method {short(method)} is not supported; supported: {known}")
-        if fields.get("rotation"):  # GPTQModel's
-            why = "rotates activations at run time, which is not supported"
-            raise CheckpointError(f"{where}: rotation {short(fields['rotation'])} {why}")
+        for name in ("rotation", "rotation_config", "spinquant_config"):  # GPTQModel's, and AutoRound's
+            if fields.get(name):
+                why = "rotates activations at run time, which is not supported"
+                raise CheckpointError(f"{where}: {name} {short(fields[name])} {why}")
         made = cls(method, fields, where)
-        _CHECKS[method](made)
+        if method == "auto-round":
+            made = made._repacked()
+        _CHECKS[made.method](made)
         return made
+
+    def _repacked(self) -> "Scheme":
+        """AutoRound's settings as those of the tool with its packing; the tensors show what ``extra_config`` sets."""
+        self.one_of("data_type", ("int",), "int")
+        packing = self.one_of("packing_format", tuple(_PACKINGS), "auto_round:gptq")
+        fields = {**self.fields, "dynamic": self.fields.get("extra_config"), **_PACKINGS[packing]}
+        return Scheme(fields["quant_method"], fields, f"{self.where} of AutoRound")
 
     def check_use(self, count: int) -> None:
         """Raise CheckpointError if the settings are for quantised weights and there are none."""
