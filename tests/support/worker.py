@@ -108,7 +108,7 @@ def train_step(model: nnxmoe.CausalLM, tokens: np.ndarray, mesh: Any) -> dict[st
 
 
 def shares(out: Path) -> None:
-    """Losses of two steps, for which each process passes its share of the rows, on meshes whose axes cross processes."""
+    """Losses of two steps, each process passing its share of the rows, on meshes whose axes cross processes."""
     rows = np.random.default_rng(0).integers(0, 256, (DEVICES, 8)).astype(np.int32)
     mine = rows.reshape(jax.process_count(), -1, 8)[jax.process_index()]
     for name, sizes in SHARED.items():
