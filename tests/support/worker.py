@@ -119,7 +119,9 @@ def shares(out: Path) -> None:
         for _ in range(2):
             state, report = step(state, put_batch({"tokens": mine}, step))
             losses.append(float(report.losses.total))
-        np.save(out / f"{name} {jax.process_index()}", losses)
+        pairs = {"tokens": np.stack([mine, mine[:, ::-1]], 1), "loss_mask": np.ones((len(mine), 2, 8), np.int32)}
+        (batch,) = train.with_reference([pairs], model)
+        np.savez(out / f"{name} {jax.process_index()}", losses=losses, reference=batch["reference_logps"])
 
 
 def saved(plan: str, out: Path) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from nnxmoe.axes import CONTEXT, batch_axes, context_over, shards
 from nnxmoe.runtime.progress import logger
@@ -111,8 +111,18 @@ def _put(array: np.ndarray, where: NamedSharding, rows: int) -> jax.Array:
     return jax.make_array_from_callback(shape, where, lambda at: whole[at])
 
 
+def rows_of_process(array: jax.Array, rows: int) -> np.ndarray:
+    """Of an array with the rows of all processes, placed as `put_rows` does, the ``rows`` of this process."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    if own_rows(array.sharding, array.shape):
+        parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+        return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+    return multihost_utils.process_allgather(array, tiled=True)[jax.process_index() * rows :][:rows]
+
+
 @functools.lru_cache(maxsize=64)
-def own_rows(where: NamedSharding, shape: tuple[int, ...]) -> bool:
+def own_rows(where: Sharding, shape: tuple[int, ...]) -> bool:
     """Whether the devices of each process hold as many rows as those of the others, and no row that others hold."""
     found: dict[int, set[Any]] = {device.process_index: set() for device in jax.devices()}
     for device, at in where.devices_indices_map(shape).items():

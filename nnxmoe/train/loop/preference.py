@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import batch_axes, constrain
@@ -23,7 +22,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import compiled
 from nnxmoe.model.output import Body
 from nnxmoe.train.loop.batch import Batch, as_arrays, check_batch, check_ids, check_masks, targets_of
-from nnxmoe.train.loop.feed import put_rows
+from nnxmoe.train.loop.feed import put_rows, rows_of_process
 from nnxmoe.train.loop.loss import log_probabilities
 from nnxmoe.train.loop.objective import Losses, RouterLosses
 
@@ -195,8 +194,7 @@ class _Referenced(Iterator[Batch]):
         check_pairs(batch)
         check_ids(batch, self._model.config.vocab_size)
         found = compiled(self._model, _reference)(put_rows(batch, self._model.mesh))
-        parts = {shard.index[0].start or 0: shard.data for shard in found.addressable_shards}  # this process's rows
-        return batch | {REFERENCE: np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])}
+        return batch | {REFERENCE: rows_of_process(found, len(batch["tokens"]))}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)  # get_state and set_state, if there are any
