@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,6 +245,27 @@ def test_an_objective_may_be_a_function(accumulate: int) -> None:
     assert done.history[0]["gradient_norm"] == pytest.approx(
         fit(model, [batch], objective=difference, **options | {"accumulate": 1}).history[0]["gradient_norm"], rel=1e-4
     )
+
+
+def test_distillation_as_the_guide_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code, on packed rows: the loss is the divergence from the teacher over the whole vocabulary, and falls."""
+    text = (ROOT / "nnxmoe" / "train" / "README.md").read_text()
+    code = textwrap.dedent(text[text.index("  def of_teacher") :].split("  ```")[0]).replace("count=64", "count=53")
+    student, teacher = build_tiny("llama", PLAIN), build_tiny("llama", PLAIN, seed=1)
+    batch = {
+        "tokens": random_tokens(2, 6),
+        "positions": np.array([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 0]], np.int32),
+        "segment_ids": np.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0]], np.int32),
+    }
+    theirs, ours = (
+        np.asarray(jax.nn.log_softmax(model(**batch).logits), np.float64)[batch["segment_ids"] > 0]
+        for model in (teacher, student)
+    )
+    wanted = np.mean(np.sum(np.exp(theirs) * (theirs - ours), axis=-1))
+    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "train": nnxmoe.train}
+    exec(code, names | {"student": student, "teacher": teacher, "data": [batch] * 200}, found := dict(names))
+    history = found["fitted"].history
+    assert history[0]["loss"] == pytest.approx(wanted, rel=1e-4) and history[-1]["loss"] < 0.05 * wanted
 
 
 @pytest.mark.wrong_types
