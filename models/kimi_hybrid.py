@@ -116,4 +116,5 @@ class KimiHybrid(DeepSeekV3):
         c, heads = self.config, self.config.delta_heads
         project = KimiProjection(heads, rank, **kw)
         kw |= {"taps": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh}
+        kw["recurrence"] = self.strategy.recurrence
         return KimiDelta(heads, project, decays, rates=rates, **kw)

@@ -156,6 +156,7 @@ class QwenHybrid(CausalLM):
         if c.recurrent_layers[index]:
             heads, taps = c.delta_heads, c.linear_conv_kernel_dim
             options = {"taps": taps, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh, **kw}
+            options["recurrence"] = self.strategy.recurrence
             return GatedDeltaNet(heads, self.project(heads, **kw), **options)
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=OffsetNorm, **kw)
         options = {"qk_norm": norm, "gate": QueryGate(c.head_width), "rotate": PartialRotary(c.rope_dim)}

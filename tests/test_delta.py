@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ import nnxmoe
 from nnxmoe.config.rope import Rope
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Wanted
+from nnxmoe.kernels import tokamax
+from nnxmoe.kernels.delta import TokamaxDelta
 from nnxmoe.layers import delta, kimi_delta
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.channel_decay import in_chunks_by_channel
@@ -397,3 +400,75 @@ def test_generation_with_drafts(model: nnxmoe.CausalLM) -> None:
         requests = [engine.submit(prompt, Wanted(new, stop_ids=None)) for prompt in prompts]
         engine.run()
         assert [request.ids for request in requests] == wanted, draft
+
+
+# Other ways to compute passes
+
+
+class InSteps:
+    """A `Recurrence` that computes token by token, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, inputs: DeltaInputs, state: jax.Array, chunked: Any) -> tuple[jax.Array, jax.Array]:
+        self.calls += 1
+        out, states = in_steps(inputs, state)
+        return out, states[:, -1]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
+def test_a_recurrence_of_the_strategy_computes_passes(kind: str) -> None:
+    case, other = load(kind), InSteps()
+    model = build(case.fields, case.weights, nnxmoe.Strategy(recurrence=other))
+    assert max_error(model(case.arrays["tokens"]).logits, case.arrays["logits"]) < MODEL_TOLERANCE and other.calls
+
+
+def test_wrong_recurrences_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"recurrence.*TokamaxDelta\(\)"):
+        nnxmoe.Strategy(recurrence=InSteps)
+    monkeypatch.setattr(tokamax, "installed", lambda: False)
+    with pytest.raises(ValueError, match=r"tokamax 0\.0\.17"):
+        TokamaxDelta()
+
+
+needs_delta = pytest.mark.skipif(
+    not tokamax.installed() or sys.version_info < (3, 12), reason="tokamax has the function from 0.0.17, Python 3.12"
+)
+
+
+@needs_delta
+@pytest.mark.kernels
+@pytest.mark.parametrize("length", [3, TOKENS])
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("channels", [False, True])
+def test_tokamax_computes_the_rule(length: int, segments: bool, channels: bool) -> None:
+    """With its own reference; outputs, states and gradients. Packed rows are the layer's."""
+    inputs, state = random_inputs(length, length, segments, channels)
+    chunked = in_chunks_by_channel if channels else in_chunks
+
+    def found(run: Any, inputs: DeltaInputs, state: jax.Array) -> Any:
+        def total(arrays: Any, state: jax.Array) -> Any:
+            out, after = run(DeltaInputs(*arrays, inputs.run), state)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(after)), (out, after)
+
+        (_, parts), slopes = jax.value_and_grad(total, (0, 1), has_aux=True)(inputs[:5], state)
+        return jax.tree.leaves((parts, slopes))
+
+    tokamaxed = lambda inputs, state: TokamaxDelta("xla")(inputs, state, chunked)  # noqa: E731
+    for one, other in zip(found(tokamaxed, inputs, state), found(chunked, inputs, state), strict=True):
+        assert max_error(one, other) < 20 * PART_TOLERANCE
+
+
+def on_a_mesh() -> float:
+    case, mesh = load("qwen3_next"), nnxmoe.make_mesh(fsdp=2, tensor=2, data=2)
+    strategy = nnxmoe.Strategy(recurrence=TokamaxDelta("xla"), mesh=mesh)
+    model = build(case.fields, case.weights, strategy)
+    tokens = np.concatenate([case.arrays["tokens"]] * 2)
+    return max_error(model(tokens).logits, np.concatenate([case.arrays["logits"]] * 2))
+
+
+@needs_delta
+@pytest.mark.kernels
+def test_tokamax_computes_the_rule_on_a_mesh(eight: Any) -> None:
+    assert eight(on_a_mesh) < MODEL_TOLERANCE

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 from nnxmoe.axes import AnyMesh, context_over, parameter
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.conv import ShortConv
-from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks, in_steps
+from nnxmoe.layers.delta_rule import DeltaInputs, Recurrence, in_chunks, in_steps
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import GatedNorm
 from nnxmoe.layers.passed_states import passed_on
@@ -87,7 +87,7 @@ class GatedDeltaNet(nnx.Module):
 
     The state of a row is a matrix ``[key_dim value_dim]`` per head in float32, and the last inputs of the convolution.
     Passes are computed in chunks, up to ``1 + spare`` tokens, and the ``spare`` newest of a longer pass, in steps.
-    ``mesh``: on its axis ``context`` devices pass on the state.
+    ``mesh``: on its axis ``context`` devices pass on the state. ``recurrence``: computes the chunks elsewhere.
     """
 
     corrects: ClassVar[bool] = True  # as in `in_steps`
@@ -101,11 +101,12 @@ class GatedDeltaNet(nnx.Module):
         taps: int,
         eps: float,
         mesh: AnyMesh | None = None,
+        recurrence: Recurrence | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        self.heads, self.project, self.mesh = heads, project, mesh
+        self.heads, self.project, self.mesh, self.recurrence = heads, project, mesh, recurrence
         self.conv = ShortConv(heads.channels, taps, **kw)
         self.a_log = parameter((heads.values,), ("heads",), log_rates, **kw)
         self.dt_bias = parameter((heads.values,), ("heads",), nnx.initializers.ones, **kw)
@@ -171,6 +172,8 @@ class GatedDeltaNet(nnx.Module):
         masked = masked if spare else inputs
         if self.mesh is not None and context_over(length, self.mesh):
             out, state = passed_on(self._chunked, masked, state, self.mesh)
+        elif self.recurrence is not None:
+            out, state = self.recurrence(masked, state, self._chunked)
         else:
             out, state = self._chunked(masked, state)
         at, states = (end - 1)[:, None], state[:, None]

@@ -6,7 +6,8 @@ Values have N heads, queries and keys K, each for N / K consecutive heads of the
 ``- S^T k`` it is the recurrence of Mamba-2 (Dao & Gu 2024).
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,16 @@ class DeltaInputs(NamedTuple):
     g: Float[Array, "B T N"] | Float[Array, "B T N H"]  # logarithm of the decay, at most 0; H: a channel of the keys
     beta: Float[Array, "B T N"]
     run: Int[Array, "B T"] | None
+
+
+Chunked = Callable[[DeltaInputs, Array], tuple[Array, Array]]
+"""``(inputs, state) ->`` the outputs ``[B T N W]`` and the state ``[B N H W]`` after all tokens."""
+
+
+class Recurrence(Protocol):
+    """``Strategy.recurrence``: how the rule is computed for passes; ``chunked``: the layer's own way, without one."""
+
+    def __call__(self, inputs: DeltaInputs, state: Array, chunked: Chunked) -> tuple[Array, Array]: ...
 
 
 def product(spec: str, *operands: Array) -> Array:

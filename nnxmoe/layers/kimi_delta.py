@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import AnyMesh, parameter
 from nnxmoe.layers.channel_decay import in_chunks_by_channel
 from nnxmoe.layers.conv import SeparateConvs
-from nnxmoe.layers.delta import DeltaHeads, DeltaInputs, GatedDeltaNet, Projected, log_rates
+from nnxmoe.layers.delta import DeltaHeads, GatedDeltaNet, Projected, log_rates
+from nnxmoe.layers.delta_rule import DeltaInputs, Recurrence
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import GatedNorm
 
@@ -90,11 +91,13 @@ class KimiDelta(GatedDeltaNet):
         taps: int,
         eps: float,
         mesh: AnyMesh | None = None,
+        recurrence: Recurrence | None = None,
         dtype: jnp.dtype,
         rngs: nnx.Rngs | None,
     ):
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        self.heads, self.project, self.decays, self.mesh = heads, project, decays, mesh
+        self.heads, self.project, self.decays = heads, project, decays
+        self.mesh, self.recurrence = mesh, recurrence
         width = heads.keys * heads.key_dim
         self.conv = SeparateConvs(width, taps, **kw)
         axes = ["heads" if size == heads.keys and size > 1 else None for size in rates]

@@ -70,7 +70,7 @@ class Mamba2(GatedDeltaNet):
         rngs: nnx.Rngs | None,
     ):
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        self.heads, self.least_step, self.mesh = heads, least_step, mesh
+        self.heads, self.least_step, self.mesh, self.recurrence = heads, least_step, mesh, None
         self.project = MambaProjection(heads, bias=bias, **kw)
         self.conv = ShortConv(heads.channels, taps, bias=conv_bias, **kw)
         self.a_log = parameter((heads.values,), ("heads",), log_rates, **kw)

@@ -1,6 +1,5 @@
 """Recurrences whose tokens are sharded over the mesh axis ``context``: devices exchange their states."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,10 +8,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import CONTEXT, AnyMesh, shard_map
-from nnxmoe.layers.delta_rule import DeltaInputs, product
+from nnxmoe.layers.delta_rule import Chunked, DeltaInputs, product
 from nnxmoe.layers.over_context import gathered
-
-Chunked = Callable[[DeltaInputs, Array], tuple[Array, Array]]
 
 
 def passed_on(

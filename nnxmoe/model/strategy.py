@@ -120,6 +120,7 @@ class Strategy:
     None: ``Scanned()`` with a ``pipeline``, which needs it, else ``Unrolled()``. ``pipeline``: how a `Pipeline` splits
     the layers over the mesh axis ``pipe``; None: every device has a part of every layer.
     ``remat``: what the backward pass computes again. ``quantized``: the product of rows with quantised kernels.
+    ``recurrence``: computes passes of recurrent layers (`nnxmoe.kernels.delta.TokamaxDelta`); None: XLA does.
     ``cache``: a format for the caches of layers (`Int8Cache`); None: the activations' dtype. ``compute_dtype`` None:
     activations have the dtype of the loaded matrices. ``mesh``: where parameters and tokens lie, split by
     ``rules``; ``from_pretrained(mesh=…)`` sets it.
@@ -130,6 +131,7 @@ class Strategy:
     attend: Attend = dataclasses.field(default_factory=_default_attend)
     latent: Callable[..., Any] = dataclasses.field(default_factory=_default_latent)  # a LatentAttend
     quantized: Callable[..., Any] = dataclasses.field(default_factory=_default_quantized)  # a QuantizedProduct
+    recurrence: Callable[..., Any] | None = None  # a Recurrence
     stacking: Stacking | None = None
     remat: Remat | None = None
     cache: CacheFormat | None = None
@@ -144,6 +146,8 @@ class Strategy:
             raise ValueError(f"Strategy(remat={self.remat!r}): give Remat(), an object, or None")
         if self.cache is not None and (isinstance(self.cache, type) or not callable(self.cache)):
             raise ValueError(f"Strategy(cache={self.cache!r}): give Int8Cache(), an object, or None")
+        if self.recurrence is not None:
+            check_object("Strategy", "recurrence", self.recurrence, "TokamaxDelta()")
         if self.stacking is None:
             object.__setattr__(self, "stacking", Unrolled() if self.pipeline is None else Scanned())
         if self.compute_dtype is not None:
@@ -153,7 +157,8 @@ class Strategy:
         for name, example in _EXAMPLES.items():
             check_object("Strategy", name, getattr(self, name), example)
         object.__setattr__(self, "attend", attend_on(self.attend, self.mesh, self.rules))
-        object.__setattr__(self, "quantized", placed_on(self.quantized, self.mesh, self.rules))
+        for name in ("quantized", "recurrence"):
+            object.__setattr__(self, name, placed_on(getattr(self, name), self.mesh, self.rules))
         if self.pipeline is not None:
             self._check_pipeline(self.pipeline)
 
@@ -250,6 +255,7 @@ class Strategy:
                 f"attend    {why(self.attend)}",
                 f"latent    {why(self.latent)}",
                 f"quantized {why(self.quantized)}",
+                *([] if self.recurrence is None else [f"recurrence {self.recurrence}"]),
                 f"stacking  {why(self.stacking)}",
                 *([] if self.pipeline is None else [f"pipeline  {self.pipeline.explain(stages)}"]),
                 f"cache     {self.cache or 'in the dtype of the activations'}",

@@ -1,0 +1,68 @@
+"""The gated delta rule (`nnxmoe.layers.delta_rule`) with tokamax's Pallas kernels for TPUs."""
+
+import dataclasses
+from typing import Self
+
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from nnxmoe.axes import RULES, Rules, divided_over, shard_map, sharded_over, shards
+from nnxmoe.kernels.tokamax import delta_attention
+from nnxmoe.layers.delta_rule import CHUNK, Chunked, DeltaInputs
+
+WIDEST = 256  # keys
+
+
+@dataclasses.dataclass(frozen=True)
+class TokamaxDelta:
+    """``tokamax.ops.kimi_delta_attention``, for recurrent layers with a decay per channel of the keys (Kimi Linear,
+    Ling 3, GLM-5.3) and with one per head, repeated for all channels (Qwen3-Next, Qwen3.5).
+
+    It computes passes of one segment per row with keys of up to 256 numbers, and the layer's own chunks the rest:
+    packed rows, and rows sharded over ``context``. ``implementation``: "mosaic", the kernels for TPUs, or "xla", token
+    by token on any backend. ``mesh``, ``rules``: each device computes its rows and heads; ``Strategy`` sets them.
+    Raises ValueError if tokamax is not installed, or has no such function, as versions before 0.0.17.
+    """
+
+    implementation: str = "mosaic"
+    mesh: Mesh | None = dataclasses.field(default=None, repr=False)
+    rules: Rules = dataclasses.field(default=RULES, repr=False)
+
+    def __post_init__(self) -> None:
+        delta_attention()
+
+    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
+        """The same for a model on this mesh."""
+        return dataclasses.replace(self, mesh=mesh, rules=rules)
+
+    def __call__(
+        self, inputs: DeltaInputs, state: Float[Array, "B N H W"], chunked: Chunked
+    ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
+        """Outputs and the state after all tokens; ``chunked``: the layer's own computation of both."""
+        q, k, v, g, beta, run = inputs
+        if run is not None or k.shape[-1] > WIDEST:
+            return chunked(inputs, state)
+        q, k = (jnp.repeat(a, v.shape[2] // k.shape[2], axis=2) for a in (q, k))
+        g = g if g.ndim == 4 else jnp.broadcast_to(g[..., None], q.shape)
+        given = [jnp.pad(a, ((0, 0), (0, -a.shape[1] % CHUNK), *((0, 0),) * (a.ndim - 2))) for a in (q, k, v, g, beta)]
+        out, state = self._by_head(*(jnp.moveaxis(a, 2, 0) for a in given), state)
+        return jnp.moveaxis(out, 0, 2)[:, : v.shape[1]], state
+
+    def _by_head(self, *given: Array) -> tuple[Array, Array]:
+        """The kernel for ``[N B T …]`` and the state ``[B N H W]``, on each device's rows and heads."""
+        if (mesh := self.mesh) is None or mesh.size == 1:
+            return self._kernel(*given)
+        state = given[-1]
+        axes = sharded_over("heads", mesh, self.rules)
+        heads, rows = (
+            None if state.shape[1] % shards(mesh, axes) else axes or None,
+            divided_over(len(state), mesh) or None,
+        )
+        tokens, states = PartitionSpec(heads, rows), PartitionSpec(rows, heads)
+        return shard_map(self._kernel, mesh, (*(tokens,) * 5, states), (tokens, states))(*given)
+
+    def _kernel(self, q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
+        options = {"scale": 1.0, "output_final_state": True, "implementation": self.implementation}
+        out, state = delta_attention()(q, k, v, g, beta, initial_state=state[:, None], **options)
+        return out, state[:, 0]
