@@ -17,7 +17,7 @@ from nnxmoe.config.rope import Rope
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Wanted
 from nnxmoe.kernels import tokamax
-from nnxmoe.kernels.delta import TokamaxDelta
+from nnxmoe.kernels.tokamax_delta import TokamaxDelta
 from nnxmoe.layers import delta, kimi_delta
 from nnxmoe.layers.cache import Cache
 from nnxmoe.layers.channel_decay import in_chunks_by_channel

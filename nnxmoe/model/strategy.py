@@ -120,7 +120,7 @@ class Strategy:
     None: ``Scanned()`` with a ``pipeline``, which needs it, else ``Unrolled()``. ``pipeline``: how a `Pipeline` splits
     the layers over the mesh axis ``pipe``; None: every device has a part of every layer.
     ``remat``: what the backward pass computes again. ``quantized``: the product of rows with quantised kernels.
-    ``recurrence``: computes passes of recurrent layers (`nnxmoe.kernels.delta.TokamaxDelta`); None: XLA does.
+    ``recurrence``: computes passes of recurrent layers (`nnxmoe.kernels.tokamax_delta.TokamaxDelta`); None: XLA does.
     ``cache``: a format for the caches of layers (`Int8Cache`); None: the activations' dtype. ``compute_dtype`` None:
     activations have the dtype of the loaded matrices. ``mesh``: where parameters and tokens lie, split by
     ``rules``; ``from_pretrained(mesh=…)`` sets it.
