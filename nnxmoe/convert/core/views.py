@@ -144,5 +144,5 @@ def _joined(parts: Mapping[View, LazyArray]) -> LazyArray:
                 part[...] = values
         return out[(*whole(sizes(lead)), *box[len(lead) :])]
 
-    spread = any(array.holders is not None for array in parts.values())
-    return LazyArray(shape, first.dtype, read, holders=() if spread else None)
+    holders = next((array.holders for array in parts.values() if array.holders is not None), None)
+    return LazyArray(shape, first.dtype, read, holders=holders)
