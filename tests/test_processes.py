@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import nnxmoe
 from nnxmoe.convert import maxtext
+from nnxmoe.models import GptOss, GptOssConfig
 from nnxmoe.runtime import launch
 from nnxmoe.runtime.processes import initialize
 from tests.support import worker
@@ -73,6 +75,26 @@ def test_every_process_passes_its_rows_whatever_crosses_processes(tmp_path: Path
         assert wanted["losses"][0] - wanted["losses"][1] > 0.01, "it learns"
         reference = np.concatenate([each["reference"] for each in found])
         np.testing.assert_allclose(reference, wanted["reference"], rtol=2e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_processes_stop_resume_and_save_together(tmp_path: Path) -> None:
+    """If one process gets Ctrl-C, or its callback ends the run, all stop after the same step; each resumes at its own
+    position in the data. Tensors of which each process holds a part, or some whole, are saved."""
+    fields = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    fields |= {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4}
+    config = GptOssConfig(vocab_size=64, layer_types=["full_attention"] * 4, sliding_window=None, **fields)
+    nnxmoe.save_pretrained(GptOss(config, rngs=nnx.Rngs(0)), tmp_path / "base")
+    with Launch(tmp_path, 2, "one stops") as job:
+        job.finish(280)
+    found = [np.load(tmp_path / f"stopped {i}.npz") for i in range(2)]
+    for each in found:
+        assert 2 <= len(each["first"]) < 6 and len(each["ended"]) == 2
+        np.testing.assert_array_equal(each["resumed"], each["wanted"])
+        np.testing.assert_array_equal(each["wanted"], found[0]["wanted"])
+    start = tensors(nnxmoe.from_pretrained(tmp_path / "base"))
+    for name in ("pipe", "expert"):
+        identical(tensors(nnxmoe.from_pretrained(tmp_path / name)), start)
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from nnxmoe.storage.atomic_dir import atomic_dir
@@ -61,6 +62,33 @@ def from_first(make: Callable[[], str]) -> str:
     if data[-1]:
         raise failure or CheckpointError(text)
     return text
+
+
+def from_each(text: str) -> list[str]:
+    """Collective: the texts of all processes, in their order."""
+    if jax.process_count() == 1:
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.ravel(multihost_utils.process_allgather(np.asarray([data.size])))
+    padded = np.pad(data, (0, int(sizes.max()) - data.size))
+    every = multihost_utils.process_allgather(padded)
+    return [bytes(one[:size]).decode() for one, size in zip(every, sizes, strict=True)]
+
+
+def in_any_process(flag: Callable[[], bool], mesh: Mesh | None) -> Callable[[], bool]:
+    """Collective over the processes of a mesh: whether a flag is set in any of them, as a function that waits for the
+    answer, equal in all, so that the devices may be given more work before. Within one process the function reads the
+    flag when it is called."""
+    if mesh is None or not mesh.is_multi_process:
+        return flag
+    mine, rows = np.asarray([flag()]), NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    found = _any_on(mesh)(jax.make_array_from_callback((mesh.size,), rows, lambda at: mine))
+    return lambda: bool(found)
+
+
+@functools.lru_cache(maxsize=8)
+def _any_on(mesh: Mesh) -> Callable[[Array], Array]:
+    return jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def raise_in_all(failure: Exception | None) -> None:

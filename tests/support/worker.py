@@ -22,6 +22,7 @@ import nnxmoe
 from nnxmoe import ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, train
 from nnxmoe.axes import sharding_of
 from nnxmoe.convert import maxtext, orbax_folder
+from nnxmoe.runtime.interrupts import Interrupted
 from nnxmoe.runtime.processes import initialize
 from nnxmoe.storage import write
 from nnxmoe.storage.errors import CheckpointError
@@ -122,6 +123,69 @@ def shares(out: Path) -> None:
         pairs = {"tokens": np.stack([mine, mine[:, ::-1]], 1), "loss_mask": np.ones((len(mine), 2, 8), np.int32)}
         (batch,) = train.with_reference([pairs], model)
         np.savez(out / f"{name} {jax.process_index()}", losses=losses, reference=batch["reference_logps"])
+
+
+class OwnRows:
+    """Rows that differ by process, as the state of their iterator does."""
+
+    def __init__(self) -> None:
+        self.at = 1000 * jax.process_index()
+
+    def __iter__(self) -> "OwnRows":
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        self.at += 1
+        return {"tokens": np.random.default_rng(self.at).integers(0, 256, (2, 8)).astype(np.int32)}
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def stopped(out: Path) -> None:
+    """Trainings that process 1 interrupts, and that its callback ends; without a mesh a training is refused."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    mesh = nnxmoe.make_mesh(fsdp=-1)
+    model = nnxmoe.from_pretrained(HF_CASES / "mixtral_basic" / "model", mesh=mesh)
+    second = jax.process_index() == 1
+
+    def run(steps: int = 6, at_two: Callable[[], Any] = lambda: None, late: bool = True, **more: Any) -> list[float]:
+        def callback(progress: train.Progress) -> Any:
+            return at_two() if second and progress.step == 2 else None
+
+        setattr(callback, "late", late)  # noqa: B010
+        optimizer = optax.sgd(0.1)
+        fitted = train.fit(model, OwnRows(), optimizer=optimizer, steps=steps, callbacks=[callback], **more)
+        return [metrics["loss"] for metrics in fitted.history]
+
+    wanted, kept = run(), train.Checkpoints(out / "run", every=100)
+    try:
+        run(at_two=lambda: os.kill(os.getpid(), signal.SIGINT), checkpoint=kept)
+    except Interrupted as error:
+        first = [metrics["loss"] for metrics in error.fitted.history]
+    else:
+        raise AssertionError("it was not interrupted")
+    resumed = first + run(checkpoint=kept)
+    ended = run(at_two=lambda: True, late=False)
+    np.savez(out / f"stopped {jax.process_index()}", wanted=wanted, resumed=resumed, first=first, ended=ended)
+    model.strategy = nnxmoe.Strategy()
+    try:
+        run()
+    except ValueError as error:
+        assert "mesh=None in a job of 2 processes" in str(error), error
+    else:
+        raise AssertionError("each process would train a model of its own")
+
+
+def stacked(out: Path) -> None:
+    """Saves a model whose tensors hold all experts of a layer, and gate and up alternating."""
+    for name, sizes in {"pipe": {"pipe": 2}, "expert": {"expert": 2}}.items():
+        strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned(), pipeline=nnxmoe.Pipeline(2) if name == "pipe" else None)
+        model = nnxmoe.from_pretrained(out / "base", mesh=nnxmoe.make_mesh(**sizes), strategy=strategy)
+        nnxmoe.save_pretrained(model, out / name)
 
 
 def saved(plan: str, out: Path) -> None:
@@ -244,6 +308,9 @@ def main(out: Path, task: str, *plans: str) -> None:
             shares(out)
         case "checkpoint":
             checkpoints(out)
+        case "one stops":
+            stacked(out)
+            stopped(out)
         case "cannot save":
             cannot_save(out)
         case "step":

@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,10 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from nnxmoe.axes import CONTEXT, batch_axes, context_over, shards
 from nnxmoe.runtime.progress import logger
+from nnxmoe.storage.multihost import from_each
 from nnxmoe.train.loop.batch import Batch, as_arrays, check_ids, rows_of
 from nnxmoe.train.loop.step import Step
 
 _BYTES = "base64"  # of a state in bytes, such as that of grain's DataLoader
+_PROCESSES = "processes"  # the position of each, such as that of a DataLoader with grain.ShardByJaxProcess
 
 
 class BatchSource:
@@ -45,7 +48,15 @@ class BatchSource:
         return {"taken": self.taken, "state": own}
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Continue at the position of an earlier run."""
+        """Continue at the position of an earlier run, as `in_every_process` gave it."""
+        if (each := position.get(_PROCESSES)) is not None:
+            if len(each) != jax.process_count():
+                raise ValueError(
+                    f"the checkpoint holds a state of the data for each of {len(each)} processes, which differ, and "
+                    f"this run has {jax.process_count()}: resume with {len(each)} processes, or use data whose state "
+                    "is equal in all of them, such as train.batches"
+                )
+            position = each[jax.process_index()]
         if (state := position["state"]) is not None:
             if not _resumes(self.batches):
                 raise ValueError(
@@ -60,6 +71,12 @@ class BatchSource:
             logger.warning("the data has no set_state: skipping %d batches by reading them", position["taken"])
         while self.taken < position["taken"]:
             self.next()
+
+
+def in_every_process(position: dict[str, Any]) -> dict[str, Any]:
+    """Collective: the position to save, which is that of each process if they differ."""
+    every = [json.loads(text) for text in from_each(json.dumps(position))]
+    return position if all(one == every[0] for one in every) else {_PROCESSES: every}
 
 
 def _resumes(batches: Any) -> bool:

@@ -21,6 +21,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.copies import on_mesh
 from nnxmoe.runtime.interrupts import Interrupted, stopping
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
+from nnxmoe.storage.multihost import in_any_process
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.evaluator import Evaluation, Evaluator
 from nnxmoe.train.loop.feed import BatchSource
@@ -89,6 +90,11 @@ def fit(
     if options.get("trainable") is None:
         options["trainable"] = _trainable(model)
     step = Step(model, optimizer, **options)
+    if step.mesh is None and (count := jax.process_count()) > 1:
+        raise ValueError(
+            f"mesh=None in a job of {count} processes: each would train a model of its own on its share of the rows; "
+            "pass a mesh over all processes, such as mesh=nnxmoe.make_mesh(fsdp=-1)"
+        )
     _refuse_beyond_memory(step)
     if isinstance(checkpoint, str | os.PathLike):
         checkpoint = Checkpoints(checkpoint, every=_SAVE_EVERY)
@@ -98,7 +104,7 @@ def fit(
             held = evaluate if evaluate is None or isinstance(evaluate, Evaluation) else Evaluation(evaluate)
             evaluator = None if held is None else Evaluator(step, held)
             fitted = run.go(evaluator, callbacks, stop)
-        if stop.asked:
+        if in_any_process(lambda: stop.asked, step.mesh)():
             saved = "" if checkpoints is None else f"; saved in {checkpoints.folder}"
             raise Interrupted(f"interrupted after the last step{saved}", fitted)
         return fitted

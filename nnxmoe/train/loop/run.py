@@ -16,9 +16,10 @@ from nnxmoe.runtime.interrupts import Interrupted, Stop
 from nnxmoe.runtime.programs import JitProgram
 from nnxmoe.runtime.progress import logger, progress_bar
 from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.multihost import in_any_process
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.evaluator import Evaluator
-from nnxmoe.train.loop.feed import BatchSource, put_batch
+from nnxmoe.train.loop.feed import BatchSource, in_every_process, put_batch
 from nnxmoe.train.loop.fingerprint import fingerprint
 from nnxmoe.train.loop.measured import CHECKPOINT, DATA, DEVICE, EVALUATION, Metrics, Spent, metrics_of, shown_metrics
 from nnxmoe.train.loop.speed import peak_flops
@@ -74,6 +75,7 @@ class _StepMade:
     position: dict[str, Any]
     batch: Batch
     report: Report
+    asked: Callable[[], bool]  # whether Ctrl-C was pressed, in any process
 
 
 class Run:
@@ -114,7 +116,7 @@ class Run:
                 """Return whether training stops after this step, and whether it was interrupted in it."""
                 assert bar is not None
                 metrics, load = self._read(made, stop)
-                interrupted = now and stop.asked
+                interrupted = now and made.asked()
                 last = self._after(made, metrics, load, evaluator, callbacks, interrupted)
                 history.append(metrics)
                 bar.set_postfix(shown_metrics(metrics), refresh=False)
@@ -137,14 +139,15 @@ class Run:
                         silent = {"disable": True} if jax.process_index() else {}  # False overrides TQDM_DISABLE
                         given = {"total": self.steps, "initial": self.first, "desc": "training", "unit": "step"}
                         bar = shown.enter_context(progress_bar(**given, **silent))
+                    asked = in_any_process(lambda: stop.asked, self.step.mesh)
                     with jax.profiler.StepTraceAnnotation("train", step_num=number):
                         self.state, report = self.step.run(self.state, batch)
                 finally:
                     if before is not None:  # also where the data end or are refused
                         made, before = before, None
                         read(made, False)
-                made = _StepMade(number, position, batch, report)
-                if _late(callbacks) and number > self.first + 1 and not self._due(number, evaluator) and not stop.asked:
+                made = _StepMade(number, position, batch, report, asked)
+                if _late(callbacks) and number > self.first + 1 and not self._due(number, evaluator) and not asked():
                     before = made
                     continue
                 last, interrupted = read(made, True)
@@ -216,6 +219,7 @@ class Run:
         progress = Progress(number, self.steps, metrics, load, _unseen if late else lambda: self.step.model(self.state))
         answers = [callback(progress) for callback in callbacks]
         stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
+        stop = stop if late else in_any_process(lambda: stop, self.step.mesh)()
         if stop and evaluator is not None and "evaluation" not in metrics:
             metrics |= self._evaluated(evaluator)
         if stop and late:
@@ -224,8 +228,8 @@ class Run:
         if save or (self.checkpoints is not None and self.checkpoints.due(number)):
             finite = jax.device_get(self.finite(self.state.params))
             self._refuse_nonfinite("new values", finite, made.report, number)
-        if self.checkpoints is not None:
-            extra = {"data": made.position, "base": self.base}
+        if self.checkpoints is not None and (save or self.checkpoints.due(number)):
+            extra = {"data": in_every_process(made.position), "base": self.base}
             with self.spent.on(CHECKPOINT):
                 self.checkpoints.save(number, self.step.saved(self.state), extra, force=save)
         return last or stop
