@@ -17,13 +17,12 @@ from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Constraint
 from nnxmoe.generation.grouping import LARGE, SMALL, PrefillGroup, chunk_sizes
-from nnxmoe.generation.passes import Room, cache_bytes
+from nnxmoe.generation.passes import Room, cache_bytes, fits
 from nnxmoe.generation.request import Eos, Finish, Request, Wanted, eos_ids, refuse_ids, whole_number
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.generation.text import TextStream
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import bucket
-from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import logger
 
 SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens, for up to 8 rows; rows, if there are several
@@ -187,8 +186,8 @@ def _requests(
 
 def _batch(model: CausalLM, rows: int, capacity: int) -> int:
     """Number of rows to compute: rounded up to 1, 8, 12, 16, …, or exact if memory is short."""
-    batch, (have, _) = rows if rows == 1 else bucket(rows, SMALLEST_BATCH), memory_bytes()
-    return batch if cache_bytes(model, batch, Room(capacity, 0)) <= have else rows
+    batch = rows if rows == 1 else bucket(rows, SMALLEST_BATCH)
+    return batch if fits(model, cache_bytes(model, batch, Room(capacity, 0))) else rows
 
 
 def left_aligned(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:

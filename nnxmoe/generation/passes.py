@@ -31,6 +31,7 @@ from nnxmoe.moe.experts import Experts
 from nnxmoe.runtime.memory import local_bytes, memory_bytes
 from nnxmoe.runtime.programs import announced
 from nnxmoe.runtime.progress import logger
+from nnxmoe.storage.multihost import in_any_process
 
 
 class Room(NamedTuple):
@@ -138,10 +139,10 @@ def unrolled(model: CausalLM) -> CausalLM:
         return copy
     del copy
     need = local_bytes((a.shape, a.dtype, None) for a in jax.tree.leaves(scanned))
-    have, where = memory_bytes()
-    if need <= have:
+    if fits(model, need):
         _copies[model] = graph, [weakref.ref(leaf) for leaf in leaves], unscan(model)
         return _copies[model][-1]
+    have, where = memory_bytes()
     logger.warning(
         "the layers are scanned, which decodes slowly, and %s (%s) has no room for a copy of %s: load the "
         "model with Strategy(stacking=Unrolled())",
@@ -150,6 +151,12 @@ def unrolled(model: CausalLM) -> CausalLM:
         bytes_text(need),
     )
     return model
+
+
+def fits(model: CausalLM, need: int) -> bool:
+    """Whether so many bytes are free in this process and in the others that hold the model, which decide alike."""
+    short = need > memory_bytes()[0]
+    return not in_any_process(lambda: short, model.mesh)()
 
 
 def steady(model: CausalLM, tokens: int) -> CausalLM:

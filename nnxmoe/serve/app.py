@@ -39,6 +39,12 @@ class Endpoints:
     """The endpoints of one model. ``service`` is set while the application runs; ``started`` is called first."""
 
     def __init__(self, engine: Engine, tokenizer: Any, stop_ids: tuple[int, ...], settings: ServerSettings):
+        if (mesh := engine.model.mesh) is not None and mesh.is_multi_process:
+            raise ValueError(
+                f"the engine's model is sharded over several processes (mesh {dict(mesh.shape)}), and only one gets "
+                "the requests: load it on a mesh of this process's devices, "
+                "nnxmoe.make_mesh(…, devices=jax.local_devices())"
+            )
         self.started: Callable[[], None] = lambda: None
         vocab = int(engine.model.embed.table.shape[0])
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
