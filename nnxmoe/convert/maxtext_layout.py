@@ -25,10 +25,10 @@ from nnxmoe.convert.core.layout import (
     Leaf,
     Parameter,
     add_part,
-    arrays_of,
     parameters,
 )
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
+from nnxmoe.convert.core.lazy_leaves import arrays_of
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.maxtext_layers import LayerBlocks, LayerGroups, Places
 from nnxmoe.storage.errors import CheckpointError

@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short
 from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.convert.core.layout import SAME, Change, Leaf, add_part, arrays_of, parameters
+from nnxmoe.convert.core.layout import SAME, Change, Leaf, add_part, parameters
 from nnxmoe.convert.core.lazy_array import LazyArray
+from nnxmoe.convert.core.lazy_leaves import arrays_of
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, restore, unless_cast
 from nnxmoe.convert.hf.side_files import read_config, read_generation_config, write_side_files

@@ -1,10 +1,12 @@
 """Runs a script as several processes on this machine: ``python -m nnxmoe.runtime.launch 2 script.py …``.
 
-Each gets its own CPU devices and the environment in which ``nnxmoe.runtime.processes.initialize()`` finds the others. A
-convenience: on a cluster its own launcher does this.
+Each gets its own CPU devices and the environment in which ``nnxmoe.runtime.processes.initialize()`` finds the others.
+Ctrl-C interrupts all of them, so that a training saves its step, and a second one kills them. A convenience: on a
+cluster its own launcher does this.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -25,15 +27,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.command or min(options.count, options.devices) < 1:
         parser.error("give at least one process, one device and the script to run")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # not so under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     port, running = free_port(), []
     try:
         for i in range(options.count):
             env = os.environ | environment(i, options.count, port, options.devices)
-            running.append(subprocess.Popen([sys.executable, *options.command], env=env, stdin=subprocess.DEVNULL))
+            command = [sys.executable, *options.command]  # a group of its own: Ctrl-C reaches this process only
+            running.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, process_group=0))
         while None in (codes := [process.poll() for process in running]) and not any(codes):
             time.sleep(0.05)
     except KeyboardInterrupt:
+        with contextlib.suppress(KeyboardInterrupt):
+            for process in running:
+                process.send_signal(signal.SIGINT)
+            for process in running:
+                process.wait()
         return 130
     finally:
         for process in running:

@@ -20,8 +20,9 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import parse_bytes, some
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.fill import fill
-from nnxmoe.convert.core.layout import Leaf, arrays_of
+from nnxmoe.convert.core.layout import Leaf
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
+from nnxmoe.convert.core.lazy_leaves import arrays_of
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import refuse
 from nnxmoe.convert.core.views import with_views
