@@ -257,6 +257,15 @@ def test_launcher_starts_processes_with_their_arguments(script: str) -> None:
 
 
 @pytest.mark.commands
+def test_finetune_needs_a_mesh_for_several_processes(tmp_path: Path) -> None:
+    """Each would train alone, and write into the same folder."""
+    command = ["-m", "nnxmoe", "finetune", "demo", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    done = python("-m", "nnxmoe.runtime.launch", "2", *command)
+    assert done.returncode == 1 and not (tmp_path / "out").exists()
+    assert "this job has 2 processes" in done.stderr and "--mesh fsdp=2" in done.stderr
+
+
+@pytest.mark.commands
 def test_launcher_stops_every_process_if_one_fails(script: str) -> None:
     done = python("-m", "nnxmoe.runtime.launch", "2", script, "fail")
     assert done.returncode == 1 and "KeyError: 'here'" in done.stderr

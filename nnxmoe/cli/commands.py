@@ -146,6 +146,11 @@ def finetune(options: argparse.Namespace) -> None:
     names = [field.name for field in dataclasses.fields(tuning.Finetune) if field.name != "model"]
     task = tuning.Finetune(_weights(options.model), **{name: getattr(options, name) for name in names})
     mesh = devices.mesh_of(options.mesh, connect=True)
+    if mesh is None and (count := jax.process_count()) > 1:
+        raise ValueError(
+            f"this job has {count} processes, and each would train a model of its own: give --mesh with all "
+            f"{jax.device_count()} devices, such as --mesh fsdp={jax.device_count()}"
+        )
     say("running on %s", devices.text(mesh))
     kept = {name: getattr(options, name) for name in ("save_every", "local_files_only", "profile")}
     try:

@@ -1,5 +1,6 @@
 """The devices that a command runs on."""
 
+import os
 from typing import Any
 
 import jax
@@ -10,11 +11,11 @@ from nnxmoe.runtime import processes
 
 def mesh_of(mesh: Any, *, connect: bool = False) -> Any:
     """The first devices as a mesh of the sizes of ``--mesh``; None without one. ``connect``: over all processes of a
-    job."""
+    job, which are connected without a mesh only if ``JAX_NUM_PROCESSES`` says that there are some."""
+    if connect and (mesh is not None or "JAX_NUM_PROCESSES" in os.environ):
+        processes.initialize()
     if mesh is None:
         return None
-    if connect:
-        processes.initialize()
     found = jax.devices()
     if mesh.size > len(found):
         axes = ",".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
