@@ -90,12 +90,7 @@ def fit(
     if options.get("trainable") is None:
         options["trainable"] = _trainable(model)
     step = Step(model, optimizer, **options)
-    if step.mesh is None and (count := jax.process_count()) > 1:
-        raise ValueError(
-            f"mesh=None in a job of {count} processes: each would train a model of its own on its share of the rows; "
-            "pass a mesh over all processes, such as mesh=nnxmoe.make_mesh(fsdp=-1)"
-        )
-    _refuse_beyond_memory(step)
+    _refuse_unfit(step)
     if isinstance(checkpoint, str | os.PathLike):
         checkpoint = Checkpoints(checkpoint, every=_SAVE_EVERY)
     with stopping() as stop:
@@ -122,7 +117,13 @@ def _trainable(model: CausalLM) -> Any:
     return nnx.Param
 
 
-def _refuse_beyond_memory(step: Step) -> None:
+def _refuse_unfit(step: Step) -> None:
+    """Raise ValueError for several processes without a mesh, and for a state that does not fit in memory."""
+    if step.mesh is None and (count := jax.process_count()) > 1:
+        raise ValueError(
+            f"mesh=None in a job of {count} processes: each would train a model of its own on its share of the rows; "
+            "pass a mesh over all processes, such as mesh=nnxmoe.make_mesh(fsdp=-1)"
+        )
     state = step.shapes()
     arrays = [*jax.tree.leaves((state.params, state.frozen, state.moments)), *state.params.values()]  # again: gradients
     need = local_bytes(

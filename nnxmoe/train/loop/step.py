@@ -152,7 +152,9 @@ class Step:
         """The compiled step for batches of these shapes. An equal step of another object has the same program."""
         rows = rows_of(batch)
         if rows % self.accumulate:
-            raise ValueError(f"a batch of {rows} rows cannot be cut into accumulate={self.accumulate} parts")
+            raise ValueError(
+                f"a batch of {rows} rows cannot be cut into accumulate={self.accumulate} parts: use a divisor of {rows}"
+            )
         if (shapes := shapes_of(dict(batch))) not in self._programs:
             self._programs[shapes] = self._run.prepare(state, dict(batch))
         return self._programs[shapes]
