@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import nnxmoe
 from nnxmoe import cli
 from nnxmoe.serve import engine_thread
 from nnxmoe.serve.answer_form import AnswerForm
-from nnxmoe.serve.app import PAGE
+from nnxmoe.serve.app import PAGE, Endpoints
 from nnxmoe.serve.reasoning import Reasoning, ReasoningSplit
 from nnxmoe.serve.token_texts import TokenTexts
 from tests.benchmarks.server import Load
@@ -698,6 +699,15 @@ def test_the_command_stops_gracefully() -> None:
 def test_the_command_refuses(line: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(line) == 1
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.wrong_types
+def test_a_model_over_several_processes_is_refused() -> None:
+    """Only the process that gets a request would take its steps."""
+    engine: Any = SimpleNamespace(model=SimpleNamespace(mesh=SimpleNamespace(is_multi_process=True, shape={"fsdp": 2})))
+    settings: Any = None
+    with pytest.raises(ValueError, match="sharded over several processes"):
+        Endpoints(engine, None, (), settings)
 
 
 @pytest.mark.slow
