@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe.convert import maxtext, maxtext_layout
+from nnxmoe.convert.conversion import kind_of
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.models import model_class
@@ -251,6 +253,58 @@ def test_training_states_are_reduced_to_parameters(caplog: pytest.LogCaptureFixt
         maxtext.from_tree({**tree["params"]["params"], "params": moments}, config)
 
 
+def test_variables_of_nnx_and_values_in_boxes_are_read(caplog: pytest.LogCaptureFixture) -> None:
+    """MaxText's own modules are NNX: an ``nnx.State`` has random keys, and biases of routers with layers on axis 0."""
+    config, stored, _ = newer("deepseek_v32")
+    wanted = maxtext.from_tree(nested(stored), config)
+
+    class MoEBiasVar(nnx.Variable):
+        """As MaxText's."""
+
+    variables = {
+        tuple(name.split("/")[1:]): (MoEBiasVar if name.startswith("nnx_aux") else nnx.Param)(array)
+        for name, array in stored.items()
+    }
+    rngs = nnx.state(nnx.Rngs(0))
+    state = nnx.merge_state(nnx.from_flat_state(variables), nnx.State({"decoder": {"dropout": {"rngs": rngs}}}))
+    for tree in (state, {"params": state}):
+        equal_states(maxtext.from_tree(tree, config), wanted, "deepseek_v32")
+    boxed = jax.tree.map(lambda a: {"value": a}, nested(params_of("mixtral_scanned")))
+    model = maxtext.from_tree(boxed, config_of("mixtral_scanned"))
+    identical(flat(maxtext.to_tree(model)), params_of("mixtral_scanned"))
+
+
+def test_layers_scanned_on_the_first_axis() -> None:
+    """MaxText's ``param_scan_axis: 0``; a part of them so is an error."""
+    params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
+    first = {name: np.moveaxis(a, 1, 0) if "/layers/" in name else a for name, a in params.items()}
+    identical(flat(maxtext.to_tree(maxtext.from_tree(nested(first), config))), params)
+    name = "params/decoder/layers/MoeBlock_0/wo"
+    with pytest.raises(CheckpointError, match="has shape"):
+        maxtext.from_tree(nested(first | {name: params[name]}), config)
+
+
+def test_prediction_layers_of_maxtext_are_skipped() -> None:
+    params, config = params_of("deepseek3_unscanned"), config_of("deepseek3_unscanned")
+    name, bias = "mtp_block/mtp_layer_1/mtp_1_projection/kernel", "mtp_block/mtp_layer_1/gate/bias"
+    tree = nested(params | {f"params/{name}": np.ones((4, 2)), f"nnx_aux/{bias}": np.ones(3)})
+    model = maxtext.from_tree(tree, config)
+    identical(flat(maxtext.to_tree(model, scan_layers=False)), params)
+    assert set(*model.load_report.skipped.values()) == {name, bias}
+
+
+@pytest.mark.wrong_types
+def test_what_is_no_tree_of_arrays_is_refused() -> None:
+    params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
+    for tree in (None, [params], nnx.Rngs(0), np.ones(3)):
+        with pytest.raises(ValueError, match=rf"the tree is a {type(tree).__name__}: give nested dicts of arrays"):
+            maxtext.from_tree(tree, config)
+    name = "params/decoder/decoder_norm/scale"
+    for leaf in (None, "x", [1.0] * 32, nnx.relu):
+        with pytest.raises(ValueError, match=rf"not arrays of JAX or NumPy: {name} \({type(leaf).__name__}\)"):
+            maxtext.from_tree(params | {name: leaf}, config)
+
+
 def mixed(params: Flat, narrow: str) -> Flat:
     return {name: a.astype(jnp.bfloat16) if narrow in name else a for name, a in params.items()}
 
@@ -448,6 +502,40 @@ def test_saved_checkpoints_have_maxtext_structure(tmp_path: Path, parameters_onl
     assert "mask_value 3" in maxtext.load(tmp_path / "new").load_report.notes[0]
     with pytest.raises(CheckpointError, match="new"):
         maxtext.save(model, tmp_path / "new")
+
+
+def test_items_of_any_name_and_trees_without_params(tmp_path: Path) -> None:
+    """Orbax calls an item ``default`` if its caller does not name it; MaxText's NNX format has no ``params``."""
+    case, wanted = CASES / "mixtral_scanned", params_of("mixtral_scanned")
+    config = config_of(case.name)
+    for where in ("step/4/default", "item/state", "bare/4"):
+        shutil.copytree(case / "orbax_to_maxtext" / "0" / "items", tmp_path / where)
+        folder = tmp_path / where.split("/")[0]
+        assert kind_of(str(folder)) == "maxtext"
+        identical(flat(maxtext.to_tree(maxtext.load(folder, config))), wanted)
+    shutil.copytree(tmp_path / "item/state", tmp_path / "item/other")
+    for read in (lambda folder: maxtext.load(folder, config), lambda folder: kind_of(str(folder))):
+        with pytest.raises(CheckpointError, match="item holds other, state: give the folder of one of these"):
+            read(tmp_path / "item")
+    tree = jax.tree.map(lambda a: {"value": jnp.asarray(a)}, nested(wanted)["params"])
+    ocp.PyTreeCheckpointer().save(tmp_path / "nnx", tree)
+    identical(flat(maxtext.to_tree(maxtext.load(tmp_path / "nnx", config))), wanted)
+    ocp.PyTreeCheckpointer().save(tmp_path / "odd", {"weights": np.ones(3)})
+    with pytest.raises(CheckpointError, match="odd has no 'params', only 'weights'"):
+        maxtext.load(tmp_path / "odd", config)
+
+
+def test_urls_are_no_paths_below_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, url = build_tiny("llama", nnxmoe.Strategy()), "gs://bucket/run"
+    saves = [lambda save=save: save(model, url) for save in (maxtext.save, nnxmoe.save, nnxmoe.save_pretrained)]
+    loads = [lambda: maxtext.load(url, model.config), lambda: nnxmoe.load(url), lambda: nnxmoe.from_pretrained(url)]
+    for call in (*saves, *loads, lambda: kind_of(url)):
+        with pytest.raises(ValueError, match="gs://bucket/run is a URL: give a path of this machine"):
+            call()
+    with pytest.raises(ValueError, match="is a URL: give the repository's id, such as 'org/name'"):
+        nnxmoe.from_pretrained("https://huggingface.co/org/name")
+    assert not list(tmp_path.iterdir())
 
 
 def test_incomplete_step_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

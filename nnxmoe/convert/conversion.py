@@ -114,15 +114,16 @@ def kind_of(path_or_hub_id: str) -> str:
         return "hf"
     if (folder / NATIVE_FILE).exists():
         return "orbax"
-    with contextlib.suppress(CheckpointError):
+    try:
         maxtext.items(folder)
         return "maxtext"
-    if any(folder.glob("*.safetensors")):
-        return "hf"
-    raise CheckpointError(
-        f"{folder} holds no checkpoint: neither safetensors (Hugging Face), nor {NATIVE_FILE} (nnxmoe.save), "
-        "nor an Orbax folder with _METADATA, items or a step such as 0/items (MaxText)"
-    )
+    except CheckpointError as error:
+        if any(folder.glob("*.safetensors")):
+            return "hf"
+        raise CheckpointError(
+            f"{folder} holds no checkpoint: neither safetensors (Hugging Face) nor {NATIVE_FILE} (nnxmoe.save), and for "
+            f"MaxText: {error}"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
@@ -22,9 +23,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.convert import orbax_folder
 from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.convert.core.layout import (
-    QUERY,
-)
+from nnxmoe.convert.core.layout import QUERY, Leaf
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, check_config, restore, unless_cast
@@ -40,8 +39,13 @@ from nnxmoe.storage.source import find_config
 
 Tree = Mapping[str, Any]
 _TRAINING = frozenset({"opt_state", "step"})  # stored next to params in a training state
+_MTP = "mtp_block"  # MaxText's prediction layers, beside the decoder
 BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of the routers' correction biases
-_AROUND = re.compile(r"^(params/){0,2}(?P<aux>nnx_aux/(model/)?|[A-Z]\w*Var/)?(?=(decoder|token_embedder)/)")
+_BARE = ("decoder", "token_embedder")  # the tops of a tree without ``params``
+_AROUND = re.compile(
+    rf"^(params/){{0,2}}(?P<aux>nnx_aux/((model|params)/)?|[A-Z]\w*Var/)?(?=({'|'.join(_BARE)}|{_MTP})/)"
+)
+_NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or what an interrupted save left
 
 
 def _warn_of_rounding(model: CausalLM, found: LazyArrays) -> None:
@@ -83,10 +87,10 @@ def from_tree(
 
     ``dtype`` None: as in the tree. The optimizer state of a training state is skipped and listed in ``load_report``.
     Raises CheckpointError (a ValueError) that lists all missing and unexpected arrays, and all shapes that differ from
-    those of the config.
+    those of the config. ValueError for what is no tree of arrays.
     """
-    tops = _TRAINING & tree.keys() if "params" in tree else set()
-    found = {"/".join(path): leaf for path, leaf in _leaves(tree, ()) if path[0] not in tops}
+    tops = _TRAINING & tree.keys() if isinstance(tree, Mapping) and "params" in tree else set()
+    found = {name: leaf for name, leaf in leaves(tree).items() if name.split("/")[0] not in tops}
     if empty := [name for name, leaf in found.items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
         raise CheckpointError(f"the tree holds shapes without values: {some(empty)}")
     skipped = {"state of a training": tuple(sorted(tops))} if tops else {}
@@ -111,10 +115,17 @@ def _model(
     # The queries' factor stays in the config, or is in `times`.
     wanted = layout(model, scan, back | {QUERY: dataclasses.replace(back[KEY], times=times)})
     # MaxText 0.2.5 also stores other values in nnx_aux, such as the state of random number generators.
-    aside = tuple(name for name, (_, aux) in names.items() if aux and name not in wanted)
-    skipped = {**report.skipped, "no parameter of the model (nnx_aux)": aside} if aside else report.skipped
+    rules = {
+        f"prediction layers, which are MaxText's own ({_MTP})": tuple(n for n in names if n.startswith(f"{_MTP}/")),
+        "no parameter of the model (nnx_aux)": tuple(
+            n for n, (_, aux) in names.items() if aux and n not in wanted and not n.startswith(f"{_MTP}/")
+        ),
+    }
+    skipped = {**report.skipped, **{rule: aside for rule, aside in rules.items() if aside}}
+    names = {n: found for n, found in names.items() if not any(n in aside for aside in rules.values())}
     stacked = {name for name, leaf in wanted.items() if leaf.axis is not None}
-    given = {n: _from_aux(a) if aux and n in stacked else a for n, (a, aux) in names.items() if n not in aside}
+    turned = _layers_first({n: a.shape for n, (a, aux) in names.items() if not aux}, wanted)
+    given = {n: _layers_second(a) if (aux or turned) and n in stacked else a for n, (a, aux) in names.items()}
     given = ours(wanted, given, model.maxtext_streams)
     misfit = f"{report.source} does not fit the config ({config.model_type})"
     restore(model, wanted, given, kind, dataclasses.replace(report, skipped=skipped), misfit)
@@ -175,21 +186,29 @@ def load(
 
 def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """Name -> lazy array of the parameters in a MaxText Orbax checkpoint."""
-    return orbax_folder.read(items(absolute(folder)), ("params", "nnx_aux"))
+    return orbax_folder.read(items(absolute(folder)), ("params", "nnx_aux", *_BARE))
 
 
 def items(folder: pathlib.Path) -> pathlib.Path:
-    """The folder with the arrays: the folder itself, its ``items``, or the ``items`` of its last complete step."""
+    """The folder with the arrays: the folder itself, its item, or the item of its last complete step. An item is called
+    ``items``, or else the only one, such as ``default``. Raises CheckpointError for none or several."""
     steps = sorted(
         (path for path in folder.glob("*") if path.name.isdecimal()), key=lambda p: int(p.name), reverse=True
     )
-    for where in (folder, folder / "items", *(step / "items" for step in steps)):
-        if (where / "_METADATA").is_file():
-            if incomplete := steps[: steps.index(where.parent)] if where.parent in steps else []:
+    for where in (folder, *steps):
+        found = sorted(path.parent for path in where.glob("*/_METADATA") if not _NO_ITEM.search(path.parent.name))
+        found = [where] if (where / "_METADATA").is_file() else [p for p in found if p.name == "items"] or found
+        if len(found) > 1:
+            raise CheckpointError(f"{where} holds {some([p.name for p in found])}: give the folder of one of these")
+        if found:
+            if incomplete := steps[: steps.index(where)] if where in steps else []:
                 names = ", ".join(step.name for step in incomplete)
-                logger.warning("%s: step %s is read; incomplete: %s", folder, where.parent.name, names)
-            return where
-    raise CheckpointError(f"{folder} holds no Orbax checkpoint: neither _METADATA, items nor a step such as 0/items")
+                logger.warning("%s: step %s is read; incomplete: %s", folder, where.name, names)
+            return found[0]
+    raise CheckpointError(
+        f"{folder} holds no Orbax checkpoint: neither _METADATA, items nor a step such as 0/items; give the folder "
+        "that holds _METADATA"
+    )
 
 
 def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
@@ -201,15 +220,24 @@ def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
     names: dict[str, tuple[LazyArray, bool]] = {}
     for name in sorted(found, key=lambda name: "Var/" in name):
         prefix = _AROUND.match(name)
-        short = name[prefix.end() :] if prefix else name
+        short = (name[prefix.end() :] if prefix else name).removesuffix("/value")  # of a box or an nnx.State in a file
         if short in names and "Var/" not in name:
             raise CheckpointError(f"there are two arrays {short}, one of them at {name}: remove one of them")
         names[short] = found[name], bool(prefix and prefix["aux"])
     return names
 
 
-def _from_aux(array: LazyArray) -> LazyArray:
-    """An array of MaxText 0.2.5's ``nnx_aux``, which has layers on axis 0, with layers moved to axis 1."""
+def _layers_first(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Leaf]) -> bool:
+    """Whether MaxText scanned layers on axis 0 (``param_scan_axis: 0``): as all shapes say that can tell."""
+    if any(leaf.arranged is not None for leaf in wanted.values()):
+        return False
+    pairs = [(shapes[n], leaf.shape) for n, leaf in wanted.items() if leaf.axis is not None and n in shapes]
+    telling = [(shape, there) for shape, own in pairs if (there := (own[1], own[0], *own[2:])) != own]
+    return bool(telling) and all(shape == there for shape, there in telling)
+
+
+def _layers_second(array: LazyArray) -> LazyArray:
+    """An array with layers on axis 0, as in MaxText 0.2.5's ``nnx_aux``, with layers moved to axis 1."""
     shape = (*array.shape[1:2], array.shape[0], *array.shape[2:])
 
     def read(box: Box, empty: Empty) -> np.ndarray:
@@ -218,11 +246,30 @@ def _from_aux(array: LazyArray) -> LazyArray:
     return dataclasses.replace(array, shape=shape, read_box=read)
 
 
-def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(tree: Tree) -> dict[str, Any]:
+    """Name -> array of a tree of mappings, boxed or not, without random keys; variables of NNX other than parameters
+    are below ``nnx_aux``, where MaxText has them. Raises ValueError for other values."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(
+            f"the tree is a {type(tree).__name__}: give nested dicts of arrays, such as state.params or nnx.state(module)"
+        )
+    found = dict(_leaves(tree, ()))
+    if odd := [f"{name} ({type(a).__name__})" for name, a in found.items() if not _is_array(a)]:
+        raise ValueError(f"the tree holds values that are not arrays of JAX or NumPy: {some(odd)}")
+    return found
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float)
+
+
+def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping):
         for name, branch in tree.items():
             yield from _leaves(branch, (*path, str(name)))
-    elif isinstance(tree, meta.AxisMetadata):
-        yield path, tree.unbox()
-    else:
-        yield path, tree.get_value() if isinstance(tree, nnx.Variable) else tree
+        return
+    value = tree.unbox() if isinstance(tree, meta.AxisMetadata) else tree
+    value = tree.get_value() if isinstance(tree, nnx.Variable) else value
+    aux = isinstance(tree, nnx.Variable) and not isinstance(tree, nnx.Param)
+    if not (isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)):
+        yield "/".join(("nnx_aux", *path) if aux else path), value

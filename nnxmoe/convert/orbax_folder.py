@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import type_handlers
 
+from nnxmoe.config.printable import some
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, sizes
 from nnxmoe.runtime.memory import give_back
 from nnxmoe.storage.errors import CheckpointError, check_orbax_path, summary
@@ -155,7 +156,7 @@ class _Opener(type_handlers.NumpyHandler):
 
 
 def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
-    """Name -> lazy array of the tree in a folder. ``tops``: read only these branches; the first must exist."""
+    """Name -> lazy array of the tree in a folder. ``tops``: read only these branches, one of which must exist."""
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{folder} holds no Orbax checkpoint: it has no _METADATA")
     check_orbax_path(folder)
@@ -163,8 +164,8 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
     with _readable(folder):
         stored: dict[str, Any] = dict(reader.metadata(folder).tree)
     wanted = stored if tops is None else {top: stored[top] for top in tops if top in stored}
-    if tops is not None and tops[0] not in wanted:
-        raise CheckpointError(f"{folder} has no {tops[0]!r}, only {', '.join(map(repr, stored)) or 'nothing'}")
+    if tops is not None and not wanted:
+        raise CheckpointError(f"{folder} has no {tops[0]!r}, only {some(list(map(repr, stored))) or 'nothing'}")
     given = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=given, partial_restore=True)
     found, lock = dict[str, LazyArray](), threading.Lock()

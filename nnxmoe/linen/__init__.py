@@ -116,7 +116,7 @@ def from_linen(
     if mapping is not None:
         return from_mapping(params, config, mapping, strategy, mesh)
     names = flat(params)
-    if names and not any(name.startswith("decoder/") for name in names):
+    if names and not any("decoder" in name.split("/")[:-1] for name in names):
         raise ValueError(
             f"no name of the Linen tree begins with decoder/ ({some(sorted(names), 2)}), as MaxText's do: give a "
             "mapping; nnxmoe.linen.propose_mapping(config, params) lists the names of both sides"

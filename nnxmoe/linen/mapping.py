@@ -10,13 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core import meta
-from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
-from nnxmoe.convert import native
+from nnxmoe.convert import maxtext, native
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, check_config, restore
@@ -59,8 +57,9 @@ def from_mapping(
 
 def flat(params: Mapping[str, Any]) -> dict[str, Any]:
     """Name -> array of a Linen tree, boxed or not, with or without its collection ``params``."""
-    tree = meta.unbox(params)
-    return flatten_dict(tree["params"] if tree.keys() == {"params"} else tree, sep="/")
+    found = maxtext.leaves(params)
+    inside = all(name.startswith("params/") for name in found)
+    return {name.removeprefix("params/") if inside else name: array for name, array in found.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +79,9 @@ class Taken:
         given = [a if at is None else jnp.asarray(a)[at] for a, at in zip(arrays, self.at, strict=True)]
         try:
             made = self.make(*given)
-        except (TypeError, ValueError, IndexError) as error:
+        except Exception as error:
             kinds = ", ".join(f"{jax.dtypes.result_type(a)}{list(np.shape(a))}" for a in given)
-            raise ValueError(f"{self.name}: its function fails for {kinds}: {error}") from error
+            raise ValueError(f"{self.name}: its function fails for {kinds}: {type(error).__name__}: {error}") from error
         if not splits(np.shape(made), self.shape):
             gives = f"{' and '.join(self.sources)} give {list(np.shape(made))}"
             raise ValueError(f"{self.name} is {list(self.shape)}, {gives}")
@@ -94,13 +93,15 @@ def read_mapping(
 ) -> tuple[dict[str, Taken], list[str]]:
     """The row of each wanted parameter (name -> shape), and the faults of all names."""
     rows, faults = dict[str, Taken](), list[str]()
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"the mapping is a {type(mapping).__name__}: give a dict from our names to theirs")
     for name, shape in wanted.items():
         general, layer = general_name(name)
         source = mapping.get(name, mapping.get(general))
         if source is None:
             faults.append(f"{name} {list(shape)} has no row in the mapping")
             continue
-        names, make = (source, lambda array: array) if isinstance(source, str) else source
+        names, make = (source, lambda array: array) if isinstance(source, str) else _pair(name, source)
         names = (names,) if isinstance(names, str) else tuple(names)
         sources = tuple(each.replace(LAYER, str(layer)) for each in names)
         if missing := [each for each in sources if each not in theirs]:
@@ -112,6 +113,12 @@ def read_mapping(
     return rows, faults + [
         f"{name} of the mapping is no parameter of this model" for name in mapping if name not in known
     ]
+
+
+def _pair(name: str, source: Any) -> tuple[Any, Callable[..., Any]]:
+    if isinstance(source, tuple) and len(source) == 2 and callable(source[1]):
+        return source
+    raise ValueError(f"the mapping has {name}: {source!r}: give a name of theirs, or a pair of that and a function")
 
 
 def by_layer(faults: list[str]) -> list[str]:

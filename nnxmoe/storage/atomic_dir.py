@@ -14,6 +14,7 @@ from pathlib import Path
 from nnxmoe.config.printable import short, some
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.storage.files import refuse_url
 from nnxmoe.storage.source import NATIVE_FILE
 
 _CHECKPOINT_FILE = re.compile(
@@ -85,6 +86,7 @@ def _target(folder: str | os.PathLike[str]) -> Path:
         raise CheckpointError(
             f"{short(name)} cannot name a folder: {'it has a NUL character' if name else 'it is empty'}"
         )
+    refuse_url(name, CheckpointError)
     return Path(os.path.realpath(os.path.expanduser(name)))
 
 

@@ -17,8 +17,15 @@ MAX_JSON_BYTES = 16_000_000  # parsed, a hostile file of this size takes up to 4
 _LFS_MAGIC = b"version https://git-lfs"
 
 
+def refuse_url(path: str | os.PathLike[str], error: type[ValueError] = ValueError) -> None:
+    """Raise for an address such as ``gs://bucket/run``, which would be a path below the current folder."""
+    if "://" in (text := os.fspath(path)):
+        raise error(f"{text} is a URL: give a path of this machine, and copy the files from or to the URL yourself")
+
+
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """The absolute path; ``~`` is the home folder, as in a shell."""
+    """The absolute path; ``~`` is the home folder, as in a shell. Raises ValueError for a URL."""
+    refuse_url(path)
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
