@@ -887,6 +887,31 @@ def test_faults_of_mappings_are_listed() -> None:
     assert square or re.search(r"layers/\*/attention/o/kernel is .* \(2 layers\)", text)
 
 
+@pytest.mark.wrong_types
+def test_malformed_mappings_and_trees_are_refused() -> None:
+    model = build_tiny("llama", nnxmoe.Strategy())
+    tree, mapping = renamed(model, False), mapping_of(model, "h_{layer}")
+    for row in (3, ("wte/embedding", None), ("wte/embedding", lambda a: a, 3)):
+        with pytest.raises(ValueError, match=r"the mapping has embed/table: .*: give a name of theirs, or a pair"):
+            linen.from_linen(tree, model.config, mapping=mapping | {"embed/table": row})
+    with pytest.raises(ValueError, match="the mapping is a list: give a dict"):
+        linen.from_linen(tree, model.config, mapping=[("embed/table", "wte/embedding")])
+    with pytest.raises(ValueError, match=r"embed/table: its function fails for .*: KeyError: 'x'"):
+        broken = mapping | {"embed/table": (mapping["embed/table"], lambda a: {}["x"])}
+        linen.from_linen(tree, model.config, mapping=broken)
+    for odd in (None, [tree], nnx.Rngs(0)):
+        with pytest.raises(ValueError, match=r"the tree is a .*: give nested dicts of arrays"):
+            linen.from_linen(odd, model.config)
+
+
+def test_trees_of_other_forms() -> None:
+    """``params`` in ``params``, training states, an ``nnx.State``."""
+    model = build_tiny("llama", nnxmoe.Strategy())
+    tree = jax.tree.map(jnp.asarray, maxtext.to_tree(model))
+    for form in ({"params": tree}, tree | {"opt_state": {}, "step": 3}, nnx.State(jax.tree.map(nnx.Param, tree))):
+        assert max_error(linen.from_linen(form, model.config)(TOKENS).logits, model(TOKENS).logits) < 1e-5
+
+
 class Bare(nnx.Module):
     def __init__(self) -> None:
         self.table = nnx.data(jnp.ones(3))

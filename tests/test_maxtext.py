@@ -520,6 +520,9 @@ def test_items_of_any_name_and_trees_without_params(tmp_path: Path) -> None:
     tree = jax.tree.map(lambda a: {"value": jnp.asarray(a)}, nested(wanted)["params"])
     ocp.PyTreeCheckpointer().save(tmp_path / "nnx", tree)
     identical(flat(maxtext.to_tree(maxtext.load(tmp_path / "nnx", config))), wanted)
+    count = {"decoder": {"dropout": {"rngs": {"count": jnp.uint32(7)}}}}  # a scalar, which has no chunks
+    ocp.PyTreeCheckpointer().save(tmp_path / "run", {"params": nested(wanted)["params"], "nnx_aux": count})
+    identical(flat(maxtext.to_tree(maxtext.load(tmp_path / "run", config))), wanted)
     ocp.PyTreeCheckpointer().save(tmp_path / "odd", {"weights": np.ones(3)})
     with pytest.raises(CheckpointError, match="odd has no 'params', only 'weights'"):
         maxtext.load(tmp_path / "odd", config)

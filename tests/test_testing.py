@@ -700,6 +700,44 @@ def test_unsupported_comparisons() -> None:
         testing.assert_module_parity(shapes, Norm(), {"scale": "scale"}, X)
 
 
+@pytest.mark.wrong_types
+def test_arguments_that_cannot_be_compared() -> None:
+    scale = {"scale": "scale"}
+    for arguments, message in (
+        ((Norm(), norm(), scale, X), "nnx_module is a Norm: give an instance of nnx.Module"),
+        ((norm(), Norm, scale, X), "linen_module is a type: give an instance of linen.Module"),
+        ((norm(), Norm(), [("scale", "scale")], X), "mapping is a list: give a dict of names"),
+        ((norm(), Norm(), {"scale": 3}, X), "the mapping has scale: 3: give a name of theirs, or a pair"),
+        ((norm(), Norm(), {"scale": ("scale", None)}, X), "the mapping has scale: .* a pair of that and a function"),
+        ((norm(), Norm(), scale, jax.ShapeDtypeStruct((2, WIDTH), jnp.float32)), "has a shape but no values"),
+        ((norm(), Norm(), scale, X[:0]), "the outputs hold no values to compare"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            testing.assert_module_parity(*arguments)
+    for tolerance in (-1e-5, float("nan"), float("inf"), "1e-5", None):
+        with pytest.raises(ValueError, match=r"tolerance is .*: give a number from 0"):
+            testing.assert_module_parity(norm(), Norm(), scale, X, tolerance=tolerance)
+    for make, message in ((lambda a: {}["x"], "fails for .*: KeyError: 'x'"), (lambda a: None, "returns a NoneType")):
+        with pytest.raises(AssertionError, match=f"scale -> scale: its function {message}"):
+            testing.assert_module_parity(norm(), Norm(), {"scale": ("scale", make)}, X)
+
+
+def test_outputs_without_gradients() -> None:
+    """Integer outputs, such as chosen experts, are compared; they have no gradients."""
+    choose: dict[str, Any] = {"nnx_call": lambda m, x: m(x).argmax(-1), "linen_call": lambda m, x: m(x).argmax(-1)}
+    assert testing.assert_module_parity(norm(), Norm(), {"scale": "scale"}, X, **choose).gradient == 0
+    choose["linen_call"] = lambda m, x: m(x).argmin(-1)
+    with pytest.raises(AssertionError, match="differ in their outputs"):
+        testing.assert_module_parity(norm(), Norm(), {"scale": "scale"}, X, **choose)
+    turned: dict[str, Any] = {"nnx_call": lambda m, x: m(x) * 1j, "linen_call": lambda m, x: m(x) * 2j}
+    with pytest.raises(ValueError, match=r"outputs have complex64.* real and imaginary parts apart"):
+        testing.assert_module_parity(norm(), Norm(), {"scale": "scale"}, X, **turned)
+
+
+def norm() -> RMSNorm:
+    return RMSNorm(WIDTH, 1e-5, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+
+
 @pytest.mark.commands
 def test_nnxmoe_does_not_import_testing() -> None:
     code = "import sys, nnxmoe; assert not [n for n in sys.modules if n.startswith('nnxmoe.testing')]"

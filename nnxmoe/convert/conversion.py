@@ -121,8 +121,8 @@ def kind_of(path_or_hub_id: str) -> str:
         if any(folder.glob("*.safetensors")):
             return "hf"
         raise CheckpointError(
-            f"{folder} holds no checkpoint: neither safetensors (Hugging Face) nor {NATIVE_FILE} (nnxmoe.save), and for "
-            f"MaxText: {error}"
+            f"{folder} holds no checkpoint: neither safetensors (Hugging Face) nor {NATIVE_FILE} (nnxmoe.save), and "
+            f"for MaxText: {error}"
         ) from None
 
 

@@ -251,7 +251,8 @@ def leaves(tree: Tree) -> dict[str, Any]:
     are below ``nnx_aux``, where MaxText has them. Raises ValueError for other values."""
     if not isinstance(tree, Mapping):
         raise ValueError(
-            f"the tree is a {type(tree).__name__}: give nested dicts of arrays, such as state.params or nnx.state(module)"
+            f"the tree is a {type(tree).__name__}: give nested dicts of arrays, such as state.params or "
+            "nnx.state(module)"
         )
     found = dict(_leaves(tree, ()))
     if odd := [f"{name} ({type(a).__name__})" for name, a in found.items() if not _is_array(a)]:

@@ -189,7 +189,7 @@ def _readable(folder: Path) -> Iterator[None]:
 
 def _read_bytes(store: Any) -> int:
     """Bytes per read: at least one chunk, since chunks are decompressed as a whole."""
-    chunk = math.prod(store.chunk_layout.read_chunk.shape) * store.dtype.numpy_dtype.itemsize
+    chunk = math.prod(store.chunk_layout.read_chunk.shape or ()) * store.dtype.numpy_dtype.itemsize
     return max(_BLOCK_BYTES, chunk)
 
 

@@ -101,7 +101,7 @@ def read_mapping(
         if source is None:
             faults.append(f"{name} {list(shape)} has no row in the mapping")
             continue
-        names, make = (source, lambda array: array) if isinstance(source, str) else _pair(name, source)
+        names, make = (source, lambda array: array) if isinstance(source, str) else checked_pair(name, source)
         names = (names,) if isinstance(names, str) else tuple(names)
         sources = tuple(each.replace(LAYER, str(layer)) for each in names)
         if missing := [each for each in sources if each not in theirs]:
@@ -115,7 +115,8 @@ def read_mapping(
     ]
 
 
-def _pair(name: str, source: Any) -> tuple[Any, Callable[..., Any]]:
+def checked_pair(name: str, source: Any) -> tuple[Any, Callable[..., Any]]:
+    """The pair of names and a function of a row; ValueError if it is none."""
     if isinstance(source, tuple) and len(source) == 2 and callable(source[1]):
         return source
     raise ValueError(f"the mapping has {name}: {source!r}: give a name of theirs, or a pair of that and a function")

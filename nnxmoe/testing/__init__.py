@@ -6,7 +6,8 @@ Parts: `parameters`, `record` (calls of submodules), `sides` (both modules as fu
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -68,6 +69,7 @@ def assert_module_parity(
         AssertionError: with all differences of the trees, or the first layer that differs.
         ValueError: if the modules cannot be compared, or called with these inputs.
     """
+    _check(nnx_module, linen_module, mapping, tolerance)
     arguments = sides.Arguments(inputs if isinstance(inputs, tuple | list) else (inputs,))
     title = f"NNX {type(nnx_module).__name__} and Linen {type(linen_module).__name__} differ"
     try:
@@ -88,3 +90,14 @@ def assert_module_parity(
         example = "nnx_call=lambda module, x: module(x, nnxmoe.Context.of_rows(config.rope, batch, length))[0]"
         raise ValueError(f"{error}, which says where the tokens stand: pass {example}") from None
     return ParityReport(len(ours.params), len(pairs), worst, gradient, tolerance)
+
+
+def _check(nnx_module: Any, linen_module: Any, mapping: Any, tolerance: Any) -> None:
+    for name, given, wanted in (("nnx_module", nnx_module, nnx.Module), ("linen_module", linen_module, nn.Module)):
+        if not isinstance(given, wanted):
+            base = wanted.__module__.partition(".")[2].partition(".")[0]
+            raise ValueError(f"{name} is a {type(given).__name__}: give an instance of {base}.Module")
+    if mapping is not None and not isinstance(mapping, Mapping):
+        raise ValueError(f"mapping is a {type(mapping).__name__}: give a dict of names, or None for MaxText's names")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance is {tolerance!r}: give a number from 0, such as 1e-5")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.testing.parameters import Arrays, Part, Row, kind
@@ -52,6 +53,10 @@ def compare_outputs(
             _selection(a, b),
         ]
         raise AssertionError("\n  ".join(lines))
+    if not any(leaf.size for _, leaf in a):
+        raise ValueError("the outputs hold no values to compare: give inputs that are not empty")
+    if odd := [kind(leaf) for _, leaf in a if jnp.iscomplexobj(leaf)]:
+        raise ValueError(f"the outputs have {odd[0]}: return real and imaginary parts apart (nnx_call, linen_call)")
     gaps = {jax.tree_util.keystr(path): _gap(x, y) for (path, x), (_, y) in zip(a, b, strict=True)}
     worst = max((gap.error for gap in gaps.values()), default=0.0)
     if not worst <= tolerance:

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext_layout, native
 from nnxmoe.convert.core.layout import Leaf, Parameter
-from nnxmoe.linen.mapping import LAYER, Mapped, Taken, by_layer, read_mapping
+from nnxmoe.linen.mapping import LAYER, Mapped, Taken, by_layer, checked_pair, read_mapping
 from nnxmoe.model.causal_lm import CausalLM
 
 Target = str | tuple[str, Callable[..., Array]]
@@ -66,11 +66,13 @@ def compare_trees(
         source = f"{row.source} -> {name}"
         try:
             made = jax.eval_shape(row, params)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             given = ", ".join(kind(params[part]) for part, _ in row.parts)
-            faults.append(f"{source}: its function fails for {given}: {error}")
+            faults.append(f"{source}: its function fails for {given}: {type(error).__name__}: {error}")
             continue
-        if name not in shapes:
+        if not isinstance(made, jax.ShapeDtypeStruct):
+            faults.append(f"{source}: its function returns a {type(made).__name__}: return one array")
+        elif name not in shapes:
             faults.append(f"{source} {kind(made)}: Linen has no such parameter")
         elif (made.shape, made.dtype) != (shapes[name].shape, shapes[name].dtype):
             turned = "; it looks transposed" if made.shape == shapes[name].shape[::-1] != shapes[name].shape else ""
@@ -106,7 +108,8 @@ def _filled(mapping: Names, params: Arrays) -> Iterator[tuple[tuple[str, ...], l
     """The rows with ``{layer}`` replaced by each number that the NNX module has in its place."""
     for key, target in mapping.items():
         names = (key,) if isinstance(key, str) else key
-        pairs = [(t, None) if isinstance(t, str) else t for t in (target if isinstance(target, list) else [target])]
+        targets = target if isinstance(target, list) else [target]
+        pairs = [(t, None) if isinstance(t, str) else checked_pair(names[0], t) for t in targets]
         pattern = re.escape(names[0]).replace(re.escape(LAYER), r"(\d+)")
         found = [match[1] for name in params if LAYER in names[0] and (match := re.fullmatch(pattern, name))]
         for number in found or [LAYER]:

@@ -24,6 +24,9 @@ class Arguments:
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(tuple(inputs))
         arrays = [(path, jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf) for path, leaf in leaves]
         self._leaves = {f"input {jax.tree_util.keystr(path)}": leaf for path, leaf in arrays}
+        for name, leaf in self._leaves.items():
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise ValueError(f"{name} has a shape but no values: give an array")
         self.floats = {name: leaf for name, leaf in self._leaves.items() if is_floating(leaf)}
 
     def filled(self, floats: Arrays) -> tuple[Any, ...]:
@@ -94,7 +97,8 @@ def gradients(side: Ours | Theirs, params: Arrays, arguments: Arguments, like: A
 
     def product(params: Arrays, floats: Arrays, weights: list[Any]) -> Any:
         out = jax.tree.leaves(side(params | fixed, arguments.filled(floats)))
-        return sum(jnp.sum(weight * a) for weight, a in zip(weights, out, strict=True) if is_floating(a))
+        floats = (jnp.sum(weight * a) for weight, a in zip(weights, out, strict=True) if is_floating(a))
+        return sum(floats, start=jnp.float32(0))  # integer outputs have no gradients
 
     moved = {name: value for name, value in params.items() if name not in fixed}
     return jax.jit(jax.grad(product, argnums=(0, 1)))(moved, arguments.floats, weights)
