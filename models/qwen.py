@@ -32,6 +32,7 @@ class Qwen2Config(LayerWindowsConfig):
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
+    scale_in_queries = False
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
@@ -58,7 +59,6 @@ class Qwen3Config(Qwen2Config):
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
-    scale_in_queries = False
 
     head_dim: int | None = count(128, most=2**16)
     attention_bias: bool = False
@@ -100,6 +100,7 @@ class Qwen2(_Qwen):
     }
     hub_ids = {name: f"Qwen/Qwen{name[4:].upper()}-Instruct" for name in presets}
     hf_table = HF_DECODER | HF_GQA | HF_MLP
+    maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config

@@ -165,7 +165,10 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
         stored: dict[str, Any] = dict(reader.metadata(folder).tree)
     wanted = stored if tops is None else {top: stored[top] for top in tops if top in stored}
     if tops is not None and not wanted:
-        raise CheckpointError(f"{folder} has no {tops[0]!r}, only {some(list(map(repr, stored))) or 'nothing'}")
+        raise CheckpointError(
+            f"{folder} has no {tops[0]!r}, only {some(list(map(repr, stored))) or 'nothing'}: give the folder of "
+            "MaxText's checkpoint, or for nnxmoe.load the one that holds nnxmoe.json"
+        )
     given = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=given, partial_restore=True)
     found, lock = dict[str, LazyArray](), threading.Lock()

@@ -105,9 +105,8 @@ def find_config(folder: Path) -> dict[str, Any]:
         return config_fields(GGUF.open(folder))[0]
     path = folder / "config.json"
     if not os.path.lexists(path):
-        raise CheckpointError(
-            f"{folder} has no config.json: {_adapter_in(folder) or gguf_in(folder) or 'it holds no checkpoint'}"
-        )
+        other = _adapter_in(folder) or gguf_in(folder) or "copy it here from where the weights come from"
+        raise CheckpointError(f"{folder} has no config.json: {other}")
     # Nemotron-H has Infinity in a field that nothing reads; the checks of the fields that are read refuse it.
     found = read_object(path, "a checkpoint needs a readable config.json", CheckpointError, strict=False)
     if "quantization_config" not in found and os.path.lexists(folder / _GPTQ_FILE):
