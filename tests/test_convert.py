@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe import cli
@@ -22,6 +23,7 @@ from nnxmoe.convert import conversion, maxtext, native
 from nnxmoe.convert.conversion import convert, kind_of
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.storage.errors import CheckpointError
+from tests.support import families
 from tests.support.arrays import identical, tensors
 from tests.support.cases import HF_CASES
 from tests.support.maxtext_cases import CASES, config_of, params_of
@@ -105,6 +107,19 @@ def test_codes_of_files_become_floats_with_a_message(tmp_path: Path, caplog: pyt
         convert(str(tmp_path / "codes"), str(tmp_path / "tree"), "maxtext", scan=True, verify=True)
     assert "quantised kernels become floats; --quantize METHOD rounds them to codes again" in caplog.text
     assert sum("gate/bias" in name for name in maxtext.read(tmp_path / "tree")) == 2
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "nemotron_h"])
+def test_verify_knows_names_and_integers_of_every_family(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables of experts are written as int64, and the names of Nemotron-H begin with ``backbone``."""
+    monkeypatch.setattr(conversion, "_logits", lambda model: np.zeros(1))
+    case = families.load(kind)
+    source = write_checkpoint(tmp_path / "source", case.fields, case.weights)
+    for to, folder in (("orbax", "ours"), ("hf", "back")):
+        convert(str(source), str(tmp_path / folder), to, verify=True)
+    identical(load_file(tmp_path / "back" / "model.safetensors"), load_file(source / "model.safetensors"))
 
 
 def test_maxtext_checkpoint_requires_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

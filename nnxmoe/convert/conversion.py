@@ -36,7 +36,7 @@ from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute
 from nnxmoe.storage.gguf import is_gguf
 from nnxmoe.storage.hub import local_folder
-from nnxmoe.storage.source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE
+from nnxmoe.storage.source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, prefixed
 
 _PROMPT = 8  # tokens whose logits are compared
 
@@ -86,7 +86,7 @@ KINDS = {
     "hf": Kind(
         _tensors,
         _as_written,
-        lambda model, _: pretrained.arrays(model),
+        lambda model, _: prefixed(pretrained.arrays(model)),  # the names that `Checkpoint` has
         lambda folder, _, dtype, strategy: pretrained.from_pretrained(folder, dtype=dtype, strategy=strategy),
         lambda model, folder, _: pretrained.save_pretrained(model, folder),
     ),

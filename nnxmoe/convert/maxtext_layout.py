@@ -57,8 +57,8 @@ def layout(model: CausalLM, scan_layers: bool, changes: Mapping[str, Change] = N
     if model.mtp:
         raise CheckpointError(
             "MaxText has no place for the own norm (shared_head.norm) of multi-token prediction layers, and gives them "
-            "states before the final norm: choose another format, or load a Hugging Face folder (nnxmoe.save_pretrained) "
-            "without mtp=True"
+            "states before the final norm: choose another format, or load a Hugging Face folder "
+            "(nnxmoe.save_pretrained) without mtp=True"
         )
     every, found, shared, kinds = parameters(model), dict[str, Leaf](), model.maxtext_columns, model.maxtext_kinds
     places = _places(model, {p.stack: p.layer for p in reversed(every) if p.layer is not None}, scan_layers)

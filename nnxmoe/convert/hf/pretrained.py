@@ -167,19 +167,11 @@ def save_pretrained(
         size = parse_bytes(max_shard_size)
     except ValueError as error:
         raise ValueError(f"max_shard_size {error}") from None
-    kind, leaves = float_dtype(dtype), _written(model)
+    kind = float_dtype(dtype)
     if model.load_report is not None and model.load_report.towers:
         left = ", ".join(model.load_report.towers)
         logger.warning("%s: the text model is written; %s of %s are not", folder, left, model.load_report.source)
-    found = arrays_of(leaves)
-    for name, leaf in leaves.items():
-        if isinstance(leaf.parts[0].variable, TokenExperts):
-            found[name] = found[name].cast(np.dtype(np.int64))  # as torch has integers
-    if kind is not None:
-        fixed = {name for name, leaf in leaves.items() if keeps_dtype(leaf.parts[0].variable)}
-        found = {name: array if name in fixed else array.cast(kind) for name, array in found.items()}
-    found, quantization = compressed(model, leaves, found)
-    found |= empty(model)
+    found, quantization = _tensors(model, kind)
     total = sum(array.nbytes for array in found.values())
     with shared_folder(folder, overwrite) as stage, bytes_bar(total, "writing") as bar:
         if jax.process_index() == 0:
@@ -190,16 +182,23 @@ def save_pretrained(
 
 
 def arrays(model: CausalLM) -> dict[str, LazyArray]:
-    """Hugging Face name -> lazy tensor, computed from the model's parameters when read."""
-    leaves = _written(model)
-    return compressed(model, leaves, arrays_of(leaves))[0] | empty(model)
+    """Hugging Face name -> lazy tensor, as `save_pretrained` writes it, computed from the parameters when read."""
+    return _tensors(model, None)[0]
 
 
-def _written(model: CausalLM) -> dict[str, Leaf]:
-    """The tensors of a saved model, with the copies that prediction layers have."""
+def _tensors(model: CausalLM, dtype: np.dtype | None) -> tuple[dict[str, LazyArray], Any]:
+    """The tensors of a saved model, with the copies that prediction layers have, and its quantization_config."""
     leaves = layout(model, times=model.config.folded()[1])
     leaves |= {name: leaves[main] for name, main in copies(model, leaves).items()}
-    return {re.sub(r"^model\.", model.hub_root, name): leaf for name, leaf in leaves.items()}
+    leaves = {re.sub(r"^model\.", model.hub_root, name): leaf for name, leaf in leaves.items()}
+    found = arrays_of(leaves)
+    for name, leaf in leaves.items():
+        if isinstance(leaf.parts[0].variable, TokenExperts):
+            found[name] = found[name].cast(np.dtype(np.int64))  # as torch has integers
+        elif dtype is not None and not keeps_dtype(leaf.parts[0].variable):
+            found[name] = found[name].cast(dtype)
+    found, quantization = compressed(model, leaves, found)
+    return found | empty(model), quantization
 
 
 def _shares(found: LazyArrays, bar: Any) -> list[tuple[int | None, Tensors]]:
