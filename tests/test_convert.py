@@ -109,6 +109,14 @@ def test_codes_of_files_become_floats_with_a_message(tmp_path: Path, caplog: pyt
     assert sum("gate/bias" in name for name in maxtext.read(tmp_path / "tree")) == 2
 
 
+def test_codes_are_verified_in_the_dtype_of_the_model(tmp_path: Path) -> None:
+    """Codes that are read as floats are bfloat16 by default, which logits in float32 would not pass."""
+    fields = TINY["llama"]
+    source = write_checkpoint(tmp_path / "source", fields, tiny_weights(fields))
+    convert(str(source), str(tmp_path / "ours"), "orbax", quantize=nnxmoe.Int4(4))
+    assert convert(str(tmp_path / "ours"), str(tmp_path / "codes"), "hf", verify=True).difference < 1e-4
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v4", "nemotron_h"])
 def test_verify_knows_names_and_integers_of_every_family(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

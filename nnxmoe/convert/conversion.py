@@ -192,8 +192,9 @@ def convert(
         _compare(made, writer, target)
         narrow = any(array.dtype.itemsize < 4 for array in made.values())  # true also if only queries are rounded
         wanted, used = _logits(model), model.config
+        dtype = model.dtype if quantized_weights(model) else None  # codes would become bfloat16
         del model, made
-        again = writer.load(target, used, None, strategy)
+        again = writer.load(target, used, dtype, strategy)
         difference = _difference(wanted, _logits(again), target, narrow)
     return Done(report.source, target, count, size, report.bytes_per_second, write_speed, difference)
 

@@ -97,8 +97,8 @@ def gradients(side: Ours | Theirs, params: Arrays, arguments: Arguments, like: A
 
     def product(params: Arrays, floats: Arrays, weights: list[Any]) -> Any:
         out = jax.tree.leaves(side(params | fixed, arguments.filled(floats)))
-        floats = (jnp.sum(weight * a) for weight, a in zip(weights, out, strict=True) if is_floating(a))
-        return sum(floats, start=jnp.float32(0))  # integer outputs have no gradients
+        sums = (jnp.sum(weight * a) for weight, a in zip(weights, out, strict=True) if is_floating(a))
+        return sum(sums, start=jnp.float32(0))  # integer outputs have no gradients
 
     moved = {name: value for name, value in params.items() if name not in fixed}
     return jax.jit(jax.grad(product, argnums=(0, 1)))(moved, arguments.floats, weights)
