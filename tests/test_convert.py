@@ -117,6 +117,24 @@ def test_codes_are_verified_in_the_dtype_of_the_model(tmp_path: Path) -> None:
     assert convert(str(tmp_path / "ours"), str(tmp_path / "codes"), "hf", verify=True).difference < 1e-4
 
 
+def test_codes_of_native_folders_become_floats_where_they_must(tmp_path: Path) -> None:
+    """For MaxText, and before they are rounded to other codes."""
+    fields = TINY["llama"]
+    source = write_checkpoint(tmp_path / "source", fields, tiny_weights(fields))
+    convert(str(source), str(tmp_path / "four"), "orbax", quantize=nnxmoe.Int4(4))
+    convert(str(tmp_path / "four"), str(tmp_path / "tree"), "maxtext")
+    floats = nnxmoe.dequantize(nnxmoe.load(tmp_path / "four"))
+    found = tensors(maxtext.load(tmp_path / "tree"))
+    assert all(np.allclose(found[name], array, rtol=1e-6, atol=0) for name, array in tensors(floats).items())
+    convert(str(tmp_path / "four"), str(tmp_path / "eight"), "orbax", quantize=nnxmoe.Int8())
+    identical(native_arrays(tmp_path / "eight"), native_arrays(nnxmoe.quantize(floats, nnxmoe.Int8())))
+
+
+def native_arrays(model: Any) -> dict[str, np.ndarray]:
+    found = native.read(model) if isinstance(model, Path) else native.arrays(model, False)
+    return {name: np.asarray(array) for name, array in found.items()}
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v4", "nemotron_h"])
 def test_verify_knows_names_and_integers_of_every_family(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import Scanned, Unrolled
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import PRESETS, preset
-from nnxmoe.quantization.kernels import quantized_weights
+from nnxmoe.quantization.kernels import dequantize, quantized_weights
 from nnxmoe.quantization.methods import Method, Mixed
 from nnxmoe.quantization.rounding import quantize as round_kernels
 from nnxmoe.runtime.memory import memory_bytes
@@ -173,15 +173,14 @@ def convert(
             if kind is KINDS["hf"] and quantize is None and any(array.codes for array in arrays.values()):
                 say("quantised kernels become floats; --quantize METHOD rounds them to codes again")
     if quantize is not None and kind is KINDS["hf"] and change is None:
-        model = pretrained.from_pretrained(source, dtype=dtype, strategy=strategy, quantize=quantize)
+        model, quantize = pretrained.from_pretrained(source, dtype, strategy=strategy, quantize=quantize), None
     else:
         model = kind.load(source, given, dtype, strategy)
     if config is not None and os.path.isdir(beside := absolute(config)):
         _take_along(model, beside)
     if change is not None:
         change(model)
-    if quantize is not None and not quantized_weights(model):
-        model = round_kernels(model, quantize)
+    model = _rounded(model, to, quantize)
     report = model.load_report
     assert report is not None
     started, made = time.perf_counter(), writer.made(model, scan)
@@ -209,6 +208,14 @@ def _check(to: str, scan: bool, quantize: Method | Mixed | None, verify: bool) -
         raise ValueError("--quantize: MaxText's layout stores floats only: leave it out, or convert to hf or orbax")
     if verify and jax.process_count() > 1:
         raise ValueError("--verify needs a single process: run it on one machine that has the files")
+
+
+def _rounded(model: CausalLM, to: str, quantize: Method | Mixed | None) -> CausalLM:
+    """The model with float kernels if it had codes and cannot keep them, then with those of ``quantize``."""
+    if quantized_weights(model) and (quantize is not None or to == "maxtext"):
+        say("the codes of %s become floats", model.load_report.source if model.load_report else "the model")
+        model = dequantize(model)
+    return model if quantize is None else round_kernels(model, quantize)
 
 
 def _given_config(name: str | None) -> DecoderConfig | None:
