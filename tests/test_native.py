@@ -282,7 +282,8 @@ def test_two_checkpoints_never_share_a_folder(saved: Path, tmp_path: Path) -> No
     model = build_tiny("llama", plain())
     maxtext.save(model, tmp_path / "a")
     maxtext.save(model, tmp_path / "b", parameters_only=True)
-    for folder in (saved, tmp_path / "a", tmp_path / "b"):
+    shutil.copytree(tmp_path / "a" / "0" / "items", tmp_path / "c" / "7" / "default")
+    for folder in (saved, *(tmp_path / name for name in "abc")):
         with pytest.raises(CheckpointError, match="holds an Orbax checkpoint, which would remain beside this one"):
             nnxmoe.save_pretrained(model, folder, overwrite=True)
 

@@ -15,7 +15,7 @@ from nnxmoe.config.printable import short, some
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import refuse_url
-from nnxmoe.storage.source import NATIVE_FILE
+from nnxmoe.storage.source import NATIVE_FILE, holds_orbax
 
 _CHECKPOINT_FILE = re.compile(
     r"(generation_)?config\.json|model\.safetensors(\.index\.json)?|model-[0-9]+-of-[0-9]+\.safetensors"
@@ -103,7 +103,7 @@ def _present(target: Path, overwrite: bool | None) -> list[str]:
     if names and not overwrite:
         way = "" if overwrite is None else ", or pass overwrite=True to replace the checkpoint in it"
         raise CheckpointError(f"{target} is not an empty folder, it holds {some(names)}: save to a new one{way}")
-    if NATIVE_FILE in names or "_METADATA" in names or (target / "0" / "items").is_dir():
+    if NATIVE_FILE in names or (names and holds_orbax(target)):
         raise CheckpointError(
             f"{target} holds an Orbax checkpoint, which would remain beside this one: save to a new folder"
         )

@@ -173,6 +173,11 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     raise CheckpointError(_no_weights(folder, sorted({*found} - {*usable}), names))
 
 
+def holds_orbax(folder: Path) -> bool:
+    """Whether the folder is a tree that Orbax wrote, or has one as an item, such as ``items``, or as that of a step."""
+    return any(next(folder.glob(f"{where}_METADATA"), None) for where in ("", "*/", "[0-9]*/*/"))
+
+
 def _no_weights(folder: Path, consolidated: list[str], names: list[str]) -> str:
     message = f"no weights in {folder}: neither {SINGLE_FILE} nor {INDEX_FILE}"
     other = [name for name in names if Path(name).suffix in _OTHER_FORMATS]
@@ -180,7 +185,7 @@ def _no_weights(folder: Path, consolidated: list[str], names: list[str]) -> str:
         return f"{message}; {adapter}"
     if NATIVE_FILE in names:
         return f"{message}; nnxmoe.save wrote this folder: use nnxmoe.load, or convert it with `nnxmoe convert`"
-    if "_METADATA" in names or os.path.isdir(folder / "0" / "items"):
+    if holds_orbax(folder):
         return f"{message}; this looks like an Orbax checkpoint: use nnxmoe.convert.maxtext.load if MaxText wrote it"
     if consolidated:
         return f"{message}; {some(consolidated)} is the original layout: get the model in Hugging Face's layout"
