@@ -5,6 +5,7 @@ import json
 import math
 import re
 import statistics
+import subprocess
 import time
 import unittest.mock
 from collections import Counter
@@ -165,6 +166,14 @@ def test_steps_compile_in_a_process_of_their_own() -> None:
     broken = dataclasses.replace(job(axes, Work(16, 8)), platform="tpu", device="v0:1x1")
     with pytest.raises(RuntimeError, match="no compiler for v0:1x1"):
         compile_program(broken)
+
+
+def test_a_compiler_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the last of its warnings, in which a word of ours may be."""
+    killed = subprocess.CompletedProcess([], -9, "", "a warning: all sizes are required\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
+    with pytest.raises(RuntimeError, match=r"for cpu was ended by signal 9, as where the memory of this machine"):
+        compile_program(job({"fsdp": 2}))
 
 
 FIELDS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 1000}

@@ -74,15 +74,20 @@ def compile_program(job: CompileJob) -> Program:
         given, made = Path(folder, "job"), Path(folder, "program")
         given.write_bytes(pickle.dumps(job))
         command = [sys.executable, "-m", "nnxmoe.planning.child", str(given), str(made)]
+        where = job.device or job.platform
         try:
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            where = job.device or job.platform
             raise RuntimeError(f"compiling for {where} took more than {LIMIT_S} s: plan a smaller step") from None
+        if done.returncode < 0:
+            raise RuntimeError(
+                f"compiling for {where} was ended by signal {-done.returncode}, as where the memory of this machine is "
+                "short: plan a smaller step, or on a larger machine"
+            )
         if done.returncode or not made.exists():
             lines = [line for line in done.stderr.splitlines() if re.search("Error|exceed|required", line)]
             last = lines[-1] if lines else done.stderr.strip()[-500:] or f"exit status {done.returncode}"
-            raise RuntimeError(f"the step does not compile for {job.device or job.platform}: {last.strip()}")
+            raise RuntimeError(f"the step does not compile for {where}: {last.strip()}")
         program: Any = pickle.loads(made.read_bytes())
     return dataclasses.replace(program, warnings=done.stderr.count("Involuntary full rematerialization"))
 
