@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -277,24 +278,31 @@ HEARS = "import signal as s, sys; s.signal(s.SIGINT, s.default_int_handler); fro
 HEARS += "sys.exit(launch.main())"
 
 
+@contextlib.contextmanager
+def launched(code: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The launcher of two processes that run the code, once each has written a file into the folder."""
+    command = [sys.executable, "-c", HEARS, "2", "-c", code, str(folder)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as launcher:
+        try:
+            wait(lambda: len(list(folder.iterdir())) == 2)
+            yield launcher
+        finally:
+            launcher.kill()
+
+
 @pytest.mark.commands
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_launcher_kills_its_processes_on_a_signal(tmp_path: Path, number: int, status: int) -> None:
     """Including processes that ignore SIGINT and SIGTERM: the second Ctrl-C kills them."""
     deaf = "import os, signal, sys, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]"
     deaf += "; open(f'{sys.argv[1]}/{os.getpid()}', 'w').close(); time.sleep(100)"
-    command = [sys.executable, "-c", HEARS, "2", "-c", deaf, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as launcher:
-        try:
-            wait(lambda: len(list(tmp_path.iterdir())) == 2)
+    with launched(deaf, tmp_path) as launcher:
+        launcher.send_signal(number)
+        if number == signal.SIGINT:
+            with pytest.raises(subprocess.TimeoutExpired):
+                launcher.wait(0.5)
             launcher.send_signal(number)
-            if number == signal.SIGINT:
-                with pytest.raises(subprocess.TimeoutExpired):
-                    launcher.wait(0.5)
-                launcher.send_signal(number)
-            assert launcher.wait(SLACK) == status
-        finally:
-            launcher.kill()
+        assert launcher.wait(SLACK) == status
     for path in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.name), 0)
@@ -305,14 +313,9 @@ def test_launcher_waits_for_processes_that_end_on_ctrl_c(tmp_path: Path) -> None
     """As a training does, which saves its step."""
     saving = "import os, sys, time\ntry:\n    open(f'{sys.argv[1]}/{os.getpid()}', 'w').close(); time.sleep(100)\n"
     saving += "except KeyboardInterrupt:\n    time.sleep(0.5); open(f'{sys.argv[1]}/{os.getpid()} saved', 'w').close()"
-    command = [sys.executable, "-c", HEARS, "2", "-c", saving, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as launcher:
-        try:
-            wait(lambda: len(list(tmp_path.iterdir())) == 2)
-            launcher.send_signal(signal.SIGINT)
-            assert launcher.wait(SLACK) == 130
-        finally:
-            launcher.kill()
+    with launched(saving, tmp_path) as launcher:
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(SLACK) == 130
     assert len(list(tmp_path.glob("* saved"))) == 2
 
 

@@ -24,7 +24,7 @@ from nnxmoe.config.printable import some
 from nnxmoe.convert import orbax_folder
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.layout import QUERY, Leaf
-from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, LazyArrays
+from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, check_config, restore, unless_cast
 from nnxmoe.convert.hf.side_files import parse_config, read_generation_config, write_side_files
@@ -115,14 +115,14 @@ def _model(
     # The queries' factor stays in the config, or is in `times`.
     wanted = layout(model, scan, back | {QUERY: dataclasses.replace(back[KEY], times=times)})
     # MaxText 0.2.5 also stores other values in nnx_aux, such as the state of random number generators.
+    ahead = {name for name in names if name.startswith(f"{_MTP}/")}
+    aside = {name for name, (_, aux) in names.items() if aux and name not in wanted} - ahead
     rules = {
-        f"prediction layers, which are MaxText's own ({_MTP})": tuple(n for n in names if n.startswith(f"{_MTP}/")),
-        "no parameter of the model (nnx_aux)": tuple(
-            n for n, (_, aux) in names.items() if aux and n not in wanted and not n.startswith(f"{_MTP}/")
-        ),
+        f"prediction layers, which are MaxText's own ({_MTP})": ahead,
+        "no parameter of the model (nnx_aux)": aside,
     }
-    skipped = {**report.skipped, **{rule: aside for rule, aside in rules.items() if aside}}
-    names = {n: found for n, found in names.items() if not any(n in aside for aside in rules.values())}
+    skipped = {**report.skipped, **{rule: tuple(sorted(left)) for rule, left in rules.items() if left}}
+    names = {name: found for name, found in names.items() if name not in ahead | aside}
     stacked = {name for name, leaf in wanted.items() if leaf.axis is not None}
     turned = _layers_first({n: a.shape for n, (a, aux) in names.items() if not aux}, wanted)
     given = {n: _layers_second(a) if (aux or turned) and n in stacked else a for n, (a, aux) in names.items()}
@@ -238,12 +238,7 @@ def _layers_first(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Le
 
 def _layers_second(array: LazyArray) -> LazyArray:
     """An array with layers on axis 0, as in MaxText 0.2.5's ``nnx_aux``, with layers moved to axis 1."""
-    shape = (*array.shape[1:2], array.shape[0], *array.shape[2:])
-
-    def read(box: Box, empty: Empty) -> np.ndarray:
-        return np.moveaxis(array.read_box((*box[1:2], box[0], *box[2:]), empty), 0, 1)
-
-    return dataclasses.replace(array, shape=shape, read_box=read)
+    return array.transposed((1, 0, *range(2, len(array.shape)))) if len(array.shape) > 1 else array
 
 
 def leaves(tree: Tree) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import RULES, Rules, divided_over, shard_map, sharded_over, shards
+from nnxmoe.axes import RULES, Rules, shard_map
 from nnxmoe.kernels.tokamax import delta_attention
 from nnxmoe.layers.delta_rule import CHUNK, Chunked, DeltaInputs
+from nnxmoe.layers.fused import rows_and_heads
 
 WIDEST = 256  # keys
 
@@ -53,12 +54,7 @@ class TokamaxDelta:
         """The kernel for ``[N B T …]`` and the state ``[B N H W]``, on each device's rows and heads."""
         if (mesh := self.mesh) is None or mesh.size == 1:
             return self._kernel(*given)
-        state = given[-1]
-        axes = sharded_over("heads", mesh, self.rules)
-        heads, rows = (
-            None if state.shape[1] % shards(mesh, axes) else axes or None,
-            divided_over(len(state), mesh) or None,
-        )
+        rows, heads = rows_and_heads(given[-1].shape[0], given[-1].shape[1], "heads", mesh, self.rules)
         tokens, states = PartitionSpec(heads, rows), PartitionSpec(rows, heads)
         return shard_map(self._kernel, mesh, (*(tokens,) * 5, states), (tokens, states))(*given)
 

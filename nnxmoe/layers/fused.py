@@ -29,10 +29,16 @@ def by_head(
     """
     if mesh is None or mesh.size == 1:
         return run(q, k, v, *of_rows)
-    batch, heads = divided_over(q.shape[0], mesh) or None, sharded_over("kv_heads", mesh, rules)
-    spec = PartitionSpec(batch, None if k.shape[1] % shards(mesh, heads) else heads or None)
+    batch, heads = rows_and_heads(len(q), k.shape[1], "kv_heads", mesh, rules)
+    spec = PartitionSpec(batch, heads)
     specs = spec, spec, spec, *(PartitionSpec(batch if a is not None and len(a) == len(q) else None) for a in of_rows)
     return shard_map(run, mesh, specs, spec)(q, k, v, *of_rows)
+
+
+def rows_and_heads(rows: int, heads: int, axis: str, mesh: Mesh, rules: Rules) -> tuple[Any, Any]:
+    """The mesh axes that split so many rows and heads, of this logical axis; None where they do not divide."""
+    over = sharded_over(axis, mesh, rules)
+    return divided_over(rows, mesh) or None, None if heads % shards(mesh, over) else over or None
 
 
 @dataclasses.dataclass(frozen=True)

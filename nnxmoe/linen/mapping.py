@@ -116,7 +116,7 @@ def read_mapping(
 
 
 def checked_pair(name: str, source: Any) -> tuple[Any, Callable[..., Any]]:
-    """The pair of names and a function of a row; ValueError if it is none."""
+    """A row's pair ``(names, function)``. Raises ValueError if it is something else."""
     if isinstance(source, tuple) and len(source) == 2 and callable(source[1]):
         return source
     raise ValueError(f"the mapping has {name}: {source!r}: give a name of theirs, or a pair of that and a function")

@@ -67,8 +67,8 @@ class MTP(nnx.Module):
         ``hidden`` of the next depth.
 
         ``model``: the main model. ``hidden``: the ``states`` of its body, or of the depth before. ``tokens``: of each
-        position the token k further on. ``attention_mask``: 0 where there is none. ``cache``: this depth's own, from
-        `empty_cache`; pairs may be given a few at a time. Other arguments are those of `CausalLM.body`.
+        position the token k further on. ``attention_mask``: 0 where the row has no such token. ``cache``: this depth's
+        own, from `empty_cache`; pairs may be given a few at a time. Other arguments are those of `CausalLM.body`.
         """
         shared = None if cache is None else cache.shared(fresh)
         embedded, context, moved = model._begin(tokens, attention_mask, positions, segment_ids, shared, key, fresh)

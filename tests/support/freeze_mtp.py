@@ -33,16 +33,15 @@ def written(theirs: str, fields: Fields, folder: Path) -> dict[str, list[int]]:
     return {name: list(array.shape) for name, array in load_file(folder / "model.safetensors").items()}
 
 
+# DeepSeek-V4's names of the last norm, in a model of transformers -> of a prediction layer.
+LAST = {f"model.hc_head.hc_{end}": f"mtp.0.hc_head_{end}" for end in ("fn", "base", "scale")}
+LAST["model.norm.weight"] = "mtp.0.norm.weight"
+
+
 def of_streams(number: int, name: str) -> str | None:
     """DeepSeek-V4's name of a tensor of a prediction layer, from that in a model of which it is the last layer."""
-    layer = name.removeprefix(f"model.layers.{number}.")
-    if layer != name:
-        return f"mtp.0.{layer}"
-    return {"model.norm.weight": "mtp.0.norm.weight"}.get(name) or (
-        name.replace("model.hc_head.", "mtp.0.hc_head_").replace("hc_head_hc_", "hc_head_")
-        if ".hc_head." in name
-        else None
-    )
+    layer = f"model.layers.{number}."
+    return name.replace(layer, "mtp.0.") if name.startswith(layer) else LAST.get(name)
 
 
 def write_streamed(folder: Path, fields: Fields, seed: int) -> Weights:

@@ -224,14 +224,15 @@ class Run:
             metrics |= self._evaluated(evaluator)
         if stop and late:
             raise ValueError(f"a callback stops the training at step {number}: remove its attribute late")
-        save = last or stop or interrupted
-        if save or (self.checkpoints is not None and self.checkpoints.due(number)):
+        forced = last or stop or interrupted
+        save = forced or (self.checkpoints is not None and self.checkpoints.due(number))
+        if save:
             finite = jax.device_get(self.finite(self.state.params))
             self._refuse_nonfinite("new values", finite, made.report, number)
-        if self.checkpoints is not None and (save or self.checkpoints.due(number)):
+        if self.checkpoints is not None and save:
             extra = {"data": in_every_process(made.position), "base": self.base}
             with self.spent.on(CHECKPOINT):
-                self.checkpoints.save(number, self.step.saved(self.state), extra, force=save)
+                self.checkpoints.save(number, self.step.saved(self.state), extra, force=forced)
         return last or stop
 
     def _evaluated(self, evaluator: Evaluator) -> Metrics:
