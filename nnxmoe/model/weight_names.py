@@ -29,6 +29,7 @@ class W:
     span: int = 1  # of these parts
     alternate: bool = False  # whether the outputs of the parts alternate
     turned: bool = False  # whether the tensor has inputs before outputs
+    only_in_files: bool = False  # whether transformers' model has the parameter under another name of the row
 
     def each(self, name: str) -> "W":
         """The tensor ``name`` of each expert."""
@@ -46,6 +47,11 @@ class W:
     def T(self) -> "W":
         """Of a tensor with inputs before outputs."""
         return dataclasses.replace(self, turned=True)
+
+    @property
+    def in_files(self) -> "W":
+        """Of a tensor that only files have: adapters name their parameter by another name of the row."""
+        return dataclasses.replace(self, only_in_files=True)
 
     @property
     def whole(self) -> bool:

@@ -78,9 +78,9 @@ def parameter_name(model: CausalLM, slot: Slot, layer: int) -> str:
     """The parameter name in transformers 5 of a slot's kernels: ``model.layers.3.self_attn.q_proj.weight``."""
     if slot.name == "head":  # of a tied head too, which has the key of the embedding
         return "lm_head.weight"
-    found = [w for w in options(model.hf_names(model.config), slot.key) if not w.per_expert]
-    # Of several the last is of transformers 5, but for gpt-oss, whose later names are of codes.
-    return found[0 if found[0].turned else -1].tensor(layer if slot.key.startswith("layer.") else None)
+    row = options(model.hf_names(model.config), slot.key)
+    last = [w for w in row if not w.per_expert and not w.only_in_files][-1]
+    return last.tensor(layer if slot.key.startswith("layer.") else None)
 
 
 def pieces_of(found: Iterable[tuple[Slot, int, Numbers, str]]) -> list[Piece]:
