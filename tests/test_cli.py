@@ -40,6 +40,15 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
     assert f"example:\n  nnxmoe {command}" in capsys.readouterr().out
 
 
+def test_help_is_one_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        cli.main(["finetune", "--help"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: nnxmoe finetune [options] --out DIR MODEL DATA.json\n")
+    assert printed.count("\n") <= 50
+
+
 @pytest.mark.parametrize(
     "line",
     [

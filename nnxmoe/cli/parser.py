@@ -94,8 +94,18 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}{more} (see {self.prog} --help)\n")
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Names in the usage only what must be given: the options follow one by one."""
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        groups = [group for group in groups if group.required]
+        one_of = [action for group in groups for action in group._group_actions]
+        needed = [action for action in actions if action.required or not action.option_strings or action in one_of]
+        super().add_usage(usage, [argparse.Action(["options"], "options", nargs=0), *needed], groups, prefix)
+
+
 def _parser() -> argparse.ArgumentParser:
-    how: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    how: Any = {"formatter_class": _Help}
     parser = _Parser(
         prog="nnxmoe",
         description=_DESCRIPTION,
@@ -103,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         **how,
     )
     parser.add_argument("--version", action="version", version=f"nnxmoe {nnxmoe.__version__}")
-    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", prog="nnxmoe")
     what = "do not keep compiled programs for later (environment variable: NNXMOE_COMPILE_CACHE=FOLDER or off)"
     for name, (run, add_options, example) in _COMMANDS.items():
         text = " ".join((run.__doc__ or "").split())
