@@ -37,7 +37,7 @@ from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Routing, SoftmaxGroupTopK, SoftmaxTopK
 from nnxmoe.train import Objective, lora
 from nnxmoe.train.lora.pieces import parameter_name
-from nnxmoe.train.lora.slots import slots
+from nnxmoe.train.lora.slots import adapted, slots
 from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, NEW, PROMPT, Frozen, fused, load, positions_of, tokens_of, weights_of
 from tests.support.fp8 import quantise
@@ -254,6 +254,19 @@ def test_adapters_have_the_names_of_transformers_in_memory() -> None:
         model = build(load(kind).fields, load(kind).weights)
         names = {parameter_name(model, slot, 1) for slot in slots(model) if 1 in slot.layers}
         assert {f"model.layers.1.{end}.weight" for end in ends} <= names
+
+
+def test_adapters_that_peft_has_no_layers_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Gate and up of MiniMax-M3's shared expert, which are one layer in transformers, are named; others fit."""
+    model = build(load("minimax_m3_vl_text").fields, load("minimax_m3_vl_text").weights)
+    lora.add(model, 2, targets=["router", "shared"], rngs=nnx.Rngs(0))
+    lora.save(model, tmp_path / "adapter")
+    assert "of shared.gate, shared.up: load them here" in caplog.text
+    modules = {name.split(".layers.1.")[-1] for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors")}
+    assert {"mlp.gate.lora_A.weight", "mlp.shared_experts.down_proj.lora_A.weight"} <= modules
+    lora.remove(model)
+    lora.load(model, tmp_path / "adapter")
+    assert {slot.name for slot in adapted(model)} == {"router", "shared.gate", "shared.up", "shared.down"}
 
 
 def test_gemma_without_inputs_per_layer() -> None:

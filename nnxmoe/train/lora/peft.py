@@ -57,6 +57,8 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     report = model.load_report
     if report is not None and report.towers:
         logger.warning("%s: an adapter of the text model alone, to load here or beside its save_pretrained", folder)
+    if unknown := sorted({one.slot.name for one in pieces if one.slot.name.startswith(model.not_for_peft)}):
+        logger.warning("%s: peft has no layers for the adapters of %s: load them here", folder, ", ".join(unknown))
     base = {"base_model_name_or_path": report and report.source, "revision": report and report.revision}
     with shared_folder(folder, overwrite) as stage:
         if jax.process_index() == 0:
