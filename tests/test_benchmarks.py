@@ -54,6 +54,7 @@ def run_quick(out: Path, *more: str) -> tuple[list[results.Row], str]:
     return results.rows(processes.read(out)), run.stdout
 
 
+@pytest.mark.slow
 def test_quick_decode_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode by the real process; the second run finds its record and starts none."""
     fields, out = TINY["llama"] | {"torch_dtype": "float32"}, tmp_path / "out.jsonl"

@@ -269,6 +269,7 @@ def test_adapters_that_peft_has_no_layers_for(tmp_path: Path, caplog: pytest.Log
     assert {slot.name for slot in adapted(model)} == {"router", "shared.gate", "shared.up", "shared.down"}
 
 
+@pytest.mark.slow
 def test_gemma_without_inputs_per_layer() -> None:
     """A model without inputs per layer equals one in which these add nothing."""
     case = load("gemma4_text")

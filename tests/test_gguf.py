@@ -263,6 +263,7 @@ def demo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(file, fields, weights, metadata=tokenizer_fields(DEMO))
 
 
+@pytest.mark.slow
 def test_a_file_answers_as_its_folder(demo_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat = [{"role": "user", "content": "What is 47 + 38?"}]
     sides = [(nnxmoe.from_pretrained(one), nnxmoe.Tokenizer.from_pretrained(one)) for one in (DEMO, demo_file)]

@@ -148,12 +148,9 @@ def newer_files_on_a_mesh(folder: Path, kinds: list[str]) -> None:
             equal_states(maxtext.load(where, mesh=mesh), model, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "kinds",
-    [
-        ["qwen3_5_moe"],
-        pytest.param(["deepseek_v32", "deepseek_v4", "gemma4", "gemma4_moe", "qwen3_next"], marks=pytest.mark.slow),
-    ],
+    "kinds", [["qwen3_5_moe"], ["deepseek_v32", "deepseek_v4", "gemma4", "gemma4_moe", "qwen3_next"]]
 )
 def test_newer_files_of_maxtext_on_a_mesh(eight: Callable[..., Any], tmp_path: Path, kinds: list[str]) -> None:
     eight(newer_files_on_a_mesh, tmp_path, kinds)

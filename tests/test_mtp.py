@@ -220,6 +220,7 @@ def test_names_apart_from_the_layers(kind: str) -> None:
     assert {name for name in names if name.startswith("mtp.")} == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_next", "glm_moe_dsa", "deepseek_v4"])
 def test_drafts_and_training(kind: str, loaded: Loaded) -> None:
     """An engine gives the same ids with drafts of the layer, which are taken back from recurrent states and from the

@@ -113,6 +113,7 @@ def test_openings_hold_in_chunks_padding_and_segments(model: Openings, scan: boo
     assert max_error(last, model.body(jnp.asarray(TOKENS)).x[:, -1:]) < PART_TOLERANCE
 
 
+@pytest.mark.slow
 def test_openings_are_generated(model: Openings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy ids are those of whole passes: alone, in an engine, with drafts taken back, and by runs of layers."""
     prompts, new = [[3, 4, 5, 3, 4, 5, 3, 4], [7, 1, 30]], 8
@@ -137,6 +138,7 @@ def test_openings_are_generated(model: Openings, monkeypatch: pytest.MonkeyPatch
     compiled._plan.cache_clear()
 
 
+@pytest.mark.slow
 def test_openings_are_adapted_and_saved(model: Openings, tmp_path: Path) -> None:
     before, adapted = model(TOKENS).logits, nnx.merge(*nnx.split(model))
     lora.add(adapted, 2, rngs=nnx.Rngs(0))

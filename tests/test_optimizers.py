@@ -83,6 +83,7 @@ def test_muon_equals_one_array_per_matrix(kind: str, scan: bool) -> None:
     muon_against_files(kind, scan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -256,6 +256,7 @@ def test_rows_of_several_arrays() -> None:
     assert "outputs" in difference(testing.assert_module_parity, Whole(), Halves(), turned, (jnp.ones((2, 3)),))
 
 
+@pytest.mark.slow
 def test_one_mapping_for_from_linen_and_the_kit() -> None:
     """A mapping of `from_linen`, with functions that scale and split, serves the kit, scanned or not."""
     module, where = (
