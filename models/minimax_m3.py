@@ -161,7 +161,7 @@ class MiniMaxM3VLText(CausalLM):
             for x, row in _mlp("mlp.shared_experts", f"{_MOE}.shared_experts").items()
         },
         "layer.moe.router.kernel": (W("mlp.gate.weight"), W(f"{_MOE}.gate.weight").in_files),
-        "layer.moe.router.bias": (W("mlp.gate.e_score_correction_bias"), W(f"{_MOE}.e_score_correction_bias")),
+        "layer.moe.router.bias": (W("mlp.gate.e_score_correction_bias"), W(f"{_MOE}.e_score_correction_bias").in_files),
         **{
             f"layer.moe.experts.{x}": (_GATE_UP.rows(i, 2), W(f"{_MOE}.experts").each(f"{w}.weight"))
             for x, w, i in _PARTS

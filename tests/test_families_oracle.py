@@ -177,7 +177,7 @@ def test_peft_loads_adapters(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_adapters_have_the_names_of_transformers(kind: str) -> None:
-    """Of every projection, but for those that PEFT cannot adapt: of a name it lacks it would say nothing."""
+    """PEFT ignores adapters whose names it does not know, without a warning; `not_for_peft` is excepted."""
     family = FAMILIES[kind]
     theirs = transformers.CONFIG_MAPPING[family.theirs](**family.draw(random.Random(f"{kind} 1")))
     with torch.device("meta"):
@@ -185,7 +185,7 @@ def test_adapters_have_the_names_of_transformers(kind: str) -> None:
     known = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
     config = nnxmoe.config_from_hf(theirs.to_dict() | {"model_type": kind})
     model = model_class(config)(config, nnxmoe.Strategy(), rngs=None)
-    found = [slot for slot in slots(model) if slot.name not in model.not_for_peft]
+    found = [slot for slot in slots(model) if not slot.name.startswith(model.not_for_peft)]
     assert {parameter_name(model, slot, layer) for slot in found for layer in slot.layers} <= known
 
 

@@ -17,6 +17,7 @@ class W:
         W("mlp.experts").each("up_proj.weight")        a tensor per expert: mlp.experts.0.up_proj.weight, …
         W("mlp.experts.gate_up_proj").rows(1, 2)       the second half of a tensor's outputs
         W("attention.qkv.weight").rows(0, 6, 4)        the first four sixths of them
+        W("mlp.router.linear.weight").in_files         a tensor that only files have, not the model in transformers
         W("mlp.experts.gate_up_proj").T.every(0, 2)    every second output of a tensor with inputs before outputs
 
     Names are relative to the layer: for a key ``layer.…`` they follow ``model.layers.N.``.
@@ -29,7 +30,7 @@ class W:
     span: int = 1  # of these parts
     alternate: bool = False  # whether the outputs of the parts alternate
     turned: bool = False  # whether the tensor has inputs before outputs
-    only_in_files: bool = False  # whether transformers' model has the parameter under another name of the row
+    only_in_files: bool = False  # whether the model in transformers has the parameter under another name
 
     def each(self, name: str) -> "W":
         """The tensor ``name`` of each expert."""
@@ -50,7 +51,7 @@ class W:
 
     @property
     def in_files(self) -> "W":
-        """Of a tensor that only files have: adapters name their parameter by another name of the row."""
+        """Of a tensor that only files have; see `in_transformers`."""
         return dataclasses.replace(self, only_in_files=True)
 
     @property
@@ -73,13 +74,19 @@ class W:
         return tensor + ".T" * self.turned + rows
 
 
-Table = Mapping[str, W | tuple[W, ...]]  # key of a parameter -> where it is; of several the first is written
+Table = Mapping[str, W | tuple[W, ...]]  # key of a parameter -> where it is, or alternatives: the first is written
 
 
 def options(table: Table, key: str) -> tuple[W, ...]:
     """The alternatives in the row of a key."""
     row = table[key]
     return (row,) if isinstance(row, W) else row
+
+
+def in_transformers(table: Table, key: str) -> W:
+    """Where the model in transformers 5 has a parameter, which adapters are named after: the last alternative that is
+    neither a tensor per expert nor `W.in_files`."""
+    return [w for w in options(table, key) if not w.per_expert and not w.only_in_files][-1]
 
 
 def prefix_of(layer: int | None) -> str:

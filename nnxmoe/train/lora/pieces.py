@@ -10,7 +10,7 @@ import numpy as np
 from nnxmoe.convert.core.layout import QUERY
 from nnxmoe.layers.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.weight_names import options
+from nnxmoe.model.weight_names import in_transformers, options
 from nnxmoe.train.lora.peft_config import Numbers
 from nnxmoe.train.lora.slots import Slot
 
@@ -78,9 +78,8 @@ def parameter_name(model: CausalLM, slot: Slot, layer: int) -> str:
     """The parameter name in transformers 5 of a slot's kernels: ``model.layers.3.self_attn.q_proj.weight``."""
     if slot.name == "head":  # of a tied head too, which has the key of the embedding
         return "lm_head.weight"
-    row = options(model.hf_names(model.config), slot.key)
-    last = [w for w in row if not w.per_expert and not w.only_in_files][-1]
-    return last.tensor(layer if slot.key.startswith("layer.") else None)
+    name = in_transformers(model.hf_names(model.config), slot.key)
+    return name.tensor(layer if slot.key.startswith("layer.") else None)
 
 
 def pieces_of(found: Iterable[tuple[Slot, int, Numbers, str]]) -> list[Piece]:
