@@ -22,10 +22,9 @@ import nnxmoe
 from nnxmoe import Tokenizer
 from nnxmoe.train.data import batches as data_module
 from nnxmoe.train.data import jsonl
-from nnxmoe.train.data.batches import Batches, Rows, batches
-from nnxmoe.train.data.documents import Document, Documents
+from nnxmoe.train.data.batches import Batches, Rows, batches, place
+from nnxmoe.train.data.documents import Document, Documents, fill
 from nnxmoe.train.data.jsonl import JsonLines
-from nnxmoe.train.data.packing import fill, pieces, place
 from nnxmoe.train.data.records import DataError, Record, RecordList
 from tests.support.cases import HF_CASES
 from tests.support.running import forward
@@ -102,7 +101,7 @@ def test_blank_lines_and_line_endings(tmp_path: Path) -> None:
     lines = JsonLines(path)
     assert [line.text for line in lines] == ["one", None, "a\u2028b"]
     assert lines[1].messages == said("é", "yes") and lines[-1].text == "a\u2028b"
-    assert [lines.number(i) for i in range(3)] == [1, 3, 5] and lines.where(1) == f"{path} line 3"
+    assert [lines.where(i) for i in range(3)] == [f"{path} line {number}" for number in (1, 3, 5)]
     with pytest.raises(IndexError):
         lines[3]
 
@@ -538,7 +537,7 @@ def document(size: int, start: int = 0, is_chat: bool = False) -> Document:
 @settings(max_examples=200, deadline=None)
 def test_packing_keeps_every_token_and_separates_documents(sizes: list[int], length: int) -> None:
     given = [document(size, 1000 * i) for i, size in enumerate(sizes)]
-    found = [piece for one in given for piece in pieces(one, length)]
+    found = [piece for one in given for piece in one.pieces(length)]
     rows = place([len(piece.tokens) for piece in found], length)
     assert sorted(i for row in rows for i in row) == list(range(len(found)))
     filled = [fill([found[i] for i in row], length, 7) for row in rows]
@@ -597,7 +596,7 @@ def test_long_chats_are_truncated(tmp_path: Path, tokenizer: Tokenizer, caplog: 
 
 
 def expected(documents: Documents, length: int) -> Counter[Any]:
-    found = (piece for one in documents for piece in pieces(one, length))
+    found = (piece for one in documents for piece in one.pieces(length))
     return Counter((tuple(p.tokens.tolist()), tuple(p.learnt.astype(int).tolist())) for p in found)
 
 

@@ -9,9 +9,8 @@ from nnxmoe.train import lora as lora
 from nnxmoe.train.data.batches import Batches as Batches
 from nnxmoe.train.data.batches import Rows as Rows
 from nnxmoe.train.data.batches import batches as batches
+from nnxmoe.train.data.batches import preferences as preferences
 from nnxmoe.train.data.documents import Documents as Documents
-from nnxmoe.train.data.pairs import PreferenceBatches as PreferenceBatches
-from nnxmoe.train.data.pairs import preferences as preferences
 from nnxmoe.train.data.records import DataError as DataError
 from nnxmoe.train.loop.evaluator import Evaluation as Evaluation
 from nnxmoe.train.loop.fit import fit as fit

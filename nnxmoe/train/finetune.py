@@ -6,7 +6,7 @@ model in transformers' format, or the adapter in ``peft``'s.
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,7 +34,6 @@ from nnxmoe.storage.write import write_json
 from nnxmoe.train import lora
 from nnxmoe.train.data.batches import Batch, Batches
 from nnxmoe.train.data.documents import Documents, Pairs
-from nnxmoe.train.data.pairs import PreferenceBatches
 from nnxmoe.train.loop.evaluator import Evaluation
 from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.loop.metrics import JsonLog
@@ -141,11 +140,6 @@ class Finetune:
         return Pairs if self.preferences else Documents
 
     @property
-    def batches(self) -> Callable[..., Batches]:
-        """Makes batches of documents."""
-        return PreferenceBatches if self.preferences else Batches
-
-    @property
     def objective(self) -> TrainingObjective:
         """The objective; without adapters, that of preferences needs batches `with_reference`."""
         reference = None if self.lora is None else lora.without
@@ -197,7 +191,7 @@ def finetune(
     if task.lora is not None:
         rank = lora.split_ranks(model, task.lora) if task.split_rank else task.lora
         lora.add(model, rank, task.lora_alpha, rngs=nnx.Rngs(task.seed))
-    data: Any = task.batches(documents, task.batch_size, length, seed=task.seed, epochs=task.epochs)
+    data: Any = Batches(documents, task.batch_size, length, seed=task.seed, epochs=task.epochs)
     steps = data.count() if task.steps is None else task.steps
     batches: Any = None if held is None else _Held(held, task, length)
     if task.preferences and task.lora is None:
@@ -250,7 +244,7 @@ class _Held:
     length: int
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.task.batches(self.documents, self.task.batch_size, self.length, shuffle=False, epochs=1)
+        return Batches(self.documents, self.task.batch_size, self.length, shuffle=False, epochs=1)
 
 
 def _strategy() -> Strategy:

@@ -2,12 +2,15 @@
 
     data = batches("chats.jsonl", tokenizer, batch_size=8, seq_len=512)
     next(data)  # {"tokens", "loss_mask", "segment_ids", "positions"}: int32 [8, 512]
+    pairs = preferences("pairs.jsonl", tokenizer, batch_size=8, seq_len=512)
+    next(pairs)  # {"tokens", "loss_mask", "attention_mask"}: int32 [8, 2, 512]
 
 With grain's workers and transformations: ``grain.MapDataset.source(Rows(documents, 512)).shuffle(…).batch(8)``.
 """
 
+import bisect
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self, SupportsIndex
 
 import jax
@@ -16,9 +19,7 @@ import numpy as np
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_integer
 from nnxmoe.generation.text import Tokenizer
-from nnxmoe.runtime.progress import logger
-from nnxmoe.train.data.documents import Data, Document, Documents
-from nnxmoe.train.data.packing import Row, fill, pieces, place
+from nnxmoe.train.data.documents import Data, Document, Documents, Pairs, Row
 from nnxmoe.train.data.records import DataError
 
 _VERSION = 1
@@ -46,14 +47,34 @@ def batches(
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, pack=pack, epochs=epochs, share=share)
 
 
+def preferences(
+    data: Data,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    epochs: int | None = None,
+    share: tuple[int, int] | None = None,
+) -> "Batches":
+    """`Batches` of pairs, int32 [B, 2, T] arrays, from the same kinds of data as `batches`; see `Pairs`.
+
+    Each record has the fields "prompt", "chosen" and "rejected", or whole chats as "chosen" and "rejected" (see
+    `nnxmoe.train.data.records.pair_of`). Raises DataError, a ValueError that names the line, for unusable data.
+    """
+    documents = Pairs(data, tokenizer)
+    return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, epochs=epochs, share=share)
+
+
 class Batches(Iterator[Batch]):
     """An iterator over batches of int32 [B, T] arrays, endless or for ``epochs``; deterministic given seed and data.
 
     The documents of an epoch, in an order drawn from ``seed``, are packed 8 to 64 rows at a time. A text longer than
-    ``seq_len`` is split, a longer chat truncated (see `pieces`). An epoch starts in the batch in which the previous one
-    ends; the last batch of all is padded. ``share`` is (index of this process, number of processes) and defaults to
-    JAX's: each process gets its rows of every batch, and all must make the same calls. `get_state` and `set_state`
-    have the signatures of grain's iterators.
+    ``seq_len`` is split, a longer chat truncated (see `Document.pieces`). An epoch starts in the batch in which the
+    previous one ends; the last batch of all is padded. ``share`` is (index of this process, number of processes) and
+    defaults to JAX's: each process gets its rows of every batch, and all must make the same calls. `get_state` and
+    `set_state` have the signatures of grain's iterators.
     """
 
     def __init__(
@@ -78,7 +99,8 @@ class Batches(Iterator[Batch]):
                 f"batch_size={batch_size} cannot be split as share={share}: use a multiple of the number of processes"
             )
         self.documents, self.batch_size, self.seq_len = documents, batch_size, seq_len
-        self.seed, self.shuffle, self.pack, self.epochs, self.share = seed, shuffle, pack, epochs, share
+        self.seed, self.shuffle, self.epochs, self.share = seed, shuffle, epochs, share
+        self.pack = pack and documents.may_share_rows
         self._epoch, self._start, self._row = 0, 0, 0  # of the next row, whose window starts at document _start
         self._window: list[list[Document]] | None = None
         self._stop = 0  # end of the window
@@ -100,7 +122,7 @@ class Batches(Iterator[Batch]):
             raise StopIteration
         rows += [[]] * (self.batch_size - len(rows))
         mine = self.batch_size // self.share[1]
-        filled = [self._filled(row) for row in rows[self.share[0] * mine :][:mine]]
+        filled = [self.documents.row(row, self.seq_len) for row in rows[self.share[0] * mine :][:mine]]
         return {name: np.stack([row[name] for row in filled]) for name in filled[0]}
 
     def count(self) -> int:
@@ -148,7 +170,7 @@ class Batches(Iterator[Batch]):
         while self.epochs is None or self._epoch < self.epochs:
             if self._start >= len(self.documents):
                 self._epoch, self._start = self._epoch + 1, 0
-                self._tell_cut(ended=True)
+                self.documents.tell_cut(self.seq_len, ended=True)
                 continue
             if self._window is None:
                 self._window, self._stop = self._packed(self._start)
@@ -171,23 +193,15 @@ class Batches(Iterator[Batch]):
         while stop < len(self.documents) and tokens < _window(self.seq_len):
             index = self._index(stop)
             document = self.documents[index]
-            parts = list(self._pieces(document))
+            parts = document.pieces(self.seq_len)
             tokens, stop = tokens + sum(len(part.tokens) for part in parts), stop + 1
             found += parts
             if document.chat and len(document.tokens) > self.seq_len:
-                self._tell_cut(ended=False)
+                self.documents.tell_cut(self.seq_len, ended=False)
         if not self.pack:
             return [[part] for part in found], stop
         rows = place([len(part.tokens) for part in found], self.seq_len)
         return [[found[i] for i in row] for row in rows], stop
-
-    def _pieces(self, document: Document) -> Iterator[Document]:
-        """The pieces of a document that fit into rows."""
-        return pieces(document, self.seq_len)
-
-    def _filled(self, row: list[Document]) -> Row:
-        """The arrays of a row."""
-        return fill(row, self.seq_len, self.documents.tokenizer.pad_token_id or 0)
 
     def _index(self, at: int) -> int:
         """The document at a position of this epoch's order. RandomState draws the same in every version of NumPy."""
@@ -199,18 +213,25 @@ class Batches(Iterator[Batch]):
             order = self._order = self._epoch, numbers.permutation(len(self.documents))
         return int(order[1][at])
 
-    def _tell_cut(self, *, ended: bool) -> None:
-        """Warn of truncated chats: of the first one, or once all are counted."""
-        text, final = self.documents.longer_chats(self.seq_len)
-        told = self.documents.told.get(self.seq_len)
-        if (told or not ended) and text != told and (final or not told):
-            logger.warning("%s%s", text, "" if final else " so far")
-            self.documents.told[self.seq_len] = text
-
 
 def _window(seq_len: int) -> int:
     """Number of tokens that are packed together: 64 rows, but at least 8 rows and about 131,000 tokens."""
     return max(8 * seq_len, min(64 * seq_len, 1 << 17))
+
+
+def place(sizes: Iterable[int], length: int) -> list[list[int]]:
+    """Rows as lists of piece indices. Best fit: each piece, in order, goes into the fullest row with room for it."""
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room, row) of each row that is not full, sorted
+    for number, size in enumerate(sizes):
+        at = bisect.bisect_left(rooms, (size, -1))
+        room, row = rooms.pop(at) if at < len(rooms) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        if room > size:
+            bisect.insort(rooms, (room - size, row))
+    return rows
 
 
 class Rows:
@@ -226,5 +247,4 @@ class Rows:
         return len(self.documents)
 
     def __getitem__(self, index: SupportsIndex) -> Row:
-        first = list(pieces(self.documents[index], self.seq_len))[:1]
-        return fill(first, self.seq_len, self.documents.tokenizer.pad_token_id or 0)
+        return self.documents.row(self.documents[index].pieces(self.seq_len)[:1], self.seq_len)

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, SupportsIndex
 
 import numpy as np
@@ -18,6 +18,7 @@ from nnxmoe.train.data.jsonl import JsonLines
 from nnxmoe.train.data.records import DataError, Parse, Record, RecordList, pair_of, record_of
 
 _CACHE_BYTES = 256 << 20
+Row = dict[str, np.ndarray]
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 
@@ -34,6 +35,17 @@ class Document:
         """The rows that it takes: itself; of a `Pair` two."""
         return (self,)
 
+    def pieces(self, length: int) -> "list[Document]":
+        """The pieces of at most ``length`` tokens: all of a text, the beginning of a chat.
+
+        The rest of a chat would be learnt without its context. Pieces in which nothing is to be predicted are left out:
+        the beginning of a chat without an answer, and a single token at the end of a text.
+        """
+        starts = range(0, length if self.chat else len(self.tokens), length)
+        parts = [slice(start, start + length) for start in starts]
+        # The first token of a piece is not predicted.
+        return [Document(self.tokens[at], self.learnt[at], self.chat) for at in parts if self.learnt[at][1:].any()]
+
 
 @dataclasses.dataclass(frozen=True)
 class Pair(Document):
@@ -45,6 +57,25 @@ class Pair(Document):
     def parts(self) -> tuple[Document, ...]:
         """Both documents."""
         return Document(self.tokens, self.learnt, self.chat), self.rejected
+
+    def pieces(self, length: int) -> list[Document]:
+        """The pair of the first pieces; none if a completion has no token left."""
+        halves = [half for part in self.parts for half in part.pieces(length)]
+        return [Pair(**vars(halves[0]), rejected=halves[1])] if len(halves) == 2 else []
+
+
+def fill(documents: Sequence[Document], length: int, pad: int) -> Row:
+    """One row [T] of every array of a batch. ``segment_ids`` count from 1, 0 is padding; ``positions`` restart at 0 in
+    each document."""
+    names = ("tokens", "loss_mask", "segment_ids", "positions")
+    row = {name: np.full(length, pad if name == "tokens" else 0, np.int32) for name in names}
+    start = 0
+    for number, document in enumerate(documents, 1):
+        span = slice(start, start + len(document.tokens))
+        row["tokens"][span], row["loss_mask"][span] = document.tokens, document.learnt
+        row["segment_ids"][span], row["positions"][span] = number, np.arange(len(document.tokens))
+        start = span.stop
+    return row
 
 
 class Documents:
@@ -58,6 +89,7 @@ class Documents:
     """
 
     unit: ClassVar[str] = "chat"
+    may_share_rows: ClassVar[bool] = True
     parse: ClassVar[Parse] = staticmethod(record_of)
 
     def __init__(self, data: Data, tokenizer: Tokenizer) -> None:
@@ -68,7 +100,7 @@ class Documents:
         self._room, self._noted = _CACHE_BYTES, set[str]()
         self._chats = np.zeros((len(self), 2), np.int32)  # tokens of each chat, and those up to its first answer
         self._encoded = np.zeros(len(self), bool)
-        self.told: dict[int, str] = {}  # length of rows -> the last warning of `longer_chats`
+        self._told: dict[int, str] = {}  # length of rows -> the last warning of `tell_cut`
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -91,14 +123,22 @@ class Documents:
         for index in range(len(self)):
             self[index]
 
-    def longer_chats(self, length: int) -> tuple[str, bool]:
-        """Count the chats that are truncated or left out in rows of ``length`` tokens. Returns the start of a sentence,
-        and whether all documents have been encoded, so that the counts are final."""
+    def row(self, documents: Sequence[Document], length: int) -> Row:
+        """The arrays of a row of documents, ``[T]``."""
+        return fill(documents, length, self.tokenizer.pad_token_id or 0)
+
+    def tell_cut(self, length: int, *, ended: bool) -> None:
+        """Warn of the chats that are truncated or left out in rows of ``length`` tokens: of the first one, and at the
+        end of an epoch once all documents have been encoded, so that the counts are final."""
         tokens, answer = self._chats.T
         cut, out = np.sum((tokens > length) & (answer <= length)), np.sum(answer > length)
         parts = [f"{cut} of {len(self)} are truncated"] if cut else []
         parts += [f"{out} of {len(self)} are left out, since no answer begins within the row"] if out else []
-        return f"{self.lines}: {self.unit}s longer than seq_len={length}: {', '.join(parts)}", bool(self._encoded.all())
+        text = f"{self.lines}: {self.unit}s longer than seq_len={length}: {', '.join(parts)}"
+        final, told = bool(self._encoded.all()), self._told.get(length)
+        if (told or not ended) and text != told and (final or not told):
+            logger.warning("%s%s", text, "" if final else " so far")
+            self._told[length] = text
 
     def identity(self) -> dict[str, Any]:
         """Checksums of the file and the tokenizer: a small JSON value that identifies the tokens."""
@@ -134,11 +174,23 @@ class Documents:
 
 
 class Pairs(Documents):
-    """The preferences of a file or an iterable of dicts (see `pair_of`), each as the documents of two completions."""
+    """The preferences of a file or an iterable of dicts (see `pair_of`), each as the documents of two completions.
+
+    Rows are int32 [2, T] arrays, each half one completion after its prompt, with its first tokens; a pair of which a
+    completion then has no token left is left out. The warning of `tell_cut` counts both kinds.
+    """
 
     unit = "pair"
+    may_share_rows = False
     parse = staticmethod(pair_of)
 
     def _make(self, record: Any, where: str) -> Pair:
         chosen, rejected = (self._document(one, where) for one in record)
-        return Pair(chosen.tokens, chosen.learnt, chosen.chat, rejected)
+        return Pair(**vars(chosen), rejected=rejected)
+
+    def row(self, documents: Sequence[Document], length: int) -> Row:
+        """The arrays of a pair, ``[2, T]``; without documents, of an empty one."""
+        halves = [[half] for half in documents[0].parts] if documents else [[], []]
+        rows = [super(Pairs, self).row(half, length) for half in halves]
+        names = {"tokens": "tokens", "loss_mask": "loss_mask", "attention_mask": "segment_ids"}
+        return {name: np.stack([row[of] for row in rows]) for name, of in names.items()}

@@ -20,9 +20,10 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from nnxmoe.storage.files import absolute, parse_json, refuse_lfs_pointer, regular_file
-from nnxmoe.train.data.records import DataError, Ignored, Parse, record_of
+from nnxmoe.train.data.records import DataError, Parse, record_of, tell_ignored
 
 MAX_LINE_BYTES = 16 << 20
+_BOM = b"\xef\xbb\xbf"
 _WANTED = "give a file of JSON lines, or a JSON array as of Alpaca or ShareGPT"
 _OTHERS = {b"PAR1": "a Parquet file", b"\x28\xb5\x2f\xfd": "compressed with zstd", b"PK\x03\x04": "a ZIP archive"}
 
@@ -40,11 +41,11 @@ class JsonLines:
             weakref.finalize(self, _remove, self._lines_of, os.getpid())
         self._status = self._stat()
         self.size = self._status[0]
-        digest, starts, numbers, ignored = hashlib.sha256(), array("q"), array("q"), Ignored()
+        digest, starts, numbers, ignored = hashlib.sha256(), array("q"), array("q"), set[str]()
         for number, start, line in _lines(self._lines_of, f"{self.path} {self._unit}"):
             digest.update(line)
             if line.strip():
-                ignored.names |= self._parse(*_value(line, f"{self.path} {self._unit} {number}"))[1]
+                ignored |= self._parse(*_value(line, f"{self.path} {self._unit} {number}"))[1]
                 starts.append(start)
                 numbers.append(number)
         if not starts:
@@ -53,7 +54,7 @@ class JsonLines:
         self._starts = np.frombuffer(starts, np.int64)
         whole = len(numbers) == numbers[-1]
         self._numbers = None if whole else np.frombuffer(numbers, np.int64)  # needed only if some lines are blank
-        ignored.tell(self)
+        tell_ignored(ignored, self)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -61,13 +62,9 @@ class JsonLines:
     def __str__(self) -> str:
         return str(self.path)
 
-    def number(self, index: int) -> int:
-        """The line number, counted from 1."""
-        return int(index + 1 if self._numbers is None else self._numbers[index])
-
     def where(self, index: int) -> str:
-        """File and line number, for messages."""
-        return f"{self.path} {self._unit} {self.number(index)}"
+        """File and line number, counted from 1, for messages."""
+        return f"{self.path} {self._unit} {index + 1 if self._numbers is None else self._numbers[index]}"
 
     def __getitem__(self, index: SupportsIndex) -> Any:
         number = range(len(self))[index]
@@ -92,22 +89,18 @@ def _as_lines(path: Path) -> tuple[Path, str] | None:
         raise DataError(f"{path} is {name}: convert it to JSON lines, such as with datasets' Dataset.to_json")
     try:
         with opened(path, "rb") as file:
-            head = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()
+            head = file.read(1 << 16).removeprefix(_BOM).lstrip()
             file.seek(0)
             if head[:1] == b"[" and head[1:].lstrip()[:1] in (b"{", b"]"):
-                return _written(json.dumps(one).encode() + b"\n" for one in _array(path, file.read())), "item"
+                data = file.read().removeprefix(_BOM)
+                records: Any = parse_json(data, path, "correct the file", DataError)
+                return _written(json.dumps(one).encode() + b"\n" for one in records), "item"
             if head and head[:1] not in b"{[" and path.suffix in (".txt", ".md", ".csv", ".tsv"):
                 kind = "a table" if path.suffix in (".csv", ".tsv") else "plain text"
                 raise DataError(f'{path} is {kind}: write JSON lines such as {{"text": "…"}}, one per document')
             return (_written(iter(lambda: file.read(1 << 20), b"")), "line") if opened is gzip.open else None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: {error}; the file is damaged: download it again") from error
-
-
-def _array(path: Path, data: bytes) -> list[Any]:
-    found = parse_json(data.removeprefix(b"\xef\xbb\xbf"), path, "correct the file", DataError)
-    assert isinstance(found, list)
-    return found
 
 
 def _remove(path: Path, process: int) -> None:
@@ -144,4 +137,4 @@ def _lines(path: Path, where: str) -> Iterator[tuple[int, int, bytes]]:
 
 def _value(line: bytes, where: str) -> tuple[Any, str]:
     """The JSON value of a line, and where it is."""
-    return parse_json(line.removeprefix(b"\xef\xbb\xbf"), where, "correct or remove the line", DataError), where
+    return parse_json(line.removeprefix(_BOM), where, "correct or remove the line", DataError), where

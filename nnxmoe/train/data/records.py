@@ -202,16 +202,10 @@ def _plain(value: object) -> Any:
     return dataclasses.astuple(value) if isinstance(value, Record) else str(value)
 
 
-class Ignored:
-    """Collects the names of ignored fields, to say so once."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def tell(self, source: object) -> None:
-        """The notice, if there is something to notice."""
-        if self.names:
-            say("%s: these fields are ignored: %s", source, short(sorted(self.names)))
+def tell_ignored(names: set[str], source: object) -> None:
+    """Report the fields of records that are ignored, if there are any."""
+    if names:
+        say("%s: these fields are ignored: %s", source, short(sorted(names)))
 
 
 class RecordList:
@@ -223,16 +217,16 @@ class RecordList:
     def __init__(self, records: Iterable[Mapping[str, Any]], parse: Parse = record_of) -> None:
         if isinstance(records, Mapping) or not isinstance(records, Iterable):
             raise DataError(f"{short(records)} is no training data: pass a file of JSON lines, or an iterable of dicts")
-        digest, ignored, self._records = hashlib.sha256(), Ignored(), list[Any]()
+        digest, ignored, self._records = hashlib.sha256(), set[str](), list[Any]()
         for number, value in enumerate(records):
             record, more = parse(value, f"record {number}")
-            ignored.names |= more
+            ignored |= more
             digest.update(json.dumps(record, default=_plain).encode())
             self._records.append(record)
         if not self._records:
             raise DataError("there are no records: pass at least one")
         self.size, self.digest = len(self._records), digest.hexdigest()
-        ignored.tell(self)
+        tell_ignored(ignored, self)
 
     def __len__(self) -> int:
         return len(self._records)
