@@ -12,14 +12,15 @@ from nnxmoe.train.data.batches import batches as batches
 from nnxmoe.train.data.batches import preferences as preferences
 from nnxmoe.train.data.documents import Documents as Documents
 from nnxmoe.train.data.records import DataError as DataError
+from nnxmoe.train.loop.callbacks import CsvLog as CsvLog
+from nnxmoe.train.loop.callbacks import JsonLog as JsonLog
+from nnxmoe.train.loop.callbacks import Profile as Profile
+from nnxmoe.train.loop.callbacks import TensorBoardLog as TensorBoardLog
+from nnxmoe.train.loop.callbacks import WandbLog as WandbLog
 from nnxmoe.train.loop.evaluator import Evaluation as Evaluation
 from nnxmoe.train.loop.fit import fit as fit
 from nnxmoe.train.loop.loss import ChunkedLoss as ChunkedLoss
 from nnxmoe.train.loop.loss import Whole as Whole
-from nnxmoe.train.loop.metrics import CsvLog as CsvLog
-from nnxmoe.train.loop.metrics import JsonLog as JsonLog
-from nnxmoe.train.loop.metrics import TensorBoardLog as TensorBoardLog
-from nnxmoe.train.loop.metrics import WandbLog as WandbLog
 from nnxmoe.train.loop.objective import Losses as Losses
 from nnxmoe.train.loop.objective import Objective as Objective
 from nnxmoe.train.loop.objective import TrainingObjective as TrainingObjective
@@ -29,7 +30,6 @@ from nnxmoe.train.loop.preference import hinge_loss as hinge_loss
 from nnxmoe.train.loop.preference import ipo_loss as ipo_loss
 from nnxmoe.train.loop.preference import sigmoid_loss as sigmoid_loss
 from nnxmoe.train.loop.preference import with_reference as with_reference
-from nnxmoe.train.loop.profile import Profile as Profile
 from nnxmoe.train.loop.run import Fitted as Fitted
 from nnxmoe.train.loop.run import NotFinite as NotFinite
 from nnxmoe.train.loop.run import Progress as Progress

@@ -34,13 +34,12 @@ from nnxmoe.storage.write import write_json
 from nnxmoe.train import lora
 from nnxmoe.train.data.batches import Batch, Batches
 from nnxmoe.train.data.documents import Documents, Pairs
+from nnxmoe.train.loop.callbacks import JsonLog, Profile
 from nnxmoe.train.loop.evaluator import Evaluation
 from nnxmoe.train.loop.fit import fit
-from nnxmoe.train.loop.metrics import JsonLog
 from nnxmoe.train.loop.objective import Objective, TrainingObjective
 from nnxmoe.train.loop.optimizers import OPTIMIZERS
 from nnxmoe.train.loop.preference import DPO, with_reference
-from nnxmoe.train.loop.profile import Profile
 from nnxmoe.train.loop.run import Fitted, Progress
 from nnxmoe.train.lora.peft import WEIGHTS_FILE
 from nnxmoe.train.lora.peft_config import CONFIG_FILE

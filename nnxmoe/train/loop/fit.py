@@ -25,9 +25,9 @@ from nnxmoe.storage.multihost import in_any_process
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.evaluator import Evaluation, Evaluator
 from nnxmoe.train.loop.feed import BatchSource
+from nnxmoe.train.loop.measured import token_flops
 from nnxmoe.train.loop.objective import TrainingObjective
 from nnxmoe.train.loop.run import Callback, Fitted, Run
-from nnxmoe.train.loop.speed import token_flops
 from nnxmoe.train.loop.step import Step
 from nnxmoe.train.runs.checkpoints import Checkpoints
 
@@ -95,10 +95,9 @@ def fit(
         checkpoint = Checkpoints(checkpoint, every=_SAVE_EVERY)
     with stopping() as stop:
         with checkpoint or contextlib.nullcontext() as checkpoints:
-            run = Run(step, BatchSource(data), checkpoints, steps, seed, token_flops(model, step.names))
             held = evaluate if evaluate is None or isinstance(evaluate, Evaluation) else Evaluation(evaluate)
-            evaluator = None if held is None else Evaluator(step, held)
-            fitted = run.go(evaluator, callbacks, stop)
+            given = checkpoints, held and Evaluator(step, held), callbacks, stop
+            fitted = Run(step, BatchSource(data), steps, seed, token_flops(model, step.names), *given).go()
         if in_any_process(lambda: stop.asked, step.mesh)():
             saved = "" if checkpoints is None else f"; saved in {checkpoints.folder}"
             raise Interrupted(f"interrupted after the last step{saved}", fitted)

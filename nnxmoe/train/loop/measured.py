@@ -1,25 +1,35 @@
-"""The metrics of a step, from the report that its program returns, and the seconds waited for its parts."""
+"""The metrics of a step: from the report that its program returns, the seconds waited for its parts, and its FLOPs."""
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
 
+from nnxmoe.axes import axes_of
+from nnxmoe.layers.quantized import QuantizedWeight
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.runtime.hardware import of_device
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.step import Report
 
 Metrics = dict[str, float]
-DATA, DEVICE, CHECKPOINT, EVALUATION = (f"{name}_seconds" for name in ("data", "device", "checkpoint", "evaluation"))
-_PARTS = (DATA, DEVICE, CHECKPOINT, EVALUATION)
-_OWN = ("gradient_norm", "seconds", "learning_rate", "tokens_per_second", "mfu", "evaluation", "skipped")
+# The names that metrics of an objective must not have, besides those of the losses.
+_OWN = {
+    *("gradient_norm", "seconds", "learning_rate", "tokens_per_second", "mfu", "evaluation", "skipped"),
+    *("data_seconds", "device_seconds", "checkpoint_seconds", "evaluation_seconds"),
+}
 
 
 class Spent:
-    """Accumulates the seconds that this process waits, by name."""
+    """Accumulates the seconds that this process waits, as metrics ``<name>_seconds``."""
 
     def __init__(self, *names: str) -> None:
-        self.seconds = dict.fromkeys(names, 0.0)
+        self.seconds = dict.fromkeys([f"{name}_seconds" for name in names], 0.0)
 
     @contextlib.contextmanager
     def on(self, name: str) -> Iterator[None]:
@@ -28,7 +38,7 @@ class Spent:
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - began
+            self.seconds[f"{name}_seconds"] += time.perf_counter() - began
 
     def take(self) -> Metrics:
         """Return the seconds by name and reset them to 0."""
@@ -44,7 +54,7 @@ def metrics_of(report: Report, number: int, batch: Batch, seconds: float) -> Met
         metrics |= {"cross_entropy": float(losses.cross_entropy), "tokens": float(losses.tokens)}
     if losses.mtp is not None:
         metrics["mtp"] = float(losses.mtp)
-    if same := losses.measured.keys() & {*metrics, *_OWN, *_PARTS}:
+    if same := losses.measured.keys() & {*metrics, *_OWN}:
         raise ValueError(f"the objective's metric {sorted(same)[0]!r} has the name of one of nnxmoe's: rename it")
     metrics |= {name: float(value) for name, value in losses.measured.items()}
     metrics |= {"gradient_norm": float(report.gradient_norm), "seconds": seconds}
@@ -72,11 +82,49 @@ def shown_metrics(metrics: Metrics) -> dict[str, str]:
         "tokens_per_second": "{:.0f}",
         "seconds": "{:.3f}",
         "mfu": "{:.1%}",
-        DATA: "{:.3f}",
+        "data_seconds": "{:.3f}",
         "busiest_expert": "{:.1f}x",  # its share, in even shares
         "dropped": "{:.1%}",
         "skipped": "{}",
     }
-    short = {"tokens_per_second": "tok/s", "seconds": "s/step", DATA: "data s/step", "busiest_expert": "busiest expert"}
+    short = {
+        "tokens_per_second": "tok/s",
+        "seconds": "s/step",
+        "data_seconds": "data s/step",
+        "busiest_expert": "busiest expert",
+    }
     shown = {name: form for name, form in names.items() if metrics.get(name) or name == "loss"}
     return {short.get(name, name): form.format(metrics[name]) for name, form in shown.items()}
+
+
+def peak_flops(mesh: Mesh | None) -> float | None:
+    """Peak FLOP/s of dense bfloat16 products on the mesh's devices together; None for unknown devices."""
+    devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
+    found = of_device(devices[0].device_kind)
+    return None if found is None else found.flops * len(devices)
+
+
+def token_flops(model: CausalLM, trained: Collection[str]) -> float:
+    """FLOPs of a training step per token: 4 per parameter used (forward, and gradient of the input), 2 more for the
+    gradient of a parameter in ``trained`` (dotted paths).
+
+    Attention scores and rematerialisation are not counted (PaLM; Chowdhery et al. 2022). Prediction layers are used if
+    any of them is trained, and each of them uses the output head once more.
+    """
+    total, depths = 0.0, len(model.mtp) if any(name.startswith("mtp.") for name in trained) else 0
+    head = "embed.table" if model.head is None else "head.kernel"
+    weights = [(path, v, v.size) for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    quantized = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, QuantizedWeight)]
+    weights += [(path, node.codes, math.prod((*node.lead, *node.ins, *node.outs))) for path, node in quantized]
+    for path, variable, size in weights:
+        share, key = 1.0, ".".join(map(str, path)).removesuffix(".codes")
+        if path[0] == "mtp" and not depths:
+            share = 0.0
+        elif "expert" in axes_of(variable):
+            share = model.config.experts_per_token / model.config.experts
+        elif key == head:
+            share = 1.0 + depths
+        elif key.endswith(".table"):
+            share = 0.0  # a lookup, no product; Gemma 4 has a second table
+        total += (6 if ".".join(map(str, path)) in trained else 4) * share * size
+    return total

@@ -21,8 +21,7 @@ from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.evaluator import Evaluator
 from nnxmoe.train.loop.feed import BatchSource, in_every_process, put_batch
 from nnxmoe.train.loop.fingerprint import fingerprint
-from nnxmoe.train.loop.measured import CHECKPOINT, DATA, DEVICE, EVALUATION, Metrics, Spent, metrics_of, shown_metrics
-from nnxmoe.train.loop.speed import peak_flops
+from nnxmoe.train.loop.measured import Metrics, Spent, metrics_of, peak_flops, shown_metrics
 from nnxmoe.train.loop.step import Report, Step, TrainState
 from nnxmoe.train.runs.checkpoints import Checkpoints
 from nnxmoe.train.runs.named_arrays import plain
@@ -78,123 +77,152 @@ class _StepMade:
     asked: Callable[[], bool]  # whether Ctrl-C was pressed, in any process
 
 
+@dataclasses.dataclass
 class Run:
     """The steps from the last checkpoint, or from the start, to the last one."""
 
-    def __init__(
-        self, step: Step, source: BatchSource, checkpoints: Checkpoints | None, steps: int, seed: int, flops: float
-    ) -> None:
-        self.step, self.source, self.checkpoints, self.steps, self.flops = step, source, checkpoints, steps, flops
+    step: Step
+    source: BatchSource
+    steps: int  # in total
+    seed: int
+    flops: float  # per token
+    checkpoints: Checkpoints | None
+    evaluator: Evaluator | None
+    callbacks: Sequence[Callback]
+    stop: Stop
+
+    def __post_init__(self) -> None:
+        checkpoints = self.checkpoints
         self.first = 0 if checkpoints is None else checkpoints.latest() or 0
-        if checkpoints is not None and self.first > steps:
+        if checkpoints is not None and self.first > self.steps:
             raise ValueError(
-                f"{checkpoints.folder} is at step {self.first}, beyond the total of steps={steps}: pass a larger "
+                f"{checkpoints.folder} is at step {self.first}, beyond the total of steps={self.steps}: pass a larger "
                 "number, or another folder"
             )
         if checkpoints is not None:
-            plain({"data": source.position()}, "the state of the data's iterator (get_state)")
-            self.base = fingerprint(step.base())
-        self.state = self._restored() if self.first else step.init(seed)
-        self.peak = peak_flops(step.mesh)
-        self.spent = Spent(DATA, DEVICE, *(() if checkpoints is None else (CHECKPOINT,)))
+            plain({"data": self.source.position()}, "the state of the data's iterator (get_state)")
+            self.base = fingerprint(self.step.base())
+        self.state = self._restored() if self.first else self.step.init(self.seed)
+        self.peak = peak_flops(self.step.mesh)
+        self.spent = Spent("data", "device", *(() if checkpoints is None else ("checkpoint",)))
+        self.history: list[Metrics] = []
+        self.bar: tqdm | None = None
         self.finite = JitProgram(
-            lambda params: [jnp.all(jnp.isfinite(value)) for value in params.values()], out_shardings=step.places.step
+            lambda params: [jnp.all(jnp.isfinite(value)) for value in params.values()],
+            out_shardings=self.step.places.step,
         )
 
-    def go(self, evaluator: Evaluator | None, callbacks: Sequence[Callback], stop: Stop) -> Fitted:
+    def go(self) -> Fitted:
         """Read the report of each step while the device computes the next one, unless something looks at the state
         between the two."""
-        history: list[Metrics] = []
         before: _StepMade | None = None  # the step whose report has not been read
-        bar: tqdm | None = None
         with contextlib.ExitStack() as shown:
-            for callback in callbacks:
+            for callback in self.callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     shown.enter_context(callback)
-
-            def read(made: _StepMade, now: bool) -> tuple[bool, bool]:
-                """Return whether training stops after this step, and whether it was interrupted in it."""
-                assert bar is not None
-                metrics, load = self._read(made, stop)
-                interrupted = now and made.asked()
-                last = self._after(made, metrics, load, evaluator, callbacks, interrupted)
-                history.append(metrics)
-                bar.set_postfix(shown_metrics(metrics), refresh=False)
-                bar.update()
-                return last, interrupted
-
             for number in range(self.first + 1, self.steps + 1):
                 if self.checkpoints is not None and self.checkpoints.due(number):
-                    with self.spent.on(CHECKPOINT):
+                    with self.spent.on("checkpoint"):
                         self.checkpoints.wait()  # a kill loses one interval at most
                 if before is None:
                     self.since = time.perf_counter()
                 try:
-                    with self.spent.on(DATA):
-                        batch, position = self.source.next()
-                        batch = put_batch(batch, self.step)
-                    if self.step.compiles(batch):
-                        self.since += self._compile(batch, bar)
-                    if bar is None:  # only now, so that its estimate counts no compilation
-                        silent = {"disable": True} if jax.process_index() else {}  # False overrides TQDM_DISABLE
-                        given = {"total": self.steps, "initial": self.first, "desc": "training", "unit": "step"}
-                        bar = shown.enter_context(progress_bar(**given, **silent))
-                    asked = in_any_process(lambda: stop.asked, self.step.mesh)
-                    with jax.profiler.StepTraceAnnotation("train", step_num=number):
-                        self.state, report = self.step.run(self.state, batch)
+                    made = self._start(number, shown)
                 finally:
                     if before is not None:  # also where the data end or are refused
-                        made, before = before, None
-                        read(made, False)
-                made = _StepMade(number, position, batch, report, asked)
-                if _late(callbacks) and number > self.first + 1 and not self._due(number, evaluator) and not asked():
+                        started, before = before, None
+                        self._finish(started, lambda: False)
+                if self._late and number > self.first + 1 and not self._due(number) and not made.asked():
                     before = made
-                    continue
-                last, interrupted = read(made, True)
-                if last:
+                elif self._finish(made, made.asked):
                     break
-                if interrupted:
-                    self._interrupt(number, history)
-        return Fitted(self.step.model(self.state), history, self.state)
+        return self._fitted()
 
-    def _due(self, number: int, evaluator: Evaluator | None) -> bool:
-        """Whether the state after this step is needed."""
-        last = number == self.steps
-        saved = self.checkpoints is not None and self.checkpoints.due(number)
-        return last or saved or (evaluator is not None and evaluator.due(number, last))
+    def _start(self, number: int, shown: contextlib.ExitStack) -> _StepMade:
+        """Start a step with the next batch."""
+        with self.spent.on("data"):
+            batch, position = self.source.next()
+            batch = put_batch(batch, self.step)
+        if self.step.compiles(batch):
+            self._compile(batch)
+        if self.bar is None:  # only now, so that its estimate counts no compilation
+            silent = {"disable": True} if jax.process_index() else {}  # False overrides TQDM_DISABLE
+            given = {"total": self.steps, "initial": self.first, "desc": "training", "unit": "step"}
+            self.bar = shown.enter_context(progress_bar(**given, **silent))
+        asked = in_any_process(lambda: self.stop.asked, self.step.mesh)
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            self.state, report = self.step.run(self.state, batch)
+        return _StepMade(number, position, batch, report, asked)
 
-    def _compile(self, batch: Batch, bar: tqdm | None) -> float:
-        """Compile the step for batches of this shape; return the seconds, which do not count as training."""
+    def _compile(self, batch: Batch) -> None:
+        """Compile the step for batches of this shape, in seconds that do not count as training."""
         started = time.perf_counter()
-        if bar is not None:
-            bar.clear()
+        if self.bar is not None:
+            self.bar.clear()
         self.step.program(self.state, batch)
         seconds = time.perf_counter() - started
-        if bar is not None:
-            bar.start_t += seconds
-        return seconds
+        self.since += seconds
+        if self.bar is not None:
+            self.bar.start_t += seconds
 
-    def _interrupt(self, number: int, history: list[Metrics]) -> None:
-        """Raise Interrupted, after a checkpoint of this step is complete."""
-        told = "nothing is saved: give fit a checkpoint folder to continue another time"
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
-            told = f"saved in {self.checkpoints.folder}: the same call continues from there"
-        fitted = Fitted(self.step.model(self.state), history, self.state)
-        raise Interrupted(f"interrupted at step {number} of {self.steps}; {told}", fitted)
+    @property
+    def _late(self) -> bool:
+        """Whether no callback looks at the state, see `Callback`."""
+        return all(getattr(callback, "late", False) for callback in self.callbacks)
 
-    def _read(self, made: _StepMade, stop: Stop) -> tuple[Metrics, np.ndarray]:
+    def _due(self, number: int) -> bool:
+        """Whether the state after this step is needed."""
+        saved = self.checkpoints is not None and self.checkpoints.due(number)
+        return number == self.steps or saved or self._evaluates(number)
+
+    def _evaluates(self, number: int) -> bool:
+        return self.evaluator is not None and self.evaluator.due(number, number == self.steps)
+
+    def _finish(self, made: _StepMade, asked: Callable[[], bool]) -> bool:
+        """Read a step's report, evaluate, run callbacks and save a checkpoint if due. Returns whether the training ends
+        here, and raises Interrupted if it was ``asked`` to."""
+        number, late = made.number, self._late
+        metrics, load = self._read(made)
+        interrupted = asked()
+        if self._evaluates(number):
+            metrics |= self._evaluated()
+        progress = Progress(number, self.steps, metrics, load, _unseen if late else lambda: self.step.model(self.state))
+        answers = [callback(progress) for callback in self.callbacks]
+        stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
+        stop = stop if late else in_any_process(lambda: stop, self.step.mesh)()
+        if stop and self.evaluator is not None and "evaluation" not in metrics:
+            metrics |= self._evaluated()
+        if stop and late:
+            raise ValueError(f"a callback stops the training at step {number}: remove its attribute late")
+        ends = stop or number == self.steps
+        self._save(made, force=ends or interrupted)
+        self.history.append(metrics)
+        assert self.bar is not None
+        self.bar.set_postfix(shown_metrics(metrics), refresh=False)
+        self.bar.update()
+        if interrupted and not ends:
+            told = "nothing is saved: give fit a checkpoint folder to continue another time"
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+                told = f"saved in {self.checkpoints.folder}: the same call continues from there"
+            raise Interrupted(f"interrupted at step {number} of {self.steps}; {told}", self._fitted())
+        return ends
+
+    def _fitted(self) -> Fitted:
+        return Fitted(self.step.model(self.state), self.history, self.state)
+
+    def _read(self, made: _StepMade) -> tuple[Metrics, np.ndarray]:
         """Wait for a step, and return its metrics and `Progress.load`. Raises ValueError for a batch without tokens,
         and NotFinite."""
-        with self.spent.on(DEVICE):
+        with self.spent.on("device"):
             report = jax.device_get(made.report)
         if report.losses.tokens is not None and not report.losses.tokens:
             raise ValueError(
                 f"step {made.number}: the batch has no token to predict. Tokens with segment id 0, attention_mask 0 "
                 "or loss_mask 0 do not count, nor does the only token of a row; check the data"
             )
-        stop.deferred = True
-        self._refuse_nonfinite("gradients", report.finite, report, made.number)
+        self.stop.deferred = True
+        self._refuse_nonfinite("gradients", report.finite, made)
         now = time.perf_counter()
         metrics = metrics_of(report, made.number, made.batch, now - self.since) | self.spent.take()
         if self.peak is not None and "tokens" in made.batch:
@@ -203,41 +231,21 @@ class Run:
         load = np.asarray(report.losses.load, np.float64)
         return metrics, load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
 
-    def _after(
-        self,
-        made: _StepMade,
-        metrics: Metrics,
-        load: np.ndarray,
-        evaluator: Evaluator | None,
-        callbacks: Sequence[Callback],
-        interrupted: bool,
-    ) -> bool:
-        """Evaluates, runs callbacks and saves a checkpoint if due. Returns whether training stops here."""
-        number, last, late = made.number, made.number == self.steps, _late(callbacks)
-        if evaluator is not None and evaluator.due(number, last):
-            metrics |= self._evaluated(evaluator)
-        progress = Progress(number, self.steps, metrics, load, _unseen if late else lambda: self.step.model(self.state))
-        answers = [callback(progress) for callback in callbacks]
-        stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
-        stop = stop if late else in_any_process(lambda: stop, self.step.mesh)()
-        if stop and evaluator is not None and "evaluation" not in metrics:
-            metrics |= self._evaluated(evaluator)
-        if stop and late:
-            raise ValueError(f"a callback stops the training at step {number}: remove its attribute late")
-        forced = last or stop or interrupted
-        save = forced or (self.checkpoints is not None and self.checkpoints.due(number))
-        if save:
-            finite = jax.device_get(self.finite(self.state.params))
-            self._refuse_nonfinite("new values", finite, made.report, number)
-        if self.checkpoints is not None and save:
-            extra = {"data": in_every_process(made.position), "base": self.base}
-            with self.spent.on(CHECKPOINT):
-                self.checkpoints.save(number, self.step.saved(self.state), extra, force=forced)
-        return last or stop
-
-    def _evaluated(self, evaluator: Evaluator) -> Metrics:
+    def _evaluated(self) -> Metrics:
+        assert self.evaluator is not None
         began = time.perf_counter()
-        return {"evaluation": evaluator(self.state), EVALUATION: time.perf_counter() - began}
+        return {"evaluation": self.evaluator(self.state), "evaluation_seconds": time.perf_counter() - began}
+
+    def _save(self, made: _StepMade, force: bool) -> None:
+        """Save a checkpoint if it is due or forced. Raises NotFinite, also where only the end of a run would save."""
+        due = self.checkpoints is not None and self.checkpoints.due(made.number)
+        if not (force or due):
+            return
+        self._refuse_nonfinite("new values", jax.device_get(self.finite(self.state.params)), made)
+        if self.checkpoints is not None:
+            extra = {"data": in_every_process(made.position), "base": self.base}
+            with self.spent.on("checkpoint"):
+                self.checkpoints.save(made.number, self.step.saved(self.state), extra, force=force)
 
     def _restored(self) -> TrainState:
         assert self.checkpoints is not None
@@ -259,7 +267,7 @@ class Run:
         logger.info("resuming from step %d of %s", self.first, self.checkpoints.folder)
         return self.step.restored(arrays)
 
-    def _refuse_nonfinite(self, what: str, finite: Iterable[Any], report: Report, number: int) -> None:
+    def _refuse_nonfinite(self, what: str, finite: Iterable[Any], made: _StepMade) -> None:
         odd = [name for name, good in zip(self.step.names, finite, strict=True) if not good]
         if odd:
             where = ""
@@ -269,15 +277,12 @@ class Run:
                 where = (
                     ". There is no checkpoint yet" if latest is None else f". The last checkpoint is of step {latest}"
                 )
+            loss = float(made.report.losses.total)
             raise NotFinite(
-                f"step {number}: the {what} of {', '.join(odd[:5])}{' …' if len(odd) > 5 else ''} "
+                f"step {made.number}: the {what} of {', '.join(odd[:5])}{' …' if len(odd) > 5 else ''} "
                 f"({len(odd)} of {len(self.step.names)} parameters) are NaN or infinite, the loss is "
-                f"{float(report.losses.total):.4g}: lower the learning rate, clip gradients or check the batch{where}"
+                f"{loss:.4g}: lower the learning rate, clip gradients or check the batch{where}"
             )
-
-
-def _late(callbacks: Sequence[Callback]) -> bool:
-    return all(getattr(callback, "late", False) for callback in callbacks)
 
 
 def _unseen() -> CausalLM:

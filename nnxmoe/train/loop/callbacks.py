@@ -1,4 +1,4 @@
-"""Callbacks of `fit` that write metrics to files, TensorBoard and Weights & Biases."""
+"""Callbacks of `fit`: metrics in files, TensorBoard and Weights & Biases, and traces for a profiler."""
 
 import abc
 import csv
@@ -7,13 +7,15 @@ import importlib
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Self
 
 import jax
 
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import is_positive
+from nnxmoe.runtime.progress import logger, say
 from nnxmoe.storage.files import absolute
-from nnxmoe.train.loop.measured import EVALUATION, Metrics
+from nnxmoe.train.loop.measured import Metrics
 from nnxmoe.train.loop.run import Progress
 
 
@@ -34,26 +36,20 @@ class _Log(abc.ABC):
         self._next = progress.step + 1
 
     def _begin(self, step: int) -> None:
-        kept = [metrics for metrics in self.read() if int(metrics["step"]) < step] if self.path.exists() else []
+        """Keep the lines of earlier steps, without one that was cut off, such as by a full disk."""
+        kept: list[str] = []
+        if self.path.exists():
+            with self.path.open(newline="", encoding="utf-8") as file:
+                kept = [line for line in file if line.endswith("\n") and self.step_of(line) < step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        final, self.path = self.path, beside
-        try:
-            beside.write_text("", encoding="utf-8")
-            for metrics in kept:
-                self.add(metrics)
-            os.replace(beside, final)
-        finally:
-            self.path = final
-
-    def lines(self) -> list[str]:
-        """The complete lines of the file, without one that was cut off, such as by a full disk."""
-        with self.path.open(newline="", encoding="utf-8") as file:
-            return [line for line in file if line.endswith("\n")]
+        with beside.open("w", newline="", encoding="utf-8") as file:
+            file.writelines(kept)
+        os.replace(beside, self.path)
 
     @abc.abstractmethod
-    def read(self) -> list[dict[str, Any]]:
-        """The metrics in the file, one dict per step."""
+    def step_of(self, line: str) -> int:
+        """The step of a line of the file."""
 
     @abc.abstractmethod
     def add(self, metrics: Metrics) -> None:
@@ -63,8 +59,8 @@ class _Log(abc.ABC):
 class JsonLog(_Log):
     """One JSON object per line and step."""
 
-    def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.lines()]
+    def step_of(self, line: str) -> int:
+        return json.loads(line)["step"]
 
     def add(self, metrics: Metrics) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -74,23 +70,23 @@ class JsonLog(_Log):
 class CsvLog(_Log):
     """One line per step; the columns are the metrics of the first step and of evaluations, empty if not measured."""
 
-    def read(self) -> list[dict[str, Any]]:
-        return list(csv.DictReader(self.lines()))
+    def step_of(self, line: str) -> int:
+        first = line.partition(",")[0]
+        return 1 if first == "step" else int(first)  # a run from step 1 on writes column names of its own
 
     def add(self, metrics: Metrics) -> None:
         new = not self.path.stat().st_size
-        names = list(dict.fromkeys([*metrics, "evaluation", EVALUATION])) if new else list(self._names())
+        names = dict.fromkeys([*metrics, "evaluation", "evaluation_seconds"])
+        if not new:
+            with self.path.open(newline="", encoding="utf-8") as file:
+                names = next(csv.reader(file))
         if odd := [name for name in metrics if name not in names]:
             raise ValueError(f"{self.path} has no column for {', '.join(odd)}: use a new file, or JsonLog")
         with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, names, extrasaction="raise")
+            writer = csv.DictWriter(file, list(names))
             if new:
                 writer.writeheader()
             writer.writerow(metrics)
-
-    def _names(self) -> list[str]:
-        with self.path.open(newline="", encoding="utf-8") as file:
-            return next(csv.reader(file))
 
 
 def _installed(package: str, log: str) -> Any:
@@ -112,16 +108,15 @@ class TensorBoardLog:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         writer = _installed("tensorboardX", "TensorBoardLog").SummaryWriter
-        self._make: Callable[[], Any] = lambda: writer(str(Path(absolute(folder))))
-        self._writer: Any = None
+        self._make: Callable[[], Any] = functools.cache(lambda: writer(str(absolute(folder))))
 
     def __call__(self, progress: Progress) -> None:
         if jax.process_index() > 0:
             return
-        self._writer = self._writer or self._make()
+        writer = self._make()
         for name, value in _scalars(progress.metrics).items():
-            self._writer.add_scalar(name, value, progress.step)
-        self._writer.flush()
+            writer.add_scalar(name, value, progress.step)
+        writer.flush()
 
 
 class WandbLog:
@@ -149,3 +144,48 @@ class WandbLog:
     def __call__(self, progress: Progress) -> None:
         if self._run is not None:
             self._run.log(_scalars(progress.metrics), step=progress.step)
+
+
+class Profile:
+    """Writes a trace (`jax.profiler`) of the first ``steps`` steps after the one that compiles into a folder.
+
+    The device is idle before and after these steps; between them it overlaps with the host as in the rest of the run.
+    Every process writes a file. The log says how xprof or Perfetto opens it. Raises ValueError unless ``steps`` is an
+    int of at least 1.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], steps: int = 3) -> None:
+        if not is_positive(steps):
+            raise ValueError(f"steps={short(steps)}: pass the number of steps to profile, an int of at least 1")
+        self.folder, self.steps = absolute(folder), steps
+
+    def __enter__(self) -> Self:
+        self._at, self._span = 0, range(0)  # the step it was called for; the steps in the trace
+        self._tracing = False
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._tracing:  # the training ended early
+            self._stop()
+        elif kind is None and not self._span:
+            logger.warning("no step was profiled: there was none after the step that compiles")
+
+    @property
+    def late(self) -> bool:
+        """False at the last step of the trace, for which the training waits; see `Callback`."""
+        return not self._tracing or self._at + 1 < self._span[-1]
+
+    def __call__(self, progress: Progress) -> None:
+        self._at = progress.step
+        if not self._span and progress.step < progress.steps:
+            self._span = range(progress.step + 1, min(progress.step + self.steps, progress.steps) + 1)
+            jax.profiler.start_trace(str(self.folder))
+            self._tracing = True
+        elif self._tracing and progress.step == self._span[-1]:
+            self._stop()
+
+    def _stop(self) -> None:
+        jax.profiler.stop_trace()
+        self._tracing = False
+        how = "pip install xprof && xprof --logdir %s, or open its .trace.json.gz at https://ui.perfetto.dev"
+        say(f"profiled steps {self._span[0]} to {self._at}: {how}", self.folder)
