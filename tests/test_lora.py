@@ -303,7 +303,7 @@ def test_merging_needs_memory_for_one_expert_at_a_time() -> None:
         jnp.zeros((experts, 4, dim)),
         jnp.zeros((experts, 2, width, 4)),
     )
-    compiled = merger(1, 2, 1.0, kernels[0]).lower(kernels, a, b).compile()
+    compiled = merger(1, 2, 1.0, kernels[0].dtype, kernels[0].sharding).lower(kernels, a, b).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * dim * width)
 
 

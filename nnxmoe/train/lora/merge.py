@@ -2,13 +2,13 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from nnxmoe.layers.lora import Kept, LoRA, LoRAParam
@@ -27,26 +27,23 @@ class Merged(nnx.Module):
     """A merged adapter with the original kernels."""
 
     def __init__(self, adapter: LoRA, base: Sequence[nnx.Param | QuantizedWeight]):
-        self.a = _kept(adapter.a)
-        self.b = _kept(adapter.b)
+        self.a = _as(Kept, adapter.a)
+        self.b = _as(Kept, adapter.b)
         self.alpha = adapter.alpha
         self.layers = nnx.static(adapter.layers)
-        self.base = nnx.List([_kept_kernel(kernel) for kernel in base])
+        self.base = nnx.List(
+            [_codes_as(Kept, one) if isinstance(one, QuantizedWeight) else _as(Kept, one) for one in base]
+        )
 
 
-def _kept(variable: nnx.Variable) -> Kept:
-    return Kept(variable.get_value(), **_labels(variable))
-
-
-def _kept_kernel(kernel: nnx.Param | QuantizedWeight) -> Kept | QuantizedWeight:
-    if isinstance(kernel, QuantizedWeight):
-        return kernel.holding({name: _kept(variable) for name, variable in kernel.arrays.items()})
-    return _kept(kernel)
-
-
-def _labels(variable: nnx.Variable) -> dict[str, Any]:
+def _as(kind: type[nnx.Variable], variable: nnx.Variable) -> Any:
+    """The value and axes of a variable in one of another kind."""
     meta = variable.get_metadata()
-    return {"axes": meta["axes"], "inputs": meta.get("inputs"), "eager_sharding": False}
+    return kind(variable.get_value(), axes=meta["axes"], inputs=meta.get("inputs"), eager_sharding=False)
+
+
+def _codes_as(kind: type[nnx.Variable], kernel: QuantizedWeight) -> QuantizedWeight:
+    return kernel.holding({name: _as(kind, variable) for name, variable in kernel.arrays.items()})
 
 
 def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None = None) -> None:
@@ -76,7 +73,7 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
         assert adapter is not None
         kernels = [kernel.get_value() for kernel in slot.base]
         (lead, _, outs), _ = slot.dimensions
-        add = merger(len(lead), len(lead) + len(outs), adapter.scale, kernels[0])
+        add = merger(len(lead), len(lead) + len(outs), adapter.scale, kernels[0].dtype, kernels[0].sharding)
         a, b = adapter.a.get_value(), adapter.b.get_value()
         a, b = (b.T, a.T) if slot.owner is model.embed else (a, b)  # the table has the inputs first
         for kernel, value in zip(slot.base, add(kernels, a, b), strict=True):
@@ -113,21 +110,15 @@ def without(model: CausalLM) -> CausalLM:
     return base
 
 
-def merger(lead: int, inner: int, scale: float, kernel: Any) -> Callable[..., list[Array]]:
+@functools.lru_cache(maxsize=64)
+def merger(lead: int, inner: int, scale: float, dtype: jnp.dtype, place: Sharding) -> Any:
     """The compiled ``(kernels, a, b) -> kernels`` that adds an adapter, one layer and one expert at a time.
 
     The float32 sum of all experts would take twice the memory of their bfloat16 kernels. ``lead`` is the number of
-    leading layer and expert dimensions, ``inner`` that number plus the output dimensions. On a mesh, each device merges
-    its own shards.
+    leading layer and expert dimensions, ``inner`` that number plus the output dimensions, ``dtype`` and ``place`` those
+    of the kernels. On a mesh, each device merges its own shards.
     """
-    place = kernel.sharding
-    return _merger(lead, inner, scale, kernel.dtype, place if isinstance(place, NamedSharding) else None)
 
-
-@functools.lru_cache(maxsize=64)
-def _merger(
-    lead: int, inner: int, scale: float, dtype: jnp.dtype, place: NamedSharding | None
-) -> Callable[..., list[Array]]:
     def one(given: tuple[list[Array], Array, Array]) -> list[Array]:
         bits, a, b = given
         kernels = [from_bits(k, dtype) for k in bits]
@@ -145,7 +136,7 @@ def _merger(
         merged = body(([as_bits(k) for k in kernels], a, b))
         return [from_bits(k, dtype) for k in merged]
 
-    if place is None:
+    if not isinstance(place, NamedSharding):
         return jax.jit(run)
 
     def on_mesh(kernels: list[Array], a: Array, b: Array) -> list[Array]:
@@ -168,11 +159,9 @@ def unmerge(model: CausalLM) -> None:
             kept = model.merged[slot.place]
             for name, kernel, base in zip(slot.kernels, slot.base, kept.base, strict=True):
                 if isinstance(base, QuantizedWeight):
-                    arrays = {n: QuantizedArray(v.get_value(), **_labels(v)) for n, v in base.arrays.items()}
-                    setattr(slot.owner, name, nnx.data(base.holding(arrays)))
+                    setattr(slot.owner, name, nnx.data(_codes_as(QuantizedArray, base)))
                 else:
                     kernel.set_value(base.get_value())
-            a, b = (LoRAParam(v.get_value(), **_labels(v)) for v in (kept.a, kept.b))
-            slot.put(LoRA(a, b, kept.alpha, kept.layers))
+            slot.put(LoRA(_as(LoRAParam, kept.a), _as(LoRAParam, kept.b), kept.alpha, kept.layers))
     model.merged = nnx.static(None)
     update_report(model)

@@ -18,7 +18,6 @@ import numpy as np
 from flax import nnx
 
 from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.convert.core.layout import Change
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import refuse_shapes
@@ -30,8 +29,7 @@ from nnxmoe.storage.multihost import gather, shared_folder, spans_hosts
 from nnxmoe.storage.safetensors import dtype_code
 from nnxmoe.storage.write import Tensors, write_json, write_shares
 from nnxmoe.train.lora.adapter_file import WEIGHTS_FILE as WEIGHTS_FILE
-from nnxmoe.train.lora.adapter_file import AdapterFile
-from nnxmoe.train.lora.old_experts import expert_by_expert
+from nnxmoe.train.lora.adapter_file import AdapterFile, expert_by_expert
 from nnxmoe.train.lora.peft_config import CONFIG_FILE, Numbers, Settings
 from nnxmoe.train.lora.pieces import OneLayer, Piece, Stored, corner, joined, parameter_name, pieces_of, scaled
 from nnxmoe.train.lora.slots import Slot, adapted, refuse_adapted, slots
@@ -96,22 +94,21 @@ def _settings(model: CausalLM, pieces: list[Piece]) -> Settings:
 
 
 def _tensors(model: CausalLM, pieces: list[Piece]) -> Tensors:
-    query = Change(times=model.config.folded()[1])
     for piece in pieces:
         adapter, (rank, alpha) = piece.slot.adapter, piece.numbers
         assert adapter is not None
         times = 1.0 if adapter.layers is None else adapter.scale * rank / alpha
-        for which in ("a", "b"):
-            value, stored = getattr(adapter, which).get_value(), piece.stored(model, which)
+        for variable, stored in zip((adapter.a, adapter.b), piece.stored(model), strict=True):
+            value = variable.get_value()
 
             def make(piece: Piece = piece, value: Any = value, stored: Stored = stored, times: float = times) -> Any:
                 at = () if piece.slot.depth is None else (piece.layer - piece.slot.first,)
                 one = gather(value, at) if spans_hosts(value) else np.asarray(value[at])
                 one = one[corner(stored.one)]
-                one = scaled(one, times) if stored.which == "b" else one
-                return stored.store((query(one) if piece.is_query(stored.which) else one).astype(value.dtype))
+                one = one if stored.is_a else scaled(one, times)
+                return stored.store(one).astype(value.dtype)
 
-            yield piece.tensor(which), dtype_code(value.dtype), stored.shape, make
+            yield stored.name, dtype_code(value.dtype), stored.shape, make
 
 
 def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> None:
@@ -124,14 +121,10 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
     refuse_adapted(model)
     kind, where = float_dtype(dtype), absolute(folder)
     settings, file = Settings.read(where / CONFIG_FILE), AdapterFile(where)
-    query, found = Change(times=1 / model.config.folded()[1]), collections.defaultdict[str, dict[int, OneLayer]](dict)
+    found = collections.defaultdict[str, dict[int, OneLayer]](dict)
     for piece in pieces_of(_targeted(model, settings, file)):
-        values = []
-        for which in ("a", "b"):
-            stored = piece.stored(model, which)
-            one = stored.read(file.take(piece.tensor(which), stored.shape, stored.rank))
-            values.append(query(one).astype(one.dtype) if piece.is_query(which) else one)
-        found[piece.slot.place][piece.layer] = OneLayer(values[0], values[1], piece.numbers)
+        a, b = (one.read(file.take(one.name, one.shape, one.rank)) for one in piece.stored(model))
+        found[piece.slot.place][piece.layer] = OneLayer(a, b, piece.numbers)
     every = {slot.place: slot for slot in slots(model)}
     for slot in every.values():
         for layer in slot.layers if slot.name.startswith("experts.") else ():

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from nnxmoe.convert.core.layout import QUERY
+from nnxmoe.convert.core.layout import QUERY, Change
 from nnxmoe.layers.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import in_transformers, options
@@ -17,33 +17,37 @@ from nnxmoe.train.lora.slots import Slot
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Layout of one layer's ``a`` or ``b`` in a file."""
+    """The tensor of one layer's ``a`` or ``b`` in a file."""
 
-    which: str
+    name: str
     one: tuple[int, ...]  # the shape of one layer here
     rank: int
     experts: int
     in_turn: int  # of how many kernels the outputs alternate; 1: they follow each other
+    is_a: bool
+    times: float  # of values in the file; `DecoderConfig.query_pre_attn_scalar` for queries, else 1
 
     @property
     def shape(self) -> tuple[int, int]:
         """The shape in the file."""
         size, rows = math.prod(self.one), self.rank * self.experts
-        return (rows, size // rows) if self.which == "a" else (size // rows, rows)
+        return (rows, size // rows) if self.is_a else (size // rows, rows)
 
     def store(self, one: np.ndarray) -> np.ndarray:
         """Convert values to the layout of PEFT."""
-        if self.which == "a":
+        if self.is_a:
             return one.reshape(self.shape)
+        one = Change(times=self.times)(one)
         flat = one.reshape(self.experts, self.in_turn, -1, self.rank).swapaxes(1, 2)
         flat = flat.reshape(self.experts, -1, self.rank)
         return np.ascontiguousarray(flat.transpose(1, 2, 0)).reshape(self.shape)
 
     def read(self, stored: np.ndarray) -> np.ndarray:
         """Values from PEFT's layout."""
-        if self.which == "a":
+        if self.is_a:
             return stored.reshape(self.one)
-        return stored.reshape(-1, self.in_turn, self.rank, self.experts).transpose(3, 1, 0, 2).reshape(self.one)
+        one = stored.reshape(-1, self.in_turn, self.rank, self.experts).transpose(3, 1, 0, 2).reshape(self.one)
+        return Change(times=1 / self.times)(one).astype(one.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,23 +59,19 @@ class Piece:
     numbers: Numbers  # (rank, alpha)
     module: str
 
-    def tensor(self, which: str) -> str:
-        """The name of the tensor of ``a`` or ``b``."""
-        kind = f"lora_embedding_{which.upper()}" if self.slot.name == "embed" else f"lora_{which.upper()}.weight"
-        return f"base_model.model.{self.module}.{kind}"
-
-    def stored(self, model: CausalLM, which: str) -> Stored:
-        """The layout of ``a`` or ``b``."""
-        made = self.slot.shapes(*self.numbers, np.dtype(np.float32))
-        experts = math.prod(made.a.lead[self.slot.depth is not None :])
-        one = tuple(getattr(made, which).shape[self.slot.depth is not None :])
-        first = options(model.hf_names(model.config), self.slot.key)[0]
-        in_turn = first.parts if first.alternate else 1
-        return Stored(which, one, self.numbers[0], experts, in_turn)
-
-    def is_query(self, which: str) -> bool:
-        """Whether the scale of queries applies to a tensor, see `DecoderConfig.query_pre_attn_scalar`."""
-        return which == "b" and self.slot.key.startswith(QUERY)
+    def stored(self, model: CausalLM) -> list[Stored]:
+        """The tensors of ``a`` and ``b``."""
+        slot, found = self.slot, []
+        made = slot.shapes(*self.numbers, np.dtype(np.float32))
+        first = options(model.hf_names(model.config), slot.key)[0]
+        times = model.config.folded()[1] if slot.key.startswith(QUERY) else 1.0
+        for letter, variable in (("A", made.a), ("B", made.b)):
+            kind = f"lora_embedding_{letter}" if slot.name == "embed" else f"lora_{letter}.weight"
+            name, one = f"base_model.model.{self.module}.{kind}", variable.shape[slot.depth is not None :]
+            experts = math.prod(made.a.lead[slot.depth is not None :])
+            in_turn = first.parts if first.alternate else 1
+            found.append(Stored(name, one, self.numbers[0], experts, in_turn, letter == "A", times))
+        return found
 
 
 def parameter_name(model: CausalLM, slot: Slot, layer: int) -> str:
