@@ -21,9 +21,9 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train import lora
-from nnxmoe.train.loop.evaluator import Evaluation
 from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.loop.loss import ChunkedLoss
+from nnxmoe.train.loop.measured import Evaluation
 from nnxmoe.train.loop.objective import Objective
 from nnxmoe.train.loop.run import NotFinite
 from nnxmoe.train.loop.step import Step

@@ -72,7 +72,7 @@ class HarnessLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        pairs = []
+        pairs, found = [], []
         for _, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise ValueError(f"a continuation of {len(continuation)} ids: it must have 1 to {self.max_length}")
@@ -81,12 +81,10 @@ class HarnessLM(TemplateLM):
             if split < len(context):
                 logger.warning("a context of %d ids is cut to its last %d", len(context), split)
             pairs.append((ids[:split], ids[split:]))
-        return [(found.total, bool(found.greedy.all())) for found in score(self.model, pairs)]
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations, and whether greedy decoding would choose each of their ids."""
-        found = super().loglikelihood(requests, disable_tqdm)
-        self._keep("loglikelihood", requests, found)
+        for (request, _, _), one in zip(requests, score(self.model, pairs), strict=True):
+            found.append((one.total, bool(one.greedy.all())))
+            if request is not None:  # else a window of a longer text
+                self.cache_hook.add_partial("loglikelihood", request, found[-1])
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:

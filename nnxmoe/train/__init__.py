@@ -17,10 +17,10 @@ from nnxmoe.train.loop.callbacks import JsonLog as JsonLog
 from nnxmoe.train.loop.callbacks import Profile as Profile
 from nnxmoe.train.loop.callbacks import TensorBoardLog as TensorBoardLog
 from nnxmoe.train.loop.callbacks import WandbLog as WandbLog
-from nnxmoe.train.loop.evaluator import Evaluation as Evaluation
 from nnxmoe.train.loop.fit import fit as fit
 from nnxmoe.train.loop.loss import ChunkedLoss as ChunkedLoss
 from nnxmoe.train.loop.loss import Whole as Whole
+from nnxmoe.train.loop.measured import Evaluation as Evaluation
 from nnxmoe.train.loop.objective import Losses as Losses
 from nnxmoe.train.loop.objective import Objective as Objective
 from nnxmoe.train.loop.objective import TrainingObjective as TrainingObjective

@@ -35,8 +35,8 @@ from nnxmoe.train import lora
 from nnxmoe.train.data.batches import Batch, Batches
 from nnxmoe.train.data.documents import Documents, Pairs
 from nnxmoe.train.loop.callbacks import JsonLog, Profile
-from nnxmoe.train.loop.evaluator import Evaluation
 from nnxmoe.train.loop.fit import fit
+from nnxmoe.train.loop.measured import Evaluation
 from nnxmoe.train.loop.objective import Objective, TrainingObjective
 from nnxmoe.train.loop.optimizers import OPTIMIZERS
 from nnxmoe.train.loop.preference import DPO, with_reference

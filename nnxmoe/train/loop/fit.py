@@ -23,9 +23,8 @@ from nnxmoe.runtime.interrupts import Interrupted, stopping
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
 from nnxmoe.storage.multihost import in_any_process
 from nnxmoe.train.loop.batch import Batch
-from nnxmoe.train.loop.evaluator import Evaluation, Evaluator
 from nnxmoe.train.loop.feed import BatchSource
-from nnxmoe.train.loop.measured import token_flops
+from nnxmoe.train.loop.measured import Evaluation, Evaluator, token_flops
 from nnxmoe.train.loop.objective import TrainingObjective
 from nnxmoe.train.loop.run import Callback, Fitted, Run
 from nnxmoe.train.loop.step import Step

@@ -1,9 +1,10 @@
-"""The metrics of a step: from the report that its program returns, the seconds waited for its parts, and its FLOPs."""
+"""The metrics of a step, the seconds waited for its parts and its FLOPs; the loss of held-out batches."""
 
 import contextlib
+import dataclasses
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import jax
 import numpy as np
@@ -11,11 +12,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.axes import axes_of
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import is_positive
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.hardware import of_device
-from nnxmoe.train.loop.batch import Batch
-from nnxmoe.train.loop.step import Report
+from nnxmoe.runtime.programs import JitProgram
+from nnxmoe.train.loop.batch import Batch, rows_of
+from nnxmoe.train.loop.feed import put_batch
+from nnxmoe.train.loop.step import Report, Step, TrainState
 
 Metrics = dict[str, float]
 # The names that metrics of an objective must not have, besides those of the losses.
@@ -128,3 +133,42 @@ def token_flops(model: CausalLM, trained: Collection[str]) -> float:
             share = 0.0  # a lookup, no product; Gemma 4 has a second table
         total += (6 if ".".join(map(str, path)) in trained else 4) * share * size
     return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Held-out batches, measured every ``every`` steps (None: not before the end) and at the end."""
+
+    batches: Iterable[Batch]
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batches, Iterator):
+            raise ValueError("evaluate is an iterator, which can be used only once: pass a list of batches, list(…)")
+        if self.every is not None and not is_positive(self.every):
+            raise ValueError(f"every={short(self.every)}: pass an int of at least 1, or None")
+
+
+class Evaluator:
+    """Computes the mean cross-entropy of held-out batches. Raises ValueError if there are none, or if the first one is
+    unusable: before the training, of which an error in the evaluation would lose the last steps."""
+
+    def __init__(self, step: Step, held: Evaluation) -> None:
+        self.step, self.data, self.every = step, held.batches, held.every
+        if (first := next(iter(self.data), None)) is None:
+            raise ValueError("evaluate: there are no batches: pass at least one, or leave it out")
+        put_batch(first, step)
+        self.losses = JitProgram(step.losses, "the evaluation")
+
+    def due(self, step: int, last: bool) -> bool:
+        return last or (self.every is not None and step % self.every == 0)
+
+    def __call__(self, state: TrainState) -> float:
+        found, weights = [], []
+        for batch in self.data:
+            losses = self.losses(state, batch := put_batch(batch, self.step))
+            found.append(float(losses.total if losses.cross_entropy is None else losses.cross_entropy))
+            weights.append(float(rows_of(batch) if losses.tokens is None else losses.tokens))
+        if not sum(weights):
+            raise ValueError("evaluate: the batches have no token to predict")
+        return float(np.average(found, weights=weights))

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 from optax.contrib import MuonDimensionNumbers
 
 from nnxmoe.axes import axes_of
@@ -132,8 +131,3 @@ def skipped_steps(moments: Any) -> Array | None:
     """The number of steps that `optax.apply_if_finite` has skipped; None for other optimizers."""
     found = optax.tree.get_all_with_path(moments, "total_notfinite")
     return found[0][1] if found else None
-
-
-def all_zero(updates: Any) -> Bool[Array, ""]:
-    """Whether the updates of a step change nothing, as those that `optax.apply_if_finite` has rejected."""
-    return jnp.all(jnp.stack([jnp.all(update == 0) for update in jax.tree.leaves(updates)]))

@@ -25,7 +25,7 @@ from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.programs import JitProgram, shapes_of
 from nnxmoe.train.loop.batch import Batch, as_arrays, rows_of
 from nnxmoe.train.loop.objective import Losses, Objective, RouterLosses, TrainingObjective, of_function
-from nnxmoe.train.loop.optimizers import all_zero, moment_paths, moment_shardings, skipped_steps
+from nnxmoe.train.loop.optimizers import moment_paths, moment_shardings, skipped_steps
 
 
 @jax.tree_util.register_dataclass
@@ -88,6 +88,8 @@ class Step:
         self.pipeline = model.strategy.pipeline
         self.graph, params, frozen = nnx.split(model, trainable, ...)
         self._params, self._frozen = _variables(params), _variables(frozen)
+        self.names = tuple(self._params)  # dotted paths, in the order of `Report.finite`
+        self._start = [{n: v.get_value() for n, (_, v) in group.items()} for group in (self._params, self._frozen)]
         if not self._params:
             raise ValueError(
                 f"the model has no variable that matches trainable={trainable!r}: give a filter of nnx, such as "
@@ -105,24 +107,21 @@ class Step:
         self._programs: dict[Any, Any] = {}  # by the batch: looking at a whole state in every step would take a while
         self._run = JitProgram(self._step, "the training step", donate_argnums=0, out_shardings=(self.places, None))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Dotted paths of the trained parameters, in the order of `Report.finite`."""
-        return tuple(self._params)
-
     def init(self, seed: int = 0) -> TrainState:
         """The initial state. It shares no array with the model, and raises ValueError if that has shapes only."""
-        refuse_shapes([variable.get_value() for _, variable in {**self._params, **self._frozen}.values()])
-        make = JitProgram(self._init, out_shardings=self.places)
-        return make(_values(self._params), _values(self._frozen), jax.random.key(seed))
+        refuse_shapes(jax.tree.leaves(self._start))
+        return JitProgram(self._init, out_shardings=self.places)(*self._start, jax.random.key(seed))
 
     def shapes(self) -> TrainState:
         """The result of `init` as shapes with shardings."""
-        made = jax.eval_shape(self._init, _values(self._params), _values(self._frozen), jax.random.key(0))
+        made = jax.eval_shape(self._init, *self._start, jax.random.key(0))
         return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), made, self.places)
 
     def _init(self, params: dict[str, Array], frozen: dict[str, Array], key: Array) -> TrainState:
-        wide = {name: _wide(value) for name, value in params.items()}
+        wide = {
+            name: jnp.array(value, jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else value.dtype, copy=True)
+            for name, value in params.items()
+        }
         copied = {name: jnp.copy(value) for name, value in frozen.items()}
         return TrainState(jnp.int32(0), wide, copied, self.optimizer.init(wide), key)
 
@@ -131,7 +130,7 @@ class Step:
         """The sharding of each array of a state: see `moment_shardings`; what has no parameter is replicated."""
         everywhere = next(iter(self._places.values()))
         everywhere = everywhere if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-        shapes = jax.eval_shape(self._init, _values(self._params), _values(self._frozen), jax.random.key(0))
+        shapes = jax.eval_shape(self._init, *self._start, jax.random.key(0))
         params = {name: self._places[name] for name in self._params}
         moments = moment_shardings(shapes.moments, shapes.params, params, everywhere)
         return TrainState(everywhere, params, {name: self._places[name] for name in self._frozen}, moments, everywhere)
@@ -174,7 +173,7 @@ class Step:
 
     def base(self) -> dict[str, Array]:
         """The frozen arrays that no step changes and no checkpoint holds."""
-        return {n: value for n, value in _values(self._frozen).items() if n not in self._moving}
+        return {name: value for name, value in self._start[1].items() if name not in self._moving}
 
     def saved(self, state: TrainState) -> dict[str, Any]:
         """The arrays that a checkpoint needs: all but frozen variables that never change, such as adapted kernels."""
@@ -188,7 +187,7 @@ class Step:
         leaves = [arrays["moments"][path] for path in moment_paths(self.places.moments)]  # dicts sort them by path
         moments = jax.tree.unflatten(jax.tree.structure(self.places.moments), leaves)
         copied = JitProgram(lambda kept: jax.tree.map(jnp.copy, kept), out_shardings=self.places.frozen)
-        frozen = copied(_values(self._frozen)) | dict(arrays["moving"])
+        frozen = copied(self._start[1]) | dict(arrays["moving"])
         return TrainState(arrays["step"], dict(arrays["params"]), frozen, moments, arrays["key"])
 
     def merge(self, params: Mapping[str, Array], frozen: Mapping[str, Array]) -> CausalLM:
@@ -211,6 +210,9 @@ class Step:
         finite = jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in grads.values()])
         good, skips = jnp.all(finite), skipped_steps(state.moments) is not None
 
+        def total(params: Any) -> Float[Array, ""]:  # line searches need the loss of other parameters
+            return self._accumulated(functools.partial(self._loss, state.frozen, params), batch, key)[0]
+
         def update() -> tuple[Any, Any, Any]:
             updates, moments = self.optimizer.update(
                 grads,
@@ -218,9 +220,11 @@ class Step:
                 state.params,
                 value=losses.total,
                 grad=grads,
-                value_fn=lambda params: self._total(params, state.frozen, batch, key),
+                value_fn=total,
             )
-            return optax.apply_updates(state.params, updates), moments, skips and all_zero(updates)
+            # All zero: updates that `optax.apply_if_finite` has rejected.
+            rejected = skips and jnp.all(jnp.stack([jnp.all(update == 0) for update in jax.tree.leaves(updates)]))
+            return optax.apply_updates(state.params, updates), moments, rejected
 
         if skips:  # the optimizer itself rejects updates that are not finite, until there are too many in a row
             params, moments, skipped = update()
@@ -241,10 +245,6 @@ class Step:
     def _gradients(self, state: TrainState, batch: dict[str, Array], key: Array) -> tuple[dict[str, Array], Losses]:
         slope = jax.grad(functools.partial(self._loss, state.frozen), has_aux=True)
         return self._accumulated(functools.partial(slope, state.params), batch, key)
-
-    def _total(self, params: Any, frozen: dict[str, Array], batch: dict[str, Array], key: Array) -> Float[Array, ""]:
-        """The loss of a batch for other parameters, as line searches need it."""
-        return self._accumulated(functools.partial(self._loss, frozen, params), batch, key)[0]
 
     def _loss(
         self, frozen: dict[str, Array], params: dict[str, Array], part: Any, key: Array, count: Any
@@ -276,16 +276,8 @@ class Step:
 _MAIN_BIAS = nnx.All(RouterBias, nnx.Not(nnx.PathContains("mtp")))
 
 
-def _wide(value: Array) -> Array:
-    return jnp.array(value, jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else value.dtype, copy=True)
-
-
 def _variables(state: Any) -> dict[str, tuple[Any, nnx.Variable]]:
     return {".".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)}
-
-
-def _values(variables: Mapping[str, tuple[Any, nnx.Variable]]) -> dict[str, Any]:
-    return {name: variable.get_value() for name, (_, variable) in variables.items()}
 
 
 def _biases(model: CausalLM, depths: int) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,7 +87,7 @@ class Checkpoints:
                 raise CheckpointError(f"arrays to save: {name} has no values: it is a shape, or was donated")
         run = {"version": VERSION, "arrays": signature(leaves), "extra": plain(extra or {})}
         self.wait()
-        with self._failing(step):
+        with self._writing(step):
             manager = self._open()
             if (latest := manager.latest_step()) is not None and step <= latest:
                 if step == latest:
@@ -104,7 +104,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Block until the step being saved is on disk. Raises CheckpointError if it could not be written."""
         if self._manager is not None:
-            with self._failing(self._manager.latest_step()):
+            with self._writing(self._manager.latest_step()):
                 self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -192,15 +192,10 @@ class Checkpoints:
         if lock is not None:
             lock.close()
 
-    @contextlib.contextmanager
-    def _failing(self, step: int | None) -> Iterator[None]:
+    def _writing(self, step: int | None) -> contextlib.AbstractContextManager[None]:
         """Turn errors into CheckpointError and close the manager; the next one removes what was written."""
-        try:
-            with _failing(f"cannot write step {step} to {self.folder}", "make room, or choose another folder"):
-                yield
-        except CheckpointError:
-            self._release()
-            raise
+        doing = f"cannot write step {step} to {self.folder}"
+        return _failing(doing, "make room, or choose another folder", self._release)
 
 
 def newest(folder: Path) -> int | None:
@@ -209,13 +204,14 @@ def newest(folder: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def _failing(doing: str, remedy: str) -> Iterator[None]:
+def _failing(doing: str, remedy: str, clean_up: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Turn any error of Orbax into a CheckpointError."""
     try:
         yield
-    except CheckpointError:
-        raise
     except Exception as error:
+        clean_up()
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{doing}: {summary(error)}; {remedy}") from error
 
 

@@ -1,10 +1,14 @@
-"""Arrays of a pytree by name, the differences between two such sets, and values that JSON preserves."""
+"""Arrays of a pytree by name, the differences between two such sets, a checksum, and values that JSON preserves."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
 
 from nnxmoe.config.printable import short
 from nnxmoe.storage.errors import CheckpointError
@@ -59,3 +63,28 @@ def plain(extra: Mapping[str, Any], what: str = "extra") -> dict[str, Any]:
     if len(text) > _MAX_EXTRA:
         raise CheckpointError(f"{what} has {len(text)} bytes as JSON, more than {_MAX_EXTRA}: save arrays as arrays")
     return json.loads(text)
+
+
+def fingerprint(arrays: Mapping[str, Array]) -> str | None:
+    """A digest of the names and bits of arrays, the same on every mesh; None without arrays."""
+    if not arrays:
+        return None
+    sums = jax.device_get(_sums(dict(arrays)))
+    lines = [f"{name} {arrays[name].shape} {arrays[name].dtype} {int(sums[name])}" for name in sorted(arrays)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def _sum(array: Array) -> UInt32[Array, ""]:
+    """The sum of the bits, weighted by position: it is exact, so that shards may be added in any order."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    size = min(array.dtype.itemsize, 4)
+    array = array.astype(np.uint8) if array.dtype == bool else array
+    bits = jax.lax.bitcast_convert_type(array, f"uint{8 * size}").astype(jnp.uint32)
+    weights = jnp.uint32(1)
+    for axis in range(bits.ndim):  # an index of the flat array would gather the shards
+        weights = weights * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    return jnp.sum(bits * (2 * weights + 1), dtype=jnp.uint32)
+
+
+_sums = jax.jit(lambda arrays: jax.tree.map(_sum, arrays))
