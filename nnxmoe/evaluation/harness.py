@@ -103,17 +103,15 @@ class HarnessLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers, cut before the first of the task's stop strings. Raises ValueError for options it does not know."""
-        answers: list[str | None] = [None] * len(requests)
-        groups: dict[str, list[int]] = {}
+        answers, groups = dict[int, str](), dict[str, list[int]]()
         asked: list[Any] = [request.args for request in requests]  # pairs of a text and its options
         for number, (_, options) in enumerate(asked):
             groups.setdefault(repr(options), []).append(number)
         for numbers in groups.values():
             options = dict(normalize_gen_kwargs(asked[numbers[0]][1], NEW_TOKENS))
             texts = [asked[number][0] for number in numbers]
-            for number, answer in zip(numbers, self._answers(texts, options), strict=True):
-                answers[number] = answer
-        done = [answer for answer in answers if answer is not None]
+            answers |= zip(numbers, self._answers(texts, options), strict=True)
+        done = [answers[number] for number in range(len(requests))]
         self._keep("generate_until", requests, done)
         return done
 

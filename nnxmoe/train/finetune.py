@@ -134,20 +134,10 @@ class Finetune:
         return optax.chain(optax.clip_by_global_norm(_CLIP), scheduled(schedule))
 
     @property
-    def documents(self) -> type[Documents]:
-        """The kind of the documents in the data."""
-        return Pairs if self.preferences else Documents
-
-    @property
     def objective(self) -> TrainingObjective:
         """The objective; without adapters, that of preferences needs batches `with_reference`."""
         reference = None if self.lora is None else lora.without
         return DPO(reference, 0.1 if self.beta is None else self.beta) if self.preferences else Objective()
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files that a finished run writes last."""
-        return (CONFIG_FILE, WEIGHTS_FILE) if self.adapter_only else ("config.json",)
 
 
 def finetune(
@@ -176,8 +166,9 @@ def finetune(
         raise CheckpointError(f"{task.model} holds an adapter: merge it with {merge}, and train that FOLDER")
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
     tokenizer = Tokenizer.from_pretrained(task.model, **hub)
-    documents = task.documents(task.data, tokenizer)
-    held = None if task.evaluation is None else task.documents(task.evaluation, tokenizer)
+    kind = Pairs if task.preferences else Documents
+    documents = kind(task.data, tokenizer)
+    held = None if task.evaluation is None else kind(task.evaluation, tokenizer)
     for each in filter(None, (documents, held)):
         each.check()
     how: dict[str, Any] = {"quantize": parse(task.quantize) if task.quantize else None} | hub
@@ -262,15 +253,16 @@ def _look(folder: Path, task: Finetune) -> str:
     finished = found.pop(_FINISHED, None)
     lengths = [(found.get(name), asked[name]) for name in _LENGTHS]
     longer = all(type(old) is type(new) and (old is None or new >= old) for old, new in lengths)
-    same = _LENGTHS if longer else ()
-    if odd := [name for name in asked.keys() | found.keys() if name not in same and asked.get(name) != found.get(name)]:
+    same = set(_LENGTHS) if longer else set()
+    if odd := [name for name in (asked.keys() | found.keys()) - same if asked.get(name) != found.get(name)]:
         if set(odd) <= {*_LENGTHS}:
             name, old = next((name, found.get(name)) for name in odd if found.get(name) is not None)
             raise CheckpointError(f"{folder} holds a run of {old} {name}: give as many {name} or more, or a new folder")
         what = "; ".join(f"{name} was {short(found.get(name))}, is {short(asked.get(name))}" for name in sorted(odd))
         raise CheckpointError(f"{folder} holds another run ({what}): use the same command line, or a new folder")
-    done = finished and all(old == new for old, new in lengths) and all((folder / n).is_file() for n in task.files)
-    return "done" if done else "begun"
+    written_last = (CONFIG_FILE, WEIGHTS_FILE) if task.adapter_only else ("config.json",)
+    complete = finished and all((folder / name).is_file() for name in written_last)
+    return "done" if complete and all(old == new for old, new in lengths) else "begun"
 
 
 def _record(folder: Path, task: Finetune, finished: int | None) -> str:
