@@ -9,8 +9,8 @@ With grain's workers and transformations: ``grain.MapDataset.source(Rows(documen
 """
 
 import bisect
-import copy
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, SupportsIndex
 
 import jax
@@ -22,7 +22,7 @@ from nnxmoe.generation.text import Tokenizer
 from nnxmoe.train.data.documents import Data, Document, Documents, Pairs, Row
 from nnxmoe.train.data.records import DataError
 
-_VERSION = 1
+_VERSION, _POSITION = 1, ("epoch", "document", "row")
 Batch = dict[str, np.ndarray]
 
 
@@ -101,26 +101,21 @@ class Batches(Iterator[Batch]):
         self.documents, self.batch_size, self.seq_len = documents, batch_size, seq_len
         self.seed, self.shuffle, self.epochs, self.share = seed, shuffle, epochs, share
         self.pack = pack and documents.may_share_rows
-        self._epoch, self._start, self._row = 0, 0, 0  # of the next row, whose window starts at document _start
-        self._window: list[list[Document]] | None = None
-        self._stop = 0  # end of the window
-        self._order: tuple[int, np.ndarray] | None = None
-        self._identity: dict[str, Any] | None = None
+        self._position, self._rows = (0, 0, 0), self._rows_from(0, 0, 0)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        rows, at = [], (self._epoch, self._start, self._row)
         try:
-            while len(rows) < self.batch_size and (row := self._next_row()) is not None:
-                rows.append(row)
+            found = list(itertools.islice(self._rows, self.batch_size))
         except BaseException:  # lose no row, also on KeyboardInterrupt in a notebook
-            (self._epoch, self._start, self._row), self._window = at, None
+            self._rows = self._rows_from(*self._position)
             raise
-        if not rows:
+        if not found:
             raise StopIteration
-        rows += [[]] * (self.batch_size - len(rows))
+        self._position = found[-1][1]
+        rows = [row for row, _ in found] + [[]] * (self.batch_size - len(found))
         mine = self.batch_size // self.share[1]
         filled = [self.documents.row(row, self.seq_len) for row in rows[self.share[0] * mine :][:mine]]
         return {name: np.stack([row[name] for row in filled]) for name in filled[0]}
@@ -129,15 +124,11 @@ class Batches(Iterator[Batch]):
         """The number of batches of all epochs, found by packing every document. Raises ValueError if they never end."""
         if self.epochs is None:
             raise ValueError("without epochs the batches never end: pass a number of epochs")
-        again = copy.copy(self)
-        again._epoch = again._start = again._row = 0
-        again._window = None
-        rows = sum(1 for _ in iter(again._next_row, None))
-        return -(-rows // self.batch_size)
+        return -(-sum(1 for _ in self._rows_from(0, 0, 0)) // self.batch_size)
 
     def get_state(self) -> dict[str, Any]:
         """The position of the next batch and the identity of the data: a small JSON value, equal in all processes."""
-        position = {"epoch": self._epoch, "document": self._start, "row": self._row}
+        position = dict(zip(_POSITION, self._position, strict=True))
         return {"version": _VERSION, "data": self._settings(), "position": position}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -152,47 +143,47 @@ class Batches(Iterator[Batch]):
                 f"{self.documents.lines}: the state is from other data or settings ({what}): use those, or "
                 "start a new run"
             )
-        given = state.get("position")
-        position: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
-        numbers = position.keys() == {"epoch", "document", "row"} and all(type(at) is int for at in position.values())
-        if not numbers or min(position.values()) < 0:
+        given: Any = state.get("position")
+        named = isinstance(given, Mapping) and given.keys() == set(_POSITION)
+        if not named or not all(type(number) is int and number >= 0 for number in given.values()):
             raise DataError(f"{short(given)} is not a position of Batches: pass the result of get_state")
-        self._epoch, self._start, self._row = position["epoch"], position["document"], position["row"]
-        self._window = None
+        self._position = given["epoch"], given["document"], given["row"]
+        self._rows = self._rows_from(*self._position)
 
     def _settings(self) -> dict[str, Any]:
-        self._identity = self._identity or self.documents.identity()
         names = ("batch_size", "seq_len", "seed", "shuffle", "pack")
-        return self._identity | {name: getattr(self, name) for name in names}
+        return self.documents.identity | {name: getattr(self, name) for name in names}
 
-    def _next_row(self) -> list[Document] | None:
-        """Return the documents of the next row; None at the end."""
-        while self.epochs is None or self._epoch < self.epochs:
-            if self._start >= len(self.documents):
-                self._epoch, self._start = self._epoch + 1, 0
-                self.documents.tell_cut(self.seq_len, ended=True)
-                continue
-            if self._window is None:
-                self._window, self._stop = self._packed(self._start)
-            if self._row < len(self._window):
-                self._row += 1
-                return self._window[self._row - 1]
-            if self._start == 0 and self._stop >= len(self.documents) and not self._window:
-                raise DataError(
-                    f"{self.documents.lines}: no {self.documents.unit} has an answer within its first "
-                    f"{self.seq_len} tokens: increase seq_len, as far as the model's context allows, or shorten the "
-                    "prompts"
-                )
-            self._start, self._row, self._window = self._stop, 0, None
-        return None
+    def _rows_from(self, epoch: int, start: int, row: int) -> Iterator[tuple[list[Document], tuple[int, int, int]]]:
+        """The documents of each row, and the position after it: the epoch, the document at which the window of the next
+        row starts, and the number of that row in its window."""
+        while self.epochs is None or epoch < self.epochs:
+            order = self._order(epoch)
+            while start < len(order):
+                window, stop = self._packed(order, start)
+                for number in range(row, len(window)):
+                    yield window[number], (epoch, start, number + 1)
+                if not window and start == 0 and stop == len(order):
+                    raise DataError(
+                        f"{self.documents.lines}: no {self.documents.unit} has an answer within its first "
+                        f"{self.seq_len} tokens: increase seq_len, as far as the model's context allows, or shorten "
+                        "the prompts"
+                    )
+                start, row = stop, 0
+            epoch, start = epoch + 1, 0
+            self.documents.tell_cut(self.seq_len, ended=True)
 
-    def _packed(self, start: int) -> tuple[list[list[Document]], int]:
-        """The rows of the window that begins at a document of this epoch, and where the next one begins."""
+    def _order(self, epoch: int) -> Sequence[int] | np.ndarray:
+        """The order of the documents. RandomState draws the same in every version of NumPy."""
+        count = len(self.documents)
+        return np.random.RandomState([self.seed, epoch]).permutation(count) if self.shuffle else range(count)
+
+    def _packed(self, order: Sequence[int] | np.ndarray, start: int) -> tuple[list[list[Document]], int]:
+        """The rows of the window that starts at a document of an order, and where the next one starts."""
         found: list[Document] = []
         tokens, stop = 0, start
-        while stop < len(self.documents) and tokens < _window(self.seq_len):
-            index = self._index(stop)
-            document = self.documents[index]
+        while stop < len(order) and tokens < _window(self.seq_len):
+            document = self.documents[order[stop]]
             parts = document.pieces(self.seq_len)
             tokens, stop = tokens + sum(len(part.tokens) for part in parts), stop + 1
             found += parts
@@ -202,16 +193,6 @@ class Batches(Iterator[Batch]):
             return [[part] for part in found], stop
         rows = place([len(part.tokens) for part in found], self.seq_len)
         return [[found[i] for i in row] for row in rows], stop
-
-    def _index(self, at: int) -> int:
-        """The document at a position of this epoch's order. RandomState draws the same in every version of NumPy."""
-        if not self.shuffle:
-            return at
-        order = self._order
-        if order is None or order[0] != self._epoch:
-            numbers = np.random.RandomState([self.seed, self._epoch])
-            order = self._order = self._epoch, numbers.permutation(len(self.documents))
-        return int(order[1][at])
 
 
 def _window(seq_len: int) -> int:

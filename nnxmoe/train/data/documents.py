@@ -140,6 +140,7 @@ class Documents:
             logger.warning("%s%s", text, "" if final else " so far")
             self._told[length] = text
 
+    @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """Checksums of the file and the tokenizer: a small JSON value that identifies the tokens."""
         given = [self.tokenizer.backend.to_str(), self.tokenizer.chat_templates, self.tokenizer.special_tokens]
