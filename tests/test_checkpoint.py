@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
 from nnxmoe.storage.errors import CheckpointError, summary
-from nnxmoe.train.runs.checkpoints import VERSION, Checkpoints
+from nnxmoe.train.checkpoints import VERSION, Checkpoints
 from tests.support.forked import forked
 from tests.support.launch import Launch
 

@@ -21,13 +21,13 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train import lora
+from nnxmoe.train.checkpoints import Checkpoints
 from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.loop.loss import ChunkedLoss
 from nnxmoe.train.loop.measured import Evaluation
 from nnxmoe.train.loop.objective import Objective
 from nnxmoe.train.loop.run import NotFinite
 from nnxmoe.train.loop.step import Step
-from nnxmoe.train.runs.checkpoints import Checkpoints
 from tests.support.tiny import build_tiny, random_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,7 +185,7 @@ def test_kills_lose_at_most_one_save_interval(tmp_path: Path, count: int = 6) ->
 
 RUN = """
 import sys
-from nnxmoe.train.runs.checkpoints import Checkpoints
+from nnxmoe.train.checkpoints import Checkpoints
 from nnxmoe.train.loop.fit import fit
 from tests.support.tiny import build_tiny
 from tests.test_fit import PLAIN, Draws, settings

@@ -15,9 +15,9 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import train
 from nnxmoe.train import lora
+from nnxmoe.train.checkpoints import Checkpoints
 from nnxmoe.train.loop.run import NotFinite
 from nnxmoe.train.loop.step import Step
-from nnxmoe.train.runs.checkpoints import Checkpoints
 from tests.support.arrays import tensors
 from tests.support.tiny import build_tiny, random_tokens, stacking_of
 

@@ -6,6 +6,7 @@ model = nnxmoe.train.fit(model, data, optimizer=optax.adamw(1e-4), steps=500, ch
 """
 
 from nnxmoe.train import lora as lora
+from nnxmoe.train.checkpoints import Checkpoints as Checkpoints
 from nnxmoe.train.data.batches import Batches as Batches
 from nnxmoe.train.data.batches import Rows as Rows
 from nnxmoe.train.data.batches import batches as batches
@@ -36,4 +37,3 @@ from nnxmoe.train.loop.run import Progress as Progress
 from nnxmoe.train.loop.step import Report as Report
 from nnxmoe.train.loop.step import Step as Step
 from nnxmoe.train.loop.step import TrainState as TrainState
-from nnxmoe.train.runs.checkpoints import Checkpoints as Checkpoints

@@ -32,6 +32,7 @@ from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.multihost import from_first
 from nnxmoe.storage.write import write_json
 from nnxmoe.train import lora
+from nnxmoe.train.checkpoints import Checkpoints, newest
 from nnxmoe.train.data.batches import Batch, Batches
 from nnxmoe.train.data.documents import Documents, Pairs
 from nnxmoe.train.loop.callbacks import JsonLog, Profile
@@ -43,7 +44,6 @@ from nnxmoe.train.loop.preference import DPO, with_reference
 from nnxmoe.train.loop.run import Fitted, Progress
 from nnxmoe.train.lora.peft import WEIGHTS_FILE
 from nnxmoe.train.lora.peft_config import CONFIG_FILE
-from nnxmoe.train.runs.checkpoints import Checkpoints, newest
 
 _RECORD, _METRICS, _CHECKPOINTS, _PROFILE = "finetune.json", "metrics.jsonl", "checkpoints", "profile"
 _FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file

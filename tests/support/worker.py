@@ -26,8 +26,8 @@ from nnxmoe.runtime.interrupts import Interrupted
 from nnxmoe.runtime.processes import initialize
 from nnxmoe.storage import write
 from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.train.checkpoints import Checkpoints
 from nnxmoe.train.loop.feed import put_batch
-from nnxmoe.train.runs.checkpoints import Checkpoints
 from tests.support.cases import HF_CASES
 
 DEVICES = 4

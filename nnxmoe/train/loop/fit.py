@@ -22,13 +22,13 @@ from nnxmoe.model.copies import on_mesh
 from nnxmoe.runtime.interrupts import Interrupted, stopping
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
 from nnxmoe.storage.multihost import in_any_process
+from nnxmoe.train.checkpoints import Checkpoints
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.feed import BatchSource
 from nnxmoe.train.loop.measured import Evaluation, Evaluator, token_flops
 from nnxmoe.train.loop.objective import TrainingObjective
 from nnxmoe.train.loop.run import Callback, Fitted, Run
 from nnxmoe.train.loop.step import Step
-from nnxmoe.train.runs.checkpoints import Checkpoints
 
 _SAVE_EVERY = 100  # steps between the checkpoints in a folder
 

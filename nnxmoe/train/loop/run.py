@@ -17,12 +17,11 @@ from nnxmoe.runtime.programs import JitProgram
 from nnxmoe.runtime.progress import logger, progress_bar
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.multihost import in_any_process
+from nnxmoe.train.checkpoints import Checkpoints, fingerprint, plain
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.feed import BatchSource, in_every_process, put_batch
 from nnxmoe.train.loop.measured import Evaluator, Metrics, Spent, metrics_of, peak_flops, shown_metrics
 from nnxmoe.train.loop.step import Report, Step, TrainState
-from nnxmoe.train.runs.checkpoints import Checkpoints
-from nnxmoe.train.runs.named_arrays import fingerprint, plain
 
 
 class NotFinite(ValueError):
