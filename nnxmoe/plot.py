@@ -108,7 +108,8 @@ def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: 
             ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 128 else "white"
             ax.text(x, y, str(experts[x]), ha="center", va="center", fontsize=8, color=ink)
     ax.set(xlim=(-0.5, len(pieces) - 0.5), ylim=(len(cells) - 0.5, -0.5), yticks=range(len(cells)), yticklabels=cells)
-    shown = [_visible(piece) for piece in pieces]
+    # Visible spaces and newlines; a dollar would start a formula.
+    shown = [piece.replace(" ", "·").replace("\n", "↵").replace("$", r"\$") for piece in pieces]
     ax.set_xticks(range(len(pieces)), shown, rotation=90, fontsize=8, family="monospace")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
@@ -217,8 +218,3 @@ def _names(loads: Loads, values: np.ndarray, names: Sequence[str] | None) -> lis
 def _heat(ax: Axes, values: np.ndarray, label: str, **options: Any) -> None:
     image = ax.imshow(values, cmap=_MAP, vmin=0, vmax=max(2.0, values.max()), aspect="auto", **options)
     ax.figure.colorbar(image, ax=ax, label=label, pad=0.02)
-
-
-def _visible(piece: str) -> str:
-    """Make spaces and newlines visible, and escape dollars, which start a formula in matplotlib."""
-    return piece.replace(" ", "·").replace("\n", "↵").replace("$", r"\$")

@@ -6,7 +6,6 @@ model in transformers' format, or the adapter in ``peft``'s.
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,8 +32,9 @@ from nnxmoe.storage.multihost import from_first
 from nnxmoe.storage.write import write_json
 from nnxmoe.train import lora
 from nnxmoe.train.checkpoints import Checkpoints, newest
-from nnxmoe.train.data.batches import Batch, Batches
+from nnxmoe.train.data.batches import Batches
 from nnxmoe.train.data.documents import Documents, Pairs
+from nnxmoe.train.loop.batch import Restartable
 from nnxmoe.train.loop.callbacks import JsonLog, Profile
 from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.loop.measured import Evaluation
@@ -183,7 +183,7 @@ def finetune(
         lora.add(model, rank, task.lora_alpha, rngs=nnx.Rngs(task.seed))
     data: Any = Batches(documents, task.batch_size, length, seed=task.seed, epochs=task.epochs)
     steps = data.count() if task.steps is None else task.steps
-    batches: Any = None if held is None else _Held(held, task, length)
+    batches: Any = held and Restartable(lambda: Batches(held, task.batch_size, length, shuffle=False, epochs=1))
     if task.preferences and task.lora is None:
         data, batches = (given and with_reference(given, model) for given in (data, batches))
     done = fit(
@@ -223,18 +223,6 @@ class _Begin:
         if not self.done:
             from_first(lambda: _record(self.folder, self.task, None))
             self.done = True
-
-
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    """The batches of the documents held out, again for each evaluation."""
-
-    documents: Documents
-    task: Finetune
-    length: int
-
-    def __iter__(self) -> Iterator[Batch]:
-        return Batches(self.documents, self.task.batch_size, self.length, shuffle=False, epochs=1)
 
 
 def _strategy() -> Strategy:

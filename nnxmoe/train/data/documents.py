@@ -15,7 +15,7 @@ from nnxmoe.generation.text import Tokenizer, TokenizerError
 from nnxmoe.runtime.progress import logger
 from nnxmoe.train.data.answers import chat_tokens
 from nnxmoe.train.data.jsonl import JsonLines
-from nnxmoe.train.data.records import DataError, Parse, Record, RecordList, pair_of, record_of
+from nnxmoe.train.data.records import DataError, Parse, RecordList, pair_of, record_of
 
 _CACHE_BYTES = 256 << 20
 Row = dict[str, np.ndarray]
@@ -154,9 +154,6 @@ class Documents:
             logger.warning("%s: %s. Further chats like this are not reported", where, why)
 
     def _make(self, record: Any, where: str) -> Document:
-        return self._document(record, where)
-
-    def _document(self, record: Record, where: str) -> Document:
         try:
             if record.text is None:
                 note = functools.partial(self._note, where)
@@ -186,7 +183,7 @@ class Pairs(Documents):
     parse = staticmethod(pair_of)
 
     def _make(self, record: Any, where: str) -> Pair:
-        chosen, rejected = (self._document(one, where) for one in record)
+        chosen, rejected = (super(Pairs, self)._make(one, where) for one in record)
         return Pair(**vars(chosen), rejected=rejected)
 
     def row(self, documents: Sequence[Document], length: int) -> Row:

@@ -1,6 +1,7 @@
 """Batches of tokens: their fields, their checks, and what of them is to be predicted."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,16 @@ from nnxmoe.config.printable import short
 FIELDS = ("tokens", "targets", "loss_mask", "segment_ids", "positions", "attention_mask")
 MASKS = ("loss_mask", "attention_mask")
 Batch = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Restartable:
+    """Batches whose every iterator is made anew by a function."""
+
+    make: Callable[[], Iterator[Batch]]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.make()
 
 
 def as_arrays(batch: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from nnxmoe.storage.multihost import in_any_process
 from nnxmoe.train.checkpoints import Checkpoints
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.feed import BatchSource
-from nnxmoe.train.loop.measured import Evaluation, Evaluator, token_flops
+from nnxmoe.train.loop.measured import Evaluation, token_flops
 from nnxmoe.train.loop.objective import TrainingObjective
 from nnxmoe.train.loop.run import Callback, Fitted, Run
 from nnxmoe.train.loop.step import Step
@@ -95,7 +95,7 @@ def fit(
     with stopping() as stop:
         with checkpoint or contextlib.nullcontext() as checkpoints:
             held = evaluate if evaluate is None or isinstance(evaluate, Evaluation) else Evaluation(evaluate)
-            given = checkpoints, held and Evaluator(step, held), callbacks, stop
+            given = checkpoints, held, callbacks, stop
             fitted = Run(step, BatchSource(data), steps, seed, token_flops(model, step.names), *given).go()
         if in_any_process(lambda: stop.asked, step.mesh)():
             saved = "" if checkpoints is None else f"; saved in {checkpoints.folder}"

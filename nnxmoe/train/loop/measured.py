@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import jax
 import numpy as np
@@ -148,27 +148,27 @@ class Evaluation:
         if self.every is not None and not is_positive(self.every):
             raise ValueError(f"every={short(self.every)}: pass an int of at least 1, or None")
 
-
-class Evaluator:
-    """Computes the mean cross-entropy of held-out batches. Raises ValueError if there are none, or if the first one is
-    unusable: before the training, of which an error in the evaluation would lose the last steps."""
-
-    def __init__(self, step: Step, held: Evaluation) -> None:
-        self.step, self.data, self.every = step, held.batches, held.every
-        if (first := next(iter(self.data), None)) is None:
-            raise ValueError("evaluate: there are no batches: pass at least one, or leave it out")
-        put_batch(first, step)
-        self.losses = JitProgram(step.losses, "the evaluation")
-
     def due(self, step: int, last: bool) -> bool:
+        """Whether the state after a step is measured."""
         return last or (self.every is not None and step % self.every == 0)
 
-    def __call__(self, state: TrainState) -> float:
-        found, weights = [], []
-        for batch in self.data:
-            losses = self.losses(state, batch := put_batch(batch, self.step))
-            found.append(float(losses.total if losses.cross_entropy is None else losses.cross_entropy))
-            weights.append(float(rows_of(batch) if losses.tokens is None else losses.tokens))
-        if not sum(weights):
-            raise ValueError("evaluate: the batches have no token to predict")
-        return float(np.average(found, weights=weights))
+    def of(self, step: Step) -> Callable[[TrainState], float]:
+        """The function from a state to the mean cross-entropy of the batches. Raises ValueError if there are none, or
+        if the first one is unusable: before the training, of which an error in the evaluation would lose the last
+        steps."""
+        if (first := next(iter(self.batches), None)) is None:
+            raise ValueError("evaluate: there are no batches: pass at least one, or leave it out")
+        put_batch(first, step)
+        program = JitProgram(step.losses, "the evaluation")
+
+        def evaluate(state: TrainState) -> float:
+            found, weights = [], []
+            for batch in self.batches:
+                losses = program(state, batch := put_batch(batch, step))
+                found.append(float(losses.total if losses.cross_entropy is None else losses.cross_entropy))
+                weights.append(float(rows_of(batch) if losses.tokens is None else losses.tokens))
+            if not sum(weights):
+                raise ValueError("evaluate: the batches have no token to predict")
+            return float(np.average(found, weights=weights))
+
+        return evaluate

@@ -21,7 +21,7 @@ from nnxmoe.axes import batch_axes, constrain
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import compiled
 from nnxmoe.model.output import Body
-from nnxmoe.train.loop.batch import Batch, as_arrays, check_batch, check_ids, check_masks, targets_of
+from nnxmoe.train.loop.batch import Batch, Restartable, as_arrays, check_batch, check_ids, check_masks, targets_of
 from nnxmoe.train.loop.feed import put_rows, rows_of_process
 from nnxmoe.train.loop.loss import log_probabilities
 from nnxmoe.train.loop.objective import Losses, RouterLosses
@@ -164,25 +164,14 @@ def _counting(tokens: Pairs) -> Float[Array, "B"]:
     return jnp.all(tokens > 0, axis=1).astype(jnp.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class ReferencedBatches:
-    """Batches with a reference's log-probabilities; its iterators have the positions of those of ``batches``."""
-
-    batches: Iterable[Batch]
-    model: CausalLM
-
-    def __iter__(self) -> Iterator[Batch]:
-        return _Referenced(iter(self.batches), self.model)
-
-
-def with_reference(batches: Iterable[Batch], model: CausalLM) -> ReferencedBatches:
+def with_reference(batches: Iterable[Batch], model: CausalLM) -> Iterable[Batch]:
     """Batches of pairs with ``reference_logps [B, 2]``, the log-probabilities that a model gives to the completions.
 
     They are computed when a batch is read; ``list(with_reference(…))`` computes those of a few batches once. The model
     stays in memory, as the one given to `fit` does anyway, and must not be changed. With a mesh the rows are split over
-    it. Raises ValueError for batches that are not of pairs.
+    it. Iterators have the positions of those of ``batches``. Raises ValueError for batches that are not of pairs.
     """
-    return ReferencedBatches(batches, model)
+    return Restartable(lambda: _Referenced(iter(batches), model))
 
 
 class _Referenced(Iterator[Batch]):

@@ -20,7 +20,7 @@ from nnxmoe.storage.multihost import in_any_process
 from nnxmoe.train.checkpoints import Checkpoints, fingerprint, plain
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.feed import BatchSource, in_every_process, put_batch
-from nnxmoe.train.loop.measured import Evaluator, Metrics, Spent, metrics_of, peak_flops, shown_metrics
+from nnxmoe.train.loop.measured import Evaluation, Metrics, Spent, metrics_of, peak_flops, shown_metrics
 from nnxmoe.train.loop.step import Report, Step, TrainState
 
 
@@ -84,7 +84,7 @@ class Run:
     seed: int
     flops: float  # per token
     checkpoints: Checkpoints | None
-    evaluator: Evaluator | None
+    evaluation: Evaluation | None
     callbacks: Sequence[Callback]
     stop: Stop
 
@@ -99,6 +99,7 @@ class Run:
         if checkpoints is not None:
             plain({"data": self.source.position()}, "the state of the data's iterator (get_state)")
             self.base = fingerprint(self.step.base())
+        self.evaluate = None if self.evaluation is None else self.evaluation.of(self.step)
         self.state = self._restored() if self.first else self.step.init(self.seed)
         self.peak = peak_flops(self.step.mesh)
         self.spent = Spent("data", "device", *(() if checkpoints is None else ("checkpoint",)))
@@ -173,7 +174,7 @@ class Run:
         return number == self.steps or saved or self._evaluates(number)
 
     def _evaluates(self, number: int) -> bool:
-        return self.evaluator is not None and self.evaluator.due(number, number == self.steps)
+        return self.evaluation is not None and self.evaluation.due(number, number == self.steps)
 
     def _finish(self, made: _StepMade, asked: Callable[[], bool]) -> bool:
         """Read a step's report, evaluate, run callbacks and save a checkpoint if due. Returns whether the training ends
@@ -187,7 +188,7 @@ class Run:
         answers = [callback(progress) for callback in self.callbacks]
         stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
         stop = stop if late else in_any_process(lambda: stop, self.step.mesh)()
-        if stop and self.evaluator is not None and "evaluation" not in metrics:
+        if stop and self.evaluate is not None and "evaluation" not in metrics:
             metrics |= self._evaluated()
         if stop and late:
             raise ValueError(f"a callback stops the training at step {number}: remove its attribute late")
@@ -229,9 +230,9 @@ class Run:
         return metrics, load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
 
     def _evaluated(self) -> Metrics:
-        assert self.evaluator is not None
+        assert self.evaluate is not None
         began = time.perf_counter()
-        return {"evaluation": self.evaluator(self.state), "evaluation_seconds": time.perf_counter() - began}
+        return {"evaluation": self.evaluate(self.state), "evaluation_seconds": time.perf_counter() - began}
 
     def _save(self, made: _StepMade, force: bool) -> None:
         """Save a checkpoint if it is due or forced. Raises NotFinite, also where only the end of a run would save."""

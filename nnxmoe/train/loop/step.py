@@ -261,19 +261,15 @@ class Step:
             part, key = inputs
             return jax.tree.map(jnp.add, sums, run(part, key, count)), None
 
-        parts = {name: self._cut(array) for name, array in batch.items()}
+        # [B, T] -> [parts, B / parts, T]; every part has rows from every device.
+        parts = {
+            name: jnp.moveaxis(jnp.reshape(array, (-1, self.accumulate, *array.shape[1:])), 1, 0)
+            for name, array in batch.items()
+        }
         keys = jax.random.split(key, self.accumulate)
         like = jax.eval_shape(run, jax.tree.map(lambda a: a[0], parts), key, count)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
         return jax.lax.scan(add, zeros, (parts, keys))[0]
-
-    def _cut(self, array: Array) -> Array:
-        """``[B, T] -> [parts, B / parts, T]``; every part has rows from every device."""
-        rows = jnp.asarray(array).reshape(-1, self.accumulate, *array.shape[1:])
-        return jnp.moveaxis(rows, 1, 0)
-
-
-_MAIN_BIAS = nnx.All(RouterBias, nnx.Not(nnx.PathContains("mtp")))
 
 
 def _variables(state: Any) -> dict[str, tuple[Any, nnx.Variable]]:
@@ -283,7 +279,8 @@ def _variables(state: Any) -> dict[str, tuple[Any, nnx.Variable]]:
 def _biases(model: CausalLM, depths: int) -> dict[str, np.ndarray]:
     """Path of each correction bias -> its rows of the MoE layers' loads: one, or one per layer of a scanned stack.
     Prediction layers have rows only if there are ``depths``."""
-    numbers, wanted = dict[str, np.ndarray](), RouterBias if depths else _MAIN_BIAS
+    numbers = dict[str, np.ndarray]()
+    wanted = RouterBias if depths else nnx.All(RouterBias, nnx.Not(nnx.PathContains("mtp")))
     for name, (path, variable) in _variables(nnx.state(model, wanted)).items():
         stacked = of_layers(axes_of(variable))
         layer = name_of(model, path).layer

@@ -31,7 +31,7 @@ from nnxmoe.storage.write import Tensors, write_json, write_shares
 from nnxmoe.train.lora.adapter_file import WEIGHTS_FILE as WEIGHTS_FILE
 from nnxmoe.train.lora.adapter_file import AdapterFile, expert_by_expert
 from nnxmoe.train.lora.peft_config import CONFIG_FILE, Numbers, Settings
-from nnxmoe.train.lora.pieces import OneLayer, Piece, Stored, corner, joined, parameter_name, pieces_of, scaled
+from nnxmoe.train.lora.pieces import OneLayer, Piece, Stored, joined, parameter_name, pieces_of, scaled
 from nnxmoe.train.lora.slots import Slot, adapted, refuse_adapted, slots
 
 
@@ -104,7 +104,7 @@ def _tensors(model: CausalLM, pieces: list[Piece]) -> Tensors:
             def make(piece: Piece = piece, value: Any = value, stored: Stored = stored, times: float = times) -> Any:
                 at = () if piece.slot.depth is None else (piece.layer - piece.slot.first,)
                 one = gather(value, at) if spans_hosts(value) else np.asarray(value[at])
-                one = one[corner(stored.one)]
+                one = one[tuple(map(slice, stored.one))]  # without the padding of lower ranks
                 one = one if stored.is_a else scaled(one, times)
                 return stored.store(one).astype(value.dtype)
 

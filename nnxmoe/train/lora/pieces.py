@@ -123,13 +123,8 @@ def joined(slot: Slot, layers: Mapping[int, OneLayer]) -> tuple[LoRA, np.ndarray
         kinds = {values[which].dtype for values in each.values()}
         host.append(np.zeros(variable.shape, kinds.pop() if len(kinds) == 1 else np.float32))
         for layer, values in each.items():
-            host[-1][layer - slot.first][corner(values[which].shape)] = values[which]
+            host[-1][layer - slot.first][tuple(map(slice, values[which].shape))] = values[which]
     return made, host[0], host[1]
-
-
-def corner(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The first entries of an array that has higher ranks than ``shape``."""
-    return tuple(slice(size) for size in shape)
 
 
 def scaled(b: np.ndarray, times: float) -> np.ndarray:
