@@ -21,12 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import nnxmoe
 from nnxmoe.axes import batch_axes
 from nnxmoe.mesh import make_mesh
-from nnxmoe.model.pipeline import Pipeline
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.planning import child
-from nnxmoe.planning.arithmetic import Work
 from nnxmoe.planning.plan import default_strategy
 from nnxmoe.planning.program import CompileJob, environment
+from nnxmoe.planning.work import Work
 from nnxmoe.runtime.hardware import TABLE
 from tests.support.families import FAMILIES
 from tests.support.tiny import TINY
@@ -170,7 +169,7 @@ def test_layers_of_real_width_compile_and_fit(
 def test_stages_compile_with_kernels(compile_for: Callable[..., Any], platform: str) -> None:
     """Kernels are manual over all axes of the mesh where the stages are over one."""
     config = dataclasses.replace(PRESETS["mixtral-8x7b"], num_hidden_layers=2)
-    work = Work(4, 1024, pipeline=Pipeline(2))
+    work = Work(4, 1024, microbatches=2)
     made = compile_for(platform, config, {"pipe": 2, "expert": 2}, work, "train")
     assert made.total < MEMORY[platform] and any(KERNELS[platform] in call for call in made.calls)
 

@@ -24,7 +24,7 @@ from nnxmoe.cli.summary import summarise
 from nnxmoe.mesh import abstract_mesh, make_mesh
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.planning import child
-from nnxmoe.planning.arithmetic import Work, adapters, bytes_of, parts
+from nnxmoe.planning.arithmetic import PlannedStep, adapters, bytes_of
 from nnxmoe.planning.hlo import Collective, collectives
 from nnxmoe.planning.operations import counted, operations
 from nnxmoe.planning.plan import default_strategy
@@ -33,6 +33,7 @@ from nnxmoe.planning.published import PublishedRun, published
 from nnxmoe.planning.search import best_of, search
 from nnxmoe.planning.torus import Route, hardware, refuse_unheld, routes, seconds
 from nnxmoe.planning.traffic import traffic
+from nnxmoe.planning.work import Work
 from nnxmoe.runtime.hardware import TABLE
 from nnxmoe.train import lora
 from tests.benchmarks.modes import DEEPSEEK
@@ -62,8 +63,8 @@ def job(axes: dict[str, int], work: Work = WORK, rules: Any = RULES) -> CompileJ
 
 
 def estimated(axes: dict[str, int], work: Work = WORK, rules: Any = RULES) -> int:
-    mesh = abstract_mesh(axes)
-    return bytes_of(DEEPSEEK, parts(DEEPSEEK, mesh, rules, work.pipeline), work, mesh).arguments
+    work = dataclasses.replace(work, rules=rules)
+    return bytes_of(PlannedStep.of(DEEPSEEK, abstract_mesh(axes), work)).arguments
 
 
 # Arithmetic
@@ -102,8 +103,7 @@ def test_arguments_and_collectives_of_compiled_steps(eight: Callable[..., Any]) 
     assert runs["all-to-all", ("expert",)] == 6 * layers
     assert runs["all-to-all", ("fsdp",)] == 2, "the embeddings, and their gradients"
     assert runs["all-gather", ("fsdp",)] >= 6 * layers and runs["reduce-scatter", ("fsdp",)] >= 3 * layers
-    mesh = abstract_mesh(axes)
-    ours = traffic(DEEPSEEK, parts(DEEPSEEK, mesh, RULES), WORK, mesh)
+    ours = traffic(PlannedStep.of(DEEPSEEK, abstract_mesh(axes), WORK))
     found_by_us = {one.axes: one for one in ours if one.kind == "all-to-all"}
     assert {axes: one.times for axes, one in found_by_us.items()} == {("expert",): 6 * layers, ("fsdp",): 2}
     sent = sum(one.total for one in found.collectives if (one.kind, one.axes) == ("all-to-all", ("fsdp",)))
@@ -116,12 +116,11 @@ def test_arguments_and_collectives_of_compiled_steps(eight: Callable[..., Any]) 
 @pytest.mark.slow
 def test_stages_of_compiled_steps(eight: Callable[..., Any]) -> None:
     """State by stage, permutes, and exchanges of tokens in every turn; XLA:CPU sends bfloat16 as float32."""
-    axes, work = {"pipe": 2, "fsdp": 2, "expert": 2}, dataclasses.replace(WORK, pipeline=nnxmoe.Pipeline(4))
+    axes, work = {"pipe": 2, "fsdp": 2, "expert": 2}, dataclasses.replace(WORK, microbatches=4)
     found: Program = eight(child.program, job(axes, work))
     assert found.arguments == pytest.approx(estimated(axes, work), rel=1e-3)
     assert estimated(axes, work) < 0.8 * estimated(axes), "without stages all have every layer"
-    mesh = abstract_mesh(axes)
-    ours = traffic(DEEPSEEK, parts(DEEPSEEK, mesh, RULES, work.pipeline), work, mesh)
+    ours = traffic(PlannedStep.of(DEEPSEEK, abstract_mesh(axes), work))
     for kind, axis in (("collective-permute", "pipe"), ("all-to-all", "expert")):
         theirs, expected = (
             sum(one.times for one in every if (one.kind, one.axes) == (kind, (axis,)))
@@ -139,8 +138,8 @@ def test_keys_of_compiled_steps(eight: Callable[..., Any]) -> None:
     outputs of a head are as wide as its values, its queries wider."""
     axes = {"fsdp": 2, "context": 4}
     found: Program = eight(child.program, job(axes))
-    mesh = abstract_mesh(axes)
-    ours = [one for one in traffic(DEEPSEEK, parts(DEEPSEEK, mesh, RULES), WORK, mesh) if one.axes == ("context",)]
+    every = traffic(PlannedStep.of(DEEPSEEK, abstract_mesh(axes), WORK))
+    ours = [one for one in every if one.axes == ("context",)]
     theirs = [one for one in found.collectives if (one.kind, one.axes) == ("collective-permute", ("context",))]
     assert {one.what for one in ours} == {"keys", "tokens"}
     expected, sent = sum(one.bytes for one in ours), sum(one.total for one in theirs) / 2  # XLA:CPU sends float32
@@ -196,7 +195,7 @@ def test_operations_by_formula_are_those_of_the_traced_step(kind: str, remat: bo
     strategy = default_strategy(config, dict(mesh.shape), "cpu", work)
     strategy = dataclasses.replace(strategy, matmul=nnxmoe.RaggedDot())
     step = child.traced(CompileJob(config, strategy, dict(mesh.shape), work), mesh)
-    formula = operations(config, parts(config, mesh, RULES), work)
+    formula = operations(PlannedStep.of(config, mesh, work))
     assert counted(step.jaxpr.jaxpr) == pytest.approx(formula, rel=0.05)
     loops = dataclasses.replace(strategy, matmul=nnxmoe.Blocked())
     assert math.isnan(counted(child.traced(CompileJob(config, loops, dict(mesh.shape), work), mesh).jaxpr.jaxpr))
@@ -588,7 +587,7 @@ def test_adapters_and_codes_are_those_of_a_model() -> None:
         lora.add(model, rank=lora.split_ranks(model, 4) if split else 4, rngs=nnx.Rngs(1))
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, lora.LoRAParam)))
         work = Work(4, 64, lora=4, split_rank=split)
-        assert adapters(config, parts(config, mesh, RULES), work, mesh) == count
+        assert adapters(PlannedStep.of(config, mesh, work)) == count
     options: dict[str, Any] = {"batch": 8, "seq": 512, "on": "h100", "advise": False}
     whole, tuned = (nnxmoe.plan("mixtral-8x7b", {"expert": 8}, lora=rank, **options) for rank in (0, 16))
     assert tuned.bytes.arguments < whole.bytes.arguments / 4 and 0.7 < tuned.operations / whole.operations < 0.8

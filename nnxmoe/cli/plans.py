@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import re
@@ -41,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=count, metavar="M", help=what)
     parser.add_argument("--no-remat", dest="remat", action="store_false", help="keep all activations for the backward")
     what = "mesh axes that shard an axis of parameters, such as embed=fsdp+expert"
-    parser.add_argument("--rule", action="append", default=[], type=_rule, metavar="NAME=AXES", help=what)
+    parser.add_argument("--rule", dest="rules", action="append", default=[], type=_rule, metavar="NAME=AXES", help=what)
     parser.add_argument("--across", metavar="AXIS", help="the mesh axis that crosses nodes or slices")
     parser.add_argument("--compare", type=mesh, metavar="AXES", help="a second mesh, to be planned too")
     what = "how long so many tokens take, such as 15T; with --price in money too"
@@ -79,16 +78,16 @@ def run(options: argparse.Namespace) -> None:
 
     from nnxmoe.axes import RULES
     from nnxmoe.planning import printing, search
-    from nnxmoe.planning.plan import PLANNED_ONLY, plan
+    from nnxmoe.planning.plan import plan
     from nnxmoe.planning.torus import hardware
+    from nnxmoe.planning.work import Work
     from nnxmoe.quantization.methods import parse
 
     jax.config.update("jax_platforms", "cpu")  # a plan uses no device, and compilers without one print errors
     changed = {name: value for name in RATES if (value := getattr(options, name)) is not None}
-    names = ("seq", "train", "accumulate", "buffer_factor", "chunks", "microbatches", "remat", "across", "offload")
-    asked: dict[str, Any] = {name: getattr(options, name) for name in (*names, *PLANNED_ONLY)}
+    asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(Work)}
     asked["quantize"] = None if options.quantize is None else parse(options.quantize)
-    asked |= {"on": dataclasses.replace(hardware(options.on), **changed), "rules": {**RULES, **dict(options.rule)}}
+    asked |= {"on": dataclasses.replace(hardware(options.on), **changed), "rules": {**RULES, **dict(options.rules)}}
     if options.search and options.compile_for:
         raise ValueError("--search compares meshes by arithmetic: leave --compile out, then compile the best one")
     if options.batch is None and not options.search:
@@ -98,14 +97,14 @@ def run(options: argparse.Namespace) -> None:
     if options.price is not None and not 0 <= options.price < math.inf:
         raise ValueError(f"--price {options.price}: give a number that is not negative")
     if options.search:
-        find = search.best_of if options.batch is None else functools.partial(search.search, batch=options.batch)
-        if options.batch is None:
-            del asked["remat"]
+        find = search.search
+        if options.batch is None:  # then rows and whether activations are computed again are searched too
+            find = search.best_of
+            del asked["batch"], asked["remat"]
         found = find(options.model, options.search, **asked)
         best, text = found[0], printing.compared(found)
         text += "" if best.fits else f"\n{_enough(options, find, asked)}"
     else:
-        asked["batch"] = options.batch
         best = plan(options.model, options.mesh, compile_for=options.compile_for, **asked)
         text = str(best)
         if options.compare is not None:

@@ -2,82 +2,70 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from nnxmoe.config.base import DecoderConfig
+from nnxmoe.mesh import abstract_mesh
+from nnxmoe.planning.work import Work
 from nnxmoe.runtime.hardware import TABLE, Hardware
 
 MOST = 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """The arguments of `plan` that were planned."""
-
-    config: DecoderConfig
-    mesh: Mapping[str, int]
+class _Change(NamedTuple):
+    text: str
     kind: Hardware
-    batch: int
-    seq: int
-    train: bool
-    choices: Any
-
-    def answer(self, plan: Callable[..., Any]) -> Any:
-        """The plan of it, by arithmetic."""
-        work: dict[str, Any] = {"batch": self.batch, "seq": self.seq, "train": self.train}
-        return plan(self.config, self.mesh, on=self.kind, **work, **vars(self.choices))
+    mesh: Mapping[str, int]
+    work: Work
 
 
-def changes(made: Any, asked: Question, plan: Callable[..., Any]) -> tuple[str, ...]:
-    """One line per change that saves memory, with the memory it leaves; those that fit come first."""
+def changes(made: Any, plan: Callable[..., Any]) -> tuple[str, ...]:
+    """One line per change that saves memory, with the memory it leaves; those that fit come first. ``plan``: plans a
+    name, config, hardware, mesh and work by arithmetic."""
     found, scale = [], made.memory / made.bytes.total  # what a compiled step takes, of its estimate
-    for text, other in _candidates(asked):
+    for text, kind, mesh, work in _candidates(made.hardware, made.mesh, made.work):
         try:
-            one = other.answer(plan)
+            one = plan(made.model, made.config, kind, abstract_mesh(mesh), work)
         except ValueError:  # the mesh or the batch does not divide
             continue
         memory = one.memory * scale
-        if memory < 0.98 * made.memory or other.kind.memory > asked.kind.memory:
-            fits = memory <= other.kind.memory
+        if memory < 0.98 * made.memory or kind.memory > made.hardware.memory:
+            fits = memory <= kind.memory
             verdict = "fits by estimate" if fits else "does not fit"
             found.append((not fits, f"{text}: {memory / 1e9:.1f} GB, {verdict}, {one.seconds:.2g} s per step"))
     return tuple(line for _, line in sorted(found, key=lambda pair: pair[0])[:MOST])
 
 
-def _candidates(asked: Question) -> Iterator[tuple[str, Question]]:
-    change, chosen = dataclasses.replace, asked.choices
+def _candidates(kind: Hardware, mesh: Mapping[str, int], work: Work) -> Iterator[_Change]:
+    def choose(text: str, **choices: Any) -> _Change:
+        return _Change(text, kind, mesh, dataclasses.replace(work, **choices))
 
-    def choose(**choices: Any) -> Question:
-        return change(asked, choices=change(chosen, **choices))
-
-    if asked.mesh["expert"] > 1 and asked.mesh["fsdp"] > 1 and "expert" not in (chosen.rules["embed"] or ()):
+    if mesh["expert"] > 1 and mesh["fsdp"] > 1 and "expert" not in (work.rules["embed"] or ()):
         wide = ("fsdp", "context", "expert")
-        yield "rules embed -> (fsdp, context, expert)", choose(rules={**chosen.rules, "embed": wide})
-    if asked.train and asked.mesh["expert"] > 1 and chosen.buffer_factor is None:
-        for chunks in (4 * chosen.chunks, 16 * chosen.chunks):
-            yield f"InChunks(RaggedAllToAll(), {chunks})", choose(chunks=chunks)
+        yield choose("rules embed -> (fsdp, context, expert)", rules={**work.rules, "embed": wide})
+    if work.train and mesh["expert"] > 1 and work.buffer_factor is None:
+        for chunks in (4 * (work.chunks or 1), 16 * (work.chunks or 1)):
+            yield choose(f"InChunks(RaggedAllToAll(), {chunks})", chunks=chunks)
         dropping = "RaggedAllToAll(buffer_factor=1.25), which drops rows beyond it"
-        yield dropping, choose(buffer_factor=1.25, chunks=None)
-    if asked.train:
-        for count in (2 * chosen.accumulate, 4 * chosen.accumulate, 8 * chosen.accumulate):
-            if asked.batch % count == 0:
-                yield f"accumulate={count}", choose(accumulate=count)
-        if more := chosen.microbatches:
-            yield f"microbatches={2 * more}", choose(microbatches=2 * more)
-        if not chosen.remat:
-            yield "remat", choose(remat=True)
-    if asked.mesh["data"] > 1:
-        mesh = {**asked.mesh, "data": 1, "fsdp": asked.mesh["fsdp"] * asked.mesh["data"]}
-        yield "fsdp instead of data", change(asked, mesh=mesh)
+        yield choose(dropping, buffer_factor=1.25, chunks=None)
+    if work.train:
+        for count in (2 * work.accumulate, 4 * work.accumulate, 8 * work.accumulate):
+            if work.batch % count == 0:
+                yield choose(f"accumulate={count}", accumulate=count)
+        if more := work.microbatches:
+            yield choose(f"microbatches={2 * more}", microbatches=2 * more)
+        if not work.remat:
+            yield choose("remat", remat=True)
+    if mesh["data"] > 1:
+        whole = {**mesh, "data": 1, "fsdp": mesh["fsdp"] * mesh["data"]}
+        yield _Change("fsdp instead of data", kind, whole, work)
+    free = dataclasses.replace(kind, torus=(), topology="")
     for axis in ("fsdp", "context", "expert", "tensor"):
         for more in (2, 4):
-            mesh = {**asked.mesh, axis: asked.mesh[axis] * more}
-            free = change(asked.kind, torus=(), topology="")
-            yield f"{more} x the devices, {axis}={mesh[axis]}", change(asked, mesh=mesh, kind=free)
-    alike = [kind for kind in TABLE.values() if _maker(kind) == _maker(asked.kind)]
-    larger = sorted((kind for kind in alike if kind.memory > 1.1 * asked.kind.memory), key=lambda kind: kind.memory)
-    for kind in larger[:2]:
-        yield f"on {kind.name}", change(asked, kind=kind)
+            larger = {**mesh, axis: mesh[axis] * more}
+            yield _Change(f"{more} x the devices, {axis}={larger[axis]}", free, larger, work)
+    alike = [other for other in TABLE.values() if _maker(other) == _maker(kind) and other.memory > 1.1 * kind.memory]
+    for other in sorted(alike, key=lambda other: other.memory)[:2]:
+        yield _Change(f"on {other.name}", other, mesh, work)
 
 
 def _maker(kind: Hardware) -> tuple[str, bool]:

@@ -34,7 +34,7 @@ def devices(job: CompileJob) -> list[Any]:
 
     try:
         if job.platform == TPU:
-            slices = 1 if job.across is None else job.mesh[job.across]
+            slices = 1 if job.work.across is None else job.mesh[job.work.across]
             return topologies.get_topology_desc(platform="tpu", topology_name=job.device, num_slices=slices).devices
         count = 1
         for size in job.mesh.values():
@@ -108,7 +108,7 @@ def program(job: CompileJob) -> Program:
     """Compile the job."""
     found = devices(job)
     sizes: dict[str, Any] = dict(job.mesh)
-    mesh = make_mesh(**sizes, devices=found, across=job.across)
+    mesh = make_mesh(**sizes, devices=found, across=job.work.across)
     made = traced(job, mesh)
     operations, started = counted(made.jaxpr.jaxpr), time.perf_counter()
     with jax.default_device(mesh.devices.flat[0]):  # as in `traced`
@@ -119,7 +119,7 @@ def program(job: CompileJob) -> Program:
         memory.temp_size_in_bytes,
         memory.output_size_in_bytes,
         memory.alias_size_in_bytes,
-        tuple(collectives(compiled.as_text(), job.mesh, job.across)),
+        tuple(collectives(compiled.as_text(), job.mesh, job.work.across)),
         operations,
         time.perf_counter() - started,
     )

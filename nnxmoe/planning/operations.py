@@ -7,56 +7,52 @@ from typing import Any
 import jax
 from jax.extend.core import jaxprs_in_params
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mla import MLA
 from nnxmoe.model.stack import UnrolledStack
-from nnxmoe.planning.arithmetic import ParamSize, Work, abstract
+from nnxmoe.planning.arithmetic import PlannedStep, abstract
 
 FORWARDS = 4  # a training step with `Remat()`: forward, forward again, and two products per product backward
 
 
-def operations(config: DecoderConfig, found: list[ParamSize], work: Work) -> float:
+def operations(step: PlannedStep) -> float:
     """Floating-point operations of one step on all devices, a product and a sum counted as two.
 
     A causal pass computes half of the scores. The head is computed once and has two products backward. Chunks of an
     exchange are computed once more.
     """
-    dense, experts = (
-        sum(
-            2 * part.size * (config.experts_per_token / part.experts if moe else 1)
-            for part in found
-            if part.kernel and part.layers and bool(part.experts) == moe
-        )
-        for moe in (False, True)
-    )
+    config, work = step.config, step.work
+    kernels = [part for part in step.parts if part.kernel and part.layers]
+    dense = sum(2 * part.size for part in kernels if not part.experts)
+    experts = sum(2 * part.size * (config.experts_per_token / part.experts) for part in kernels if part.experts)
     head = 2 * config.vocab_size * config.hidden_size
+    queries = work.seq if work.train else 1
+    scores = work.batch * sum(2 * width * seen * queries for width, seen in _scores(step))
     if not work.train:
-        return work.tokens * (dense + experts + head) + work.batch * sum(
-            2 * width * seen for width, seen in _scores(config, work)
-        )
-    passes = FORWARDS - (not work.remat) - bool(work.lora)  # frozen kernels have no gradients
-    scores = work.batch * sum(2 * width * seen * work.seq for width, seen in _scores(config, work))
+        return work.tokens * (dense + experts + head) + scores
     backward = FORWARDS if work.remat else FORWARDS - 1
-    again = experts if work.chunks > 1 else 0.0
-    return work.tokens * (passes * (dense + experts) + again + (2 if work.lora else 3) * head) + backward * scores
+    passes = backward - bool(work.lora)  # frozen kernels have no gradients
+    again = experts if step.chunks > 1 else 0.0
+    products = passes * (dense + experts) + again + (2 if work.lora else 3) * head
+    return work.tokens * products + backward * scores
 
 
-def _scores(config: DecoderConfig, work: Work) -> Iterator[tuple[int, float]]:
+def _scores(step: PlannedStep) -> Iterator[tuple[int, float]]:
     """Per layer, the multiplications per query and key (scores and values, or an indexer's scores), and the keys per
     query."""
-    for stack in abstract(config).stacks:
+    seq, train = step.work.seq, step.work.train
+    every = seq / 2 if train else seq
+    for stack in abstract(step.config).stacks:
         assert isinstance(stack, UnrolledStack)
         for layer in stack.layers:
             attention = layer.attention
             if (scored := getattr(attention, "scored", None)) is not None:
-                yield from scored(work.seq / 2 if work.train else work.seq)
+                yield from scored(every)
                 continue
-            window = getattr(attention, "window", None) or getattr(attention, "topk", None) or work.seq
-            every = work.seq / 2 if work.train else work.seq
+            window = getattr(attention, "window", None) or getattr(attention, "topk", None) or seq
             if (scorer := getattr(attention, "indexer", None)) is not None:
                 yield math.prod(scorer.q.kernel.outs), every
-            yield _width(attention, work.train), min(window, every)
+            yield _width(attention, train), min(window, every)
 
 
 def _width(attention: GQA | MLA | Any, train: bool) -> int:

@@ -4,30 +4,29 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-from nnxmoe.axes import RULES, AnyMesh, Rules
+from nnxmoe.axes import AnyMesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import did_you_mean
 from nnxmoe.config.validate import check_positive
 from nnxmoe.convert.hf.side_files import read_config
 from nnxmoe.mesh import abstract_mesh
-from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
+from nnxmoe.model.pipeline import AXIS
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import PRESETS, preset
-from nnxmoe.moe.capacity import check_factor
 from nnxmoe.moe.dispatch import Sorted
-from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll, fewest_chunks
+from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll
 from nnxmoe.planning import advice, printing
-from nnxmoe.planning.arithmetic import Bytes, Work, bytes_of, bytes_read, parts, rows_per_device
+from nnxmoe.planning.arithmetic import Bytes, PlannedStep, bytes_of, bytes_read, rows_per_device
 from nnxmoe.planning.operations import operations
 from nnxmoe.planning.program import CompileJob, Program, compile_program, target
 from nnxmoe.planning.published import Efficiency
 from nnxmoe.planning.torus import Route, hardware, refuse_unheld, routes, seconds
 from nnxmoe.planning.traffic import Traffic, traffic
-from nnxmoe.quantization.methods import Method, Mixed
+from nnxmoe.planning.work import PLANNED_ONLY, Work
 from nnxmoe.runtime.hardware import CPU, Hardware
 from nnxmoe.storage.hub import local_folder, snapshot
 
@@ -142,60 +141,6 @@ class Plan:
         return ax
 
 
-PLANNED_ONLY = ("interleaved", "node_copies", "lora", "split_rank", "compute")
-
-
-@dataclasses.dataclass(frozen=True)
-class Choices:
-    """How a planned step is computed.
-
-    ``accumulate``: parts of a training batch. ``across``: the mesh axis that crosses nodes or slices. ``rules``: over
-    which mesh axes parameters are sharded. ``remat``: activations are recomputed. ``buffer_factor``: of
-    `RaggedAllToAll`; None: room for all rows of the expert axis. ``chunks``: of `InChunks`, which bounds this room and
-    drops nothing; None: as many as `InChunks` chooses. ``microbatches``: of a `Pipeline` over the mesh axis ``pipe``;
-    None: this axis splits the batch only. ``offload``: of `Work`. ``interleaved``, ``node_copies``, ``lora``,
-    ``split_rank`` and ``compute``: of `Work`, for plans by arithmetic only, as is ``quantize``, of weights that are not
-    trained.
-    ``compile_for``: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware. ``advise``:
-    plan changes too if the step does not fit.
-    """
-
-    accumulate: int = 1
-    across: str | None = None
-    rules: Rules = dataclasses.field(default_factory=lambda: RULES)
-    remat: bool = True
-    buffer_factor: float | None = None
-    chunks: int | None = None
-    microbatches: int | None = None
-    interleaved: int = 1
-    offload: bool = False
-    node_copies: bool = False
-    lora: int = 0
-    split_rank: bool = False
-    compute: Literal["bf16", "fp8"] = "bf16"
-    quantize: Method | Mixed | None = None
-    compile_for: str | None = None
-    advise: bool = True
-
-    def of(self, strategy: Strategy) -> "Choices":
-        """These choices with those that a strategy makes. Raises ValueError if both make one."""
-        changed = (self.microbatches, self.buffer_factor, self.chunks) != (None, None, None)
-        if changed or self.rules is not RULES or not self.remat:
-            raise ValueError(
-                "give rules, microbatches, remat, buffer_factor and chunks by the strategy, or without one"
-            )
-        exchange = strategy.dispatch.exchange if isinstance(strategy.dispatch, ExpertParallel) else None
-        exchange, chunks = (exchange.exchange, exchange.chunks) if isinstance(exchange, InChunks) else (exchange, 1)
-        return dataclasses.replace(
-            self,
-            rules=strategy.rules,
-            remat=strategy.remat is not None,
-            buffer_factor=exchange.buffer_factor if isinstance(exchange, RaggedAllToAll) else None,
-            chunks=chunks,
-            microbatches=None if strategy.pipeline is None else strategy.pipeline.microbatches,
-        )
-
-
 def plan(
     model: DecoderConfig | str | os.PathLike[str],
     mesh: Mapping[str, int] | AnyMesh,
@@ -205,6 +150,8 @@ def plan(
     on: str | Hardware = "h100",
     train: bool = True,
     strategy: Strategy | None = None,
+    compile_for: str | None = None,
+    advise: bool = True,
     **choices: Any,
 ) -> Plan:
     """Plan a training step (AdamW, float32 state), or one decoded token per row.
@@ -215,93 +162,60 @@ def plan(
         batch, seq: rows on all devices, and tokens per row or in the cache.
         on: the devices, such as ``h100`` or ``tpu-v5p:4x4x4``.
         strategy: the one to compile, without a mesh; its rules, pipeline, remat and exchange count.
-        choices: fields of `nnxmoe.planning.plan.Choices`; with a strategy not those that it makes.
+        compile_for: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware.
+        advise: plan changes too if the step does not fit.
+        choices: fields of `nnxmoe.planning.work.Work`; with a strategy not those that it makes.
 
     Raises:
         ValueError: for what the mesh or the torus cannot hold.
         RuntimeError: if the step does not compile.
     """
     name, config = read_model(model)
-    chosen = Choices(**choices)
-    _check_sizes(mesh, batch, seq, train, chosen)
-    chosen = chosen if strategy is None else chosen.of(strategy)
-    kind, sizes = hardware(on), abstract_mesh(mesh if isinstance(mesh, Mapping) else mesh.shape)
-    made = _by_arithmetic(name, config, kind, sizes, Work(batch, seq, train, chosen.accumulate), chosen)
-    if chosen.advise and strategy is None:  # searches try one choice on many meshes
-        _refuse_without_effect(config, sizes, chosen)
-    if chosen.compile_for is not None:
-        if told := [name for name in (*PLANNED_ONLY, "quantize") if getattr(chosen, name) != getattr(Choices, name)]:
+    work = Work(batch, seq, train, **choices)
+    work.check()
+    sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    for axis, size in sizes.items():
+        check_positive("mesh", axis, size)
+    work = work if strategy is None else work.of(strategy)
+    made = _by_arithmetic(name, config, hardware(on), abstract_mesh(sizes), work)
+    if advise and strategy is None:  # searches try one choice on many meshes
+        _refuse_without_effect(made, work)
+    if compile_for is not None:
+        if told := [name for name in PLANNED_ONLY if getattr(work, name) != getattr(Work, name)]:
             raise ValueError(f"{told[0]} is planned by arithmetic only: leave it out, or do not compile")
-        made = _compiled(made, strategy, chosen)
-    if chosen.advise and not made.fits:
-        again = dataclasses.replace(chosen, chunks=made.work.chunks, compile_for=None, advise=False)
-        again = advice.Question(config, made.mesh, kind, batch, seq, train, again)
-        made = dataclasses.replace(made, advice=advice.changes(made, again, plan))
+        made = _compiled(made, strategy, compile_for)
+    if advise and not made.fits:
+        made = dataclasses.replace(made, advice=advice.changes(made, _by_arithmetic))
     return made
 
 
-def _by_arithmetic(
-    name: str, config: DecoderConfig, kind: Hardware, sizes: AnyMesh, work: Work, chosen: Choices
-) -> Plan:
-    shape, across = dict(sizes.shape), chosen.across
-    if across is not None and across not in shape:
-        raise ValueError(f"across={across!r} is not a mesh axis: use one of {', '.join(shape)}")
-    pipeline = None if chosen.microbatches is None else _pipeline(chosen.microbatches, sizes, work.train)
-    chunks = chosen.chunks if config.experts and shape["expert"] > 1 else 1
-    if chunks is None:  # one token decoded per row is not sliced
-        per_device = max(1, config.experts // shape["expert"])
-        sliced = config.experts and work.train
-        few = chosen.buffer_factor, config.experts_per_token, shape["expert"], per_device
-        chunks = fewest_chunks(*few) if sliced else 1
-    told = {name: getattr(chosen, name) for name in (*PLANNED_ONLY, "offload", "remat")}
-    work = dataclasses.replace(work, buffer_factor=chosen.buffer_factor, chunks=chunks, pipeline=pipeline, **told)
-    refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != across})
-    rows_per_device(work.batch // work.accumulate, sizes)  # raises for parts that do not divide
-    if pipeline is not None:
-        pipeline.refuse_batch(work.batch // work.accumulate, sizes)
-    found = parts(config, sizes, chosen.rules, pipeline, chosen.quantize)
+def _by_arithmetic(name: str, config: DecoderConfig, kind: Hardware, mesh: AnyMesh, work: Work) -> Plan:
+    work.check_mesh(mesh)
+    shape = dict(mesh.shape)
+    refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != work.across})
+    rows_per_device(work.batch // work.accumulate, mesh)  # raises for parts that do not divide
+    step = PlannedStep.of(config, mesh, work)
     return Plan(
         name,
         config,
         kind,
         shape,
-        work,
-        bytes_of(config, found, work, sizes),
-        operations(config, found, work),
-        tuple(traffic(config, found, work, sizes)),
-        bytes_read(config, found, work, sizes),
-        routes(kind, shape, across),
+        dataclasses.replace(work, chunks=step.chunks),
+        bytes_of(step),
+        operations(step),
+        tuple(traffic(step)),
+        bytes_read(step),
+        routes(kind, shape, work.across),
     )
 
 
-def _check_sizes(mesh: Mapping[str, int] | AnyMesh, batch: int, seq: int, train: bool, chosen: Choices) -> None:
-    """Reject non-positive sizes, and batches that ``accumulate`` does not divide."""
-    accumulate, chunks = chosen.accumulate, 1 if chosen.chunks is None else chosen.chunks
-    for what, number in {"batch": batch, "seq": seq, "accumulate": accumulate, "chunks": chunks}.items():
-        check_positive("plan", what, number)
-    for axis, size in mesh.items() if isinstance(mesh, Mapping) else ():
-        check_positive("mesh", axis, size)
-    if chosen.buffer_factor is not None:
-        check_factor("plan(buffer_factor", chosen.buffer_factor)
-    if chosen.quantize is not None and train and not chosen.lora:
-        raise ValueError("quantize: quantised weights are not trained: plan adapters (lora), or decoding (train=False)")
-    if chosen.offload and not (train and chosen.remat):
-        raise ValueError("offload: the host keeps inputs of layers that are computed again: plan training, with remat")
-    if chosen.split_rank and not chosen.lora:
-        raise ValueError("split_rank: there is no rank to split: plan adapters (lora)")
-    if accumulate > 1 and not train:
-        raise ValueError(f"accumulate={accumulate}: decoding has no parts to accumulate: leave it out")
-    if batch % accumulate:
-        raise ValueError(f"a batch of {batch} rows cannot be cut into accumulate={accumulate} parts: use a multiple")
-
-
-def _refuse_without_effect(config: DecoderConfig, mesh: AnyMesh, chosen: Choices) -> None:
+def _refuse_without_effect(made: Plan, work: Work) -> None:
     """Raise ValueError for choices of an exchange or a pipeline that the mesh does not have."""
-    exchanged = config.experts and mesh.shape["expert"] > 1
+    exchanged = made.config.experts and made.mesh["expert"] > 1
     asked = {
-        "buffer_factor": chosen.buffer_factor,
-        "node_copies": chosen.node_copies or None,
-        "chunks": None if chosen.chunks == 1 else chosen.chunks,
+        "buffer_factor": work.buffer_factor,
+        "node_copies": work.node_copies or None,
+        "chunks": None if work.chunks == 1 else work.chunks,
     }
     for name, value in asked.items():
         if not exchanged and value is not None:
@@ -309,38 +223,27 @@ def _refuse_without_effect(config: DecoderConfig, mesh: AnyMesh, chosen: Choices
                 f"{name}={value}: no tokens are sent to experts: leave it out, or give a model with "
                 "experts a mesh axis expert"
             )
-    if chosen.interleaved > 1 and chosen.microbatches is None:
-        raise ValueError(f"interleaved={chosen.interleaved}: there are no pipeline stages: give microbatches too")
+    if work.interleaved > 1 and work.microbatches is None:
+        raise ValueError(f"interleaved={work.interleaved}: there are no pipeline stages: give microbatches too")
 
 
-def _compiled(made: Plan, strategy: Strategy | None, chosen: Choices) -> Plan:
+def _compiled(made: Plan, strategy: Strategy | None, compile_for: str) -> Plan:
     """The plan with its step compiled."""
-    platform = {"cpu": CPU, "device": made.hardware.platform}.get(chosen.compile_for or "")
+    platform = {"cpu": CPU, "device": made.hardware.platform}.get(compile_for)
     if platform is None:
-        raise ValueError(f"compile_for={chosen.compile_for!r}: use 'cpu' or 'device'")
+        raise ValueError(f"compile_for={compile_for!r}: use 'cpu' or 'device'")
     pipeline, device = made.work.pipeline, target(made.hardware, platform)
     strategy = strategy or default_strategy(made.config, made.mesh, platform, made.work)
     stacking = strategy.stacking if pipeline is None else Scanned()
-    strategy = dataclasses.replace(strategy, rules=chosen.rules, pipeline=pipeline, stacking=stacking)
-    job = CompileJob(made.config, strategy, made.mesh, made.work, platform, device, chosen.across)
+    strategy = dataclasses.replace(strategy, rules=made.work.rules, pipeline=pipeline, stacking=stacking)
+    job = CompileJob(made.config, strategy, made.mesh, made.work, platform, device)
     return dataclasses.replace(made, program=compile_program(job), compiled_for=platform)
-
-
-def _pipeline(microbatches: int, mesh: AnyMesh, train: bool) -> Pipeline:
-    made = Pipeline(microbatches)
-    made.check(mesh)
-    if stages_of(mesh) == 1:
-        raise ValueError(f"microbatches={microbatches}: the mesh has one stage: give it an axis {AXIS}")
-    if not train:
-        raise ValueError(f"microbatches={microbatches}: pipeline stages do not decode: leave it out, or plan training")
-    return made
 
 
 def default_strategy(config: DecoderConfig, mesh: Mapping[str, int], platform: str, work: Work) -> Strategy:
     """Scanned layers, recomputed while training, with experts over the expert axis if it has several devices, and the
     kernels that ``Strategy.auto`` chooses for the platform."""
-    exchange = RaggedAllToAll(work.buffer_factor)
-    exchange = exchange if work.chunks == 1 else InChunks(exchange, work.chunks)
+    exchange = InChunks(RaggedAllToAll(work.buffer_factor), work.chunks)
     dispatch = ExpertParallel(Sorted(), exchange) if config.experts and mesh["expert"] > 1 else Sorted()
     return dataclasses.replace(
         Strategy.auto(platform),

@@ -18,8 +18,8 @@ from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.planning.arithmetic import Work
 from nnxmoe.planning.hlo import Collective
+from nnxmoe.planning.work import Work
 from nnxmoe.runtime.hardware import CPU, GPU, TPU, Hardware
 
 LIMIT_S = 1800
@@ -35,7 +35,6 @@ class CompileJob:
     work: Work
     platform: str = CPU
     device: str = ""  # what XLA calls the devices: a TPU topology such as v5p:4x8x8, or a GPU's target such as h100
-    across: str | None = None  # the mesh axis that goes over TPU slices, or over nodes
 
 
 @dataclasses.dataclass(frozen=True)
