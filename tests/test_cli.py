@@ -23,6 +23,7 @@ from nnxmoe import cli
 from nnxmoe.cli import chat, prompts
 from nnxmoe.cli.parser import as_typed
 from nnxmoe.cli.summary import summarise
+from nnxmoe.generation.complete import StoppedText
 from nnxmoe.models import PRESETS
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.train import lora
@@ -672,5 +673,7 @@ def test_stop_strings_over_pieces(stops: tuple[str, ...]) -> None:
     text = "once there was the end"
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     for size in range(1, 8):
-        shown = prompts.Until([text[i : i + size] for i in range(0, len(text), size)], stops)
-        assert "".join(shown) == text[: min(found, default=len(text))] and shown.stopped == bool(found)
+        shown = StoppedText(stops)
+        pieces = [shown.add(text[i : i + size]) for i in range(0, len(text), size)]
+        assert "".join([*pieces, shown.rest()]) == text[: min(found, default=len(text))] == shown.text
+        assert shown.stopped == bool(found)

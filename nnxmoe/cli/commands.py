@@ -12,12 +12,13 @@ import jax
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.cli import devices, drafts, prompts
+from nnxmoe.cli import drafts, prompts
 from nnxmoe.cli.prompts import Speed
 from nnxmoe.config.printable import bytes_text, count_text
-from nnxmoe.generation.complete import split_stops
+from nnxmoe.generation.complete import StoppedText, split_stops
 from nnxmoe.generation.request import eos_ids
 from nnxmoe.generation.sampling import effective_fields, listed
+from nnxmoe.runtime import processes
 from nnxmoe.runtime.progress import say
 from nnxmoe.storage.hub import DEMO
 from nnxmoe.storage.source import gguf_in
@@ -48,7 +49,7 @@ def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
         say("%s is an adapter of %s", adapter, base)
     hub = {"revision": options.revision, "local_files_only": options.local_files_only}
     tokenizer = nnxmoe.Tokenizer.from_pretrained(path, **hub)
-    quantize, mesh = method(options), devices.mesh_of(options.mesh)
+    quantize, mesh = method(options), mesh_of(options.mesh)
     how = {"keep_quantized": options.keep_quantized}
     how["mtp"] = drafts.needs_mtp(getattr(options, "draft", None), path, options)
     rounded = None if adapter else quantize
@@ -56,8 +57,32 @@ def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
     say("%s", model.load_report.summary())
     if adapter is not None:
         lora.merge_from(model, adapter, quantize=quantize)
-    say("running on %s", devices.text(mesh))
+    say("running on %s", devices_text(mesh))
     return model, tokenizer
+
+
+def mesh_of(mesh: Any, *, connect: bool = False) -> Any:
+    """The first devices as a mesh of the sizes of ``--mesh``; None without one. ``connect``: over all processes of a
+    job, which are connected without a mesh only if ``JAX_NUM_PROCESSES`` says that there are some."""
+    if connect and (mesh is not None or "JAX_NUM_PROCESSES" in os.environ):
+        processes.initialize()
+    if mesh is None:
+        return None
+    found = jax.devices()
+    if mesh.size > len(found):
+        axes = ",".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+        raise ValueError(
+            f"--mesh {axes} needs {mesh.size} devices, and JAX finds {len(found)} x {found[0].device_kind}"
+        )
+    return nnxmoe.make_mesh(**mesh.shape, devices=found if connect else found[: mesh.size])
+
+
+def devices_text(mesh: Any) -> str:
+    """Number and kind of the devices in use, such as ``8 x NVIDIA H100 80GB HBM3``."""
+    kind, count = jax.local_devices()[0].device_kind, jax.local_device_count()
+    if mesh is not None:
+        return f"{mesh.size} x {kind}"
+    return kind if count == 1 else f"{kind}, one of {count} (--mesh uses more)"
 
 
 def method(options: argparse.Namespace) -> Any:
@@ -101,11 +126,13 @@ def generate(options: argparse.Namespace) -> None:
     given |= {"eos_token_id": (*eos_ids(model, ...), *special), "draft": drafts.draft_of(options.draft, model)}
     given["constraint"] = prompts.grammar_of(options, tokenizer)
     pieces = nnxmoe.stream(model, tokenizer, many[0].prompt, **given)
-    made, shown = Speed(), prompts.Until(pieces, texts)
-    for piece in shown:
+    made, shown = Speed(), StoppedText(texts)
+    for piece in pieces:
         made.note(pieces.tokens)
-        print(piece, end="", flush=True)
-    print()
+        print(shown.add(piece), end="", flush=True)
+        if shown.stopped:
+            break
+    print(shown.rest())
     if made.tokens > 1:
         end = "ended by --stop" if shown.stopped else "ended by the model" if pieces.finish == "stop" else None
         say("%d tokens, %s%s", pieces.tokens, end or "stopped by --max-new-tokens", made)
@@ -126,7 +153,7 @@ def convert(options: argparse.Namespace) -> None:
         options.to,
         scan=options.scan,
         dtype=options.dtype,
-        mesh=devices.mesh_of(options.mesh, connect=True),
+        mesh=mesh_of(options.mesh, connect=True),
         config=options.config,
         verify=options.verify,
         quantize=method(options),
@@ -145,13 +172,13 @@ def finetune(options: argparse.Namespace) -> None:
 
     names = [field.name for field in dataclasses.fields(tuning.Finetune) if field.name != "model"]
     task = tuning.Finetune(_weights(options.model), **{name: getattr(options, name) for name in names})
-    mesh = devices.mesh_of(options.mesh, connect=True)
+    mesh = mesh_of(options.mesh, connect=True)
     if mesh is None and (count := jax.process_count()) > 1:
         raise ValueError(
             f"this job has {count} processes, and each would train a model of its own: give --mesh with all "
             f"{jax.device_count()} devices, such as --mesh fsdp={jax.device_count()}"
         )
-    say("running on %s", devices.text(mesh))
+    say("running on %s", devices_text(mesh))
     kept = {name: getattr(options, name) for name in ("save_every", "local_files_only", "profile")}
     try:
         done = tuning.finetune(task, options.out, mesh=mesh, **kept)
@@ -180,5 +207,5 @@ def demo(options: argparse.Namespace) -> None:
     tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)
     what = "the embedded model: a Mixtral of %s parameters, trained on generated text, on %s"
     size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    say(what, count_text(size), devices.text(None))
+    say(what, count_text(size), devices_text(None))
     shown.run(model, tokenizer, options.max_new_tokens)

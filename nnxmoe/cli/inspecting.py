@@ -22,14 +22,14 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def inspect(options: argparse.Namespace) -> None:
     """Print a model's sizes and whether it fits in memory, without reading its weights."""
-    from nnxmoe.cli.summary import summarise
+    from nnxmoe.cli.summary import spread_lines, summarise
     from nnxmoe.model.strategy import Strategy
 
     if options.mesh and options.keep_quantized:
         raise ValueError("--mesh shows how floats or weights of --quantize are sharded: leave --keep-quantized out")
     method, hub = commands.method(options), (options.revision, options.local_files_only)
     s = summarise(options.model, options.dtype, *hub, method, options.keep_quantized)
-    spread = _spread(s.config, s.weight_dtype, options.mesh, method) if options.mesh else []
+    spread = spread_lines(s.config, s.weight_dtype, options.mesh, method) if options.mesh else []
     batch, context = options.batch, options.context or min(s.config.max_position_embeddings, 4096)
     _print_memory(s, batch, context, spread[-1:])
     _print_sizes(s, batch, context)
@@ -144,21 +144,3 @@ def _print_files(s: Any) -> None:
             print(f"  {kind:9} {plain(name)}")
     for line in s.misshapen[:5]:
         print(f"  wrong     {plain(line)}")
-
-
-def _spread(config: Any, dtype: str, mesh: Any, method: Any) -> list[str]:
-    """One line a parameter: how many there are, of what shape, bytes of them on one device, and what splits them."""
-    from nnxmoe.cli.spread import spread
-
-    parts = spread(config, dtype, mesh, quantize=method)
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-    lines = [f"mesh        {axes or 'one device'}"]
-    for part in parts:
-        split = ", ".join(
-            "-" if axis is None else axis if isinstance(axis, str) else " x ".join(axis) for axis in part.spec
-        )
-        split = split or "whole"
-        shape = f"{part.count:>4} x {list(part.shape)}"
-        lines.append(f"  {part.name:32} {shape:28} {bytes_text(part.device_bytes):>10}  {split}")
-    total = bytes_text(sum(part.device_bytes for part in parts))
-    return [*lines, f"per device  {total} of weights, on each of {mesh.size} devices"]

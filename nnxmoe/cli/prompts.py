@@ -1,11 +1,11 @@
-"""Prompts of ``nnxmoe generate``: a file of them in, JSON lines out; stop strings, and the speed of a stream."""
+"""Prompts of ``nnxmoe generate``: a file of them in, JSON lines out; and the speed of a stream."""
 
 import argparse
 import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from tqdm import tqdm  # see runtime.progress
 
 import nnxmoe
 from nnxmoe.cli import drafts
-from nnxmoe.generation.complete import StoppedText
 from nnxmoe.runtime.progress import logger, say
 
 OUTPUT = ("index", "prompt", "messages", "line", "text", "finish_reason", "ids", "sample", "logprobs", "top_logprobs")
@@ -127,28 +126,6 @@ def _fields(one: nnxmoe.Completion, line: Line, tokenizer: Any, options: argpars
         if options.logprobs:
             fields["top_logprobs"] = [[[tokenizer.decode([i]), i, value] for i, value in top] for top in one.top]
     return fields
-
-
-class Until(Iterator[str]):
-    """Pieces of text up to the first of the strings ``stops``. ``stopped``: whether there was one."""
-
-    def __init__(self, pieces: Iterable[str], stops: Sequence[str]):
-        self._text = StoppedText(stops)
-        self._pieces = self._cut(pieces)
-
-    @property
-    def stopped(self) -> bool:
-        return self._text.stopped
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def _cut(self, pieces: Iterable[str]) -> Iterator[str]:
-        for piece in pieces:
-            yield self._text.add(piece)
-            if self.stopped:
-                return
-        yield self._text.rest()
 
 
 class Speed:

@@ -11,10 +11,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
+from nnxmoe.axes import RULES, AnyMesh, check_mesh, keeps_dtype, partition_spec
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
-from nnxmoe.config.printable import did_you_mean
+from nnxmoe.config.printable import bytes_text, did_you_mean
 from nnxmoe.convert.core.layout import Parameter, parameters
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadReport
@@ -27,6 +29,7 @@ from nnxmoe.convert.hf.side_files import generation_fields, parse_config
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import HUB_IDS, HUB_NOTES, PRESETS, model_class, preset
 from nnxmoe.planning.arithmetic import cache_per_token
 from nnxmoe.quantization.kernels import places, quantized_weights
@@ -78,7 +81,6 @@ class Summary:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
         return sum(self.parts.values())
 
     @property
@@ -88,7 +90,6 @@ class Summary:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights in memory."""
         return sum(self.weights.values())
 
     def cache_bytes(self, batch: int, context: int) -> int:
@@ -126,7 +127,10 @@ def summarise(
         parts[_part(parameter.key)] += size
         active += size * _share(parameter, config)
     buffer = _buffer(model, config) * jnp.dtype(kept).itemsize
-    weights, active_bytes = _in_memory(model, config, jnp.dtype(kept), arrays, quantize, keep_quantized)
+    if keep_quantized:
+        keep(model, arrays)
+    quantize_shapes(model, quantize, kept)
+    weights, active_bytes = _in_memory(model, config, jnp.dtype(kept))
     with contextlib.suppress(ConfigError):  # models without prediction layers; the counts above leave them out
         model.mtp = kind(config, rngs=None, dtype=kept, mtp=True).mtp
     published = filter(None, (HUB_IDS.get(str(name).lower()), HUB_NOTES.get(str(name).lower())))
@@ -150,19 +154,8 @@ def summarise(
     )
 
 
-def _in_memory(
-    model: CausalLM,
-    config: DecoderConfig,
-    dtype: np.dtype,
-    arrays: LazyArrays,
-    quantize: Method | Mixed | None,
-    keep_quantized: bool,
-) -> tuple[dict[str, int], int]:
-    """Quantise the abstract model; return the bytes of its weights by dtype or kind of code, and the bytes that a token
-    reads."""
-    if keep_quantized:
-        keep(model, arrays)
-    quantize_shapes(model, quantize, dtype)
+def _in_memory(model: CausalLM, config: DecoderConfig, dtype: np.dtype) -> tuple[dict[str, int], int]:
+    """The bytes of a model's weights by dtype or kind of code, and the bytes that a token reads."""
     kinds = {place.path: place.weight.kind.kind for place in quantized_weights(model)}
     size, active = Counter[str](), 0.0
     for parameter in parameters(model, codes=True):
@@ -237,7 +230,6 @@ def _checked(
 
 
 def _config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
-    """The config of a parsed config.json; warns of fields that are dropped."""
     config, notes = parse_config(fields, where)
     _warn(notes, where)
     return config
@@ -279,3 +271,25 @@ def _stored(arrays: LazyArrays) -> dict[str, int]:
         kind, count = array.stored or (kind, sum(part.nbytes for part in parts))
         size[kind] += count
     return dict(size.most_common())
+
+
+def spread_lines(config: DecoderConfig, dtype: str, mesh: AnyMesh, method: Method | Mixed | None) -> list[str]:
+    """One line per name of parameters: how many there are, of what shape, bytes of them on one device, and what splits
+    them. Raises ValueError for a parameter that the rules cannot split."""
+    model = model_class(config)(config, Strategy(), rngs=None)
+    check_mesh(model, mesh, RULES)
+    quantize_shapes(model, method, dtype, mesh)
+    alike: dict[tuple[str, tuple[int, ...]], list[Parameter]] = {}
+    for parameter in parameters(model, codes=True):
+        alike.setdefault((parameter.key, parameter.shape), []).append(parameter)
+    axes, total = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1), 0
+    lines = [f"mesh        {axes or 'one device'}"]
+    for (key, shape), group in alike.items():
+        spec = partition_spec(group[0].axes, shape, mesh, RULES)
+        dtypes = (one.variable.dtype if keeps_dtype(one.variable) else dtype for one in group)
+        size = math.prod(NamedSharding(mesh, spec).shard_shape(shape)) * sum(jnp.dtype(one).itemsize for one in dtypes)
+        split = ("-" if axis is None else axis if isinstance(axis, str) else " x ".join(axis) for axis in spec)
+        count = f"{len(group):>4} x {list(shape)}"
+        lines.append(f"  {key:32} {count:28} {bytes_text(size):>10}  {', '.join(split) or 'whole'}")
+        total += size
+    return [*lines, f"per device  {bytes_text(total)} of weights, on each of {mesh.size} devices"]
