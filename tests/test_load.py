@@ -40,7 +40,7 @@ from nnxmoe.storage import host
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.host import few_threads
 from nnxmoe.storage.safetensors import TensorInfo
-from nnxmoe.storage.write import write_safetensors
+from nnxmoe.storage.write import write_shares
 from tests.benchmarks.checkpoints import write_random
 from tests.benchmarks.models import MIDSIZE
 from tests.benchmarks.processes import call
@@ -65,11 +65,9 @@ def write(folder: Path, case: str, tensors: dict[str, np.ndarray], **changes: ob
     folder.mkdir(parents=True)
     config = json.loads((CASES / case / "model" / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
-    write_safetensors(
-        folder,
-        [(n, nnxmoe.storage.safetensors.dtype_code(t.dtype), t.shape, lambda t=t: t) for n, t in tensors.items()],
-        10**9,
-    )
+    code = nnxmoe.storage.safetensors.dtype_code
+    items = [(name, code(t.dtype), t.shape, lambda t=t: t) for name, t in tensors.items()]
+    write_shares(folder, [(0, items)], 10**9, process=0)
     return folder
 
 
@@ -506,7 +504,7 @@ def test_threads_and_chunk_size_do_not_change_the_result(
     """One thread with whole tensors, and five threads with small chunks."""
     folder, found = odd_checkpoint(tmp_path), []
     for threads, chunk, ahead in ((1, 1 << 30, 1), (5, 1, 1 << 30), (5, 1, 20_000)):
-        monkeypatch.setattr(host, "_cores", lambda threads=threads: threads)
+        monkeypatch.setattr(host.os, "sched_getaffinity", lambda _, threads=threads: range(threads), raising=False)
         monkeypatch.setattr(raw, "CHUNK_BYTES", chunk)
         monkeypatch.setattr(fill, "AHEAD_BYTES", ahead)
         model = nnxmoe.from_pretrained(folder, dtype=dtype)
@@ -554,7 +552,7 @@ def test_interrupt_stops_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         real(self, *args)
 
     monkeypatch.setattr(Checkpoint, "read_into", read_into)
-    monkeypatch.setattr(host, "_cores", lambda: 2)
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(2), raising=False)
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore the signal
     gc.disable()  # Python ignores exceptions raised in garbage collector callbacks
     try:

@@ -28,7 +28,7 @@ from nnxmoe.models import Mixtral, config_from_hf
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import equal_groups
 from nnxmoe.storage.safetensors import dtype_code
-from nnxmoe.storage.write import write_safetensors
+from nnxmoe.storage.write import write_shares
 from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.lora.merge import merger
@@ -344,7 +344,7 @@ def quantised(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": FP8}))
     tensors = [(n, dtype_code(t.dtype), t.shape, lambda t=t: t) for n, t in stored.items()]
-    write_safetensors(folder, tensors, 10**9)
+    write_shares(folder, [(0, tensors)], 10**9, process=0)
     return folder
 
 

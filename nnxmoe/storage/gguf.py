@@ -6,6 +6,7 @@ knows the types of tensors and decodes them.
 """
 
 import functools
+import importlib.metadata
 import math
 import os
 import re
@@ -26,7 +27,6 @@ _MAX_TENSORS = 250_000
 _MAX_FIELDS = 65_536
 _MAX_NAME = 1_024  # bytes of a key, or of a tensor's name
 _MAX_RANK = 4
-_DAMAGED = "the file is damaged or incomplete: download or write it again"
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # type -> code of struct
 _STRING, _ARRAY = 8, 9
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -64,7 +64,7 @@ class GGUF:
                 says = f"split.no {short(found.get('split.no', 0))}, split.count {short(found.get('split.count', 1))}"
                 raise CheckpointError(f"{each}: {says}, and its name says {number} of {len(files)}: do not rename it")
             if twice := sorted(tensors.keys() & infos.keys()):
-                raise CheckpointError(f"{each}: tensor {short(twice[0])} is in another split too; {_DAMAGED}")
+                raise _damaged(each, f"tensor {short(twice[0])} is in another split too")
             tensors |= infos
         wanted = fields.get("split.tensors.count", len(tensors))
         if wanted != len(tensors):
@@ -79,13 +79,17 @@ class GGUF:
         """A field that must be text."""
         value = self.fields.get(key)
         if not isinstance(value, str):
-            raise self.error(f"{key} must be text, got {short(value)}; {_DAMAGED}")
+            raise _damaged(self.file, f"{key} must be text, got {short(value)}")
         return value
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
     """Whether a path names a GGUF file."""
     return os.fspath(path).lower().endswith(SUFFIX) and os.path.isfile(path)
+
+
+def _damaged(file: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{file}: {what}; the file is damaged or incomplete: download or write it again")
 
 
 def library() -> Any:
@@ -118,13 +122,11 @@ class _Reader:
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.size - self.at:
-            raise CheckpointError(
-                f"{self.path}: {what} at byte {self.at} takes {count} bytes, and the header can have "
-                f"{self.size - self.at} more; {_DAMAGED}"
-            )
+            takes = f"{what} at byte {self.at} takes {count} bytes"
+            raise _damaged(self.path, f"{takes}, and the header can have {self.size - self.at} more")
         data = self.file.read(count)
         if len(data) < count:
-            raise CheckpointError(f"{self.path} ends at byte {self.at + len(data)}, within {what}; {_DAMAGED}")
+            raise _damaged(self.path, f"it ends at byte {self.at + len(data)}, within {what}")
         self.at += count
         return data
 
@@ -134,9 +136,7 @@ class _Reader:
     def string(self, what: str, most: int = MAX_HEADER) -> str:
         (length,) = self.numbers("Q", 1, what)
         if length > most:
-            raise CheckpointError(
-                f"{self.path}: {what} has a length of {length}, at most {most} are allowed; {_DAMAGED}"
-            )
+            raise _damaged(self.path, f"{what} has a length of {length}, at most {most} are allowed")
         return self.take(length, what).decode("utf-8", errors="replace")
 
     def value(self, kind: int, what: str, inside: bool = False) -> Any:
@@ -146,14 +146,12 @@ class _Reader:
             return self.string(what)
         if kind != _ARRAY or inside:
             nested = " in an array" if inside else ""
-            raise CheckpointError(f"{self.path}: {what} has the unknown type {kind}{nested}; {_DAMAGED}")
+            raise _damaged(self.path, f"{what} has the unknown type {kind}{nested}")
         (element,), (count,) = self.numbers("I", 1, what), self.numbers("Q", 1, what)
         if element in _NUMBERS:
             return self.numbers(_NUMBERS[element], count, what) if count else ()
         if 8 * count > self.size - self.at:  # a string takes 8 bytes at least
-            raise CheckpointError(
-                f"{self.path}: {what} is an array of {count}, more than the file can hold; {_DAMAGED}"
-            )
+            raise _damaged(self.path, f"{what} is an array of {count}, more than the file can hold")
         return tuple(self.value(element, what, inside=True) for _ in range(count))
 
 
@@ -184,23 +182,20 @@ def _parse(reader: _Reader, path: Path, size: int) -> tuple[Mapping[str, Any], M
     for _ in range(pairs):
         key = reader.string("a key", _MAX_NAME)
         if key in fields:
-            raise CheckpointError(f"{path}: the key {short(key)} occurs twice; {_DAMAGED}")
+            raise _damaged(path, f"the key {short(key)} occurs twice")
         fields[key] = reader.value(reader.numbers("I", 1, short(key))[0], short(key))
-    entries = [_entry(reader) for _ in range(count)]
+    entries = []  # name, shape (rows first), type and offset
+    for _ in range(count):
+        name = reader.string("the name of a tensor", _MAX_NAME)
+        (rank,) = reader.numbers("I", 1, short(name))
+        if rank > _MAX_RANK:
+            raise CheckpointError(f"{path}: tensor {short(name)} has {rank} dimensions, more than {_MAX_RANK}")
+        shape = reader.numbers("Q", rank, short(name))[::-1]
+        entries.append((name, shape, *reader.numbers("I", 1, short(name)), *reader.numbers("Q", 1, short(name))))
     align = fields.get("general.alignment", 32)
     if type(align) is not int or not 1 <= align <= 1 << 20 or align & align - 1:
         raise CheckpointError(f"{path}: general.alignment must be a power of two, got {short(align)}")
     return fields, _located(path, entries, -(-reader.at // align) * align, align, size)
-
-
-def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape (rows first), type and offset of the next tensor."""
-    name = reader.string("the name of a tensor", _MAX_NAME)
-    (rank,) = reader.numbers("I", 1, short(name))
-    if rank > _MAX_RANK:
-        raise CheckpointError(f"{reader.path}: tensor {short(name)} has {rank} dimensions, more than {_MAX_RANK}")
-    shape = reader.numbers("Q", rank, short(name))[::-1]
-    return (name, shape, *reader.numbers("I", 1, short(name)), *reader.numbers("Q", 1, short(name)))
 
 
 def _located(
@@ -210,30 +205,25 @@ def _located(
     types, sizes = library().GGMLQuantizationType, library().GGML_QUANT_SIZES
     found, at = dict[str, GGUFInfo](), 0
     for name, shape, number, offset in entries:
-        where = f"{path}: tensor {short(name)}"
+        tensor = f"tensor {short(name)}"
         if name in found:
-            raise CheckpointError(f"{where} occurs twice; {_DAMAGED}")
+            raise _damaged(path, f"{tensor} occurs twice")
         if number not in set(types) or types(number) not in sizes:
-            raise CheckpointError(f"{where} has the type {number}, which gguf {_version()} does not know: update it")
+            known = f"which gguf {importlib.metadata.version('gguf')} does not know: update it"
+            raise CheckpointError(f"{path}: {tensor} has the type {number}, {known}")
         kind, (group, width) = types(number).name, sizes[types(number)]
         if math.prod(max(1, n) for n in shape) >= 2**60:
-            raise CheckpointError(f"{where}: shape {short(list(shape))} is too large; {_DAMAGED}")
+            raise _damaged(path, f"{tensor}: shape {short(list(shape))} is too large")
         last = shape[-1] if shape else 1
         if last % group:
-            raise CheckpointError(f"{where}: rows of {last} are not made of {kind} blocks of {group}; {_DAMAGED}")
+            raise _damaged(path, f"{tensor}: rows of {last} are not made of {kind} blocks of {group}")
         octets = math.prod(shape[:-1]) * (last // group) * width
         if offset != at or start + offset + octets > size:
             why = f"begins at {offset} instead of {at}" if offset != at else f"ends beyond the file's {size} bytes"
-            raise CheckpointError(f"{where} {why}; {_DAMAGED}")
+            raise _damaged(path, f"{tensor} {why}")
         at = -(-(offset + octets) // align) * align
         plain = kind in DTYPES
         rows = shape if plain else (*shape[:-1], last // group * width)
         place = start + offset, start + offset + octets
         found[name] = GGUFInfo(name, path, kind if plain else "U8", rows, *place, kind=kind, values=shape)
     return found
-
-
-def _version() -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version("gguf")

@@ -18,16 +18,12 @@ _MOST_THREADS = 8  # more threads do not read faster from one memory, and each h
 def few_threads() -> Iterator[ThreadPoolExecutor]:
     """A pool with one thread per core, at most 8. On exit, also after an error or Ctrl-C, pending work is cancelled and
     running work is waited for."""
-    pool = ThreadPoolExecutor(min(_cores(), _MOST_THREADS), thread_name_prefix="nnxmoe-load")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = ThreadPoolExecutor(min(cores, _MOST_THREADS), thread_name_prefix="nnxmoe-load")
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Scratch(threading.local):

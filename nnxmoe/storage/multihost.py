@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import operator
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from nnxmoe.storage.atomic_dir import atomic_dir
@@ -82,13 +83,14 @@ def in_any_process(flag: Callable[[], bool], mesh: Mesh | None) -> Callable[[], 
     if mesh is None or not mesh.is_multi_process:
         return flag
     mine, rows = np.asarray([flag()]), NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    found = _any_on(mesh)(jax.make_array_from_callback((mesh.size,), rows, lambda at: mine))
+    found = _everywhere(jnp.any, mesh)(jax.make_array_from_callback((mesh.size,), rows, lambda at: mine))
     return lambda: bool(found)
 
 
-@functools.lru_cache(maxsize=8)
-def _any_on(mesh: Mesh) -> Callable[[Array], Array]:
-    return jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
+@functools.lru_cache(maxsize=16)
+def _everywhere(function: Callable[..., Array], mesh: Mesh | AbstractMesh) -> Callable[..., Array]:
+    """The compiled function, whose result every device of the mesh has."""
+    return jax.jit(function, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def raise_in_all(failure: Exception | None) -> None:
@@ -138,10 +140,4 @@ def local_value(value: AnyArray, at: tuple[int, ...]) -> np.ndarray:
 def gather(value: Array, at: tuple[int, ...]) -> np.ndarray:
     """Collective: ``value[at]``. Every process must call it."""
     assert isinstance(value.sharding, NamedSharding)
-    everywhere = NamedSharding(value.sharding.mesh, PartitionSpec())
-    return np.asarray(_pick(everywhere)(value, at))
-
-
-@functools.lru_cache(maxsize=8)
-def _pick(everywhere: NamedSharding) -> Callable[..., Array]:
-    return jax.jit(lambda value, at: value[at], out_shardings=everywhere)
+    return np.asarray(_everywhere(operator.getitem, value.sharding.mesh)(value, at))

@@ -30,37 +30,25 @@ class _Item:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+# Name, dtype code, shape, and the function that makes the array.
 Tensors = Iterable[tuple[str, str, Sequence[int], Callable[[], np.ndarray]]]
-
-
-def write_safetensors(
-    folder: str | os.PathLike[str],
-    tensors: Tensors,
-    max_shard_size: int,
-    metadata: Mapping[str, str] | None = None,
-) -> list[Path]:
-    """Write (name, dtype code, shape, function that makes the array) as one file or as shards with an index.
-
-    One tensor at a time is in memory. Existing files are never overwritten: to replace a checkpoint, write into an
-    `atomic_dir`. Returns the weight files.
-    """
-    return write_shares(folder, [(0, tensors)], max_shard_size, metadata, process=0)
 
 
 def write_shares(
     folder: str | os.PathLike[str],
     shares: Iterable[tuple[int | None, Tensors]],
     max_shard_size: int,
-    metadata: Mapping[str, str] | None = None,
     *,
     process: int,
     single: str = SINGLE_FILE,
 ) -> list[Path]:
-    """`write_safetensors` by several processes; ``shares`` holds (process, its tensors). Process 0 writes the index.
+    """Write tensors as one safetensors file, named ``single``, or as shards with an index; return the weight files.
 
+    ``shares`` holds (process, its tensors), of which ``process`` writes its own, and process 0 the index. One tensor at
+    a time is in memory. Existing files are never overwritten: to replace a checkpoint, write into an `atomic_dir`.
     Tensors of the process None need a collective: every process makes them at the same time, and the processes take
     turns in writing their files. A process that fails to write still takes part in the collectives, and raises at the
-    end. ``single`` is the file's name if there is one file only.
+    end.
     """
     folder = Path(folder)
     plan = [(writer, shard) for writer, tensors in shares for shard in _plan(tensors, max_shard_size) if shard]
@@ -76,7 +64,7 @@ def write_shares(
         if failure is None and turn == process:
             made: set[str] = set()
             try:
-                _write_file(folder / name, _file_parts(shard, {"format": "pt"} if metadata is None else metadata, made))
+                _write_file(folder / name, _file_parts(shard, made))
             except CheckpointError as error:
                 failure = error
             shard = [item for item in shard if item.name not in made]
@@ -134,9 +122,9 @@ def _plan(tensors: Tensors, max_shard_size: int) -> list[list[_Item]]:
     return [sorted(shard, key=lambda item: -DTYPES[item.dtype].itemsize) for shard in shards]
 
 
-def _file_parts(shard: list[_Item], metadata: Mapping[str, str], made: set[str]) -> Iterator[bytes | memoryview]:
+def _file_parts(shard: list[_Item], made: set[str]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file: the header, then each tensor; ``made`` collects the names begun."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for item in shard:
         end = position + item.nbytes

@@ -12,7 +12,7 @@ import numpy as np
 from nnxmoe.convert.hf.layout import layout
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.storage.safetensors import dtype_code
-from nnxmoe.storage.write import write_safetensors
+from nnxmoe.storage.write import write_shares
 
 
 def write_random(folder: Path, fields: Mapping[str, Any], shard_bytes: int = 10**10) -> None:
@@ -33,7 +33,7 @@ def write_random(folder: Path, fields: Mapping[str, Any], shard_bytes: int = 10*
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(fields)))
-    write_safetensors(folder, tensors(), shard_bytes)
+    write_shares(folder, [(0, tensors())], shard_bytes, process=0)
 
 
 def to_page_cache(folder: Path) -> None:
