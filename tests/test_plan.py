@@ -549,6 +549,8 @@ def test_search_compares_numbers_of_stages() -> None:
     found = search("mixtral-8x7b", 8, batch=64, seq=64, microbatches=4, most=1000)
     assert {one.mesh["pipe"] for one in found} == {1, 2, 4}
     assert all((one.bubble > 0) == (one.mesh["pipe"] > 1) for one in found)
+    best = best_of("mixtral-8x7b", 2, seq=64, microbatches=2, most=1000)
+    assert {one.mesh["pipe"] for one in best} == {1, 2}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The process in which `nnxmoe.planning.program` compiles: ``python -m nnxmoe.planning.child JOB PROGRAM``."""
 
 import dataclasses
+import math
 import pickle
 import sys
 import time
@@ -18,12 +19,14 @@ from nnxmoe.mesh import make_mesh
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import ScannedStack
 from nnxmoe.models import model_class
-from nnxmoe.planning.gpu_targets import target_config
 from nnxmoe.planning.hlo import collectives
 from nnxmoe.planning.operations import counted
 from nnxmoe.planning.program import CompileJob, Program
-from nnxmoe.runtime.hardware import CPU, TPU
+from nnxmoe.runtime.hardware import CPU, TABLE, TPU
 from nnxmoe.train.loop.step import Step
+
+# NVIDIA GPU -> cores, major compute capability, GHz, bytes of L2.
+_GPUS = {"h100": (132, 9, 1.98, 50 * 2**20), "h200": (132, 9, 1.98, 50 * 2**20), "b200": (148, 10, 1.965, 126 * 2**20)}
 
 
 def devices(job: CompileJob) -> list[Any]:
@@ -36,16 +39,45 @@ def devices(job: CompileJob) -> list[Any]:
         if job.platform == TPU:
             slices = 1 if job.work.across is None else job.mesh[job.work.across]
             return topologies.get_topology_desc(platform="tpu", topology_name=job.device, num_slices=slices).devices
-        count = 1
-        for size in job.mesh.values():
-            count *= size
+        count = math.prod(job.mesh.values())
         node = min(8, count)
-        shape = f"{count // node}x1x{node}"
-        config = target_config(job.device)
-        return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=config).devices
+        shape, target = f"{count // node}x1x{node}", _gpu_target(job.device)
+        return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=target).devices
     except (RuntimeError, ImportError, KeyError) as error:
         extra = "plan-tpu" if job.platform == TPU else "plan-gpu"
         raise RuntimeError(f"Error: no compiler for {job.device} (pip install 'nnxmoe[{extra}]'): {error}") from error
+
+
+def _gpu_target(name: str) -> str:
+    """An NVIDIA GPU as XLA's compiler describes it, for compiling without one. KeyError for another name.
+
+    The fields are those of openxla/xla, xla/backends/gpu/target_config/specs; sizes are those that CUDA reports.
+    """
+    cores, major, clock, l2 = _GPUS[name]
+    sizes = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 48 * 2**10,
+        "shared_memory_per_core": 228 * 2**10,
+        "shared_memory_per_block_optin": 227 * 2**10,
+        "threads_per_core_limit": 2048,
+        "core_count": cores,
+        "fpus_per_core": 128,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "memory_bandwidth": int(TABLE[name].bandwidth),
+        "l2_cache_size": l2,
+        "clock_rate_ghz": clock,
+        "device_memory_size": int(TABLE[name].memory),
+        "registers_per_core_limit": 2**16,
+        "registers_per_block_limit": 2**16,
+    }
+    fields = "\n".join(f"  {field}: {value}" for field, value in sizes.items())
+    return (
+        f"gpu_device_info {{\n{fields}\n  cuda_compute_capability {{ major: {major} }}\n}}\n"
+        f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 }}\ndevice_description_str: "NVIDIA {name.upper()}"\n'
+    )
 
 
 def traced(job: CompileJob, mesh: Mesh) -> Any:
@@ -105,7 +137,6 @@ def _at(place: NamedSharding | None) -> Any:
 
 
 def program(job: CompileJob) -> Program:
-    """Compile the job."""
     found = devices(job)
     sizes: dict[str, Any] = dict(job.mesh)
     mesh = make_mesh(**sizes, devices=found, across=job.work.across)

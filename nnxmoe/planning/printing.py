@@ -32,9 +32,9 @@ def table(plan: Any) -> str:
         line("activations", bytes_text(held.activations), "estimated")
     if plan.program is not None:
         _compiled(plan, line)
-    if plan.work.pipeline is not None:
-        stages, pipeline = plan.mesh["pipe"], plan.work.pipeline
-        turns = f"{stages}; {pipeline.microbatches} microbatches take {pipeline.turns(stages)} turns"
+    if work.pipeline is not None:
+        stages = plan.mesh["pipe"]
+        turns = f"{stages}; {work.microbatches} microbatches take {work.pipeline.turns(stages)} turns"
         line("stages", f"{turns}, {plan.bubble:.0%} of them idle", "exact")
     if work.chunks > 1:
         line("exchange", f"in {work.chunks} parts, one after another: InChunks(RaggedAllToAll(), {work.chunks})")
@@ -43,7 +43,10 @@ def table(plan: Any) -> str:
     if plan.fits and kind.platform == "gpu" and plan.memory > 0.75 * kind.memory:
         share = min(0.98, math.ceil(100 * plan.memory / kind.memory + 1) / 100)
         line("", f"JAX takes 75 % of a GPU by default: XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}", "")
-    _network(plan, line)
+    for one in sorted(plan.traffic, key=lambda one: -one.bytes)[:6]:
+        by = "network" if any(plan.routes[axis].far > 1 for axis in one.axes) else plan.routes[one.axes[0]].name
+        size = f"{bytes_text(one.bytes)} of {one.what} over {' x '.join(one.axes)}"
+        line(one.kind, f"{size}, {one.times} calls", f"estimated, {by}")
     line("operations", f"{plan.operations / plan.devices:.3g} per device, {plan.operations:.3g} on all", "formula")
     share = plan.efficiency
     for name, seconds in plan.times.items():
@@ -58,7 +61,6 @@ def table(plan: Any) -> str:
         peak = f"at {share.high:.0%} to {share.low:.0%} of the peak"
         line("range", f"{low:.3g} to {high:.3g} s per step, {peak}", share.why)
         line("", "the network is hidden behind the rest, at worst nothing of it", "an assumption")
-    if plan.fits:
         line("nearest", str(nearest(plan.model, kind, plan.config.experts > 0, plan.devices, work.train)), "published")
     for text in plan.advice:
         line("change", text)
@@ -105,7 +107,7 @@ def _compiled(plan: Any, line: Any) -> None:
         line("temporary", f"{bytes_text(program.temporary)}, {note}", where)
     if not math.isnan(program.operations) and program.operations:
         line("operations", f"{program.operations / plan.devices:.3g} per device, counted", "traced, loops x lengths")
-    sums, times = Counter[tuple[str, tuple[str, ...], bool]](), Counter[tuple[str, tuple[str, ...], bool]]()
+    sums, times = Counter[Any](), Counter[Any]()
     for one in program.collectives:
         key = (one.kind, one.axes, one.counted)
         sums[key] += one.total
@@ -115,20 +117,6 @@ def _compiled(plan: Any, line: Any) -> None:
         line(kind, f"{bytes_text(size)} over {' x '.join(axes)}, {times[kind, axes, counted]} calls{more}", where)
     if program.warnings:
         line("warnings", f"{program.warnings} involuntary full rematerializations", where)
-
-
-def _network(plan: Any, line: Any) -> None:
-    sums, times = Counter[tuple[str, tuple[str, ...], str]](), Counter[tuple[str, tuple[str, ...], str]]()
-    for one in plan.traffic:
-        sums[one.kind, one.axes, one.what] += one.bytes
-        times[one.kind, one.axes, one.what] += one.times
-    for (kind, axes, what), size in sums.most_common(6):
-        far = any(plan.routes[axis].far > 1 for axis in axes)
-        line(
-            kind,
-            f"{bytes_text(size)} of {what} over {' x '.join(axes)}, {times[kind, axes, what]} calls",
-            f"estimated, {'network' if far else plan.routes[axes[0]].name}",
-        )
 
 
 def compared(plans: Sequence[Any]) -> str:

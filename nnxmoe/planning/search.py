@@ -64,8 +64,9 @@ def best_of(
         for rows in (1, 2, 4, 8, 16, 32, 64):
             for remat in (True, False) if train else (True,):
                 with contextlib.suppress(ValueError):  # the batch does not divide
-                    asked = {**options, "remat": remat, "batch": rows * devices // one.mesh[CONTEXT]}
-                    made = plan(meshes[0].config, one.mesh, advise=False, **asked)
+                    asked = {"batch": rows * devices // one.mesh[CONTEXT], "remat": remat}
+                    asked["microbatches"] = one.work.microbatches  # None on meshes without stages
+                    made = plan(one.config, one.mesh, advise=False, **options | asked)
                     found.append(dataclasses.replace(made, model=name))
     return _best(found)[:most]
 
